@@ -55,7 +55,7 @@ def context(cloud, stacks, home):
 def test_doctor_reports_a_healthy_account_as_healthy(examined, s3):
     found = examined()
     assert {result for result, _ in found.values()} == {OK}, found
-    assert found["credentials"][1] == "arn:aws:sts::123456789012:user/moto"
+    assert found["credentials"][1] == "arn:aws:iam::123456789012:root"
     assert found["role"][1] == ROLE
     assert found["quota"][1] == "'ml.g5.12xlarge for training job usage' is 4"
     assert "7.09 USD an hour" in found["price"][1]

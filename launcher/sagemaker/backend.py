@@ -57,7 +57,7 @@ from launcher.machines import (
 )
 from launcher.sagemaker import caller, cost
 from launcher.sagemaker.caller import Caller, Launched
-from launcher.sagemaker.cost import Prices, usd
+from launcher.sagemaker.cost import Prices
 from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
 from launcher.sagemaker.request import (
@@ -226,43 +226,10 @@ class SageMakerBackend:
     def afford(self, job: TrainingJob) -> TrainingJob:
         session = None if self.settings.offline else self.session
         prices = Prices(self.settings, self.region, session)
-        ready = cost.afford(job, self.settings, prices, lambda: self.spent(job, prices))
+        spent = partial(cost.spent, job, prices, self.described, self.job)
+        ready = cost.afford(job, self.settings, prices, spent)
         check_checkpoints(ready)
         return ready
-
-    def spent(self, job: TrainingJob, prices: Prices) -> float:
-        """The cost in USD of the jobs that this one resumes.
-
-        For a deleted job, and those before it, this is what the next job's record says. Others may
-        write to the store, so whatever SageMaker knows is not taken from there.
-
-        Raises:
-            InputError: the cost of one of them is unknown.
-            ServiceError: by the records, a job resumes itself.
-        """
-        total, now, chain = 0.0, time.time(), list[str]()
-        while (job_id := job.resume) is not None:
-            if job_id in chain:
-                raise ServiceError(
-                    f"by their records in the store, {' and '.join(chain)} resume"
-                    " each other, so their cost is unknown"
-                )
-            raw = self.raw(job_id)
-            unknown = InputError(f"the cost of the earlier job {job_id} is unknown")
-            if raw is None:
-                if job.earlier_cost is None:
-                    raise unknown
-                known = f"with the jobs before it, it cost {usd(job.earlier_cost)}"
-                logger.info(f"job {job_id} is deleted; {known}, by the record of {chain[-1]}")
-                return total + job.earlier_cost
-            earlier = describe_job(raw, None)
-            if earlier.is_placed:
-                if (price := prices.of(earlier.instance)) is None:
-                    raise unknown
-                total += cost.cost_of(earlier, price, now)
-            chain.append(job_id)
-            job = self.job(job_id)
-        return total
 
     def submit(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
         launched = Launched(self.caller(), self.region, job_id, job.name, job.summary)
@@ -331,6 +298,11 @@ class SageMakerBackend:
         if not ours:
             raise ServiceError(f"{job_id} is a training job that sm-nanogpt did not launch")
         return raw
+
+    def described(self, job_id: str) -> JobDescription | None:
+        """As `describe`, but asks nothing of S3."""
+        raw = self.raw(job_id)
+        return None if raw is None else describe_job(raw, None)
 
     def known(self, job_id: str) -> dict[str, Any]:
         """As `raw`, but raises ServiceError if there is no such job."""

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -22,7 +23,7 @@ from typing import Any
 from pydantic import Field
 
 from launcher.aws import make_client, why
-from launcher.errors import InputError
+from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Document
 from launcher.job import JobDescription, Price, TrainingJob
@@ -131,6 +132,42 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
     return job.model_copy(update={"affordable_run": longest})
 
 
+def spent(
+    job: TrainingJob,
+    prices: Prices,
+    describe: Callable[[str], JobDescription | None],
+    record: Callable[[str], TrainingJob],
+) -> float:
+    """The cost in USD of the jobs that this one resumes.
+
+    For a deleted job, and those before it, this is what the next job's record says. Others may
+    write to the store, so whatever SageMaker knows is not taken from there.
+
+    Raises:
+        InputError: the cost of one of them is unknown.
+        ServiceError: by the records, a job resumes itself.
+    """
+    total, now, chain = 0.0, time.time(), list[str]()
+    while (job_id := job.resume) is not None:
+        if job_id in chain:
+            raise ServiceError(
+                f"by their records in the store, {' and '.join(chain)} resume each other, so their"
+                " cost is unknown"
+            )
+        earlier = describe(job_id)
+        price = prices.of(earlier.instance) if earlier and earlier.is_placed else None
+        if earlier is None and job.earlier_cost is not None:
+            known = f"with the jobs before it, it cost {usd(job.earlier_cost)}"
+            logger.info(f"job {job_id} is deleted; {known}, by the record of {chain[-1]}")
+            return total + job.earlier_cost
+        if earlier is None or (earlier.is_placed and price is None):
+            raise InputError(f"the cost of the earlier job {job_id} is unknown")
+        total += cost_of(earlier, price, now) if price else 0.0
+        chain.append(job_id)
+        job = record(job_id)
+    return total
+
+
 def afford(
     job: TrainingJob, settings: Settings, prices: Prices, spent: Callable[[], float]
 ) -> TrainingJob:
@@ -220,53 +257,31 @@ ENDPOINT_REGION = "us-east-1"
 FRESH = timedelta(days=7)
 UNKNOWN_FRESH = timedelta(days=1)
 
-# USD an hour in us-east-1, by the month in which they were last seen: in answers of the price list,
-# or (the second group) on the pricing page. Types that are in neither group are not known: among
-# them p3 (on its way out), p4 and p5 (cut since), p6, t3 (not sold for training everywhere).
-OFFLINE_REGION = "us-east-1"
-OFFLINE: dict[str, dict[str, float]] = {
-    "2026-07": {
-        "ml.g5.xlarge": 1.408,
-        "ml.g5.2xlarge": 1.515,
-        "ml.g5.4xlarge": 2.03,
-        "ml.g5.8xlarge": 3.06,
-        "ml.g5.12xlarge": 7.09,
-        "ml.g6.xlarge": 1.127,
-        "ml.g6.2xlarge": 1.222,
-        "ml.g6.4xlarge": 1.654,
-        "ml.g6.12xlarge": 5.752,
-        "ml.g6e.2xlarge": 2.8,
-        "ml.g6e.4xlarge": 3.76,
-        "ml.g6e.8xlarge": 5.66,
-        "ml.g6e.12xlarge": 13.12,
-        "ml.g4dn.xlarge": 0.736,
-        "ml.m5.large": 0.115,
-        "ml.m5.xlarge": 0.23,
-        "ml.m5.4xlarge": 0.922,
-        "ml.m6i.4xlarge": 0.922,
-        "ml.c6i.8xlarge": 1.632,
-        "ml.r5.4xlarge": 1.21,
-        "ml.r7i.2xlarge": 0.635,
-        "ml.r7i.4xlarge": 1.2701,
-    },
-    "2024-12": {
-        "ml.g5.16xlarge": 5.12,
-        "ml.g5.24xlarge": 10.18,
-        "ml.g5.48xlarge": 20.36,
-        "ml.g4dn.2xlarge": 0.94,
-        "ml.g4dn.4xlarge": 1.505,
-        "ml.g4dn.8xlarge": 2.72,
-        "ml.g4dn.12xlarge": 4.89,
-        "ml.g4dn.16xlarge": 5.44,
-        "ml.m5.2xlarge": 0.461,
-        "ml.m5.12xlarge": 2.765,
-        "ml.m5.24xlarge": 5.53,
-        "ml.c5.xlarge": 0.204,
-        "ml.c5.2xlarge": 0.408,
-        "ml.c5.4xlarge": 0.816,
-        "ml.c5.9xlarge": 1.836,
-        "ml.c5.18xlarge": 3.672,
-    },
+# USD an hour in us-east-1, as last seen in answers of the price list.
+OFFLINE_REGION, OFFLINE_MONTH = "us-east-1", "2026-07"
+OFFLINE = {
+    "ml.g5.xlarge": 1.408,
+    "ml.g5.2xlarge": 1.515,
+    "ml.g5.4xlarge": 2.03,
+    "ml.g5.8xlarge": 3.06,
+    "ml.g5.12xlarge": 7.09,
+    "ml.g6.xlarge": 1.127,
+    "ml.g6.2xlarge": 1.222,
+    "ml.g6.4xlarge": 1.654,
+    "ml.g6.12xlarge": 5.752,
+    "ml.g6e.2xlarge": 2.8,
+    "ml.g6e.4xlarge": 3.76,
+    "ml.g6e.8xlarge": 5.66,
+    "ml.g6e.12xlarge": 13.12,
+    "ml.g4dn.xlarge": 0.736,
+    "ml.m5.large": 0.115,
+    "ml.m5.xlarge": 0.23,
+    "ml.m5.4xlarge": 0.922,
+    "ml.m6i.4xlarge": 0.922,
+    "ml.c6i.8xlarge": 1.632,
+    "ml.r5.4xlarge": 1.21,
+    "ml.r7i.2xlarge": 0.635,
+    "ml.r7i.4xlarge": 1.2701,
 }
 
 
@@ -360,8 +375,6 @@ def training_price(products: list[str], instance: str) -> float | None:
 
 
 def offline_price(instance: str, region: str) -> Price | None:
-    if region == OFFLINE_REGION:
-        for month, prices in OFFLINE.items():
-            if instance in prices:
-                return Price(prices[instance], f"the offline table of {month}")
-    return None
+    if region != OFFLINE_REGION or instance not in OFFLINE:
+        return None
+    return Price(OFFLINE[instance], f"the offline table of {OFFLINE_MONTH}")
