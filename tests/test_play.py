@@ -20,6 +20,7 @@ from models import lively, tokenizer_of
 
 from entry_point.model import GPT
 from launcher import fetch_model, sample, stream_samples
+from launcher.cli.models import about
 from launcher.views import api
 from launcher.views.play import Player, Token, listen, make_server, until
 
@@ -287,6 +288,14 @@ def test_a_key_of_ones_own_is_kept(job):
         assert token == "my%20key%2F1"
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None and "API key my key/1\n" in process.stderr.read()
+
+
+def test_a_page_tells_the_loss_and_settings_of_a_job(job):
+    made = json.loads((job.directory / "hosts/algo-1/model/training.json").read_text())
+    told = about(job.directory / "hosts/algo-1/model")
+    assert told.startswith(f"val_loss {made['val_loss']:.4f} at step {made['step']}; ")
+    assert "n_embd=32" in told
+    assert about(job.directory) == ""
 
 
 def test_an_origin_without_a_scheme_is_refused(cli):

@@ -58,7 +58,7 @@ def chat_command(
       sm-nanogpt chat JOB-ID
       sm-nanogpt chat JOB-ID --system "Answer in one word." --temperature 0
     """
-    _, loaded, tokenizer = load(model, settings_of(context), entry_point)
+    _, _, loaded, tokenizer = load(model, settings_of(context), entry_point)
     rest = (max_new_tokens, temperature, top_k, top_p)
     if tokenizer.chats:
         converse(Conversation(loaded, tokenizer, system, rest, seed).talk, HELP)

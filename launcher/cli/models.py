@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -113,7 +114,7 @@ def fetch_and_sample_command(
     Example:
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
-    _, loaded, tokenizer = load(model, settings_of(context), entry_point)
+    _, _, loaded, tokenizer = load(model, settings_of(context), entry_point)
     from launcher.models.sample import answered, stream_samples
 
     if tokenizer.chats and prompt is None:
@@ -169,15 +170,33 @@ def locate(word: str, settings: Settings, entry_point: Path | None) -> tuple[str
     return named, directory
 
 
-def load(word: str, settings: Settings, entry_point: Path | None) -> tuple[str, GPT, Tokenizer]:
-    """Load the model of a directory or of a job; also returns what it is called."""
+def load(
+    word: str, settings: Settings, entry_point: Path | None
+) -> tuple[str, Path, GPT, Tokenizer]:
+    """Load the model of a directory or of a job. Returns what it is called and where it is, too."""
     named, directory = locate(word, settings, entry_point)
     from launcher.models.sample import is_edited, load_model
 
     model, tokenizer = load_model(directory, settings, entry_point)
     if is_edited(model):
         note("sampling with the edited or older script that trained this model, which is slower")
-    return named, model, tokenizer
+    return named, directory, model, tokenizer
+
+
+def about(directory: Path) -> str:
+    """The loss of a model, and its settings; "" for one of another tool."""
+    from launcher.files.documents import Damaged, parse
+    from launcher.job import TrainingJob
+    from launcher.launching.summary import summary_of
+    from launcher.models.load import known_config
+
+    try:
+        made = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
+        values = asdict(known_config(made["config"]))
+        job = TrainingJob(instance="local", data=str(directory), hyperparameters=values)
+        return f"val_loss {made['val_loss']:.4f} at step {made['step']}; {summary_of(job)}"
+    except (OSError, Damaged, KeyError, TypeError, InputError):
+        return ""
 
 
 @click.command("play", cls=Command)
@@ -237,8 +256,10 @@ def play_command(
         if not re.fullmatch(r"\*|null|[\w.+-]+://[^/]+", origin):
             raise InputError(f"--cors {origin}: an origin is like http://localhost:3000")
     listener = play.listen(port or 0)
-    words = [word for word in (model, other) if word]
-    players = [play.Player(*load(word, settings, entry_point)) for word in words]
+    players = []
+    for word in filter(None, (model, other)):
+        named, directory, loaded, tokenizer = load(word, settings, entry_point)
+        players.append(play.Player(named, loaded, tokenizer, about(directory)))
     at, key = listener.getsockname()[1], settings.api_key or secrets.token_urlsafe()
     url = f"http://127.0.0.1:{at}/?token={quote(key, safe='')}"
     click.echo(url)
