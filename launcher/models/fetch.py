@@ -47,12 +47,12 @@ def fetch_model(
     """Download a job's model, unless it is here, and return its directory.
 
     For a job that failed or was stopped, this is the model of its newest checkpoint. entry_point
-    names the folder that trained the model, if its launch kept none here.
+    names the folder that exports it, if its launch kept none here.
 
     Raises:
-        InputError: the model needs the folder that trained it, and that is not here.
-        ServiceError: there is no such job, it still runs or left nothing, or the archive is no
-            model.
+        InputError: the folder that exports a checkpoint is not here.
+        ServiceError: there is no such job, it still runs or left nothing, or the archive is
+            damaged.
     """
     settings = settings or load_settings()
     job_id = full_id(job_id, settings, trained=True)
@@ -67,7 +67,7 @@ def fetch_described(
 ) -> Path:
     """Download the model of a described job; from a checkpoint if it has no `model_uri`."""
     if description.model_uri is not None:
-        return fetch_archive(description, settings, progress, entry_point)
+        return fetch_archive(description, settings, progress)
     job_id = description.job_id
     if description.is_running:
         raise ServiceError(
@@ -84,9 +84,7 @@ def fetch_described(
     )
 
 
-def fetch_archive(
-    description: JobDescription, settings: Settings, progress: Progress, entry_point: Path | None
-) -> Path:
+def fetch_archive(description: JobDescription, settings: Settings, progress: Progress) -> Path:
     """Download and unpack model.tar.gz."""
     assert description.model_uri is not None
     parent = settings.models_dir / description.job_id
@@ -97,7 +95,6 @@ def fetch_archive(
         (archive,) = storage.fetch(description.model_uri, directory / "archive", progress, settings)
         try:
             extract(archive, directory / "model", description.model_uri)
-            check_model(directory / "model", description.model_uri, settings, entry_point)
         except ServiceError as error:
             raise ServiceError(f"{error}; {another_model(description, settings)}") from None
         keep(directory / "model", target)
@@ -154,7 +151,6 @@ def fetch_checkpoint(
             step = load.export_checkpoint(checkpoint, directory / "model", settings, entry_point)
         except TrainingError as error:
             raise ServiceError(f"{uri}: {error}") from None
-        check_model(directory / "model", uri, settings, entry_point)
         keep(directory / "model", place(step))
     return place(step)
 
@@ -285,14 +281,3 @@ def safe_place(member: tarfile.TarInfo, uri: str) -> PurePosixPath:
         kind = "a link" if member.issym() or member.islnk() else "not a regular file"
         raise ServiceError(f"{uri} is refused: {member.name!r} is {kind}")
     return place
-
-
-def check_model(directory: Path, uri: str, settings: Settings, entry_point: Path | None) -> None:
-    """Raise ServiceError unless the directory has a model that loads."""
-    from entry_point.errors import TrainingError
-    from launcher.models import load
-
-    try:
-        load.load_artefact(directory, settings, entry_point)
-    except TrainingError as error:
-        raise ServiceError(f"{uri}: {error}") from None

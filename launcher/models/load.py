@@ -12,7 +12,6 @@ import hashlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -197,7 +196,6 @@ def load_published(directory: Path) -> tuple[GPT, Tokenizer]:
     return model.eval(), tokenizer
 
 
-@lru_cache  # once, though a model is checked and then loaded
 def log_absent_script(sha256: str) -> None:
     logger.warning(
         f"the folder that trained this model (SHA-256 {sha256[:12]}...) is not on this machine;"
