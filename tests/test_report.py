@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import html
-import itertools
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from test_curves import file_rows
 
 from launcher.curve import Curve, Row
 from launcher.job import JobDescription, TrainingJob
-from launcher.views.page import page, thinned
+from launcher.views.page import page
 from launcher.views.report import Report, Run, compare
 
 
@@ -52,15 +51,6 @@ def sibling(job: Finished, number: int, loss: float, **hyperparameters: Any) -> 
     curve = directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
     curve.write_text("\n".join(rows) + "\n")
     return directory.name
-
-
-def test_a_curve_is_thinned_evenly_and_keeps_its_end():
-    rows: Any = [{"step": step} for step in range(10_000)]
-    kept = [row["step"] for row in thinned(rows, 4000)]
-    assert len(kept) <= 4000
-    assert kept[-1] == 9999
-    assert {b - a for a, b in itertools.pairwise(kept)} == {3}
-    assert thinned(rows, 10_000) == rows
 
 
 def test_a_report_replaces_the_one_before_and_opens(job, cli, monkeypatch):
@@ -96,7 +86,7 @@ def test_the_points_are_those_of_the_metrics(job, text_of):
 def test_the_page_requests_nothing(job, text_of):
     text = html.unescape(text_of("latest"))
     assert not re.search(r"<[^<>]*\b(src|href)\s*=", re.sub(r"(?s)<script>.*?</script>", "", text))
-    assert "content=\"default-src 'none'; script-src 'sha256-" in text
+    assert "content=\"default-src 'none'; script-src 'unsafe-inline';" in text
     assert "unsafe-eval" not in text
     assert len(text) < 5_000_000
 

@@ -8,21 +8,16 @@ a dark one and print.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from launcher.curve import Row
 from launcher.sagemaker.cost import usd
 from launcher.tracking import reason_of
 from launcher.views.report import Report, plain
 
-LARGEST = 4000  # points of a plot: more take seconds to draw, and a line has fewer pixels
 SERIES = {"training": "train_loss", "validation": "val_loss"}
 LINES = (("raw", 1, 0.3), ("training", 1.25, 0.75), ("validation", 2.75, 1.0))  # width, opacity
 # Okabe and Ito's colors, which most color-blind people can tell apart; without yellow, which is too
@@ -49,11 +44,6 @@ DARK = {
     "accent": "#6cb9ee",
 }
 FONT = "system-ui, 'Helvetica Neue', Helvetica, Arial, sans-serif"
-
-
-def thinned(rows: Sequence[Row], most: int) -> Sequence[Row]:
-    """At most so many rows, evenly, with the last."""
-    return rows[:: -max(1, math.ceil(len(rows) / most))][::-1]
 
 
 def clock_unit(report: Report) -> tuple[float, str]:
@@ -86,7 +76,7 @@ def points(report: Report) -> Iterator[dict[str, Any]]:
         times = dict(zip((row["step"] for row in run.curve.rows), run.times, strict=False))
         for series, name in SERIES.items():
             rows = [row for row in run.curve.rows if name in row]
-            for row in thinned(rows, LARGEST // len(report.runs) // 2):
+            for row in rows:
                 point = {
                     "run": run.label,
                     "series": series,
@@ -261,7 +251,7 @@ def page(report: Report) -> str:
     )
     templates.policies["json.dumps_kwargs"] = {"sort_keys": False}
     filters = {"plain": plain, "when": when, "span": span, "usd": usd, "reason": reason_of}
-    templates.filters.update({**filters, "hashed": hashed, "thinned": thinned})
+    templates.filters.update(filters)
     return templates.get_template("report.html").render(
         report=report,
         runs=report.runs,
@@ -273,12 +263,6 @@ def page(report: Report) -> str:
         font=FONT,
         now=time.time(),
     )
-
-
-def hashed(script: str) -> str:
-    """The hash by which a Content-Security-Policy allows a script."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest())
-    return f"'sha256-{digest.decode()}'"
 
 
 def when(seconds: float | None) -> str:

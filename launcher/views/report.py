@@ -11,8 +11,6 @@ from typing import Any
 
 from launcher.curve import Curve, Row, samples_of_log
 from launcher.errors import InputError, ServiceError
-from launcher.files import storage
-from launcher.files.documents import Document
 from launcher.finding import find
 from launcher.job import FULL_ID, JobDescription, TrainingJob, option
 from launcher.launching.summary import shortest
@@ -27,13 +25,6 @@ SIZE = re.compile(
 )
 
 
-class Made(Document):
-    """What training.json of a model adds to what is known of its job."""
-
-    corpus_sha256: str = ""
-    torch_version: str = ""
-
-
 @dataclass(frozen=True)
 class Run:
     """What a report says of a job."""
@@ -45,7 +36,6 @@ class Run:
     data: Upload | None = None
     validation: Upload | None = None
     script_sha256: str = ""
-    made: Made = Made()  # noqa: RUF009  it is frozen
     label: str = ""
 
     @property
@@ -236,7 +226,6 @@ def read_run(job_id: str, settings: Settings) -> Run:
         data=upload_of(job.data, settings),
         validation=upload_of(job.validation, settings),
         script_sha256=job.source_sha256 or "",
-        made=made_of(job_id, settings),
     )
 
 
@@ -246,15 +235,6 @@ def upload_of(uri: str | None, settings: Settings) -> Upload | None:
         return find_upload(uri, settings) if uri else None
     except (InputError, ServiceError):
         return None
-
-
-def made_of(job_id: str, settings: Settings) -> Made:
-    """training.json of a local job, or of a model that was fetched."""
-    here = settings.jobs_dir / job_id / "hosts/algo-1/model"
-    for place in (here, *sorted((settings.models_dir / job_id).glob("*"))):
-        if found := storage.read_document(str(place / "training.json"), Made):
-            return found
-    return Made()
 
 
 def compare(runs: Sequence[Run]) -> Report:
