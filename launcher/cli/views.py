@@ -120,10 +120,9 @@ def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -
     """Bring the event files up to date; with follow, until the jobs end."""
     from tqdm import tqdm
 
-    from launcher.views.tensorboard import Board, with_times
+    from launcher.views.tensorboard import Board
 
     sent: dict[str, tuple[Curve, str]] = {}
-    times: dict[str, dict[int, float]] = {job_id: {} for job_id in job_ids}
     boards = {job_id: Board(directory, job_id) for job_id in job_ids}
     backends: dict[str, Backend] = {}
     quiet = not (follow and sys.stderr.isatty())
@@ -135,7 +134,6 @@ def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -
         while job_ids:
             for job_id in list(job_ids):
                 description, curve = state(job_id, settings, backends)
-                curve = with_times(curve, description, times[job_id])
                 if sent.get(job_id) != (curve, description.status):
                     boards[job_id].update(curve, description)
                     sent[job_id] = curve, description.status

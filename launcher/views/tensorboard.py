@@ -1,13 +1,13 @@
 """The curves of jobs in TensorBoard.
 
 Everything comes from a job's curve and description, so it works while the job runs and afterwards,
-wherever the job runs. A row that was read from a log has no time; see `with_times`.
+wherever the job runs. A row that was read from a log has no time: it gets the time at which it was
+first seen, or the end of its job.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,20 +26,6 @@ INSTALL = (
     " or `pipx inject sm-nanogpt tensorboard`"
 )
 TAGS = {"train_loss": "loss/train", "val_loss": "loss/val", "best_loss": "loss/best"}
-
-
-def with_times(curve: Curve, description: JobDescription, seen: dict[int, float]) -> Curve:
-    """The curve with a time in each row, in seconds since the epoch.
-
-    A row without one gets the time at which it was first seen, or the end of its job. `seen` keeps
-    these times by step between calls.
-    """
-    now = description.ended or time.time()
-    rows = [
-        row if "time" in row else {**row, "time": seen.setdefault(int(row["step"]), now)}
-        for row in curve.rows
-    ]
-    return replace(curve, rows=rows)
 
 
 class Board:
@@ -67,11 +53,12 @@ class Board:
             if fresh:
                 self.writer, self.rows, self.samples = self.opened(), [], {}
             assert self.writer is not None
+            now = description.ended or time.time()
             for row in curve.rows[len(self.rows) :]:
                 for name, value in row.items():
                     if name not in ("step", "time"):
                         tag, step = TAGS.get(name, name), int(row["step"])
-                        self.writer.add_scalar(tag, value, step, walltime=row["time"])
+                        self.writer.add_scalar(tag, value, step, walltime=row.get("time", now))
             self.rows = list(curve.rows)
             for when, text in curve.samples.items():
                 if self.samples.get(when) != text:
