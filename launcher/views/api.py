@@ -92,21 +92,18 @@ REFUSALS = {
     "content": "must be text, as a string or as parts of type text; images and null are not taken",
     "prompt": "must be one text, not several and not ids",
     "stop": "must be a string or a list of strings",
-    "tools": "no model here calls tools; leave it out",
-    "functions": "no model here calls functions; leave it out",
-    "n": "only one choice is made; leave it out, or ask again with another seed",
-    "best_of": "only one choice is made; leave it out",
-    "frequency_penalty": "there are no penalties; leave it out",
-    "presence_penalty": "there are no penalties; leave it out",
-    "logit_bias": "there are no biases; leave it out",
-    "logprobs": "there are none; the page of `play` shows probabilities",
-    "response_format": "only text is made; leave it out",
 }
+MISSING = (
+    *("tools", "functions", "n", "best_of", "frequency_penalty", "presence_penalty", "logit_bias"),
+    *("logprobs", "response_format", "echo", "suffix"),
+)
 
 
 def reason(error: ValidationError) -> str:
     """The first thing that is wrong, in a sentence of ours where its field has one."""
     names = [str(each) for each in error.errors()[0]["loc"]]
+    if names and names[0] in MISSING:
+        return f"{names[0]} is not supported here; leave it out"
     for n, name in enumerate(names, 1):
         if name in REFUSALS:
             return f"{'.'.join(names[:n])}: {REFUSALS[name]}"

@@ -14,7 +14,6 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +35,6 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as Sent
 from torch import Tensor
 
 from entry_point.data import Tokenizer
@@ -48,7 +46,6 @@ from launcher.models.sample import is_edited, stream_samples
 
 PAGE = Path(__file__).with_name("play.html")
 MOST_LIKELY = 5
-UNREAD = 10.0  # seconds that a text waits for its reader until it ends
 TURN = 0.03  # seconds; at most this, or one token, passes until the server looks at requests
 
 
@@ -185,7 +182,7 @@ def turn(tokens: Iterator[Token]) -> list[Token]:
 
 
 class Queued(StreamingResponse):
-    """Lines that wait for a lock, and hold it until they end, or nobody reads them."""
+    """Lines that wait for a lock, and hold it until they end."""
 
     def __init__(
         self, lines: AsyncIterator[str], lock: asyncio.Lock, kind: str = "application/x-ndjson"
@@ -194,12 +191,8 @@ class Queued(StreamingResponse):
         self.lock = lock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def impatient(message: Sent) -> None:
-            await asyncio.wait_for(send(message), UNREAD)
-
         async with self.lock:
-            with suppress(TimeoutError):
-                await super().__call__(scope, receive, impatient)
+            await super().__call__(scope, receive, send)
 
 
 def make_app(
@@ -306,13 +299,11 @@ def guarded(app: ASGIApp, key: str) -> ASGIApp:
 def listen(port: int) -> socket.socket:
     """Listen on loopback; port 0 takes a free one. Raises InputError if the port is taken."""
     try:
-        listener = socket.create_server(("127.0.0.1", port))
+        return socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise InputError(
             f"--port {port}: {error.strerror}; leave it out to take a free one"
         ) from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # of its connections too
-    return listener
 
 
 def make_server(
@@ -332,9 +323,6 @@ def make_server(
             timeout_graceful_shutdown=0,
         )
     )
-    # It logs as errors the generations that Ctrl-C cancels, and those that nobody reads.
-    unread = "ASGI callable returned without completing response."
-    logging.getLogger("uvicorn.error").addFilter(
-        lambda record: not server.should_exit and record.getMessage() != unread
-    )
+    # It logs as errors the generations that Ctrl-C cancels.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
     return server
