@@ -107,7 +107,8 @@ def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
       sm-nanogpt launch --instance local  (or ml.g5.12xlarge, for example, on SageMaker)
       sm-nanogpt fetch-and-sample JOB-ID
 
-    For JOB-ID, give a full id, a unique start or end of one, or `latest`.
+    For JOB-ID, give an id, a name from `launch --name`, four or more characters from the start or
+    the end of an id, its time (HHMMSS), or `latest`, your newest job.
     """
     context.obj = settings
 

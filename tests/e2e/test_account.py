@@ -93,9 +93,10 @@ def test_the_policies_allow_only_what_the_commands_need(
     step = json.loads(cli("status", stopped, "--json").out)["checkpoint_step"]
     # An image from the other repository.
     newer = ("ml.g5.12xlarge", "--pytorch-version", "2.13.0", "--launcher", "torchrun")
-    longer = command(*words, *newer, "--resume", stopped, "--set", f"max_steps={step + 20}")
+    more = ("--name", "longer", "--set", f"max_steps={step + 20}")
+    longer = command(*words, *newer, "--resume", stopped, *more)
     command("logs", longer, "--follow")
-    command("wait", longer)
+    command("wait", "longer")
     command("jobs")
     sampled = command("fetch-and-sample", longer, "--prompt", "The", "--max-new-tokens", "20")
     assert sampled.startswith("The")

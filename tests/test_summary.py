@@ -1,0 +1,84 @@
+"""What a run was, in the words of `jobs`, `status` and reports."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import launching
+import pytest
+import runs
+
+from entry_point.config import make_config
+from entry_point.huggingface import FINE_TUNING
+from launcher.job import TrainingJob
+from launcher.launching.summary import summary_of
+
+FIELD = "    dropout: float = hyperparameter("
+SCALED = (FIELD, f'    mlp_scale: float = hyperparameter(1.0, "scale", 0)\n{FIELD}')
+EARLIER = "sm-nanogpt-20260101-000000-abcdef"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "cpu"),
+        ({"preset": "quick", "hyperparameters": {"max_steps": 40, "device": "auto"}}, "quick"),
+        ({"preset": "quick", "hyperparameters": {"learning_rate": 0.1}}, "quick learning_rate=0.1"),
+        ({"hyperparameters": {"dropout": 0.25, "seed": 1}}, "cpu dropout=0.25 seed=1"),
+        # A resumed job has all values of the earlier one, and no preset.
+        (
+            {"hyperparameters": asdict(make_config({}, "laptop")), "resume": EARLIER},
+            f"laptop resumes {EARLIER}",
+        ),
+        # What a model prescribes, and what suits fine-tuning, is said by the model's name.
+        (
+            {
+                "hyperparameters": {"n_layer": 28, "n_embd": 64, "seed": 7, **FINE_TUNING},
+                "init_from": "s3://bucket/models/qwen3-0123456789ab",
+                "base": "Qwen3-0.6B",
+            },
+            "seed=7 from Qwen3-0.6B",
+        ),
+    ],
+)
+def test_a_summary_names_preset_changes_and_origin(fields, words):
+    assert summary_of(TrainingJob(data="file:///text", **fields)) == words
+
+
+def test_an_edited_folder_and_its_own_values_are_named(tmp_path):
+    runs.edited_folder(tmp_path / "mine", SCALED)
+    for given, words in (({}, "quick edited"), ({"mlp_scale": 0.5}, "quick mlp_scale=0.5 edited")):
+        job = TrainingJob(
+            data="file:///text",
+            preset="quick",
+            hyperparameters=given,
+            entry_point=tmp_path / "mine",
+        )
+        assert summary_of(job) == words
+
+
+def test_jobs_status_and_report_say_what_a_run_was(home, cli, text_file, tmp_path):
+    runs.edited_folder(tmp_path / "mine", SCALED)
+    how = ("--entry-point", "mine", "--preset", "quick", "--name", "scaled")
+    values = {"mlp_scale": 0.5, "max_steps": 2, "eval_windows": 8, "sample_length": 0}
+    words = ("--instance", "local", "--data", str(text_file), *launching.sets(**values))
+    job_id = cli("launch", *words, *how).good.out.strip()
+    summary = "quick mlp_scale=0.5 eval_windows=8 sample_length=0 edited"
+    row = cli("jobs").out.splitlines()[1]
+    assert row.startswith(f"{job_id}  scaled ")
+    assert sorted(row.split()[-5:]) == sorted(summary.split())
+    told = cli("status", "scaled").out
+    found = re.search(r"\nsettings: +(.*)\n", told)
+    assert found
+    assert sorted(found[1].split()) == sorted(summary.split())
+    page = Path(cli("report", "scaled").good.out.strip()).read_text()
+    assert f"<dt>Settings</dt><dd>{found[1]}</dd>" in page
+    assert "<dt>Name</dt><dd>scaled</dd>" in page
+    resumed = cli("launch", "--resume", "scaled", "--set", "max_steps=3").good.out.strip()
+    record = json.loads((home / "jobs" / resumed / "job.json").read_text())
+    assert record["job"]["summary"] == f"{found[1]} resumes {job_id}"
+    ran = cli("launch", "--instance", "local", *how, "--data", str(text_file))
+    assert ran.failed(2, "--name scaled", job_id)
