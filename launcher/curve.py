@@ -24,6 +24,7 @@ LARGEST_CURVE = 1 << 26  # bytes: half a million rows
 LONGEST_LINE = 1000  # characters of a log's line that may be a row
 LINE = re.compile(r"step=(\d{1,18})/\d+ ([a-z_]+=\S+(?: [a-z_]+=\S+)*) ?$")
 VALUE = re.compile(r"([a-z_]+)=(\d{1,18}(?:\.\d+)?)(?!\S)")
+FILE = re.compile(r"metrics-\d{8}\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -131,3 +132,11 @@ def sketch(
         label = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}.get(y, "")
         lines.append(f"{label:>9} {drawn}".rstrip(" \u2800"))
     return [*lines, f"{'step':>9} {f'{left:g}':<{width - 10}}{f'{right:g}':>10}"]
+
+
+def newest_curve(names: Iterable[str]) -> str:
+    """The newest curve among these file names, or else the name of a job's first.
+
+    Each start of a job has its own, which holds the rows of those before it too.
+    """
+    return max((n for n in names if FILE.fullmatch(n)), default="metrics-00000001.jsonl")

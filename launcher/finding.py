@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import heapq
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from launcher.curve import Row
 from launcher.errors import InputError, ServiceError
-from launcher.job import FULL_ID, JOB_ID, JobDescription, TrainingJob, UnreadableJob
+from launcher.job import FULL_ID, JOB_ID, WORD, JobDescription, TrainingJob, UnreadableJob
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker import caller
 from launcher.sagemaker.backend import SageMakerBackend
@@ -176,7 +175,7 @@ def full_id(word: str, settings: Settings, acts: bool = False, trained: bool = F
         InputError, ServiceError: SageMaker does not answer, so another job may be meant.
         ServiceError: `latest`, and there are no jobs.
     """
-    if FULL_ID.fullmatch(word) or not re.fullmatch(r"[\w.-]+", word):
+    if FULL_ID.fullmatch(word) or not WORD.fullmatch(word):
         return word
     if LocalBackend(settings).describe(word) is not None:
         return word

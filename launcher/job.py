@@ -48,9 +48,9 @@ OWNER_TAG, NAME_TAG, SUMMARY_TAG = (f"{TAG_KEY}-{word}" for word in ("owner", "n
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 # As launch.new_job_id makes it, with the numbers of a sweep's jobs.
 FULL_ID = re.compile(r"sm-nanogpt-(\d{8}-\d{6})-[0-9a-f]{6}(-\d+(-try\d+)?)?")
-NAME = re.compile(r"(?!latest$|sm-nanogpt-)[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # for a job
+NAME = re.compile(rf"(?!latest$|sm-nanogpt-){WORD.pattern}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
-CURVE = re.compile(r"metrics-\d{8}\.jsonl")
 RUNNING = ("InProgress", "Stopping")
 LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
 
@@ -384,8 +384,7 @@ class JobDescription:
 
     @property
     def launched(self) -> tuple[str, float]:
-        """When it was launched, to order jobs. By its id first: this machine's clock wrote it,
-        whereas SageMaker's clock wrote the time of creation of its jobs."""
+        """When it was launched, to order jobs, by its id first: one clock wrote those."""
         at = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self.created))
         found = FULL_ID.fullmatch(self.job_id)
         return found[1] if found else at, self.created
@@ -449,11 +448,3 @@ def checkpoints_among(names: Iterable[str]) -> dict[int, str]:
 def newest_checkpoint(names: Iterable[str]) -> int | None:
     """The highest step of the checkpoints among these file names."""
     return max(checkpoints_among(names), default=None)
-
-
-def newest_curve(names: Iterable[str]) -> str:
-    """The newest curve among these file names, or else the name of a job's first.
-
-    Each start of a job has its own, which holds the rows of those before it too.
-    """
-    return max((n for n in names if CURVE.fullmatch(n)), default="metrics-00000001.jsonl")

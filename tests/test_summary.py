@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import launching
 import pytest
@@ -50,7 +51,9 @@ def test_a_summary_names_preset_changes_and_origin(fields, words):
 
 def test_an_edited_folder_and_its_own_values_are_named(tmp_path):
     runs.edited_folder(tmp_path / "mine", SCALED)
-    for given, words in (({}, "quick edited"), ({"mlp_scale": 0.5}, "quick mlp_scale=0.5 edited")):
+    cases: list[tuple[dict[str, Any], str]] = [({}, "quick edited")]
+    cases += [({"mlp_scale": 0.5}, "quick mlp_scale=0.5 edited")]
+    for given, words in cases:
         job = TrainingJob(
             data="file:///text",
             preset="quick",

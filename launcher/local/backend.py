@@ -37,7 +37,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field
 
 from entry_point.files import open_file
-from launcher.curve import LARGEST_CURVE, Row, rows_of_file
+from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import (
@@ -57,7 +57,6 @@ from launcher.job import (
     TrainingJob,
     UnreadableJob,
     newest_checkpoint,
-    newest_curve,
 )
 from launcher.settings import Settings
 from launcher.source import Source

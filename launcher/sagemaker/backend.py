@@ -31,7 +31,7 @@ from launcher.aws import (
     patiently,
     service_errors,
 )
-from launcher.curve import LARGEST_CURVE, Row, rows_of_file, rows_of_log
+from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.job import (
@@ -45,7 +45,6 @@ from launcher.job import (
     UnreadableJob,
     log_pending,
     newest_checkpoint,
-    newest_curve,
 )
 from launcher.machines import (
     gpus_of,
