@@ -55,7 +55,6 @@ MODULES = {
 }
 # Survivors that change nothing that a user or a test could see: the line, its change, the reason.
 EQUIVALENT = {
-    ('gpu = GPUS.get(instance, (0, ""))[1]', "0 -> (1)"): "the number of no GPUs is not read",
     ("fraction = step / early if early else 1.0", "1.0 -> (2.0)"): "min makes both the whole",
     ('gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,', "0 -> (1)"): "any time will do",
     ("volume_size: int = 0  # GiB of disk per instance", "0 -> (1)"): "each backend gives one",
