@@ -479,6 +479,13 @@ class Trainer:
         # The bars distinguish a sample from lines of the log.
         log("\n".join([f"--- sample {when} ---", *(f"| {line}" for line in text.split("\n"))]))
 
+    def memorized(self) -> bool:
+        """Whether val_loss was best in the first half, and rose as train_loss went on falling."""
+        best = next(row for row in self.metrics if row["step"] == self.best_step)
+        last, early = self.metrics[-1], 2 * best["step"] <= self.step
+        rose = last["val_loss"] > 1.05 * best["val_loss"]
+        return early and rose and last.get("train_loss", math.inf) < best.get("train_loss", 0.0)
+
     def finish(self) -> None:
         """Writes the artefact of the best validation loss, and logs a sample of it."""
         assert self.best_step is not None
@@ -507,7 +514,13 @@ class Trainer:
         if self.config.sample_length:
             self.log_sample("after training", self.config.sample_length)
         log(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
-        if self.best_step < self.step:
+        if self.memorized():
+            log(
+                f"note: the run memorized its text: val_loss rose to"
+                f" {self.metrics[-1]['val_loss']:.5f}, so the model is that of step"
+                f" {self.best_step}; use more text, or set max_steps={self.best_step}"
+            )
+        elif self.best_step < self.step:
             log(
                 f"note: the model is that of step {self.best_step}; no later evaluation had a lower"
                 " val_loss"

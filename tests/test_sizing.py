@@ -46,13 +46,15 @@ def test_passes_are_the_fewest_that_keep_the_limit(batch_size, world_size, block
 
 
 @pytest.mark.parametrize(
-    "steps, tokens, warned",
-    # 76.8 million tokens: up to 20 readings are usual; and a run too short to matter.
-    [(100_000, 3_839_999, True), (100_000, 3_840_000, False), (1000, 1000, False)],
+    "preset, tokens, steps",
+    # Two kilobytes and 20, more than 20 readings, just 20, and tiny Shakespeare.
+    [("quick", 2000, 10), ("cpu", 18_000, 93), ("cpu", 76_799, 399), ("cpu", 76_800, 0)]
+    + [(preset, 1_003_854, 0) for preset in ("cpu", "quick", "laptop", "baby")],
 )
-def test_a_text_that_is_read_too_often_is_warned_about(steps, tokens, warned, caplog):
-    start.check_readings(job("local", max_steps=steps), tokens)
-    assert ("will memorize it" in caplog.text) is warned
+def test_a_text_that_is_read_too_often_is_warned_about(preset, tokens, steps, caplog):
+    start.check_readings(job("local", preset), tokens)
+    assert ("will memorize it" in caplog.text) is bool(steps)
+    assert f"max_steps={steps} " in caplog.text or not steps
 
 
 @pytest.mark.parametrize(

@@ -514,7 +514,7 @@ def test_dropout_is_drawn_from_the_steps_own_seed(tmp_path):
 def test_best_weights_are_exported_without_their_checkpoint(
     tmp_path, monkeypatch, capsys, cost, steps
 ):
-    losses = iter([4.0, 2.0, 3.0, 5.0])
+    losses = iter([4.0, 2.0, 3.0, 2.05])
     seen: list[torch.Tensor] = []
     written: list[int] = []
 
@@ -1027,7 +1027,7 @@ def test_samples_are_escaped_in_a_log_of_ascii(unforked):
     assert "\\u" in unforked.output
 
 
-def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path):
+def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path, capsys):
     """A run soon memorizes a short text of random characters."""
     how = dict(n_embd=64, max_steps=60, eval_interval=10, learning_rate=0.05, precision="float32")
     trainer = trainer_of(tmp_path, **how)
@@ -1035,6 +1035,8 @@ def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path):
     rows = [row for row in metrics(tmp_path / "output") if "val_loss" in row]
     best = min(rows, key=lambda row: row["val_loss"])
     assert best["val_loss"] < rows[-1]["val_loss"] - 0.1
+    said = rf"memorized its text: .* {rows[-1]['val_loss']:.5f}, .* set max_steps={best['step']}\n"
+    assert re.search(said, capsys.readouterr().out)
     training = json.loads((tmp_path / "model/training.json").read_text())
     assert (training["step"], training["val_loss"]) == (best["step"], best["val_loss"])
     model, _ = load_artefact(tmp_path / "model")
