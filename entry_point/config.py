@@ -138,8 +138,7 @@ class Config:
 
     hang_seconds: float = hyperparameter(
         150.0,
-        "seconds without progress after which a rank that others wait for counts as hung (or the"
-        " time of 5 steps, if that is longer)",
+        "fail if one process makes no progress for this many seconds (and for 5 steps)",
         5,
         1800,
         group="machine",
@@ -207,8 +206,8 @@ class Config:
 
     def passes(self, world_size: int) -> int:
         """The passes, of one size, in which a process computes its slice of the batch."""
-        rows, most = self.batch_size // world_size, TOKENS_PER_PASS // self.block_size
-        needed = math.ceil(rows / max(1, most))
+        rows, limit = self.batch_size // world_size, TOKENS_PER_PASS // self.block_size
+        needed = math.ceil(rows / max(1, limit))
         fitting = (n for n in range(needed, rows) if rows % n == 0)
         return self.gradient_accumulation_steps or next(fitting, max(1, rows))
 
@@ -285,14 +284,13 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         # A hyperparameter that is newer than the checkpoint was its default.
         was, value = saved["config"].get(f.name, f.default), now["config"][f.name]
         if f.metadata["fixed"] and was != value:
-            differences.append(f"{f.name} was {was!r} and is {value!r}")
+            differences.append(f"{f.name} (from {was!r} to {value!r})")
     if saved["corpus_sha256"] != now["corpus_sha256"]:
-        differences.append("the text is not the same")
+        differences.append("its text")
     if differences:
         raise ConfigError(
-            "the checkpoint belongs to another run: "
-            + "; ".join(differences)
-            + ". Start without it, or use its values"
+            f"a resumed run cannot change {', '.join(differences)}; leave this out, and a preset"
+            " that sets it"
         )
     step, max_steps = saved.get("step", 0), now["config"]["max_steps"]
     if step > max_steps:

@@ -300,23 +300,25 @@ def machine_line(device: torch.device, ranks: Ranks, hosts: int) -> str:
     )
 
 
-def may_record(config: Config, device: torch.device, world_size: int, dtype: torch.dtype) -> bool:
+def can_use_graph(
+    config: Config, device: torch.device, world_size: int, dtype: torch.dtype
+) -> bool:
     """Whether a CUDA graph may replay the passes of this run.
 
     With several ranks, gradients would be averaged only after a whole replay. In float16 the scale
     of the loss changes. `compile=off` executes Python in each step.
     """
-    alone = world_size == 1 and device.type == "cuda"
-    return alone and config.compile != "off" and dtype != torch.float16
+    single_gpu = world_size == 1 and device.type == "cuda"
+    return single_gpu and config.compile != "off" and dtype != torch.float16
 
 
 def memory_line(device: torch.device, processes: int) -> str:
     """The most memory so far of this rank's GPU, or of the host's processes, and what there is."""
     if device.type == "cuda":
         used = torch.cuda.max_memory_reserved()  # a graph's memory counts as reserved alone
-        there = torch.cuda.get_device_properties(device).total_memory
+        total = torch.cuda.get_device_properties(device).total_memory
     else:
         unit = 1 if sys.platform == "darwin" else 1024
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit * processes
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"memory {used / 2**30:.1f} of {there / 2**30:.1f} GiB"
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"memory {used / 2**30:.1f} of {total / 2**30:.1f} GiB"

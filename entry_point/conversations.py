@@ -1,7 +1,7 @@
 """Conversations: only what the assistant says is learned, and each sees itself alone.
 
-An id that is not learned is stored as ~id, which is negative, and each conversation is followed by
-~end. The place of such an id among the targets is IGNORED.
+Tokens that the model should not learn are stored as ~id, a negative number; as targets they become
+IGNORED, which the loss skips. Each conversation is followed by ~end.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Packed:
             self.rows.view(-1)[place : place + length] = ids[begin : begin + length]
         self.learned = (self.rows[:, 1:] >= 0).sum(dim=1)
 
-    def weights(self, starts: Tensor, rank: int, world_size: int, passes: int) -> list[float]:
-        """What the mean loss of each pass of this rank over the batch at `starts` counts.
+    def loss_shares(self, starts: Tensor, rank: int, world_size: int, passes: int) -> list[float]:
+        """The factor of the mean loss of each pass of this rank, for the batch at `starts`.
 
         The mean over passes and ranks is then that over the learned targets of the batch.
         """
@@ -68,12 +68,12 @@ class Packed:
         return [~id for id in ids[: next(n for n, id in enumerate(ids) if id >= 0)]]
 
     def summary(self) -> str:
-        told = f"{self.count:,} conversations in {len(self.rows):,} rows"
-        told += f", {int(self.learned.sum()):,} tokens of answers"
+        words = f"{self.count:,} conversations in {len(self.rows):,} rows"
+        words += f", {int(self.learned.sum()):,} tokens of answers"
         if self.cut:
-            told += f"; {self.cut:,} are longer than block_size and end with the last answer that"
-            told += f" fits, {self.dropped:,} of them have none and are left out"
-        return told
+            words += f"; {self.cut:,} are longer than block_size and end with the last answer that"
+            words += f" fits, {self.dropped:,} of them have none and are left out"
+        return words
 
     def __len__(self) -> int:
         return self.rows.numel()

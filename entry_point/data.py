@@ -68,7 +68,11 @@ class Batches:
 
 
 def stride(tokens: Tensor | Shards | Packed, config: Config) -> int:
-    """From one window to the next. Those of a text share a token, a target of the one."""
+    """Tokens between the starts of adjacent windows.
+
+    That is block_size for text, where the last target of a window is the first input of the next,
+    and one more for packed rows.
+    """
     return config.block_size + isinstance(tokens, Packed)
 
 
@@ -437,9 +441,9 @@ def read_tokens(container: Container, config: Config) -> Corpus:
                 shards.append(mapped(path, shard["tokens"], dtype))
                 if not len(shards[-1]) <= len(shards[0]) == len(shards[max(0, len(shards) - 2)]):
                     raise DataError(f"{path}: only the last shard may be shorter than the others")
-                # All of a large shard would have to come over the network.
-                some = unsigned(shards[-1][: 1 << 20])
-                if int((some ^ (some >> 63)).max()) >= len(tokenizer):
+                # Only the first million ids: on FastFile, to read a shard is to download it.
+                first = unsigned(shards[-1][: 1 << 20])
+                if int((first ^ (first >> 63)).max()) >= len(tokenizer):
                     raise DataError(f"{path} has ids beyond the {len(tokenizer)} of the tokenizer")
             ends = tokenizer.end, tokenizer.special.get(END_OF_TURN)
             parts.append(pack(name, torch.cat(shards), *ends, config) if chats else Shards(shards))

@@ -1,4 +1,4 @@
-"""The group of ranks: one process per GPU over all hosts, or failure; never two groups."""
+"""Starts the ranks, joins them in one process group, and ends a run whose rank hangs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class Watchdog:
     written for hang_seconds, as its process is stopped or its host is gone, or if it is furthest
     behind and has exceeded its own timeout (at least hang_seconds).
 
-    Seconds are rounds of the loop, so that a closed lid, or Ctrl-Z and `fg`, end nothing.
+    It counts rounds of its loop instead of reading a clock, so that a suspended laptop is not taken
+    for a hang.
     """
 
     def __init__(
@@ -239,7 +240,7 @@ class Group:
         yield
         self.watchdog = watchdog
 
-    def expect(self, seconds: float) -> None:
+    def allow_seconds(self, seconds: float) -> None:
         """Bounds the time until this rank's next heartbeat; at most, and at first, LONGEST_WAIT."""
         if self.watchdog is not None:
             self.watchdog.timeout = min(seconds, LONGEST_WAIT.total_seconds())

@@ -54,8 +54,8 @@ def record_passes(
         TrainingError: a pass cannot be recorded, which leaves CUDA in no state to go on.
     """
     device = passes[0][0].device
-    there = torch.cuda.get_device_properties(device).total_memory
-    if torch.cuda.max_memory_allocated() > there / 2:
+    total_memory = torch.cuda.get_device_properties(device).total_memory
+    if torch.cuda.max_memory_allocated() > total_memory / 2:
         log(f"{NO_GRAPH}: the run takes over half of the GPU's memory")
         return {}
     for parameter in model.parameters():

@@ -47,20 +47,20 @@ def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, 
     try:
         out = {"model.embed_tokens.weight": left.pop("embed.weight")}
         for layer in range(config.n_layer):
-            ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+            ours, qwen3 = f"blocks.{layer}.", f"model.layers.{layer}."
             qkv = left.pop(ours + "attention.qkv.weight").split((width, kv_width, kv_width))
             for name, part in zip("qkv", qkv, strict=True):
-                out[f"{theirs}self_attn.{name}_proj.weight"] = part
-            out[theirs + "self_attn.o_proj.weight"] = left.pop(ours + "attention.out.weight")
+                out[f"{qwen3}self_attn.{name}_proj.weight"] = part
+            out[qwen3 + "self_attn.o_proj.weight"] = left.pop(ours + "attention.out.weight")
             gate, up = left.pop(ours + "mlp.gate_up.weight").chunk(2)
-            out[theirs + "mlp.gate_proj.weight"], out[theirs + "mlp.up_proj.weight"] = gate, up
-            out[theirs + "mlp.down_proj.weight"] = left.pop(ours + "mlp.down.weight")
+            out[qwen3 + "mlp.gate_proj.weight"], out[qwen3 + "mlp.up_proj.weight"] = gate, up
+            out[qwen3 + "mlp.down_proj.weight"] = left.pop(ours + "mlp.down.weight")
             for name in ("q_norm", "k_norm"):
                 weight = of_norm(f"{ours}attention.{name}", config.head_width)
-                out[f"{theirs}self_attn.{name}.weight"] = weight
+                out[f"{qwen3}self_attn.{name}.weight"] = weight
             names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
             for name, their_name in names.items():
-                out[f"{theirs}{their_name}.weight"] = of_norm(ours + name, config.n_embd)
+                out[f"{qwen3}{their_name}.weight"] = of_norm(ours + name, config.n_embd)
         out["model.norm.weight"] = of_norm("norm", config.n_embd)
         if not config.tie_embeddings:
             out["lm_head.weight"] = left.pop("head.weight")
@@ -273,9 +273,9 @@ def load_tensors(
 ) -> None:
     """Copies the given tensors into the live ones. Raises TrainingError unless all of them fit."""
     for name in sorted(live.keys() | given.keys()):
-        own, there = (list(of[name].shape) if name in of else "nothing" for of in (live, given))
-        if own != there:
-            raise TrainingError(f"{name} is {there} in {source} and {own} in this script")
+        here, there = (list(of[name].shape) if name in of else "nothing" for of in (live, given))
+        if here != there:
+            raise TrainingError(f"{name} is {there} in {source} and {here} in this script")
     for name, tensor in live.items():
         tensor.copy_(given[name])
 

@@ -124,21 +124,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None 
     q, k, v = (heads.reshape(B * H, T, D) for heads in (q, k, v))
     rows = []
     for begin in range(0, T, QUERIES_AT_ONCE):
-        some = q[:, begin : begin + QUERIES_AT_ONCE]
-        end = begin + some.size(1)  # no query looks ahead
-        ahead = q.new_full((some.size(1), end), float("-inf")).triu_(begin + 1)
-        scores = torch.baddbmm(ahead, some, k[:, :end].mT, alpha=D**-0.5)
+        queries = q[:, begin : begin + QUERIES_AT_ONCE]
+        end = begin + queries.size(1)  # no query looks ahead
+        ahead = q.new_full((queries.size(1), end), float("-inf")).triu_(begin + 1)
+        scores = torch.baddbmm(ahead, queries, k[:, :end].mT, alpha=D**-0.5)
         rows.append(F.dropout(scores.softmax(dim=-1), dropout) @ v[:, :end])
     return torch.cat(rows, dim=1).view(B, H, T, D)
 
 
-def within_documents(idx: Tensor, end: int, alone: bool = False) -> Tensor:
-    """Where a query may look, bool [B, 1, T, T]: not beyond the last `end` before it.
+def within_documents(idx: Tensor, end: int, own_end: bool = False) -> Tensor:
+    """True where a query may attend, bool [B, 1, T, T]: within its own document.
 
-    `alone`: nor at that `end`, which then belongs to the document that it ends.
+    With `own_end`, an `end` closes the document before it; without, it opens the next.
     """
     ends = idx == end
-    documents = ends.cumsum(dim=1) - ends.long() * alone
+    documents = ends.cumsum(dim=1) - ends.long() * own_end
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same.tril()
 
@@ -324,8 +324,8 @@ class GPT(nn.Module):
         """Logits, float32 [B, T, V], of ids [B, T]; with targets [B, T], the mean loss.
 
         angles are self.angles(T), computed once for many steps, since a compiled graph would
-        compute them again in every layer. Attention does not cross the id `end`. `chats`: nor does
-        it see the one before, and negative targets are not learned.
+        compute them again in every layer. Attention does not cross the id `end`. With `chats`,
+        conversations do not see each other's end token, and targets below 0 are ignored.
         """
         mask = None if end is None else within_documents(idx, end, chats)
         cos, sin = angles or self.angles(idx.size(1))
@@ -335,9 +335,9 @@ class GPT(nn.Module):
             x = block(x, cos, sin, mask)
         x = norm(x, self.norm)
         head = self.embed if self.head is None else self.head
-        most = logits_at_once(x.device)
-        if targets is not None and targets.numel() * len(head.weight) > most:
-            # A Function is told that a parameter needs a gradient even where none is computed.
+        limit = logits_at_once(x.device)
+        if targets is not None and targets.numel() * len(head.weight) > limit:
+            # needs_input_grad is True of a parameter even under no_grad.
             weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
             loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), chats)
             return loss

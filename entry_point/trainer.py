@@ -25,10 +25,10 @@ from .config import Config, check_resumable, derive_seed, duration, metric_line
 from .container import (
     Container,
     Ranks,
+    can_use_graph,
     choose_precision,
     compiling_pays,
     machine_line,
-    may_record,
     memory_line,
     share_cores,
 )
@@ -113,7 +113,7 @@ class Trainer:
         # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.passes = config.passes(group.world_size)
-        self.records = may_record(config, device, group.world_size, dtype)
+        self.records = can_use_graph(config, device, group.world_size, dtype)
         self.graphs: dict[int, PassGraph] = {}  # by length of windows
 
     def introduce(self, ranks: Ranks) -> None:
@@ -243,16 +243,18 @@ class Trainer:
         self.steps_summed += 1
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor, float]]:
-        """A step's passes: inputs and targets [rows, length], and the weight of the pass's loss."""
-        group, weights = self.group, [1.0] * self.passes
+        """A step's passes: inputs and targets [rows, length], and its share of the loss."""
+        group, shares = self.group, [1.0] * self.passes
         length = window_length(step, self.config)
         x, y = self.batches.rows(step, group.rank, group.world_size)
         # As the inputs of a graph: the compiler makes another model for other strides.
         x, y = x.reshape(-1, length).contiguous(), y.reshape(-1, length).contiguous()
         if isinstance(self.corpus.train, Packed):
             starts = self.batches.window_starts(step)
-            weights = self.corpus.train.weights(starts, group.rank, group.world_size, self.passes)
-        return list(zip(x.chunk(self.passes), y.chunk(self.passes), weights, strict=True))
+            shares = self.corpus.train.loss_shares(
+                starts, group.rank, group.world_size, self.passes
+            )
+        return list(zip(x.chunk(self.passes), y.chunk(self.passes), shares, strict=True))
 
     def run_pass(self, x: Tensor, y: Tensor, weight: float | Tensor) -> Tensor:
         """Adds a pass's gradients, and returns its share of the loss."""
@@ -271,8 +273,8 @@ class Trainer:
             if config.dropout:
                 torch.manual_seed(derive_seed(config.seed, "dropout", step, index, group.rank))
             # Only the last pass has to average gradients over the ranks.
-            alone = group.world_size > 1 and index < self.passes - 1
-            with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]
+            skip_all_reduce = group.world_size > 1 and index < self.passes - 1
+            with self.ddp.no_sync() if skip_all_reduce else nullcontext():  # type: ignore[operator]
                 total += self.graphs.get(x.size(1), self.run_pass)(x, y, weight)
         return total
 
@@ -350,7 +352,7 @@ class Trainer:
         steps_timed, started = 0, time.perf_counter()
         first_step, first_started = self.step, started
         while self.step < config.max_steps:
-            group.expect(5 * step_seconds)  # so that long steps have enough time
+            group.allow_seconds(5 * step_seconds)  # so that long steps have enough time
             began = time.monotonic()
             self.fail_on_purpose(fault)
             last = self.step + 1 == config.max_steps
@@ -368,7 +370,7 @@ class Trainer:
             logs = evaluates or self.step % config.log_interval == 0
             if logs or wanted:
                 group.synchronize()
-                group.expect(math.inf)  # evaluations and checkpoints may take any time
+                group.allow_seconds(math.inf)  # evaluations and checkpoints may take any time
             if logs:
                 self.log_metrics(evaluates, (time.perf_counter() - started) / steps_timed)
                 steps_timed, started = 0, time.perf_counter()
@@ -526,5 +528,8 @@ class Trainer:
                 " val_loss"
             )
         if why:
-            log(f"note: the model is not Qwen3's, so only this script can run it: {why}")
+            log(
+                "note: the edited script computes another model than Qwen3, so transformers and"
+                f" vLLM cannot load it, and sm-nanogpt can: {why}"
+            )
         log(f"model written to {model_dir}")

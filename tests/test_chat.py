@@ -389,7 +389,7 @@ def test_means_of_passes_make_the_mean_of_the_batch(seed):
     for world_size, passes in ((1, 1), (2, 3), (4, 1), (3, 2)):
         total = 0.0
         for rank in range(world_size):
-            weights = packed.weights(starts, rank, world_size, passes)
+            weights = packed.loss_shares(starts, rank, world_size, passes)
             own = zip(
                 losses.chunk(world_size)[rank].chunk(passes),
                 learned.chunk(world_size)[rank].chunk(passes),

@@ -318,18 +318,18 @@ def test_resume_may_change_length_and_schedule():
 @pytest.mark.parametrize(
     "config, said",
     [
-        ({"n_layer": 5}, "n_layer was 4 and is 5"),
-        ({"n_embd": 64}, "n_embd was 128 and is 64"),
-        ({"block_size": 32}, "block_size was 64 and is 32"),
-        ({"tie_embeddings": True}, "tie_embeddings was False and is True"),
-        ({"batch_size": 24}, "batch_size was 12 and is 24"),
-        ({"seed": 1, "n_layer": 5}, "n_layer was 4 and is 5; seed was 1337 and is 1"),
-        ({"optimizer": "adamw"}, "optimizer was 'muon' and is 'adamw'"),
-        ({"validation_fraction": 0.2}, "validation_fraction was 0.1 and is 0.2"),
+        ({"n_layer": 5}, "n_layer (from 4 to 5)"),
+        ({"n_embd": 64}, "n_embd (from 128 to 64)"),
+        ({"block_size": 32}, "block_size (from 64 to 32)"),
+        ({"tie_embeddings": True}, "tie_embeddings (from False to True)"),
+        ({"batch_size": 24}, "batch_size (from 12 to 24)"),
+        ({"seed": 1, "n_layer": 5}, "n_layer (from 4 to 5), seed (from 1337 to 1)"),
+        ({"optimizer": "adamw"}, "optimizer (from 'muon' to 'adamw')"),
+        ({"validation_fraction": 0.2}, "validation_fraction (from 0.1 to 0.2)"),
     ],
 )
 def test_the_values_that_define_a_run_may_not_change(config, said):
-    with pytest.raises(ConfigError, match=rf": {said}\."):
+    with pytest.raises(ConfigError, match=f" {re.escape(said)};"):
         check_resumable(state_of(7), state_of(0, **config))
 
 
@@ -351,7 +351,7 @@ def test_new_hyperparameters_resume_as_defaults():
     before = state_of(7)
     del before["config"]["mask_documents"]
     check_resumable(before, state_of(0))
-    with pytest.raises(ConfigError, match="mask_documents was False"):
+    with pytest.raises(ConfigError, match="mask_documents"):
         check_resumable(before, state_of(0, mask_documents=True))
 
 
