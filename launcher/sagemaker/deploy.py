@@ -220,11 +220,7 @@ class Deployment:
         return stack
 
     def left_over(self) -> Removal | None:
-        """What a failed creation or deletion left behind, which prevents a new stack.
-
-        Raises:
-            InputError, ServiceError: as plan.
-        """
+        """What a failed creation or deletion left behind, which prevents a new stack."""
         raw = self.changeable()
         return self.read_removal(raw) if raw and raw["StackStatus"] in LEFT_OVER else None
 
@@ -233,9 +229,6 @@ class Deployment:
 
         A name with only change sets counts as a stack if all of them are ours, which a deployment
         leaves if it is killed while it waits for confirmation.
-
-        Raises:
-            InputError, ServiceError: as plan.
         """
         raw = self.changeable()
         if raw is None:
