@@ -52,8 +52,8 @@ class LaunchCommand(Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            advice = "a hyperparameter is given by --set NAME=VALUE"
-            raise click.UsageError(f"{error.format_message()} ({advice})", ctx) from None
+            message = f"No such option {error.option_name}; hyperparameters need --set NAME=VALUE."
+            raise click.NoSuchOption(error.option_name, message, error.possibilities, ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, cloud in (("Options", False), ("Options for SageMaker only", True)):

@@ -18,6 +18,7 @@ from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.stack import (
     REVIEW,
     Stack,
+    cache_stack,
     describe_stack,
     is_our_stack,
     is_whole,
@@ -27,7 +28,6 @@ from launcher.sagemaker.stack import (
     parameters_of,
     remedy,
     remember,
-    take_note,
 )
 from launcher.settings import Settings
 
@@ -214,7 +214,7 @@ class Deployment:
                     except ServiceError as error:
                         why = f": why is not known ({error})"
                 logger.info(f"stack {self.name} is {status}{why}")
-        stack = take_note(self.settings, self.region, raw)
+        stack = cache_stack(self.settings, self.region, raw)
         if stack is None:
             raise no_stack(self.settings, self.region)
         return stack

@@ -39,7 +39,7 @@ class Stack:
     vpc: bool = False
 
 
-Seen = dict[str, dict[str, Stack]]  # stacks.json: by region, and by known_as
+Seen = dict[str, dict[str, Stack]]  # stacks.json: by region, and by cache_key
 
 
 def with_stack(
@@ -93,7 +93,7 @@ def find_stack(settings: Settings, session: Any) -> Stack | None:
     """
     region = check_region(session)
     client = make_client(session, "cloudformation", region, attempts=3)
-    stack = take_note(settings, region, describe_stack(client, settings.stack))
+    stack = cache_stack(settings, region, describe_stack(client, settings.stack))
     if stack is None and settings.names_stack:
         raise no_stack(settings, region)
     return stack
@@ -105,7 +105,7 @@ def no_stack(settings: Settings, region: str) -> Missing:
     )
 
 
-def take_note(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:
+def cache_stack(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:
     """Read an answer of DescribeStacks and remember the stack. Raises as read_stack."""
     stack = None if raw is None or raw["StackStatus"] == REVIEW else read_stack(raw, settings)
     remember(settings, region, stack)
@@ -180,19 +180,19 @@ def remember(settings: Settings, region: str, stack: Stack | None) -> None:
         return
     known = storage.read_cache(settings.last_stacks, Seen)
     here = known.setdefault(region, {})
-    here.pop(known_as(settings), None)
+    here.pop(cache_key(settings), None)
     if stack is not None:
-        here[known_as(settings)] = stack
+        here[cache_key(settings)] = stack
     storage.write_cache(settings.last_stacks, known)
 
 
 def remembered(settings: Settings, region: str | None) -> Stack | None:
     """The stack as last seen from this machine."""
     known = storage.read_cache(settings.last_stacks, Seen)
-    return known.get(region or "", {}).get(known_as(settings))
+    return known.get(region or "", {}).get(cache_key(settings))
 
 
-def known_as(settings: Settings) -> str:
+def cache_key(settings: Settings) -> str:
     """The name of the stack and the profile, since profiles may have different accounts."""
     return "/".join(filter(None, (settings.aws_profile, settings.stack)))
 
