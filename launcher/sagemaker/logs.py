@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
@@ -103,16 +104,16 @@ def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[E
     def starts(events: Iterable[Event]) -> bool:
         return any(message.startswith(START) for _, _, message in events)
 
-    ever = not raw and any(starts(page) for page, _ in pages_of(client, stream))
+    before = not raw and any(starts(page) for page, _ in pages_of(client, stream))
     events: list[Event] = []
-    before = False
+    found = 0.0
     for page, _ in pages_of(client, stream, backward=True):
         events = [*page, *events]
-        before = ever and not starts(events)
-        pairs = [(name, message) for _, name, message in events]
-        running = {pairs[0][0]} if before and pairs else ()
-        # The first two may be the command, which follows START.
-        if len(list(lines_of(pairs, raw, running))) >= count + 2:
+        if before and starts(page):
+            before, found = False, -math.inf  # what the toolkit wrote earlier is short
+        running = {stream.partition("/")[2]} if before else ()
+        found += len(list(lines_of([event[1:] for event in page], raw, running)))
+        if found >= count + 2:  # the first two may be the command, which follows START
             break
     return events, before
 
@@ -124,7 +125,6 @@ def last_lines(client: Any, job_id: str, count: int, raw: bool) -> list[str]:
     for stream in streams_of(client, job_id):
         own, before = last_events(client, stream, count, raw)
         events += own
-        running |= {name for _, name, _ in own if before}
+        running |= {stream.partition("/")[2]} if before else set()
     events.sort(key=lambda event: event[0])
-    lines = [(name, message) for _, name, message in events]
-    return list(deque(lines_of(lines, raw, running), maxlen=count))
+    return list(deque(lines_of([event[1:] for event in events], raw, running), maxlen=count))
