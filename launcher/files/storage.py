@@ -213,21 +213,11 @@ def write_file(
         raise ServiceError(f"{uri}: the upload is damaged; upload it again")
 
 
-class Told(fsspec.Callback):
-    """Adapts our progress hook to fsspec's callback."""
-
-    def __init__(self, progress: Progress) -> None:
-        super().__init__()
-        self.progress = progress
-
-    def relative_update(self, inc: int = 1) -> None:
-        self.progress(inc)
-
-
 def by_parts(progress: Progress) -> dict[str, Any]:
     """What makes s3fs move a file by parallel parts, and tell of them."""
-    told = Told(progress)
-    return dict(callback=told, chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
+    callback = fsspec.Callback()
+    callback.relative_update = progress
+    return dict(callback=callback, chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
 
 
 def file_sha256(path: Path) -> str:
