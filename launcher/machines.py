@@ -78,11 +78,13 @@ def check_instance(name: str) -> None:
     AWS adds families more often than sizes, so an unknown size is a typo. Types that the training
     image does not run on are refused too.
     """
+    if name == "local":
+        return
     for pattern, reason in UNSUITABLE.items():
         if re.match(pattern, name):
             raise InputError(f"--instance {name}: {reason}")
     sizes = {each.rpartition(".")[2] for each in sagemaker_types()}
-    if name == "local" or (name.startswith("ml.") and name.rpartition(".")[2] in sizes):
+    if name.startswith("ml.") and name.rpartition(".")[2] in sizes:
         return
     known = did_you_mean(name, ["local"]) or nearest(f"ml.{name.removeprefix('ml.')}")
     hint = f"; {known}" if known else ""

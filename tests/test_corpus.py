@@ -122,7 +122,7 @@ def test_a_wrong_path_is_refused_by_name(refusal, tmp_path):
     ("words", "reason"),
     [
         ("s3://bucket/text.txt", "s3://bucket/text.txt: download it first"),
-        ("missing.txt", "`sm-nanogpt upload-data` downloads tiny Shakespeare"),
+        ("missing.txt", "`sm-nanogpt upload-data` takes tiny Shakespeare"),
         ("a.txt --vocab-size 500", "--vocab-size requires --tokenizer bpe"),
         ("a.txt --tokenizer no/where", "no/where: no such file or directory"),
         ("short.txt --tokenizer bpe", "11 characters are too few"),

@@ -66,7 +66,7 @@ def upload_data_command(
         if not source.exists():
             raise InputError(
                 f"{path}: no such file or directory; without a PATH,"
-                f" `sm-nanogpt upload-data` downloads tiny Shakespeare"
+                " `sm-nanogpt upload-data` takes tiny Shakespeare"
             )
     with byte_progress("tokenize and upload" if tokenizer else "upload") as progress:
         upload = upload_data(source, settings, progress, tokenizer, vocab_size or VOCAB_SIZE)
