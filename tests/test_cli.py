@@ -440,7 +440,7 @@ def test_a_shell_completes_commands_and_values(words, completed, job, monkeypatc
 
 
 @pytest.mark.parametrize(("name", "code"), [("infra", 0), ("entry_point", 1)])
-def test_only_a_package_that_hides_the_training_folder_is_refused(home, name, code):
+def test_a_package_that_hides_the_training_folder_is_refused(home, name, code):
     package = home.parent / name
     package.mkdir()
     (package / "__init__.py").touch()

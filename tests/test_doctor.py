@@ -72,7 +72,7 @@ def test_each_finding_is_a_line_and_failures_exit_1(cloud, stacks, cli, monkeypa
     assert "failed: role" in ran.error
 
 
-def test_without_an_instance_doctor_names_the_gpus_that_may_be_used(cloud, stacks, cli, money):
+def test_without_an_instance_doctor_names_usable_gpus(cloud, stacks, cli, money):
     named = cli("doctor", "--no-train").good.out
     assert "quota:          4 x ml.g5.12xlarge, 4 x ml.g5.xlarge, 2 x ml.p3.8xlarge\n" in named
     assert "price" not in named

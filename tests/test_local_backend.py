@@ -542,9 +542,7 @@ def test_a_resumed_jobs_first_checkpoint_is_not_its_own(home, job):
 
 
 @pytest.mark.parametrize("one_disk", [True, False])
-def test_a_job_takes_no_space_for_its_text_and_leaves_the_store_alone(
-    home, text_file, monkeypatch, one_disk
-):
+def test_a_job_links_its_text_and_leaves_the_store_alone(home, text_file, monkeypatch, one_disk):
     text_file.chmod(0o600)
     upload = upload_data(text_file)
     (stored,) = (path for path in (home / "store").rglob("*.txt"))
