@@ -117,8 +117,10 @@ def encode(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
     """
     if not prompt:
         raise InputError("the prompt is empty; leave it out to start with a new text")
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise InputError("the prompt is not UTF-8 text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise InputError("the prompt is not UTF-8 text") from None
     if tokenizer.unit == "tokens":
         end = prompt[-size * max(map(len, tokenizer.words)) :]  # at least `size` tokens
         words = load_words(json.dumps(tokenizer.document))
