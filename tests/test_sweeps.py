@@ -21,13 +21,22 @@ from unittest.mock import Mock
 import launching
 import pytest
 from launching import until
+from test_whose import sibling
 
 from launcher import Settings
 from launcher.aws import OverQuota
 from launcher.errors import ServiceError
 from launcher.job import JobDescription, Request
 from launcher.launching import sweeps
-from launcher.launching.sweeps import Sweep, find_sweep, grid, ranking, stop_all, tries_of
+from launcher.launching.sweeps import (
+    Sweep,
+    find_sweep,
+    grid,
+    ranking,
+    stop_all,
+    tries_of,
+    write_record,
+)
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker.cost import CeilingTooLow
 
@@ -517,6 +526,24 @@ def swept(job):
 def test_a_sweep_is_found_by_a_part_of_its_id(word, swept, job):
     group, tries = find_sweep(word, Settings(home=job.home))
     assert (group, sorted(tries)) == (swept, [1, 2])
+
+
+def test_a_sweep_gives_its_name_to_its_jobs(job, home, cli, text_file):
+    settings = Settings(home=home)
+    request = Request(instance="local", data=str(text_file), name="grid")
+    sweep = Sweep(job=request, members=[{"seed": 1}, {"seed": 2}], parallel=1)
+    write_record(GROUP, sweep, settings)
+    for n in (1, 2):
+        named = sweep.ready(n, settings, f"{GROUP}-{n}").job.name
+        assert named == f"grid-{n}"
+        sibling(job, f"{GROUP}-{n}", name=named)
+    assert sweep.ready(2, settings, f"{GROUP}-2-try2").job.name == "grid-2-try2"
+    for word in ("grid", "grid-2"):
+        assert find_sweep(word, settings)[0] == GROUP
+    assert cli("status", "grid").failed(2, "--group grid")
+    assert f"{GROUP}-2 (grid-2), Completed:" in cli("delete", "grid-2", "--yes").good.err
+    assert cli("delete", "--group", "grid", "--yes").good
+    assert [path.name for path in (home / "jobs").iterdir()] == [job.job_id]
 
 
 def test_a_sweep_has_a_report_of_jobs_with_a_curve(swept, job, cli):
