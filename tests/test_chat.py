@@ -590,14 +590,16 @@ def test_a_line_that_asks_nothing_has_no_answer(chat, tmp_path):
 
 def test_no_message_is_blank(directory, monkeypatch):
     """As upload-data would refuse it."""
-    talks = Conversation(*load_model(directory), " ", (20, 1.0, 0, 1.0), 5)
-    monkeypatch.setattr("launcher.models.sample.stream_samples", lambda *_: iter([[" "], ["\t"]]))
+    talks = Conversation(*load_model(directory), " ", {"max_new_tokens": 20, "seed": 5})
+    blank = [[" "], ["\t"]]
+    monkeypatch.setattr("launcher.models.sample.stream_samples", lambda *_, **__: iter(blank))
     assert "".join(talks.talk("Hi?", 0)) == " \t"
     assert talks.messages == []
 
 
 def test_each_answer_has_its_seed_and_is_kept_if_interrupted(directory):
-    talks = Conversation(*load_model(directory), None, (20, 1.0, 0, 1.0), 5)
+    sampling = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5}
+    talks = Conversation(*load_model(directory), None, sampling)
     talks.tokenizer.ends = set()
     _, ids, most = talks.chat.fitting([Message("user", "Hi?")], 20)
     columns = stream_samples(talks.model, talks.tokenizer, ids, most, 1, 1.0, seed=5 + 2)

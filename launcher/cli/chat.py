@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.models import ENTRY_POINT, MAX_NEW_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P, load
+from launcher.cli.models import ENTRY_POINT, load, samples
 from launcher.cli.options import Command, complete_job, settings_of
 from launcher.cli.show import note
 from launcher.errors import InputError, Terminated
@@ -29,23 +29,15 @@ Talk = Callable[[str, int], Generator[str]]  # what is typed, and the number of 
 @click.command("chat", cls=Command)
 @click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
 @click.option("--system", metavar="TEXT", help="Instruct the model before the conversation.")
-@MAX_NEW_TOKENS
-@TEMPERATURE
-@TOP_K
-@TOP_P
-@SEED
+@samples
 @ENTRY_POINT
 @click.pass_context
 def chat_command(
     context: click.Context,
     model: str,
     system: str | None,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
     entry_point: Path | None,
+    **sampling: Any,
 ) -> None:
     """Talk to a model in the terminal. Ctrl-C ends an answer, and Ctrl-D the conversation.
 
@@ -59,16 +51,16 @@ def chat_command(
       sm-nanogpt chat JOB-ID --system "Answer in one word." --temperature 0
     """
     _, _, loaded, tokenizer = load(model, settings_of(context), entry_point)
-    rest = (max_new_tokens, temperature, top_k, top_p)
     if tokenizer.chats:
-        converse(Conversation(loaded, tokenizer, system, rest, seed).talk, HELP)
+        converse(Conversation(loaded, tokenizer, system, sampling).talk, HELP)
         return
     if system is not None:
         raise InputError("--system is for a model that has learned from conversations")
     from launcher.models.sample import stream_samples
 
     def continued(prompt: str, n: int) -> Generator[str]:
-        columns = stream_samples(loaded, tokenizer, prompt or None, rest[0], 1, *rest[1:], seed + n)
+        wish = {**sampling, "seed": sampling["seed"] + n}
+        columns = stream_samples(loaded, tokenizer, prompt or None, **wish)
         yield prompt
         for (piece,) in columns:
             yield piece
@@ -77,19 +69,14 @@ def chat_command(
 
 
 class Conversation:
-    """The messages so far, and what is typed about them."""
+    """The messages so far, and what is typed about them. sampling is as for stream_samples."""
 
     def __init__(
-        self,
-        model: GPT,
-        tokenizer: Tokenizer,
-        system: str | None,
-        rest: tuple[int, float, int, float],
-        seed: int,
+        self, model: GPT, tokenizer: Tokenizer, system: str | None, sampling: Mapping[str, Any]
     ) -> None:
         from launcher.models.chat import Chat
 
-        self.model, self.tokenizer, self.rest, self.seed = model, tokenizer, rest, seed
+        self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
         self.chat = Chat(model, tokenizer)
         self.messages: list[Message] = []
         self.instruct(system)
@@ -98,7 +85,8 @@ class Conversation:
         from launcher.models.chat import Message
 
         messages = [Message("system", text)] if text and text.strip() else []
-        self.chat.fitting([*messages, Message("user", "?")], self.rest[0])  # or no message would
+        probe = [*messages, Message("user", "?")]
+        self.chat.fitting(probe, self.sampling["max_new_tokens"])  # or no message would fit
         self.messages = messages
 
     def talk(self, line: str, n: int) -> Generator[str]:
@@ -126,14 +114,12 @@ class Conversation:
         if not line.strip():
             return
         asked = [*self.messages, Message("user", line)]
-        max_new_tokens, *_ = self.rest
-        dropped, ids, most = self.chat.fitting(asked, max_new_tokens)
+        dropped, ids, most = self.chat.fitting(asked, self.sampling["max_new_tokens"])
         if dropped:
             note(f"the context is full: the model no longer sees the oldest {dropped} messages")
         said = ""
-        columns = stream_samples(
-            self.model, self.tokenizer, ids, most, 1, *self.rest[1:], self.seed + n
-        )
+        wish = {**self.sampling, "max_new_tokens": most, "seed": self.sampling["seed"] + n}
+        columns = stream_samples(self.model, self.tokenizer, ids, **wish)
         try:
             for (piece,) in columns:
                 said += piece

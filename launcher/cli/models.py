@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,46 +29,55 @@ ENTRY_POINT = click.option(
     help="The edited folder that trained the model (default: the copy kept at launch).",
 )
 
-MAX_NEW_TOKENS = click.option(
-    "--max-new-tokens",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=500,
-    show_default=True,
-    help="Number of tokens to generate (characters, if the model was trained on characters).",
+# The arguments of stream_samples, by their names.
+SAMPLING = (
+    click.option(
+        "--max-new-tokens",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=500,
+        show_default=True,
+        help="Number of tokens to generate (characters, if the model was trained on characters).",
+    ),
+    click.option(
+        "--temperature",
+        metavar="T",
+        type=click.FloatRange(min=0),
+        callback=finite,
+        default=0.8,
+        show_default=True,
+        help="Randomness; 0 always takes the most likely token.",
+    ),
+    click.option(
+        "--top-k",
+        metavar="K",
+        type=click.IntRange(min=0),
+        default=0,
+        help="Sample from the K most likely tokens (default: all).",
+    ),
+    click.option(
+        "--top-p",
+        metavar="P",
+        type=click.FloatRange(min=0, max=1, min_open=True),
+        callback=finite,
+        default=1.0,
+        help="Nucleus sampling: keep the most likely tokens whose probabilities sum to P (default:"
+        " 1).",
+    ),
+    click.option(
+        "--seed",
+        metavar="S",
+        type=click.IntRange(min=0, max=2**63 - 1),
+        default=1337,
+        show_default=True,
+        help="Random seed; the same seed gives the same text.",
+    ),
 )
-TEMPERATURE = click.option(
-    "--temperature",
-    metavar="T",
-    type=click.FloatRange(min=0),
-    callback=finite,
-    default=0.8,
-    show_default=True,
-    help="Randomness; 0 always takes the most likely token.",
-)
-TOP_K = click.option(
-    "--top-k",
-    metavar="K",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Sample from the K most likely tokens (default: all).",
-)
-TOP_P = click.option(
-    "--top-p",
-    metavar="P",
-    type=click.FloatRange(min=0, max=1, min_open=True),
-    callback=finite,
-    default=1.0,
-    help="Nucleus sampling: keep the most likely tokens whose probabilities sum to P (default: 1).",
-)
-SEED = click.option(
-    "--seed",
-    metavar="S",
-    type=click.IntRange(min=0, max=2**63 - 1),
-    default=1337,
-    show_default=True,
-    help="Random seed; the same seed gives the same text.",
-)
+
+
+def samples(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of SAMPLING to a command, which takes them as **sampling."""
+    return reduce(lambda decorated, option: option(decorated), reversed(SAMPLING), command)
 
 
 @click.command("fetch-and-sample", cls=Command)
@@ -77,7 +88,6 @@ SEED = click.option(
     help="Start of the text (default: a new line, or a new document). A model that has learned from"
     " conversations answers it.",
 )
-@MAX_NEW_TOKENS
 @click.option(
     "--num-samples",
     metavar="N",
@@ -86,10 +96,7 @@ SEED = click.option(
     show_default=True,
     help="Number of texts to generate.",
 )
-@TEMPERATURE
-@TOP_K
-@TOP_P
-@SEED
+@samples
 @ENTRY_POINT
 @JSON
 @click.pass_context
@@ -97,14 +104,10 @@ def fetch_and_sample_command(
     context: click.Context,
     model: str,
     prompt: str | None,
-    max_new_tokens: int,
     num_samples: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
     entry_point: Path | None,
     as_json: bool,
+    **sampling: Any,
 ) -> None:
     """Download a job's model and print text from it. `sample` is short for this command.
 
@@ -119,12 +122,11 @@ def fetch_and_sample_command(
 
     if tokenizer.chats and prompt is None:
         note("the model has learned from conversations: `sm-nanogpt chat` talks to it")
-    if temperature == 0 and prompt is None:
+    if sampling["temperature"] == 0 and prompt is None:
         note("at temperature 0 without --prompt, the text often repeats one character")
-    begin, most = answered(loaded, tokenizer, prompt, max_new_tokens)
-    columns = stream_samples(
-        loaded, tokenizer, begin, most, num_samples, temperature, top_k, top_p, seed
-    )
+    most = sampling["max_new_tokens"]
+    begin, sampling["max_new_tokens"] = answered(loaded, tokenizer, prompt, most)
+    columns = stream_samples(loaded, tokenizer, begin, num_samples=num_samples, **sampling)
     start = begin if isinstance(begin, str) else ""
     if as_json:
         print_json([start + "".join(text) for text in zip(*columns, strict=True)])
