@@ -196,7 +196,7 @@ def elsewhere(access: Access) -> Iterator[Access]:
             yield Access(access.action, access.resource, {})
 
 
-def test_the_bucket_is_private_and_deletes_checkpoints_not_curves():
+def test_the_bucket_is_private_and_expires_checkpoints_alone():
     """By the template, since moto leaves such properties out."""
     resources = decode.decode(str(deploy.TEMPLATE))[0]["Resources"]
     bucket = resources["Bucket"]["Properties"]
