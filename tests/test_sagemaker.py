@@ -151,17 +151,13 @@ def test_a_deleted_local_upload_is_not_replaced(cloud, s3, home, cli, text_file,
     assert not cloud.sagemaker.jobs
 
 
-def test_a_launch_takes_others_upload_if_it_has_none(
-    cloud, s3, cli, text_file, tmp_path, monkeypatch
-):
+def test_a_launch_takes_no_upload_of_others(cloud, cli, text_file, tmp_path, monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SM_NANOGPT_HOME", str(tmp_path / "elsewhere"))
-        theirs = cli("upload-data", str(text_file)).out.strip()
-    assert f"data: {theirs} (" in cli(*LAUNCH).err
-    # A dry run cannot know of it.
-    assert cli(*LAUNCH, "--dry-run").failed(2, "a dry run does not ask")
+        cli("upload-data", str(text_file))
+    for words in (LAUNCH, (*LAUNCH, "--dry-run")):
+        assert cli(*words).failed(2, "nothing was uploaded to", "from here", "--data")
     ours = cli("upload-data", str(text_file)).out.strip()
-    s3.delete_object(Bucket=s3.bucket, Key="some/prefix/data/latest.json")
     assert f"data: {ours} (" in cli(*LAUNCH, "--dry-run").err  # without asking S3
 
 

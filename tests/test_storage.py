@@ -117,9 +117,9 @@ def test_an_upload_goes_to_s3_below_the_prefix_once(s3, emulator, cli, text_file
     key, name = uri.removeprefix(f"s3://{s3.bucket}/"), uri.rpartition("/")[2]
     stored = s3.get_object(Bucket=s3.bucket, Key=f"{key}/input.txt")["Body"].read()
     assert stored == text_file.read_bytes()
-    assert set(sent()) == {f"{name}/input.txt", f"{name}.json", "latest.json"}
+    assert set(sent()) == {f"{name}/input.txt", f"{name}.json"}
     assert cli("upload-data", str(text_file)).out.strip() == uri
-    assert set(sent()) == {"latest.json"}  # the pointer to the last upload
+    assert sent() == []
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pydantic import Field
 from launcher.aws import Missing
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.files.documents import Count, Damaged, Document
+from launcher.files.documents import Count, Damaged
 from launcher.files.storage import Progress
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
@@ -59,12 +59,6 @@ class Upload:
     tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
 
 
-class Latest(Document):
-    """latest.json of a store."""
-
-    uri: str
-
-
 def upload_data(
     path: str | Path,
     settings: Settings | None = None,
@@ -100,7 +94,6 @@ def upload_data(
         files = find_text(root, is_text)
         settings = stack_store(settings or load_settings())
         upload = send_tokens(root, files, tokenizer, vocab_size, settings, progress)
-    storage.write_json(latest_uri(settings), {"uri": upload.uri}, settings)
     noted = storage.read_cache(settings.last_uploads, dict[str, str])
     noted.pop(place(settings.data_store), None)
     noted[place(settings.data_store)] = upload.uri  # the newest is the last
@@ -264,10 +257,6 @@ def digest_of(files: Sequence[tuple[str, Path]]) -> str:
     return digest.hexdigest()
 
 
-def latest_uri(settings: Settings) -> str:
-    return storage.join(settings.data_store, "data", "latest.json")
-
-
 def find_upload(uri: str, settings: Settings) -> Upload | None:
     """The data set at a URI, if it has a manifest and every file is complete."""
     upload = read_manifest(uri, settings)
@@ -294,37 +283,21 @@ def read_manifest(uri: str, settings: Settings) -> Upload | None:
 
 
 def last_upload(settings: Settings) -> str:
-    """The URI of the data set that a launch without --data uses.
+    """The URI of the data set that a launch without --data uses: the last upload from this machine.
 
-    This is the last upload from this machine, to the store that is set or kept here because AWS
-    could not be asked. Without one, it is the last upload to the store by anyone, which a dry run
-    does not ask of a remote store.
+    It went to the store that is set, or was kept here because AWS could not be asked.
 
     Raises:
         InputError: nothing was uploaded, or it is incomplete.
     """
-    store, remote = settings.data_store, storage.local_path(settings.data_store) is None
-    places = {place(store), place(settings.local_store) if remote else ""}
+    places = {place(settings.data_store)}
+    if storage.local_path(settings.data_store) is None:
+        places.add(place(settings.local_store))
     noted = storage.read_cache(settings.last_uploads, dict[str, str])
     mine = [uri for each, uri in noted.items() if each in places or not settings.store]
-    if not mine and remote and settings.offline:
-        raise InputError(
-            f"nothing was uploaded to {store} from here, and a dry run does not ask the store:"
-            f" {NO_UPLOAD}"
-        )
-    uri = mine[-1] if mine else last_of_store(settings)
-    if uri is None:
-        raise InputError(f"nothing was uploaded to {store} yet: {NO_UPLOAD}")
-    asks = not settings.offline or storage.local_path(uri) is not None
-    if asks and find_upload(uri, settings) is None:
-        raise InputError(f"the last upload, {uri}, is incomplete: {NO_UPLOAD}")
-    return uri
-
-
-def last_of_store(settings: Settings) -> str | None:
-    """The last upload to the store by anyone. Raises InputError if its record is damaged."""
-    try:
-        latest = storage.read_document(latest_uri(settings), Latest, settings)
-        return None if latest is None else latest.uri
-    except Damaged:
-        raise InputError(f"{latest_uri(settings)} cannot be read: {NO_UPLOAD}") from None
+    if not mine:
+        raise InputError(f"nothing was uploaded to {settings.data_store} from here: {NO_UPLOAD}")
+    asks = not settings.offline or storage.local_path(mine[-1]) is not None
+    if asks and find_upload(mine[-1], settings) is None:
+        raise InputError(f"the last upload, {mine[-1]}, is incomplete: {NO_UPLOAD}")
+    return mine[-1]
