@@ -83,6 +83,7 @@ def test_without_an_instance_doctor_names_usable_gpus(cloud, stacks, cli, money)
 def test_without_aws_only_the_machine_is_checked(home, cli):
     ran = cli("doctor", "--no-train").good
     assert (ran.out, "AWS was not checked" in ran.err) == ("", True)
+    assert cli("doctor", "--no-train", "--instance", "local").failed(2, "nothing to check")
     nowhere = cli("doctor", "--no-train", *GPU)
     assert (nowhere.code, "no region" in nowhere.out) == (1, True)
     assert "warning  not checked:    credentials, stack, role, store, " in nowhere.out

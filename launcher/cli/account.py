@@ -10,7 +10,7 @@ import click
 
 from launcher.cli.options import JSON, STACK, YES, Command, Group, agree, can_ask, settings_of
 from launcher.cli.show import note, print_fields, print_json, shown, with_options
-from launcher.errors import ServiceError
+from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.sagemaker.deploy import Deployment, Removal
@@ -204,6 +204,8 @@ def doctor_command(
 
     logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings suffice
     settings = settings_of(context)
+    if instance == "local" and no_train:
+        raise InputError("--no-train leaves nothing to check on this machine")
     if instance:
         check_instance(instance)
 
