@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ from launcher.aws import PATIENCE_SECONDS, OverQuota, patiently
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Count, Document, Scalar
-from launcher.finding import Listing, backend_for, is_part, not_asked
+from launcher.finding import Backend, Listing, backend_for, is_part, not_asked
 from launcher.job import FULL_ID, JobDescription, Request, UnreadableJob
 from launcher.launching.launch import Ready, prepare
 from launcher.sagemaker.cost import CeilingTooLow, usd
@@ -264,58 +264,94 @@ def run(group: str, sweep: Sweep, tries: Tries, settings: Settings) -> Iterator[
         ServiceError: the store or the service failed, or a quota allows no job at all. The jobs
             that run keep running.
     """
-    backend = backend_for(sweep.job.instance or "local", settings)
-    again = f"sm-nanogpt launch --resume {group}"
     newest = {number: each[-1] for number, each in tries.items()}
     running = {number: job.job_id for number, job in newest.items() if job.is_running}
     done = {number for number, job in newest.items() if job.status == "Completed"} | {*running}
     left = [number for number in range(1, len(sweep.members) + 1) if number not in done]
-    mark, stopped, waits, retry_at, freed = "", False, False, 0.0, -math.inf
+    driver = Driver(group, sweep, tries, settings, running)
     for job in list(newest.values())[:1]:
-        mark = stop_mark(job.job_id, group, backend.places(job.job_id)[0], settings)
-        storage.write_text(mark, "run", settings)
+        driver.write_mark(job.job_id, driver.backend.places(job.job_id)[0])
+    retry_at, freed, waits = 0.0, -math.inf, False
     while left or running:
-        if mark and patiently(partial(storage.read_bytes, mark, settings), again) != b"run":
-            left, stopped = [], True
+        if stopped := driver.is_stopped():
+            left = []
         if left and len(running) < sweep.parallel and time.monotonic() >= retry_at:
-            number = left.pop(0)
-            earlier = tries.get(number, [])
-            job_id = next_id(group, number, earlier)
             try:
-                ready = sweep.ready(number, settings, job_id, earlier)
-                if not mark:
-                    mark = stop_mark(job_id, group, ready.place, settings)
-                    storage.write_text(mark, "run", settings)
-                ready.go()
-            except CeilingTooLow as limit:
-                if not earlier:
-                    raise
-                yield Progress(number, earlier[-1].job_id, obstacle=limit)
+                yield driver.start(left[0])
+                left, waits = left[1:], False
             except OverQuota as quota:
                 # SageMaker may count a job for a while after its end.
                 if not running and time.monotonic() > freed + PATIENCE_SECONDS:
-                    raise ServiceError(f"{quota}; `{again}` continues the sweep") from None
-                left.insert(0, number)
-                retry_at = time.monotonic() + RETRY_SECONDS
+                    raise ServiceError(f"{quota}; `{driver.again}` continues the sweep") from None
                 if not waits:
-                    yield Progress(number, job_id, obstacle=quota)
-                waits = True
-            else:
-                running[number], waits = job_id, False
-                yield Progress(number, job_id, continued=ready.job.resume)
+                    yield Progress(left[0], driver.next_id(left[0]), obstacle=quota)
+                retry_at, waits = time.monotonic() + RETRY_SECONDS, True
             continue
-        time.sleep(max(0.5, backend.poll_seconds))
-        for number, job_id in list(running.items()):
-            description = patiently(partial(backend.describe, job_id), again)
+        time.sleep(max(0.5, driver.backend.poll_seconds))
+        for progress in driver.poll(stopped):
+            if progress.ended:
+                retry_at, freed = 0.0, time.monotonic()
+            yield progress
+
+
+@dataclass
+class Driver:
+    """Starts the jobs of a sweep and asks about those that run: their ids by number."""
+
+    group: str
+    sweep: Sweep
+    tries: Tries
+    settings: Settings
+    running: dict[int, str]
+    mark: str = ""
+
+    @cached_property
+    def backend(self) -> Backend:
+        return backend_for(self.sweep.job.instance or "local", self.settings)
+
+    @property
+    def again(self) -> str:
+        return f"sm-nanogpt launch --resume {self.group}"
+
+    def next_id(self, number: int) -> str:
+        return next_id(self.group, number, self.tries.get(number, []))
+
+    def write_mark(self, job_id: str, place: str) -> None:
+        self.mark = stop_mark(job_id, self.group, place, self.settings)
+        storage.write_text(self.mark, "run", self.settings)
+
+    def is_stopped(self) -> bool:
+        """Whether somebody stopped or deleted the sweep."""
+        read = partial(storage.read_bytes, self.mark, self.settings)
+        return bool(self.mark) and patiently(read, self.again) != b"run"
+
+    def start(self, number: int) -> Progress:
+        """Start a member's next job. Raises OverQuota, or as `prepare` and `Ready.go`."""
+        earlier, job_id = self.tries.get(number, []), self.next_id(number)
+        try:
+            ready = self.sweep.ready(number, self.settings, job_id, earlier)
+        except CeilingTooLow as limit:
+            if not earlier:
+                raise
+            return Progress(number, earlier[-1].job_id, obstacle=limit)
+        if not self.mark:
+            self.write_mark(job_id, ready.place)
+        ready.go()
+        self.running[number] = job_id
+        return Progress(number, job_id, continued=ready.job.resume)
+
+    def poll(self, stop: bool) -> Iterator[Progress]:
+        """Ask about each job that runs; stop it if asked."""
+        for number, job_id in list(self.running.items()):
+            description = patiently(partial(self.backend.describe, job_id), self.again)
             if description is None:
                 raise ServiceError(f"job {job_id} was deleted while it ran")
-            if stopped and description.status == "InProgress":
-                backend.stop(job_id)
+            if stop and description.status == "InProgress":
+                self.backend.stop(job_id)
             if not description.is_running:
-                del running[number]
-                retry_at, freed = 0.0, time.monotonic()
-            others = [job for job in tries.get(number, []) if job.job_id != job_id]
-            tries[number] = [*others, description]
+                del self.running[number]
+            others = [job for job in self.tries.get(number, []) if job.job_id != job_id]
+            self.tries[number] = [*others, description]
             yield Progress(number, job_id, description)
 
 
