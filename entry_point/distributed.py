@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -252,11 +252,16 @@ class Group:
             dist.all_reduce(tensor)
         return tensor
 
-    def gather(self, value: Tensor) -> list[int]:
-        """The scalar of each rank, by rank."""
-        values = torch.zeros(self.world_size, dtype=value.dtype, device=self.device)
-        values[self.rank] = value
-        return self.sum_(values).tolist()
+    def ranks_unlike_first(self, tensors: Iterable[Tensor]) -> list[int]:
+        """The ranks on which these tensors have other bits than on rank 0."""
+        if self.world_size == 1:
+            return []
+        ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        bit_sums = [tensor.detach().view(ints[tensor.itemsize]).sum() for tensor in tensors]
+        by_rank = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        by_rank[self.rank] = torch.stack(bit_sums).sum()
+        first, *others = self.sum_(by_rank).tolist()
+        return [rank for rank, other in enumerate(others, start=1) if other != first]
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites each tensor with rank 0's."""

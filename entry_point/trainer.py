@@ -6,9 +6,7 @@ import dataclasses
 import functools
 import math
 import os
-import re
 import shutil
-import signal
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -35,7 +33,8 @@ from .container import (
 from .conversations import END_OF_TURN, Packed
 from .data import Batches, Corpus, bytes_per_token, evaluate
 from .distributed import Group
-from .errors import ConfigError, TrainingError, counted, first_line, log
+from .errors import TrainingError, counted, first_line, log
+from .faults import fail, read_fault
 from .graphs import PassGraph, record_passes
 from .model import GPT, sample
 from .optim import Optimizer, first_steps, learning_rate_scale, window_length
@@ -44,20 +43,6 @@ from .optim import Optimizer, first_steps, learning_rate_scale, window_length
 NOTHING, CHECKPOINT, STOP = range(3)
 
 LONG_RUN = 60.0  # seconds: a run that takes longer says so
-
-
-def read_fault(text: str) -> tuple[int, int, str]:
-    """Rank, step, and action of NANOGPT_FAULT, such as 1:300:kill. Raises ConfigError.
-
-    Without one, the rank is -1, which no process has.
-    """
-    if not text:
-        return -1, -1, ""
-    if found := re.fullmatch(r"(\d+):(\d+):(raise|kill|hang)", text):
-        return int(found[1]), int(found[2]), found[3]
-    raise ConfigError(
-        f"NANOGPT_FAULT={text!r}: must be RANK:STEP:ACTION, whose action is raise, kill, or hang"
-    )
 
 
 class Trainer:
@@ -187,7 +172,12 @@ class Trainer:
         self.check_loss(loss_sum)
         finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
         self.check_finite(finite, "the weights are")
-        self.check_replicas()
+        if unlike := self.group.ranks_unlike_first(self.model.parameters()):
+            raise TrainingError(
+                f"at step {self.step} the weights of {', '.join(f'rank {r}' for r in unlike)} are"
+                f" not those of rank 0; {self.kept()}; unlike hosts may round differently, so use"
+                " hosts of one kind"
+            )
         if self.is_main:
             best = {f"best.{name}": t for name, t in self.best.items()}
             self.checkpoints.save({**self.tensors(), **best}, self.state(loss_sum))
@@ -321,18 +311,6 @@ class Trainer:
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def fail_on_purpose(self, fault: tuple[int, int, str]) -> None:
-        """Shows a failure if the fault is of this rank and step."""
-        rank, step, action = fault
-        match action if (rank, step) == (self.group.rank, self.step) else "":
-            case "raise":
-                raise OSError("NANOGPT_FAULT asked for this error")
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "hang":
-                while not self.stop_signal:
-                    time.sleep(0.1)
-
     def run(self) -> bool:
         """Trains to max_steps and writes the artefact; False when a signal ended it before."""
         config, group = self.config, self.group
@@ -354,7 +332,8 @@ class Trainer:
         while self.step < config.max_steps:
             group.allow_seconds(5 * step_seconds)  # so that long steps have enough time
             began = time.monotonic()
-            self.fail_on_purpose(fault)
+            if fault[:2] == (group.rank, self.step):
+                fail(fault[2], lambda: bool(self.stop_signal))
             last = self.step + 1 == config.max_steps
             evaluates = last or (self.step + 1) % config.eval_interval == 0
             due = self.is_main and self.checkpoints.due(evaluates, config.checkpoint_seconds)
@@ -447,20 +426,6 @@ class Trainer:
             f"{what} not finite at step {self.step}; {self.kept()}; try a smaller"
             f" learning_rate{wider}"
         )
-
-    def check_replicas(self) -> None:
-        """Raises TrainingError unless the weights of all ranks have the same bits."""
-        if self.group.world_size == 1:
-            return
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-        weights = (p.detach() for p in self.model.parameters())
-        bit_sum = torch.stack([p.view(bits[p.itemsize]).sum() for p in weights]).sum()
-        sums = self.group.gather(bit_sum)
-        if unlike := [f"rank {rank}" for rank, other in enumerate(sums) if other != sums[0]]:
-            raise TrainingError(
-                f"at step {self.step} the weights of {', '.join(unlike)} are not those of rank 0;"
-                f" {self.kept()}; unlike hosts may round differently, so use hosts of one kind"
-            )
 
     def kept(self) -> str:
         if self.kept_step is None:
