@@ -199,8 +199,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
     contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     for name, tensor in contents.items():
         offsets = [end, end := end + tensor.nbytes]
-        if tensor.dtype not in DTYPE_NAMES:  # of a buffer that an edit added
-            raise TrainingError(f"{name} is of {tensor.dtype}, which cannot be saved")
         dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
     digest = header_digest(header, metadata)

@@ -82,7 +82,7 @@ class Config:
     )
     seed: int = hyperparameter(1337, "seed of initial weights, batches and dropout", 0, fixed=True)
 
-    max_steps: int = hyperparameter(2000, "number of optimizer steps", 1, 10**12, group="schedule")
+    max_steps: int = hyperparameter(2000, "number of optimizer steps", 1, 10**9, group="schedule")
     optimizer: str = hyperparameter(
         "muon",
         "optimizer: muon (of matrices; AdamW for the rest) or adamw (of all parameters)",
@@ -268,7 +268,7 @@ def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float | No
 
 
 def duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(min(seconds, 1e13))))
+    return str(timedelta(seconds=round(seconds)))
 
 
 def metric_definitions() -> list[dict[str, str]]:

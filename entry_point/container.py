@@ -9,10 +9,10 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,12 +51,6 @@ class Ranks:
     launcher: str
 
 
-def host_names(value: Any) -> list[str]:
-    """The value, if it is a list of names; else none."""
-    whole = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    return value if whole else []
-
-
 def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], str, str | None]:
     """The job's hosts, which of them this one is, and the network interface between them.
 
@@ -68,13 +62,11 @@ def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], st
     """
     try:
         resources = json.loads(config_file.read_text())
-        hosts_there = host_names(resources["hosts"])
+        hosts = resources["hosts"]
     except (OSError, ValueError, KeyError, TypeError):
-        resources, hosts_there = {}, []
-    try:
-        hosts = host_names(json.loads(env["SM_HOSTS"])) or hosts_there
-    except (KeyError, ValueError):
-        hosts = hosts_there
+        resources, hosts = {}, []
+    with suppress(KeyError, ValueError):
+        hosts = json.loads(env["SM_HOSTS"]) or hosts
     current_host = env.get("SM_CURRENT_HOST")
     if current_host not in hosts:
         current_host = resources.get("current_host")

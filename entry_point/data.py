@@ -386,8 +386,8 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     """The tokens in the channel, or else its text by characters.
 
     Raises:
-        DataError: text is missing, unreadable, not UTF-8, too short, or not the same on every
-            host.
+        DataError: text is missing, unreadable, not UTF-8, or too short.
+        ConfigError: it is not the same on every host.
     """
     if container.training is None:
         raise DataError("no text: name it with --data FILE")
@@ -400,11 +400,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     corpus = read_tokens(container, config) if tokens else read_text(container, config, start)
     if start is not None and corpus.tokenizer.words != start.words:
         raise DataError(f"the tokens are not those of the initial model; {ENCODE_AGAIN}")
-    if corpus.sha256 != group.broadcast(corpus.sha256):
-        raise DataError(
-            f"rank {group.rank}, on host {container.current_host}, has other text than rank 0;"
-            " every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
-        )
+    group.check_same({"the SHA-256 of the text": corpus.sha256})
     if config.mask_documents and corpus.tokenizer.end is None:
         raise DataError("mask_documents needs tokens, whose documents have an end; leave it out")
     if 0 < config.vocab_size < len(corpus.tokenizer):

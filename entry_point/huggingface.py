@@ -119,16 +119,14 @@ LOGIT_TOLERANCE = 1e-4
 def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     """Compares the exported model's logits with the model's own (CPU, float32).
 
-    Two windows hold as many different ids as fit, in random order, as an edit may depend on what a
-    text holds. All GPUs wait meanwhile, so there are no more.
+    Two windows of random ids show any edit. All GPUs wait meanwhile, so there are no more.
 
     Raises:
         TrainingError: they differ: the model is not the one that config.json describes.
     """
     size, generator = config["vocab_size"], torch.Generator().manual_seed(0)
     T = min(model.config.block_size, 1024)  # the logits of longer windows can fill the memory
-    order = [torch.randperm(size, generator=generator) for _ in range(-(-2 * T // size))]
-    for ids in torch.cat(order)[: 2 * T].split(T):
+    for ids in torch.randint(size, (2, T), generator=generator):
         own = model(ids[None])[0]
         difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
         if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
@@ -401,9 +399,6 @@ def load_pretrained(model: GPT, directory: Path) -> None:
     edited = read_json(directory / "config.json").get("model_type") == EDITED
     if not edited:
         live = to_hugging_face(live, model.config)
-    for name, tensor in tensors.items():
-        if name in live and live[name].is_floating_point() > tensor.is_floating_point():
-            raise TrainingError(f"{name} is of {tensor.dtype}, not of a type of weights")
     load_tensors(live, tensors, "the initial model")
     if not edited and not model.config.norm_weights:
         for name, tensor in tensors.items():

@@ -31,7 +31,7 @@ def first_steps(config: Config) -> list[int]:
     steps = range(config.max_steps)
     lengths = (config.block_size >> cut for cut in (3, 2, 1, 0))
     found = {bisect_left(steps, n, key=lambda step: window_length(step, config)) for n in lengths}
-    return sorted(step for step in found if step in steps)  # there may be 10^12
+    return sorted(step for step in found if step in steps)
 
 
 def learning_rate_scale(step: int, config: Config) -> float:

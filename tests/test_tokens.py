@@ -28,7 +28,7 @@ from entry_point.config import Config, Options
 from entry_point.container import Ranks, read_container
 from entry_point.data import Batches, Corpus, character_tokenizer, load_corpus
 from entry_point.distributed import Group
-from entry_point.errors import DataError
+from entry_point.errors import ConfigError, DataError
 from launcher import InputError, upload_data
 from launcher.files import storage
 from launcher.files.storage import local_path
@@ -448,8 +448,8 @@ def test_what_does_not_fit_the_data_is_refused(made, text_file):
 
 def test_hosts_need_the_same_tokens(made, text_file, monkeypatch):
     other = corpus_of(text_file).sha256
-    monkeypatch.setattr(Group, "broadcast", Mock(return_value=other))
-    with pytest.raises(DataError, match="has other text than rank 0"):
+    monkeypatch.setattr(Group, "broadcast", lambda _, values: dict.fromkeys(values, other))
+    with pytest.raises(ConfigError, match="SHA-256 of the text"):
         corpus_of(made)
 
 

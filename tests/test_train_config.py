@@ -106,7 +106,7 @@ def test_words_that_cannot_be_read_are_refused(words, said):
         ("weight_decay", "0 to 10", [1e308]),
         ("n_hidden", "0 to 262144", [10**30]),
         ("batch_size", "1 to 1048576", [10**30]),
-        ("max_steps", "1 to 1000000000000", [10**30]),
+        ("max_steps", "1 to 1000000000", [10**30]),
         ("tie_embeddings", "True or False", ["maybe"]),
         ("optimizer", "did you mean muon?", ["muom"]),
         ("precision", "one of auto, bfloat16, float16, tf32, float32", ["fp16"]),

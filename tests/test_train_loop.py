@@ -953,7 +953,6 @@ def test_each_metric_regex_finds_only_its_own_number(prefix):
     assert re.match(r".*step=250/2000 train_loss=2.13031 .* time_left=0:01:12$", line)
     del row["val_loss"]
     assert "val_loss" not in metric_line(row, 2000, 0)
-    assert "time_left=115740740 days" in metric_line(row, 10**16, 1e15)
 
 
 def test_a_run_whose_log_has_no_reader_ends(tmp_path, sagemaker):

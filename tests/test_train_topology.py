@@ -123,10 +123,6 @@ def test_the_variables_set_the_directories(base, tmp_path):
         {"SM_HOSTS": '["algo-1","al', "SM_CURRENT_HOST": "algo-2"},  # cut
         {"SM_HOSTS": "", "SM_CURRENT_HOST": ""},
         {"SM_HOSTS": "[]", "SM_CURRENT_HOST": "algo-2"},
-        {"SM_HOSTS": "2", "SM_CURRENT_HOST": "algo-2"},
-        {"SM_HOSTS": '"algo-2"', "SM_CURRENT_HOST": "algo-2"},
-        {"SM_HOSTS": '{"algo-2": 1}', "SM_CURRENT_HOST": "algo-2"},
-        {"SM_HOSTS": "[1, 2]", "SM_CURRENT_HOST": "algo-2"},
         {"SM_HOSTS": '["algo-1", "algo-2"]'},
         {"SM_CURRENT_HOST": "algo-2"},
         dict.fromkeys(("SM_NUM_GPUS", "SM_MODEL_DIR", "SM_OUTPUT_DATA_DIR"), ""),
@@ -137,7 +133,7 @@ def test_missing_or_broken_variables_have_defaults(base, broken):
     assert read(base, **broken) == container(base)
 
 
-@pytest.mark.parametrize("resources", [None, "{}", "{broken", "[]", '{"hosts": "algo-1"}'])
+@pytest.mark.parametrize("resources", [None, "{}", "{broken", "[]"])
 def test_unknown_hosts_are_refused(base, resources):
     file = base / "input/config/resourceconfig.json"
     file.unlink()
@@ -226,9 +222,6 @@ def test_ranks_come_from_the_launcher(env, ranks):
         (told(0, 4, 0, 4), 2, "torchrun .* 4 with 4 .* 2 hosts"),
         (told("x", 8, 1, 4), 2, "^RANK='x'"),
         (told(-1, 8, 1, 4), 2, "^RANK='-1'"),
-        (told(8, 8, 1, 4), 2, "rank=8"),
-        (told(5, 0, 1, 4), 2, "world_size=0"),
-        (told(5, 8, 4, 4), 2, "local_rank=4"),
         (told(5, 8, "", 4), 2, "^LOCAL_RANK=''"),
         (told(0, 1), 1, "^LOCAL_RANK=''"),
     ],
@@ -375,7 +368,7 @@ def test_hosts_with_different_text_are_refused(text, tmp_path):
     texts = [text, text.replace("Python", "Pythons", 1)]
     ends = run_hosts(words(**SMALL), cwd=tmp_path, envs=make_hosts(tmp_path / "ml", texts, 2))
     assert all(end.status for end in ends)
-    assert ends[1].last_line.startswith("DataError: rank 1, on host algo-2, has other text")
+    assert re.match(r"ConfigError: the SHA-256 .* on rank 1 \(algo-2\)", ends[1].last_line)
     assert not list(tmp_path.rglob("model.safetensors"))
 
 
