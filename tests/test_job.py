@@ -235,7 +235,7 @@ def test_an_edited_copy_runs_once_and_prints_nothing(tmp_path, capsys):
         (["--config", "table.toml"], "[model]"),
         (["--config", "broken.toml"], "not TOML"),
         (["--config", "latin.toml"], "not TOML"),
-        (["--config", "."], "Is a directory"),
+        (["--config", "."], ".: not a regular file"),
         (["--set", "batch_size=7", "--processes-per-instance", "2"], "batch_size=6 or 8"),
         (["--instance-count", "2"], "--processes-per-instance 2"),
         (["--set", "block_size=60000"], "block_size=60000"),

@@ -168,7 +168,8 @@ def copy_file(
             progress(len(chunk))
         out.flush()
         mode = os.fstat(out.fileno()).st_mode & facts.st_mode & (0o555 | writable)
-        os.fchmod(out.fileno(), mode)
+        with suppress(PermissionError):  # of a file system without modes
+            os.fchmod(out.fileno(), mode)
         os.utime(out.fileno(), ns=(facts.st_atime_ns, facts.st_mtime_ns))
 
 
