@@ -19,6 +19,7 @@ DOCUMENTS = {
     INDEX: "weight_map",
 }
 LARGEST = 1 << 25  # bytes of a document, or of the header of weights
+NOT_PARSED = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
 
 
 def model_files(directory: Path) -> list[Path]:
@@ -28,42 +29,42 @@ def model_files(directory: Path) -> list[Path]:
     what its name says.
 
     Raises:
-        InputError: one is missing, or is something else.
+        InputError: a file is missing, or is something else.
     """
-    weights = {"model.safetensors"}
-    if (index := directory / INDEX).exists():
-        try:
-            weights = set(json.loads(read_file(index, LARGEST))["weight_map"].values())
-            if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in weights):
-                raise ValueError
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise InputError(f"{index}: it does not name *.safetensors files") from None
+    index = directory / INDEX
+    weights = named_weights(index) if index.exists() else {"model.safetensors"}
     documents = {name for name in DOCUMENTS if (directory / name).exists()}
     paths = [directory / name for name in sorted(documents | weights)]
     for path in paths:
-        try:
-            with open_file(path):  # a regular file
-                pass
-            if path.is_symlink():
-                check_kind(path)
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError):
-            kind = "such document" if path.name in DOCUMENTS else "safetensors file"
-            raise InputError(f"{path}: it links to {path.resolve()}, which is no {kind}") from None
+        if not path.is_file():
+            raise InputError(f"{path}: no such file, or not a regular one")
+        if path.is_symlink() and not is_what_it_says(path):
+            raise InputError(f"{path}: a link to {path.resolve()}, which is something else")
     return paths
 
 
-def check_kind(path: Path) -> None:
-    """Parse a file as far as to know that it is what its name says; errors of many types say no."""
+def named_weights(index: Path) -> set[str]:
+    """The files that an index names. Raises InputError."""
+    try:
+        names = set(json.loads(read_file(index, LARGEST))["weight_map"].values())
+        if all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
+            return names
+    except (OSError, *NOT_PARSED):
+        pass
+    raise InputError(f"{index}: it does not name *.safetensors files")
+
+
+def is_what_it_says(path: Path) -> bool:
+    """Whether a file holds what its name promises."""
     from entry_point.checkpoint import parse_header
 
-    if path.name in DOCUMENTS:
-        if DOCUMENTS[path.name] not in json.loads(read_file(path, LARGEST)):
-            raise KeyError
-        return
-    with open_file(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > LARGEST:
-            raise ValueError
-        parse_header(file.read(length), path.stat().st_size - 8 - length)
+    try:
+        if path.name in DOCUMENTS:
+            found = json.loads(read_file(path, LARGEST))
+            return isinstance(found, dict) and DOCUMENTS[path.name] in found
+        with open_file(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            parse_header(file.read(min(length, LARGEST)), path.stat().st_size - 8 - length)
+        return True
+    except (OSError, *NOT_PARSED):
+        return False
