@@ -225,7 +225,7 @@ class SageMakerBackend:
     def afford(self, job: TrainingJob) -> TrainingJob:
         session = None if self.settings.offline else self.session
         prices = Prices(self.settings, self.region, session)
-        spent = partial(cost.spent, job, prices, self.described, self.job)
+        spent = partial(cost.earlier_cost, job, prices, self.described, self.job)
         ready = cost.afford(job, self.settings, prices, spent)
         check_checkpoints(ready)
         return ready

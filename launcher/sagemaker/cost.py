@@ -132,7 +132,7 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
     return job.model_copy(update={"affordable_run": longest})
 
 
-def spent(
+def earlier_cost(
     job: TrainingJob,
     prices: Prices,
     describe: Callable[[str], JobDescription | None],
