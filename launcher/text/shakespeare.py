@@ -76,7 +76,7 @@ def download(url: str) -> bytes:
 
 
 def python_reference(cache: Path, why: str) -> Path:
-    """The topics of Python's `help()`, as a file in the cache: some 460 kB of its reference."""
+    """The topics of Python's `help()`, as a file in the cache: half a megabyte of its reference."""
     own = "to train on a text of your own: `sm-nanogpt upload-data FILE`"
     try:
         from pydoc_data.topics import topics
