@@ -928,10 +928,10 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ({"prompt": ["a", "b"]}, "prompt: must be one text"),
         ({"prompt": [1, 2]}, "prompt: must be one text"),
         ({"stop": [1]}, "stop: must be a string or a list of strings"),
-        ({"tools": TOOLS}, "tools is not supported here"),
-        ({"functions": [{"name": "f"}]}, "functions is not supported here"),
-        ({"n": 2}, "n is not supported here"),
-        ({"presence_penalty": 0.5}, "presence_penalty is not supported here"),
+        ({"tools": TOOLS}, "tools: not supported here"),
+        ({"functions": [{"name": "f"}]}, "functions: not supported here"),
+        ({"n": 2}, "n: not supported here"),
+        ({"presence_penalty": 0.5}, "presence_penalty: not supported here"),
     ],
 )
 def test_a_refusal_is_a_sentence_of_our_own(client, changes, said):

@@ -185,18 +185,21 @@ def load(
     return named, directory, model, tokenizer
 
 
-def about(directory: Path) -> str:
+def about(name: str, directory: Path, settings: Settings) -> str:
     """The loss of a model, and its settings; "" for one of another tool."""
     from launcher.files.documents import Damaged, parse
     from launcher.job import TrainingJob
     from launcher.launching.summary import summary_of
+    from launcher.local.backend import LocalBackend
     from launcher.models.load import known_config
 
     try:
         made = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
         values = asdict(known_config(made["config"]))
         job = TrainingJob(instance="local", data=str(directory), hyperparameters=values)
-        return f"val_loss {made['val_loss']:.4f} at step {made['step']}; {summary_of(job)}"
+        known = LocalBackend(settings).describe(name)  # which tells what the job started from
+        summary = (known.summary if known else "") or summary_of(job)
+        return f"val_loss {made['val_loss']:.4f} at step {made['step']}; {summary}"
     except (OSError, Damaged, KeyError, TypeError, InputError):
         return ""
 
@@ -261,7 +264,7 @@ def play_command(
     players = []
     for word in filter(None, (model, other)):
         named, directory, loaded, tokenizer = load(word, settings, entry_point)
-        players.append(play.Player(named, loaded, tokenizer, about(directory)))
+        players.append(play.Player(named, loaded, tokenizer, about(named, directory, settings)))
     at, key = listener.getsockname()[1], settings.api_key or secrets.token_urlsafe()
     url = f"http://127.0.0.1:{at}/?token={quote(key, safe='')}"
     click.echo(url)

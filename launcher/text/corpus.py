@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 VOCAB_SIZE = 16384
 NO_UPLOAD = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
-TOKENS_VERSION = 2  # of what launcher.text.tokens writes
+TOKENS_VERSION = 3  # of what launcher.text.tokens writes
 
 
 @dataclass(frozen=True)

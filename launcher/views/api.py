@@ -103,7 +103,7 @@ def reason(error: ValidationError) -> str:
     """The first thing that is wrong, in a sentence of ours where its field has one."""
     names = [str(each) for each in error.errors()[0]["loc"]]
     if names and names[0] in MISSING:
-        return f"{names[0]} is not supported here; leave it out"
+        return f"{names[0]}: not supported here; leave it out"
     for n, name in enumerate(names, 1):
         if name in REFUSALS:
             return f"{'.'.join(names[:n])}: {REFUSALS[name]}"
