@@ -173,7 +173,7 @@ def full_id(word: str, settings: Settings, acts: bool = False, trained: bool = F
     Raises:
         InputError: several jobs match, or the part is too short.
         InputError, ServiceError: SageMaker does not answer, so another job may be meant.
-        ServiceError: `latest`, and there are no jobs.
+        ServiceError: `latest`, and there are no jobs, or the newest one cannot be read.
     """
     if FULL_ID.fullmatch(word) or not WORD.fullmatch(word):
         return word
@@ -184,6 +184,8 @@ def full_id(word: str, settings: Settings, acts: bool = False, trained: bool = F
         found = choose(word, listing.here(), trained, settings)
     found = found or choose(word, iter(listing), trained, settings)
     for job in listing.unreadable:
+        if word == "latest" and (acts or found is None):  # it may be the one
+            raise job.error
         logger.info(f"job {job.job_id} is left out: {job.error}")
     if listing.failure is not None:
         if found is None or not is_certain(word, found, settings, acts):
@@ -191,7 +193,7 @@ def full_id(word: str, settings: Settings, acts: bool = False, trained: bool = F
             raise type(listing.failure)(f"{problem}; give a full job id")
         logger.info(f"{listing.failure}; of the jobs of this machine, {word} is {found.named}")
     elif found is None:
-        return unmatched(word, listing, settings)
+        return unmatched(word, settings)
     else:
         check_no_later(word, found, settings, acts)
         if acts:
@@ -199,9 +201,9 @@ def full_id(word: str, settings: Settings, acts: bool = False, trained: bool = F
     return found.job_id
 
 
-def unmatched(word: str, listing: Listing, settings: Settings) -> str:
+def unmatched(word: str, settings: Settings) -> str:
     """The word, as that of no job known here. Raises as full_id."""
-    if word == "latest" and not listing.unreadable:
+    if word == "latest":
         begin = "`sm-nanogpt launch --instance local` starts one"
         raise ServiceError(f"you have no jobs yet{not_asked(settings)}; {begin}")
     if len(word) < SHORTEST_PART:

@@ -272,6 +272,15 @@ def test_for_a_model_latest_is_the_newest_that_has_one(job, cli, text_file):
     assert f"settings:    eval_windows=8 from {job.job_id}\n" in told
 
 
+def test_an_unreadable_newest_job_is_not_passed_over(job, cli):
+    newer = sibling(job, "sm-nanogpt-20990101-000000-abcdef")
+    (job.home / "jobs" / newer / "job.json").write_text("{")
+    assert cli("delete", "latest", "--yes").failed(1, newer, "is damaged")
+    assert f"job {newer} is left out: " in cli("status", "latest").good.err
+    shutil.rmtree(job.directory)
+    assert cli("status", "latest").failed(1, newer, "is damaged")
+
+
 # -- without AWS -----------------------------------------------------------------------------------
 
 
