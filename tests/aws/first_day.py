@@ -515,7 +515,10 @@ def least_privilege(day: Day) -> None:
         job_id = day.launch(0.15, *M5, *day.size("quick"), user=user)
         latest = json.loads(day.sm("status", "latest", "--json", user=user))["job_id"]
         day.check("latest is the job just launched", latest == job_id, latest)
-        listed = job_id in day.sm("jobs", user=user)
+        own = [job["job_id"] for job in json.loads(day.sm("jobs", "--json", user=user))]
+        others = day.state["jobs"].keys() - {job_id}
+        day.check("no job of another user is listed", not others & set(own), own)
+        listed = job_id in own
         day.note(f"AWS's Search knows the job at once: {listed}")
         day.sm("stop", "latest", user=user)
         day.ended(job_id, "Stopped")
