@@ -47,8 +47,9 @@ def test_passes_are_the_fewest_that_keep_the_limit(batch_size, world_size, block
 
 @pytest.mark.parametrize(
     "preset, tokens, steps",
-    # Two kilobytes and 20, more than 20 readings, just 20, and tiny Shakespeare.
-    [("quick", 2000, 10), ("cpu", 18_000, 93), ("cpu", 76_799, 399), ("cpu", 76_800, 0)]
+    # Up to 8 readings are usual, or 20 with weight decay; presets fit tiny Shakespeare.
+    [("quick", 2000, 10), ("cpu", 18_000, 93), ("cpu", 191_999, 999), ("cpu", 192_000, 0)]
+    + [("laptop", 194_559, 379), ("laptop", 194_560, 0)]
     + [(preset, 1_003_854, 0) for preset in ("cpu", "quick", "laptop", "baby")],
 )
 def test_a_text_that_is_read_too_often_is_warned_about(preset, tokens, steps, caplog):
