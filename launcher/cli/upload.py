@@ -37,8 +37,8 @@ def upload_data_command(
 ) -> None:
     """Upload text to the store and print its URI.
 
-    PATH is a text file, or a directory with *.txt files in it or below. Without PATH, train on tiny
-    Shakespeare. With --tokenizer, PATH may also hold JSON lines or compressed text:
+    PATH is a text file, or a directory with *.txt files in it or below. Without PATH, it is tiny
+    Shakespeare. With --tokenizer, it may also hold JSON lines or compressed text:
 
     \b
       *.jsonl         {"text": "a document"}, or {"messages": [a conversation]} in each line
