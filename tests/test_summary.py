@@ -15,6 +15,7 @@ import runs
 from entry_point.config import make_config
 from entry_point.huggingface import FINE_TUNING
 from launcher.job import TrainingJob
+from launcher.launching.start import base_of
 from launcher.launching.summary import summary_of
 
 FIELD = "    dropout: float = hyperparameter("
@@ -47,6 +48,19 @@ EARLIER = "sm-nanogpt-20260101-000000-abcdef"
 )
 def test_a_summary_names_preset_changes_and_origin(fields, words):
     assert summary_of(TrainingJob(data="file:///text", **fields)) == words
+
+
+@pytest.mark.parametrize(
+    ("named", "base"),
+    [
+        (EARLIER, EARLIER),
+        (f"file:///home/me/.sm-nanogpt/models/{EARLIER}/9ce7267a3271", EARLIER),  # of a sweep
+        ("./Qwen3-0.6B/", "Qwen3-0.6B"),
+        ("s3://bucket/models/qwen3-0-6b-0123456789ab/", "qwen3-0-6b-0123456789ab"),
+    ],
+)
+def test_a_model_is_called_by_its_job_or_directory(named, base):
+    assert base_of(named) == base
 
 
 def test_an_edited_folder_and_its_own_values_are_named(tmp_path):

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import permutations
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InputError, ServiceError
@@ -128,7 +127,7 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
     model = tokenizer = None
     if asked.init_from is not None:
         named = start.resolved(asked.init_from, settings)
-        base = Path(named).absolute().name
+        base = start.base_of(named)
         request, model, tokenizer = started(request, named, near)
     if request.preset is None and not (asked.resume or asked.init_from):
         request = with_default_preset(request)

@@ -17,7 +17,7 @@ from launcher.errors import InputError, characters
 from launcher.files import storage
 from launcher.files.models import DOCUMENTS, LARGEST, model_files
 from launcher.finding import full_id
-from launcher.job import Request, TrainingJob
+from launcher.job import FULL_ID, Request, TrainingJob
 from launcher.machines import GPUS
 from launcher.settings import Settings
 from launcher.text import corpus
@@ -34,6 +34,12 @@ def resolved(word: str, settings: Settings) -> str:
     if path is None or path.exists() or "/" in word:
         return word
     return full_id(word, settings, trained=True)
+
+
+def base_of(named: str) -> str:
+    """What people call a model: the id of the job that made it, or the name of its directory."""
+    ids = [part for part in Path(named).parts if FULL_ID.fullmatch(part)]
+    return ids[-1] if ids else Path(named).absolute().name
 
 
 @contextmanager
