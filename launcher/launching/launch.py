@@ -372,7 +372,8 @@ def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None
 def log_choices(asked: Request, job: TrainingJob, text: Channel) -> None:
     last = asked.data is None and asked.resume is None
     origin = f" (the last upload{f', {text.named}' * (text.named != job.data)})" if last else ""
-    logger.info(f"data: {job.data}{origin}")
+    if asked.data != job.data:
+        logger.info(f"data: {job.data}{origin}")
     if job.preset and not asked.preset:
         logger.info(f"preset: {job.preset}")
 
