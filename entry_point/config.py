@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 from .errors import ConfigError, choices_for, counted, nearest_multiples, nearest_name
 
@@ -399,34 +398,32 @@ class Options:
 OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print its usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        name = message.removeprefix("argument ").partition(":")[0].partition("/")[0]
-        raise ConfigError(f"{name}: its value is missing")  # all others are parsed later
-
-
 def read_words(argv: Sequence[str]) -> dict[str, str]:
     """The values on a command line, by name. Names take `-` or `_`; a bare `--flag` is True.
 
     Raises:
         ConfigError: a name is unknown, or its value is missing.
     """
-    fields = [*OPTIONS, *dataclasses.fields(Config)]
-    parser = Parser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-    for f in fields:
-        names = dict.fromkeys((f"--{f.name}", f"--{f.name.replace('_', '-')}"))
-        bare: dict[str, Any] = {"nargs": "?", "const": "True"} if f.type == "bool" else {}
-        parser.add_argument(*names, dest=f.name, **bare)
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        word, name = unknown[0], unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
-        advice = f"; name a text with --data {word}"
-        if word.startswith("-"):
-            advice = nearest_name(name, [f.name for f in fields])
-        raise ConfigError(f"{word}: there is no such option{advice}")
-    return vars(given)
+    types = {f.name: f.type for f in (*OPTIONS, *dataclasses.fields(Config))}
+    given, words = {}, list(argv)
+    while words:
+        option, equals, value = words.pop(0).partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("--"):
+            raise ConfigError(
+                f"{option}: there is no such option; name a text with --data {option}"
+            )
+        if name not in types:
+            raise ConfigError(f"{option}: there is no such option{nearest_name(name, [*types])}")
+        if equals:
+            given[name] = value
+        elif words and not words[0].startswith("--"):
+            given[name] = words.pop(0)
+        elif types[name] == "bool":
+            given[name] = "True"
+        else:
+            raise ConfigError(f"{option}: its value is missing")
+    return given
 
 
 def read_options(argv: Sequence[str]) -> tuple[dict[str, str], Options]:
