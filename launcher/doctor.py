@@ -102,7 +102,7 @@ def check_training(context: Context) -> str:
     tiny |= dict(batch_size=1680, eval_windows=2, sample_length=0)
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-doctor-") as directory:
         text = Path(directory, "input.txt")
-        text.write_text("To be, or not to be, that is the question.\n" * 50, encoding="utf-8")
+        text.write_text("To be, or not to be, that is the question.\n" * 2000, encoding="utf-8")
         settings = context.settings.model_copy(update={"home": Path(directory), "store": ""})
         began = time.monotonic()
         job_id = launch(Request(instance="local", data=str(text), hyperparameters=tiny), settings)
