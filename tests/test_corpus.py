@@ -357,7 +357,8 @@ def black_hole():
 
 
 def name_server_that_is_silent(*_: Any, **__: Any) -> None:
-    time.sleep(5)
+    time.sleep(2)
+    raise socket.gaierror("no answer")
 
 
 @pytest.mark.parametrize(
