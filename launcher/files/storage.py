@@ -107,9 +107,6 @@ def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
     """The fsspec file system of a URI and the path in it.
 
     `::` is part of a name here, not fsspec's chain of URLs.
-
-    Raises:
-        InputError: as local_path.
     """
     path = local_path(uri)
     if path is not None:

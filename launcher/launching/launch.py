@@ -105,11 +105,7 @@ class Ready:
 
 
 def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
-    """Make a Request into a job that is complete and checked. Changes nothing in the store.
-
-    Raises:
-        InputError, ServiceError: as launch.
-    """
+    """Make a Request into a job that is complete and checked. Changes nothing in the store."""
     asked, before, base = request, None, None
     if earlier := find_earlier(request, settings):
         request = request.model_copy(update={"resume": earlier.description.job_id})

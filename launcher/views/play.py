@@ -105,11 +105,7 @@ class Token:
 def stream_tokens(
     player: Player, wanted: SamplingRequest, ids: list[int] | None = None
 ) -> Iterator[Token]:
-    """Yield the tokens of one text after the ids, or else the prompt, up to wanted.stop.
-
-    Raises:
-        InputError: as stream_samples.
-    """
+    """Yield the tokens of one text after the ids, or else the prompt, up to wanted.stop."""
     seen: list[tuple[list[tuple[str, float]], int]] = []
     columns = stream_samples(
         player.model,
