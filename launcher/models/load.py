@@ -41,7 +41,7 @@ from launcher.files.documents import (
     Scalar,
     parse,
 )
-from launcher.models.chat import differences
+from launcher.models.chat import difference
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source
 
@@ -175,14 +175,11 @@ def load_published(directory: Path) -> tuple[GPT, Tokenizer]:
         words = read_json(directory / "tokenizer_config.json")
         template, own = words.get("chat_template"), directory / "chat_template.jinja"
         if own.exists():
-            template = own.read_text("utf-8")
+            template = read_file(own, LARGEST).decode()
         plain = read_tokenizer(directory)
         chats = bool(template) and {TURN, END_OF_TURN} <= plain.special.keys()
-        if chats and (found := differences(str(template))):
-            logger.info(
-                f"chat template: this model's own differs from the ChatML that is used here, in how"
-                f" it writes {' and '.join(found)}"
-            )
+        if chats and (found := difference(str(template))):
+            logger.info(f"chat template: this model's own {found}")
         tokenizer = Tokenizer(plain.document, plain.end_of_text, chats)
         if (directory / "generation_config.json").exists():
             ends = read_json(directory / "generation_config.json").get("eos_token_id") or []
