@@ -219,12 +219,18 @@ def check_no_later(word: str, found: JobDescription, settings: Settings, acts: b
     if word != "latest" or not caller.remembered(settings):
         return
     here = SageMakerBackend(settings)
-    later = caller.later_elsewhere(found.job_id, here.caller(), here.region, settings)
-    if later is not None:
-        problem = f"{later.job_id} was launched after {found.job_id}, in {later.region}"
+    for last in caller.remembered(settings):
+        mine = last.caller == here.caller() and last.region != here.region
+        if not mine or last.job_id <= found.job_id:
+            continue
+        there = SageMakerBackend(settings.model_copy(update={"region": last.region}))
+        if there.raw(last.job_id) is None:  # deleted from another machine
+            caller.forget(last.job_id, settings)
+            continue
+        problem = f"{last.job_id} was launched after {found.job_id}, in {last.region}"
         if acts:
-            raise InputError(f"{problem}: give a whole id, or --region {later.region}")
-        logger.info(f"{problem}; --region {later.region} finds it")
+            raise InputError(f"{problem}: give a whole id, or --region {last.region}")
+        logger.info(f"{problem}; --region {last.region} finds it")
 
 
 def choose(

@@ -315,11 +315,14 @@ def test_without_aws_local_jobs_are_listed(cloud, cli, job, monkeypatch):
     assert cli("status", job.job_id).code == 0
 
 
-def test_latest_is_the_job_launched_last_though_search_lags(cloud, cli, launch):
+def test_latest_is_the_job_launched_last_though_search_lags(cloud, cli, launch, text_file):
     first = launch()
     cloud.sagemaker.jobs[first].created -= 1000
     cloud.sagemaker.search_lag = 500
     last = launch()
+    cloud.refuse["CreateTrainingJob"] = ("ResourceLimitExceeded", "no quota")
+    again = ("launch", "--instance", "ml.g5.12xlarge", "--data", str(text_file))
+    assert cli(*again).failed(1, "no quota")  # it does not replace the job before it
     assert [d.job_id for d in jobs()] == [last, first]
     assert cli("stop", "latest").code == 0
     assert cloud.sagemaker.jobs[last].ended

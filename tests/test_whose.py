@@ -136,9 +136,12 @@ def test_latest_of_each_is_deleted_and_resumed(cloud, s3, cli, become, two):
 
 
 def test_a_job_in_another_region_is_not_forgotten(cloud, cli, launch):
-    """Jobs of both regions are those of one service here, so the note alone tells them apart."""
+    """Jobs of both regions are those of one service here, so its owner hides the other one."""
     job_id = launch()
     caller, later = Caller(ACCOUNT, "root"), "sm-nanogpt-20991231-000000-abcdef"
+    request = json.dumps(cloud.sagemaker.jobs[job_id].request).replace(job_id, later)
+    request = request.replace(f'"{caller.owner}"', '"nobody"')
+    cloud.sagemaker.CreateTrainingJob(json.loads(request))
     remember(Launched(caller, "eu-west-1", later), load_settings())
     told = cli("status", "latest").good
     assert f"job:         {job_id}\n" in told.out
@@ -151,6 +154,8 @@ def test_a_job_in_another_region_is_not_forgotten(cloud, cli, launch):
         assert cli(*words).failed(2, later, "--region eu-west-1")
     cloud.sagemaker.search_lag = 500
     assert listed(cli) == [job_id]  # by the note of this region
+    del cloud.sagemaker.jobs[later]  # from another machine
+    assert full_id("latest", load_settings(), acts=True) == job_id
 
 
 def test_latest_reads_one_page(cloud, cli, launch):

@@ -232,9 +232,9 @@ class SageMakerBackend:
 
     def submit(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
         launched = Launched(self.caller(), self.region, job_id, job.name, job.summary)
-        caller.remember(launched, self.settings)
         try:
             self.send_files(job_id, job, plan)
+            before = caller.remember(launched, self.settings)  # this process may be killed
         except BaseException:
             self.remove_files(job_id, plan)
             raise
@@ -255,6 +255,7 @@ class SageMakerBackend:
                 raise ServiceError(
                     f"{error}; `sm-nanogpt status {job_id}` shows whether the job exists"
                 ) from None
+            caller.forget(job_id, self.settings, before)
             if answer["Error"]["Code"] != "ResourceInUse":  # the files of an existing job
                 self.remove_files(job_id, plan)
             raise

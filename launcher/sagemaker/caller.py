@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,24 +84,22 @@ def remembered(settings: Settings) -> list[Launched]:
     return storage.read_cache(settings.last_launched, list[Launched])
 
 
-def remember(launched: Launched, settings: Settings) -> None:
-    """Note the job that was launched last, since Search finds it only after seconds."""
-    place = (launched.caller, launched.region)
-    others = [each for each in remembered(settings) if (each.caller, each.region) != place]
+def remember(launched: Launched, settings: Settings) -> list[Launched]:
+    """Note the job that was launched last, since Search finds it only after seconds.
+
+    Returns:
+        What this replaces.
+    """
+    known, place = remembered(settings), (launched.caller, launched.region)
+    before = [each for each in known if (each.caller, each.region) == place]
+    others = [each for each in known if each not in before]
     storage.write_json(str(settings.last_launched), [*others, launched])
+    return before
 
 
-def later_elsewhere(job_id: str, me: Caller, region: str, settings: Settings) -> Launched | None:
-    """A job that the caller launched from here after this one, in another region."""
-    for each in remembered(settings):
-        if each.caller == me and each.region != region and each.job_id > job_id:
-            return each
-    return None
-
-
-def forget(job_id: str, settings: Settings) -> None:
-    """Drop a job that is deleted."""
+def forget(job_id: str, settings: Settings, before: Sequence[Launched] = ()) -> None:
+    """Drop a job that does not exist, and note again what it replaced."""
     known = remembered(settings)
     kept = [each for each in known if each.job_id != job_id]
     if kept != known:
-        storage.write_json(str(settings.last_launched), kept)
+        storage.write_json(str(settings.last_launched), [*kept, *before])
