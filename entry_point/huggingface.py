@@ -275,6 +275,8 @@ def load_tensors(
         if here != there:
             raise TrainingError(f"{name} is {there} in {source} and {here} in this script")
     for name, tensor in live.items():
+        if tensor.is_floating_point() > given[name].is_floating_point():
+            raise TrainingError(f"{name} is of {given[name].dtype}, not of a type of weights")
         tensor.copy_(given[name])
 
 
@@ -395,10 +397,9 @@ def load_pretrained(model: GPT, directory: Path) -> None:
             raise FormatError(f"{error.filename}: {error.strerror}") from None
     if model.head is None:  # published files may hold the tied head too
         tensors.pop("lm_head.weight", None)
-    live: Mapping[str, Tensor] = model.state_dict()
+    weights: dict[str, Tensor] = model.state_dict()
     edited = read_json(directory / "config.json").get("model_type") == EDITED
-    if not edited:
-        live = to_hugging_face(live, model.config)
+    live = weights if edited else to_hugging_face(weights, model.config)
     load_tensors(live, tensors, "the initial model")
     if not edited and not model.config.norm_weights:
         for name, tensor in tensors.items():
