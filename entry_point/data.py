@@ -310,11 +310,7 @@ class Corpus:
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file itself, or the *.txt files below a directory, sorted by path.
-
-    Raises:
-        DataError: nothing is there.
-    """
+    """The file itself, or the *.txt files below a directory, sorted. Raises DataError for none."""
     if path.is_file():
         return [path]
     files = sorted(p for p in path.rglob("*.txt") if p.is_file())
@@ -400,7 +396,8 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     corpus = read_tokens(container, config) if tokens else read_text(container, config, start)
     if start is not None and corpus.tokenizer.words != start.words:
         raise DataError(f"the tokens are not those of the initial model; {ENCODE_AGAIN}")
-    group.check_same({"the SHA-256 of the text": corpus.sha256})
+    advice = "every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
+    group.check_same({"the SHA-256 of the text": corpus.sha256}, advice)
     if config.mask_documents and corpus.tokenizer.end is None:
         raise DataError("mask_documents needs tokens, whose documents have an end; leave it out")
     if 0 < config.vocab_size < len(corpus.tokenizer):

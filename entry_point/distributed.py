@@ -280,13 +280,13 @@ class Group:
             return value
         return json.loads(self.store.get(key))
 
-    def check_same(self, values: Mapping[str, Any]) -> None:
+    def check_same(self, values: Mapping[str, Any], advice: str = "use one for all ranks") -> None:
         """Raises ConfigError, which names the value, unless it is the same on rank 0."""
         for name, first in self.broadcast(values).items():
             if values[name] != first:
                 raise ConfigError(
                     f"{name} is {values[name]!r} on rank {self.rank} ({self.host}) and {first!r} on"
-                    " rank 0; use the same for all ranks"
+                    f" rank 0; {advice}"
                 )
 
     def async_all_reduce_max(self, value: int) -> Callable[[], int]:
