@@ -98,11 +98,12 @@ def test_argv_is_formatted_like_the_toolkits():
 
 
 def test_assignments_split_at_the_first_equals_sign():
-    assert pairs(None, click.Option(["--set"]), ("a=b=c", "d=")) == {"a": "b=c", "d": ""}
+    assert pairs(None, click.Option(["--tag"]), ("a=b=c", "d=")) == {"a": "b=c", "d": ""}
 
 
 @pytest.mark.parametrize(
-    "words", [("n_layer",), ("=3",), ("n_layer=1", "n_layer=2"), ("n_layer=1", "n-layer=1")]
+    "words",
+    [("n_layer",), ("n_layer=",), ("=3",), ("n_layer=1", "n_layer=2"), ("n_layer=1", "n-layer=1")],
 )
 def test_an_invalid_or_repeated_assignment_is_refused(words):
     with pytest.raises(InputError, match="--set"):

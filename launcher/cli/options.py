@@ -152,11 +152,12 @@ def pairs(
     option, values = parameter.opts[0], dict[str, str]()
     for word in words:
         name, equals, value = word.partition("=")
-        if not word:
-            raise InputError(f"{option} is empty; give a value, or leave it out")
+        sets, given = option in ("--set", "--sweep"), f"{option} {word}".strip()
+        if not word or (sets and equals and not value):
+            raise InputError(f"{given} is empty; give a value, or leave it out")
         if not equals or not name:
-            raise InputError(f"{option} {word}: must be name=value")
-        name = name.replace("-", "_") if option in ("--set", "--sweep") else name
+            raise InputError(f"{given}: must be name=value")
+        name = name.replace("-", "_") if sets else name
         if name in values:
             raise InputError(f"{option} {name}: given twice ({values[name]!r} and {value!r})")
         values[name] = value
