@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 VOCAB_SIZE = 16384
 NO_UPLOAD = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
-TOKENS_VERSION = 3  # of what launcher.text.tokens writes
+TOKENS_VERSION = 4  # of what launcher.text.tokens writes
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Upload:
     val_tokens: Count = 0
     documents: Count = 0  # that were encoded as tokens
     chats: bool = False  # whether they are conversations
-    contexts: dict[int, Count] = field(default_factory=dict)  # how many of them each one holds
+    contexts: dict[int, Count] = field(default_factory=dict)  # how many of them need each one
     answers: dict[str, Count] = field(default_factory=dict)  # the least that holds one, by part
     vocabulary: str = ""  # the characters of a text
     tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens

@@ -297,16 +297,10 @@ def encode(
     (directory / "tokenizer_config.json").write_text(json.dumps(words.config, indent=2) + "\n")
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     names = sorted(path.name for path in directory.iterdir())
-    contexts = Counter(rounded(length(ends, index) - 2) for index in range(len(needed)))
+    contexts = Counter(length(ends, index) - 2 for index in range(len(needed)))
     answers = {name: min(needed[n] for n in part) for name, part in parts.items() if needed}
     counts = (meta["train"]["tokens"], meta["val"]["tokens"], size)
     return Tokens(tuple(names), *counts, dict(contexts), answers)
-
-
-def rounded(context: int) -> int:
-    """The next number up with three binary digits and zeros, as sizes of contexts are."""
-    shift = max(0, context.bit_length() - 3)
-    return -(-context >> shift) << shift
 
 
 def separated(words: Words) -> Words:
