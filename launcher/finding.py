@@ -166,7 +166,7 @@ def full_id(word: str, settings: Settings, acts: bool = False, trained: bool = F
     """The id of the job that a word means: a whole id, a name, a part of an id, or `latest`.
 
     A part is the start, the end or the time of an id. Only a whole id may mean somebody else's job.
-    acts: the command changes the job, so it is named before, and SageMaker is asked in any case.
+    acts: the command changes the job. It is named first, and SageMaker is always asked.
     trained: the command reads a model, so `latest` is the newest job that has one. A word that
     means no job is returned unchanged.
 

@@ -171,9 +171,10 @@ def copy_file(
 
 
 def link_or_copy(source: Path, target: Path, progress: Progress = lambda n: None) -> None:
-    """Give a regular file, which nobody writes in place, a second name, or copy it to another disk.
+    """Give a regular file a second name, or copy it to another disk. Raises OSError.
 
-    Raises OSError.
+    Nobody writes it in place: uploads are read-only, checkpoints are renamed into place, and a
+    model of the user's is only read.
     """
     with open_file(source) as file:
         size = os.fstat(file.fileno()).st_size

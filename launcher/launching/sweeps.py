@@ -133,8 +133,9 @@ def alone(group: str, settings: Settings) -> Iterator[None]:
 
 
 def stop_mark(job_id: str, group: str, place: str, settings: Settings) -> str:
-    """The file that says whether a sweep may start jobs: `run`, or else not. It is deleted with the
-    sweep. Any machine may stop or delete a sweep, so for SageMaker the file is in the store.
+    """The file that says whether a sweep may start jobs. `run`: it may; any other content, or no
+    file: it may not. It is deleted with the sweep. Any machine may stop or delete a sweep, so for
+    SageMaker the file is in the store.
 
     place: where the files of a job of the sweep are.
     """

@@ -54,7 +54,8 @@ def find_channel(location: str, settings: Settings) -> Channel:
                 f" copy the text to {uri.removesuffix('.txt')}/ and name that prefix instead"
             )
         return Channel(location, uri, None, [])
-    if known is not None and known.train_tokens:  # made here, before there was a store on S3
+    # Tokens encoded on this machine before a store on S3 was set.
+    if known is not None and known.train_tokens:
         sources = [path / name for name in known.files]
         uri = storage.join(settings.data_store, "data", path.name)
         upload = replace(known, uri=uri, uploaded=not corpus.is_there(uri, settings))
@@ -141,7 +142,7 @@ def check_context(named: str, chats: corpus.Upload, block_size: int) -> None:
         if needed > block_size:
             raise InputError(
                 f"{named}: no conversation in {part} has an answer within block_size={block_size}"
-                f" tokens; use at least block_size={needed}, also for the model that you start from"
+                f" tokens; it needs block_size={needed} or more; train the base model with that too"
             )
     if longer := sum(n for context, n in chats.contexts.items() if context > block_size):
         logger.warning(

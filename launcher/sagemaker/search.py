@@ -27,8 +27,10 @@ def search_jobs(client: Any, tags: Mapping[str, str]) -> Iterator[dict[str, Any]
 def with_last(
     found: Iterable[dict[str, Any]], job_id: str, ask: Callable[[], Iterator[dict[str, Any]]]
 ) -> Iterator[dict[str, Any]]:
-    """What Search found, and in its place the job that was launched last, which Search finds only
-    after seconds; `ask` describes it."""
+    """What Search found, with the last launched job put where its time belongs.
+
+    Search finds a new job only after seconds; `ask` describes it.
+    """
     told = False
     for raw in found:
         name = raw["TrainingJobName"]
