@@ -975,6 +975,14 @@ def test_a_base_url_without_v1_is_told(client):
             call()
 
 
+def test_a_wrong_method_is_told_the_right_one(client):
+    with pytest.raises(openai.APIStatusError, match="/v1/chat/completions takes POST") as caught:
+        client().get("/chat/completions", cast_to=object)
+    assert (caught.value.status_code, caught.value.response.headers["allow"]) == (405, "POST")
+    with pytest.raises(openai.NotFoundError, match="GET /v1/other is not there"):
+        client().get("/other", cast_to=object)
+
+
 def test_only_a_named_origin_may_ask_from_its_pages(player):
     app = make_app([player], "secret", api.routes([player]), ["http://localhost:3000"])
     http = TestClient(app)
