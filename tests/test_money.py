@@ -14,7 +14,7 @@ import pytest
 from emulator import Emulator
 from launching import launching
 
-from launcher import InputError, JobDescription, Settings, describe, jobs, wait
+from launcher import InputError, JobDescription, ServiceError, Settings, describe, jobs, wait
 from launcher.cli.show import explain
 from launcher.job import TrainingJob
 from launcher.sagemaker.cost import (
@@ -23,6 +23,7 @@ from launcher.sagemaker.cost import (
     Prices,
     afford,
     cost_of,
+    earlier_cost,
     longest_run,
     rate,
     usd,
@@ -359,12 +360,47 @@ def test_a_deleted_job_of_a_chain_still_counts(cloud, stopped, launch, cli):
     second = stopped(f"--resume {first}")  # no ceiling yet
     assert cli("delete", first, "--yes").code == 0
     ran = launch(f"--resume {second} --max-cost 5").good
-    assert f"job {first} is deleted; with the jobs before it, it cost 0.20 USD" in ran.err
+    assert f"no job '{first}' in us-east-1; with the jobs before it, it cost 0.20 USD" in ran.err
     assert limit(cloud, ran.out.strip()) == 1738
     third = ran.out.strip()
     cli("stop", third)
     cli("delete", second, "--yes")
     assert "0.40 USD" in launch(f"--resume {third} --dry-run").err  # inherits the ceiling
+
+
+@pytest.fixture
+def spent(tmp_path):
+    """The cost of two jobs of an hour each, of which the first has no record."""
+
+    def run(noted: float | None) -> float:
+        def record(job_id: str) -> TrainingJob:
+            if job_id == "first":
+                raise ServiceError("first/job.json is missing")
+            return job(resume="first", earlier_cost=noted)
+
+        prices = Prices(Settings(home=tmp_path), "us-east-1", None)
+        hour = description(started=0.0, ended=3600.0)
+        return earlier_cost(job(resume="second"), prices, lambda _: hour, record)
+
+    return run
+
+
+@pytest.mark.parametrize(("noted", "first"), [(20, 20), (0.01, HOURLY)])
+def test_the_next_record_stands_in_for_an_unreadable_one(spent, caplog, noted, first):
+    """Others may write to the store, so that it lowers no cost that SageMaker knows."""
+    caplog.set_level("INFO", "launcher")
+    assert spent(noted) == pytest.approx(first + HOURLY)
+    assert re.match(f"first/job.json is missing; .* {usd(noted)}, .* second$", caplog.messages[0])
+
+
+def test_an_unknown_cost_stops_only_a_job_with_a_ceiling(spent, tmp_path, caplog):
+    settings = Settings(home=tmp_path)
+    prices = Prices(settings, "us-east-1", None)
+    with pytest.raises(ServiceError, match="is missing"):
+        afford(job(max_cost=50), settings, prices, lambda: spent(None))
+    caplog.set_level("INFO", "launcher")
+    assert afford(job(), settings, prices, lambda: spent(None)).earlier_cost is None
+    assert "first/job.json is missing" in caplog.messages[0]
 
 
 def test_a_record_without_costs_does_not_raise_the_ceiling(s3, stopped, launch, cli):

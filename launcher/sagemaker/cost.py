@@ -140,12 +140,12 @@ def earlier_cost(
 ) -> float:
     """The cost in USD of the jobs that this one resumes.
 
-    For a deleted job, and those before it, this is what the next job's record says. Others may
-    write to the store, so whatever SageMaker knows is not taken from there.
+    For a deleted job, or one without a readable record, and those before it, this is what the next
+    job's record says. Others may write to the store, so it is at least what SageMaker knows.
 
     Raises:
         InputError: the cost of one of them is unknown.
-        ServiceError: by the records, a job resumes itself.
+        ServiceError: by the records, a job resumes itself; or one of them cannot be read.
     """
     total, now, chain = 0.0, time.time(), list[str]()
     while (job_id := job.resume) is not None:
@@ -156,15 +156,19 @@ def earlier_cost(
             )
         earlier = describe(job_id)
         price = prices.of(earlier.instance) if earlier and earlier.is_placed else None
-        if earlier is None and job.earlier_cost is not None:
-            known = f"with the jobs before it, it cost {usd(job.earlier_cost)}"
-            logger.info(f"job {job_id} is deleted; {known}, by the record of {chain[-1]}")
-            return total + job.earlier_cost
-        if earlier is None or (earlier.is_placed and price is None):
+        if price is None and (earlier.is_placed if earlier else job.earlier_cost is None):
             raise InputError(f"the cost of the earlier job {job_id} is unknown")
-        total += cost_of(earlier, price, now) if price else 0.0
+        cost = cost_of(earlier, price, now) if earlier and price else 0.0
+        try:
+            resumed = record(job_id)
+        except ServiceError as error:
+            if job.earlier_cost is None:
+                raise
+            known = f"with the jobs before it, it cost {usd(job.earlier_cost)}"
+            logger.info(f"{error}; {known}, by the record of {chain[-1]}")
+            return total + max(cost, job.earlier_cost)
+        total, job = total + cost, resumed
         chain.append(job_id)
-        job = record(job_id)
     return total
 
 
@@ -175,14 +179,16 @@ def afford(
 
     Raises:
         InputError: the ceiling is too low, or the price is unknown.
+        ServiceError: below a ceiling, the cost of an earlier job cannot be found.
     """
     ceiling = ceiling_of(job, settings)
     found = {instance: prices.of(instance) for instance in job.instances}
     try:
         earlier = spent()
-    except InputError:
+    except (InputError, ServiceError) as error:
         if ceiling is not None:
             raise
+        logger.info(f"cost: that of the earlier jobs is unknown: {error}")
         earlier = None
     if prices.trouble:
         logger.info(prices.trouble)
@@ -207,7 +213,10 @@ def afford(
     worst = counts + worst_case(per_hour, ready.time_limit, job.keep_alive or 0)
     of_which = f" ({dearest.instance}, the most expensive)" if len(found) > 1 else ""
     logger.info(f"price: {price_words(dearest, price)}{of_which}")
-    logger.info(f"cost: {cost_words(ready, worst, counts)}")
+    logger.info(
+        f"cost: at most {usd(worst)}, if it runs for {ready.time_limit} s"
+        f" (counted: {', '.join(counted(ready, counts))})"
+    )
     if ceiling is not None and (reason := limit_words(ready, ceiling)):
         logger.info(f"time limit: {ready.time_limit} s, from {reason}")
     costs = {"worst_cost": worst, "earlier_cost": earlier}
@@ -215,15 +224,9 @@ def afford(
 
 
 def price_words(job: TrainingJob, price: Price) -> str:
-    each = f"{job.instance_count} x {usd(price.per_hour)}" if job.instance_count > 1 else ""
-    total = usd(job.instance_count * price.per_hour)
-    spot = "; spot is billed for fewer seconds (AWS says: up to 90% less)" if job.spot else ""
-    return f"{total} an hour{f' ({each})' if each else ''}, by {price.source}{spot}"
-
-
-def cost_words(job: TrainingJob, worst: float, earlier: float) -> str:
-    parts = ", ".join(counted(job, earlier))
-    return f"at most {usd(worst)}, if it runs for {job.time_limit} s (counted: {parts})"
+    n, each = job.instance_count, usd(price.per_hour)
+    total = f"{usd(n * price.per_hour)} an hour{f' ({n} x {each})' * (n > 1)}, by {price.source}"
+    return total + "; spot is billed for fewer seconds (AWS says: up to 90% less)" * job.spot
 
 
 def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
@@ -231,10 +234,9 @@ def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
     money = f"{ceiling.source} ({usd(ceiling.amount)})"
     if job.time_limit == job.affordable_run:
         return money
-    if job.time_limit == job.max_run:
-        return f"--max-run{job.origin('max_run')}, within {money}"
-    if job.time_limit == job.max_wait:
-        return f"--max-wait{job.origin('max_wait')}, within {money}"
+    for name, option in {"max_run": "--max-run", "max_wait": "--max-wait"}.items():
+        if job.time_limit == getattr(job, name):
+            return f"{option}{job.origin(name)}, within {money}"
     return ""
 
 
