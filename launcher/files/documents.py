@@ -77,8 +77,8 @@ def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes,
         except UnicodeDecodeError as error:
             raise InputError(
                 f"{name}: is not UTF-8 text (byte {position - pending + error.start}); save it"
-                " as UTF-8. For a text in a Western European language from Windows,"
-                " `iconv -f windows-1252 -t utf-8` does that"
+                " as UTF-8. For a text in a Western European language from Windows:"
+                " `iconv -f windows-1252 -t utf-8 FILE > utf-8.txt`"
             ) from None
         position += len(chunk)
     if decoder.getstate()[0]:
