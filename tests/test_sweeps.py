@@ -320,6 +320,7 @@ def test_the_last_try_of_a_member_is_its_newest():
         ("--sweep seed=1,2 --seeds 2", "--sweep seed and --seeds"),
         ("--parallel 2", "--parallel is for jobs of a sweep"),
         ("--seeds 2 --detach", "--follow and --detach"),
+        (f"--seeds 2 --name {'a' * 56}", "-2-try99: must be at most 63"),
     ],
 )
 def test_an_unusable_sweep_starts_no_job(words, fact, cli, home, text_file):
@@ -545,6 +546,15 @@ def test_a_sweep_gives_its_name_to_its_jobs(job, home, cli, text_file):
     assert f"{GROUP}-2 (grid-2), Completed:" in cli("delete", "grid-2", "--yes").good.err
     assert cli("delete", "--group", "grid", "--yes").good
     assert [path.name for path in (home / "jobs").iterdir()] == [job.job_id]
+
+
+def test_a_name_means_one_job_or_one_sweep(job, recorded, cli, text_file):
+    recorded(name="grid")
+    alone = sibling(job, "sm-nanogpt-20200101-000000-abcdef", name="alone")
+    for name, owner in (("grid", GROUP), ("alone", alone)):
+        for words in ("", "--seeds 2"):
+            ran = cli(*LOCAL, "--data", str(text_file), "--name", name, *words.split())
+            assert ran.failed(2, f"--name {name}: ", owner)
 
 
 def test_a_sweep_has_a_report_of_jobs_with_a_curve(swept, job, cli):

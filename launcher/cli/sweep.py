@@ -35,7 +35,7 @@ def launch_sweep(
     Raises:
         InputError: a job cannot run; none was started.
     """
-    from launcher.launching.launch import new_job_id
+    from launcher.launching.launch import check_name, new_job_id
     from launcher.launching.sweeps import Sweep, alone, grid, write_record
     from launcher.source import keep
 
@@ -55,6 +55,9 @@ def launch_sweep(
             job = job.model_copy(update={"processes_per_instance": 1})
     base = job.hyperparameters.get("seed", 1337)
     each = grid(values, seeds, int(base))
+    check_name(job, settings)
+    if job.name is not None:  # with the longest tail of its jobs' names
+        job.replaced(name=f"{job.name}-{len(each)}-try99")
     sweep = Sweep(job=job, members=each, parallel=parallel)
     group = new_job_id()
     every = [sweep.ready(n, settings, f"{group}-{n}") for n in range(1, len(each) + 1)]

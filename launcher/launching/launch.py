@@ -154,9 +154,13 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
 
 
 def check_name(request: Request, settings: Settings) -> None:
-    """Raise InputError if another job of the caller has the name."""
+    """Raise InputError if a job of the caller, or a sweep of this machine, has the name."""
+    from launcher.launching.sweeps import recorded_as  # which imports this module
+
     if request.name is None:
         return
+    if group := recorded_as(request.name, settings):
+        raise InputError(f"--name {request.name}: sweep {group} has this name; choose another")
     listing = Listing(settings, name=request.name)
     elsewhere = not settings.offline and (not request.is_local or remembered(settings))
     if taken := next(iter(listing) if elsewhere else listing.here(), None):
