@@ -109,6 +109,24 @@ def test_files_left_out_of_a_directory_are_counted(cli, tmp_path, words):
     assert "notes: left out 2 *.md, 1 LICENSE; " in line
 
 
+@pytest.mark.parametrize(
+    ("names", "ways"),
+    [
+        (["A.TXT", "B.Txt"], {"*.TXT to", "*.Txt to"}),
+        (["a.jsonl", "b.md", "c.md"], {"--tokenizer bpe", "join"}),
+        (["a.gz", "B.TXT", "c.md"], {"--tokenizer bpe", "*.TXT to", "join"}),
+        (["c.md"], {"join"}),
+    ],
+)
+def test_each_kind_that_is_left_out_has_its_advice(refusal, tmp_path, names, ways):
+    (tmp_path / "texts").mkdir()
+    for name in names:
+        (tmp_path / "texts" / name).write_text(LONG)
+    error = refusal("texts")
+    known = ("*.TXT to", "*.Txt to", "--tokenizer bpe", "join")
+    assert {way for way in known if way in error} == ways
+
+
 def test_a_wrong_path_is_refused_by_name(refusal, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/open.txt").write_text(LONG)

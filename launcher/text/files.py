@@ -52,7 +52,7 @@ def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> lis
     try:
         if root.is_file():
             if plain and needs_tokenizer(root):
-                raise InputError(f"{root}: {with_tokenizer(root)}")
+                raise InputError(f"{root}: {way_to_take(root, root, plain)}")
             found = [(f"{root.stem}.txt", root)]
         elif not root.exists():
             raise InputError(f"{root}: no such file or directory")
@@ -70,9 +70,7 @@ def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> lis
                 raise InputError(f"{path}: not a file, or a broken link; delete it")
     except OSError as error:
         raise InputError(f"{error.filename or root}: {error.strerror or error}") from None
-    to_take = "join those that are text into a *.txt file to take them"
-    if plain and any(map(needs_tokenizer, other)):
-        to_take = with_tokenizer(root)
+    to_take = "; ".join(dict.fromkeys(way_to_take(path, root, plain) for path in other))
     if not found:
         if (root / "meta.json").exists():
             raise InputError(
@@ -91,7 +89,12 @@ def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> lis
     return found
 
 
-def with_tokenizer(root: Path) -> str:
+def way_to_take(path: Path, root: Path, plain: bool) -> str:
+    """What to do to upload a file below root that is not taken."""
+    if path.suffix.lower() == ".txt":
+        return f"rename *{path.suffix} to *.txt"
+    if not plain or not needs_tokenizer(path):
+        return "join files of text into one *.txt file"
     return (
         f"JSON lines and compressed text need `sm-nanogpt upload-data {root} --tokenizer bpe`, or"
         " --tokenizer JOB-ID to tune the model of a job"
