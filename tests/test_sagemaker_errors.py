@@ -329,16 +329,20 @@ def test_without_a_region_local_jobs_are_listed(home, cli, job, monkeypatch):
         assert cli(*words).failed(2, fact)
 
 
-@pytest.mark.parametrize("option", ["--store", "--data"])
+@pytest.mark.parametrize(
+    ("option", "command"),
+    [("--store", (*LAUNCH, "--data")), ("--data", LAUNCH), ("--store", ("upload-data",))],
+    ids=["store", "data", "upload"],
+)
 def test_a_bucket_of_another_region_is_refused_before_an_upload(
-    cloud, s3, cli, text_file, monkeypatch, option
+    cloud, s3, cli, text_file, monkeypatch, option, command
 ):
     europe, bucket = boto3.client("s3", region_name="eu-west-1"), f"{s3.bucket}-eu"
     place = {"LocationConstraint": "eu-west-1"}
     europe.create_bucket(Bucket=bucket, CreateBucketConfiguration=place)
     europe.put_object(Bucket=bucket, Key="text/input.txt", Body=text_file.read_bytes())
     there = f"s3://{bucket}/text"
-    words: tuple[str, ...] = ("--store", there, *LAUNCH, "--data", str(text_file))
+    words = ("--store", there, *command, str(text_file))
     if option == "--data":
         words = (*LAUNCH, option, there)
     both = ("us-east-1", "set --region eu-west-1", f"or {option} to a place in us-east-1")

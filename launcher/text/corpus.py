@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from launcher.aws import Missing
+from launcher.aws import Missing, aws_session, check_bucket, make_client
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Count, Damaged
@@ -79,20 +79,20 @@ def upload_data(
     upload.
 
     Raises:
-        InputError: the files are not text, or too short to train on.
+        InputError: the files are not text, or too short to train on; or as with_store.
         ServiceError: the store failed.
     """
     root = storage.path_of(path)
     if tokenizer is None:
         files = find_text(root)  # a wrong path is refused before AWS is asked
-        settings = stack_store(settings or load_settings())
+        settings = with_store(settings or load_settings())
         upload, sources = survey(root, files, settings)
         send(upload, sources, settings, progress)
     else:
         from launcher.text.tokens import is_text
 
         files = find_text(root, is_text)
-        settings = stack_store(settings or load_settings())
+        settings = with_store(settings or load_settings())
         upload = send_tokens(root, files, tokenizer, vocab_size, settings, progress)
     noted = storage.read_cache(settings.last_uploads, dict[str, str])
     noted.pop(place(settings.data_store), None)
@@ -101,14 +101,18 @@ def upload_data(
     return upload
 
 
-def stack_store(settings: Settings) -> Settings:
+def with_store(settings: Settings) -> Settings:
     """The settings, with the stack's store if they have none and there is a stack.
 
     If AWS cannot be asked, the text stays on this machine and a launch uploads it later.
 
     Raises:
+        InputError: the store is a bucket of another region than the one that is set.
         Missing: the stack that the user named does not exist.
     """
+    if settings.store.startswith("s3://") and (session := aws_session(settings)).region_name:
+        region = session.region_name
+        check_bucket(make_client(session, "s3", region), settings.store, "--store", region)
     if settings.store or not settings.reaches_aws:
         return settings
     try:
