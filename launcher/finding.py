@@ -224,8 +224,7 @@ def check_no_later(word: str, found: JobDescription, settings: Settings, acts: b
         if not mine or last.job_id <= found.job_id:
             continue
         there = SageMakerBackend(settings.model_copy(update={"region": last.region}))
-        if there.raw(last.job_id) is None:  # deleted from another machine
-            caller.forget(last.job_id, settings)
+        if there.raw(last.job_id) is None:  # it was deleted
             continue
         problem = f"{last.job_id} was launched after {found.job_id}, in {last.region}"
         if acts:

@@ -13,7 +13,7 @@ from emulator import client
 from launcher import Settings, describe
 from launcher.finding import full_id
 from launcher.local.backend import write_json
-from launcher.sagemaker.caller import Caller, Launched, owner_of, remember
+from launcher.sagemaker.caller import Caller, Launched, owner_of, remember, remembered
 from launcher.settings import load_settings
 
 STS, IAM = f"arn:aws:sts::{ACCOUNT}:", f"arn:aws:iam::{ACCOUNT}:"
@@ -298,6 +298,13 @@ def unreachable(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr("launcher.sagemaker.caller.known_callers", {})
+
+
+def test_a_deleted_job_still_tells_that_others_may_be_on_sagemaker(two, cli, monkeypatch):
+    adas, graces = two
+    assert cli("stop", graces).good and cli("delete", graces, "--yes").good
+    assert {each.job_id for each in remembered(load_settings())} == {adas, graces}
+    assert cli("status", "latest").failed(1, "you have no jobs yet")
 
 
 def test_local_jobs_need_no_aws_to_be_read(job, cli, unreachable, monkeypatch):

@@ -394,7 +394,6 @@ class SageMakerBackend:
     def forget(self, job_id: str) -> None:
         with service_errors("DeleteTrainingJob"):
             self.client("sagemaker").delete_training_job(TrainingJobName=job_id)
-        caller.forget(job_id, self.settings)
 
     def logs(
         self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None

@@ -97,8 +97,8 @@ def remember(launched: Launched, settings: Settings) -> list[Launched]:
     return before
 
 
-def forget(job_id: str, settings: Settings, before: Sequence[Launched] = ()) -> None:
-    """Drop a job that does not exist, and note again what it replaced."""
+def forget(job_id: str, settings: Settings, before: Sequence[Launched]) -> None:
+    """Drop a job that AWS refused, and note again what it replaced."""
     known = remembered(settings)
     kept = [each for each in known if each.job_id != job_id]
     if kept != known:
