@@ -11,6 +11,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -235,6 +236,17 @@ def test_a_sweep_that_a_command_runs_is_not_deleted(home, cli):
         assert cli("delete", "--group", GROUP, "--yes").failed(1, "another command runs sweep")
     assert (home / "jobs" / f"{GROUP}-1").exists()
     assert cli("delete", "--group", GROUP, "--yes").code == 0
+
+
+def test_a_job_started_just_before_a_sweep_is_deleted_goes_too(swept, home, cli, monkeypatch):
+    @contextmanager
+    def late(*_: Any) -> Iterator[None]:
+        shutil.copytree(home / "jobs" / f"{swept}-1", home / "jobs" / f"{swept}-3")
+        yield
+
+    monkeypatch.setattr(sweeps, "alone", late)
+    assert cli("delete", "--group", swept, "--yes").good
+    assert not [*(home / "jobs").glob(f"{swept}-*")]
 
 
 def test_a_sweep_is_run_by_one_command(home):
@@ -574,6 +586,10 @@ def test_an_interrupted_sweep_is_shown_and_resumed(swept, job, recorded, cli, mo
     table = cli("jobs", "--group", "latest").out.splitlines()
     assert "n_embd" in table[0]
     assert [line.split()[3:5] for line in table[3:]] == [["0/1", "64"]]
+    assert (
+        f"its sweep continues with `sm-nanogpt launch --resume {swept}`\n"
+        in cli("launch", "--resume", "latest").err
+    )
     resumed = list[str]()
     monkeypatch.setattr("launcher.cli.sweep.run_sweep", lambda group, *_: resumed.append(group))
     assert cli("launch", "--resume", swept).code == 0

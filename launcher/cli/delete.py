@@ -60,9 +60,10 @@ def delete_sweep(word: str, settings: Settings, keep_model: bool, yes: bool) -> 
     from launcher.finding import backend_for
     from launcher.launching.sweeps import alone, find_sweep, record_of, stop_mark
 
-    group, tries = find_sweep(word, settings)
-    every, marks = [job for each in tries.values() for job in each], []
+    group, marks = find_sweep(word, settings)[0], []
     with alone(group, settings):
+        tries = find_sweep(group, settings)[1]  # a command may have just started another
+        every = [job for each in tries.values() for job in each]
         for job in every[:1]:
             place = backend_for(job.instance, settings).places(job.job_id)[0]
             marks = [stop_mark(job.job_id, group, place, settings)]

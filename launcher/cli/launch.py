@@ -254,7 +254,7 @@ def launch_command(
     from launcher.files.documents import read_toml
     from launcher.job import Request
     from launcher.launching.launch import naming, new_job_id, prepare
-    from launcher.launching.sweeps import record_of
+    from launcher.launching.sweeps import record_of, tail_of
 
     from_file = read_toml(Path(config_file)) if config_file else {}
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}
@@ -268,6 +268,9 @@ def launch_command(
         given |= {name: value for name, value in others.items() if value}
         sweeping.go_on(given, settings, parallel, yes)
         return
+    if tail := tail_of(member := given.get("resume", "")):
+        again = f"sm-nanogpt launch --resume {member.removesuffix(tail)}"
+        note(f"{member} continues alone; its sweep continues with `{again}`")
     request = Request(**given, hyperparameters={**from_file, **assignments})
     if dry_run:
         settings = settings.for_a_dry_run()
