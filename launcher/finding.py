@@ -182,6 +182,9 @@ def full_id(word: str, settings: Settings, acts: bool = False, trained: bool = F
     listing, found = Listing(settings), None
     if not acts and not caller.remembered(settings):  # nothing of this home runs on SageMaker
         found = choose(word, listing.here(), trained, settings)
+        if found and word == "latest" and settings.reaches_aws:
+            why = "SageMaker was not asked, since no job was launched there from here"
+            logger.info(f"latest is {found.named}; {why}")
     found = found or choose(word, iter(listing), trained, settings)
     for job in listing.unreadable:
         if word == "latest" and (acts or found is None):  # it may be the one

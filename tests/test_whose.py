@@ -12,6 +12,7 @@ from emulator import client
 
 from launcher import Settings, describe
 from launcher.finding import full_id
+from launcher.launching import start
 from launcher.local.backend import write_json
 from launcher.sagemaker.caller import Caller, Launched, owner_of, remember, remembered
 from launcher.settings import load_settings
@@ -227,8 +228,11 @@ def sibling(job, job_id, **values):
     return job_id
 
 
-def test_a_name_works_wherever_an_id_does(job, cli, tmp_path):
+def test_a_name_works_wherever_an_id_does(job, cli, text_file, tmp_path):
     named = sibling(job, "sm-nanogpt-20200101-000000-abcdef", name="v1.0")
+    (tmp_path / "v1.0").mkdir()  # a directory that is no model does not hide the job
+    assert cli("upload-data", str(text_file), "--tokenizer", "v1.0").good
+    assert start.resolved("v1.0", load_settings()) == named
     for words in ("status {}", "logs {}", "metrics {}", "report {} -o r.html", "sample {}"):
         assert cli(*words.format("v1.0").split()).good, words
     assert describe("v1.0").job_id == named
@@ -312,6 +316,7 @@ def test_local_jobs_need_no_aws_to_be_read(job, cli, unreachable, monkeypatch):
     monkeypatch.setattr("launcher.sagemaker.backend.aws_session", None)
     for word in ("latest", job.job_id[-6:]):
         ran = cli("fetch-and-sample", word, "--max-new-tokens", "3").good
+        assert ("SageMaker was not asked" in ran.err) == (word == "latest")
     directory = ran.err.splitlines()[-1].removeprefix("model: ")
     shutil.copytree(directory, "mymodel")
     assert cli("fetch-and-sample", "mymodel", "--max-new-tokens", "3").good

@@ -145,19 +145,20 @@ def fetch_and_sample_command(
 def locate(word: str, settings: Settings, entry_point: Path | None) -> tuple[str, Path]:
     """What a model is called, the job's id or its directory, and the directory; fetches that of a
     job, and says where it is."""
+    from launcher.files.models import is_path
     from launcher.files.storage import path_of
     from launcher.finding import find, full_id
-    from launcher.job import JOB_ID
+    from launcher.job import FULL_ID, JOB_ID
     from launcher.models.fetch import check_weights, fetch_described, no_model
 
-    directory, named = path_of(word), word
-    if directory.is_dir():
+    directory = path_of(word)
+    named = word if is_path(word) else full_id(word, settings, trained=True)
+    if directory.is_dir() and (is_path(word) or not FULL_ID.fullmatch(named)):
         if not any((directory / name).exists() for name in ("SHA256SUMS", "config.json")):
             model = "`sm-nanogpt fetch-and-sample JOB-ID` prints one after `model:`"
             raise InputError(f"{word}: not a model directory; {model}")
         check_weights(directory)
     else:
-        named = word if "/" in word else full_id(word, settings, trained=True)
         if not JOB_ID.fullmatch(named):  # no job has such an id
             raise no_model(word)
         _, description = find(named, settings)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from entry_point.files import open_file, read_file
 from launcher.errors import InputError
+from launcher.files.storage import path_of
 
 INDEX = "model.safetensors.index.json"
 # What a run reads besides the weights, each with a name that it defines.
@@ -20,6 +21,12 @@ DOCUMENTS = {
 }
 LARGEST = 1 << 25  # bytes of a document, or of the header of weights
 NOT_PARSED = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
+
+
+def is_path(word: str) -> bool:
+    """Whether a word means a path, not a job: it has a slash, or a model or tokenizer is there."""
+    path, marks = path_of(word), ("config.json", "SHA256SUMS", "tokenizer.json")
+    return "/" in word or any((path / name).exists() for name in marks)
 
 
 def model_files(directory: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InputError, characters
 from launcher.files import storage
-from launcher.files.models import DOCUMENTS, LARGEST, model_files
+from launcher.files.models import DOCUMENTS, LARGEST, is_path, model_files
 from launcher.finding import full_id
 from launcher.job import FULL_ID, Request, TrainingJob
 from launcher.machines import GPUS
@@ -30,10 +30,7 @@ logger = logging.getLogger(__name__)
 
 def resolved(word: str, settings: Settings) -> str:
     """The whole id of the job that a word means; a directory or a URI as it is."""
-    path = storage.local_path(word)
-    if path is None or path.exists() or "/" in word:
-        return word
-    return full_id(word, settings, trained=True)
+    return word if is_path(word) else full_id(word, settings, trained=True)
 
 
 def base_of(named: str) -> str:

@@ -22,6 +22,7 @@ from launcher.aws import Missing, aws_session, check_bucket, make_client
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Count, Damaged
+from launcher.files.models import is_path
 from launcher.files.storage import Progress
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
@@ -220,10 +221,11 @@ def find_words(word: str, settings: Settings) -> Words:
     """The tokenizer that a user named: a file, a directory or a job."""
     from launcher.text.tokenizer import open_words
 
-    if storage.path_of(word).exists():
-        return open_words(storage.path_of(word))
-    if "/" in word or word.endswith(".json"):
-        raise InputError(f"{word}: no such file or directory")
+    path = storage.path_of(word)
+    if is_path(word) or word.endswith(".json"):
+        if not path.exists():
+            raise InputError(f"{word}: no such file or directory")
+        return open_words(path)
     from launcher.models.fetch import fetch_model
 
     return open_words(fetch_model(word, settings))
