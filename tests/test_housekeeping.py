@@ -12,7 +12,8 @@ from launching import tree
 
 from launcher import Request, Settings
 from launcher.files import storage
-from launcher.launching.sweeps import Sweep, record_of, write_record
+from launcher.launching.records import record_of
+from launcher.launching.sweeps import Sweep, write_record
 
 
 def test_delete_removes_job_and_fetched_model(job, cli):

@@ -58,7 +58,8 @@ def delete_sweep(word: str, settings: Settings, keep_model: bool, yes: bool) -> 
     """Delete a sweep, which no command may run meanwhile: it would start jobs of no sweep."""
     from launcher.files.storage import remove
     from launcher.finding import backend_for
-    from launcher.launching.sweeps import alone, find_sweep, record_of, stop_mark
+    from launcher.launching.records import record_of
+    from launcher.launching.sweeps import alone, find_sweep, stop_mark
 
     group, marks = find_sweep(word, settings)[0], []
     with alone(group, settings):

@@ -254,7 +254,8 @@ def launch_command(
     from launcher.files.documents import read_toml
     from launcher.job import Request
     from launcher.launching.launch import naming, new_job_id, prepare
-    from launcher.launching.sweeps import record_of, tail_of
+    from launcher.launching.records import record_of
+    from launcher.launching.sweeps import tail_of
 
     from_file = read_toml(Path(config_file)) if config_file else {}
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}

@@ -74,7 +74,7 @@ class Job(click.types.StringParamType):
 
     def resolve(self, word: str, ctx: click.Context) -> str:
         from launcher.finding import full_id
-        from launcher.launching.sweeps import recorded_as
+        from launcher.launching.records import recorded_as
 
         settings = settings_of(ctx)
         if (group := recorded_as(word, settings)) is not None:

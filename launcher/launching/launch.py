@@ -16,6 +16,7 @@ from launcher.files import storage
 from launcher.finding import Backend, Listing, backend_for, find
 from launcher.job import JobDescription, Request, TrainingJob
 from launcher.launching import start
+from launcher.launching.records import recorded_as
 from launcher.launching.summary import summary_of
 from launcher.launching.texts import (
     Channel,
@@ -155,8 +156,6 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
 
 def check_name(request: Request, settings: Settings) -> None:
     """Raise InputError if a job of the caller, or a sweep of this machine, has the name."""
-    from launcher.launching.sweeps import recorded_as  # which imports this module
-
     if request.name is None:
         return
     if group := recorded_as(request.name, settings):

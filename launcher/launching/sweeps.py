@@ -15,10 +15,9 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -31,6 +30,7 @@ from launcher.files.documents import Count, Document, Scalar
 from launcher.finding import Backend, Listing, backend_for, is_part, not_asked
 from launcher.job import FULL_ID, JobDescription, Request, UnreadableJob
 from launcher.launching.launch import Ready, prepare
+from launcher.launching.records import record_of
 from launcher.sagemaker.cost import CeilingTooLow, usd
 from launcher.settings import Settings
 from launcher.tracking import with_costs
@@ -92,10 +92,6 @@ def grid(
     if seeds > 1:
         values["seed"] = range(first_seed, first_seed + seeds)
     return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
-
-
-def record_of(group: str, settings: Settings) -> Path:
-    return settings.home / "sweeps" / f"{group}.json"
 
 
 def write_record(group: str, sweep: Sweep, settings: Settings) -> None:
@@ -224,17 +220,6 @@ def find_sweep(word: str, settings: Settings, everyone: bool = False) -> tuple[s
                 if number > max(tries, default=0):
                     break
     return group, tries
-
-
-def recorded_as(word: str, settings: Settings) -> str | None:
-    """The id of the sweep of this machine that a word means: its id or its name."""
-    if record_of(word, settings).exists():
-        return word
-    for path in record_of("*", settings).parent.glob("*.json"):
-        with suppress(ServiceError):  # a damaged one is not this one
-            if (sweep := read_record(path.stem, settings)) and sweep.job.name == word:
-                return path.stem
-    return None
 
 
 @dataclass
