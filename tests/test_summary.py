@@ -27,7 +27,10 @@ EARLIER = "sm-nanogpt-20260101-000000-abcdef"
     ("fields", "words"),
     [
         ({}, "cpu"),
-        ({"preset": "quick", "hyperparameters": {"max_steps": 40, "device": "auto"}}, "quick"),
+        (
+            {"preset": "quick", "hyperparameters": {"max_steps": 40, "device": "auto"}},
+            "quick max_steps=40",
+        ),
         ({"preset": "quick", "hyperparameters": {"learning_rate": 0.1}}, "quick learning_rate=0.1"),
         ({"hyperparameters": {"dropout": 0.25, "seed": 1}}, "cpu dropout=0.25 seed=1"),
         # A resumed job has all values of the earlier one, and no preset.
@@ -83,10 +86,10 @@ def test_jobs_status_and_report_say_what_a_run_was(home, cli, text_file, tmp_pat
     values = {"mlp_scale": 0.5, "max_steps": 2, "eval_windows": 8, "sample_length": 0}
     words = ("--instance", "local", "--data", str(text_file), *launching.sets(**values))
     job_id = cli("launch", *words, *how).good.out.strip()
-    summary = "quick mlp_scale=0.5 eval_windows=8 sample_length=0 edited"
+    summary = "quick mlp_scale=0.5 max_steps=2 eval_windows=8 sample_length=0 edited"
     row = cli("jobs").out.splitlines()[1]
     assert row.startswith(f"{job_id}  scaled ")
-    assert sorted(row.split()[-5:]) == sorted(summary.split())
+    assert sorted(row.split()[-6:]) == sorted(summary.split())
     told = cli("status", "scaled").out
     found = re.search(r"\nsettings: +(.*)\n", told)
     assert found
@@ -96,6 +99,6 @@ def test_jobs_status_and_report_say_what_a_run_was(home, cli, text_file, tmp_pat
     assert "<dt>Name</dt><dd>scaled</dd>" in page
     resumed = cli("launch", "--resume", "scaled", "--set", "max_steps=3").good.out.strip()
     record = json.loads((home / "jobs" / resumed / "job.json").read_text())
-    assert record["job"]["summary"] == f"{found[1]} resumes {job_id}"
+    assert record["job"]["summary"] == f"{found[1].replace('=2', '=3')} resumes {job_id}"
     ran = cli("launch", "--instance", "local", *how, "--data", str(text_file))
     assert ran.failed(2, "--name scaled", job_id)

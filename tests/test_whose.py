@@ -278,7 +278,7 @@ def test_for_a_model_latest_is_the_newest_that_has_one(job, cli, text_file):
     ran = cli("launch", "--instance", "local", "--init-from", "latest", *how).good
     assert said in ran.err
     told = cli("status", ran.out.strip()).out
-    assert f"settings:    eval_windows=8 from {job.job_id}\n" in told
+    assert f"settings:    max_steps=1 eval_windows=8 from {job.job_id}\n" in told
 
 
 def test_an_unreadable_newest_job_is_not_passed_over(job, cli):

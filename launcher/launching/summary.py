@@ -8,8 +8,6 @@ from typing import Any
 
 from launcher.job import TrainingJob
 
-SHOWN_ELSEWHERE = {"max_steps", "device"}
-
 
 def summary_of(job: TrainingJob) -> str:
     """The preset, or else the nearest one, the hyperparameters that differ from it, whether the
@@ -17,13 +15,13 @@ def summary_of(job: TrainingJob) -> str:
 
     Hyperparameters that an initial model prescribes are left out.
     """
-    source, hidden = job.source, SHOWN_ELSEWHERE
+    source, hidden = job.source, {"device"}  # which differs by machine
     module, base = source.module("config"), dict[str, Any]()
     presets = [job.preset] if job.preset else list(module.PRESETS)
     if job.init_from is not None:
         base = source.module("huggingface").FINE_TUNING
         of_model = takewhile(lambda f: f.metadata["group"] in ("model", ""), fields(module.Config))
-        hidden = hidden | {f.name for f in of_model if f.metadata["fixed"]}
+        hidden |= {f.name for f in of_model if f.metadata["fixed"]}
         presets = [job.preset or ""]
     values = {name: v for name, v in asdict(job.config(1)).items() if name not in hidden}
 
