@@ -10,6 +10,7 @@ from collections.abc import Iterable
 WORDS = {
     "Value error, ": "",
     "Input should be": "must be",
+    "String should match": "must match",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     "greater than": "more than",

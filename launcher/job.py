@@ -68,6 +68,11 @@ Processes = Annotated[int, Field(ge=1, le=1024)]
 Seconds = Annotated[int, Field(ge=60, le=LONGEST_RUN)]
 Dollars = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Gibibytes = Annotated[int, Field(ge=1, le=16_384)]
+# The patterns of AWS, which checks lengths and counts itself at the launch.
+KmsKey = Annotated[str, Field(pattern=r"^[a-zA-Z0-9:/_-]*$")]
+NetworkId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9-]+$")]
+TagText = Annotated[str, Field(pattern=r"^[\p{L}\p{Z}\p{N}_.:/=+@-]*$")]
+Variable = Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$")]
 Launcher = Literal["pytorchddp", "torchrun"]
 InputMode = Literal["File", "FastFile"]
 
@@ -108,11 +113,11 @@ class Request(BaseModel):
     keep_alive: Annotated[int, Field(ge=1, le=3600)] | None = None
     volume_size: Gibibytes | None = None
     input_mode: InputMode | None = None  # of the text; a model is always copied
-    environment: dict[str, str] = Field(default_factory=dict)
-    tags: dict[str, str] = Field(default_factory=dict)
-    kms_key: str | None = None
-    subnets: tuple[str, ...] = ()
-    security_group_ids: tuple[str, ...] = ()
+    environment: dict[Variable, str] = Field(default_factory=dict)
+    tags: dict[TagText, TagText] = Field(default_factory=dict)
+    kms_key: KmsKey | None = None
+    subnets: tuple[NetworkId, ...] = ()
+    security_group_ids: tuple[NetworkId, ...] = ()
     network_isolation: bool | None = None
     encrypt_traffic: bool | None = None  # between hosts
 

@@ -37,7 +37,7 @@ jobs = st.fixed_dictionaries(
         "keep_alive": st.integers(1, 3600),
         "volume_size": st.integers(1, 16_384),
         "environment": st.sampled_from([{"A": "b c"}, {"NCCL_DEBUG": "INFO"}]),
-        "tags": st.just({"team": "one", "cost": "€"}),
+        "tags": st.just({"team": "one", "cost": "é"}),
         "subnets": st.just(("subnet-1", "subnet-2")),
         "security_group_ids": st.just(("sg-1",)),
         "network_isolation": st.booleans(),

@@ -265,8 +265,7 @@ def digest_of(files: Sequence[tuple[str, Path]]) -> str:
 
 def find_upload(uri: str, settings: Settings) -> Upload | None:
     """The data set at a URI, if it has a manifest and every file is complete."""
-    upload = read_manifest(uri, settings)
-    if upload is None:
+    if (upload := read_manifest(uri, settings)) is None:
         return None
     there = storage.list_files(uri.rstrip("/"), settings)
     complete = set(there) == set(upload.files) and sum(there.values()) == upload.size
