@@ -219,15 +219,11 @@ def unmatched(word: str, settings: Settings) -> str:
 
 def check_no_later(word: str, found: JobDescription, settings: Settings, acts: bool) -> None:
     """Tell of a later job in another region; raise InputError if the command changes the job."""
-    if word != "latest" or not caller.remembered(settings):
-        return
-    here = SageMakerBackend(settings)
-    for last in caller.remembered(settings):
-        mine = last.caller == here.caller() and last.region != here.region
-        if not mine or last.job_id <= found.job_id:
-            continue
+    for last in caller.remembered(settings) if word == "latest" else ():
+        here = SageMakerBackend(settings)
         there = SageMakerBackend(settings.model_copy(update={"region": last.region}))
-        if there.raw(last.job_id) is None:  # it was deleted
+        elsewhere = last.caller == here.caller() and last.region != here.region
+        if last.job_id < found.job_id or not elsewhere or there.raw(last.job_id) is None:
             continue
         problem = f"{last.job_id} was launched after {found.job_id}, in {last.region}"
         if acts:
