@@ -159,9 +159,7 @@ class Tokenizer:
 
     words holds the bytes of each id. end_of_text is the token that ends a document, and `end` its
     id; text of characters has neither. `chats`: the model has learned from conversations.
-
-    Raises:
-        DataError: it is of another type.
+    Raises DataError if it is of another type.
     """
 
     def __init__(
@@ -326,10 +324,7 @@ PIECE = 1 << 22  # bytes of a text at a time, so that what is made of them stays
 def code_points(path: Path, digest: Any) -> Iterator[Tensor]:
     """Yield the characters of a text file in pieces: uint8 [n] if all are ASCII, else int32 [n].
 
-    The digest gets the bytes of the file.
-
-    Raises:
-        DataError: it cannot be read, or is not UTF-8.
+    The digest gets the bytes of the file. Raises DataError if it cannot be read, or is not UTF-8.
     """
     decoder, position, content = codecs.getincrementaldecoder("utf-8")(), 0, b" "
     try:

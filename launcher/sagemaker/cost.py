@@ -86,8 +86,7 @@ def longest_run(amount: float, per_hour: float, keep_alive: int) -> int:
 def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
     """The cost ceiling of a job. A lower one in the settings replaces that of a resumed job.
 
-    Raises:
-        InputError: --max-cost exceeds the ceiling of the settings.
+    Raises InputError if --max-cost exceeds the ceiling of the settings.
     """
     configured = settings.max_cost
     lower = configured is not None and job.max_cost is not None and configured < job.max_cost
@@ -211,8 +210,11 @@ def afford(
     counts = 0.0 if ceiling is None or earlier is None else earlier
     ready = dearest if ceiling is None else limited(dearest, per_hour, ceiling, counts)
     worst = counts + worst_case(per_hour, ready.time_limit, job.keep_alive or 0)
-    of_which = f" ({dearest.instance}, the most expensive)" if len(found) > 1 else ""
-    logger.info(f"price: {price_words(dearest, price)}{of_which}")
+    n, total = dearest.instance_count, usd(dearest.instance_count * price.per_hour)
+    each = f" ({n} x {usd(price.per_hour)})" * (n > 1)
+    spot = "; spot is billed for fewer seconds (AWS says: up to 90% less)" * dearest.spot
+    of_which = f" ({dearest.instance}, the most expensive)" * (len(found) > 1)
+    logger.info(f"price: {total} an hour{each}, by {price.source}{spot}{of_which}")
     logger.info(
         f"cost: at most {usd(worst)}, if it runs for {ready.time_limit} s"
         f" (counted: {', '.join(counted(ready, counts))})"
@@ -221,12 +223,6 @@ def afford(
         logger.info(f"time limit: {ready.time_limit} s, from {reason}")
     costs = {"worst_cost": worst, "earlier_cost": earlier}
     return ready.model_copy(update={"instance": job.instance, **costs})
-
-
-def price_words(job: TrainingJob, price: Price) -> str:
-    n, each = job.instance_count, usd(price.per_hour)
-    total = f"{usd(n * price.per_hour)} an hour{f' ({n} x {each})' * (n > 1)}, by {price.source}"
-    return total + "; spot is billed for fewer seconds (AWS says: up to 90% less)" * job.spot
 
 
 def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
@@ -300,9 +296,8 @@ class Answer(Document):
 
     @property
     def price(self) -> Price | None:
-        if self.per_hour is None:
-            return None
-        return Price(self.per_hour, f"AWS's price list of {self.day.isoformat()}")
+        source = f"AWS's price list of {self.day}"
+        return None if self.per_hour is None else Price(self.per_hour, source)
 
 
 Answers = dict[str, dict[str, Answer]]  # prices.json: by region and instance type
