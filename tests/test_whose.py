@@ -304,7 +304,7 @@ def unreachable(monkeypatch, tmp_path):
     monkeypatch.setattr("launcher.sagemaker.caller.known_callers", {})
 
 
-def test_a_deleted_job_still_tells_that_others_may_be_on_sagemaker(two, cli, monkeypatch):
+def test_after_a_deletion_others_may_be_on_sagemaker(two, cli, monkeypatch):
     adas, graces = two
     assert cli("stop", graces).good and cli("delete", graces, "--yes").good
     assert {each.job_id for each in remembered(load_settings())} == {adas, graces}
