@@ -36,14 +36,7 @@ class Backend(Protocol):
         """Seconds between questions about a job that a command waits for."""
 
     def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, Any]:
-        """Check a job and limit it to its cost ceiling; log what it may cost.
-
-        Returns:
-            The job, and what `submit` needs besides.
-
-        Raises:
-            InputError: this backend cannot run the job, or the ceiling is too low.
-        """
+        """The job, checked and limited to its cost ceiling, and what `submit` needs besides."""
 
     def submit(self, job_id: str, job: TrainingJob, plan: Any) -> None:
         """Start a job, as `plan` returned it."""

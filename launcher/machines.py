@@ -22,7 +22,6 @@ from launcher.errors import InputError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
-
 _ONE_GPU = dict.fromkeys(("xlarge", "2xlarge", "4xlarge", "8xlarge", "16xlarge"), 1)
 _ONE_TO_EIGHT = {**_ONE_GPU, "12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
 _G7 = {"2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "12xlarge": 2, "24xlarge": 4, "48xlarge": 8}
@@ -68,10 +67,6 @@ def sagemaker_types() -> tuple[str, ...]:
     return tuple(model["shapes"]["TrainingInstanceType"]["enum"])
 
 
-def nearest(name: str) -> str:
-    return did_you_mean(name, sagemaker_types(), cutoff=0.5)
-
-
 def check_instance(name: str) -> None:
     """Raise InputError unless a name is `local`, a SageMaker type, or may be a newer type.
 
@@ -86,8 +81,9 @@ def check_instance(name: str) -> None:
     sizes = {each.rpartition(".")[2] for each in sagemaker_types()}
     if name.startswith("ml.") and name.rpartition(".")[2] in sizes:
         return
-    known = did_you_mean(name, ["local"]) or nearest(f"ml.{name.removeprefix('ml.')}")
-    hint = f"; {known}" if known else ""
+    known = f"ml.{name.removeprefix('ml.')}"
+    near = did_you_mean(name, ["local"]) or did_you_mean(known, sagemaker_types(), cutoff=0.5)
+    hint = f"; {near}" if near else ""
     raise InputError(f"--instance {name}: must be local or a SageMaker type{hint}")
 
 
@@ -134,11 +130,7 @@ def describe_instance(name: str) -> str:
     if name in sagemaker_types():
         return f"{name}: no GPU"
     kind = "GPU" if looks_like_gpu(name) else "CPU"
-    hint = f"; {near}" if (near := nearest(name)) else ""
-    return (
-        f"boto3 knows no training instance {name}, so SageMaker may refuse it; assuming a {kind}"
-        f" instance{hint}"
-    )
+    return f"boto3 knows no training instance {name}; SageMaker may refuse it; assuming {kind}s"
 
 
 def gpus_of(name: str) -> int | None:

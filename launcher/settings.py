@@ -62,7 +62,8 @@ class Settings(BaseSettings):
     region: str = ""  # "": from the AWS configuration
     profile: str = ""
     role: str = ""  # ARN of the execution role
-    stack: str = "sm-nanogpt"  # its outputs provide store and role
+    # Its outputs provide store and role.
+    stack: str = Field(default="sm-nanogpt", pattern=r"^[A-Za-z][A-Za-z0-9-]{0,127}$")
     max_cost: float | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)  # USD per job
     ask_above: float = Field(default=10, ge=0)  # USD; ask before a launch that may cost more
     api_key: str = Field(default="", repr=False)  # of `play`; "": a new one each time
@@ -91,13 +92,6 @@ class Settings(BaseSettings):
         if role and not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", role):
             raise ValueError("must be an ARN, arn:aws:iam::ACCOUNT:role/NAME")
         return role
-
-    @field_validator("stack")
-    @classmethod
-    def _stack_name(cls, stack: str) -> str:
-        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{0,127}", stack):
-            raise ValueError("must be letters, digits and dashes, starting with a letter")
-        return stack
 
     @field_validator("home")
     @classmethod

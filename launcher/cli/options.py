@@ -197,11 +197,7 @@ def agree(question: str, yes: bool) -> None:
 
 
 def agree_to_cost(worst: float, max_cost: float | None, settings: Settings, yes: bool) -> None:
-    """Ask before jobs that may cost much: `worst` USD, infinity if the price is unknown.
-
-    Raises:
-        InputError: stdin is not a terminal, and there is no cost ceiling.
-    """
+    """Ask before jobs that may cost much: `worst` USD, infinity if the price is unknown."""
     from launcher.sagemaker.cost import usd
 
     if yes or worst <= settings.ask_above:

@@ -30,11 +30,7 @@ def launch_sweep(
     parallel: int,
     yes: bool,
 ) -> None:
-    """Check all jobs of a sweep, print its id, and run it.
-
-    Raises:
-        InputError: a job cannot run; none was started.
-    """
+    """Check all jobs of a sweep, print its id, and run it."""
     from launcher.launching.launch import check_name, new_job_id
     from launcher.launching.sweeps import Sweep, alone, grid, write_record
     from launcher.source import keep

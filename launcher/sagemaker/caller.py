@@ -85,11 +85,8 @@ def remembered(settings: Settings) -> list[Launched]:
 
 
 def remember(launched: Launched, settings: Settings) -> list[Launched]:
-    """Note the job that was launched last, since Search finds it only after seconds.
-
-    Returns:
-        What this replaces.
-    """
+    """Note the job that was launched last, which Search finds only after seconds. Returns what the
+    note replaces."""
     known, place = remembered(settings), (launched.caller, launched.region)
     before = [each for each in known if (each.caller, each.region) == place]
     others = [each for each in known if each not in before]
