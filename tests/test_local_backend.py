@@ -851,3 +851,14 @@ sys.meta_path.insert(0, Watch())
     code = watch + command.format(text=str(text_file))
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "True\n", ran.stderr
+
+
+def test_jobs_of_one_second_are_listed_as_they_were_launched(home, job):
+    """Their ids differ in the random end alone."""
+    here, record = backend.LocalBackend(Settings(home=home)), job.directory / "job.json"
+    ids = [f"sm-nanogpt-20990101-000000-{end}" for end in ("ffffff", "000000", "aaaaaa")]
+    for n, job_id in enumerate(ids):
+        (home / "jobs" / job_id).mkdir()
+        shutil.copy(record, home / "jobs" / job_id / "job.json")
+        os.utime(home / "jobs" / job_id / "job.json", (n, n))
+    assert [each.job_id for each in here.list()][:3] == ids[::-1]

@@ -23,7 +23,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -229,8 +228,8 @@ class LocalBackend:
     def list(
         self, everyone: bool = False, name: str | None = None
     ) -> Iterator[JobDescription | UnreadableJob]:
-        ids = (path.parent.name for path in self.jobs_dir.glob("*/job.json"))
-        for job_id in sorted(ids, key=by_numbers, reverse=True):
+        for path in sorted(self.jobs_dir.glob("*/job.json"), key=by_launch, reverse=True):
+            job_id = path.parent.name
             try:
                 description = self.describe(job_id)
             except ServiceError as error:
@@ -330,9 +329,11 @@ def whole_paths(paths: str) -> str:
     return os.pathsep.join(str(Path(path).absolute()) for path in paths.split(os.pathsep) if paths)
 
 
-def by_numbers(job_id: str) -> str:
-    """A key that sorts GROUP-10 after GROUP-9."""
-    return re.sub(r"\d+", lambda found: found[0].zfill(20), job_id)
+def by_launch(path: Path) -> tuple[str, float]:
+    """A key that sorts records of jobs by the time in the id, then by when they were written."""
+    with suppress(FileNotFoundError):  # the job is just deleted
+        return path.parent.name[: len("sm-nanogpt-20261125-000000")], path.stat().st_mtime
+    return "", 0.0
 
 
 def is_held(lock: Path) -> bool:
