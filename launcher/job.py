@@ -272,8 +272,7 @@ class Request(BaseModel):
         """What SageMaker reads from the log: a name and a pattern each."""
         source = self.source
         with source.running():
-            definitions: list[dict[str, str]] = source.module("config").metric_definitions()
-        return definitions
+            return list(source.module("config").metric_definitions())
 
 
 class TrainingJob(Request):
@@ -439,6 +438,11 @@ class UnreadableJob:
 
     job_id: str
     error: ServiceError
+
+
+def time_of(job_id: str) -> str:
+    """The start of an id, with the time of its launch."""
+    return job_id[: len("sm-nanogpt-20261125-000000")]
 
 
 def log_pending(description: JobDescription) -> None:

@@ -56,6 +56,7 @@ from launcher.job import (
     TrainingJob,
     UnreadableJob,
     newest_checkpoint,
+    time_of,
 )
 from launcher.settings import Settings
 from launcher.source import Source
@@ -332,7 +333,7 @@ def whole_paths(paths: str) -> str:
 def by_launch(path: Path) -> tuple[str, float]:
     """A key that sorts records of jobs by the time in the id, then by when they were written."""
     with suppress(FileNotFoundError):  # the job is just deleted
-        return path.parent.name[: len("sm-nanogpt-20261125-000000")], path.stat().st_mtime
+        return time_of(path.parent.name), path.stat().st_mtime
     return "", 0.0
 
 

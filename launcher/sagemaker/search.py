@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from launcher.job import time_of
+
 
 def search_jobs(client: Any, tags: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """The account's training jobs with these tags, newest first."""
@@ -42,8 +44,3 @@ def with_last(
         told = told or name == job_id
     if not told:
         yield from ask()
-
-
-def time_of(job_id: str) -> str:
-    """The start of an id, with the time of its launch."""
-    return job_id[: len("sm-nanogpt-20261125-000000")]
