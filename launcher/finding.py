@@ -212,11 +212,12 @@ def unmatched(word: str, settings: Settings) -> str:
 
 def check_no_later(word: str, found: JobDescription, settings: Settings, acts: bool) -> None:
     """Tell of a later job in another region; raise InputError if the command changes the job."""
-    for last in caller.remembered(settings) if word == "latest" else ():
+    later = [each for each in caller.remembered(settings) if each.job_id > found.job_id]
+    for last in later if word == "latest" else ():
         here = SageMakerBackend(settings)
         there = SageMakerBackend(settings.model_copy(update={"region": last.region}))
         elsewhere = last.caller == here.caller() and last.region != here.region
-        if last.job_id < found.job_id or not elsewhere or there.raw(last.job_id) is None:
+        if not elsewhere or there.raw(last.job_id) is None:
             continue
         problem = f"{last.job_id} was launched after {found.job_id}, in {last.region}"
         if acts:

@@ -156,10 +156,11 @@ class SageMakerBackend:
                 " s3://bucket/prefix"
             )
         if not self.settings.offline:
-            places = dict(store=store, data=job.data, validation=job.validation)
-            for name, uri in {**places, "init-from": job.init_from}.items():
-                if uri is not None and uri.startswith("s3://"):
-                    check_bucket(self.client("s3"), uri, f"--{name}", self.region)
+            places = {"init-from": job.init_from, "validation": job.validation, "data": job.data}
+            found = [(uri, name) for name, uri in {**places, "store": store}.items() if uri]
+            buckets = {uri.split("/")[2]: (uri, name) for uri, name in found if uri[:5] == "s3://"}
+            for uri, name in buckets.values():
+                check_bucket(self.client("s3"), uri, f"--{name}", self.region)
         key = job.kms_key or self.settings.kms_key or None
         own_disks = {has_local_storage(instance) for instance in job.instances}
         if key and len(own_disks) > 1:
