@@ -203,7 +203,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=4)
 @settings(derandomize=True, deadline=None, database=None)
 @given(st.lists(st.text("ab", min_size=1, max_size=4)), STOPS)
 def test_the_stop_string_that_is_complete_first_ends_the_text(pieces, stops):
-    """Of two at the same place, the longer one."""
+    """Of two that begin at the same place, the longer one ends it."""
     text = "".join(pieces)
     found = (
         n - len(s) for n in range(len(text) + 1) for s in by_length(stops) if ends(text[:n], s)

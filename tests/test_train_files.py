@@ -399,7 +399,7 @@ def copied(artefact, tmp_path):
     "name", ["config.json", "tokenizer.json", "model.safetensors", "meta.json"]
 )
 def test_a_run_opens_only_regular_files(copied, text_file, tmp_path, put, name):
-    """Of the model that it starts from, and of its data: a pipe or a device would never end."""
+    """This holds for its initial model and for its data: a pipe or a device would never end."""
     data = tmp_path / "data"
     data.mkdir()
     file = (data if name == "meta.json" else copied) / name

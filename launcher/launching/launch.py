@@ -146,9 +146,8 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
             start.check_known(text.named, text.upload, tokenizer, named)
     check_texts(texts, job.config(1))
     if (upload := texts["data"].upload) is not None:
-        start.check_readings(
-            job, n_training(upload) * (2 if upload.chats else 1)
-        )  # rows are padded
+        padding = 1 + upload.chats  # rows of conversations may be half empty
+        start.check_readings(job, n_training(upload) * padding)
     log_choices(asked, job, texts["data"])
     channels = [*texts.values(), *([model] if model else [])]
     return Ready(job_id, job, plan, channels, backend, near)

@@ -15,9 +15,7 @@ class Job(Document):
     name: str | None = None
 
 
-class Record(Document):
-    """What a name needs of a record; `sweeps.Sweep` is all of it."""
-
+class Record(Document):  # what a name needs of it; `sweeps.Sweep` is all
     job: Job
 
 
