@@ -448,9 +448,10 @@ class Trainer:
 
     def memorized(self) -> bool:
         """Whether val_loss was best in the first half, and rose as train_loss went on falling."""
+        # A run that is resumed where it is to end has a second row of its last step.
         best = next(row for row in self.metrics if row["step"] == self.best_step)
         last, early = self.metrics[-1], 2 * best["step"] <= self.step
-        rose = last["val_loss"] > 1.05 * best["val_loss"]
+        rose = last["val_loss"] > 1.05 * self.best_val_loss
         return early and rose and last.get("train_loss", math.inf) < best.get("train_loss", 0.0)
 
     def finish(self) -> None:

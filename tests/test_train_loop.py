@@ -287,8 +287,11 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, text, n_ranks):
     "processes, numbers", [(1, [SIGINT]), (1, [SIGTERM]), (2, [SIGINT]), (2, [SIGTERM, SIGINT])]
 )
 def test_a_run_may_be_resumed_to_end_where_it_stopped(tmp_path, sagemaker, processes, numbers):
-    """Between two evaluations. Signals in quick succession are one, as from a supervisor."""
-    how = dict(processes=processes, eval_interval=1000)
+    """Between two evaluations, at a step whose train_loss is logged.
+
+    Signals in quick succession are one, as from a supervisor.
+    """
+    how = dict(processes=processes, eval_interval=1000, log_interval=1)
     with started(small(**how, max_steps=10**6), cwd=tmp_path, env=sagemaker) as process:
         wait_for_line(process, "step=5/")
         for number in numbers:
