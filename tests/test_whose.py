@@ -15,6 +15,7 @@ from launcher.finding import full_id
 from launcher.launching import start
 from launcher.local.backend import write_json
 from launcher.sagemaker.caller import Caller, Launched, owner_of, remember, remembered
+from launcher.sagemaker.search import with_last
 from launcher.settings import load_settings
 
 STS, IAM = f"arn:aws:sts::{ACCOUNT}:", f"arn:aws:iam::{ACCOUNT}:"
@@ -94,6 +95,26 @@ def test_each_caller_lists_own_jobs_and_on_request_all(cli, become, two):
         [graces, "baseline", "user/grace"],
         [adas, "baseline", "user/ada"],
     ]
+
+
+@pytest.mark.parametrize(
+    "found, merged",
+    [
+        ("", "5b"),
+        ("6c 5a", "6c 5b 5a"),
+        ("5c 5b 5a", "5c 5b 5a"),
+        ("4d", "5b 4d"),
+        ("4d 5b", "5b 4d"),  # the clocks of callers differ, and Search sorts by AWS's
+        ("6c 6d", "6c 6d 5b"),
+    ],
+)
+def test_the_last_job_stands_once_at_its_time(found, merged):
+    """Each job is here the second of its launch and the end of its id."""
+    of = "sm-nanogpt-20261126-00000{}".format
+    raw = [{"TrainingJobName": of(f"{job[0]}-{job[1]}")} for job in found.split()]
+    last = {"TrainingJobName": of("5-b")}
+    jobs = with_last(raw, last["TrainingJobName"], lambda: iter([last]))
+    assert [job["TrainingJobName"] for job in jobs] == [of("-".join(job)) for job in merged.split()]
 
 
 @pytest.mark.parametrize("word", ["latest", "baseline", "{time}", "{end}"])

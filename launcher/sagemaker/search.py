@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from launcher.job import time_of
@@ -31,16 +33,18 @@ def with_last(
 ) -> Iterator[dict[str, Any]]:
     """What Search found, with the last launched job put where its time belongs.
 
-    Search finds a new job only after seconds; `ask` describes it.
+    Search finds a new job only after seconds; `ask` describes it. The jobs of one second stay in
+    the order of Search if it is among them, else it is the newest.
     """
-    told = False
-    for raw in found:
-        name = raw["TrainingJobName"]
-        if not told and name != job_id and time_of(name) <= time_of(job_id):
+    name, placed = itemgetter("TrainingJobName"), False
+    for time, jobs in groupby(found, key=lambda raw: time_of(name(raw))):
+        if placed or time > time_of(job_id):
+            yield from (raw for raw in jobs if name(raw) != job_id)
+            continue
+        second = list(jobs)
+        if job_id not in map(name, second):
             yield from ask()
-            told = True
-        if name != job_id or not told:
-            yield raw
-        told = told or name == job_id
-    if not told:
+        yield from second
+        placed = True
+    if not placed:
         yield from ask()
