@@ -28,6 +28,7 @@ from launcher import InputError
 from launcher.files.models import INDEX, model_files
 from launcher.text import tokens
 from launcher.text.files import find_text
+from launcher.text.formats import is_text
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def byte_pairs(documents):
-    return tokens.learn_words(find_text(documents, tokens.is_text), 300)
+    return tokens.learn_words(find_text(documents, is_text), 300)
 
 
 def publish(directory: Path, byte_pairs: tokens.Words, tied: bool = False) -> Any:
@@ -93,7 +94,7 @@ def loaded(directory: Path) -> GPT:
 
 def encode(documents: Path, byte_pairs: tokens.Words, out: Path) -> None:
     out.mkdir()
-    files = find_text(documents, tokens.is_text)
+    files = find_text(documents, is_text)
     tokens.encode(files, tokens.survey(files), byte_pairs, out)
 
 

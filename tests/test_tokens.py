@@ -38,8 +38,8 @@ from launcher.settings import Settings
 from launcher.text import tokens
 from launcher.text.corpus import send
 from launcher.text.files import find_text
+from launcher.text.formats import is_text, pieces_of, zstd
 from launcher.text.tokenizer import open_words
-from launcher.text.tokens import zstd
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
 FOX = "The quick brown fox jumps over the lazy dog.\n"
@@ -47,7 +47,7 @@ NUMBERS = " ".join(map(str, range(9000))).encode()
 
 
 def encode_text(path: Path, words: tokens.Words, directory: Path) -> Path:
-    files = find_text(path, tokens.is_text)
+    files = find_text(path, is_text)
     tokens.encode(files, tokens.survey(files), words, directory)
     return directory
 
@@ -70,7 +70,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def words_of(documents):
-    return tokens.learn_words(find_text(documents, tokens.is_text), 400)
+    return tokens.learn_words(find_text(documents, is_text), 400)
 
 
 @pytest.fixture(scope="module")
@@ -128,17 +128,17 @@ def test_blank_lines_and_empty_texts_are_no_documents(tmp_path):
     (tmp_path / "a.jsonl").write_text('\ufeff{"text": "a"}\n\n{"text": ""}\n{"text": "b"}\r\n \n')
     for name, content in (("empty.txt", ""), ("deep/c.txt", FOX), ("notes.md", FOX)):
         (tmp_path / name).write_text(content)
-    assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 3
+    assert tokens.survey(find_text(tmp_path, is_text)).documents == 3
 
 
 def test_the_suffix_decides_what_is_json_lines(tmp_path):
     (tmp_path / "notes.jsonl.txt").write_text(FOX)
-    assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 1
+    assert tokens.survey(find_text(tmp_path, is_text)).documents == 1
 
 
 def test_a_long_text_is_read_in_pieces_of_lines(tmp_path):
     (tmp_path / "a.txt").write_text(FOX * 20_000)
-    found = list(tokens.pieces_of(tmp_path / "a.txt"))
+    found = list(pieces_of(tmp_path / "a.txt"))
     assert ("".join(found), len(found) > 2) == (FOX * 20_000, True)
     assert all(piece.endswith("\n") for piece in found)
 

@@ -90,7 +90,7 @@ def upload_data(
         upload, sources = survey(root, files, settings)
         send(upload, sources, settings, progress)
     else:
-        from launcher.text.tokens import is_text
+        from launcher.text.formats import is_text
 
         files = find_text(root, is_text)
         settings = with_store(settings or load_settings())

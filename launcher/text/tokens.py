@@ -14,42 +14,27 @@ do not share a batch, and the last of them are those for validation.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import json
 import mmap
 import random
-import sys
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count, takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import IO, Any
 
 from entry_point.conversations import END_OF_TURN, TURN
 from launcher.errors import InputError
-from launcher.files.documents import read_text
 from launcher.files.storage import Progress, expect
 from launcher.models.chat import SPEAKS, ChatEncoder
-from launcher.models.encoder import LONGEST, Encoder
-from launcher.text.chats import turns_of
+from launcher.models.encoder import Encoder
+from launcher.text.formats import Source, documents
 from launcher.text.tokenizer import END_OF_TEXT, KNOWN_ENDS, Words, check_characters
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
-SUFFIXES = (".txt", ".jsonl")
-COMPRESSIONS = ("", ".gz", ".zst")
-LONGEST_LINE = 1 << 26  # bytes: a document of *.jsonl is in memory as a whole
-PIECE = LONGEST  # characters of a piece; a longer one takes longer than its parts
 BATCH = 1 << 22  # characters encoded at once
 SAMPLE = 1 << 27  # characters to learn a vocabulary from
 SHARD_BYTES = 1 << 28
@@ -58,142 +43,6 @@ VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
 SEED = 1337
 
 Batch = list[str | None]  # pieces of text; None stands where a document ends
-
-
-def is_text(path: Path) -> bool:
-    """Whether a file in a directory holds documents: *.txt or *.jsonl, perhaps compressed."""
-    return path.name.lower().endswith(tuple(s + c for s in SUFFIXES for c in COMPRESSIONS))
-
-
-def is_json_lines(path: Path) -> bool:
-    return path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
-
-
-@dataclass
-class Source:
-    """What reading the documents once found: the counts, and a SHA-256 of names and contents."""
-
-    documents: int = 0
-    chats: int = 0  # of the documents, those that are conversations
-    characters: int = 0
-    size: int = 0
-    sha256: str = ""
-
-
-def documents(files: Sequence[tuple[str, Path]], found: Source) -> Iterator[Iterator[str]]:
-    """Each document, as pieces of at most PIECE characters. Fills in `found` on the way.
-
-    A file is a document, or of *.jsonl each line, in its field `text`; empty ones are left out. The
-    pieces of a conversation, in the field `messages`, are its turns.
-
-    Raises:
-        InputError: a file cannot be read, or is not UTF-8, or a line is no such JSON, or only some
-            are conversations.
-    """
-    digest = hashlib.sha256()
-    for name, path in files:
-        digest.update(f"{name}\0".encode())
-        found_in = lines_of(path) if is_json_lines(path) else [(str(path), False, pieces_of(path))]
-        for place, chats, document in found_in:
-            if (first := next(document, None)) is None:
-                continue
-            found.documents += 1
-            found.chats += chats
-            if found.chats not in (0, found.documents):
-                raise InputError(f"{place}: some documents are conversations, and others are text")
-            yield counted(chain([first], document), digest, found, chats)
-            digest.update(b"\0")
-    found.sha256 = digest.hexdigest()
-
-
-def counted(pieces: Iterator[str], digest: Any, found: Source, chats: bool) -> Iterator[str]:
-    for piece in pieces:
-        content = piece.encode()
-        if chats:  # where a turn ends counts too
-            digest.update(len(content).to_bytes(8, "little"))
-        digest.update(content)
-        found.characters += len(piece)
-        found.size += len(content)
-        yield piece
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file's content, uncompressed. Raises InputError where that or the body fails."""
-    way: Any = {".gz": gzip.open, ".zst": zstd.open}.get(path.suffix.lower(), open)
-    try:
-        with way(path, "rb") as file:
-            yield io.BufferedReader(file)
-    except OSError as error:
-        damaged = isinstance(error, gzip.BadGzipFile)
-        raise InputError(f"{path}: {error if damaged else error.strerror or error}") from None
-    except (EOFError, zlib.error, zstd.ZstdError) as error:
-        raise InputError(f"{path}: damaged: {error}") from None
-
-
-def pieces_of(path: Path) -> Iterator[str]:
-    """Yield a text in pieces, which end at a line break if their second half has one."""
-    text = ""
-    with opened(path) as file:
-        for _, part in read_text(file, path, PIECE):
-            text += part
-            while len(text) > PIECE:
-                end = text.rfind("\n", PIECE // 2, PIECE) + 1 or PIECE
-                yield text[:end]
-                text = text[end:]
-    if text:
-        yield text
-
-
-def lines_of(path: Path) -> Iterator[tuple[str, bool, Iterator[str]]]:
-    """The name of each line, whether it is a conversation, and its turns or pieces of its text."""
-    with opened(path) as file:
-        for number in count(1):
-            line = file.readline(LONGEST_LINE + 1)
-            if not line:
-                return
-            if len(line) > LONGEST_LINE:
-                raise InputError(f"{path}:{number}: the line is longer than 64 MiB; split it")
-            if line.isspace():
-                continue
-            found, name = object_of(line.rstrip(), f"{path}:{number}"), f"{path}:{number}"
-            if "messages" in found:
-                yield name, True, iter(turns_of(found, name))
-                continue
-            text = text_of(found, name)
-            yield name, False, (text[i : i + PIECE] for i in range(0, len(text), PIECE))
-
-
-EXAMPLE = 'a line must be like {"text": "..."} or {"messages": [...]}'
-
-
-def object_of(line: bytes, name: str) -> dict[str, Any]:
-    """The object in a line of *.jsonl. Raises InputError; its message starts with `name`."""
-    for _ in read_text(io.BytesIO(line), name, len(line)):  # raises if it is not UTF-8
-        pass
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError as error:
-        problem = f"not JSON at column {error.pos + 1} ({error.msg})"
-    except (ValueError, RecursionError) as error:
-        problem = f"not JSON ({error})"
-    else:
-        if isinstance(found, dict):
-            return found
-        problem = "no JSON object"
-    raise InputError(f"{name}: {problem}; {EXAMPLE}")
-
-
-def text_of(found: dict[str, Any], name: str) -> str:
-    """The text of a document. Raises InputError; its message starts with `name`."""
-    text = found.get("text")
-    if not isinstance(text, str):
-        raise InputError(f"{name}: no string in the field `text`; {EXAMPLE}")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{name}: half of a surrogate pair in `text`; {EXAMPLE}") from None
-    return text
 
 
 def survey(files: Sequence[tuple[str, Path]]) -> Source:
