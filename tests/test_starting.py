@@ -29,6 +29,7 @@ from launcher.files.models import INDEX, model_files
 from launcher.text import tokens
 from launcher.text.files import find_text
 from launcher.text.formats import is_text
+from launcher.text.tokenizer import Words, learn_words
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +42,10 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def byte_pairs(documents):
-    return tokens.learn_words(find_text(documents, is_text), 300)
+    return learn_words(find_text(documents, is_text), 300)
 
 
-def publish(directory: Path, byte_pairs: tokens.Words, tied: bool = False) -> Any:
+def publish(directory: Path, byte_pairs: Words, tied: bool = False) -> Any:
     """Write a small random model of the Qwen3 family, and return it."""
     import transformers
 
@@ -92,7 +93,7 @@ def loaded(directory: Path) -> GPT:
     return model
 
 
-def encode(documents: Path, byte_pairs: tokens.Words, out: Path) -> None:
+def encode(documents: Path, byte_pairs: Words, out: Path) -> None:
     out.mkdir()
     files = find_text(documents, is_text)
     tokens.encode(files, tokens.survey(files), byte_pairs, out)

@@ -39,14 +39,14 @@ from launcher.text import tokens
 from launcher.text.corpus import send
 from launcher.text.files import find_text
 from launcher.text.formats import is_text, pieces_of, zstd
-from launcher.text.tokenizer import open_words
+from launcher.text.tokenizer import END_OF_TEXT, Words, learn_words, open_words
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
 FOX = "The quick brown fox jumps over the lazy dog.\n"
 NUMBERS = " ".join(map(str, range(9000))).encode()
 
 
-def encode_text(path: Path, words: tokens.Words, directory: Path) -> Path:
+def encode_text(path: Path, words: Words, directory: Path) -> Path:
     files = find_text(path, is_text)
     tokens.encode(files, tokens.survey(files), words, directory)
     return directory
@@ -70,7 +70,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def words_of(documents):
-    return tokens.learn_words(find_text(documents, is_text), 400)
+    return learn_words(find_text(documents, is_text), 400)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_text_comes_back_from_its_tokens(words_of):
 def test_a_vocabulary_is_learned_from_all_documents(tmp_path):
     lines = [json.dumps({"text": "a b"}) for _ in range(2000)] + [json.dumps({"text": FOX * 20})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    learned = tokens.learn_words([("a", tmp_path / "a.jsonl")], 300).tokenizer
+    learned = learn_words([("a", tmp_path / "a.jsonl")], 300).tokenizer
     assert b"fox" in {word.strip() for word in learned.words}
 
 
@@ -260,7 +260,7 @@ def test_a_tokenizer_of_another_kind_is_refused(change, reason, document, tmp_pa
 
 
 def test_a_tokenizer_that_lacks_characters_is_refused(tmp_path, text_file):
-    words = tokens.Words(json.dumps(character_tokenizer("abc")), None)
+    words = Words(json.dumps(character_tokenizer("abc")), None)
     with pytest.raises(InputError, match="characters that the tokenizer lacks: "):
         encode_text(text_file, words, tmp_path)
 
@@ -290,7 +290,7 @@ def test_a_vocabulary_beyond_uint16_has_ids_of_uint32(made, documents, document,
     vocabulary |= {f"{number}a": number for number in range(len(vocabulary) + 1, last)}
     vocabulary.pop(end["content"], None)
     end["id"] = last
-    words = tokens.Words(json.dumps(document), tokens.END_OF_TEXT)
+    words = Words(json.dumps(document), END_OF_TEXT)
     large = corpus_of(encode_text(documents, words, tmp_path))
     assert json.loads((tmp_path / "meta.json").read_text())["dtype"] == "uint32"
     ids = large.train[torch.arange(len(large.train))].tolist()
@@ -576,7 +576,7 @@ KINDS = "ab '\na'sdmtlvre   \n\t\r\x0b\x0c1a123a½²Ⅷ٣ é漢字🙂 \n_-!? 1\
 
 def encoder_of(document: Any) -> Encoder:
     content = json.dumps(document)
-    return Encoder(content, tokens.Words(content, tokens.END_OF_TEXT).tokenizer.words, "H")
+    return Encoder(content, Words(content, END_OF_TEXT).tokenizer.words, "H")
 
 
 @pytest.fixture(scope="module", params=[None, LLAMA_3, QWEN], ids=["GPT-2", "Llama 3", "Qwen"])

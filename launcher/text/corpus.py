@@ -169,7 +169,7 @@ def send_tokens(
 ) -> Upload:
     """Encode text as tokens and upload them, unless they are in the store."""
     from launcher.text import tokens
-    from launcher.text.tokenizer import fingerprint
+    from launcher.text.tokenizer import fingerprint, learn_words
 
     source = tokens.survey(files)
     check_enough(root, source.characters)
@@ -181,7 +181,7 @@ def send_tokens(
         return replace(known, uploaded=False, documents=source.documents)
     if words is None:
         logger.info(f"tokenizer: learning {vocab_size:,} tokens")
-        words = tokens.learn_words(files, vocab_size)
+        words = learn_words(files, vocab_size)
     cache = settings.cache_dir
     with storage.reported(str(cache)):
         cache.mkdir(parents=True, exist_ok=True)

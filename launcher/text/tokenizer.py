@@ -6,19 +6,23 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
 from entry_point import data
+from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.errors import DataError
 from entry_point.files import read_file
 from launcher.errors import InputError
 from launcher.files import documents as door
 from launcher.models.encoder import load_words
+from launcher.text.formats import Source, documents
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end of a document in published tokenizers, where tokenizer_config.json names none.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+SAMPLE = 1 << 27  # characters to learn a vocabulary from
 
 
 @dataclass(frozen=True)
@@ -95,3 +99,23 @@ def check_characters(words: Words, pieces: Sequence[str]) -> None:
             "the text has characters that the tokenizer lacks:"
             f" {', '.join(map(repr, unknown[:20]))}"
         )
+
+
+def learn_words(files: Sequence[tuple[str, Path]], vocab_size: int) -> Words:
+    """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[END_OF_TEXT, TURN, END_OF_TURN],  # of turns, for conversations later
+        show_progress=False,
+    )
+    read = Source()
+    pieces = chain.from_iterable(documents(files, read))
+    some = takewhile(lambda _: read.characters <= SAMPLE, pieces)
+    tokenizer.train_from_iterator(some, trainer)
+    return Words(tokenizer.to_str(), END_OF_TEXT)

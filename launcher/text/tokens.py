@@ -23,20 +23,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from entry_point.conversations import END_OF_TURN, TURN
+from entry_point.conversations import END_OF_TURN
 from launcher.errors import InputError
 from launcher.files.storage import Progress, expect
 from launcher.models.chat import SPEAKS, ChatEncoder
 from launcher.models.encoder import Encoder
 from launcher.text.formats import Source, documents
-from launcher.text.tokenizer import END_OF_TEXT, KNOWN_ENDS, Words, check_characters
+from launcher.text.tokenizer import KNOWN_ENDS, Words, check_characters
 
 BATCH = 1 << 22  # characters encoded at once
-SAMPLE = 1 << 27  # characters to learn a vocabulary from
 SHARD_BYTES = 1 << 28
 # The part kept for validation: a tenth, but no more tokens than an evaluation can use.
 VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
@@ -52,26 +51,6 @@ def survey(files: Sequence[tuple[str, Path]]) -> Source:
         for _ in document:
             pass
     return found
-
-
-def learn_words(files: Sequence[tuple[str, Path]], vocab_size: int) -> Words:
-    """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[END_OF_TEXT, TURN, END_OF_TURN],  # of turns, for conversations later
-        show_progress=False,
-    )
-    read = Source()
-    pieces = chain.from_iterable(documents(files, read))
-    some = takewhile(lambda _: read.characters <= SAMPLE, pieces)
-    tokenizer.train_from_iterator(some, trainer)
-    return Words(tokenizer.to_str(), END_OF_TEXT)
 
 
 # -- shards ----------------------------------------------------------------------------------------
