@@ -29,6 +29,15 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP came."""
 
 
+def not_installed(package: str, extra: str) -> InputError:
+    """The error for a package that only an extra of pyproject.toml brings."""
+    return InputError(
+        f"the package {package} is missing; in the clone of sm-nanogpt, install it as you installed"
+        f" sm-nanogpt: `pip install -c constraints.txt -e '.[{extra}]'`,"
+        f" `uv tool install -c constraints.txt '.[{extra}]'`, or `pipx inject sm-nanogpt {package}`"
+    )
+
+
 def did_you_mean(word: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> str:
     """`did you mean A or B?` for up to n known words that are close; '' if none is."""
     near = difflib.get_close_matches(word, list(known), n, cutoff)

@@ -12,19 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.curve import Curve, Row
-from launcher.errors import InputError
+from launcher.errors import not_installed
 from launcher.files import storage
 from launcher.job import JobDescription
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-INSTALL = (
-    "in the clone of sm-nanogpt, install it as you installed sm-nanogpt:"
-    " `pip install -c constraints.txt -e '.[tensorboard]'`,"
-    " `uv tool install -c constraints.txt '.[tensorboard]'`,"
-    " or `pipx inject sm-nanogpt tensorboard`"
-)
 TAGS = {"train_loss": "loss/train", "val_loss": "loss/val", "best_loss": "loss/best"}
 
 
@@ -74,7 +68,7 @@ class Board:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise InputError(f"the package {error.name} is missing; {INSTALL}") from None
+            raise not_installed(error.name or "tensorboard", "tensorboard") from None
         return SummaryWriter(str(self.place), purge_step=0)
 
     def add_hyperparameters(self, description: JobDescription) -> None:
