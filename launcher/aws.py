@@ -220,7 +220,8 @@ def is_missing(code: str, message: str) -> bool:
     """Whether an error says that a thing does not exist. SageMaker and CloudFormation have no code
     for that."""
     return (
-        code in ("404", "NoSuchBucket", "ResourceNotFound", "ResourceNotFoundException")
+        code in ("404", "NoSuchBucket", "NoSuchEntity", "ResourceNotFound")
+        or code == "ResourceNotFoundException"
         or (code, message[:28]) == ("ValidationException", "Requested resource not found")
         or (code == "ValidationError" and message.endswith("does not exist"))
     )

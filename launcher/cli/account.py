@@ -56,11 +56,11 @@ def infra_deploy_command(
       sm-nanogpt infra deploy --dry-run
       sm-nanogpt --region eu-west-1 infra deploy
     """
-    from launcher.sagemaker.deploy import Deployment
+    from launcher.sagemaker.deploy import LEFT_OVER, Deployment
 
     deployment = Deployment(settings_of(context, stack=stack))
     can_ask(yes or dry_run)
-    if left := deployment.left_over():
+    if left := deployment.removal(LEFT_OVER):
         note(f"stack {deployment.name} is {left.status}; it has to be deleted first")
         if dry_run:
             show_removal(left)
@@ -79,10 +79,7 @@ def infra_deploy_command(
             place = account_and_region(planned.stack_id)
             agree(f"Make these changes to stack {deployment.name} in {place}?", yes)
     except BaseException:
-        try:
-            deployment.discard(planned)
-        except ServiceError as error:  # report both errors
-            note(f"could not delete the change set: {error}")
+        deployment.discard(planned)
         raise
     if dry_run:
         deployment.discard(planned)
@@ -137,9 +134,9 @@ def infra_destroy_command(context: click.Context, stack: str | None, yes: bool) 
 
 
 def show_removal(removal: Removal) -> None:
-    for action, resources in (("keep", removal.kept), ("remove", removal.removed)):
-        for _, kind, place in resources:
-            note(f"{action:<8} {kind} {place}")
+    for kind, name in (("bucket", removal.bucket), ("key", removal.key)):
+        if name:
+            note(f"keep     the {kind} {name}")
     for kind, name in removal.holders:
         note(f"detach   the launcher policy from {kind.lower()} {name}")
     for job_id in removal.jobs:
@@ -151,13 +148,12 @@ def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
     show_removal(removal)
     agree(f"Delete stack {deployment.name} in {account_and_region(removal.stack_id)}?", yes)
     deployment.destroy(removal)
-    kept = {name: place for name, _, place in removal.kept}
-    if "Bucket" in kept:
-        note(f"kept the bucket; to delete it: aws s3 rb --force s3://{kept['Bucket']}")
-    if "Key" in kept:
+    if removal.bucket:
+        note(f"kept the bucket; to delete it: aws s3 rb --force s3://{removal.bucket}")
+    if removal.key:
         note(
             "kept the key, which decrypts the bucket; to delete it:"
-            f" aws kms schedule-key-deletion --key-id {kept['Key']}"
+            f" aws kms schedule-key-deletion --key-id {removal.key}"
         )
 
 

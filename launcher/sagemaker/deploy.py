@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from botocore.exceptions import ClientError, WaiterError
+from botocore.exceptions import WaiterError
 
-from launcher.aws import aws_session, check_region, make_client, service_errors
+from launcher.aws import Missing, aws_session, check_region, make_client, service_errors
 from launcher.errors import InputError, ServiceError
 from launcher.job import RUNNING
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.stack import (
-    REVIEW,
     Stack,
     cache_stack,
     describe_stack,
@@ -35,10 +35,8 @@ logger = logging.getLogger(__name__)
 
 TEMPLATE = Path(__file__).parents[2] / "infra" / "template.yaml"  # also in a wheel
 WAIT = {"Delay": 2, "MaxAttempts": 1800}  # seconds; an hour
-CHANGE_SET = "sm-nanogpt-"  # prefix of our change sets
 LEFT_OVER = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED")
 PREVIOUS = {"UsePreviousValue": True}
-KEPT = ("Bucket", "BucketPolicy", "Key")  # the template retains them
 
 
 @dataclass(frozen=True)
@@ -62,16 +60,13 @@ class ChangeSet:
 
 @dataclass(frozen=True)
 class Removal:
-    """What deleting a stack does.
-
-    removed and kept hold (logical id, type, physical id). policy has to be detached from its
-    holders, (User, Group or Role, name). jobs run with the stack's role.
-    """
+    """What deleting a stack does: it keeps the bucket, a name, and the key, an ARN. policy has to
+    be detached from its holders, (User, Group or Role, name). jobs run with the stack's role."""
 
     stack_id: str
     status: str
-    removed: list[tuple[str, str, str]]
-    kept: list[tuple[str, str, str]]
+    bucket: str | None
+    key: str | None
     policy: str | None
     holders: list[tuple[str, str]]
     jobs: list[str]
@@ -99,10 +94,7 @@ class Deployment:
             InputError: the stack does not belong to sm-nanogpt.
             ServiceError: AWS refuses, or the stack cannot be changed now.
         """
-        there = self.changeable()
-        if there is not None and there["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
-            raise ServiceError(f"stack {self.name} is UPDATE_ROLLBACK_FAILED: {remedy(there)}")
-        raw = None if there is None or there["StackStatus"] == REVIEW else there
+        raw = self.changeable()
         known = {} if raw is None else parameters_of(raw)  # an older stack lacks some
         given = {
             "Kms": "true" * kms,
@@ -118,44 +110,36 @@ class Deployment:
         with service_errors("CreateChangeSet"):
             made = self.client.create_change_set(
                 StackName=self.name,
-                ChangeSetName=f"{CHANGE_SET}{time.strftime('%Y%m%d-%H%M%S')}",
+                ChangeSetName=f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S')}",
                 ChangeSetType="CREATE" if raw is None else "UPDATE",
                 TemplateBody=TEMPLATE.read_text(),
                 Parameters=parameters,
                 Capabilities=["CAPABILITY_IAM"],
             )
-        change_set = ChangeSet(made["Id"], made["StackId"], creates=raw is None, changes=[])
-        try:
-            changes = self.read_changes(change_set)
-        except BaseException:
-            with suppress(ServiceError):  # report the first error
-                self.discard(change_set)
-            raise
+        changes = self.read_changes(made["Id"])
+        change_set = ChangeSet(made["Id"], made["StackId"], raw is None, changes or [])
         if changes is None:
             self.discard(change_set)
             return None
-        return replace(change_set, changes=changes)
+        return change_set
 
     def changeable(self) -> dict[str, Any] | None:
         """The answer of DescribeStacks if the stack can be changed; None if there is none."""
         raw = describe_stack(self.client, self.name)
-        if raw is None or raw["StackStatus"] == REVIEW:
-            return raw
-        if not is_our_stack(raw):
+        if raw is not None and not is_our_stack(raw):
             raise InputError(not_ours(raw))
-        if raw["StackStatus"].endswith("_IN_PROGRESS"):
-            then = remedy(raw)
-            raise ServiceError(f"stack {self.name} is {raw['StackStatus']}; {then}")
+        if raw is not None and raw["StackStatus"].endswith("_IN_PROGRESS"):
+            raise ServiceError(f"stack {self.name} is {raw['StackStatus']}; {remedy(raw)}")
         return raw
 
-    def read_changes(self, change_set: ChangeSet) -> list[Change] | None:
+    def read_changes(self, change_set_id: str) -> list[Change] | None:
         """Wait for a change set and read it; None if nothing would change."""
         with service_errors("DescribeChangeSet"):
             with suppress(WaiterError):  # the pages say why
                 waiter = self.client.get_waiter("change_set_create_complete")
-                waiter.wait(ChangeSetName=change_set.id, WaiterConfig=WAIT)
+                waiter.wait(ChangeSetName=change_set_id, WaiterConfig=WAIT)
             paginator = self.client.get_paginator("describe_change_set")
-            pages = list(paginator.paginate(ChangeSetName=change_set.id))
+            pages = list(paginator.paginate(ChangeSetName=change_set_id))
         if pages[0]["Status"] == "CREATE_COMPLETE":
             return [read_change(change) for page in pages for change in page["Changes"]]
         reason = pages[0].get("StatusReason", "")
@@ -166,22 +150,12 @@ class Deployment:
         )
 
     def discard(self, change_set: ChangeSet) -> None:
-        """Delete a change set, and its empty stack unless others have change sets there."""
+        """Delete a change set, and its stack if that is still empty."""
         with service_errors("DeleteChangeSet"):
             self.client.delete_change_set(ChangeSetName=change_set.id)
-        if change_set.creates and not self.waiting(change_set.stack_id).keys() - {change_set.id}:
+        if change_set.creates and describe_stack(self.client, change_set.stack_id) is None:
             with service_errors("DeleteStack"):
                 self.client.delete_stack(StackName=change_set.stack_id)
-
-    def waiting(self, stack_id: str) -> dict[str, str]:
-        """The change sets of a stack, by id."""
-        with service_errors("ListChangeSets"):
-            pages = self.client.get_paginator("list_change_sets").paginate(StackName=stack_id)
-            return {
-                each["ChangeSetId"]: each["ChangeSetName"]
-                for page in pages
-                for each in page["Summaries"]
-            }
 
     def execute(self, change_set: ChangeSet) -> Stack:
         """Execute the changes and wait until they end.
@@ -204,57 +178,25 @@ class Deployment:
             ServiceError: there is no stack, or it is incomplete.
         """
         raw = describe_stack(self.client, self.name)
-        if raw is not None and raw["StackStatus"] != REVIEW and is_our_stack(raw):
-            status = raw["StackStatus"]
-            if not is_whole(status):
-                why = ""
-                if "ROLLBACK" in status or status.endswith("_FAILED"):
-                    try:
-                        why = f": {self.failure(raw['StackId'])}"
-                    except ServiceError as error:
-                        why = f": why is not known ({error})"
-                logger.info(f"stack {self.name} is {status}{why}")
+        if raw is not None and is_our_stack(raw) and not is_whole(raw["StackStatus"]):
+            logger.info(self.state(raw))
         stack = cache_stack(self.settings, self.region, raw)
         if stack is None:
             raise no_stack(self.settings, self.region)
         return stack
 
-    def left_over(self) -> Removal | None:
-        """What a failed creation or deletion left behind, which prevents a new stack."""
+    def removal(self, only: Collection[str] = ()) -> Removal | None:
+        """What deleting the stack does; None if there is none, or it has none of these statuses."""
         raw = self.changeable()
-        return self.read_removal(raw) if raw and raw["StackStatus"] in LEFT_OVER else None
-
-    def removal(self) -> Removal | None:
-        """What destroy would do; None if there is no stack.
-
-        A name with only change sets counts as a stack if all of them are ours, which a deployment
-        leaves if it is killed while it waits for confirmation.
-        """
-        raw = self.changeable()
-        if raw is None:
+        if raw is None or (only and raw["StackStatus"] not in only):
             return None
-        if raw["StackStatus"] == REVIEW:
-            names = self.waiting(raw["StackId"]).values()
-            if not all(name.startswith(CHANGE_SET) for name in names):
-                return None
-        return self.read_removal(raw)
-
-    def read_removal(self, raw: dict[str, Any]) -> Removal:
-        with service_errors("ListStackResources"):
-            pages = self.client.get_paginator("list_stack_resources").paginate(StackName=self.name)
-            held = [
-                (each["LogicalResourceId"], each["ResourceType"], each["PhysicalResourceId"])
-                for page in pages
-                for each in page["StackResourceSummaries"]
-                if each.get("PhysicalResourceId") and each["ResourceStatus"] != "DELETE_COMPLETE"
-            ]
-        policy = next((place for name, _, place in held if name == "LauncherPolicy"), None)
-        role = outputs_of(raw).get("RoleArn")
+        outputs = outputs_of(raw)
+        policy, role = outputs.get("LauncherPolicyArn"), outputs.get("RoleArn")
         return Removal(
             stack_id=raw["StackId"],
             status=raw["StackStatus"],
-            removed=[each for each in held if each[0] not in KEPT],
-            kept=[each for each in held if each[0] in KEPT],
+            bucket=outputs["Store"].split("/")[2] if "Store" in outputs else None,
+            key=outputs.get("KmsKeyArn"),
             policy=policy,
             holders=self.holders(policy) if policy else [],
             jobs=self.running_jobs(role) if role else [],
@@ -262,7 +204,7 @@ class Deployment:
 
     def holders(self, policy: str) -> list[tuple[str, str]]:
         """The users, groups and roles that have a policy, as (kind, name)."""
-        with service_errors("ListEntitiesForPolicy"):
+        with suppress(Missing), service_errors("ListEntitiesForPolicy"):
             paginator = self.iam.get_paginator("list_entities_for_policy")
             return [
                 (kind, entity[f"{kind}Name"])
@@ -270,6 +212,7 @@ class Deployment:
                 for kind in ("User", "Group", "Role")
                 for entity in page[f"Policy{kind}s"]
             ]
+        return []
 
     def running_jobs(self, role: str) -> list[str]:
         """The running jobs that use a role."""
@@ -305,38 +248,31 @@ class Deployment:
             ServiceError: it came to another end.
         """
         logger.info(f"waiting for stack {self.name}; CloudFormation takes a minute or two")
-        ended: dict[str, Any] = {}
         try:
-            with service_errors("DescribeStacks"):
-                try:
-                    self.client.get_waiter(end).wait(StackName=stack_id, WaiterConfig=WAIT)
-                except WaiterError as error:
-                    ended = error.last_response
-                    if "Error" in ended:
-                        raise ClientError(error.last_response, "DescribeStacks") from None
+            with service_errors("DescribeStacks"), suppress(WaiterError):
+                self.client.get_waiter(end).wait(StackName=stack_id, WaiterConfig=WAIT)
+            raw = describe_stack(self.client, stack_id)
         except (KeyboardInterrupt, ServiceError):
             logger.info(
                 "CloudFormation continues by itself; `sm-nanogpt infra show` shows its state"
             )
             raise
-        if ended:
-            raise ServiceError(
-                f"stack {self.name} is {ended['Stacks'][0]['StackStatus']}:"
-                f" {self.failure(stack_id)}; correct that and {again}"
-            )
+        if raw is not None and not is_whole(raw["StackStatus"]):
+            raise ServiceError(f"{self.state(raw)}; correct that and {again}")
 
-    def failure(self, stack_id: str) -> str:
-        """Why the last operation failed: the first resource that failed, and its reason."""
-        failed = "CloudFormation gives no reason"
-        with service_errors("DescribeStackEvents"):
-            pages = self.client.get_paginator("describe_stack_events").paginate(StackName=stack_id)
+    def state(self, raw: dict[str, Any]) -> str:
+        """The status of a stack, and the first failure of its last operation if it can be read."""
+        failed = ""
+        with suppress(ServiceError), service_errors("DescribeStackEvents"):
+            paginator = self.client.get_paginator("describe_stack_events")
+            pages = paginator.paginate(StackName=raw["StackId"])
             for event in (event for page in pages for event in page["StackEvents"]):
                 why = event.get("ResourceStatusReason", "")
                 if why == "User Initiated":  # the events before are of another operation
                     break
                 if event["ResourceStatus"].endswith("_FAILED") and "cancelled" not in why:
-                    failed = f"{event['LogicalResourceId']}: {' '.join(why.split())}"
-        return failed
+                    failed = f": {event['LogicalResourceId']}: {' '.join(why.split())}"
+        return f"stack {self.name} is {raw['StackStatus']}{failed}"
 
 
 def read_change(raw: dict[str, Any]) -> Change:

@@ -107,7 +107,7 @@ def no_stack(settings: Settings, region: str) -> Missing:
 
 def cache_stack(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:
     """Read an answer of DescribeStacks and remember the stack. Raises as read_stack."""
-    stack = None if raw is None or raw["StackStatus"] == REVIEW else read_stack(raw, settings)
+    stack = None if raw is None else read_stack(raw)
     remember(settings, region, stack)
     return stack
 
@@ -116,12 +116,13 @@ def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
     """The answer of DescribeStacks for a name or id; None if there is no stack."""
     try:
         with service_errors("DescribeStacks"):
-            return dict(client.describe_stacks(StackName=name)["Stacks"][0])
+            raw = dict(client.describe_stacks(StackName=name)["Stacks"][0])
     except Missing:
         return None
+    return None if raw["StackStatus"] == REVIEW else raw
 
 
-def read_stack(raw: dict[str, Any], settings: Settings) -> Stack:
+def read_stack(raw: dict[str, Any]) -> Stack:
     """Raises ServiceError for a stack that is not ours, not complete, or being deleted."""
     name, status, outputs = raw["StackName"], raw["StackStatus"], outputs_of(raw)
     if not is_our_stack(raw):
@@ -166,11 +167,8 @@ def not_ours(raw: dict[str, Any]) -> str:
 
 def remedy(raw: dict[str, Any]) -> str:
     """What to do about a stack that cannot be used or changed now."""
-    name, status = raw["StackName"], raw["StackStatus"]
-    if status.endswith("_IN_PROGRESS"):
+    if raw["StackStatus"].endswith("_IN_PROGRESS"):
         return "try again when that has ended"
-    if status == "UPDATE_ROLLBACK_FAILED":
-        return f"first run `aws cloudformation continue-update-rollback --stack-name {name}`"
     return "`sm-nanogpt infra deploy` deletes it and creates it again"
 
 
