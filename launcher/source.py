@@ -30,7 +30,7 @@ NEEDED = {
     "config": "make_config PRESETS metric_definitions hyperparameter_table check_resumable",
     "data": "read_tokenizer Tokenizer",
     "errors": "TrainingError",
-    "huggingface": "starting_values model_tensors with_weights write_artefact to_hugging_face",
+    "huggingface": "starting_values load_pretrained model_tensors with_weights write_artefact",
     "model": "GPT",
 }
 START = "start from the folder that `sm-nanogpt copy-script` writes"

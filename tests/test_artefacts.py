@@ -24,7 +24,7 @@ import pytest
 from launching import Finished, Ran
 from test_documents import some_model
 
-from entry_point.checkpoint import Checkpoints, read_safetensors, write_safetensors
+from entry_point.checkpoint import Checkpoints
 from entry_point.config import make_config
 from entry_point.errors import FormatError
 from entry_point.huggingface import MODEL_FILES, hugging_face_config, write_sums
@@ -291,10 +291,10 @@ def test_a_changed_or_missing_file_is_refused_by_name(model, name):
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
 def test_a_broken_document_is_refused_by_name(model, name):
-    for content in (b"", b"[]", b"{}", b"null", b"\xff", b'"', b"[" * 100_000):
+    for content in (b"", b"[]", b"null", b"\xff", b'"', b"[" * 100_000):
         (model / name).write_bytes(content)
         said = refusal(model)
-        assert re.search(rf"{name} (is damaged|cannot be read|and training)", said), content[:9]
+        assert re.search(rf"{name} (is damaged|cannot be read)", said), content[:9]
 
 
 @pytest.mark.parametrize("name", ["n_hidden", "block_size", "n_embd", "n_layer"])
@@ -311,19 +311,6 @@ def test_a_vast_context_takes_no_memory(model, cli):
     change_training(model, block_size=1 << 17)
     write_sums(model)
     assert cli("fetch-and-sample", str(model), "--max-new-tokens", "5").good
-
-
-def test_weights_that_are_not_finite_are_refused(model):
-    tensors, metadata = read_safetensors(model / "model.safetensors")
-    tensors["lm_head.weight"].fill_(float("nan"))
-    write_safetensors(model / "model.safetensors", tensors, metadata)
-    assert re.search(r"lm_head\.weight holds .* not finite", refusal(model))
-
-
-def test_a_vast_header_of_weights_is_refused(model):
-    header = b"[" + b"{}," * 500_000 + b"{}]"
-    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert "its header has 1,500,004 bytes" in refusal(model)
 
 
 def test_an_unknown_job_error_names_the_jobs_command(cli):

@@ -505,30 +505,23 @@ EMBEDDING, MORE = "model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weigh
         (EMBEDDING, lambda t: t.update({EMBEDDING: t[EMBEDDING][:-1].clone()}), ", 64]"),
         (Q, lambda t: t.update({Q: t[Q][:, :-2].clone()}), "[64, 62]"),
         (K, lambda t: t.update({Q: torch.zeros(128, 64), K: torch.zeros(0, 64)}), "[0, 64]"),
-        (Q, lambda t: t.update({Q: torch.tensor(1.0)}), "float32 []"),
-        (EMBEDDING, lambda t: t.update({EMBEDDING: t[EMBEDDING].long()}), "int64 ["),
-        (MORE, lambda t: t.update({MORE: torch.zeros(2)}), "float32 [2]"),
+        (Q, lambda t: t.update({Q: torch.tensor(1.0)}), "[] in the model"),
+        (EMBEDDING, lambda t: t.update({EMBEDDING: t[EMBEDDING].long()}), "of torch.int64"),
+        (MORE, lambda t: t.update({MORE: torch.zeros(2)}), "[2]"),
         ("model.norm.weight", lambda t: t["model.norm.weight"].fill_(2.0), "not all ones"),
     ],
 )
 def test_tensors_that_do_not_fit_are_a_format_error(copied, name, change, found):
     change_tensors(copied, change)
-    said = rf": {name} (should be .* and )?is .*{re.escape(found)}"
-    with pytest.raises(FormatError, match=said):
+    with pytest.raises(FormatError, match=rf"^{name} is .*{re.escape(found)}"):
         load_artefact(copied)
 
 
 @pytest.mark.parametrize(
     "name, change, said",
     [
-        ("config.json", lambda d: d.update(hidden_size=128), "hidden_size is 128, not 64"),
-        ("config.json", lambda d: d.update(rope_theta=1e6), "rope_theta is 1000000.0, not 10000.0"),
-        ("config.json", lambda d: d.update(tie_word_embeddings=True), "embeddings is True"),
-        ("config.json", lambda d: d.update(model_type="llama"), "model_type is 'llama'"),
-        ("config.json", lambda d: d.pop("vocab_size"), "vocab_size is None, not 1"),
-        ("training.json", lambda d: d["config"].update(n_embd=128), "hidden_size is 64, not 128"),
+        ("training.json", lambda d: d["config"].update(n_embd=128), r", 64\] in the model and"),
         ("training.json", lambda d: d["config"].update(n_embd="many"), "n_embd='many'"),
-        ("training.json", lambda d: d["config"].update(block_size=64), "embeddings is 32, not 64"),
         ("training.json", lambda d: d.update(config=[]), "training.json .*config: "),
         ("training.json", lambda d: d.pop("config"), "training.json .*config: "),
         ("tokenizer.json", lambda d: d["model"]["vocab"].pop("a"), "tokenizer.json lacks an id"),
@@ -540,7 +533,7 @@ def test_tensors_that_do_not_fit_are_a_format_error(copied, name, change, found)
         ("tokenizer.json", lambda d: d.update(model=[]), "tokenizer.json cannot be read"),
     ],
 )
-def test_documents_that_disagree_are_a_format_error(copied, name, change, said):
+def test_documents_that_do_not_fit_are_a_format_error(copied, name, change, said):
     change_json(copied, name, change)
     with pytest.raises(FormatError, match=said):
         load_artefact(copied)

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import torch
 from pydantic import Field, JsonValue
 from torch import Tensor
 
-from entry_point.checkpoint import Checkpoints, read_safetensors
+from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config, make_config
 from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.data import LARGEST_JSON, Tokenizer, read_json, read_tokenizer
@@ -31,7 +30,7 @@ from entry_point.huggingface import (
     load_pretrained,
     starting_values,
 )
-from entry_point.model import GPT, activation_name
+from entry_point.model import GPT
 from launcher.errors import InputError
 from launcher.files.documents import (
     LARGEST,
@@ -45,8 +44,6 @@ from launcher.models.chat import difference
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source
 
-ACTIVATION = activation_name()
-LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -115,41 +112,28 @@ def load_artefact(
         document = parse(content, dict[str, Any], "tokenizer.json")
         tokenizer = Tokenizer(document, words.eos_token, words.chat_template is not None)
         training = read(directory, "training", Training)
-        sha256 = training.script_sha256
-        tensors, _ = read_safetensors(directory / "model.safetensors", largest=LARGEST_HEADER)
         source = Source.packaged()
-        model = hashlib.sha256(source.files["model.py"]).hexdigest()
-        qwen3 = (found.get("model_type"), found.get("hidden_act")) == ("qwen3", ACTIVATION)
-        same = training.model_sha256 == model and is_shaped_as(found, training.config, tokenizer)
+        same = training.model_sha256 == hashlib.sha256(source.files["model.py"]).hexdigest()
+        qwen3 = is_shaped_as(found, training.config, tokenizer)
         if not qwen3 or not same or entry_point is not None:
             try:
-                source = find_source(sha256, settings, entry_point)
+                source = find_source(training.script_sha256, settings, entry_point)
             except InputError:
                 if entry_point is not None or not qwen3:
                     raise
-                log_absent_script(sha256)
-        if source.is_packaged:
-            config = known_config(training.config)
-            expected = hugging_face_config(config, len(tokenizer), tokenizer.end)
+                log_absent_script(training.script_sha256)
     except OSError as error:
         name = Path(error.filename or directory).name
         raise FormatError(f"{name}: {error.strerror}") from None
-    except (Damaged, ValueError, ConfigError, DataError) as error:
+    except (Damaged, ValueError, DataError) as error:
         raise FormatError(
             f"{directory.name}: not a model directory of this script ({error})"
         ) from None
-    if source.is_packaged:
-        for key, value in expected.items():
-            if found.get(key) != value:
-                raise FormatError(
-                    f"config.json and training.json disagree: {key} is {found.get(key)!r},"
-                    f" not {value!r}"
-                )
     with errors_of(source):
-        if not source.is_packaged:
-            config = source.module("config").make_config(training.config)
-        edited = found["model_type"] != "qwen3"
-        return build_model(source, config, tensors, edited, len(tokenizer)), tokenizer
+        make = known_config if source.is_packaged else source.module("config").make_config
+        model: GPT = source.module("model").GPT(make(training.config), len(tokenizer))
+        source.module("huggingface").load_pretrained(model, directory)
+    return model.eval(), tokenizer
 
 
 LONGEST_CONTEXT = 4096  # of a published model here, whose memory would grow with more
@@ -186,8 +170,6 @@ def load_published(directory: Path) -> tuple[GPT, Tokenizer]:
             tokenizer.ends |= {*ends} if isinstance(ends, list) else {ends}
         model = GPT(config, len(tokenizer))
         load_pretrained(model, directory)
-        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
-            raise ValueError("its weights hold numbers that are not finite")
     except (TrainingError, KeyError, TypeError, ValueError, OSError) as error:
         raise FormatError(f"not a model of the Qwen3 family: {error}") from None
     return model.eval(), tokenizer
@@ -226,46 +208,6 @@ def errors_of(source: Source) -> Iterator[None]:
         ours = isinstance(error, (source.module("errors").TrainingError, Damaged))
         words = "" if ours else f"{type(error).__name__}: "
         raise FormatError(f"{words}{error}") from None
-
-
-@torch.no_grad()
-def build_model(
-    source: Source, config: Any, tensors: Mapping[str, Tensor], edited: bool, vocabulary_size: int
-) -> GPT:
-    """Create the folder's model with the tensors of a file.
-
-    Raises:
-        FormatError: their names, types or shapes do not fit, or a value is not finite.
-    """
-
-    def exported(model: GPT) -> dict[str, Tensor]:
-        weights = model.state_dict()
-        return weights if edited else source.module("huggingface").to_hugging_face(weights, config)
-
-    architecture = source.module("model").GPT
-    # Check the sizes before allocating memory. (An edited model may not support the meta device;
-    # its configuration is the one that it trained.)
-    with torch.device("meta") if source.is_packaged else contextlib.nullcontext():
-        shapes = exported(architecture(config, vocabulary_size))
-    for name in sorted(shapes.keys() | tensors.keys()):
-        expected, found = (
-            f"{str(t[name].dtype).removeprefix('torch.')} {list(t[name].shape)}"
-            if name in t
-            else "nothing"
-            for t in (shapes, tensors)
-        )
-        if expected != found:
-            raise FormatError(f"model.safetensors: {name} should be {expected} and is {found}")
-    model: GPT = architecture(config, vocabulary_size)
-    for name, tensor in exported(model).items():  # views of the model's weights, and norms of ones
-        ones = not edited and name.endswith("norm.weight") and not config.norm_weights
-        if ones and not bool((tensors[name] == 1).all()):
-            raise FormatError(f"model.safetensors is of another kind: {name} is not all ones")
-        # The mask of an edited model may hold infinities.
-        if bool(tensors[name].isnan().any() if edited else not tensors[name].isfinite().all()):
-            raise FormatError(f"model.safetensors: {name} holds numbers that are not finite")
-        tensor.copy_(tensors[name])
-    return model.eval()
 
 
 def read_checkpoint(directory: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
