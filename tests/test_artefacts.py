@@ -10,11 +10,8 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,24 +90,6 @@ def refused(job: Finished, cli: Callable[..., Ran]) -> str:
     assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1), ran
     assert launching.tree(job.home.parent) - before <= {"home/models"}
     return ran.error
-
-
-def test_the_next_fetch_deletes_what_a_killed_fetch_left(tmp_path):
-    fetching = (
-        "import os, sys; from pathlib import Path; from launcher.models.fetch import scratch\n"
-        "with scratch(Path(sys.argv[1])) as directory:\n"
-        f"    (directory / 'half').touch(); os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
-    )
-    subprocess.run([sys.executable, "-c", fetching, str(tmp_path)], timeout=60)
-    (left,) = tmp_path.glob(".fetch-*")
-    home = tmp_path / "new" / "home"
-    with fetch.scratch(home) as first, fetch.scratch(home) as second:  # two at once
-        assert set(home.iterdir()) == {first, second}
-    with fetch.scratch(tmp_path):
-        assert left.exists()  # another process may fetch
-        os.utime(left, (0, time.time() - 90_000))
-        with fetch.scratch(tmp_path):
-            assert not left.exists()
 
 
 def test_an_archive_is_fetched_once_until_it_changes(job):

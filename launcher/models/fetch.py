@@ -12,10 +12,9 @@ import re
 import shutil
 import tarfile
 import tempfile
-import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.storage import Progress
 from launcher.finding import find, full_id
-from launcher.job import DAY, JobDescription, checkpoints_among
+from launcher.job import JobDescription, checkpoints_among
 from launcher.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -186,10 +185,6 @@ def scratch(parent: Path) -> Iterator[Path]:
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        for old in parent.glob(".fetch-*"):
-            with suppress(FileNotFoundError):  # another fetch may end
-                if time.time() - old.stat().st_mtime > DAY:  # its process was killed
-                    shutil.rmtree(old, ignore_errors=True)
         with tempfile.TemporaryDirectory(
             prefix=".fetch-", dir=parent, ignore_cleanup_errors=True
         ) as directory:
