@@ -92,10 +92,7 @@ def fetch_archive(description: JobDescription, settings: Settings, progress: Pro
         return target
     with scratch(settings.models_dir) as directory:
         (archive,) = storage.fetch(description.model_uri, directory / "archive", progress, settings)
-        try:
-            extract(archive, directory / "model", description.model_uri)
-        except ServiceError as error:
-            raise ServiceError(f"{error}; {another_model(description, settings)}") from None
+        extract(archive, directory / "model", description.model_uri)
         keep(directory / "model", target)
     return target
 
@@ -117,16 +114,6 @@ def no_model(word: str) -> InputError:
         name = word.partition("/")[2]
         hint = f"; for that of the Hugging Face Hub, `hf download {word} --local-dir {name}`"
     return InputError(f"{word}: no such directory{hint}")
-
-
-def another_model(description: JobDescription, settings: Settings) -> str:
-    """What to do if the model of a completed job is unusable."""
-    if description.checkpoint_uri is None:
-        return "train again"
-    return (
-        f"`sm-nanogpt launch --resume {description.job_id} --set max_steps=N`, N above"
-        f" {description.checkpoint_step}, trains another from its checkpoint"
-    )
 
 
 def fetch_checkpoint(
