@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 # unpacks to much more is no model.
 LARGEST_RATIO = 20
 RATIO_FREE_BYTES = 1 << 26
-# What tarfile raises for a damaged archive; IndexError if the header of a sparse file is cut off.
-NOT_TAR = (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, IndexError)
+# What a damaged archive raises; IndexError if the header of a sparse file is cut off, the last two
+# if a name is there twice, or below a file.
+DAMAGE = (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, IndexError, ValueError)
+DAMAGE += (RecursionError, FileExistsError, NotADirectoryError)
 LARGEST_COUNT, LARGEST_DEPTH = 1000, 8  # of an archive; a model has 6 files
 
 
@@ -224,14 +226,8 @@ def extract(archive: Path, target: Path, uri: str) -> None:
                     shutil.copyfileobj(source, out)
             while stream.read(storage.CHUNK_BYTES):  # reads the checksum at the end
                 pass
-    except (*NOT_TAR, RecursionError) as error:
+    except DAMAGE as error:
         raise ServiceError(f"{uri} is damaged: {error}") from None
-    except (FileExistsError, NotADirectoryError):
-        raise ServiceError(
-            f"{uri} is refused: it contains {member.name!r} twice, or below a file"
-        ) from None
-    except ValueError as error:
-        raise ServiceError(f"{uri} is refused: {error}") from None
 
 
 class Bounded(io.RawIOBase):
