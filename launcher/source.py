@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -85,18 +84,12 @@ class Source:
         return self.sha256 == Source.packaged().sha256
 
     def write(self, directory: Path) -> None:
-        """Write the files into a new directory, whole or not at all.
-
-        Raises:
-            OSError: it exists and is not empty, or cannot be written.
-        """
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".") as temporary:
-            new = Path(temporary) / directory.name
-            new.mkdir()
-            for name, content in self.files.items():
-                (new / name).write_bytes(content)
-            new.rename(directory)
+        """Write the files that are not in a directory yet. Raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            path = directory / name
+            if not path.exists() or path.read_bytes() != content:
+                path.write_bytes(content)
 
     def module(self, name: str) -> ModuleType:
         """Import a module of the folder; this runs no training.
@@ -194,12 +187,7 @@ FINDER = Finder()
 def keep(source: Source, settings: Settings) -> Path:
     """Keep a folder below the home, for the models that it trains. Raises OSError."""
     kept = settings.kept_source(source.sha256)
-    try:
-        if not kept.exists():
-            source.write(kept)
-    except OSError:
-        if not kept.exists():  # else another launch has just kept it
-            raise
+    source.write(kept)
     return kept
 
 
