@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 # unpacks to much more is no model.
 LARGEST_RATIO = 20
 RATIO_FREE_BYTES = 1 << 26
-# What a damaged archive raises; IndexError if the header of a sparse file is cut off, the last two
-# if a name is there twice, or below a file.
-DAMAGE = (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, IndexError, ValueError)
-DAMAGE += (RecursionError, FileExistsError, NotADirectoryError)
+# What a damaged archive raises.
+DAMAGE = (
+    *(tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError, RecursionError),
+    IndexError,  # the header of a sparse file is cut off
+    *(FileExistsError, NotADirectoryError),  # a name is there twice, or below a file
+)
 LARGEST_COUNT, LARGEST_DEPTH = 1000, 8  # of an archive; a model has 6 files
 
 
