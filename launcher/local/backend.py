@@ -40,13 +40,11 @@ from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import (
-    LARGEST,
     Count,
     Damaged,
     Document,
     Moment,
     Scalar,
-    parse,
 )
 from launcher.job import (
     JOB_ID,
@@ -65,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TAIL_BYTES = 1 << 14  # of a curve: more than a hundred rows
+TAIL_BYTES = 1 << 18  # of a curve: more than a thousand rows
 GONE = (
     "its processes are gone: they were killed, the machine was switched off, or the disk was full"
 )
@@ -131,16 +129,10 @@ class LocalBackend:
             "resume_from": str(self.jobs_dir / job.resume / CHECKPOINTS) if job.resume else None,
         }
         try:
-            if not (directory / "job.json").exists():  # a launch was killed here
-                shutil.rmtree(directory, ignore_errors=True)
-            directory.mkdir(parents=True)
-            try:
-                self.start(directory, job.source, record)
-            except BaseException as error:  # also Ctrl-C, but for a job that may have started
-                if isinstance(error, OSError) or not (directory / "job.json").exists():
-                    shutil.rmtree(directory, ignore_errors=True)
-                raise
+            self.start(directory, job.source, record)
         except OSError as error:
+            if not (directory / "job.json").exists():
+                shutil.rmtree(directory, ignore_errors=True)
             raise ServiceError(
                 f"{directory}: {error.strerror or error}, so the job was not started; delete old"
                 " jobs, or set SM_NANOGPT_HOME to another directory"
@@ -163,7 +155,6 @@ class LocalBackend:
                     **os.environ,
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
                     or str(max(1, cores() // record["processes_per_host"])),
-                    "PYTHONPATH": whole_paths(os.environ.get("PYTHONPATH", "")),
                     "SM_NANOGPT_HOME": str(self.settings.home),
                     "SM_NANOGPT_PROFILE": self.settings.profile,
                     "SM_NANOGPT_REGION": self.settings.region,
@@ -325,11 +316,6 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
     return gpus, gpus
 
 
-def whole_paths(paths: str) -> str:
-    """The same search path with absolute directories."""
-    return os.pathsep.join(str(Path(path).absolute()) for path in paths.split(os.pathsep) if paths)
-
-
 def by_launch(path: Path) -> tuple[str, float]:
     """A key that sorts records of jobs by the time in the id, then by when they were written."""
     with suppress(FileNotFoundError):  # the job is just deleted
@@ -378,18 +364,13 @@ def last_line(path: Path) -> str:
 
 
 def last_metrics(path: Path, max_steps: int) -> dict[str, Any] | None:
-    """The newest metrics; val_loss is that of the last evaluation.
+    """The newest value of each metric.
 
-    Reads only the end of a long curve, since following a job calls this ten times a second.
+    Reads only the end of a long curve, since following a job calls this five times a second.
     """
-    rows: Row = {}
-    lines = tail(path, TAIL_BYTES)
-    if not any(b'"val_loss"' in line for line in lines):  # evaluations are far apart
-        lines = tail(path, LARGEST)
-    for line in lines:
-        with suppress(Damaged):  # an incomplete line
-            rows.update(parse(line, Row, path))
-    return {**rows, "max_steps": max_steps} if rows else None
+    rows = rows_of_file(tail(path, TAIL_BYTES), path)
+    newest = {name: value for row in rows for name, value in row.items()}
+    return {**newest, "max_steps": max_steps} if rows else None
 
 
 def read_document(path: Path, kind: type[T]) -> T | None:

@@ -52,13 +52,8 @@ class LocalRun:
 
     def update(self, **changes: Any) -> None:
         self.state.update(changes)
-        if self.deleted():
-            return
-        try:
+        if not self.deleted():
             write_json(self.directory / "state.json", self.state)
-        except OSError as error:  # a full disk, or the job was deleted
-            with suppress(OSError):
-                print(f"{error}: {self.state}", file=sys.stderr, flush=True)
 
     def run(self) -> None:
         """Run the job to its end; its final state says how it ended."""
