@@ -64,19 +64,14 @@ PLAN = Plan(
 )
 
 
-@pytest.fixture(scope="module")
-def a_home(tmp_path_factory):
-    return tmp_path_factory.mktemp("home")
-
-
 @given(values=jobs, plan=plans)
 @settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-def test_without_the_sdk_the_request_is_the_same(a_home, values, plan):
+def test_without_the_sdk_the_request_is_the_same(values, plan):
     try:
         job = TrainingJob(**values)
     except InputError:
         assume(False)
-    expected = estimator.create_request(JOB_ID, job, plan, a_home)
+    expected = estimator.create_request(JOB_ID, job, plan)
     assert create_request(JOB_ID, job, plan) == expected
 
 

@@ -404,32 +404,28 @@ def test_the_console_link_matches_the_partition(home, region, host):
     assert link == (host and f"{host}sagemaker/home?region={region}#/jobs/job")
 
 
-def test_a_launch_does_not_change_the_callers_sdk(home, dry, monkeypatch, caplog):
+def test_a_launch_does_not_change_the_callers_sdk(dry, monkeypatch, caplog):
     dry()  # imports the SDK without a word of its own
-    from sagemaker import utils
+    from sagemaker import estimator, utils
 
     mine = Mock(side_effect=AssertionError("our own config is not validated"))
     monkeypatch.setattr(utils, "validate_sagemaker_config", mine)
-    monkeypatch.setenv("SAGEMAKER_USER_CONFIG_OVERRIDE", "mine.yaml")
-    monkeypatch.delenv("SAGEMAKER_SUPPRESS_V2_WARNING", raising=False)
     loggers = [logging.getLogger(name) for name in (None, "sagemaker", "sagemaker.config")]
     for logger in loggers:
         caplog.set_level(logging.DEBUG, logger.name)
-    before, written = dict(os.environ), (home / "sagemaker-sdk.yaml").stat()
+    before = estimator.TensorBoardApp, dict(os.environ)
     dry()
-    assert dict(os.environ) == before
-    assert (home / "sagemaker-sdk.yaml").stat().st_mtime_ns == written.st_mtime_ns  # once
+    assert (estimator.TensorBoardApp, dict(os.environ)) == before
     assert [logger.level for logger in loggers] == [logging.DEBUG] * 3
     assert utils.validate_sagemaker_config is mine
 
 
-def test_launches_in_threads_do_not_change_the_process(home):
+def test_launches_in_threads_do_not_change_the_process():
     """Another would take for the process's own what the first has set."""
-    home.mkdir()
-    before, seen = dict(os.environ), list[str]()
+    seen = list[str]()
 
     def launch(n: int) -> None:
-        with quiet_sdk(home):
+        with quiet_sdk():
             seen.append("enters")
             time.sleep(0.02)
             seen.append("leaves")
@@ -437,18 +433,6 @@ def test_launches_in_threads_do_not_change_the_process(home):
     with ThreadPoolExecutor() as pool:
         list(pool.map(launch, range(4)))
     assert seen == ["enters", "leaves"] * 4
-    assert dict(os.environ) == before
-
-
-def test_a_named_profile_overrides_a_missing_one(dry, tmp_path, monkeypatch):
-    (tmp_path / "config").write_text("[profile me]\nregion = us-east-1\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("SM_NANOGPT_PROFILE", "me")
-    for name in ("AWS_PROFILE", "AWS_DEFAULT_PROFILE"):
-        with monkeypatch.context() as context:
-            context.setenv(name, "gone")
-            assert dry()
-            assert os.environ[name] == "gone"
 
 
 @pytest.mark.parametrize("name", ["ADMIN", "USER"])

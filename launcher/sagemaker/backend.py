@@ -221,7 +221,7 @@ class SageMakerBackend:
             return create_request(job_id, job, plan)
         from launcher.sagemaker import estimator
 
-        return estimator.create_request(job_id, job, plan, self.settings.home)
+        return estimator.create_request(job_id, job, plan)
 
     def afford(self, job: TrainingJob) -> TrainingJob:
         session = None if self.settings.offline else self.session

@@ -12,9 +12,10 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from launcher.aws import service_errors
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.job import TrainingJob
@@ -28,94 +29,48 @@ from launcher.sagemaker.request import (
     tags_of,
 )
 
-# os.environ belongs to the process: two threads that change it at once would restore each other's
-# values.
-ONE_AT_A_TIME = threading.Lock()
-CONFIG = "SchemaVersion: '1.0'\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n"
+ONE_AT_A_TIME = threading.Lock()  # two threads would restore each other's values
+# Instead of files of the user and the machine, whose defaults would change the request.
+CONFIG = {
+    "SchemaVersion": "1.0",
+    "SageMaker": {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}},
+}
 
 
 @contextmanager
-def quiet_sdk(home: Path) -> Iterator[None]:
-    """Turn off side effects of the SDK, and restore the process afterwards.
+def quiet_sdk() -> Iterator[None]:
+    """Silence the SDK, and restore the loggers that its import sets up.
 
-    These are telemetry, a banner, INFO logs of all libraries, defaults from configuration files of
-    the user and the machine, and a look-up of AWS_PROFILE, which fails if that profile is gone.
+    It would validate CONFIG in fifty look-ups (2 s), and make a TensorBoard client from boto3's
+    default session, which fails if the default profile's login has expired.
     """
-    from botocore.session import Session
-
-    config = str(home / "sagemaker-sdk.yaml")
-    if storage.read_bytes(config) != CONFIG.encode():
-        storage.write_text(config, CONFIG)
-    ours = {
-        "DISABLE_JUMPSTART_LOGGING": "1",  # it warns on import if credentials have expired
-        "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
-        "SAGEMAKER_ADMIN_CONFIG_OVERRIDE": config,
-        "SAGEMAKER_USER_CONFIG_OVERRIDE": config,
-    }
+    os.environ.setdefault("DISABLE_JUMPSTART_LOGGING", "1")  # it warns of expired credentials
+    os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
+    root, *of_sdk = map(logging.getLogger, ("root", "sagemaker", "sagemaker.config"))
     with ONE_AT_A_TIME:
-        # Keep an existing profile: another thread may need it.
-        there = Session().available_profiles
-        named = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
-        gone = [name for name in named if name in os.environ and os.environ[name] not in there]
-        before = {name: os.environ.get(name) for name in {*ours, *gone}}
-        loggers = (None, "sagemaker", "sagemaker.config")
-        root, *of_sdk = (logging.getLogger(name) for name in loggers)
-        levels = {logger: logger.level for logger in (root, *of_sdk)}
-        handlers = root.handlers[:]
+        levels, handlers = [(each, each.level) for each in (root, *of_sdk)], root.handlers[:]
+        for logger in of_sdk:
+            logger.setLevel(logging.WARNING)
         try:
-            os.environ.update(ours)
-            for name in gone:
-                del os.environ[name]
-            for logger in of_sdk:
-                logger.setLevel(logging.WARNING)
-            yield
+            with (
+                patch("sagemaker.utils.validate_sagemaker_config"),
+                patch("sagemaker.estimator.TensorBoardApp"),
+            ):
+                yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-            for logger, level in levels.items():
+            for logger, level in levels:
                 logger.setLevel(level)
             root.handlers[:] = handlers
 
 
-@contextmanager
-def lean_sdk() -> Iterator[None]:
-    """Keep the SDK from validating its config, and estimators from making a TensorBoard client.
-
-    The config is our constant, and fifty look-ups would each validate it (2 s). The client comes
-    from boto3's default session, which fails if the default profile's login has expired, even if
-    another profile launches.
-    """
-    import sagemaker.config.config
-    import sagemaker.estimator
-    import sagemaker.utils
-
-    replaced: list[tuple[Any, str, Any]] = [
-        (module, name, getattr(module, name))
-        for module, name in (
-            (sagemaker.config.config, "validate_sagemaker_config"),
-            (sagemaker.utils, "validate_sagemaker_config"),
-            (sagemaker.estimator, "TensorBoardApp"),
-        )
-    ]
-    try:
-        for module, name, _ in replaced:
-            setattr(module, name, lambda *_, **__: None)
-        yield
-    finally:
-        for module, name, original in replaced:
-            setattr(module, name, original)
-
-
-def create_request(job_id: str, job: TrainingJob, plan: Plan, home: Path) -> dict[str, Any]:
+def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
     """The CreateTrainingJob request that the SDK makes for a job. Sends nothing.
 
     Raises:
-        InputError: the text is not on S3, or the SDK refuses the job.
+        InputError: the SDK refuses the job.
+        ServiceError: AWS_PROFILE names a profile that does not exist.
     """
-    with quiet_sdk(home), lean_sdk():
+    with service_errors("the SageMaker SDK"), quiet_sdk():
         return record_request(job_id, job, plan)
 
 
@@ -138,7 +93,7 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
 
     # Nothing is signed; with dummy keys boto3 does not look for credentials.
     unsigned = boto3.Session("none", "none", region_name=plan.region)
-    session = Recorder(boto_session=unsigned)
+    session = Recorder(boto_session=unsigned, sagemaker_config=CONFIG)
     output_uri = storage.join(plan.store, "jobs")
     if job.launcher == "torchrun":
         distribution: dict[str, Any] = {"torch_distributed": {"enabled": True}}
