@@ -214,9 +214,14 @@ def write_file(
 
 def by_parts(progress: Progress) -> dict[str, Any]:
     """What makes s3fs move a file by parallel parts, and tell of them."""
+    return told(progress) | dict(chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
+
+
+def told(progress: Progress) -> dict[str, Any]:
+    """What makes fsspec tell of the bytes that it moves."""
     callback = fsspec.Callback()
     callback.relative_update = progress
-    return dict(callback=callback, chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
+    return dict(callback=callback)
 
 
 def file_sha256(path: Path) -> str:

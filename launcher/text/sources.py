@@ -1,0 +1,172 @@
+"""Texts that are not in files of this machine: standard input, data sets of the Hub, and S3."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import InputError, ServiceError, not_installed
+from launcher.files import storage
+from launcher.files.storage import Progress
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+LOGIN = "run `hf auth login`, or set HF_TOKEN"
+HUB = re.compile(r"hf://datasets/(?P<id>[\w.-]+/(?P<name>[\w.-]+))(@[^/]+)?(/.*)?")
+
+
+@contextmanager
+def local_paths(
+    paths: Sequence[str | Path], settings: Settings, progress: Progress = lambda n: None
+) -> Iterator[list[Path]]:
+    """The paths; what is not on this machine is copied into a temporary directory first.
+
+    `-` is standard input. `hf://datasets/OWNER/NAME[@REVISION][/PATH]` and `s3://bucket/key` name a
+    file, a folder with all that is below it, or by `*` several files. Errors name them so.
+
+    Raises:
+        InputError: nothing is there, or it is another kind of URL.
+        ServiceError: the Hub or S3 refuses, or cannot be reached, or the disk is full.
+    """
+    cache = settings.cache_dir
+    with storage.reported(str(cache)):
+        cache.mkdir(parents=True, exist_ok=True)
+        directory = tempfile.mkdtemp(prefix="sources-", dir=cache)
+    found = list[Path]()
+    try:
+        for number, path in enumerate(paths):
+            found.append(local(path, Path(directory, str(number)), settings, progress))
+        yield found
+    except InputError as error:
+        for path, source in zip(found, paths, strict=False):
+            error.args = (str(error).replace(str(path), str(source)),)
+        raise
+    finally:
+        shutil.rmtree(directory)
+
+
+def named_by(source: str | Path) -> Path:
+    """A path with the name of a source, such as that of a data set of the Hub."""
+    found = HUB.fullmatch(str(source))
+    return Path("stdin" if source == "-" else found["name"] if found else source)
+
+
+def local(source: str | Path, directory: Path, settings: Settings, progress: Progress) -> Path:
+    """The path of a source; one that is not on this machine is copied into that new directory."""
+    word = str(source)
+    kind, is_url, _ = word.partition("://")
+    if word == "-":
+        return saved_input(directory)
+    if kind == "hf":
+        with hub_errors(word):
+            fs, path = hub(word)
+            how = storage.told(progress) | {"block_size": 0}  # by one request for a file
+            return copied(word, fs, path, directory, how, progress)
+    if kind == "s3":
+        with storage.reported(word):
+            fs, path = storage.file_system(word, settings)
+            return copied(word, fs, path, directory, storage.by_parts(progress), progress)
+    if kind in ("http", "https"):
+        raise InputError(f"{word}: download it, `curl -L {word} | sm-nanogpt upload-data -`")
+    if is_url:
+        raise InputError(f"{word}: use a path, -, hf://datasets/OWNER/NAME, or s3://bucket/prefix")
+    return storage.path_of(source)
+
+
+def saved_input(directory: Path) -> Path:
+    """Write standard input to a file."""
+    if sys.stdin.isatty():
+        logger.info("reading text from the terminal; Ctrl-D on a new line ends it")
+    with storage.reported("standard input"):
+        directory.mkdir()
+        with (directory / "stdin").open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+    return directory / "stdin"
+
+
+def copied(
+    source: str, fs: Any, path: str, directory: Path, how: dict[str, Any], progress: Progress
+) -> Path:
+    """Copy one file, or all below a folder, or all that fit a pattern; returns the file or folder.
+
+    how are arguments of fsspec's get_file.
+    """
+    from tqdm import tqdm
+
+    try:
+        found = fs.find(path, detail=True) or fs.glob(path, detail=True)
+    except ValueError as error:  # such as a pattern with **.txt
+        raise InputError(f"{source}: {error}") from None
+    sizes = {
+        key: int(info["size"])
+        for key, info in found.items()
+        if info["type"] == "file" and not key.endswith("/")  # a folder made by the S3 console
+    }
+    if not sizes:
+        raise InputError(f"{source}: nothing is there")
+    size = sum(sizes.values())
+    amount = f"{tqdm.format_sizeof(size)}B in {len(sizes):,} file{'s' * (len(sizes) > 1)}"
+    if size > shutil.disk_usage(directory.parent).free:
+        raise ServiceError(f"{source}: {amount} do not fit on the disk of {directory.parent}")
+    logger.info(f"{source}: copying {amount}")
+    storage.expect(progress, size)
+    root = path if set(sizes) == {path} else re.split(r"[^/]*[*?[]", path)[0].rstrip("/")
+    top = directory / Path(root).name.partition("@")[0]
+    for key, expected in sizes.items():
+        target = top / key.removeprefix(root).lstrip("/")
+        if not target.resolve().is_relative_to(top.resolve()):
+            raise ServiceError(f"{source}: {key!r} would be written outside of {top}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fs.get_file(key, str(target), **how)
+        if target.stat().st_size != expected:
+            raise ServiceError(f"{source}: the copy of {key} is damaged; try again")
+    return top
+
+
+def hub(source: str) -> tuple[Any, str]:
+    """The fsspec file system of the Hub and the path in it."""
+    try:
+        from huggingface_hub import HfFileSystem
+    except ImportError as error:
+        raise not_installed(error.name or "huggingface_hub", "data") from None
+    if not HUB.fullmatch(source):
+        raise InputError(f"{source}: write it as hf://datasets/OWNER/NAME/PATH")
+    return HfFileSystem(skip_instance_cache=True), source.removeprefix("hf://").rstrip("/")
+
+
+@contextmanager
+def hub_errors(source: str) -> Iterator[None]:
+    """Turn exceptions of the Hub's client into one line about the source."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or type(error).__module__.startswith("httpx"):
+            raise hub_error(source, error) from None
+        raise
+
+
+def hub_error(source: str, error: Exception) -> InputError | ServiceError:
+    from huggingface_hub import errors
+
+    cause = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__
+    named = HUB.match(source)
+    page = f"https://huggingface.co/datasets/{named and named['id']}"
+    if isinstance(cause, errors.GatedRepoError):
+        return ServiceError(f"{source}: ask for access on {page}, then {LOGIN}")
+    if isinstance(cause, (errors.RepositoryNotFoundError, errors.HFValidationError)):
+        return InputError(f"{source}: the Hub has no such data set, or it is private: {LOGIN}")
+    if isinstance(cause, errors.RevisionNotFoundError):
+        return InputError(f"{source}: there is no such revision; {page} lists them")
+    if isinstance(error, (FileNotFoundError, errors.EntryNotFoundError)):
+        return InputError(f"{source}: nothing is there; {page}/tree/main shows the files")
+    if isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code == 401:
+        return ServiceError(f"{source}: the Hub rejects the token; {LOGIN}")
+    return ServiceError(f"{source}: {' '.join(str(error).split())}; check the network")

@@ -1,0 +1,216 @@
+"""Sources of a text that are no files of this machine: standard input, the Hub, S3."""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+
+import boto3
+import hub as hubs
+import pytest
+from runs import free_port
+from s3fs import S3FileSystem
+
+from launcher import InputError, ServiceError, Settings
+from launcher.files.storage import Progress
+from launcher.text.sources import local_paths, named_by
+
+FILES = {
+    "README.md": b"the card",
+    "train.csv": b"text\nhello\n",
+    "data/a.txt": b"a" * 1000,
+    "data/deep/b.jsonl": b'{"text": "b"}\n',
+    "data/empty.txt": b"",
+}
+
+
+@pytest.fixture
+def hub(home, monkeypatch):
+    with hubs.serving() as hub:
+        hub.datasets = {name: dict(FILES) for name in ("me/notes", "me/private", "me/gated")}
+        hub.private, hub.gated = {"me/private"}, {"me/gated"}
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        urls = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", urls)
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(home / "none"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield hub
+
+
+@pytest.fixture
+def copied(home):
+    """Copies sources; returns the content of each file, by its path below them."""
+    settings = Settings(home=home)
+
+    def copy(*sources: str, progress: Progress = lambda n: None) -> dict[str, bytes]:
+        found = {}
+        try:
+            with local_paths(sources, settings, progress) as paths:
+                for path in paths:
+                    for file in [path] if path.is_file() else path.rglob("*"):
+                        if file.is_file():
+                            found[file.relative_to(path.parent).as_posix()] = file.read_bytes()
+        finally:
+            assert not list(settings.cache_dir.iterdir()), "a copy is left"
+        return found
+
+    return copy
+
+
+def below(prefix: str, top: str) -> dict[str, bytes]:
+    """The files below a folder, as they are named in one that is called `top`."""
+    return {
+        f"{top}/{name.removeprefix(prefix)}": content
+        for name, content in FILES.items()
+        if name.startswith(prefix)
+    }
+
+
+HUB_SOURCES = {
+    "me/notes": below("", "notes"),
+    "me/notes/": below("", "notes"),
+    "me/notes/data": below("data/", "data"),
+    f"me/notes@{hubs.COMMIT}/data": below("data/", "data"),
+    "me/notes@refs/convert/parquet": below("", "parquet"),
+    "me/notes/train.csv": {"train.csv": FILES["train.csv"]},
+    "me/notes@main/data/*.txt": {k: v for k, v in below("data/", "data").items() if "txt" in k},
+    "me/notes/**/*.jsonl": {"notes/data/deep/b.jsonl": FILES["data/deep/b.jsonl"]},
+}
+
+
+@pytest.mark.parametrize("source", HUB_SOURCES)
+def test_files_of_the_hub_are_copied(hub, copied, source):
+    moved = list[int]()
+    found = copied(f"hf://datasets/{source}", progress=moved.append)
+    assert found == HUB_SOURCES[source]
+    assert sum(moved) == sum(map(len, found.values()))
+
+
+REFUSED = {
+    "me/none": (InputError, "no such data set, or it is private: run `hf auth login`"),
+    "me/private": (InputError, "no such data set, or it is private: run `hf auth login`"),
+    "me/gated": (ServiceError, "ask for access on https://huggingface.co/datasets/me/gated"),
+    "me/notes@v2": (InputError, "no such revision"),
+    "me/notes/none.txt": (InputError, "nothing is there"),
+    "me/notes/**.txt": (InputError, "Invalid pattern"),
+    "squad": (InputError, "hf://datasets/OWNER/NAME/PATH"),
+    "me/..notes": (InputError, "cannot start or end with"),
+}
+
+
+@pytest.mark.parametrize("source", REFUSED)
+def test_what_the_hub_does_not_give_is_one_line(hub, copied, source):
+    kind, fact = REFUSED[source]
+    with pytest.raises(kind) as refused:
+        copied(f"hf://datasets/{source}")
+    assert fact in str(refused.value)
+    assert str(refused.value).startswith(f"hf://datasets/{source}: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_token_opens_what_is_private_or_gated(hub, copied, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", hubs.TOKEN)
+    assert copied("hf://datasets/me/private") == below("", "private")
+    with pytest.raises(ServiceError, match="ask for access"):
+        copied("hf://datasets/me/gated")
+    hub.granted.add("me/gated")
+    assert copied("hf://datasets/me/gated") == below("", "gated")
+    monkeypatch.setenv("HF_TOKEN", "hf_of_another")
+    with pytest.raises(ServiceError, match="the Hub rejects the token; run `hf auth login`"):
+        copied("hf://datasets/me/notes")
+
+
+def test_a_download_that_breaks_off_is_an_error(hub, copied):
+    hub.broken = True
+    with pytest.raises(ServiceError, match="check the network"):
+        copied("hf://datasets/me/notes/data/a.txt")
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error(hub, copied, monkeypatch):
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", nowhere)
+    with pytest.raises(ServiceError, match=r"^hf://.*refused; check the network"):
+        copied("hf://datasets/me/notes")
+
+
+def test_the_size_of_a_source_comes_first(hub, copied, caplog):
+    with caplog.at_level("INFO", "launcher"):
+        copied("hf://datasets/me/notes/data")
+    assert caplog.messages == ["hf://datasets/me/notes/data: copying 1.01kB in 3 files"]
+    hub.claimed["data/a.txt"] = 45 * 10**15
+    with pytest.raises(ServiceError, match=r"45.*PB in 3 files do not fit"):
+        copied("hf://datasets/me/notes/data/")
+
+
+def test_the_hubs_client_is_named_when_missing(copied, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(InputError, match=r"huggingface_hub is missing.*'\.\[data\]'"):
+        copied("hf://datasets/me/notes")
+
+
+@pytest.fixture
+def bucket(s3, monkeypatch):
+    for name, content in FILES.items():
+        s3.put_object(Bucket=s3.bucket, Key=f"texts/{name}", Body=content)
+    s3.put_object(Bucket=s3.bucket, Key="texts/data/", Body=b"")  # as the console makes a folder
+    return f"s3://{s3.bucket}"
+
+
+S3_SOURCES = {
+    "texts": below("", "texts"),
+    "texts/data/": below("data/", "data"),
+    "texts/data/a.txt": {"a.txt": FILES["data/a.txt"]},
+    "texts/*.csv": {"texts/train.csv": FILES["train.csv"]},
+}
+
+
+@pytest.mark.parametrize("source", S3_SOURCES)
+def test_files_of_s3_are_copied(bucket, copied, source):
+    assert copied(f"{bucket}/{source}") == S3_SOURCES[source]
+
+
+def test_what_s3_does_not_give_is_one_line(bucket, emulator, copied, monkeypatch):
+    with pytest.raises(InputError, match=f"^{bucket}/none: nothing is there"):
+        copied(f"{bucket}/none")
+    iam = boto3.client("iam")
+    iam.create_user(UserName="reader")
+    key = iam.create_access_key(UserName="reader")["AccessKey"]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(ServiceError, match=f"^{bucket}/texts: not allowed; ask for the permission"):
+        copied(f"{bucket}/texts")
+
+
+def test_standard_input_is_a_file(copied, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"hi"), isatty=bool))
+    (tmp_path / "notes.txt").write_text("more")
+    assert copied("-", "notes.txt") == {"stdin": b"hi", "notes.txt": b"more"}
+
+
+@pytest.mark.parametrize(
+    ("source", "fact"),
+    [
+        ("https://a.org/b.txt", "`curl -L https://a.org/b.txt | sm-nanogpt upload-data -`"),
+        ("gs://bucket/b.txt", "s3://bucket/prefix"),
+        ("hf://me/model", "hf://datasets/OWNER/NAME"),
+        ("", "the path is empty"),
+    ],
+)
+def test_other_urls_are_refused_with_the_way(copied, source, fact):
+    with pytest.raises(InputError) as refused:
+        copied(source)
+    assert fact in str(refused.value)
+
+
+def test_an_error_names_the_source_not_its_copy(hub, home):
+    settings, source = Settings(home=home), "hf://datasets/me/notes/data"
+    with pytest.raises(InputError, match=f"^{source}/deep/b.jsonl:12: no"):  # noqa: SIM117
+        with local_paths([source], settings) as (path,):
+            raise InputError(f"{path}/deep/b.jsonl:12: no")
+
+
+def test_sources_have_names():
+    words = ("hf://datasets/me/notes@main/data/a.txt", "-", "a/b.txt", "s3://bucket/texts")
+    assert [named_by(word).name for word in words] == ["notes", "stdin", "b.txt", "texts"]
