@@ -66,9 +66,9 @@ def local(source: str | Path, directory: Path, settings: Settings, progress: Pro
     if word == "-":
         return saved_input(directory)
     if kind == "hf":
-        with hub_errors(word):
-            fs, path = hub(word)
-            how = storage.told(progress) | {"block_size": 0}  # by one request for a file
+        fs, path = hub(word)
+        how = storage.told(progress) | {"block_size": 0}  # by one request for a file
+        with storage.reported(word), hub_errors(word):
             return copied(word, fs, path, directory, how, progress)
     if kind == "s3":
         with storage.reported(word):
@@ -85,10 +85,9 @@ def saved_input(directory: Path) -> Path:
     """Write standard input to a file."""
     if sys.stdin.isatty():
         logger.info("reading text from the terminal; Ctrl-D on a new line ends it")
-    with storage.reported("standard input"):
-        directory.mkdir()
-        with (directory / "stdin").open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file)
+    directory.mkdir()
+    with storage.reported("standard input"), (directory / "stdin").open("wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
     return directory / "stdin"
 
 
@@ -106,7 +105,7 @@ def copied(
     except ValueError as error:  # such as a pattern with **.txt
         raise InputError(f"{source}: {error}") from None
     sizes = {
-        key: int(info["size"])
+        key: info["size"]
         for key, info in found.items()
         if info["type"] == "file" and not key.endswith("/")  # a folder made by the S3 console
     }
@@ -145,28 +144,21 @@ def hub(source: str) -> tuple[Any, str]:
 @contextmanager
 def hub_errors(source: str) -> Iterator[None]:
     """Turn exceptions of the Hub's client into one line about the source."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OSError) or type(error).__module__.startswith("httpx"):
-            raise hub_error(source, error) from None
-        raise
-
-
-def hub_error(source: str, error: Exception) -> InputError | ServiceError:
     from huggingface_hub import errors
 
-    cause = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__
-    named = HUB.match(source)
-    page = f"https://huggingface.co/datasets/{named and named['id']}"
-    if isinstance(cause, errors.GatedRepoError):
-        return ServiceError(f"{source}: ask for access on {page}, then {LOGIN}")
-    if isinstance(cause, (errors.RepositoryNotFoundError, errors.HFValidationError)):
-        return InputError(f"{source}: the Hub has no such data set, or it is private: {LOGIN}")
-    if isinstance(cause, errors.RevisionNotFoundError):
-        return InputError(f"{source}: there is no such revision; {page} lists them")
-    if isinstance(error, (FileNotFoundError, errors.EntryNotFoundError)):
-        return InputError(f"{source}: nothing is there; {page}/tree/main shows the files")
-    if isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code == 401:
-        return ServiceError(f"{source}: the Hub rejects the token; {LOGIN}")
-    return ServiceError(f"{source}: {' '.join(str(error).split())}; check the network")
+    page = HUB.sub(r"https://huggingface.co/datasets/\g<id>", source)
+    try:
+        yield
+    except (FileNotFoundError, ConnectionError, errors.HTTPError) as error:
+        cause = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__
+        if isinstance(cause, errors.GatedRepoError):
+            raise ServiceError(f"{source}: ask for access on {page}, then {LOGIN}") from None
+        if isinstance(cause, (errors.RepositoryNotFoundError, errors.HFValidationError)):
+            what = f"the Hub has no such data set, or it is private: {LOGIN}"
+            raise InputError(f"{source}: {what}") from None
+        if isinstance(cause, errors.RevisionNotFoundError):
+            raise InputError(f"{source}: there is no such revision; {page} lists them") from None
+        if isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code == 401:
+            raise ServiceError(f"{source}: the Hub rejects the token; {LOGIN}") from None
+        why = " ".join(str(error).split())
+        raise ServiceError(f"{source}: {why}; check the network") from None
