@@ -26,6 +26,7 @@ NAMES = (
     "benchmarks/precision",
     "benchmarks/fine_tuning",
     "benchmarks/tokens",
+    "benchmarks/upload",
     "tutorials/batch_and_context",
     "tutorials/ladder",
     "tutorials/processes",

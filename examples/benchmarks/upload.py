@@ -1,0 +1,72 @@
+"""Seconds and memory of upload-data: by characters, and as tokens.
+
+Examples:
+  python examples/benchmarks/upload.py --text input.txt
+  git worktree add ../before v0.1
+  python examples/benchmarks/upload.py --text input.txt --before ../before
+
+The large text repeats the given one. Its tokens are those of a BPE that is learned from the given
+text before, with --vocab-size. Their speed is from the difference between the large text and the
+given one, so it leaves out the start. With --before, the same commands of another checkout run in
+turns with these.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import measure
+from measure import CLI, ROOT, Failed, Process, Report, cost
+from startup import repeated
+from tokens import encoded
+
+
+def benchmark(args: Namespace, scratch: Path) -> Report:
+    megabytes = 2 if args.quick else args.megabytes
+    large = repeated(scratch / "large.txt", args.text.read_text("utf-8"), megabytes)
+    tokenizer = encoded(args.text, args.vocab_size, scratch / "learned")
+
+    def upload(checkout: Path, text: Path, *words: str | Path) -> tuple[float, float]:
+        home = scratch / f"home-{time.monotonic_ns()}"  # an empty store
+        env = {"SM_NANOGPT_HOME": str(home), "PYTHONPATH": str(checkout)}
+        command = [*CLI, "upload-data", str(text), *map(str, words)]
+        return cost(Process(command, cwd=checkout, env=env))
+
+    def by_characters(checkout: Path) -> tuple[float, float]:
+        return upload(checkout, large)
+
+    def by_tokens(checkout: Path) -> tuple[float, float]:
+        # In a smoke run, the text is too small to show a difference.
+        small = 0.0 if args.quick else upload(checkout, args.text, "--tokenizer", tokenizer)[0]
+        seconds, memory = upload(checkout, large, "--tokenizer", tokenizer)
+        if seconds <= small:
+            raise Failed("the large text took no longer than the given one; more --megabytes")
+        return (large.stat().st_size - args.text.stat().st_size) / 1e6 / (seconds - small), memory
+
+    checkouts = {"": ROOT} | ({", before": args.before.absolute()} if args.before else {})
+    ways = {"characters": by_characters, "tokens": by_tokens}
+    sides = {
+        f"{way}{when}": lambda index, run=run, checkout=checkout: run(checkout)
+        for way, run in ways.items()
+        for when, checkout in checkouts.items()
+    }
+    found = measure.alternate(args.rounds, sides)
+    report = Report(findings={"text": f"{large.stat().st_size / 1e6:.0f} MB"})
+    for side, figures in found.items():
+        speeds, memory = map(list, zip(*figures, strict=True))
+        what = "MB/s" if side.startswith("tokens") else "seconds"
+        report.rows.append({"": side, what: speeds, "memory MB": memory})
+        if args.before and not side.endswith("before"):
+            before, _ = map(list, zip(*found[f"{side}, before"], strict=True))
+            report.findings[f"{side}, {what} over those before"] = measure.ratio(speeds, before)
+    return report
+
+
+if __name__ == "__main__":
+    parser = measure.parser(__doc__, rounds=3, nanogpt=False)
+    parser.add_argument("--megabytes", type=float, default=200, help="of text (default 200)")
+    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="(default 4096)")
+    parser.add_argument("--before", type=Path, metavar="PATH", help="a checkout to compare with")
+    measure.run(parser, benchmark)
