@@ -12,7 +12,6 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -87,9 +86,6 @@ def check_instance(name: str) -> None:
     raise InputError(f"--instance {name}: must be local or a SageMaker type{hint}")
 
 
-MOST_TYPES = 5  # that SageMaker chooses among
-
-
 def types_of(instance: str) -> tuple[str, ...]:
     """The instance types of `--instance`, separated by commas."""
     return tuple(name.strip() for name in instance.split(","))
@@ -105,11 +101,6 @@ def check_instances(names: Sequence[str]) -> None:
     problem = None
     if len(names) > 1 and "local" in names:
         problem = "local cannot be combined with other types"
-    elif len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        problem = f"{twice} is given twice"
-    elif len(names) > MOST_TYPES:
-        problem = f"{len(names)} types, and SageMaker allows {MOST_TYPES}"
     elif len({looks_like_gpu(name) for name in names}) > 1:
         problem = "types with and without GPUs need different images"
     if problem:
@@ -160,6 +151,8 @@ def looks_like_gpu(name: str) -> bool:
 
 # -- cores of this machine -------------------------------------------------------------------------
 
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
 
 def cpu_processes(config: Config) -> int:
     """The number of processes that train fastest on this machine's CPU.
@@ -184,24 +177,19 @@ def chosen_threads() -> int:
 
 def cores() -> int:
     """The cores that a job may use. Beyond a container's quota, threads are halted."""
-    return max(1, int(min(available_cores(), cpu_quota(Path("/")))))
+    return max(1, int(min(available_cores(), cpu_quota())))
 
 
-def cpu_quota(root: Path) -> float:
-    """CPU seconds per second that this process's control groups allow; infinite without a limit.
+def cpu_quota() -> float:
+    """CPU seconds per second that this container allows; infinite without a limit.
 
-    A group's limit is in cpu.max ("max 100000", "150000 100000"); a container sees its own group
-    at the top of the tree. https://docs.kernel.org/admin-guide/cgroup-v2.html
+    https://docs.kernel.org/admin-guide/cgroup-v2.html
     """
-    quota = math.inf
-    with suppress(OSError):
-        for group in (root / "proc/self/cgroup").read_text().splitlines():
-            own = root / "sys/fs/cgroup" / group.rpartition(":")[2].lstrip("/")
-            for directory in (own, *own.parents):  # each limits the groups below it
-                with suppress(OSError):
-                    limit, period = (directory / "cpu.max").read_text().split()
-                    quota = min(quota, math.inf if limit == "max" else int(limit) / int(period))
-    return quota
+    try:
+        limit, period = CPU_MAX.read_text().split()  # "max 100000" or "150000 100000"
+    except OSError:
+        return math.inf
+    return math.inf if limit == "max" else int(limit) / int(period)
 
 
 def available_cores() -> int:

@@ -10,28 +10,19 @@ from launcher import machines
 
 
 @pytest.mark.parametrize(
-    ("groups", "files", "quota"),
-    [
-        ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
-        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
-        ("0::/a/b\n", {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "max 100000\n"}, 2),
-        (None, {}, math.inf),
-    ],
+    ("content", "quota"), [("max 100000\n", math.inf), ("250000 100000\n", 2.5), (None, math.inf)]
 )
-def test_the_cpu_quota_is_that_of_the_control_groups(tmp_path, groups, files, quota):
-    if groups is not None:
-        files = {"../../../proc/self/cgroup": groups, **files}
-    for name, content in files.items():
-        path = (tmp_path / "sys/fs/cgroup" / name).resolve()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    assert machines.cpu_quota(tmp_path) == quota
+def test_the_cpu_quota_is_that_of_the_container(tmp_path, monkeypatch, content, quota):
+    monkeypatch.setattr(machines, "CPU_MAX", tmp_path / "cpu.max")
+    if content is not None:
+        (tmp_path / "cpu.max").write_text(content)
+    assert machines.cpu_quota() == quota
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(math.inf, 64), (2.5, 2), (0.5, 1), (100.0, 64)])
 def test_a_job_takes_no_more_cores_than_the_quota_allows(monkeypatch, quota, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1064)))
-    monkeypatch.setattr(machines, "cpu_quota", lambda root: quota)
+    monkeypatch.setattr(machines, "cpu_quota", lambda: quota)
     assert machines.cores() == cores
 
 

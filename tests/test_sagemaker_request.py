@@ -272,8 +272,6 @@ def many(option: str, n: int) -> str:
         ("--instance ml.g5.12xlrge", "did you mean ml.g5.12xlarge"),
         ("--instance ml.g5.13xlarge", "or ml.g5.12xlarge or"),
         ("--instance ml.g5.xlarge,ml.g6.xlarge --spot", "--spot takes one --instance type"),
-        ("--instance ml.g5.xlarge,ml.g5.xlarge", "ml.g5.xlarge is given twice"),
-        (f"--instance {','.join(FIVE)},ml.g6.xlarge", "6 types, and SageMaker allows 5"),
         ("--instance ml.g5.xlarge,local", "local cannot be combined"),
         ("--instance ml.g5.xlarge,ml.m5.xlarge", "with and without GPUs"),
         ("--instance ml.g5.xlarge,ml.trn1.2xlarge", "Neuron"),
