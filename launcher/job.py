@@ -171,8 +171,6 @@ class Request(BaseModel):
             problem = "--max-wait is for --spot jobs"
         elif self.max_wait is not None and run is not None and self.max_wait < run:
             problem = f"--max-wait {self.max_wait} must be at least --max-run {run}"
-        elif self.spot and self.keep_alive is not None:
-            problem = "--keep-alive and --spot cannot be combined"
         elif bool(self.subnets) != bool(self.security_group_ids):
             problem = "--subnet and --security-group must be given together"
         for name in self.environment:

@@ -245,7 +245,6 @@ def many(option: str, n: int) -> str:
         ("--max-wait 100", "--max-wait is for --spot"),
         ("--spot --max-wait 100", "--max-wait 100 must be at least --max-run 3600"),
         ("--spot --max-wait 9999999", "max_wait=9999999: "),
-        ("--spot --keep-alive 60", "--keep-alive and --spot"),
         ("--keep-alive 3601", "keep_alive=3601: must be at most 3600"),
         ("--max-run 1", "max_run=1: must be at least 60"),
         ("--subnet subnet-1", "--subnet and --security-group"),
