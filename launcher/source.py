@@ -24,7 +24,7 @@ from entry_point.files import read_file
 from launcher.errors import InputError
 from launcher.settings import Settings
 
-LARGEST = 1 << 20  # bytes of all files together
+LARGEST = 1 << 20  # bytes of a file
 NEEDED = {
     "config": "make_config PRESETS metric_definitions hyperparameter_table check_resumable",
     "data": "read_tokenizer Tokenizer",
@@ -58,8 +58,6 @@ class Source:
             InputError: it is no training folder.
         """
         directory = place.parent if place.name == "train.py" else place
-        if place.suffix == ".py" and place.name != "train.py":
-            raise InputError(f"{place}: is one file, and a training folder is needed; {START}")
         try:
             paths = sorted(directory.glob("[!.]*.py"))  # as a shell, and without editors' files
             files = {path.name: read_file(path, LARGEST) for path in paths}
@@ -69,8 +67,6 @@ class Source:
             raise InputError(f"{directory}: setup.py would be run instead of train.py; remove it")
         if missing := {"config.py", "train.py"} - files.keys():
             raise InputError(f"{directory}: has no {min(missing)}; {START}")
-        if sum(map(len, files.values())) > LARGEST:
-            raise InputError(f"{directory}: its Python files are larger than 1 MB together")
         return cls(directory, files)
 
     @cached_property
