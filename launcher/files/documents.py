@@ -99,8 +99,7 @@ def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:
             value = adapter(known).validate_python(content)
         return value
     except ValidationError as error:
-        count = error.error_count()
-        reason = reason_of(error) if count < 1000 else f"{count:,} values are wrong"
+        reason = reason_of(error)
     except InputError as error:  # of a TrainingJob
         reason = str(error)
     raise Damaged(f"{name} is damaged, or of another version of sm-nanogpt ({reason})")
