@@ -58,12 +58,9 @@ if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # two cores, alone and beside another program: 29k and 1k tokens/s with all of it, 28k and 8k
     # with a sixtieth, 24k and 10k with a hundredth. OpenMP reads this when torch loads it.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-# A signal during the import of torch can get lost, or abort the process.
-unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
     import torch.distributed as dist
-signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 from entry_point import huggingface
 from entry_point.checkpoint import Checkpoints

@@ -808,31 +808,6 @@ def test_a_job_that_would_leave_gpus_idle_is_refused(monkeypatch):
         backend.plan_processes(TrainingJob(data="/data", processes_per_instance=2))
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "from entry_point import train",
-        "from launcher.cli import run; run(['launch', '--instance', 'local', '--data', {text!r}])",
-    ],
-)
-def test_a_signal_waits_for_the_import_of_torch(command, home, text_file):
-    """In the middle of it, a signal got lost in C++ or aborted the process."""
-    watch = """
-import os, signal, sys
-from importlib.abc import MetaPathFinder
-class Watch(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "torch":
-            print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
-            sys.stdout.flush()
-            os._exit(0)
-sys.meta_path.insert(0, Watch())
-"""
-    code = watch + command.format(text=str(text_file))
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ran.stdout == "True\n", ran.stderr
-
-
 def test_jobs_of_one_second_are_listed_as_they_were_launched(home, job):
     """Their ids differ in the random end alone."""
     here, record = backend.LocalBackend(Settings(home=home)), job.directory / "job.json"

@@ -293,11 +293,9 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
         InputError: the requested number is not that of the GPUs.
     """
     config = job.config(1)
-    import entry_point.train  # noqa: F401  (it keeps signals off the import of torch)
-    from launcher.machines import cores, cpu_processes
-
-    # isort: split
     import torch
+
+    from launcher.machines import cores, cpu_processes
 
     requested = job.processes_per_instance
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
