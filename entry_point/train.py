@@ -199,10 +199,6 @@ def run(argv: Sequence[str]) -> NoReturn:
     """
     try:
         status = main(argv)
-    except SystemExit as end:  # from an edit; as Python does with its code
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            report_failure(end.code)
     except KeyboardInterrupt:  # before the training began
         status = 128 + signal.SIGINT
     except BaseException as error:

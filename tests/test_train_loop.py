@@ -1062,16 +1062,6 @@ def test_an_impossible_fault_is_refused(fault):
         read_fault(fault)
 
 
-@pytest.mark.parametrize("code, status", [(None, 0), (3, 3), ("stop here", 1)])
-def test_an_exit_of_an_edit_keeps_its_status(monkeypatch, capsys, code, status):
-    ends: list[int] = []
-    monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr("entry_point.train.main", Mock(side_effect=SystemExit(code)))
-    train.run([])
-    assert ends == [status]
-    assert capsys.readouterr().err == ("stop here\n" if code == "stop here" else "")
-
-
 def test_what_may_be_an_echo_of_a_failure_is_reported_late(monkeypatch):
     """The first cause may be on the same log, which takes the last line for the reason."""
     slept: list[float] = []
