@@ -401,7 +401,3 @@ def load_pretrained(model: GPT, directory: Path) -> None:
     edited = read_json(directory / "config.json").get("model_type") == EDITED
     live = weights if edited else to_hugging_face(weights, model.config)
     load_tensors(live, tensors, "the model")
-    if not edited and not model.config.norm_weights:
-        for name, tensor in tensors.items():
-            if name.endswith("norm.weight") and not bool((tensor == 1).all()):
-                raise TrainingError(f"{name} is not all ones, but norm_weights is False")
