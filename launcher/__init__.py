@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from launcher.models.sample import load_model, sample, stream_samples
     from launcher.settings import Settings
     from launcher.text.corpus import Upload, upload_data
+    from launcher.text.uploads import uploads
     from launcher.tracking import describe, jobs, logs, metrics, stop, wait
 
 _NAMES = {
@@ -54,6 +55,7 @@ _NAMES = {
     "models.sample": "load_model sample stream_samples",
     "settings": "Settings",
     "text.corpus": "Upload upload_data",
+    "text.uploads": "uploads",
     "tracking": "describe jobs logs metrics stop wait",
 }
 _MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -76,6 +78,7 @@ __all__ = [
     "stop",
     "stream_samples",
     "upload_data",
+    "uploads",
     "wait",
 ]
 

@@ -358,6 +358,7 @@ class JobDescription:
     name: str | None = None
     owner: str | None = None
     summary: str | None = None  # as launching.summary says
+    inputs: tuple[str, ...] = ()  # URIs of the texts, and of the model that it starts from
     failure_reason: str | None = None
     started: float | None = None
     ended: float | None = None

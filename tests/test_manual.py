@@ -48,11 +48,12 @@ def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
     for name in ("input.txt", "letters.txt"):
         shutil.copy(text_file, name)
     Path("my.toml").write_text("max_steps = 10\n")
-    cli("upload-data", "input.txt")
+    upload = cli("upload-data", "input.txt").out.strip().rpartition("/")[2]
     for shown in shown_commands(ROOT / f"{page}.md"):
         if ELSEWHERE.isdisjoint(shown):
             deletes = shown[0] == "delete"
             names = {"JOB-ID": "latest" if deletes else job.job_id, "SWEEP": "latest"}
+            names["UPLOAD"] = upload
             words = smaller([names.get(word, word) for word in shown])
             ran = cli(*words, *["--yes"] * deletes)
             assert ran.code == 0, (words, ran.err)

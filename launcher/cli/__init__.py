@@ -22,7 +22,7 @@ import click
 
 from launcher.cli.account import doctor_command, infra_group
 from launcher.cli.chat import chat_command
-from launcher.cli.delete import delete_command
+from launcher.cli.delete import data_command, delete_command
 from launcher.cli.jobs import (
     jobs_command,
     logs_command,
@@ -42,6 +42,7 @@ from launcher.errors import InputError, ServiceError, Terminated
 COMMANDS = {
     "Text and training": [
         upload_data_command,
+        data_command,
         launch_command,
         hyperparameters_command,
         copy_script_command,

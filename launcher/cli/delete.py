@@ -1,18 +1,21 @@
-"""The command `delete`."""
+"""The commands `data` and `delete`: what takes space, and how to free it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import GROUP, YES, Command, Job, agree, can_ask, settings_of
-from launcher.cli.show import byte_progress, note
+from launcher.cli.options import GROUP, JSON, YES, Command, Job, agree, can_ask, settings_of
+from launcher.cli.show import byte_progress, moment, note, print_columns, print_json
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.settings import Settings
+    from launcher.text.uploads import Stored
 
 
 def in_units(size: float) -> str:
@@ -23,8 +26,53 @@ def in_units(size: float) -> str:
     return f"{size:.1f} GB"
 
 
+@click.command("data", cls=Command)
+@JSON
+@click.pass_context
+def data_command(context: click.Context, as_json: bool) -> None:
+    """List what was uploaded, and which jobs used it.
+
+    \b
+    Example:
+      sm-nanogpt data
+    """
+    from launcher.text.corpus import last_upload
+    from launcher.text.uploads import uploads
+
+    settings, found = settings_of(context), list["Stored"]()
+    try:
+        found.extend(uploads(settings))
+    finally:
+        if as_json:
+            print_json(found)
+        else:
+            print_uploads(found)
+    with suppress(InputError):
+        note(f"`launch` without --data takes {last_upload(settings)}")
+    if not found:
+        note("nothing was uploaded yet: sm-nanogpt upload-data FILE")
+
+
+def print_uploads(found: list[Stored]) -> None:
+    columns: dict[str, list[str | None]] = defaultdict(list)
+    for each in found:
+        columns["NAME"].append(each.name)
+        columns["KIND"].append(each.kind)
+        columns["SIZE"].append(in_units(each.size))
+        for name in ("characters", "train_tokens", "documents"):
+            n = getattr(each.manifest, name, 0)
+            columns[name.upper().replace("_", " ")].append(f"{n:,}" if n else None)
+        columns["UPLOADED"].append(moment(each.written))
+        more = f" and {len(each.jobs) - 3} more" * (len(each.jobs) > 3)
+        columns["USED BY"].append(", ".join(job_id[-6:] for job_id in each.jobs[:3]) + more)
+        columns["URI"].append(each.uri)
+    print_columns(columns)
+
+
 @click.command("delete", cls=Command)
-@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, type=Job(acts=True))
+@click.argument(
+    "job_ids", metavar="[JOB-ID|UPLOAD...]", nargs=-1, type=Job(acts=True, uploads=True)
+)
 @GROUP
 @click.option(
     "--keep-model", is_flag=True, help="Keep the model on this machine; fetch it first if needed."
@@ -34,21 +82,29 @@ def in_units(size: float) -> str:
 def delete_command(
     context: click.Context, job_ids: tuple[str, ...], group: str | None, keep_model: bool, yes: bool
 ) -> None:
-    """Delete jobs with their files and models.
+    """Delete jobs with their files and models, or uploads.
 
-    This covers their files here and on S3, their fetched models, and their entries in the list of
-    jobs. Uploaded text stays.
+    For a job, this covers its files here and on S3, its fetched model, and its entry in the list of
+    jobs. For an upload, which `sm-nanogpt data` lists, it covers its files here and on S3; the jobs
+    that used it stay, with their models.
 
     \b
     Example:
       sm-nanogpt delete JOB-ID --keep-model
       sm-nanogpt delete --group latest
+      sm-nanogpt delete input-84e5be9fc420
     """
+    from launcher.text.uploads import NAME
+
     settings = settings_of(context)
     if bool(job_ids) == (group is not None):
         raise InputError("give a JOB-ID, or --group with the id of a sweep")
     can_ask(yes)
-    if group is None:
+    if names := {word for word in job_ids if NAME.fullmatch(word)}:
+        if keep_model or names < set(job_ids):
+            raise InputError("delete uploads without --keep-model, and jobs in another command")
+        delete_uploads(names, settings, yes)
+    elif group is None:
         delete_jobs(job_ids, settings, keep_model, yes)
     else:
         delete_sweep(group, settings, keep_model, yes)
@@ -105,3 +161,34 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
         delete(description.job_id, places, settings)
         freed = in_units(sum(place.size for place in places))
         note(f"deleted {description.job_id}: {freed}")
+
+
+def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
+    """Delete uploads after confirmation, on this machine and on S3."""
+    from launcher.text.uploads import delete, uploads
+
+    found = list["Stored"]()
+    try:
+        found.extend(each for each in uploads(settings) if each.name in names)
+    except (InputError, ServiceError) as error:
+        on_s3 = any(each.uri.startswith("s3:") for each in found)
+        if on_s3 or names > {each.name for each in found}:
+            raise  # or it may be there, and a running job may read it
+        note(f"{error}; only what is on this machine will be deleted")
+    if unknown := names - {each.name for each in found}:
+        raise InputError(f"there is no upload {min(unknown)}: `sm-nanogpt data` lists them")
+    for each in found:
+        for job_id in each.running:
+            raise ServiceError(
+                f"job {job_id} is reading {each.name}; stop it first: `sm-nanogpt stop {job_id}`"
+            )
+        n = len(each.jobs)
+        note(f"{each.name}, {each.kind}, used by {n} job{'s' * (n != 1)}:")
+        note(f"  {in_units(each.size):>8}: {each.uri}")
+    note("jobs and models stay; `launch --resume` of a job then needs the same upload again")
+    if sum(each.freed < each.size for each in found):
+        note("local jobs share the files, which take space until those are deleted too")
+    agree(f"Delete these files, and free {in_units(sum(each.freed for each in found))}?", yes)
+    for each in found:
+        delete(each, settings)
+        note(f"deleted {each.uri}: {in_units(each.freed)} freed")

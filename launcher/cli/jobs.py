@@ -21,10 +21,10 @@ from launcher.cli.show import (
     moment,
     next_step,
     note,
+    print_columns,
     print_curve,
     print_fields,
     print_json,
-    print_table,
     shown,
 )
 from launcher.cli.sweep import print_ranking
@@ -95,7 +95,6 @@ def jobs_command(
 
 
 def print_jobs(found: list[JobDescription], everyone: bool) -> None:
-    """Print a table; a column of which no job has anything is left out."""
     from launcher.sagemaker.cost import usd
 
     if not found:
@@ -116,8 +115,7 @@ def print_jobs(found: list[JobDescription], everyone: bool) -> None:
         columns["COST"].append(None if d.cost is None else usd(d.cost))
         columns["DATA"].append(d.data.rstrip("/").rpartition("/")[2])
         columns["SETTINGS"].append(d.summary)
-    table = [[head, *cells] for head, cells in columns.items() if any(cells)]
-    print_table([[cell or "-" for cell in row] for row in zip(*table, strict=True)])
+    print_columns(columns)
 
 
 def progress_words(description: JobDescription) -> tuple[str | None, str | None, str | None]:

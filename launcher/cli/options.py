@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -66,16 +67,19 @@ class Command(click.Command):
 class Job(click.types.StringParamType):
     """A word for a job; the command gets the whole id.
 
-    acts: the command changes the job. sweeps: it takes the id or name of a sweep too.
+    acts: the command changes the job. sweeps, uploads: it takes those of a sweep, an upload too.
     """
 
-    def __init__(self, acts: bool = False, sweeps: bool = False) -> None:
-        self.acts, self.sweeps = acts, sweeps
+    def __init__(self, acts: bool = False, sweeps: bool = False, uploads: bool = False) -> None:
+        self.acts, self.sweeps, self.uploads = acts, sweeps, uploads
 
     def resolve(self, word: str, ctx: click.Context) -> str:
         from launcher.finding import full_id
         from launcher.launching.records import recorded_as
+        from launcher.text.uploads import NAME
 
+        if self.uploads and NAME.fullmatch(word):
+            return word
         settings = settings_of(ctx)
         if (group := recorded_as(word, settings)) is not None:
             if self.sweeps:
@@ -91,7 +95,13 @@ class Job(click.types.StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        return [CompletionItem(word) for word in complete_job(ctx, param, incomplete)]
+        from launcher.settings import load_settings
+
+        words = complete_job(ctx, param, incomplete)
+        if self.uploads:
+            here = Path(load_settings().local_store)
+            words += [path.stem for path in here.glob(f"*/{incomplete}*.json")]
+        return [CompletionItem(word) for word in words]
 
 
 class Group(Command, click.Group):

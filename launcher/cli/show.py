@@ -227,6 +227,12 @@ def print_table(rows: Sequence[Sequence[str]], err: bool = False) -> None:
         click.echo(shown("  ".join(cells).rstrip()), err=err)
 
 
+def print_columns(columns: Mapping[str, Sequence[str | None]]) -> None:
+    """Print a table; a column of which no row has anything is left out."""
+    table = [[head, *cells] for head, cells in columns.items() if any(cells)]
+    print_table([[cell or "-" for cell in row] for row in zip(*table, strict=True)])
+
+
 def print_fields(fields: Mapping[str, str | None]) -> None:
     """Print a line for each field that is not None, with the values aligned."""
     width = max(map(len, fields)) + 2

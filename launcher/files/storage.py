@@ -253,9 +253,11 @@ def write_bytes(uri: str, content: bytes, settings: Settings | None = None) -> N
 
 
 def remove(uri: str, settings: Settings | None = None) -> None:
-    """Delete a directory or prefix with all that is below it; nothing if it is missing."""
+    """Delete a file, or a directory or prefix with all below it; nothing if it is missing."""
     with reported(uri):
         if (place := local_path(uri)) is not None:
+            if place.is_file() or place.is_symlink():
+                place.unlink()
             with suppress(FileNotFoundError):
                 for path in place.iterdir():  # first, so that job.json still lists the job
                     if path.is_dir() and not path.is_symlink():
@@ -326,7 +328,12 @@ def write_cache(file: Path, known: Mapping[str, Any]) -> None:
 
 
 def list_files(uri: str, settings: Settings | None = None) -> dict[str, int]:
-    """The files at or below a URI: relative path to size in bytes.
+    """The files at or below a URI: relative path to size in bytes."""
+    return {name: facts["size"] for name, facts in list_entries(uri, settings).items()}
+
+
+def list_entries(uri: str, settings: Settings | None = None) -> dict[str, dict[str, Any]]:
+    """As list_files, with all that fsspec tells of each file.
 
     A folder made by the S3 console is an empty object whose name ends in a slash; it is skipped.
     """
@@ -337,10 +344,10 @@ def list_files(uri: str, settings: Settings | None = None) -> dict[str, int]:
         except FileNotFoundError:
             return {}
     if set(found) == {path}:
-        return {path.rsplit("/", 1)[-1]: found[path]["size"]}
+        return {path.rsplit("/", 1)[-1]: found[path]}
     return {
-        name[len(path) :].lstrip("/"): info["size"]
-        for name, info in sorted(found.items())
+        name[len(path) :].lstrip("/"): facts
+        for name, facts in sorted(found.items())
         if not name.endswith(("/", *NO_CONTENT))
     }
 

@@ -178,7 +178,7 @@ class LocalBackend:
         record = read_document(directory / "job.json", Record)
         if record is None:
             return None
-        alive = is_held(directory / "lock")
+        job, alive = record.job, is_held(directory / "lock")
         there = read_document(directory / "state.json", State)
         state = there or State()
         status, reason = state.status, state.reason
@@ -195,13 +195,14 @@ class LocalBackend:
             job_id=job_id,
             status=status,
             secondary_status=state.secondary if status in RUNNING else status,
-            instance=record.job.instance,
-            instance_count=record.job.instance_count,
+            instance=job.instance,
+            instance_count=job.instance_count,
             created=record.created,
-            data=record.job.data or "",
+            data=job.data or "",
             hyperparameters=record.hyperparameters,
-            name=record.job.name,
-            summary=record.job.summary,
+            name=job.name,
+            summary=job.summary,
+            inputs=tuple(filter(None, (job.data, job.validation, job.init_from))),
             failure_reason=reason,
             started=state.started,
             ended=state.ended,

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 VOCAB_SIZE = 16384
-NO_UPLOAD = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
+NO_UPLOAD = "run `sm-nanogpt upload-data FILE`, or give --data one of `sm-nanogpt data`"
 TOKENS_VERSION = 4  # of what launcher.text.tokens writes
 
 
@@ -58,6 +58,10 @@ class Upload:
     answers: dict[str, Count] = field(default_factory=dict)  # the least that holds one, by part
     vocabulary: str = ""  # the characters of a text
     tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
+
+    def is_whole(self, sizes: Mapping[str, int]) -> bool:
+        """Whether these are its files, by their names and bytes."""
+        return set(sizes) == set(self.files) and sum(sizes.values()) == self.size
 
 
 def upload_data(
@@ -267,9 +271,7 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
     """The data set at a URI, if it has a manifest and every file is complete."""
     if (upload := read_manifest(uri, settings)) is None:
         return None
-    there = storage.list_files(uri.rstrip("/"), settings)
-    complete = set(there) == set(upload.files) and sum(there.values()) == upload.size
-    return upload if complete else None
+    return upload if upload.is_whole(storage.list_files(uri.rstrip("/"), settings)) else None
 
 
 def is_there(uri: str, settings: Settings) -> bool:
@@ -293,7 +295,7 @@ def last_upload(settings: Settings) -> str:
     It went to the store that is set, or was kept here because AWS could not be asked.
 
     Raises:
-        InputError: nothing was uploaded, or it is incomplete.
+        InputError: nothing was uploaded, or it is deleted or incomplete.
     """
     places = {place(settings.data_store)}
     if storage.local_path(settings.data_store) is None:
@@ -304,5 +306,5 @@ def last_upload(settings: Settings) -> str:
         raise InputError(f"nothing was uploaded to {settings.data_store} from here: {NO_UPLOAD}")
     asks = not settings.offline or storage.local_path(mine[-1]) is not None
     if asks and find_upload(mine[-1], settings) is None:
-        raise InputError(f"the last upload, {mine[-1]}, is incomplete: {NO_UPLOAD}")
+        raise InputError(f"the last upload, {mine[-1]}, is deleted or incomplete: {NO_UPLOAD}")
     return mine[-1]

@@ -104,6 +104,8 @@ def test_the_policies_allow_only_what_the_commands_need(
     command("report", longer, "-o", str(tmp_path / "report.html"))
     command("track", longer, "--tensorboard", str(tmp_path / "events"))
     command("delete", longer, "--yes")
+    (upload,) = [e for e in json.loads(command("data", "--json")) if e["jobs"] == [stopped]]
+    command("delete", upload["name"], "--yes")
     command("infra", "show")
 
     (role,) = policies_of(role_of(stack["role"]))

@@ -1,0 +1,101 @@
+"""What was uploaded, on this machine and on S3: list it, and delete it.
+
+An upload is STORE/data/NAME, or STORE/models/NAME for a model of --init-from, beside its manifest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.errors import InputError, ServiceError
+from launcher.files import storage
+from launcher.finding import Listing
+from launcher.job import JobDescription
+from launcher.sagemaker.stack import with_stack
+from launcher.settings import Settings, load_settings
+from launcher.text import corpus
+
+NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An upload in a store.
+
+    size is in bytes; freed are those that no local job links. written is in seconds since the
+    epoch. jobs are the ids of all that read it, newest first, and running those that have not
+    ended. manifest is None, and kind `incomplete`, after an interruption.
+    """
+
+    name: str
+    uri: str
+    kind: str  # text, tokens, conversations, model
+    size: int
+    freed: int
+    written: float
+    jobs: list[str]
+    running: list[str]
+    manifest: corpus.Upload | None
+
+
+def uploads(settings: Settings | None = None) -> Iterator[Stored]:
+    """Yield the uploads in this machine's store and in the one that is set, the newest first.
+
+    Raises:
+        InputError, ServiceError: at the end, if AWS did not tell all uploads or all of their jobs.
+    """
+    settings, found = settings or load_settings(), list[Stored]()
+    listing = Listing(settings, everyone=True)
+    jobs = list(listing)
+    try:
+        found += uploads_in(settings.local_store, jobs, settings)
+        if settings.reaches_aws:
+            settings = with_stack(settings, names=("store",))
+        if corpus.place(settings.data_store) != corpus.place(settings.local_store):
+            found += uploads_in(settings.data_store, jobs, settings)
+    except (InputError, ServiceError) as error:
+        listing.failure = error
+    yield from sorted(found, key=lambda each: each.written, reverse=True)
+    if listing.failure:
+        raise listing.failure
+
+
+def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -> Iterator[Stored]:
+    for kind in ("text", "model"):
+        root = storage.join(corpus.place(store), "models" if kind == "model" else "data")
+        folders: dict[str, dict[str, Any]] = defaultdict(dict)
+        for path, facts in storage.list_entries(root, settings).items():
+            name, _, file = path.partition("/")
+            folders[name if file else name.removesuffix(".json")][file] = facts
+        for name in filter(NAME.fullmatch, folders):
+            uri, files = storage.join(root, name), folders[name]
+            facts = files.pop("", None) or next(iter(files.values()))  # of the manifest, if any
+            sizes = {file: each["size"] for file, each in files.items()}
+            upload = corpus.read_manifest(uri, settings)
+            if upload is None or not upload.is_whole(sizes):
+                upload, what = None, "incomplete"
+            else:
+                tokens = "conversations" if upload.chats else "tokens"
+                what = tokens if upload.train_tokens else kind
+            readers = [job for job in jobs if uri in {each.rstrip("/") for each in job.inputs}]
+            yield Stored(
+                name=name,
+                uri=uri,
+                kind=what,
+                size=sum(sizes.values()),
+                freed=sum(each["size"] for each in files.values() if each.get("nlink", 1) == 1),
+                written=facts.get("mtime") or facts["LastModified"].timestamp(),
+                jobs=[job.job_id for job in readers],
+                running=[job.job_id for job in readers if job.is_running],
+                manifest=upload,
+            )
+
+
+def delete(upload: Stored, settings: Settings) -> None:
+    """Delete an upload, its manifest first: what an interruption leaves is no upload."""
+    storage.remove(f"{upload.uri}.json", settings)
+    storage.remove(upload.uri, settings)

@@ -1,0 +1,159 @@
+"""Listing what was uploaded, and deleting one of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launcher import Settings, uploads
+from launcher.cli import run
+from launcher.files import storage
+from launcher.text import corpus
+
+
+@pytest.fixture
+def upload(cli, text_file):
+    """The URI of an upload on this machine."""
+    return cli("upload-data", str(text_file)).good.out.strip()
+
+
+@pytest.fixture
+def reader(job, upload):
+    """The finished job, as one that has read this upload by a hard link."""
+    record = job.directory / "job.json"
+    facts = json.loads(record.read_text())
+    facts["job"]["data"] = upload
+    record.write_text(json.dumps(facts))
+    linked = job.directory / "hosts/algo-1/input/data/training/input.txt"
+    linked.unlink()
+    linked.hardlink_to(files_of(upload)[0])
+    return job
+
+
+def files_of(uri: str) -> list[Path]:
+    place = storage.local_path(uri)
+    assert place is not None
+    return sorted(place.glob("*"))
+
+
+def name_of(uri: str) -> str:
+    return uri.rpartition("/")[2]
+
+
+def test_data_lists_uploads_and_the_jobs_that_read_them(cli, reader, upload, tmp_path):
+    (tmp_path / "tale.txt").write_text("Once upon a time. " * 500)
+    tokens = cli("upload-data", "tale.txt", "--tokenizer", "bpe", "--vocab-size", "300").out.strip()
+    both = {each["uri"]: each for each in json.loads(cli("data", "--json").good.out)}
+    assert both.keys() == {upload, tokens}
+    text, tale = both[upload], both[tokens]
+    size = files_of(upload)[0].stat().st_size
+    assert (text["kind"], text["size"], text["freed"]) == ("text", size, 0)  # the job links it
+    assert (text["jobs"], text["running"]) == ([reader.job_id], [])
+    assert (tale["kind"], tale["jobs"], tale["manifest"]["documents"]) == ("tokens", [], 1)
+    assert tale["freed"] == tale["size"] > 0 and tale["written"] >= text["written"] > 1e9
+    shown = cli("data").good
+    assert reader.job_id[-6:] in shown.out and name_of(upload) in shown.out
+    assert shown.err == f"`launch` without --data takes {tokens}\n"
+    assert [each.uri for each in uploads()] == [*both]
+
+
+def test_without_an_upload_data_says_how_to_begin(cli):
+    ran = cli("data").good
+    assert ran.out == "" and "sm-nanogpt upload-data" in ran.err
+    assert cli("data", "--json").out == "[]\n"
+
+
+def test_delete_of_an_upload_keeps_the_jobs_that_read_it(cli, reader, upload):
+    name = name_of(upload)
+    ran = cli("delete", name, "--yes").good
+    assert f"{upload}\n" in ran.err and "by 1 job:" in ran.err and "--resume" in ran.err
+    assert not files_of(upload) and json.loads(cli("data", "--json").out) == []
+    assert cli("fetch-and-sample", reader.job_id, "--max-new-tokens", "1").good
+    assert cli("launch", "--instance", "local").failed(2, upload, "upload-data", "--data")
+    assert cli("launch", "--resume", reader.job_id, "--set", "max_steps=20").failed(2, name)
+
+
+def test_delete_of_an_upload_asks_first(cli, upload, monkeypatch):
+    assert cli("delete", name_of(upload)).failed(2, "--yes")
+    asked = list[str]()
+    monkeypatch.setattr("launcher.cli.delete.can_ask", lambda yes: None)
+    monkeypatch.setattr("click.confirm", lambda question, **_: asked.append(question))
+    assert cli("delete", name_of(upload)).code == 1
+    assert "MB" in asked[0] or "kB" in asked[0]
+    assert corpus.find_upload(upload, Settings()) is not None
+
+
+def test_an_upload_that_a_running_job_reads_stays(cli, reader, upload, monkeypatch):
+    monkeypatch.setattr("launcher.job.JobDescription.is_running", True)
+    stop = f"`sm-nanogpt stop {reader.job_id}`"
+    assert cli("delete", name_of(upload), "--yes").failed(1, stop)
+    assert corpus.find_upload(upload, Settings()) is not None
+
+
+def test_an_interrupted_delete_leaves_no_upload(cli, upload):
+    def interrupted(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage.shutil, "rmtree", interrupted)
+        assert cli("delete", name_of(upload), "--yes").code == 1
+    assert files_of(upload) and corpus.find_upload(upload, Settings()) is None
+    (rest,) = json.loads(cli("data", "--json").out)
+    assert (rest["kind"], rest["manifest"]) == ("incomplete", None)
+    assert cli("delete", rest["name"], "--yes").good
+    assert json.loads(cli("data", "--json").out) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["input-000000000000"],
+        ["{name}", "input-000000000000"],
+        ["{name}", "{job}"],
+        ["{name}", "--keep-model"],
+    ],
+)
+def test_delete_of_wrong_names_deletes_nothing(cli, job, upload, words):
+    named = [word.format(name=name_of(upload), job=job.job_id) for word in words]
+    assert cli("delete", *named, "--yes").failed(2)
+    assert corpus.find_upload(upload, Settings()) is not None
+
+
+def test_uploads_on_s3_are_listed_and_deleted_too(cloud, s3, cli, home, launch, text_file):
+    """Here and there, with a model for --init-from, whoever's job has read it."""
+    job_id = launch()
+    cli("wait", job_id)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SM_NANOGPT_STORE")
+        patch.setattr("launcher.settings.Settings.reaches_aws", False)
+        here = cli("upload-data", str(text_file)).good.out.strip()
+    shutil.rmtree(home / "last-launched.json", ignore_errors=True)
+    rows = json.loads(cli("data", "--json").good.out)
+    there = f"s3://{s3.bucket}/some/prefix/data/{name_of(here)}"
+    assert {row["uri"]: row["jobs"] for row in rows} == {there: [job_id], here: []}
+    ran = cli("delete", name_of(here), "--yes").good
+    assert there in ran.err and here in ran.err
+    assert json.loads(cli("data", "--json").out) == []
+    assert not [n for n in storage.list_files(f"s3://{s3.bucket}/some/prefix") if "data/" in n]
+
+
+def test_no_upload_on_s3_goes_while_its_jobs_are_unknown(cloud, s3, cli, text_file):
+    uri = cli("upload-data", str(text_file)).good.out.strip()
+    cloud.refuse["Search"] = ("ThrottlingException", "later")
+    listed = cli("data", "--json")
+    assert listed.code == 1 and json.loads(listed.out)[0]["uri"] == uri
+    assert cli("delete", name_of(uri), "--yes").code == 1
+    cloud.refuse.clear()
+    assert corpus.find_upload(uri, Settings()) is not None
+
+
+def test_a_shell_completes_uploads_after_delete(upload, monkeypatch, capsys):
+    monkeypatch.setenv("COMP_WORDS", "sm-nanogpt delete inp")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    monkeypatch.setenv("_SM_NANOGPT_COMPLETE", "bash_complete")
+    capsys.readouterr()
+    assert run([]) == 0
+    assert name_of(upload) in capsys.readouterr().out
