@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -118,32 +119,76 @@ def directory(tuned):
 # -- data ------------------------------------------------------------------------------------------
 
 
+def said(*texts: Any, roles: str = "user assistant", to: str = "role content") -> list[Any]:
+    """Messages of these texts, by turns from these roles."""
+    who, what = to.split()
+    return [{who: role, what: text} for role, text in zip(cycle(roles.split()), texts)]
+
+
+PART = {"type": "text", "text": "a"}
+ASKED = ["user\na", "assistant\nb"]
+WITH_SYSTEM = ["system\nc", *ASKED]
+
+
 @pytest.mark.parametrize(
-    ("messages", "fact"),
+    ("record", "turns"),
     [
-        ([], "`messages`"),
-        ({}, "`messages`"),
-        (["a"], "None"),
-        ([{"role": "tool", "content": "x"}], "'tool'"),
-        (asked("a", " \n"), "message 2 has no text"),
-        (asked("a", None), "message 2 has no text"),
-        ([*asked("a", "b"), {"role": "system", "content": "c"}], "message 3"),
-        (HELLO, "says nothing"),
-        ([*HELLO, {"role": "assistant", "content": "a", "weight": 0}], "weight"),
-        ([*HELLO, {"role": "assistant", "content": "a", "tool_calls": [{}]}], "tool_calls"),
-        (asked("a", "\ud800"), "surrogate"),
+        ({"messages": said("a", "b")}, ASKED),
+        ({"messages": said("a", "b"), "text": "c", "tools": None}, ASKED),
+        (said("a", "b"), ASKED),
+        ({"messages": said("c", "a", "b", roles="developer user assistant")}, WITH_SYSTEM),
+        ({"messages": said(" ", "a", "b", roles="system user assistant")}, ASKED),
+        ({"messages": said("c", "a", "b", roles="user user assistant")}, ["user\nc", *ASKED]),
+        ({"messages": said([PART, PART], "b")}, ["user\naa", "assistant\nb"]),
+        ({"conversations": said("a", "b", roles="human gpt", to="from value")}, ASKED),
+        ({"conversations": said("a", "b"), "system": "c"}, WITH_SYSTEM),
+        ({"instruction": "a", "input": "", "output": "b"}, ASKED),
+        ({"instruction": "a", "output": "b", "system": "c", "history": []}, WITH_SYSTEM),
+        ({"instruction": "a", "input": "c", "output": "b"}, ["user\na\n\nc", "assistant\nb"]),
+        ({"prompt": "a", "completion": "b", "messages": None, "label": True}, ASKED),
+        ({"prompt": said("a"), "completion": said("b", roles="assistant")}, ASKED),
+        ({"text": "a", "messages": None}, None),
+        ({"prompt": "a"}, None),
     ],
 )
-def test_a_line_that_is_no_conversation_is_refused(messages, fact):
+def test_each_form_of_a_conversation_gives_its_turns(record, turns):
+    assert turns_of(record, "") == turns
+
+
+@pytest.mark.parametrize(
+    ("record", "facts"),
+    [
+        ({"messages": []}, "says nothing"),
+        ({"messages": {}}, "`messages`"),
+        ({"messages": "[]"}, "`messages`"),
+        (["a"], "message 1 role"),
+        ({"messages": said("a", roles="tool")}, "message 1 'tool'"),
+        ({"messages": said("a", " \n")}, "message 2 no text"),
+        ({"messages": said("a", None)}, "message 2 no text"),
+        ({"messages": said("a", [])}, "message 2 no text"),
+        ({"messages": said("a", [PART, {"type": "image_url"}])}, "message 2 'image_url'"),
+        ({"messages": said("a", "b", "c", roles="user assistant system")}, "message 3 first"),
+        ({"messages": said("a")}, "says nothing"),
+        ({"messages": [*said("a", "b"), {**said("c")[0], "weight": 0}]}, "message 3 weight"),
+        ({"messages": [said("a")[0], {"role": "gpt", "tool_calls": [0]}]}, "message 2 tool_calls"),
+        ({"conversations": said("a", "b", roles="human ape", to="from value")}, "message 2 'ape'"),
+        ({"instruction": "a", "output": ""}, "`output` no text"),
+        ({"instruction": "a", "input": {}, "output": "b"}, "`instruction` text"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "`history`"),
+        ({"prompt": None, "completion": "b"}, "`prompt` no text"),
+        ({"prompt": "a", "completion": "b", "label": False}, "`completion` bad"),
+    ],
+)
+def test_what_cannot_be_learned_is_named(record, facts):
     with pytest.raises(InputError) as error:
-        turns_of({"messages": messages}, "file:7")
+        turns_of(record, "file:7")
     assert str(error.value).startswith("file:7: ")
-    assert fact in str(error.value)
+    assert all(fact in str(error.value) for fact in facts.split()), error.value
 
 
 def test_a_bad_line_uploads_nothing_and_is_numbered(cli, home, tmp_path, text_file):
     path = write_chats(tmp_path / "chats.jsonl")
-    for line in ('{"messages": []}\n', '{"text": "a"}\n', "[]\n"):
+    for line in ('{"messages": []}\n', '{"text": "a"}\n', "0\n"):
         write_chats(path)
         with path.open("a") as file:
             file.write(line)
