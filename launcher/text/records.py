@@ -1,23 +1,27 @@
-"""Records: the documents and conversations in lines of JSON.
+"""Records: documents and conversations in JSON lines, JSON arrays, tables, and Parquet files.
 
-A reader yields the place of a record, such as `chats.jsonl:12`, and the record itself, as
+Each reader yields the place of a record, such as `chats.jsonl:12`, and the record itself, as
 json.loads returns it.
 """
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import chain, count, islice
+from json.decoder import WHITESPACE  # type: ignore[attr-defined]
 from typing import IO, Any
 
-from launcher.errors import InputError
+from launcher.errors import InputError, not_installed
 from launcher.files.documents import read_text
 from launcher.models.encoder import LONGEST
-from launcher.text.chats import turns_of
+from launcher.text.chats import FIELDS, may_be_chat, turns_of
 
 LONGEST_RECORD = 1 << 26  # bytes, or characters: a record is in memory as a whole
+CHUNK = 1 << 20  # bytes of an array that are read at once
+ROWS = 1 << 10  # rows of a Parquet file that are in memory at once
 PIECE = LONGEST  # characters of a piece; a longer one takes longer than its parts
 TEXT = "text"  # the field of the text, unless --column names another
 EXAMPLE = 'a record must be like {"text": "..."} or {"messages": [...]}'
@@ -91,3 +95,74 @@ def not_json(place: str, error: Exception, before: int = 0) -> InputError:
         lines = before + error.lineno - 1
         where = f" at {f'line {lines + 1}, ' if lines else ''}column {error.colno}"
     return InputError(f"{place}: not JSON{where} ({getattr(error, 'msg', error)}); {EXAMPLE}")
+
+
+def json_array(file: IO[bytes], path: str) -> Records:
+    """Each item of an array, of which some megabytes at a time are in memory."""
+    parts = (part for _, part in read_text(file, path, CHUNK))
+    decode, skip = json.JSONDecoder().raw_decode, WHITESPACE.match
+    text, end, lines = "", 0, 0  # read up to `end`, after so many lines
+    number, sign = 1, "["
+    while True:
+        place = f"{path}, item {number}"
+        try:
+            begin = skip(text, end).end()
+            if number > 1 and text.startswith("]", begin):
+                break
+            if not text.startswith(sign, begin):
+                raise json.JSONDecodeError(f"Expecting '{sign}'", text, begin)
+            item, after = decode(text, skip(text, begin + 1).end())
+        except (ValueError, RecursionError) as error:  # wrong, or not yet read as a whole
+            rest = text[end:]
+            more = "".join(islice(parts, 1 + len(rest) // CHUNK))
+            if not more or len(rest) > LONGEST_RECORD:
+                raise not_json(place, error, lines) from None
+            lines += text.count("\n", 0, end)
+            text, end = rest + more, 0
+        else:
+            yield place, item
+            number, sign, end = number + 1, ",", after
+    if text[begin + 1 :].strip() or any(part.strip() for part in parts):
+        raise InputError(f"{path}: more than one JSON array")
+
+
+def table(file: IO[bytes], path: str, delimiter: str) -> Records:
+    """Each row of a table whose first row names the columns. Excel may separate by semicolons."""
+    csv.field_size_limit(LONGEST_RECORD)
+    lines = io.TextIOWrapper(file, "utf-8", newline="")
+    first = lines.readline()
+    delimiter = max(delimiter + ",;\t", key=first.count)
+    rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+    names, line = list[str](), 1
+    try:
+        for row in rows:
+            place, line = f"{path}:{line}", rows.line_num + 1
+            if not names:
+                names = row
+            elif row and len(row) != len(names):
+                raise InputError(f"{place}: {len(row)} cells, but the first row has {len(names)}")
+            elif row:
+                yield place, dict(zip(names, row, strict=True))
+    except csv.Error as error:
+        raise InputError(f"{path}:{line}: no such table: {error}") from None
+
+
+def parquet(file: IO[bytes], path: str, column: str = TEXT) -> Records:
+    """Each row of a Parquet file, with those columns that document_of looks at."""
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise not_installed("pyarrow", "data") from None
+    try:
+        source = ParquetFile(file, buffer_size=CHUNK, pre_buffer=False)
+        names = source.schema_arrow.names
+        if column not in names and not may_be_chat(set(names)):
+            raise no_text(path, column, names)
+        wanted = [name for name in names if name in {column, *FIELDS}]
+        batches = source.iter_batches(ROWS, columns=wanted)
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows, 1):
+            yield f"{path}, row {number}", row
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: damaged: {error}") from None

@@ -1,0 +1,170 @@
+"""Records: JSON lines, JSON arrays, tables, and Parquet files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet as pq
+
+from launcher import InputError
+from launcher.text import records
+
+TEXTS = ["a", 'He said "no";\r\nand, "yes"\n', "", "漢字 🙂\u2028\ttab", " [{,}] ", "x" * 200_000]
+CHAT = [{"role": "user", "content": "a\n"}, {"role": "assistant", "content": 'b "c"'}]
+HEAD = b"id,text\n1,a\n"
+
+
+def table(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, rows[0], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue().encode()
+
+
+def parquet(rows: list[dict[str, Any]], **options: Any) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), file, **options)
+    return file.getvalue()
+
+
+def lines(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+WRITE: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
+    "a.jsonl": lines,
+    "a.json": lambda rows: json.dumps(rows, indent=1, ensure_ascii=False).encode(),
+    "a.csv": table,
+    "excel.csv": lambda rows: table(rows, ";"),
+    "a.tsv": lambda rows: table(rows, "\t"),
+    "a.parquet": parquet,
+}
+
+
+def read(name: str, content: bytes, column: str = "text") -> list[tuple[str, bool, list[str]]]:
+    """The place of each document, whether it is a conversation, and its pieces."""
+    file, suffix = io.BytesIO(content), Path(name).suffix
+    found = {
+        ".jsonl": lambda: records.json_lines(file, name),
+        ".json": lambda: records.json_array(file, name),
+        ".csv": lambda: records.table(file, name, ","),
+        ".tsv": lambda: records.table(file, name, "\t"),
+        ".parquet": lambda: records.parquet(file, name, column),
+    }[suffix]()
+    documents = ((place, *records.document_of(record, place, column)) for place, record in found)
+    return [(place, is_chat, [*pieces]) for place, is_chat, pieces in documents]
+
+
+@pytest.mark.parametrize("name", WRITE)
+def test_each_format_holds_the_same_documents(name):
+    rows = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
+    found = read(name, WRITE[name](rows))
+    assert ["".join(pieces) for _, _, pieces in found] == TEXTS
+    assert not any(is_chat for _, is_chat, _ in found)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_conversations_are_in_each_format_that_nests(name):
+    rows: list[dict[str, Any]] = [{"messages": CHAT, "text": None}, {"messages": None, "text": "b"}]
+    (_, *chat), (_, *text) = read(name, WRITE[name](rows))
+    assert chat == [True, ["user\na\n", 'assistant\nb "c"']]
+    assert text == [False, ["b"]]
+
+
+def test_a_named_column_comes_before_a_conversation():
+    row = {"prompt": "a", "completion": "b", "body": "c", "chosen": CHAT}
+    for column, found in (
+        ("text", (True, ["user\na", "assistant\nb"])),
+        ("body", (False, ["c"])),
+        ("chosen", (True, ["user\na\n", 'assistant\nb "c"'])),
+    ):
+        for name in ("a.jsonl", "a.parquet"):
+            assert read(name, WRITE[name]([row]), column) == [(found_at(name), *found)]
+
+
+def found_at(name: str) -> str:
+    return {"a.jsonl": "a.jsonl:1", "a.parquet": "a.parquet, row 1"}[name]
+
+
+def test_places_are_lines_or_counts_of_items():
+    rows = [{"text": "a\nb"}, {"text": "c"}]
+    assert [[place for place, *_ in read(name, write(rows))] for name, write in WRITE.items()] == [
+        ["a.jsonl:1", "a.jsonl:2"],
+        ["a.json, item 1", "a.json, item 2"],
+        ["a.csv:2", "a.csv:4"],
+        ["excel.csv:2", "excel.csv:4"],
+        ["a.tsv:2", "a.tsv:4"],
+        ["a.parquet, row 1", "a.parquet, row 2"],
+    ]
+
+
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "facts"),
+    [
+        ("a.jsonl", lines([{"text": 5, "body": "b"}]), (":1: ", "`text`", "`body`", "--column")),
+        ("a.jsonl", lines([{}]), (":1: ", "`text`")),
+        ("a.jsonl", lines([{"text": ["a"]}]), (":1: ", "`text`")),
+        ("a.jsonl", b'"a"\n', (":1: ", "no JSON object")),
+        ("a.json", b'[{"text": "a"},\n {"text" "b"}]', ("item 2", "line 2, column 10")),
+        ("a.json", b'[{"text": "a"}\n {"text": "b"}]', ("item 2", "line 2, column 2")),
+        ("a.json", b'[{"text": "a"}, {"text": "b"', ("item 2", "not JSON")),
+        ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', ("more than one",)),
+        ("a.json", DEEP, ("item 1", "not JSON")),
+        ("a.json", b"[1]", ("item 1", "no JSON object")),
+        ("a.csv", b"id,body\n1,a\n", (":2: ", "`text`", "`id`, `body`", "--column")),
+        ("a.csv", HEAD + b'2,"b\n', (":3: ", "no such table")),
+        ("a.csv", HEAD + b'2,"b"c\n', (":3: ", "no such table")),
+        ("a.csv", HEAD + b"2,b,c\n", (":3: ", "3 cells", "has 2")),
+        ("a.csv", HEAD + b"2\n", (":3: ", "1 cell", "has 2")),
+        ("a.parquet", parquet([{"id": 1, "body": "a"}]), (": ", "`text`", "`id`, `body`")),
+        ("a.parquet", parquet([{"text": 1}]), ("row 1", "`text`")),
+        ("a.parquet", b"PAR1" + b"x" * 100, ("damaged",)),
+        ("a.parquet", parquet([{"text": "a" * 9999}], compression=None)[:5000], ("damaged",)),
+    ],
+)
+def test_a_record_without_text_is_refused_with_its_place(name, content, facts, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as raised:
+        read(str(tmp_path / name), content)
+    assert str(raised.value).startswith(f"{tmp_path / name}")
+    assert all(fact in str(raised.value) for fact in facts), raised.value
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(InputError, match=r"pyarrow.*\[data\]"):
+        next(records.parquet(io.BytesIO(), "a.parquet"))
+
+
+def test_parquet_reads_only_columns_of_text():
+    file = io.BytesIO(parquet([{"id": 1, "image": b"x", "text": "a", "system": "b"}]))
+    assert [record for _, record in records.parquet(file, "")] == [{"text": "a", "system": "b"}]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.parquet"])
+def test_a_long_file_is_not_in_memory_as_a_whole(name, tmp_path):
+    rows = [{"text": f"{number} " * 500} for number in range(5_000)]  # 13 MB
+    (tmp_path / name).write_bytes(WRITE[name](rows))
+    with (tmp_path / name).open("rb") as file:
+        tracemalloc.start()
+        found = {
+            "a.json": lambda: records.json_array(file, name),
+            "a.csv": lambda: records.table(file, name, ","),
+            "a.parquet": lambda: records.parquet(file, name),
+        }[name]()
+        assert sum(1 for _ in found) == len(rows)
+        assert tracemalloc.get_traced_memory()[1] < 8e6
+        tracemalloc.stop()
