@@ -58,11 +58,7 @@ AGAIN_SECONDS = 5.0
 
 
 def aws_session(settings: Settings) -> Any:
-    """Create the boto3 session of the settings.
-
-    Raises:
-        InputError: the profile does not exist, or the AWS configuration cannot be read.
-    """
+    """Create the boto3 session of the settings."""
     import boto3
     from botocore.exceptions import BotoCoreError
 
@@ -93,11 +89,7 @@ def make_client(session: Any, service: str, region: str, attempts: int | None = 
 
 
 def check_region(session: Any) -> str:
-    """The session's region.
-
-    Raises:
-        InputError: no region is set, or boto3 knows no SageMaker there.
-    """
+    """The session's region."""
     region = str(session.region_name or "")
     if not region:
         raise InputError("no region: set --region, SM_NANOGPT_REGION or AWS_REGION")
@@ -174,9 +166,6 @@ def patiently(ask: Callable[[], T], follow: str, deadline: float = math.inf) -> 
     """Call `ask` about a job that is watched, and retry through an outage of minutes.
 
     follow is the command that watches the job again. deadline is in time.monotonic() seconds.
-
-    Raises:
-        ServiceError: AWS refuses, or did not answer for PATIENCE_SECONDS or until the deadline.
     """
     goes_on = f"a running job continues and is billed: `{follow}` follows it"
     until = None

@@ -127,12 +127,7 @@ class Listing:
 
 
 def find(word: str, settings: Settings, acts: bool = False) -> tuple[Backend, JobDescription]:
-    """The backend of the job that a word means, and its description. Arguments as for full_id.
-
-    Raises:
-        InputError: the job is not on this machine, and SageMaker cannot be asked; see also full_id.
-        ServiceError: there is no such job.
-    """
+    """The backend of the job that a word means, and its description. Arguments as for full_id."""
     known = "`sm-nanogpt jobs` lists the jobs"
     job_id = full_id(word, settings, acts)
     if not JOB_ID.fullmatch(job_id):

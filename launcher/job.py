@@ -247,12 +247,7 @@ class Request(BaseModel):
         return {name: getattr(config, name) for name in {**preset, **given}}
 
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
-        """The script's Config; base replaces the defaults.
-
-        Raises:
-            InputError: a hyperparameter is unknown or invalid, or world_size processes cannot
-                share the batch evenly.
-        """
+        """The script's Config; base replaces the defaults."""
         source = self.source
         module = source.module("config")
         with source.running():

@@ -286,11 +286,7 @@ def default_launcher(instance: str) -> str:
 
 
 def find_image(version: str) -> Image:
-    """Find the image of a version such as 2.13 or 2.13.0.
-
-    Raises:
-        InputError: the table has none.
-    """
+    """Find the image of a version such as 2.13 or 2.13.0."""
     for image in IMAGES:
         if version in (image.version, image.minor):
             return image
@@ -301,11 +297,7 @@ def find_image(version: str) -> Image:
 
 
 def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
-    """The URI of AWS's PyTorch training image for GPU or CPU.
-
-    Raises:
-        InputError: there is no image of that version, or no registry in that region.
-    """
+    """The URI of AWS's PyTorch training image for GPU or CPU."""
     image = find_image(pytorch_version)
     for account, regions in REGISTRIES.items():
         if region in regions.split():

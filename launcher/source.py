@@ -52,11 +52,7 @@ class Source:
 
     @classmethod
     def read(cls, place: Path) -> Source:
-        """Read a folder, named by itself or by its train.py.
-
-        Raises:
-            InputError: it is no training folder.
-        """
+        """Read a folder, named by itself or by its train.py."""
         directory = place.parent if place.name == "train.py" else place
         try:
             paths = sorted(directory.glob("[!.]*.py"))  # as a shell, and without editors' files
@@ -88,11 +84,7 @@ class Source:
                 path.write_bytes(content)
 
     def module(self, name: str) -> ModuleType:
-        """Import a module of the folder; this runs no training.
-
-        Raises:
-            InputError: it cannot be imported.
-        """
+        """Import a module of the folder; this runs no training."""
         if self.is_packaged:
             return importlib.import_module(f"entry_point.{name}")
         package = f"user_{self.sha256[:16]}"
@@ -104,11 +96,7 @@ class Source:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run code of the folder. What it prints goes to stderr.
-
-        Raises:
-            InputError: it raised an error; the message has its file and line.
-        """
+        """Run code of the folder. What it prints goes to stderr."""
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 yield
@@ -188,11 +176,7 @@ def keep(source: Source, settings: Settings) -> Path:
 
 
 def find_source(sha256: str, settings: Settings, entry_point: Path | None = None) -> Source:
-    """The folder with this SHA-256: the packaged one, entry_point, or one kept by a launch.
-
-    Raises:
-        InputError: none of them has it.
-    """
+    """The folder with this SHA-256: the packaged one, entry_point, or one kept by a launch."""
     packaged = Source.packaged()
     if sha256 == packaged.sha256:
         return packaged

@@ -216,11 +216,7 @@ def measured(uri: str, settings: Settings) -> Place:
 
 
 def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, list[Place]]:
-    """A job, and where its files are, its fetched models first.
-
-    Raises:
-        ServiceError: there is no such job, it cannot be deleted yet, or a link is in its place.
-    """
+    """A job, and where its files are, its fetched models first."""
     backend, description = find(job_id, settings)
     if description.is_running:
         raise ServiceError(

@@ -58,11 +58,7 @@ class Damaged(ServiceError):
 
 
 def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes, str]]:
-    """Yield a UTF-8 text by `size` bytes, each with the characters that end in them.
-
-    Raises:
-        InputError: it is not UTF-8, or binary; the message starts with `name`.
-    """
+    """Yield a UTF-8 text by `size` bytes, each with the characters that end in them."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     while chunk := file.read(size):
         if not position and chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):

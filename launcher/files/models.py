@@ -34,9 +34,6 @@ def model_files(directory: Path) -> list[Path]:
 
     A link may lead to any file of the user, such as a key. It is followed only to a file that is
     what its name says.
-
-    Raises:
-        InputError: a file is missing, or is something else.
     """
     index = directory / INDEX
     weights = named_weights(index) if index.exists() else {"model.safetensors"}

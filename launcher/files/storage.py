@@ -59,11 +59,7 @@ def path_of(word: str | Path) -> Path:
 
 
 def local_path(location: str) -> Path | None:
-    """The path of a local location, or None for S3.
-
-    Raises:
-        InputError: it is neither, or as path_of.
-    """
+    """The path of a local location, or None for S3."""
     try:
         check_location(location)
     except ValueError as error:
@@ -193,9 +189,6 @@ def write_file(
     In a store on this machine it cannot be written again, since jobs link it. S3 receives parallel
     parts, each with a checksum; the object's metadata holds the SHA-256 of the file, and its size
     is checked afterwards.
-
-    Raises:
-        ServiceError: the store failed, or the upload is damaged.
     """
     if (place := local_path(uri)) is not None:
         with reported(uri):
@@ -363,11 +356,7 @@ def namesakes(uri: str, settings: Settings | None = None) -> list[str]:
 def fetch(
     uri: str, directory: Path, progress: Progress = lambda n: None, settings: Settings | None = None
 ) -> list[Path]:
-    """Download a file, or all files below a prefix, into a directory; return their paths.
-
-    Raises:
-        ServiceError: nothing is there, or the store failed.
-    """
+    """Download a file, or all files below a prefix, into a directory; return their paths."""
     fs, path = file_system(uri, settings)
     files = list_files(uri, settings)
     if not files:

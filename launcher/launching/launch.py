@@ -174,10 +174,6 @@ def cloud_settings(settings: Settings) -> Settings:
 
     They come from the settings, else the stack, else the role of the SageMaker notebook that this
     runs in and the account's default SageMaker bucket. No bucket is created.
-
-    Raises:
-        InputError: there is no store.
-        ServiceError: AWS cannot be asked.
     """
     settings = with_stack(settings)
     backend = SageMakerBackend(settings)
@@ -205,11 +201,7 @@ def cloud_settings(settings: Settings) -> Settings:
 
 
 def prescribed(request: Request, settings: Settings) -> Request:
-    """The request with defaults from the settings, such as subnets; tags are merged.
-
-    Raises:
-        InputError: the settings hold something that no job may have.
-    """
+    """The request with defaults from the settings, such as subnets; tags are merged."""
     values = {name: value for name in PRESCRIBED if (value := getattr(settings, name))}
     added = sorted(values.keys() - request.given().keys() | values.keys() & {"tags"})
     if not added:
@@ -231,12 +223,7 @@ class Earlier:
 
 
 def find_earlier(request: Request, settings: Settings) -> Earlier | None:
-    """The job that a request resumes.
-
-    Raises:
-        InputError: the request also asks for what only a new run has.
-        ServiceError: the earlier job still runs, or left no checkpoint.
-    """
+    """The job that a request resumes."""
     if request.resume is None:
         return None
     if request.preset == "auto":
@@ -264,9 +251,6 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
 
     Returns:
         The request, and the earlier job as this folder computes it.
-
-    Raises:
-        InputError: one job is local and the other on SageMaker.
     """
     before, description, given = earlier.job, earlier.description, request.given()
     given.setdefault("instance", before.instance)

@@ -41,12 +41,7 @@ def base_of(named: str) -> str:
 
 @contextmanager
 def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
-    """A directory with the documents of a model, and the URI of one that is on S3.
-
-    Raises:
-        InputError: there is no such directory.
-        ServiceError: there is no such job, or it left no model.
-    """
+    """A directory with the documents of a model, and the URI of one that is on S3."""
     path = storage.local_path(named)
     if path is None:
         sizes = storage.list_files(named, settings)
@@ -89,11 +84,7 @@ def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Uplo
 
 
 def with_values(request: Request, directory: Path) -> tuple[Request, Tokenizer]:
-    """The request with the hyperparameters that the model prescribes, and the model's tokenizer.
-
-    Raises:
-        InputError: the script does not compute this model, or a hyperparameter differs from it.
-    """
+    """The request with the hyperparameters that the model prescribes, and the model's tokenizer."""
     source = request.source
     try:
         values = source.module("huggingface").starting_values(directory, request.hyperparameters)

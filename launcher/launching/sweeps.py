@@ -173,10 +173,6 @@ def next_id(group: str, number: int, tries: Sequence[JobDescription]) -> str:
 def find_sweep(word: str, settings: Settings, everyone: bool = False) -> tuple[str, Tries]:
     """The id of a sweep and its jobs, from its name, the start or end of its id, the id or name of
     one of its jobs, or `latest`. Without everyone, only a whole id means somebody else's.
-
-    Raises:
-        InputError: no sweep, or several, have that id.
-        InputError, ServiceError: SageMaker cannot be asked, and the sweep may be there.
     """
     listing = Listing(settings, everyone or FULL_ID.fullmatch(word) is not None)
     found, failure = list(listing), listing.failure

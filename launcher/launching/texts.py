@@ -76,11 +76,7 @@ def n_training(upload: corpus.Upload) -> int:
 
 
 def size_of(channel: Channel, settings: Settings) -> tuple[int, int]:
-    """The tokens to train on, or characters, and how many different ones there are.
-
-    Raises:
-        InputError: `upload-data` did not put the text there.
-    """
+    """The tokens to train on, or characters, and how many different ones there are."""
     if channel.upload is not None:
         return n_training(channel.upload), channel.upload.vocabulary_size
     if settings.offline:

@@ -289,9 +289,6 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
 
     Each GPU has one process. Without GPUs, the job has the requested number of processes, or the
     number that train.py finds fastest.
-
-    Raises:
-        InputError: the requested number is not that of the GPUs.
     """
     config = job.config(1)
     import torch

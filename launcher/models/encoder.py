@@ -40,9 +40,6 @@ def load_words(content: str) -> Tokenizer:
 
     It gets only what encodes, and of that only what published tokenizers of BPE over bytes have:
     other parts of a stranger's file can abort the process, or take any time and memory.
-
-    Raises:
-        InputError: the file has other parts.
     """
     from tokenizers import Tokenizer
 
@@ -125,11 +122,7 @@ class Encoder:
         self.fast = fast_encoding(document, self.tokenizer, words)
 
     def encode(self, pieces: Sequence[str]) -> list[bytes]:
-        """The ids of each piece. A long one is encoded in parts.
-
-        Raises:
-            InputError: they stand for another text.
-        """
+        """The ids of each piece. A long one is encoded in parts."""
         if max(map(len, pieces), default=0) > LONGEST:
             return [b"".join(chain.from_iterable(map(self.encode, cut(piece)))) for piece in pieces]
         pieces = [self.same(piece) for piece in pieces]

@@ -169,11 +169,7 @@ def fetch_intact(
 
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """A temporary directory below `parent`, on the file system of the result.
-
-    Raises:
-        ServiceError: an OSError occurred inside.
-    """
+    """A temporary directory below `parent`, on the file system of the result."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(

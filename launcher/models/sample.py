@@ -110,11 +110,7 @@ def stream_samples(
 
 
 def encode(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
-    """The ids of a prompt; of one that is longer than a context of `size`, those of its end.
-
-    Raises:
-        InputError: it is empty or has unknown characters.
-    """
+    """The ids of a prompt; of one that is longer than a context of `size`, those of its end."""
     if not prompt:
         raise InputError("the prompt is empty; leave it out to start with a new text")
     try:

@@ -135,11 +135,7 @@ class SageMakerBackend:
         return job, replace(plan, request=self.request(job_id, job, plan))
 
     def check(self, job: TrainingJob) -> Plan:
-        """The role, image and keys of a job.
-
-        Raises:
-            InputError: AWS would refuse the job, or something that it needs is not known.
-        """
+        """The role, image and keys of a job."""
         store = self.settings.data_store
         for instance in job.instances:
             if "volume_size" in job.given() and has_local_storage(instance):

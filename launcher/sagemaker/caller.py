@@ -28,12 +28,7 @@ known_callers: dict[str, Caller] = {}  # by access key, which belongs to one cal
 
 
 def caller_of(session: Any, region: str, patient: bool) -> Caller:
-    """Ask AWS who calls, once for each access key.
-
-    Raises:
-        ServiceError: AWS refuses the credentials, or did not answer: within two seconds, unless
-            `patient`.
-    """
+    """Ask AWS who calls, once for each access key."""
     with service_errors("GetCallerIdentity"):
         credentials = session.get_credentials()
         key = credentials.get_frozen_credentials().access_key if credentials else ""

@@ -141,10 +141,6 @@ def earlier_cost(
 
     For a deleted job, or one without a readable record, and those before it, this is what the next
     job's record says. Others may write to the store, so it is at least what SageMaker knows.
-
-    Raises:
-        InputError: the cost of one of them is unknown.
-        ServiceError: by the records, a job resumes itself; or one of them cannot be read.
     """
     total, now, chain = 0.0, time.time(), list[str]()
     while (job_id := job.resume) is not None:
@@ -174,12 +170,7 @@ def earlier_cost(
 def afford(
     job: TrainingJob, settings: Settings, prices: Prices, spent: Callable[[], float]
 ) -> TrainingJob:
-    """The job with a time limit that keeps it below its ceiling. Logs what it may cost.
-
-    Raises:
-        InputError: the ceiling is too low, or the price is unknown.
-        ServiceError: below a ceiling, the cost of an earlier job cannot be found.
-    """
+    """The job with a time limit that keeps it below its ceiling. Logs what it may cost."""
     ceiling = ceiling_of(job, settings)
     found = {instance: prices.of(instance) for instance in job.instances}
     try:

@@ -89,10 +89,6 @@ class Deployment:
 
         kms adds a key, and vpc allows jobs in a VPC. boundary, an ARN, and role_path are of the
         role. A later plan that leaves them out keeps them. Delete what `left_over` finds first.
-
-        Raises:
-            InputError: the stack does not belong to sm-nanogpt.
-            ServiceError: AWS refuses, or the stack cannot be changed now.
         """
         raw = self.changeable()
         known = {} if raw is None else parameters_of(raw)  # an older stack lacks some
@@ -158,11 +154,7 @@ class Deployment:
                 self.client.delete_stack(StackName=change_set.stack_id)
 
     def execute(self, change_set: ChangeSet) -> Stack:
-        """Execute the changes and wait until they end.
-
-        Raises:
-            ServiceError: a resource failed; CloudFormation rolls the changes back.
-        """
+        """Execute the changes and wait until they end."""
         with service_errors("ExecuteChangeSet"):
             # If the creation fails, also delete what the template retains: it is empty, and a
             # key costs money.
@@ -172,11 +164,7 @@ class Deployment:
         return self.show()
 
     def show(self) -> Stack:
-        """The stack. Logs the state of its last operation, unless that succeeded.
-
-        Raises:
-            ServiceError: there is no stack, or it is incomplete.
-        """
+        """The stack. Logs the state of its last operation, unless that succeeded."""
         raw = describe_stack(self.client, self.name)
         if raw is not None and is_our_stack(raw) and not is_whole(raw["StackStatus"]):
             logger.info(self.state(raw))
@@ -227,9 +215,6 @@ class Deployment:
         """Delete the stack and wait for its end; retained resources stay.
 
         IAM does not delete an attached policy, so it is detached first.
-
-        Raises:
-            ServiceError: a resource could not be deleted.
         """
         for kind, name in removal.holders:
             with service_errors(f"Detach{kind}Policy"):

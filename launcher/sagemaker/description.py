@@ -31,11 +31,7 @@ def is_our_job(raw: dict[str, Any]) -> bool:
 
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
-    """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown.
-
-    Raises:
-        ServiceError: it has not what a job of sm-nanogpt has.
-    """
+    """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown."""
     try:
         return read_answer(raw, checkpoint_step)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:

@@ -64,12 +64,7 @@ def quiet_sdk() -> Iterator[None]:
 
 
 def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
-    """The CreateTrainingJob request that the SDK makes for a job. Sends nothing.
-
-    Raises:
-        InputError: the SDK refuses the job.
-        ServiceError: AWS_PROFILE names a profile that does not exist.
-    """
+    """The CreateTrainingJob request that the SDK makes for a job. Sends nothing."""
     with service_errors("the SageMaker SDK"), quiet_sdk():
         return record_request(job_id, job, plan)
 

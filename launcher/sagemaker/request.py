@@ -159,11 +159,7 @@ def toolkit_parameters(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, A
 
 
 def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
-    """The CreateTrainingJob request of a job; tests/test_request.py compares it with the SDK's.
-
-    Raises:
-        InputError: the text is not on S3.
-    """
+    """The CreateTrainingJob request of a job; tests/test_request.py compares it with the SDK's."""
     mode = "FastFile" if job.input_mode == "FastFile" else None
     channels = [
         input_channel(name, uri, None if name == "model" else mode)
@@ -231,9 +227,6 @@ def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
 
     Toolkits up to 5.1.2, as in the images since 2.11, pass the values through a shell, unquoted, so
     only safe characters are allowed.
-
-    Raises:
-        InputError: a value has other characters.
     """
     values, explicit = job.all_hyperparameters(), job.explicit_hyperparameters()
     harmless = re.compile(r"[A-Za-z0-9._:/=+-]{1,2500}")

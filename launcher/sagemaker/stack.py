@@ -199,9 +199,6 @@ def notebook_role(client: Callable[[str], Any]) -> str:
     """The execution role of the SageMaker notebook or Studio space that this runs in, or ''.
 
     Elsewhere the caller may also be a role, as after `aws sso login`, but SageMaker cannot use it.
-
-    Raises:
-        ServiceError: AWS cannot be asked.
     """
     try:
         here = json.loads(NOTEBOOK_METADATA.read_bytes())

@@ -201,11 +201,7 @@ class Report:
 
 
 def read_runs(job_ids: Sequence[str], settings: Settings) -> list[Run]:
-    """Read what is known of some jobs, whether they run or have ended.
-
-    Raises:
-        ServiceError: there is no such job, or it has no curve yet.
-    """
+    """Read what is known of some jobs, whether they run or have ended."""
     runs = [read_run(job_id, settings) for job_id in dict.fromkeys(job_ids)]
     priced = with_costs([run.description for run in runs], settings)
     return [replace(run, description=d) for run, d in zip(runs, priced, strict=True)]

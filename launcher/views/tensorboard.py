@@ -36,12 +36,7 @@ class Board:
         self.samples: dict[str, str] = {}
 
     def update(self, curve: Curve, description: JobDescription) -> None:
-        """Add what is new.
-
-        Raises:
-            InputError: TensorBoard is not installed.
-            ServiceError: the directory cannot be written.
-        """
+        """Add what is new."""
         with storage.reported(str(self.place)):
             fresh = self.writer is None or list(curve.rows[: len(self.rows)]) != self.rows
             if fresh:
