@@ -14,24 +14,26 @@ import gguf
 
 from entry_point.checkpoint import read_safetensors
 from launcher import fetch_model
-from launcher.models.encoder import GPT2, pattern_of
+from launcher.models.encoder import GPT2, QWEN35, pattern_of
 
 TYPES = {
     "float32": (gguf.LlamaFileType.ALL_F32, gguf.GGMLQuantizationType.F32),
     "bf16": (gguf.LlamaFileType.MOSTLY_BF16, gguf.GGMLQuantizationType.BF16),
     "float16": (gguf.LlamaFileType.MOSTLY_F16, gguf.GGMLQuantizationType.F16),
 }
+# What llama.cpp calls the expressions by which it splits text as we do, in tokenizer.ggml.pre.
+PATTERNS = {GPT2: "gpt-2", QWEN35: "qwen35"}
 
 
 def check(directory: Path) -> None:
-    """Exit unless llama.cpp's `qwen3` computes this model and its `gpt-2` gives the same ids."""
+    """Exit unless llama.cpp's `qwen3` computes this model, and its tokenizer gives the same ids."""
     document = json.loads((directory / "tokenizer.json").read_bytes())
     model = document["model"]
     others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
     if (
         model["type"] != "BPE"
         or document["normalizer"] is not None
-        or pattern_of(document) != GPT2
+        or pattern_of(document) not in PATTERNS
         or not all(token["special"] for token in document["added_tokens"])
         or any(model.get(name) for name in others)
     ):
@@ -66,7 +68,7 @@ def write(directory: Path, file: Path, dtype: str) -> None:
     kinds = gguf.TokenType
     ids = range(config["vocab_size"])  # those beyond the tokens are never used
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(PATTERNS[str(pattern_of(tokenizer))])
     writer.add_token_list([words.get(id, f"[PAD{id}]") for id in ids])
     writer.add_token_types(
         [

@@ -76,8 +76,8 @@ def test_gguf_needs_subword_tokens(job):
 @pytest.mark.parametrize(
     ("part", "change"),
     [
-        ("pre_tokenizer", {"add_prefix_space": True}),
-        ("pre_tokenizer", {"use_regex": False}),
+        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": True}),
+        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}),
         ("model", {"ignore_merges": True}),
         ("normalizer", {"type": "NFC"}),
     ],
@@ -98,13 +98,22 @@ def test_gguf_holds_the_model_and_its_tokens(of_tokens):
     tensors = {tensor.name: torch.tensor(tensor.data.copy()) for tensor in read.tensors}
     assert fields["general.architecture"] == "qwen3"
     assert fields["qwen3.context_length"] == model.config.block_size
-    assert fields["tokenizer.ggml.pre"] == "gpt-2"
-    assert len(fields["tokenizer.ggml.tokens"]) == len(tokenizer) == 300
+    assert fields["tokenizer.ggml.pre"] == "qwen35"
+    assert len(fields["tokenizer.ggml.tokens"]) == len(tokenizer)
     assert fields["tokenizer.ggml.tokens"][fields["tokenizer.ggml.eos_token_id"]] == (
         tokenizer.end_of_text
     )
     assert torch.equal(tensors["token_embd.weight"], model.embed.weight)
     assert {"blk.0.attn_q_norm.weight", "output_norm.weight", "output.weight"} <= tensors.keys()
+
+
+def test_gguf_names_the_pattern_of_an_earlier_model(of_tokens, tmp_path):
+    directory = shutil.copytree(fetch_model(of_tokens), tmp_path / "model")
+    document = json.loads((directory / "tokenizer.json").read_text())
+    document["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False}
+    (directory / "tokenizer.json").write_text(json.dumps(document))
+    to_gguf.main([str(directory), "out.gguf"])
+    assert GGUFReader("out.gguf").fields["tokenizer.ggml.pre"].contents() == "gpt-2"
 
 
 def test_gguf_in_16_bits_keeps_norms_in_float32(of_tokens):

@@ -10,6 +10,8 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,11 +41,14 @@ from launcher.text import tokens
 from launcher.text.corpus import send
 from launcher.text.files import find_text
 from launcher.text.formats import is_text, pieces_of, zstd
-from launcher.text.tokenizer import END_OF_TEXT, Words, learn_words, open_words
+from launcher.text.tokenizer import END_OF_TEXT, Words, fitting_size, learn_words, open_words
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
 FOX = "The quick brown fox jumps over the lazy dog.\n"
 NUMBERS = " ".join(map(str, range(9000))).encode()
+
+
+BPE = ("--tokenizer", "bpe", "--vocab-size", "400")
 
 
 def encode_text(path: Path, words: Words, directory: Path) -> Path:
@@ -192,6 +197,60 @@ def test_a_vocabulary_is_learned_from_all_documents(tmp_path):
     assert b"fox" in {word.strip() for word in learned.words}
 
 
+# Hindi, Arabic with vowel marks, and Thai: words in which each letter may have a mark.
+MARKED = {"hindi": "की मि से हू", "arabic": "كَ تِ بُ مّ", "thai": "กี ที่ นู้ ปั"}
+
+
+@pytest.mark.parametrize("script", MARKED)
+def test_combining_marks_stay_with_their_letters(script, tmp_path):
+    draw, syllables = random.Random(5), MARKED[script].split()
+    words = ["".join(draw.choices(syllables, k=3)) for _ in range(20)]
+    (tmp_path / "a.txt").write_text(" ".join(draw.choices(words, k=2000)))
+    learned = learn_words([("a", tmp_path / "a.txt")], 512).tokenizer
+    assert {word.decode(errors="replace").strip() for word in learned.words} >= set(words)
+
+
+@pytest.mark.parametrize("letters", ["春江潮水连海平上明月共生", "ACGT", " ", "!", "\n"])
+def test_a_text_without_breaks_is_learned_in_seconds(letters, tmp_path):
+    text = "".join(random.Random(7).choices(letters, k=300_000))
+    (tmp_path / "a.txt").write_text(text)
+    started, read = time.monotonic(), list[int]()
+    learned = learn_words([("a", tmp_path / "a.txt")], 512, read.append)
+    assert time.monotonic() - started < 20  # it takes half a second; as one word, minutes
+    assert sum(read) == len(text.encode())
+    (ids,) = Encoder(learned.content, learned.tokenizer.words, "H").encode([text])
+    assert learned.tokenizer.decode(array("H", ids)) == text
+
+
+def test_a_signal_ends_learning_at_once(tmp_path, home):
+    (tmp_path / "a.txt").write_text("".join(random.Random(7).choices("ACGT", k=6_000_000)))
+    command = (*launching.PROGRAM, "upload-data", "a.txt", *BPE[:3], "65536")
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=launching.environment(home), stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr
+        assert "learning 65,536 tokens" in process.stderr.readline()
+        time.sleep(1)  # it takes half a minute
+        process.terminate()
+        assert process.wait(15) == 1
+        assert process.stderr.read() == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("characters", "size"),
+    [(3000, 512), (1_115_394, 2048), (2 << 20, 4096), (8_388_607, 8192), (10**10, 16384)],
+)
+def test_the_default_vocabulary_fits_the_text(characters, size):
+    assert fitting_size(characters) == size
+
+
+def test_a_vocabulary_that_stays_small_is_explained(tmp_path, cli):
+    (tmp_path / "a.txt").write_text(FOX * 100)
+    ran = cli("upload-data", str(tmp_path / "a.txt"), "--tokenizer", "bpe")
+    (learned,) = re.findall(r"(\d+) tokens, not 512: each word of the text is one token", ran.err)
+    assert f"vocabulary {learned}\n" in ran.err
+
+
 def test_transformers_reads_the_same_tokenizer(made, words_of):
     from transformers import AutoTokenizer
 
@@ -207,13 +266,17 @@ LLAMA_3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN = LLAMA_3.replace("{1,3}", "")
+QWEN_3_5 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 PRECOMPILED = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
 
 
 def split(pattern: str) -> dict[str, Any]:
     by = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    return {"type": "Sequence", "pretokenizers": [by, {**of_bytes, "use_regex": False}]}
+    return {"type": "Sequence", "pretokenizers": [by, {**BYTE_LEVEL, "use_regex": False}]}
 
 
 @pytest.mark.parametrize(
@@ -222,6 +285,7 @@ def split(pattern: str) -> dict[str, Any]:
         lambda d: d["model"].pop("type"),  # as in GPT-2's own file
         lambda d: d.update(post_processor={"type": "ByteLevel", "add_prefix_space": True}),
         lambda d: d.update(pre_tokenizer=split(GPT_2)),
+        lambda d: d.update(pre_tokenizer=BYTE_LEVEL),
         lambda d: (d.update(pre_tokenizer=split(LLAMA_3)), d["model"].update(ignore_merges=True)),
         lambda d: d.update(pre_tokenizer=split(QWEN), normalizer={"type": "NFC"}),
     ],
@@ -308,10 +372,10 @@ def test_the_longest_document_is_trained_on(lengths, validates):
 
 def test_a_large_validation_part_is_a_warning(tmp_path, cli):
     for name in "abc":
-        (tmp_path / f"{name}.txt").write_text(FOX * 20)
+        (tmp_path / f"{name}.txt").write_text(FOX * 20 + name)
     ran = cli("upload-data", str(tmp_path), "--tokenizer", "bpe", "--vocab-size", "300")
     assert "warning: 33% of the tokens are for validation" in ran.err
-    assert "3 documents, 2,700 characters, " in ran.err
+    assert "3 documents, 2,703 characters, " in ran.err
 
 
 def test_the_last_tenth_of_a_single_text_validates(tmp_path, words_of, text_file, text):
@@ -435,7 +499,7 @@ def test_tokens_that_cannot_be_mapped_are_an_error(made, monkeypatch):
 
 
 def test_what_does_not_fit_the_data_is_refused(made, text_file):
-    with pytest.raises(DataError, match=r"vocab_size=50: .* 400 different tokens"):
+    with pytest.raises(DataError, match=r"vocab_size=50: .* 346 different tokens"):
         corpus_of(made, vocab_size=50)
     with pytest.raises(DataError, match="mask_documents needs tokens"):
         corpus_of(text_file, mask_documents=True)
@@ -451,8 +515,6 @@ def test_hosts_need_the_same_tokens(made, text_file, monkeypatch):
 
 
 # -- the three commands ----------------------------------------------------------------------------
-
-BPE = ("--tokenizer", "bpe", "--vocab-size", "400")
 
 
 @pytest.fixture
@@ -568,7 +630,7 @@ def test_a_sample_ends_with_its_document(words_of):
 
 # -- the encoder -----------------------------------------------------------------------------------
 
-KINDS = "ab '\na'sdmtlvre   \n\t\r\x0b\x0c1a123a½²Ⅷ٣ é漢字🙂 \n_-!? 1\n\x1c\x85"
+KINDS = "ab '\na'sdmtlvre\u0301\u093f   \n\t\r\x0b\x0c1a123a½²Ⅷ٣ é漢字🙂 \n_-!? 1\n\x1c\x85"
 
 
 def encoder_of(document: Any) -> Encoder:
@@ -576,7 +638,7 @@ def encoder_of(document: Any) -> Encoder:
     return Encoder(content, Words(content, END_OF_TEXT).tokenizer.words, "H")
 
 
-@pytest.fixture(scope="module", params=[None, LLAMA_3, QWEN], ids=["GPT-2", "Llama 3", "Qwen"])
+@pytest.fixture(scope="module", params=[None, GPT_2, LLAMA_3, QWEN])
 def fast(request, words_of):
     document = json.loads(words_of.content)
     if request.param:
@@ -592,7 +654,8 @@ def test_the_fast_encoding_has_the_librarys_ids(fast, pieces):
 
 
 def test_every_character_has_the_librarys_ids(fast):
-    pieces = [f"a{chr(c)}b {chr(c)}{chr(c)}1\n{chr(c)}" for c in range(1, 0x3100)]
+    codes = (code for code in range(1, 0x20000) if not 0xD800 <= code < 0xE000)
+    pieces = [f"a{c}b {c}{c}1\n{c}" for c in map(chr, codes)]
     assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
 
 
@@ -600,7 +663,7 @@ def test_every_character_has_the_librarys_ids(fast):
     "change",
     [
         lambda d: d["model"]["merges"].reverse(),
-        lambda d: d["pre_tokenizer"].update(add_prefix_space=True),
+        lambda d: d.update(pre_tokenizer={**BYTE_LEVEL, "add_prefix_space": True}),
         lambda d: d["added_tokens"].append({**d["added_tokens"][0], "id": 399, "special": False}),
     ],
 )

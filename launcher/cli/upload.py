@@ -24,7 +24,8 @@ from launcher.errors import InputError
     "--vocab-size",
     metavar="N",
     type=click.IntRange(257, 1 << 20),
-    help="With --tokenizer bpe: number of tokens (default: 16384).",
+    help="With --tokenizer bpe: number of tokens (default: the characters of the text / 512,"
+    " as a power of two from 512 to 16384).",
 )
 @JSON
 @click.pass_context
@@ -50,7 +51,7 @@ def upload_data_command(
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
     from launcher.files.storage import path_of
-    from launcher.text.corpus import VOCAB_SIZE, upload_data
+    from launcher.text.corpus import upload_data
     from launcher.text.shakespeare import first_text
 
     if vocab_size is not None and tokenizer != "bpe":
@@ -69,7 +70,7 @@ def upload_data_command(
                 " `sm-nanogpt upload-data` takes tiny Shakespeare"
             )
     with byte_progress("tokenize and upload" if tokenizer else "upload") as progress:
-        upload = upload_data(source, settings, progress, tokenizer, vocab_size or VOCAB_SIZE)
+        upload = upload_data(source, settings, progress, tokenizer, vocab_size)
     characters = f"{upload.characters:,} characters"
     if tokens := upload.train_tokens + upload.val_tokens:
         kind = "conversation" if upload.chats else "document"

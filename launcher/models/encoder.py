@@ -15,18 +15,17 @@ if TYPE_CHECKING:
     from tiktoken import Encoding
     from tokenizers import Tokenizer
 
-# The expressions by which tokenizers split a text: those of GPT-2, Llama 3 and Qwen, and ours of
-# characters.
+# The expressions by which tokenizers split a text: those of GPT-2, Qwen, and Llama 3; that of
+# Qwen3.5, which keeps combining marks with their letters, as Hindi, Thai, or Arabic with vowels
+# need it; and ours of characters.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-PATTERNS = (
-    GPT2,
-    *(
-        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        for digits in (r"\p{N}{1,3}", r"\p{N}")
-    ),
-    r"[\s\S]",
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+QWEN35 = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+PATTERNS = (GPT2, QWEN, LLAMA3, QWEN35, r"[\s\S]")
 
 
 # Characters encoded as one string: tiktoken panics at a million spaces, and ids take far more

@@ -34,9 +34,8 @@ if TYPE_CHECKING:  # it imports torch
 logger = logging.getLogger(__name__)
 
 
-VOCAB_SIZE = 16384
 NO_UPLOAD = "run `sm-nanogpt upload-data FILE`, or give --data one of `sm-nanogpt data`"
-TOKENS_VERSION = 4  # of what launcher.text.tokens writes
+TOKENS_VERSION = 5  # of what launcher.text.tokens writes
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,15 @@ def upload_data(
     settings: Settings | None = None,
     progress: Progress = lambda n: None,
     tokenizer: str | Path | None = None,
-    vocab_size: int = VOCAB_SIZE,
+    vocab_size: int | None = None,
 ) -> Upload:
     """Puts a text file, or the *.txt files below a directory, into the store as one data set.
 
     Hidden files and directories are left out.
 
-    With a tokenizer, the data set is of tokens: `bpe` learns vocab_size of them from the text; else
-    it is a tokenizer.json, a directory that has one, or a job whose model has one. The text may
-    then also be *.jsonl, and compressed as .gz or .zst.
+    With a tokenizer, the data set is of tokens: `bpe` learns vocab_size of them from the text
+    (None: as many as fit it); else it is a tokenizer.json, a directory that has one, or a job whose
+    model has one. The text may then also be *.jsonl, and compressed as .gz or .zst.
 
     The default store is that of the stack, if AWS is configured and there is one; else it is on
     this machine. Text that is already there is not sent again. A launch without data uses the last
@@ -167,25 +166,31 @@ def send_tokens(
     root: Path,
     files: Sequence[tuple[str, Path]],
     tokenizer: str | Path,
-    vocab_size: int,
+    vocab_size: int | None,
     settings: Settings,
     progress: Progress,
 ) -> Upload:
     """Encode text as tokens and upload them, unless they are in the store."""
     from launcher.text import tokens
-    from launcher.text.tokenizer import fingerprint, learn_words
+    from launcher.text.tokenizer import SAMPLE, fingerprint, fitting_size, learn_words
 
     source = tokens.survey(files)
     check_enough(root, source.characters)
+    wanted = vocab_size or fitting_size(source.characters)
     words = None if tokenizer == "bpe" else find_words(str(tokenizer), settings)
-    how = words.content if words else f"bpe {vocab_size}"
+    how = words.content if words else f"bpe {wanted}"
     key = hashlib.sha256(f"{TOKENS_VERSION} {source.sha256} {how}".encode()).hexdigest()
     uri = place_of(root, key, settings)
     if known := find_upload(uri, settings):
         return replace(known, uploaded=False, documents=source.documents)
     if words is None:
-        logger.info(f"tokenizer: learning {vocab_size:,} tokens")
-        words = learn_words(files, vocab_size)
+        logger.info(f"tokenizer: learning {wanted:,} tokens")
+        storage.expect(progress, min(source.size, SAMPLE))
+        words = learn_words(files, wanted, progress)
+        if (learned := len(words.tokenizer)) < wanted:
+            logger.info(
+                f"tokenizer: {learned:,} tokens, not {wanted:,}: each word of the text is one token"
+            )
     cache = settings.cache_dir
     with storage.reported(str(cache)):
         cache.mkdir(parents=True, exist_ok=True)

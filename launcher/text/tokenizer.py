@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from entry_point import data
@@ -16,13 +18,14 @@ from entry_point.errors import DataError
 from entry_point.files import read_file
 from launcher.errors import InputError
 from launcher.files import documents as door
-from launcher.models.encoder import load_words
+from launcher.files.storage import Progress
+from launcher.models.encoder import QWEN35, load_words
 from launcher.text.formats import Source, documents
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end of a document in published tokenizers, where tokenizer_config.json names none.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-SAMPLE = 1 << 27  # characters to learn a vocabulary from
+SAMPLE = 1 << 27  # bytes to learn a vocabulary from
 
 
 @dataclass(frozen=True)
@@ -101,12 +104,31 @@ def check_characters(words: Words, pieces: Sequence[str]) -> None:
         )
 
 
-def learn_words(files: Sequence[tuple[str, Path]], vocab_size: int) -> Words:
-    """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def fitting_size(characters: int) -> int:
+    """The default vocabulary: the largest power of two with 512 characters of text for each token.
+
+    At least 512, at most 16,384.
+    """
+    return 1 << min(max((characters // 512).bit_length() - 1, 9), 14)
+
+
+def learn_words(
+    files: Sequence[tuple[str, Path]], vocab_size: int, progress: Progress = lambda n: None
+) -> Words:
+    """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents.
+
+    It reads at most SAMPLE bytes. The vocabulary is smaller where each word is one token before.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    def split(pattern: str) -> Any:
+        by = pre_tokenizers.Split(Regex(pattern), "isolated")
+        of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([by, of_bytes])
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # A text without breaks, as of DNA, is one word, for which each merge takes time: cut it.
+    tokenizer.pre_tokenizer = split(QWEN35.replace("+", "{1,256}").replace("*", "{0,256}"))
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -114,8 +136,27 @@ def learn_words(files: Sequence[tuple[str, Path]], vocab_size: int) -> Words:
         special_tokens=[END_OF_TEXT, TURN, END_OF_TURN],  # of turns, for conversations later
         show_progress=False,
     )
-    read = Source()
+    read, learned, left = Source(), Future[None](), Event()
     pieces = chain.from_iterable(documents(files, read))
-    some = takewhile(lambda _: read.characters <= SAMPLE, pieces)
-    tokenizer.train_from_iterator(some, trainer)
+    some = takewhile(lambda _: read.size <= SAMPLE and not left.is_set(), pieces)
+
+    def learn() -> None:
+        try:
+            tokenizer.train_from_iterator(some, trainer)
+            learned.set_result(None)
+        except BaseException as error:
+            learned.set_exception(error)
+
+    # The library looks at no signals: here, Ctrl-C ends the wait for it.
+    Thread(target=learn, daemon=True).start()
+    try:
+        told = 0
+        while not learned.done():
+            wait([learned], 0.1)
+            progress(read.size - told)
+            told = read.size
+    finally:
+        left.set()
+    learned.result()
+    tokenizer.pre_tokenizer = split(QWEN35)
     return Words(tokenizer.to_str(), END_OF_TEXT)
