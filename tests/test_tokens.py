@@ -365,9 +365,37 @@ def test_a_vocabulary_beyond_uint16_has_ids_of_uint32(made, documents, document,
 )
 def test_the_longest_document_is_trained_on(lengths, validates):
     ends = array("Q", itertools.accumulate(lengths))
-    parts = tokens.split(ends)
+    parts = tokens.split(ends, range(len(lengths)))
     assert [lengths[index] for index in parts["val"]] == validates
     assert sorted(parts["train"] + parts["val"]) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize("field", ["text", "messages"])
+def test_copies_are_all_in_one_part(field, tmp_path, cli):
+    def line(text: str) -> str:
+        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": FOX}]
+        return json.dumps({field: text if field == "text" else turns}) + "\n"
+
+    lines = [line(f"{number}: {FOX}") for number in range(60)]
+    (tmp_path / "twice.jsonl").write_text("".join(lines + lines))
+    ran = cli("upload-data", str(tmp_path / "twice.jsonl"), "--tokenizer", "bpe")
+    assert "60 of 120 documents are equal to an earlier one" in ran.err
+    parts = []
+    for part in ("train", "val"):
+        content = (stored(ran.out.strip()) / f"{part}-00000.bin").read_bytes()
+        ids = list(array("H" if field == "text" else "i", content))
+        ends = [at for at, id in enumerate(ids) if id == ids[-1]]
+        parts.append([tuple(ids[a + 1 : b]) for a, b in itertools.pairwise([-1, *ends])])
+    trained, validated = parts
+    assert (len(trained) + len(validated), len(set(trained + validated))) == (120, 60)
+    assert 8 <= len(validated) <= 14
+    assert not set(trained) & set(validated)
+
+
+def test_documents_that_are_all_equal_are_refused(tmp_path, cli):
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": FOX}) + "\n") * 30)
+    ran = cli("upload-data", str(tmp_path / "a.jsonl"), "--tokenizer", "bpe")
+    assert ran.failed(2, "all 30 documents are equal")
 
 
 def test_a_large_validation_part_is_a_warning(tmp_path, cli):

@@ -9,20 +9,20 @@ A data set of tokens is a directory:
     meta.json               what there is; its SHA-256 stands for the data set
 
 The order of the documents is random but fixed by a seed, so that neighbors in a sorted collection
-do not share a batch, and the last of them are those for validation.
+do not share a batch, and the last of them are those for validation, with all their copies.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import mmap
 import random
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +34,8 @@ from launcher.models.chat import SPEAKS, ChatEncoder
 from launcher.models.encoder import Encoder
 from launcher.text.formats import Source, documents
 from launcher.text.tokenizer import KNOWN_ENDS, Words, check_characters
+
+logger = logging.getLogger(__name__)
 
 BATCH = 1 << 22  # characters encoded at once
 SHARD_BYTES = 1 << 28
@@ -99,10 +101,10 @@ def encode(
     expect(progress, source.size)
     unsorted = directory / "unsorted"
     with unsorted.open("wb") as file:
-        ends, needed = write_documents(whole, words, code, file, progress)
+        ends, needed, digests = write_documents(whole, words, code, file, progress)
     if again.sha256 != source.sha256:
         raise InputError("the text changed while it was read; upload it again")
-    parts = {"train": [0], "val": [1]} if source.documents == 1 else split(ends)
+    parts = {"train": [0], "val": [1]} if source.documents == 1 else split(ends, digests)
     meta: dict[str, Any] = {
         "dtype": {"H": "uint16", "I": "uint32", "i": "int32"}[code],
         "end_of_text": words.end_of_text,
@@ -146,23 +148,37 @@ def separated(words: Words) -> Words:
     raise InputError(f"the tokenizer has no token but {END_OF_TURN} that ends a text")
 
 
-def split(ends: array[int]) -> dict[str, list[int]]:
-    """The documents of each part, in random order.
+def split(ends: array[int], digests: Sequence[int]) -> dict[str, list[int]]:
+    """The documents of each part, in random order; all copies of one are in the same part.
 
-    A document longer than the whole validation part should be is for training, unless all are.
+    Those that are together longer than the whole validation part should be are for training, unless
+    all are.
+
+    Raises:
+        InputError: all documents are equal.
     """
     order = list(range(len(ends)))
     random.Random(SEED).shuffle(order)
+    lengths = Counter[int]()
+    for index, digest in enumerate(digests):
+        lengths[digest] += length(ends, index)
+    if copies := len(order) - len(lengths):
+        logger.info(
+            f"{copies:,} of {len(order):,} documents are equal to an earlier one; copies are all in"
+            " the training part, or all in the validation part"
+        )
+    if len(lengths) == 1:
+        raise InputError(f"all {len(order):,} documents are equal: none is left to validate on")
     wanted = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
     val, tokens = set[int](), 0
-    for index in reversed(order):
-        if tokens < wanted and length(ends, index) <= wanted:
-            val.add(index)
-            tokens += length(ends, index)
-    val = val or {min(order, key=partial(length, ends))}
+    for digest in map(digests.__getitem__, reversed(order)):
+        if tokens < wanted and lengths[digest] <= wanted and digest not in val:
+            val.add(digest)
+            tokens += lengths[digest]
+    val = val or {min(lengths, key=lengths.__getitem__)}
     return {
-        "train": [index for index in order if index not in val],
-        "val": [index for index in order if index in val],
+        "train": [index for index in order if digests[index] not in val],
+        "val": [index for index in order if digests[index] in val],
     }
 
 
@@ -186,18 +202,19 @@ def halves(document: Iterator[str], cut: int) -> Iterator[Iterator[str]]:
 
 def write_documents(
     whole: Iterator[Iterator[str]], words: Words, code: str, file: IO[bytes], progress: Progress
-) -> tuple[array[int], array[int]]:
+) -> tuple[array[int], array[int], array[int]]:
     """Write the ids of each document and of its end.
 
     Returns:
-        Where each ends, counted in ids, and for each conversation the context that holds it up to
-        its first answer.
+        Where each ends, counted in ids; for each conversation the context that holds it up to its
+        first answer; and for each document a number that its copies share.
     """
     tokenizer = words.tokenizer
     encoder = Encoder(words.content, tokenizer.words, code)
     chat = ChatEncoder(tokenizer, encoder) if code == "i" else None
     end = array(code, [] if tokenizer.end is None else [~tokenizer.end if chat else tokenizer.end])
-    ends, needed, position = array("Q"), array("Q"), 0
+    ends, needed, digests, position = array("Q"), array("Q"), array("Q"), 0
+    digest = hashlib.blake2b(digest_size=8)
     for batch in batches(whole):
         pieces = [piece for piece in batch if piece is not None]
         if tokenizer.unit == "characters":
@@ -207,13 +224,16 @@ def write_documents(
             ids = end.tobytes() if piece is None else next(each)
             position += len(ids) // end.itemsize
             file.write(ids)
+            digest.update(ids)
             if chat and piece and piece.startswith(SPEAKS) and len(needed) == len(ends):
                 begin = ends[-1] if ends else 0
                 needed.append(position - begin - len(chat.line_break) - 1)  # the last is a target
             if piece is None:
                 ends.append(position)
+                digests.frombytes(digest.digest())
+                digest = hashlib.blake2b(digest_size=8)
         progress(sum(len(piece.encode()) for piece in pieces))
-    return ends, needed
+    return ends, needed, digests
 
 
 def batches(whole: Iterator[Iterator[str]]) -> Iterator[Batch]:
