@@ -503,24 +503,6 @@ def test_deleting_a_jobs_directory_ends_its_processes(detach):
 # -- what a job has made --------------------------------------------------------------------------
 
 
-def test_a_checkpoint_that_vanishes_is_skipped(tmp_path):
-    (tmp_path / "checkpoint-00000010.safetensors").touch()
-    # A link to nowhere is listed, and then not there, as is a file deleted in between.
-    (tmp_path / "checkpoint-00000005.safetensors").symlink_to(tmp_path / "nowhere")
-    assert backend.own_checkpoint(tmp_path, given={}) == 10
-
-
-def test_a_clock_set_back_hides_no_checkpoint(job):
-    change(job.directory / "state.json", started=4e9)
-    assert describe(job.job_id).checkpoint_step == 10
-
-
-def test_a_resumed_jobs_first_checkpoint_is_not_its_own(home, job):
-    run_job(home / "jobs/next", "sys.exit(3)", job.directory / CHECKPOINTS)
-    assert (home / "jobs/next" / CHECKPOINT).exists()
-    assert describe("next").checkpoint_step is None
-
-
 @pytest.mark.parametrize("one_disk", [True, False])
 def test_a_job_links_its_text_and_leaves_the_store_alone(home, text_file, monkeypatch, one_disk):
     text_file.chmod(0o600)
@@ -539,22 +521,6 @@ def test_a_job_links_its_text_and_leaves_the_store_alone(home, text_file, monkey
     assert (text.stat().st_mode, text.stat().st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
     storage.remove((home / "jobs/one").as_uri())
     assert stored.read_bytes() == text_file.read_bytes()
-
-
-def test_a_partly_copied_checkpoint_is_not_the_jobs_own(tmp_path, job, monkeypatch):
-    """The runner is killed while it copies."""
-    write_job(tmp_path / "killed", job.directory / CHECKPOINTS)
-    run = LocalRun(tmp_path / "killed")
-
-    def end_of_a_copy(*_: Any, **__: Any) -> None:
-        if "given" in run.state:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.link", Mock(side_effect=OSError))  # to another disk
-    monkeypatch.setattr("os.utime", end_of_a_copy)
-    with pytest.raises(KeyboardInterrupt):
-        run.lay_out()
-    assert backend.own_checkpoint(run.base / "checkpoints", run.state["given"]) is None
 
 
 @pytest.mark.parametrize(

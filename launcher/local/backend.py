@@ -33,8 +33,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field
-
 from entry_point.files import open_file
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file
 from launcher.errors import InputError, ServiceError
@@ -90,14 +88,13 @@ class Record(Document):
 
 
 class State(Document):
-    """state.json. given: the checkpoints that the job resumes from, with their times in ns."""
+    """state.json."""
 
     status: Literal["InProgress", "Stopping", "Completed", "Failed", "Stopped"] = "InProgress"
     secondary: str = "Starting"
     reason: str | None = None
     started: Moment | None = None
     ended: Moment | None = None
-    given: dict[str, Count] = Field(default_factory=dict)
 
 
 class LocalBackend:
@@ -190,7 +187,7 @@ class LocalBackend:
             status = "Stopping"
         model = directory / "output" / "model.tar.gz"
         checkpoints = directory / CHECKPOINTS
-        step = own_checkpoint(checkpoints, state.given)
+        step = newest_checkpoint(path.name for path in checkpoints.glob("*.safetensors"))
         return JobDescription(
             job_id=job_id,
             status=status,
@@ -329,19 +326,6 @@ def is_held(lock: Path) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def own_checkpoint(directory: Path, given: dict[str, int]) -> int | None:
-    """The step of the newest checkpoint that the job wrote itself.
-
-    Checkpoints that it was given are known by their times, so setting the clock back is harmless.
-    """
-    written = []
-    for path in directory.glob("checkpoint-*.safetensors"):
-        with suppress(FileNotFoundError):  # the run deletes old ones meanwhile
-            if path.stat().st_mtime_ns != given.get(path.name):
-                written.append(path.name)
-    return newest_checkpoint(written)
 
 
 def tail(path: Path, size: int) -> list[bytes]:

@@ -116,9 +116,7 @@ class LocalRun:
             source = Path(self.record.resume_from)
             if not any(source.glob("checkpoint-*.safetensors")):
                 raise ServiceError(f"the checkpoints to resume from are missing: {source} has none")
-            given = sorted(source.glob("*.safetensors"))
-            self.update(given={path.name: path.stat().st_mtime_ns for path in given})
-            for path in given:
+            for path in sorted(source.glob("*.safetensors")):
                 storage.link_or_copy(path, self.base / "checkpoints" / path.name)
 
     def write_config(self, channels: list[str]) -> None:
