@@ -7,7 +7,6 @@ it needs has failed.
 
 from __future__ import annotations
 
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ from typing import Any
 
 from launcher.aws import (
     QUOTA,
-    Denied,
     aws_session,
     check_bucket,
     check_region,
@@ -25,7 +23,6 @@ from launcher.aws import (
     service_errors,
 )
 from launcher.errors import InputError, ServiceError
-from launcher.files import storage
 from launcher.job import Request
 from launcher.launching.launch import launch
 from launcher.local.backend import LocalBackend
@@ -80,16 +77,6 @@ class Context:
         if service not in self.clients:
             self.clients[service] = make_client(self.session, service, self.region, attempts=2)
         return self.clients[service]
-
-    def ask(self, service: str, operation: str, **request: Any) -> dict[str, Any]:
-        """Call AWS.
-
-        Raises:
-            Denied: the caller lacks the permission for this call.
-            ServiceError: AWS refuses for another reason, or cannot be reached.
-        """
-        with service_errors(operation):
-            return dict(getattr(self.client(service), operation)(**request))
 
 
 # -- this machine ----------------------------------------------------------------------------------
@@ -161,22 +148,18 @@ def check_stack(context: Context) -> str:
 
 
 def check_role(context: Context) -> str:
-    """The execution role exists."""
+    """The execution role that jobs get."""
     context.role = context.settings.role or (context.stack.role if context.stack else "")
     context.role = context.role or notebook_role(context.client)
     if not context.role:
         raise InputError(
             "no execution role: create one with `sm-nanogpt infra deploy`, or set --role"
         )
-    try:
-        context.ask("iam", "get_role", RoleName=context.role.rsplit("/", 1)[-1])
-    except Denied as denied:
-        raise CheckWarning(f"not checked: {denied}") from None
     return context.role
 
 
 def check_store(context: Context) -> str:
-    """The store is in the region of the jobs; write and delete an empty object there."""
+    """The store can be read, and is in the region of the jobs."""
     context.store = context.settings.store or (context.stack.store if context.stack else "")
     if not context.store:
         raise InputError(
@@ -187,23 +170,11 @@ def check_store(context: Context) -> str:
         raise InputError(
             f"SageMaker cannot read {context.store}: set --store to s3://bucket/prefix"
         )
-    check_bucket(context.client("s3"), context.store, "--store", context.region)
-    place = storage.join(context.store, f"doctor-{secrets.token_hex(4)}.txt")
-    bucket, _, key = place.removeprefix("s3://").partition("/")
-    encryption = {}
-    if context.settings.kms_key:
-        encryption = dict(ServerSideEncryption="aws:kms", SSEKMSKeyId=context.settings.kms_key)
-    try:
-        context.ask("s3", "put_object", Bucket=bucket, Key=key, Body=b"", **encryption)
-    except Denied as denied:
-        raise ServiceError(f"{context.store} cannot be written: {denied}") from None
-    try:
-        context.ask("s3", "delete_object", Bucket=bucket, Key=key)
-    except Denied:
-        raise CheckWarning(
-            f"{context.store} is writable, but {place} could not be deleted"
-        ) from None
-    return f"{context.store} is writable"
+    client, (bucket, _, prefix) = context.client("s3"), context.store[5:].partition("/")
+    check_bucket(client, context.store, "--store", context.region)
+    with service_errors("ListObjectsV2"):
+        client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix.rstrip('/')}/", MaxKeys=1)
+    return context.store
 
 
 def check_price(context: Context) -> str:

@@ -255,7 +255,6 @@ def pattern(resource: str, names: dict[str, str]) -> str:
     for found, name in (
         (r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}", "JOB-ID"),
         (r"/(data|checkpoints)/.*", r"/\1/*"),
-        (r"doctor-[0-9a-f]{8}\.txt", "doctor-*"),
         (r"(algo-\d)-\d+", r"\1-*"),
         (r"stack/sm-nanogpt/[0-9a-f-]+$", "stack/sm-nanogpt/*"),
         (rf":us-east-1:{ACCOUNT}:", ":REGION:ACCOUNT:"),
