@@ -308,12 +308,13 @@ class Corpus:
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file itself, or the *.txt files below a directory, sorted. Raises DataError for none."""
+    """The file itself, or *.txt and *.md below a directory, sorted. Raises DataError for none."""
     if path.is_file():
         return [path]
-    files = sorted(p for p in path.rglob("*.txt") if p.is_file())
+    ends = (".txt", ".md")
+    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in ends and p.is_file())
     if not files:
-        there = "no *.txt file in it" if path.is_dir() else "no such file or directory"
+        there = "no *.txt or *.md file in it" if path.is_dir() else "no such file or directory"
         raise DataError(f"{path}: {there}")
     return files
 
@@ -326,7 +327,7 @@ def code_points(path: Path, digest: Any) -> Iterator[Tensor]:
 
     The digest gets the bytes of the file. Raises DataError if it cannot be read, or is not UTF-8.
     """
-    decoder, position, content = codecs.getincrementaldecoder("utf-8")(), 0, b" "
+    decoder, position, content = codecs.getincrementaldecoder("utf-8-sig")(), 0, b" "
     try:
         with open_file(path) as file:
             while content:
