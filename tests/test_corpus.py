@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
+import gzip
 import hashlib
 import http.client
 import http.server
 import json
+import logging
 import os
 import re
 import shutil
@@ -28,6 +31,7 @@ from launcher.launching.texts import find_channel
 from launcher.settings import Settings, load_settings
 from launcher.text import corpus
 from launcher.text.corpus import find_upload, last_upload
+from launcher.text.formats import look, pieces_of, zstd
 
 URL = "https://127.0.0.1:9/a"
 LONG = "The quick brown fox jumps over the lazy dog.\n" * 100
@@ -62,28 +66,42 @@ def refusal(request, home, cli):
     return refuse
 
 
+WORDS = "À l’heure où l’été s’éteint, «Noël» coûte 5 €. " * 60
+CHINESE = "春江潮水连海平，海上明月共潮生。" * 200
+PDF = b"%PDF-1.7\n" + LONG.encode()
+TAR = b"books/one.txt".ljust(257, b"\0") + b"ustar\x0000" + LONG.encode()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("empty.txt", b"", "is empty"),
-        ("spaces and ü.txt", b"", "is empty"),
+        ("empty.txt", b"", "0 characters are too few"),
+        ("mark.txt", codecs.BOM_UTF8, "0 characters are too few"),
         ("binary.bin", b"\x7fELF\x00\x01" * 500, "binary"),
         ("late.bin", LONG.encode() * 10 + b"\x00", "zero at byte 45000"),
         ("short.txt", b"To be", "5 characters"),
-        (
-            "latin.txt",
-            LONG.encode() + b"caf\xe9 " * 5,
-            r"not UTF-8 text \(byte 4503\);.*windows-1252",
-        ),
-        ("win.txt", LONG.encode() + b"\x93quoted\x94" * 5, r"\(byte 4500\);.*windows-1252"),
-        ("books.tar.gz", b"\x1f\x8b\x08\x00" + b"\xff" * 5000, "is a binary file"),
-        ("JSON.JSONL", LONG.encode(), "--tokenizer bpe"),
+        ("latin.txt", LONG.encode() + b"caf\xe9 " * 5, r"\(byte 4503\).*'[^']*café.*cp1252`"),
+        ("win.txt", LONG.encode() + b"\x93quoted\x94" * 5, r"\(byte 4500\).*“quoted”.*cp1252`"),
+        ("french.txt", WORDS.encode("cp1252"), "À l’heure.* --encoding cp1252`"),
+        ("czech.txt", ("Příliš žluťoučký kůň. " * 90).encode("cp1250"), "--encoding cp1250`"),
+        ("russian.txt", ("зимнюю пору я из лесу " * 90).encode("koi8-r"), "--encoding koi8_r`"),
+        ("chinese.txt", CHINESE.encode("gbk"), "--encoding gb18030`"),
+        ("japanese.txt", ("いろはにほへと。" * 200).encode("shift-jis"), "--encoding cp932`"),
+        ("utf16.txt", LONG.encode("utf-16-le"), "--encoding utf_16_le`"),
         ("cut.txt", LONG.encode() + "é".encode()[:1], "ends inside a character"),
-        *((f"a.{end}", LONG.encode(), "--tokenizer bpe") for end in ("jsonl", "txt.gz", "zst")),
-        ("utf16.txt", LONG.encode("utf-16"), "UTF-16"),
+        ("paper.pdf", PDF, r"is a PDF; `pdftotext \S*paper.pdf`"),
+        ("a paper.txt", PDF, r"is a PDF; `pdftotext '\S*a paper.txt'`"),
+        (
+            "paper.docx",
+            b"PK\x03\x04",
+            r"is a document; `pandoc -t plain -o paper.txt \S*paper.docx`",
+        ),
+        ("notes.zip", b"PK\x03\x04", r"is a zip archive; .*`unzip \S*notes.zip`"),
+        ("scan.png", b"\x89PNG", r"is an image; `tesseract \S*scan.png scan`"),
+        ("ckpt.pt", b"", "is a pickle; "),
+        ("books.tar.gz", gzip.compress(TAR), r"is an archive; .*`tar -xf \S*books.tar.gz`"),
+        ("cut.txt.gz", gzip.compress(LONG.encode())[:60], "cut.txt.gz: damaged"),
         ("texts/deep/bad.txt", b"\xff" * 100, "not UTF-8"),
-        ("texts/a.jsonl", LONG.encode(), r"1 \*\.jsonl; .*--tokenizer bpe"),
-        ("texts/notes.md", LONG.encode(), r"no \*.txt is there, but 1 \*.md"),
         ("texts/meta.json", b"{}", "these are tokens"),
     ],
 )
@@ -98,33 +116,178 @@ def test_what_is_not_text_is_refused_by_name(refusal, tmp_path, name, content, r
     assert re.search(reason, error)
 
 
-@pytest.mark.parametrize("words", [(), ("--tokenizer", "bpe", "--vocab-size", "270")])
-def test_files_left_out_of_a_directory_are_counted(cli, tmp_path, words):
-    (tmp_path / "notes/deep").mkdir(parents=True)
-    for name in ("a.txt", "b.txt", "c.md", "deep/d.md", "LICENSE", ".hidden.py"):
-        (tmp_path / "notes" / name).write_text(LONG)
-    (line,) = [
-        line for line in cli("upload-data", "notes", *words).good.err.splitlines() if "left" in line
-    ]
-    assert "notes: left out 2 *.md, 1 LICENSE; " in line
-
-
 @pytest.mark.parametrize(
-    ("names", "ways"),
+    ("name", "content", "what"),
     [
-        (["A.TXT", "B.Txt"], {"*.TXT to", "*.Txt to"}),
-        (["a.jsonl", "b.md", "c.md"], {"--tokenizer bpe", "join"}),
-        (["a.gz", "B.TXT", "c.md"], {"--tokenizer bpe", "*.TXT to", "join"}),
-        (["c.md"], {"join"}),
+        *((name, b'{"text": "a"}\n', "JSON lines") for name in ("A.JSONL", "a.ndjson", "a.json")),
+        ("b.jsonl.gz", gzip.compress(b'{"text": "a"}\n'), "JSON lines"),
+        ("array.json", b' [\n{"text": "a"}]', "JSON"),
+        ("table.csv", b"text\na\n", "CSV"),
+        ("table.txt", b"PAR1", "Parquet"),
     ],
 )
-def test_each_kind_that_is_left_out_has_its_advice(refusal, tmp_path, names, ways):
+def test_records_are_sent_to_a_tokenizer(refusal, tmp_path, name, content, what):
+    (tmp_path / "only").mkdir()
+    path = tmp_path / "only" / name
+    path.write_bytes(content)
+    assert f"only/{name}: is {what}; " in (error := refusal(f"only/{name}"))
+    assert re.search(rf"`sm-nanogpt upload-data \S*only/{name} --tokenizer bpe`", error)
+    if path.suffix != ".txt":
+        assert "only: no text is there; 1 file left out: 1 ." in (error := refusal("only"))
+        assert re.search(r"`sm-nanogpt upload-data \S*only --tokenizer bpe`", error)
+
+
+def test_json_that_is_called_text_is_warned_about(cli, tmp_path):
+    (tmp_path / "chats.txt").write_text('{"text": "a"}\n' * 99)
+    (tmp_path / "notes.jsonl.txt").write_text(LONG)
+    assert "chats.txt: looks like JSON" in cli("upload-data", "chats.txt").good.err
+    assert "JSON" not in cli("upload-data", "notes.jsonl.txt").good.err
+
+
+# -- folders --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def notes(tmp_path):
+    """A folder as people have it; each text is another."""
+    folder = tmp_path / "notes"
+    names = (
+        "a.txt",
+        "B.TXT",
+        "c.Md",
+        "deep/a.txt",
+        "deep/a.md",
+        "x.py",
+        "code/y.py",
+        "LICENSE",
+    )
+    aside = (".git/config.txt", "deep/.e.txt", "env/pyvenv.cfg", "env/lib/license.txt")
+    for name in (*names, *aside, "scan.pdf", "chats.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name + LONG)
+    (folder / "link").symlink_to(folder / "deep", target_is_directory=True)
+    return folder
+
+
+def test_a_folder_gives_its_texts_and_says_what_it_leaves(cli, notes):
+    ran = cli("upload-data", "notes").good
+    kept = {"a.txt", "B.txt", "c.txt", "deep", "deep/a.txt", "deep/a-2.txt"}
+    assert launching.tree(stored(ran.out.strip())) == kept
+    left = "warning: notes: 5 files left out: 2 .py, 1 LICENSE, 1 .jsonl, 1 .pdf; "
+    (line,) = [line for line in ran.err.splitlines() if "files left out: 2 ." in line]
+    assert sorted(re.findall(r"1 [\w.]+", line)) == ["1 .jsonl", "1 .pdf", "1 LICENSE"]
+    assert line.startswith(left.partition(", ")[0])
+    for way in ("`--include '*.py'`", "`pdftotext FILE`", "--tokenizer bpe"):
+        assert way in line
+    assert "2 hidden, 1 virtual environment, 1 link to a folder" in ran.err
+
+
+def test_patterns_add_and_leave_out(home, notes):
+    def names(**options: Any) -> set[str]:
+        return set(upload_data(notes, **options).files)
+
+    plain = {"a.txt", "B.txt", "c.txt", "deep/a.txt", "deep/a-2.txt"}
+    assert names(include=["*.py"]) == plain | {"x.txt", "code/y.txt"}
+    assert names(include=["x*", "LICENSE"]) == plain | {"x.txt", "LICENSE.txt"}
+    assert names(exclude=["deep", "*.TXT"]) == {"a.txt", "c.txt"}
+    assert names(exclude=["deep/*.md"]) == plain - {"deep/a-2.txt"}
+    for option in ("include", "exclude"):
+        with pytest.raises(InputError, match=rf"--{option} \*\.rst: no file"):
+            names(**{option: ["*.rst"]})
+
+
+def test_several_paths_make_one_data_set(home, notes, source):
+    other = source.parent / "deep/fox.md"
+    other.parent.mkdir()
+    other.write_text(LONG + "more")
+    upload = upload_data([notes / "deep", source, str(other)])
+    assert upload.files == ("deep/a.txt", "deep/a-2.txt", "fox.txt", "fox-2.txt")
+    assert "/deep-" in upload.uri
+
+
+def test_equal_and_empty_files_are_left_out_and_counted(cli, tmp_path):
     (tmp_path / "texts").mkdir()
-    for name in names:
-        (tmp_path / "texts" / name).write_text(LONG)
-    error = refusal("texts")
-    known = ("*.TXT to", "*.Txt to", "--tokenizer bpe", "join")
-    assert {way for way in known if way in error} == ways
+    for name, content in (("a.txt", LONG), ("b.md", LONG), ("c.txt", LONG + "c"), ("d.txt", "")):
+        (tmp_path / "texts" / name).write_text(content)
+    (tmp_path / "texts/a.txt.gz").write_bytes(gzip.compress(LONG.encode()))
+    ran = cli("upload-data", "texts").good
+    assert launching.tree(stored(ran.out.strip())) == {"a.txt", "c.txt"}
+    assert "texts: 3 files left out: 2 equal to another, 1 empty" in ran.err
+
+
+# -- encodings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("road", ["upload", "launch", "tokens"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("mark.txt", codecs.BOM_UTF8 + WORDS.encode()),
+        *((f"{codec}.txt", WORDS.encode(codec)) for codec in ("utf-16", "utf-32")),
+        ("be.txt", codecs.BOM_UTF16_BE + WORDS.encode("utf-16-be")),
+        ("a.txt.gz", gzip.compress(WORDS.encode())),
+        ("a.md.ZST", zstd.compress(WORDS.encode("utf-16"))),
+        ("called.txt", zstd.compress(WORDS.encode())),
+    ],
+)
+def test_what_is_sent_is_plain_utf8(road, home, tmp_path, name, content, caplog):
+    caplog.set_level(logging.INFO)
+    (tmp_path / name).write_bytes(content)
+    if road == "tokens":
+        found = look(tmp_path / name)
+        assert list(pieces_of(found)) == [WORDS]
+        return
+    if road == "upload":
+        upload = upload_data(tmp_path / name)
+    else:
+        settings = Settings(home=home)
+        channel = find_channel(str(tmp_path / name), settings)
+        assert channel.upload is not None
+        upload = channel.upload
+        corpus.send(upload, channel.sources, settings)
+    (sent,) = stored(upload.uri).iterdir()
+    assert sent.read_text() == WORDS
+    assert (upload.characters, upload.size) == (len(WORDS), len(WORDS.encode()))
+    assert find_upload(upload.uri, Settings(home=home)) is not None
+    told = sum("converted to UTF-8: 1 of 1" in message for message in caplog.messages)
+    assert told == ("utf" in name or name in ("be.txt", "a.md.ZST"))
+
+
+def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    (tmp_path / "texts").mkdir()
+    for name, content in (
+        ("a.txt", WORDS.encode("cp1252")),
+        ("b.txt", f"b{WORDS}".encode()),
+        ("c.txt", f"c{WORDS}".encode("utf-16")),
+    ):
+        (tmp_path / "texts" / name).write_bytes(content)
+    upload = upload_data(tmp_path / "texts", encoding="cp1252")
+    texts = [(stored(upload.uri) / name).read_text() for name in upload.files]
+    assert texts == [WORDS, f"b{WORDS}", f"c{WORDS}"]
+    assert "converted to UTF-8: 1 of 3 files, from cp1252" in caplog.messages
+    with pytest.raises(InputError, match=r"a.txt: is not EUC_JP text"):
+        upload_data(tmp_path / "texts", encoding="euc_jp")
+    for wrong in ("hex", "utf-nine"):
+        with pytest.raises(InputError, match=f"--encoding {wrong}: unknown"):
+            upload_data(tmp_path / "texts", encoding=wrong)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize(
+    ("odd", "what"),
+    [
+        ("\x92", "U+0080 to U+009F"),
+        ("\ufffd", "U+FFFD"),
+        ("\ra", "carriage returns"),
+        ("\r\n é’\xa0", ""),
+    ],
+)
+def test_odd_characters_are_warned_about(home, tmp_path, caplog, odd, what, tokens):
+    (tmp_path / "odd.txt").write_text(LONG + odd + LONG, newline="")
+    upload_data(tmp_path / "odd.txt", tokenizer="bpe" if tokens else None, vocab_size=300)
+    warned = [m for m in caplog.messages if "odd.txt: has " in m]
+    assert [what in message for message in warned] == [True] * (what != "")
 
 
 def test_a_wrong_path_is_refused_by_name(refusal, tmp_path):
@@ -132,7 +295,7 @@ def test_a_wrong_path_is_refused_by_name(refusal, tmp_path):
     (tmp_path / "texts/open.txt").write_text(LONG)
     (tmp_path / "texts/gone.txt").symlink_to("nowhere")
     assert "texts/gone.txt: not a file, or a broken link" in refusal("texts")
-    assert "missing.txt: no such file or directory" in refusal("missing.txt")
+    assert "missing.txt: no such file" in refusal("missing.txt").lower()
     assert re.fullmatch(r"https://127\.0\.0\.1:9/a: .*download it first.*", refusal(URL))
 
 
@@ -217,17 +380,6 @@ def test_only_a_changed_or_damaged_text_is_sent_again(home, source):
     assert other.uri != first.uri
     assert other.uploaded
     assert (stored(first.uri) / "fox.txt").read_text() == LONG
-
-
-def test_the_texts_of_a_directory_keep_their_places(home, tmp_path):
-    hidden = (".venv/license.txt", "deep/.er/d.txt", "deep/.e.txt")
-    for name in ("a.txt", "deep/b.txt", "deep/er/c d.txt", "deep/notes.md", *hidden):
-        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "texts" / name).write_text(LONG)
-    kept = {"a.txt", "deep", "deep/b.txt", "deep/er", "deep/er/c d.txt"}
-    assert launching.tree(stored(upload_data(tmp_path / "texts").uri)) == kept
-    single = upload_data(tmp_path / "texts/deep/notes.md")
-    assert single.files == ("notes.txt",)
 
 
 def test_a_leftover_file_is_in_no_other_data_set(home, tmp_path):

@@ -27,8 +27,7 @@ from entry_point.optim import gradient_of
 from launcher import InputError
 from launcher.files.models import INDEX, model_files
 from launcher.text import tokens
-from launcher.text.files import find_text
-from launcher.text.formats import is_text
+from launcher.text.files import find_files
 from launcher.text.tokenizer import Words, learn_words
 
 
@@ -42,7 +41,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def byte_pairs(documents):
-    return learn_words(find_text(documents, is_text), 300)
+    return learn_words(find_files([documents], tokens=True), 300)
 
 
 def publish(directory: Path, byte_pairs: Words, tied: bool = False) -> Any:
@@ -95,7 +94,7 @@ def loaded(directory: Path) -> GPT:
 
 def encode(documents: Path, byte_pairs: Words, out: Path) -> None:
     out.mkdir()
-    files = find_text(documents, is_text)
+    files = find_files([documents], tokens=True)
     tokens.encode(files, tokens.survey(files), byte_pairs, out)
 
 

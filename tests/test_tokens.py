@@ -39,8 +39,8 @@ from launcher.models.sample import encode, pieces
 from launcher.settings import Settings
 from launcher.text import tokens
 from launcher.text.corpus import send
-from launcher.text.files import find_text
-from launcher.text.formats import is_text, pieces_of, zstd
+from launcher.text.files import find_files
+from launcher.text.formats import File, look, pieces_of, zstd
 from launcher.text.tokenizer import END_OF_TEXT, Words, fitting_size, learn_words, open_words
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
@@ -52,7 +52,7 @@ BPE = ("--tokenizer", "bpe", "--vocab-size", "400")
 
 
 def encode_text(path: Path, words: Words, directory: Path) -> Path:
-    files = find_text(path, is_text)
+    files = find_files([path], tokens=True)
     tokens.encode(files, tokens.survey(files), words, directory)
     return directory
 
@@ -75,7 +75,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def words_of(documents):
-    return learn_words(find_text(documents, is_text), 400)
+    return learn_words(find_files([documents], tokens=True), 400)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_a_compressed_file_has_the_same_documents(compressed, tmp_path):
     squeeze: Any = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[compressed]
     path = tmp_path / f"a.jsonl{compressed}"
     path.write_bytes(squeeze(content[:200]) + squeeze(content[200:]))  # as pzstd and cat make
-    found = tokens.survey([("a", path)])
+    found = tokens.survey([look(path)])
     assert found.documents == 5
     assert found.characters == sum(map(len, stories(5)))
 
@@ -133,23 +133,22 @@ def test_blank_lines_and_empty_texts_are_no_documents(tmp_path):
     (tmp_path / "a.jsonl").write_text('\ufeff{"text": "a"}\n\n{"text": ""}\n{"text": "b"}\r\n \n')
     for name, content in (("empty.txt", ""), ("deep/c.txt", FOX), ("notes.md", FOX)):
         (tmp_path / name).write_text(content)
-    assert tokens.survey(find_text(tmp_path, is_text)).documents == 3
+    assert tokens.survey(find_files([tmp_path], tokens=True)).documents == 4
 
 
 def test_the_suffix_decides_what_is_json_lines(tmp_path):
     (tmp_path / "notes.jsonl.txt").write_text(FOX)
-    assert tokens.survey(find_text(tmp_path, is_text)).documents == 1
+    assert tokens.survey(find_files([tmp_path], tokens=True)).documents == 1
 
 
 def test_a_long_text_is_read_in_pieces_of_lines(tmp_path):
     (tmp_path / "a.txt").write_text(FOX * 20_000)
-    found = list(pieces_of(tmp_path / "a.txt"))
+    found = list(pieces_of(File("a.txt", tmp_path / "a.txt")))
     assert ("".join(found), len(found) > 2) == (FOX * 20_000, True)
     assert all(piece.endswith("\n") for piece in found)
 
 
 GZIPPED = gzip.compress(NUMBERS, mtime=0)
-UTF_16 = '{"text": "a"}\n'.encode("utf-16")
 
 
 @pytest.mark.parametrize(
@@ -159,15 +158,11 @@ UTF_16 = '{"text": "a"}\n'.encode("utf-16")
         ("a.jsonl", b'{"text": "a"\n', "a.jsonl:1: not JSON at column 13"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not JSON ("),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: half of a surrogate pair"),
-        ("a.jsonl", UTF_16, "a.jsonl:1: is UTF-16 text"),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl:1: is not UTF-8 text (byte 13)"),
         ("a.txt", FOX.encode() + b"caf\xe9", "a.txt: is not UTF-8 text"),
-        ("a.txt", FOX.encode("utf-16"), "a.txt: is UTF-16 text"),
-        ("a.txt.gz", b"none", "a.txt.gz: Not a gzipped file"),
         ("a.txt.gz", GZIPPED[:60], "a.txt.gz: damaged"),
         ("a.txt.gz", GZIPPED[:40] + b"x" * 40, "a.txt.gz: damaged"),
         ("a.txt.gz", gzip.compress(FOX.encode() + b"\0"), "a.txt.gz: is a binary file"),
-        ("a.txt.zst", b"none", "a.txt.zst: damaged"),
         ("a.txt.zst", zstd.compress(NUMBERS)[:-9], "a.txt.zst: damaged"),
         ("a.jsonl.zst", zstd.compress(b" " * (1 << 27)), "a.jsonl.zst:1: the line is longer than"),
     ],
@@ -175,7 +170,7 @@ UTF_16 = '{"text": "a"}\n'.encode("utf-16")
 def test_a_file_that_is_not_text_is_named(name, content, reason, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError) as raised:
-        tokens.survey([(name, tmp_path / name)])
+        tokens.survey([look(tmp_path / name)])
     assert reason in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -193,7 +188,7 @@ def test_text_comes_back_from_its_tokens(words_of):
 def test_a_vocabulary_is_learned_from_all_documents(tmp_path):
     lines = [json.dumps({"text": "a b"}) for _ in range(2000)] + [json.dumps({"text": FOX * 20})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    learned = learn_words([("a", tmp_path / "a.jsonl")], 300).tokenizer
+    learned = learn_words([look(tmp_path / "a.jsonl")], 300).tokenizer
     assert b"fox" in {word.strip() for word in learned.words}
 
 

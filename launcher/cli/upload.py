@@ -13,7 +13,7 @@ from launcher.errors import InputError
 
 
 @click.command("upload-data", cls=Command)
-@click.argument("path", metavar="[PATH]", required=False)
+@click.argument("paths", metavar="[PATH]...", nargs=-1)
 @click.option(
     "--tokenizer",
     metavar="bpe|PATH|JOB-ID",
@@ -27,27 +27,63 @@ from launcher.errors import InputError
     help="With --tokenizer bpe: number of tokens (default: the characters of the text / 512,"
     " as a power of two from 512 to 16384).",
 )
+@click.option(
+    "--include",
+    metavar="GLOB",
+    multiple=True,
+    help="Take files of such names as plain text too, as in --include '*.py'.",
+)
+@click.option(
+    "--exclude",
+    metavar="GLOB",
+    multiple=True,
+    help="Leave out files or folders of such names.",
+)
+@click.option(
+    "--column",
+    metavar="NAME",
+    default="text",
+    help="The field of a record that holds its text (default: text).",
+)
+@click.option(
+    "--encoding",
+    metavar="NAME",
+    help="Convert files that are not UTF-8 from this encoding, such as cp1252 or gb18030.",
+)
 @JSON
 @click.pass_context
 def upload_data_command(
     context: click.Context,
-    path: str | None,
+    paths: tuple[str, ...],
     tokenizer: str | None,
     vocab_size: int | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    column: str,
+    encoding: str | None,
     as_json: bool,
 ) -> None:
     """Upload text to the store and print its URI.
 
-    PATH is a text file, or a directory with *.txt files in it or below. Without PATH, it is tiny
-    Shakespeare. With --tokenizer, it may also hold JSON lines or compressed text:
+    Each PATH is a file, or a folder whose files are taken by their formats. Without PATH, the text
+    is tiny Shakespeare.
 
     \b
-      *.jsonl         {"text": "a document"}, or {"messages": [a conversation]} in each line
-      *.gz, *.zst     *.txt or *.jsonl, compressed
+      *.txt, *.md             plain text; each file is a document
+    With --tokenizer also records, each of which is a document or a conversation:
+      *.jsonl, *.ndjson       JSON, one object a line
+      *.json                  JSON, an array of objects
+      *.csv, *.tsv            tables with a header
+      *.parquet               tables, as those of the Hub
+    Of each kind also, but for Parquet:
+      *.gz, *.zst             compressed files
+
+    Texts are UTF-8, or UTF-16 or UTF-32 with a byte order mark; --encoding names others.
 
     \b
     Example:
       sm-nanogpt upload-data input.txt
+      sm-nanogpt upload-data notes more.txt --include '*.py' --exclude drafts
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
     from launcher.files.storage import path_of
@@ -58,19 +94,27 @@ def upload_data_command(
         raise InputError("--vocab-size requires --tokenizer bpe")
 
     settings = settings_of(context)
-    if path is None:
-        path = str(first_text(settings))
-    if path.partition("://")[0] in ("http", "https", "s3"):
-        raise InputError(f"{path}: download it first; upload-data takes a file or a directory")
-    source = path_of(path)
-    with suppress(OSError):  # find_text names it
-        if not source.exists():
-            raise InputError(
-                f"{path}: no such file or directory; without a PATH,"
-                " `sm-nanogpt upload-data` takes tiny Shakespeare"
-            )
+    for path in paths or (paths := (str(first_text(settings)),)):
+        if path.partition("://")[0] in ("http", "https", "s3"):
+            raise InputError(f"{path}: download it first; upload-data takes files and folders")
+        with suppress(OSError):  # find_files names it
+            if not path_of(path).exists():
+                raise InputError(
+                    f"{path}: no such file or directory; without a PATH,"
+                    " `sm-nanogpt upload-data` takes tiny Shakespeare"
+                )
     with byte_progress("tokenize and upload" if tokenizer else "upload") as progress:
-        upload = upload_data(source, settings, progress, tokenizer, vocab_size)
+        upload = upload_data(
+            paths,
+            settings,
+            progress,
+            tokenizer,
+            vocab_size,
+            include=include,
+            exclude=exclude,
+            column=column,
+            encoding=encoding or "",
+        )
     characters = f"{upload.characters:,} characters"
     if tokens := upload.train_tokens + upload.val_tokens:
         kind = "conversation" if upload.chats else "document"

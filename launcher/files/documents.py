@@ -41,6 +41,13 @@ Number = (
 
 Scalar = Number | bool | str
 
+# Those in which people have texts, by Python's names. Among all that it knows, charset_normalizer
+# often prefers a rare one.
+ENCODINGS = (
+    *("cp1252", "cp1250", "cp1251", "koi8_r", "cp866", "cp1253", "cp1254", "cp1255", "cp1256"),
+    *("mac_roman", "gb18030", "big5", "cp932", "euc_jp", "cp949", "utf_16_le", "utf_16_be"),
+)
+
 
 @lru_cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
@@ -61,24 +68,57 @@ def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes,
     """Yield a UTF-8 text by `size` bytes, each with the characters that end in them."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     while chunk := file.read(size):
-        if not position and chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise InputError(f"{name}: is UTF-16 text; save it as UTF-8")
         if (zero := chunk.find(0)) >= 0:
-            raise InputError(
-                f"{name}: is a binary file (a zero at byte {position + zero}), not text"
-            )
-        pending = len(decoder.getstate()[0])
+            raise not_text(name, chunk, zero, position=position)
         try:
             yield chunk, decoder.decode(chunk)
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{name}: is not UTF-8 text (byte {position - pending + error.start}); save it"
-                " as UTF-8. For a text in a Western European language from Windows:"
-                " `iconv -f windows-1252 -t utf-8 FILE > utf-8.txt`"
-            ) from None
+        except UnicodeDecodeError as error:  # its object begins with what was left of a character
+            begin = position + len(chunk) - len(error.object)
+            raise not_text(name, error.object, error.start, position=begin) from None
         position += len(chunk)
     if decoder.getstate()[0]:
         raise InputError(f"{name}: is not UTF-8 text (it ends inside a character)")
+
+
+def not_text(
+    name: object, content: bytes, at: int, codec: str = "utf-8", position: int = 0
+) -> InputError:
+    """The error for content that is no text in a codec, at a byte of it: what it may be instead.
+
+    position is that of the content in its file.
+    """
+    begin = content.rfind(b"\n", 0, at) + 1 if content[at] else 0
+    guesses = [g for g in encodings_of(content[begin : begin + (1 << 16)]) if g != codec]
+    if not content[at]:  # zeros
+        guesses = [guess for guess in guesses if guess.startswith("utf_16")]
+        if not guesses:
+            what = f"is a binary file (a zero at byte {position + at}), not text"
+            return InputError(f"{name}: {what}")
+    what = f"{name}: is not {codec.upper()} text (byte {position + at})"
+    if not guesses:
+        return InputError(f"{what}, nor of another encoding that is known here")
+    before = len(content[begin:at].decode(guesses[0], "ignore"))
+    around = content[begin : at + 80].decode(guesses[0], "ignore")[
+        max(0, before - 20) : before + 20
+    ]
+    either = "".join(f" (or {guess})" for guess in guesses[1:2])
+    return InputError(
+        f"{what}, but perhaps {guesses[0]}{either}, as which it reads"
+        f" {' '.join(around.split())!r}; to convert it:"
+        f" `sm-nanogpt upload-data FILE --encoding {guesses[0]}`"
+    )
+
+
+def encodings_of(content: bytes) -> list[str]:
+    """The encodings that a text may have, the likeliest first."""
+    import charset_normalizer
+
+    found = charset_normalizer.from_bytes(content, cp_isolation=[*ENCODINGS])
+    names = [name for match in found for name in match.could_be_from_charset]
+    # Western Europe's, by far the more frequent, decodes most bytes to letters of the same weight.
+    if names[:1] == ["cp1250"] and "cp1252" in names:
+        names = ["cp1252", *names]
+    return list(dict.fromkeys(names))
 
 
 def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:

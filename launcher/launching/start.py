@@ -21,6 +21,7 @@ from launcher.job import FULL_ID, Request, TrainingJob
 from launcher.machines import GPUS
 from launcher.settings import Settings
 from launcher.text import corpus
+from launcher.text.formats import File
 
 if TYPE_CHECKING:  # it imports torch
     from entry_point.data import Tokenizer
@@ -66,18 +67,18 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
     yield fetch_model(named, settings), None
 
 
-def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Upload, list[Path]]:
+def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Upload, list[File]]:
     """What `corpus.send` puts into the store, and the files here."""
-    sources = model_files(directory)
-    sha256 = corpus.digest_of([(path.name, path) for path in sources])
+    sources = [File(path.name, path) for path in model_files(directory)]
+    sha256 = corpus.digest_of(sources)
     uri = corpus.place_of(Path(named), sha256, settings, "models")
     upload = corpus.Upload(
         uri=uri,
-        size=sum(path.stat().st_size for path in sources),
+        size=sum(file.path.stat().st_size for file in sources),
         characters=0,
         vocabulary_size=0,
         sha256=sha256,
-        files=tuple(path.name for path in sources),
+        files=tuple(file.name for file in sources),
         uploaded=not corpus.is_there(uri, settings),
     )
     return upload, sources

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from launcher.errors import InputError
@@ -13,7 +12,8 @@ from launcher.files import storage
 from launcher.job import Request
 from launcher.settings import Settings
 from launcher.text import corpus
-from launcher.text.files import find_text
+from launcher.text.files import find_files
+from launcher.text.formats import File
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,12 @@ class Channel:
     named: str
     uri: str
     upload: corpus.Upload | None
-    sources: list[Path]
+    sources: list[File]
+
+
+def is_text(name: str) -> bool:
+    """Whether train.py reads a file of a folder, or SageMaker is asked for a single file."""
+    return name.lower().endswith((".txt", ".md"))
 
 
 def find_channel(location: str, settings: Settings) -> Channel:
@@ -44,23 +49,23 @@ def find_channel(location: str, settings: Settings) -> Channel:
         return Channel(location, uri, replace(known, uploaded=False), [])
     if path is None:
         there = storage.list_files(uri, settings)
-        if not any(name.endswith(".txt") or name == "meta.json" for name in there):
-            what = "no *.txt file is there" if there else "nothing is there"
+        if "meta.json" not in there and not any(map(is_text, there)):
+            what = "no *.txt or *.md file is there" if there else "nothing is there"
             raise InputError(f"{location}: {what}")
         # SageMaker copies all objects whose keys begin with the URI of a channel.
-        if uri.endswith(".txt") and not stays and (others := storage.namesakes(uri, settings)):
+        if is_text(uri) and not stays and (others := storage.namesakes(uri, settings)):
             raise InputError(
                 f"{location}: SageMaker would also copy {others[0]}, whose name begins the same;"
-                f" copy the text to {uri.removesuffix('.txt')}/ and name that prefix instead"
+                f" copy the text to {uri.rpartition('.')[0]}/ and name that prefix instead"
             )
         return Channel(location, uri, None, [])
     # Tokens encoded on this machine before a store on S3 was set.
     if known is not None and known.train_tokens:
-        sources = [path / name for name in known.files]
+        sources = [File(name, path / name) for name in known.files]
         uri = storage.join(settings.data_store, "data", path.name)
         upload = replace(known, uri=uri, uploaded=not corpus.is_there(uri, settings))
     else:
-        upload, sources = corpus.survey(path, find_text(path), settings)
+        upload, sources = corpus.survey(path, find_files([path]), settings)
     return Channel(location, upload.uri, upload, sources)
 
 

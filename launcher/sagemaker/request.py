@@ -96,7 +96,7 @@ def channels_of(job: TrainingJob) -> dict[str, str]:
         if not uri.startswith("s3://"):
             raise InputError(f"{uri}: SageMaker reads only from s3://")
         # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
-        channels[name] = uri if uri.endswith(".txt") else f"{uri.rstrip('/')}/"
+        channels[name] = uri if uri.lower().endswith((".txt", ".md")) else f"{uri.rstrip('/')}/"
     return channels
 
 

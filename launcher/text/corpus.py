@@ -26,7 +26,8 @@ from launcher.files.models import is_path
 from launcher.files.storage import Progress
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
-from launcher.text.files import check_enough, check_text, find_text
+from launcher.text.files import check_enough, check_text, find_files
+from launcher.text.formats import File, opened, stored, warn_of
 
 if TYPE_CHECKING:  # it imports torch
     from launcher.text.tokenizer import Words
@@ -64,19 +65,26 @@ class Upload:
 
 
 def upload_data(
-    path: str | Path,
+    paths: str | Path | Sequence[str | Path],
     settings: Settings | None = None,
     progress: Progress = lambda n: None,
     tokenizer: str | Path | None = None,
     vocab_size: int | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    column: str = "text",
+    encoding: str = "",
 ) -> Upload:
-    """Puts a text file, or the *.txt files below a directory, into the store as one data set.
+    """Puts files of text, and those below folders, into the store as one data set.
 
-    Hidden files and directories are left out.
+    Plain text (.txt, .md) may be compressed (.gz, .zst), and is converted from UTF-16 and UTF-32,
+    or from `encoding` if it is not UTF-8. include adds plain text by patterns, such as `*.py`;
+    exclude leaves out files or folders. Hidden files and virtual environments are left out.
 
     With a tokenizer, the data set is of tokens: `bpe` learns vocab_size of them from the text
     (None: as many as fit it); else it is a tokenizer.json, a directory that has one, or a job whose
-    model has one. The text may then also be *.jsonl, and compressed as .gz or .zst.
+    model has one. Then the files may also hold records (.jsonl, .json, .csv, .tsv, .parquet):
+    conversations, or documents in the field `column`.
 
     The default store is that of the stack, if AWS is configured and there is one; else it is on
     this machine. Text that is already there is not sent again. A launch without data uses the last
@@ -86,18 +94,16 @@ def upload_data(
         InputError: the files are not text, or too short to train on; or as with_store.
         ServiceError: the store failed.
     """
-    root = storage.path_of(path)
+    several = [paths] if isinstance(paths, (str, Path)) else paths
+    roots = [storage.path_of(path) for path in several]
+    # A wrong path is refused before AWS is asked.
+    files = find_files(roots, include, exclude, tokenizer is not None, encoding, column)
+    settings = with_store(settings or load_settings())
     if tokenizer is None:
-        files = find_text(root)  # a wrong path is refused before AWS is asked
-        settings = with_store(settings or load_settings())
-        upload, sources = survey(root, files, settings)
+        upload, sources = survey(roots[0], files, settings)
         send(upload, sources, settings, progress)
     else:
-        from launcher.text.formats import is_text
-
-        files = find_text(root, is_text)
-        settings = with_store(settings or load_settings())
-        upload = send_tokens(root, files, tokenizer, vocab_size, settings, progress)
+        upload = send_tokens(roots[0], files, tokenizer, vocab_size, settings, progress)
     noted = storage.read_cache(settings.last_uploads, dict[str, str])
     noted.pop(place(settings.data_store), None)
     noted[place(settings.data_store)] = upload.uri  # the newest is the last
@@ -133,24 +139,22 @@ def place(store: str) -> str:
     return storage.to_uri(store).rstrip("/")
 
 
-def survey(
-    root: Path, files: Sequence[tuple[str, Path]], settings: Settings
-) -> tuple[Upload, list[Path]]:
-    """Read the files of find_text; return their data set, and their paths. Sends nothing.
+def survey(root: Path, files: Sequence[File], settings: Settings) -> tuple[Upload, list[File]]:
+    """Read plain text; return the data set that it makes, and its files. Sends nothing.
 
     Raises:
         InputError: a file is not text, or all are too short to train on.
     """
-    text = check_text(root, files)
+    text, kept = check_text(root, files)
     uri = place_of(root, text.sha256, settings)
     upload = Upload(
         uri=uri,
-        files=tuple(name for name, _ in files),
+        files=tuple(file.name for file in kept),
         uploaded=not is_there(uri, settings),
         vocabulary_size=len(text.vocabulary),
         **asdict(text),
     )
-    return upload, [source for _, source in files]
+    return upload, kept
 
 
 def place_of(root: Path, sha256: str, settings: Settings, kind: str = "data") -> str:
@@ -164,7 +168,7 @@ def place_of(root: Path, sha256: str, settings: Settings, kind: str = "data") ->
 
 def send_tokens(
     root: Path,
-    files: Sequence[tuple[str, Path]],
+    files: Sequence[File],
     tokenizer: str | Path,
     vocab_size: int | None,
     settings: Settings,
@@ -175,6 +179,7 @@ def send_tokens(
     from launcher.text.tokenizer import SAMPLE, fingerprint, fitting_size, learn_words
 
     source = tokens.survey(files)
+    warn_of(source.odd)
     check_enough(root, source.characters)
     wanted = vocab_size or fitting_size(source.characters)
     words = None if tokenizer == "bpe" else find_words(str(tokenizer), settings)
@@ -206,13 +211,13 @@ def send_tokens(
                 f"{part:.0%} of the tokens are for validation: each document is whole, and longer"
                 " than a tenth of the text"
             )
-        paths = [directory / name for name in made.files]
+        shards = [File(name, directory / name) for name in made.files]
         upload = Upload(
             uri=uri,
-            size=sum(path.stat().st_size for path in paths),
+            size=sum(shard.path.stat().st_size for shard in shards),
             characters=source.characters,
             vocabulary_size=made.vocabulary_size,
-            sha256=digest_of(list(zip(made.files, paths, strict=True))),
+            sha256=digest_of(shards),
             files=made.files,
             train_tokens=made.train,
             val_tokens=made.val,
@@ -222,7 +227,7 @@ def send_tokens(
             answers=made.answers,
             tokenizer=fingerprint(words.tokenizer),
         )
-        send(upload, paths, settings, progress)
+        send(upload, shards, settings, progress)
     return upload
 
 
@@ -241,7 +246,7 @@ def find_words(word: str, settings: Settings) -> Words:
 
 
 def send(
-    upload: Upload, sources: Sequence[Path], settings: Settings, progress: Progress = lambda n: None
+    upload: Upload, files: Sequence[File], settings: Settings, progress: Progress = lambda n: None
 ) -> None:
     """Upload a surveyed data set, unless it is in the store.
 
@@ -251,24 +256,23 @@ def send(
     """
     if not upload.uploaded:
         return
-    files = list(zip(upload.files, sources, strict=True))
     storage.expect(progress, upload.size)
-    for name, source in files:
-        storage.write_file(source, storage.join(upload.uri, name), progress, settings)
+    for file in files:
+        with stored(file) as path:
+            storage.write_file(path, storage.join(upload.uri, file.name), progress, settings)
     if digest_of(files) != upload.sha256:  # leave it without a manifest
         raise InputError("the text changed during the upload; upload it again")
     manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
     storage.write_json(f"{upload.uri}.json", manifest, settings)
 
 
-def digest_of(files: Sequence[tuple[str, Path]]) -> str:
+def digest_of(files: Sequence[File]) -> str:
     """The SHA-256 over names and contents, as in check_text."""
     digest = hashlib.sha256()
-    for name, path in files:
-        digest.update(f"{name}\0".encode())
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-            digest.update(file.tell().to_bytes(8, "little"))
+    for file in files:
+        with opened(file) as content:
+            own = hashlib.file_digest(content, "sha256")
+        digest.update(f"{file.name}\0".encode() + own.digest())
     return digest.hexdigest()
 
 

@@ -1,39 +1,258 @@
-"""From files to documents: formats, compressions, and pieces of text."""
+"""The files that a text is made of: their formats, compressions, and encodings; their documents."""
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import io
+import logging
+import re
+import shlex
+import shutil
 import sys
+import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
-from typing import IO, Any
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
 
 from launcher.errors import InputError
-from launcher.files.documents import read_text
-from launcher.text.records import PIECE, document_of, json_lines
+from launcher.files.documents import not_text, read_text
+from launcher.files.storage import CHUNK_BYTES
 
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
     from backports import zstd
 
-SUFFIXES = (".txt", ".jsonl")
-COMPRESSIONS = ("", ".gz", ".zst")
+
+logger = logging.getLogger(__name__)
 
 
-def is_text(path: Path) -> bool:
-    """Whether a file in a directory holds documents: *.txt or *.jsonl, perhaps compressed."""
-    return path.name.lower().endswith(tuple(s + c for s in SUFFIXES for c in COMPRESSIONS))
+@dataclass(frozen=True)
+class Format:
+    """A kind of file.
+
+    magic is a pattern of its first bytes. read names the way in which `records_of` reads it, and is
+    "text" for plain text. Where it is empty, the file is refused, and advice says what to do.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    magic: bytes = b""
+    read: str = ""
+    advice: str = ""
+
+    @property
+    def needs_tokens(self) -> bool:
+        return self.read not in ("", "text")
 
 
-def is_json_lines(path: Path) -> bool:
-    return path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
+PLAIN = Format("plain text", (".txt", ".md"), read="text")
+JSON_LINES = Format("JSON lines", (".jsonl", ".ndjson"), read="json_lines")
+JSON = Format("JSON", (".json",), read="json_array")
+DOCUMENT = Format(
+    "a document",
+    (".docx", ".odt", ".epub", ".rtf"),
+    rb"\{\\rtf",
+    advice="`pandoc -t plain -o {stem}.txt {path}` makes text of it",
+)
+FORMATS = (
+    PLAIN,
+    JSON_LINES,
+    JSON,
+    Format("CSV", (".csv",), read="csv"),
+    Format("TSV", (".tsv",), read="tsv"),
+    Format("Parquet", (".parquet",), b"PAR1", "parquet"),
+    Format("a PDF", (".pdf",), b"%PDF-", advice="`pdftotext {path}` makes text of it"),
+    DOCUMENT,
+    Format(
+        "an Office file",
+        (".doc", ".ppt", ".pptx", ".xls", ".xlsx", ".ods"),
+        rb"\xd0\xcf\x11\xe0",
+        advice="save a text as .txt or .docx, and a table as .csv",
+    ),
+    Format("a zip archive", (".zip",), rb"PK\x03\x04", advice="unpack it: `unzip {path}`"),
+    Format("an archive", (".tar", ".tgz"), rb".{257}ustar", advice="unpack it: `tar -xf {path}`"),
+    Format("a bzip2 file", (".bz2",), b"BZh", advice="unpack it: `bunzip2 {path}`"),
+    Format("an xz file", (".xz",), rb"\xfd7zXZ", advice="unpack it: `unxz {path}`"),
+    Format(
+        "a pickle",
+        (".pkl", ".pickle", ".pt", ".pth"),
+        rb"\x80[\x02-\x05]",
+        advice="let the program that wrote it write the text as .txt, or documents as .jsonl",
+    ),
+    Format(
+        "an image",
+        (".png", ".jpg", ".jpeg", ".gif", ".webp", ".tif", ".tiff", ".bmp"),
+        rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP|II\*\0|MM\0\*",
+        advice="`tesseract {path} {stem}` reads the text in it",
+    ),
+)
+COMPRESSIONS: dict[str, tuple[bytes, Any]] = {
+    ".gz": (b"\x1f\x8b", gzip.open),
+    ".zst": (b"\x28\xb5\x2f\xfd", zstd.open),
+}
+P = TypeVar("P", bound=PurePath)
+MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16's, with which it begins
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """A file on its way into a data set, and how to read it; by default its bytes as they are.
+
+    name is its name in the data set, compression one of COMPRESSIONS, encoding a codec of Python,
+    and column the field of its records that holds the text.
+    """
+
+    name: str
+    path: Path
+    format: Format = PLAIN
+    compression: str = ""
+    encoding: str = ""
+    column: str = "text"
+
+
+def bare(path: P) -> P:
+    """The path without the suffix of a compression."""
+    return path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+
+
+def named(path: Path) -> Format | None:
+    """The format that a file's name promises."""
+    suffix = bare(path).suffix.lower()
+    return next((each for each in FORMATS if suffix in each.suffixes), None)
+
+
+def look(path: Path, encoding: str = "", column: str = "text", plain: bool = False) -> File:
+    """How to read a file, by its name and its first bytes.
+
+    plain takes it as plain text whatever its name. An encoding is for what is not UTF-8.
+
+    Raises:
+        InputError: it cannot be read, or is of a format that is refused.
+    """
+    with opened(File(path.name, path)) as file:
+        begins = file.read(512)
+    compression = next(
+        (c for c, (magic, _) in COMPRESSIONS.items() if begins.startswith(magic)), ""
+    )
+    raw = File(path.name, path, compression=compression)
+    with opened(raw) as file:
+        begins = file.read(CHUNK_BYTES)
+    promised = PLAIN if plain else named(path) or PLAIN
+    found = next((f for f in FORMATS if f.magic and re.match(f.magic, begins, re.S)), promised)
+    found = promised if found.magic and not promised.read else found  # a .docx is a zip archive
+    if not found.read:
+        advice = found.advice.format(path=shlex.quote(str(path)), stem=shlex.quote(path.stem))
+        raise InputError(f"{path}: is {found.name}; {advice}")
+    if found is JSON and not begins.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        found = JSON_LINES
+    if found is PLAIN and not plain and re.match(rb'\s*\[?\s*\{\s*"', begins):
+        logger.warning(f"{path}: looks like JSON, and is read as text; rename it to *.json if not")
+    if found.read == "parquet":
+        return File(path.name, path, found, compression, "", column)
+    codec = next((codec for mark, codec in MARKS.items() if begins.startswith(mark)), "")
+    if encoding and not codec and not is_utf8(raw):
+        codec = encoding
+    return File(path.name, path, found, compression, codec, column)
+
+
+def is_utf8(raw: File) -> bool:
+    """Whether a file is UTF-8 beyond ASCII; ASCII alone may also stand for other characters."""
+    decoder, beyond = codecs.getincrementaldecoder("utf-8")(), False
+    with opened(raw) as file, suppress(UnicodeDecodeError):
+        while chunk := file.read(CHUNK_BYTES):
+            decoder.decode(chunk)
+            beyond = beyond or not chunk.isascii()
+        decoder.decode(b"", final=True)
+        return beyond
+    return False
+
+
+class Recoded(io.RawIOBase):
+    """The characters of a text stream, as a stream of UTF-8."""
+
+    def __init__(self, text: io.TextIOWrapper) -> None:
+        self.text, self.pending = text, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self.pending = self.pending or self.text.read(CHUNK_BYTES).encode()
+        part, self.pending = self.pending[: len(buffer)], self.pending[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+
+@contextmanager
+def opened(source: File) -> Iterator[io.BufferedReader]:
+    """A file's content, uncompressed, as UTF-8. Raises InputError where that or the body fails."""
+    path, way = source.path, COMPRESSIONS.get(source.compression, (b"", open))[1]
+    try:
+        with way(path, "rb") as raw:
+            file = io.BufferedReader(raw)
+            if source.encoding:
+                text = io.TextIOWrapper(file, source.encoding, newline="")
+                file = io.BufferedReader(Recoded(text))
+            yield file
+    except OSError as error:
+        damaged = isinstance(error, gzip.BadGzipFile)
+        raise InputError(f"{path}: {error if damaged else error.strerror or error}") from None
+    except (EOFError, zlib.error, zstd.ZstdError) as error:
+        raise InputError(f"{path}: damaged: {error}") from None
+    except UnicodeDecodeError as error:
+        raise not_text(path, error.object, error.start, error.encoding) from None
+
+
+@contextmanager
+def stored(source: File) -> Iterator[Path]:
+    """The file that a store gets: this one, or a temporary copy, uncompressed and as UTF-8."""
+    if not source.compression and not source.encoding:
+        yield source.path
+        return
+    with opened(source) as file, tempfile.NamedTemporaryFile() as copy:
+        shutil.copyfileobj(file, copy, CHUNK_BYTES)
+        copy.flush()
+        yield Path(copy.name)
+
+
+# -- what may be wrong with a text -----------------------------------------------------------------
+
+ODD = {
+    rb"\xc2[\x80-\x9f]": "control characters (U+0080 to U+009F), which Windows-1252 makes if it is"
+    " read as Latin-1; convert the original: `sm-nanogpt upload-data FILE --encoding cp1252`",
+    rb"\xef\xbf\xbd": "U+FFFD, the sign for lost characters; convert the original text again:"
+    " `sm-nanogpt upload-data FILE --encoding NAME`",
+    rb"\r[^\n]": "carriage returns without line feeds; for line breaks:"
+    r" `tr '\r' '\n' < FILE > NEW-FILE`",
+}
+
+
+def note_odd(content: bytes, place: str, odd: dict[bytes, str]) -> None:
+    """Note where each of ODD is first met."""
+    for pattern in ODD.keys() - odd.keys():
+        if re.search(pattern, content):
+            odd[pattern] = place
+
+
+def warn_of(odd: Mapping[bytes, str]) -> None:
+    for pattern, place in odd.items():
+        logger.warning(f"{place}: has {ODD[pattern]}")
+
+
+# -- documents -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -45,64 +264,75 @@ class Source:
     characters: int = 0
     size: int = 0
     sha256: str = ""
+    odd: dict[bytes, str] = field(default_factory=dict)
 
 
-def documents(files: Sequence[tuple[str, Path]], found: Source) -> Iterator[Iterator[str]]:
+def documents(files: Sequence[File], found: Source) -> Iterator[Iterator[str]]:
     """Each document, as pieces of at most PIECE characters. Fills in `found` on the way.
 
-    A file is a document, or of *.jsonl each line, in its field `text`; empty ones are left out. The
-    pieces of a conversation, in the field `messages`, are its turns.
+    A file of plain text is a document, and so is each record of others; empty ones are left out.
+    The pieces of a conversation are its turns.
 
     Raises:
-        InputError: a file cannot be read, or is not UTF-8, or a line is no such JSON, or only some
+        InputError: a file cannot be read, or is not UTF-8, or a record is no document, or only some
             are conversations.
     """
     digest = hashlib.sha256()
-    for name, path in files:
-        digest.update(f"{name}\0".encode())
-        found_in = lines_of(path) if is_json_lines(path) else [(str(path), False, pieces_of(path))]
-        for place, chats, document in found_in:
+    for file in files:
+        digest.update(f"{file.name}\0".encode())
+        for place, chats, document in documents_of(file):
             if (first := next(document, None)) is None:
                 continue
             found.documents += 1
             found.chats += chats
             if found.chats not in (0, found.documents):
                 raise InputError(f"{place}: some documents are conversations, and others are text")
-            yield counted(chain([first], document), digest, found, chats)
+            yield counted(chain([first], document), digest, found, chats, place)
             digest.update(b"\0")
     found.sha256 = digest.hexdigest()
 
 
-def counted(pieces: Iterator[str], digest: Any, found: Source, chats: bool) -> Iterator[str]:
+def counted(
+    pieces: Iterator[str], digest: Any, found: Source, chats: bool, place: str
+) -> Iterator[str]:
     for piece in pieces:
         content = piece.encode()
         if chats:  # where a turn ends counts too
             digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
+        note_odd(content, place, found.odd)
         found.characters += len(piece)
         found.size += len(content)
         yield piece
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file's content, uncompressed. Raises InputError where that or the body fails."""
-    way: Any = {".gz": gzip.open, ".zst": zstd.open}.get(path.suffix.lower(), open)
-    try:
-        with way(path, "rb") as file:
-            yield io.BufferedReader(file)
-    except OSError as error:
-        damaged = isinstance(error, gzip.BadGzipFile)
-        raise InputError(f"{path}: {error if damaged else error.strerror or error}") from None
-    except (EOFError, zlib.error, zstd.ZstdError) as error:
-        raise InputError(f"{path}: damaged: {error}") from None
+def documents_of(file: File) -> Iterator[tuple[str, bool, Iterator[str]]]:
+    """The place of each document, whether it is a conversation, and its turns or pieces."""
+    if file.format.read == "text":
+        yield str(file.path), False, pieces_of(file)
+        return
+    from launcher.text.records import document_of  # imports torch
+
+    for place, record in records_of(file):
+        yield (place, *document_of(record, place))
 
 
-def pieces_of(path: Path) -> Iterator[str]:
+def records_of(file: File) -> Iterator[tuple[str, Any]]:
+    """The place of each record, such as `chats.jsonl:12`, and the record."""
+    from launcher.text import records
+
+    name = str(file.path)
+    with opened(file) as content:
+        yield from records.json_lines(content, name)
+
+
+def pieces_of(file: File) -> Iterator[str]:
     """Yield a text in pieces, which end at a line break if their second half has one."""
+    from launcher.models.encoder import LONGEST as PIECE
+
     text = ""
-    with opened(path) as file:
-        for _, part in read_text(file, path, PIECE):
+    with opened(file) as content:
+        for _, part in read_text(content, file.path, PIECE):
             text += part
             while len(text) > PIECE:
                 end = text.rfind("\n", PIECE // 2, PIECE) + 1 or PIECE
@@ -110,10 +340,3 @@ def pieces_of(path: Path) -> Iterator[str]:
                 text = text[end:]
     if text:
         yield text
-
-
-def lines_of(path: Path) -> Iterator[tuple[str, bool, Iterator[str]]]:
-    """The name of each line, whether it is a conversation, and its turns or pieces of its text."""
-    with opened(path) as file:
-        for place, found in json_lines(file, str(path)):
-            yield (place, *document_of(found, place))

@@ -20,7 +20,7 @@ from launcher.errors import InputError
 from launcher.files import documents as door
 from launcher.files.storage import Progress
 from launcher.models.encoder import QWEN35, load_words
-from launcher.text.formats import Source, documents
+from launcher.text.formats import File, Source, documents
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end of a document in published tokenizers, where tokenizer_config.json names none.
@@ -113,7 +113,7 @@ def fitting_size(characters: int) -> int:
 
 
 def learn_words(
-    files: Sequence[tuple[str, Path]], vocab_size: int, progress: Progress = lambda n: None
+    files: Sequence[File], vocab_size: int, progress: Progress = lambda n: None
 ) -> Words:
     """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents.
 

@@ -32,7 +32,7 @@ from launcher.errors import InputError
 from launcher.files.storage import Progress, expect
 from launcher.models.chat import SPEAKS, ChatEncoder
 from launcher.models.encoder import Encoder
-from launcher.text.formats import Source, documents
+from launcher.text.formats import File, Source, documents
 from launcher.text.tokenizer import KNOWN_ENDS, Words, check_characters
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ SEED = 1337
 Batch = list[str | None]  # pieces of text; None stands where a document ends
 
 
-def survey(files: Sequence[tuple[str, Path]]) -> Source:
+def survey(files: Sequence[File]) -> Source:
     """Read all documents once, to count them."""
     found = Source()
     for document in documents(files, found):
@@ -74,7 +74,7 @@ class Tokens:
 
 
 def encode(
-    files: Sequence[tuple[str, Path]],
+    files: Sequence[File],
     source: Source,
     words: Words,
     directory: Path,
