@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 class Format:
     """A kind of file.
 
-    magic is a pattern of its first bytes. read names the way in which `records_of` reads it, and is
-    "text" for plain text. Where it is empty, the file is refused, and advice says what to do.
+    magic is a pattern of its first bytes. read names the reader in `documents_of`, and is "text"
+    for plain text. Where it is empty, the file is refused, and advice says what to do.
     """
 
     name: str
@@ -311,19 +312,18 @@ def documents_of(file: File) -> Iterator[tuple[str, bool, Iterator[str]]]:
     if file.format.read == "text":
         yield str(file.path), False, pieces_of(file)
         return
-    from launcher.text.records import document_of  # imports torch
+    from launcher.text import records  # imports torch
 
-    for place, record in records_of(file):
-        yield (place, *document_of(record, place))
-
-
-def records_of(file: File) -> Iterator[tuple[str, Any]]:
-    """The place of each record, such as `chats.jsonl:12`, and the record."""
-    from launcher.text import records
-
-    name = str(file.path)
+    readers: dict[str, Any] = {
+        "json_lines": records.json_lines,
+        "json_array": records.json_array,
+        "csv": partial(records.table, delimiter=","),
+        "tsv": partial(records.table, delimiter="\t"),
+        "parquet": partial(records.parquet, column=file.column),
+    }
     with opened(file) as content:
-        yield from records.json_lines(content, name)
+        for place, record in readers[file.format.read](content, str(file.path)):
+            yield (place, *records.document_of(record, place, file.column))
 
 
 def pieces_of(file: File) -> Iterator[str]:
