@@ -201,7 +201,7 @@ def test_combining_marks_stay_with_their_letters(script, tmp_path):
     draw, syllables = random.Random(5), MARKED[script].split()
     words = ["".join(draw.choices(syllables, k=3)) for _ in range(20)]
     (tmp_path / "a.txt").write_text(" ".join(draw.choices(words, k=2000)))
-    learned = learn_words([("a", tmp_path / "a.txt")], 512).tokenizer
+    learned = learn_words([look(tmp_path / "a.txt")], 512).tokenizer
     assert {word.decode(errors="replace").strip() for word in learned.words} >= set(words)
 
 
@@ -210,7 +210,7 @@ def test_a_text_without_breaks_is_learned_in_seconds(letters, tmp_path):
     text = "".join(random.Random(7).choices(letters, k=300_000))
     (tmp_path / "a.txt").write_text(text)
     started, read = time.monotonic(), list[int]()
-    learned = learn_words([("a", tmp_path / "a.txt")], 512, read.append)
+    learned = learn_words([look(tmp_path / "a.txt")], 512, read.append)
     assert time.monotonic() - started < 20  # it takes half a second; as one word, minutes
     assert sum(read) == len(text.encode())
     (ids,) = Encoder(learned.content, learned.tokenizer.words, "H").encode([text])
