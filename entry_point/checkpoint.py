@@ -90,8 +90,7 @@ class Checkpoints:
     def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Writes the checkpoint of state["step"], and then drops all but the last two.
 
-        Raises:
-            TrainingError: it cannot be written; the earlier ones are untouched.
+        Raises TrainingError if it cannot be written; the earlier ones are untouched.
         """
         self.saved_at = time.monotonic()
         step = state["step"]
@@ -135,11 +134,7 @@ class Checkpoints:
                 path.unlink()
 
     def latest_state(self) -> dict[str, Any]:
-        """The state that load_latest gives, unlogged, for --resume.
-
-        Raises:
-            ConfigError: no intact checkpoint exists.
-        """
+        """The state that load_latest gives, unlogged, for --resume. Raises ConfigError for none."""
         why: object = f"there is no checkpoint to resume from in {self.directory}"
         try:
             if loaded := self.load_latest(warn=lambda line: None):
@@ -151,11 +146,7 @@ class Checkpoints:
     def load_latest(
         self, warn: Callable[[str], None] = log
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The newest intact checkpoint; None if no checkpoint exists.
-
-        Raises:
-            TrainingError: all checkpoints are damaged.
-        """
+        """The newest intact checkpoint; None for none. Raises TrainingError if all are damaged."""
         why = ""
         for step in self.steps():
             try:
@@ -276,10 +267,8 @@ def read_safetensors(
 def parse_header(encoded: bytes, size: int) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors' descriptions, in the order of their data of `size` bytes, and the metadata.
 
-    Anybody may have written them, so all that memory is allocated by is checked.
-
-    Raises:
-        ValueError: the header is wrong. Python and torch may raise other errors for it.
+    Anybody may have written them, so all that memory is allocated by is checked. Raises ValueError;
+    Python and torch may raise other errors.
     """
     header = json.loads(encoded)
     metadata = header.pop("__metadata__", {})

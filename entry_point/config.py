@@ -37,8 +37,7 @@ TOKENS_PER_PASS = 1 << 14
 class Config:
     """Every hyperparameter: its type, default, allowed range and meaning. The one source of truth.
 
-    Raises:
-        ConfigError: a value is out of its range, or two values contradict each other.
+    Raises ConfigError if a value is out of its range, or two values contradict each other.
     """
 
     n_layer: int = hyperparameter(4, "number of layers", 1, 1024, fixed=True, group="model")
@@ -352,11 +351,8 @@ def make_config(
 ) -> Config:
     """A Config from names and values (text or typed) over a preset over a base over the defaults.
 
-    A name may have `-` instead of `_`. An empty value counts as not given, since SageMaker turns
-    an unset hyperparameter into that.
-
-    Raises:
-        ConfigError: an unknown name or preset, or a value that is not allowed.
+    A name may have `-` instead of `_`. An empty value counts as not given, since SageMaker turns an
+    unset hyperparameter into that. Raises ConfigError for an unknown name or a wrong value.
     """
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"preset={preset!r}: must be {choices_for(preset, list(PRESETS))}")
@@ -401,8 +397,7 @@ OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
 def read_words(argv: Sequence[str]) -> dict[str, str]:
     """The values on a command line, by name. Names take `-` or `_`; a bare `--flag` is True.
 
-    Raises:
-        ConfigError: a name is unknown, or its value is missing.
+    Raises ConfigError if a name is unknown, or its value is missing.
     """
     types = {f.name: f.type for f in (*OPTIONS, *dataclasses.fields(Config))}
     given, words = {}, list(argv)
@@ -427,11 +422,7 @@ def read_words(argv: Sequence[str]) -> dict[str, str]:
 
 
 def read_options(argv: Sequence[str]) -> tuple[dict[str, str], Options]:
-    """The hyperparameters on a command line, as text by name, and the options.
-
-    Raises:
-        ConfigError: as read_words; or an option is impossible.
-    """
+    """The hyperparameters given, as text by name, and the options. Raises ConfigError."""
     given = read_words(argv)
     words: dict[str, Any] = {f.name: given.pop(f.name, "") for f in OPTIONS}
     processes = words.pop("processes")
@@ -451,8 +442,7 @@ def read_options(argv: Sequence[str]) -> tuple[dict[str, str], Options]:
 def resumed_options(options: Options, saved: Mapping[str, Any]) -> Options:
     """The options of a run that continues from a checkpoint's state.
 
-    Raises:
-        ConfigError: a script with other hyperparameters wrote it.
+    Raises ConfigError if a script with other hyperparameters wrote it.
     """
     if foreign := sorted(saved["config"].keys() - {f.name for f in dataclasses.fields(Config)}):
         raise ConfigError(

@@ -54,11 +54,9 @@ class Ranks:
 def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], str, str | None]:
     """The job's hosts, which of them this one is, and the network interface between them.
 
-    On hosts after the first, mpirun carries SM_* through /etc/environment, which cuts some of
-    them, so a value that cannot be read is looked up in the file that every host has.
-
-    Raises:
-        TrainingError: the hosts are not known, or this one is not among them.
+    On hosts after the first, mpirun carries SM_* through /etc/environment, which cuts some of them,
+    so a value that cannot be read is looked up in the file that every host has. Raises
+    TrainingError if neither has it.
     """
     try:
         resources = json.loads(config_file.read_text())
@@ -82,8 +80,7 @@ def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], st
 def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | None, Path | None]:
     """The directories of the text, and of the text for validation and the model to start from.
 
-    Raises:
-        DataError: the `training` channel is missing, or a channel is no directory.
+    Raises DataError if the `training` channel is missing, or a channel is no directory.
     """
 
     def channel(name: str) -> Path | None:
@@ -105,11 +102,8 @@ def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | 
 def read_container(env: Mapping[str, str], options: Options) -> Container:
     """Reads SM_* variables and resourceconfig.json, or outside of a container the options.
 
-    SAGEMAKER_BASE_DIR moves /opt/ml, as in the SageMaker toolkit.
-
-    Raises:
-        TrainingError, DataError: as read_hosts and read_channels.
-        ConfigError: an option that names a path, in a container.
+    SAGEMAKER_BASE_DIR moves /opt/ml, as in the SageMaker toolkit. Raises ConfigError for an option
+    that names a path, in a container.
     """
     base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
     config_file = base / "input/config/resourceconfig.json"
@@ -157,8 +151,7 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
 def choose_device(config: Config, container: Container, processes: int) -> str:
     """The type of device: 'cuda' (also for ROCm), 'mps' or 'cpu'. It never falls back silently.
 
-    Raises:
-        TrainingError: the chosen device, or the GPUs that SageMaker counted, are not available.
+    Raises TrainingError if the chosen device, or a GPU that SageMaker counted, is not available.
     """
     if config.device == "cpu":  # without a look at CUDA, which a process must not ask and then fork
         return "cpu"
@@ -188,8 +181,7 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
 def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.device:
     """The device of this rank: on GPUs, one for each rank.
 
-    Raises:
-        TrainingError: there is no such device, or not one process for each GPU.
+    Raises TrainingError if there is no such device, or not one process for each GPU.
     """
     device_type = choose_device(config, container, ranks.world_size)
     if device_type != "cuda":
@@ -249,11 +241,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 def choose_precision(config: Config, device: torch.device) -> torch.dtype:
-    """The type to compute in; TF32 counts as float32.
-
-    Raises:
-        ConfigError: TF32 was chosen, and the device has none.
-    """
+    """The type to compute in; TF32 counts as float32. Raises ConfigError if the device has none."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if config.precision == "tf32" and capability < (8, 0):
         raise ConfigError(

@@ -37,8 +37,7 @@ def whole_number(env: Mapping[str, str], name: str, default: str = "") -> int:
 def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     """torchrun's variables, else Open MPI's; None when nothing launched this process.
 
-    Raises:
-        TrainingError: the variables contradict themselves or the number of hosts.
+    Raises TrainingError if they contradict themselves or the number of hosts.
     """
     mpi = [f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -341,10 +340,9 @@ def report_keys(world_size: int) -> list[str]:
 
 
 def wait_for_all(store: dist.Store, ranks: Ranks, host: str) -> None:
-    """Writes the first report of this rank for the watchdogs, and waits for those of the others.
+    """Writes this rank's first report for the watchdogs, and waits for those of the others.
 
-    Raises:
-        TrainingError: a rank has not come within JOIN_TIMEOUT.
+    Raises TrainingError if a rank has not come within JOIN_TIMEOUT.
     """
     keys = report_keys(ranks.world_size)
     store.set(keys[ranks.rank], json.dumps([0, 0, LONGEST_WAIT.total_seconds(), host]))

@@ -48,10 +48,8 @@ def record_passes(
     """A graph for each length of windows [rows, length] in the passes, if there can be one.
 
     The graphs share the memory of the largest pass, and an evaluation needs memory in addition. The
-    caller clears the gradients.
-
-    Raises:
-        TrainingError: a pass cannot be recorded, which leaves CUDA in no state to go on.
+    caller clears the gradients. Raises TrainingError if a pass cannot be recorded, which leaves
+    CUDA in no state to go on.
     """
     device = passes[0][0].device
     total_memory = torch.cuda.get_device_properties(device).total_memory
@@ -79,8 +77,7 @@ def record_passes(
 def rehearse(run: Run, passes: Sequence[tuple[Tensor, Tensor, float]]) -> None:
     """Runs passes on a stream of their own, as torch asks for before a graph is recorded.
 
-    Raises:
-        RuntimeError: one waits for the GPU, as `tensor.item()` does, which no graph can.
+    Raises RuntimeError if one waits for the GPU, as `tensor.item()` does, which no graph can.
     """
     stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
     weight = torch.ones((), device=passes[0][0].device)

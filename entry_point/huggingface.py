@@ -35,8 +35,7 @@ MODEL_FILES = (
 def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     """The weights by Qwen3's names, as views: fused matrices cut apart, absent norms as ones.
 
-    Raises:
-        TrainingError: Qwen3 lacks one of the weights, or has one that is not there.
+    Raises TrainingError if Qwen3 lacks one of the weights, or has one that is not there.
     """
 
     def of_norm(name: str, n: int) -> Tensor:
@@ -119,10 +118,8 @@ LOGIT_TOLERANCE = 1e-4
 def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     """Compares the exported model's logits with the model's own (CPU, float32).
 
-    Two windows of random ids show any edit. All GPUs wait meanwhile, so there are no more.
-
-    Raises:
-        TrainingError: they differ: the model is not the one that config.json describes.
+    Two windows of random ids show any edit. All GPUs wait meanwhile, so there are no more. Raises
+    TrainingError if they differ, as config.json then describes another model.
     """
     size, generator = config["vocab_size"], torch.Generator().manual_seed(0)
     T = min(model.config.block_size, 1024)  # the logits of longer windows can fill the memory
@@ -297,10 +294,8 @@ FINE_TUNING: dict[str, Any] = {
 def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a run that starts from the model in a directory.
 
-    They are the given ones, those that the model prescribes, and FINE_TUNING.
-
-    Raises:
-        ConfigError: a given one differs from the model's, or the model is not one for this script.
+    They are the given ones, those that the model prescribes, and FINE_TUNING. Raises ConfigError if
+    a given one differs from the model's, or the model is not one for this script.
     """
     try:
         shape, free = read_shape(directory)

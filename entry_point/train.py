@@ -98,8 +98,7 @@ from entry_point.trainer import Trainer
 def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
     """Hyperparameters and options; a resumed run takes missing ones from its checkpoint.
 
-    Raises:
-        ConfigError: a word is wrong, or --resume names no directory that can be continued.
+    Raises ConfigError if a word is wrong, or --resume names no run.
     """
     values, options = read_options(argv)
     saved: dict[str, Any] = {}

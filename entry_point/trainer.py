@@ -164,9 +164,8 @@ class Trainer:
     def save_checkpoint(self) -> None:
         """Every rank calls it at the same step, and rank 0 writes.
 
-        Raises:
-            TrainingError: the loss or the weights are not finite, or the ranks have other weights;
-                nothing is written.
+        Raises TrainingError, and writes nothing, if the loss or the weights are not finite, or the
+        ranks have other weights.
         """
         loss_sum = float(self.group.sum_(self.loss_sum.clone()))
         self.check_loss(loss_sum)

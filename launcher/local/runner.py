@@ -194,8 +194,7 @@ class LocalRun:
     def train(self) -> str | None:
         """Run train.py, which starts its ranks, to its end; return why the run failed, or None.
 
-        Raises:
-            Stopped: the job was deleted, or stopped because a user asked it to.
+        Raises Stopped if the job was deleted, or stopped as a user asked.
         """
         log = (self.directory / "logs" / "job.log").open("wb", buffering=0)
         process = self.start()

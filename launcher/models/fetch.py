@@ -150,8 +150,7 @@ def fetch_intact(
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
     """Download checkpoints, the newest first, until one is intact; return what it holds.
 
-    Raises:
-        TrainingError: none is.
+    Raises TrainingError if none is.
     """
     from entry_point.errors import TrainingError
     from launcher.models.load import read_checkpoint

@@ -147,11 +147,7 @@ def is_published(directory: Path) -> bool:
 
 
 def load_published(directory: Path) -> tuple[GPT, Tokenizer]:
-    """Load a model of Qwen3's architecture that another tool wrote.
-
-    Raises:
-        FormatError: it is no such model, or is damaged.
-    """
+    """Load a model of Qwen3's architecture that another tool wrote. Raises FormatError."""
     try:
         values = starting_values(directory, {})
         longest = read_json(directory / "config.json")["max_position_embeddings"]
@@ -211,11 +207,7 @@ def errors_of(source: Source) -> Iterator[None]:
 
 
 def read_checkpoint(directory: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-    """The tensors and the state of the newest intact checkpoint.
-
-    Raises:
-        TrainingError: there is none.
-    """
+    """The tensors and the state of the newest intact checkpoint. Raises TrainingError for none."""
     # load_latest prints which checkpoints it skips.
     with errors_of(Source.packaged()), contextlib.redirect_stdout(sys.stderr):
         loaded = Checkpoints(directory).load_latest()
@@ -230,13 +222,9 @@ def export_checkpoint(
     settings: Settings | None = None,
     entry_point: Path | None = None,
 ) -> int:
-    """Export a checkpoint as a model directory; return its step.
+    """Export a checkpoint as a model directory, by the folder that trained it; return its step.
 
-    The folder that trained the model exports it.
-
-    Raises:
-        FormatError: the folder cannot read it.
-        InputError: the folder is not here.
+    Raises FormatError if the folder cannot read it, InputError if the folder is not here.
     """
     tensors, state = checkpoint
     with errors_of(Source.packaged()):
