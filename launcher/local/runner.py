@@ -70,10 +70,6 @@ class LocalRun:
             return
         except (InputError, ServiceError, OSError) as error:
             failure = f"{type(error).__name__}: {error}"
-        finally:
-            # The runner or a rank may have recreated the directory of a deleted job.
-            if self.deleted() and not (self.directory / "lock").exists():
-                shutil.rmtree(self.directory, ignore_errors=True)
         if failure is None:
             self.update(status="Completed", ended=time.time())
         else:
