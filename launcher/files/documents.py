@@ -122,7 +122,7 @@ def encodings_of(content: bytes) -> list[str]:
 
 
 def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:
-    """Validate a JSON document, as bytes or parsed, as `kind`. Raises Damaged, which says `name`."""
+    """Validate a JSON document, as bytes or parsed, as `kind`. Raises Damaged, naming `name`."""
     known: Any = kind  # as a type is hashable to lru_cache alone
     try:
         if isinstance(content, bytes):
