@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,35 +116,21 @@ def track_command(
 
 def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -> None:
     """Bring the event files up to date; with follow, until the jobs end."""
-    from tqdm import tqdm
-
     from launcher.views.tensorboard import Board
 
-    sent: dict[str, tuple[Curve, str]] = {}
     boards = {job_id: Board(directory, job_id) for job_id in job_ids}
     backends: dict[str, Backend] = {}
-    quiet = not (follow and sys.stderr.isatty())
-    with ExitStack() as stack:
-        bars = {
-            job_id: stack.enter_context(tqdm(desc=job_id, disable=quiet, leave=False))
-            for job_id in job_ids
-        }
-        while job_ids:
-            for job_id in list(job_ids):
-                description, curve = state(job_id, settings, backends)
-                if sent.get(job_id) != (curve, description.status):
-                    boards[job_id].update(curve, description)
-                    sent[job_id] = curve, description.status
+    while job_ids:
+        for job_id in list(job_ids):
+            description, curve = state(job_id, settings, backends)
+            boards[job_id].update(curve, description)
+            if not (follow and description.is_running):
+                job_ids.remove(job_id)
                 step = int(curve.rows[-1]["step"]) if curve.rows else 0
-                bars[job_id].total = description.hyperparameters.get("max_steps")
-                bars[job_id].update(step - bars[job_id].n)
-                if not (follow and description.is_running):
-                    job_ids.remove(job_id)
-                    bars[job_id].close()
-                    note(f"{job_id}: {len(curve.rows)} rows to step {step}; {description.state}")
-                    click.echo(boards[job_id].place)
-            if job_ids:
-                time.sleep(POLL_SECONDS)
+                note(f"{job_id}: {len(curve.rows)} rows to step {step}; {description.state}")
+                click.echo(boards[job_id].place)
+        if job_ids:
+            time.sleep(POLL_SECONDS)
 
 
 def state(
