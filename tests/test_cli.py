@@ -483,18 +483,11 @@ def test_hyperparameters_lists_those_of_the_script(cli, tmp_path):
     assert cli("hyperparameters", "--entry-point", str(edited)).code == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("status ID", "--region us-east-1 --profile 'of mine'"),
-        ("upload-data", "--store s3://words --region us-east-1 --profile 'of mine' --stack other"),
-        ("infra show", "--region us-east-1 --profile 'of mine' --stack other"),
-    ],
-)
-def test_a_suggestion_repeats_the_options_it_needs(command, said):
-    words = {"stack": "other", "profile": "of mine", "region": "us-east-1"}
-    words |= {"store": "s3://words", "role": ""}
+def test_a_suggestion_repeats_the_options_before_a_command():
+    command = "status ID"
+    words = {"store": "s3://words", "region": "us-east-1", "profile": "of mine", "role": ""}
     with click.Context(commands.cli, obj=words):
+        said = "--store s3://words --region us-east-1 --profile 'of mine'"
         assert with_options(f"`sm-nanogpt {command}`") == f"`sm-nanogpt {said} {command}`"
     with click.Context(commands.cli, obj={}):
         assert with_options(f"`sm-nanogpt {command}`") == f"`sm-nanogpt {command}`"

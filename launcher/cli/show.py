@@ -32,16 +32,6 @@ if TYPE_CHECKING:
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 LONGEST = 1000  # characters of one message
 
-# The options before a command, and the commands that use them; () means all. Region and profile
-# are enough to find a job by its id.
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "store": ("upload-data", "launch", "doctor"),
-    "region": (),
-    "profile": (),
-    "role": ("launch", "doctor"),
-    "stack": ("upload-data", "launch", "doctor", "infra"),
-}
-
 
 def shown(text: str) -> str:
     """Escape the control characters of a text and cut the middle of a long one.
@@ -66,15 +56,10 @@ def with_options(text: str) -> str:
     given = {name: value for name, value in (root.obj or {}).items() if value}
     if "://" not in given.get("store", "://"):
         given["store"] = str(Path(given["store"]).expanduser().absolute())
-
-    def add(found: re.Match[str]) -> str:
-        command = found[1]
-        used = [name for name, users in OPTIONS.items() if not users or command in users]
-        words = [word for name in used if name in given for word in (f"--{name}", given[name])]
-        return " ".join(["sm-nanogpt", *map(shlex.quote, words), command])
-
+    options = shlex.join(word for name, value in given.items() for word in (f"--{name}", value))
     commands = "|".join(getattr(root.command, "commands", ()))
-    return re.sub(rf"\bsm-nanogpt ({commands})\b", add, text)
+    more = f"sm-nanogpt {options} " if options else "sm-nanogpt "
+    return re.sub(rf"\bsm-nanogpt (?=(?:{commands})\b)", lambda _: more, text)
 
 
 def explain(description: JobDescription, settings: Settings) -> str:
