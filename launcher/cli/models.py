@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, Command, complete_job, finite, settings_of
+from launcher.cli.options import JSON, Command, complete_job, settings_of
 from launcher.cli.show import byte_progress, note, print_json
 from launcher.errors import InputError
 
@@ -43,7 +43,6 @@ SAMPLING = (
         "--temperature",
         metavar="T",
         type=click.FloatRange(min=0),
-        callback=finite,
         default=0.8,
         show_default=True,
         help="Randomness; 0 always takes the most likely token.",
@@ -59,7 +58,6 @@ SAMPLING = (
         "--top-p",
         metavar="P",
         type=click.FloatRange(min=0, max=1, min_open=True),
-        callback=finite,
         default=1.0,
         help="Nucleus sampling: keep the most likely tokens whose probabilities sum to P (default:"
         " 1).",

@@ -114,13 +114,6 @@ class Group(Command, click.Group):
         return super().get_command(ctx, {"sample": "fetch-and-sample"}.get(cmd_name, cmd_name))
 
 
-def finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    """Reject NaN, which passes click's range checks, and infinity."""
-    if not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
-    return value
-
-
 def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Complete `latest`, or the id or name of a job or sweep, without asking AWS."""
     from launcher.finding import Listing
