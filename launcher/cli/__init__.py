@@ -122,10 +122,6 @@ def run(arguments: list[str] | None = None) -> int:
     debug = "--debug" in words  # wherever it stands
     root: click.Context | None = None
     try:
-        if sys.stdout is None:  # as `>&-` leaves it
-            raise InputError(
-                "stdout is closed, so results cannot be printed; use `>/dev/null` to discard them"
-            )
         if sys.stdin is None:  # as `<&-` leaves it
             sys.stdin = io.StringIO()
         if isinstance(sys.stdout, io.TextIOWrapper):
