@@ -101,18 +101,16 @@ def seconds_left(metrics: Mapping[str, Any], hyperparameters: Mapping[str, Any])
         return None
 
 
-def sketch(
-    points: Sequence[tuple[float, float]], width: int = 60, height: int = 8, braille: bool = True
-) -> list[str]:
+def sketch(points: Sequence[tuple[float, float]], width: int = 60, height: int = 8) -> list[str]:
     """Draw a curve as lines of text: `width` x `height` characters and the labels of both axes.
 
-    A braille character has 2 x 4 dots. Without braille, each character is one dot.
+    A braille character has 2 x 4 dots.
     """
-    across, down = (2, 4) if braille else (1, 1)
+    across, down = 2, 4
     columns, rows = width * across, height * down
     (left, _), (right, _) = points[0], points[-1]
     low, high = min(y for _, y in points), max(y for _, y in points)
-    bits = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80)) if braille else ((1,),)
+    bits = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
     cells = [[0] * width for _ in range(height)]
     before, index = None, 0
     for column in range(columns):
@@ -128,7 +126,7 @@ def sketch(
         before = row
     lines = []
     for y, line in enumerate(cells):
-        drawn = "".join(chr(0x2800 + cell) if braille else " *"[cell] for cell in line)
+        drawn = "".join(chr(0x2800 + cell) for cell in line)
         label = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}.get(y, "")
         lines.append(f"{label:>9} {drawn}".rstrip(" \u2800"))
     return [*lines, f"{'step':>9} {f'{left:g}':<{width - 10}}{f'{right:g}':>10}"]

@@ -103,17 +103,6 @@ def test_samples_are_the_marked_lines_of_the_log():
     assert samples_of_log(lines) == {"before training": "a\n| b"}
 
 
-def test_a_curve_is_drawn_between_its_labels():
-    points = [(0, 4.0), (4, 4.0), (5, 1.0), (9, 2.0), (10, 2.0), (11, 4.0)]
-    assert sketch(points, 12, 4, braille=False) == [
-        "    4.000 *****      *",
-        "               *     *",
-        "               * ****",
-        "    1.000      **",
-        "     step 0         11",
-    ]
-
-
 def test_a_braille_character_has_eight_dots():
     assert sketch([(5, 7.0), (24, 0.0)], 10, 2) == [
         "    7.000 ⠉⠒⠢⢄⣀",

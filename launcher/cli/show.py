@@ -150,13 +150,11 @@ def print_curve(curve: Curve, err: bool = False) -> None:
     """Draw the validation loss, or the training loss while there are fewer than two evaluations."""
     from launcher.curve import sketch
 
-    stream = sys.stderr if err else sys.stdout
     for name in ("val_loss", "train_loss"):
         points = curve.points(name)
         if len(points) > 1:
-            braille = (stream.encoding or "").lower().startswith("utf")
             width = max(20, min(60, shutil.get_terminal_size().columns - 12))
-            click.echo("\n".join([f"{name}:", *sketch(points, width, braille=braille)]), err=err)
+            click.echo("\n".join([f"{name}:", *sketch(points, width)]), err=err)
             return
 
 
