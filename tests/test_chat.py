@@ -1021,7 +1021,7 @@ def test_a_base_url_without_v1_is_told(client):
 
 
 def test_a_wrong_method_is_told_the_right_one(client):
-    with pytest.raises(openai.APIStatusError, match="/v1/chat/completions takes POST") as caught:
+    with pytest.raises(openai.APIStatusError, match="405") as caught:
         client().get("/chat/completions", cast_to=object)
     assert (caught.value.status_code, caught.value.response.headers["allow"]) == (405, "POST")
     with pytest.raises(openai.NotFoundError, match="GET /v1/other is not there"):

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import uvicorn
@@ -246,11 +246,6 @@ def make_app(
         answer.headers["x-dropped"] = str(dropped)  # messages that the model does not see
         return answer
 
-    async def wrong_method(request: Request, error: Any) -> Response:
-        answer = problem(405, f"{request.url.path} takes {error.headers['Allow']}")
-        answer.headers.update(error.headers)
-        return answer
-
     async def nothing(request: Request, error: Exception) -> Response:
         path = request.url.path
         hint = "" if path.startswith("/v1/") else "; /v1 is missing from the base URL"
@@ -262,7 +257,7 @@ def make_app(
         Route("/page/generate/{number:int}", generate, methods=["POST"]),
         *more,
     ]
-    inner = Starlette(routes=routes, exception_handlers={404: nothing, 405: wrong_method})
+    inner = Starlette(routes=routes, exception_handlers={404: nothing})
     # Outside of the guard: a browser asks before it sends the key.
     return CORSMiddleware(
         guarded(inner, key),
