@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from contextlib import suppress
+from typing import Any
 
 import click
 
@@ -27,29 +28,10 @@ from launcher.errors import InputError
     help="With --tokenizer bpe: number of tokens (default: the characters of the text / 512,"
     " as a power of two from 512 to 16384).",
 )
-@click.option(
-    "--include",
-    metavar="GLOB",
-    multiple=True,
-    help="Take files of such names as plain text too, as in --include '*.py'.",
-)
-@click.option(
-    "--exclude",
-    metavar="GLOB",
-    multiple=True,
-    help="Leave out files or folders of such names.",
-)
-@click.option(
-    "--column",
-    metavar="NAME",
-    default="text",
-    help="The field of a record that holds its text (default: text).",
-)
-@click.option(
-    "--encoding",
-    metavar="NAME",
-    help="Convert files that are not UTF-8 from this encoding, such as cp1252 or gb18030.",
-)
+@click.option("--include", metavar="GLOB", multiple=True, help="Plain text too, such as '*.py'.")
+@click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out files or folders.")
+@click.option("--column", metavar="NAME", help="Field of the text in a record (default: text).")
+@click.option("--encoding", metavar="NAME", help="Of files that are not UTF-8, such as cp1252.")
 @JSON
 @click.pass_context
 def upload_data_command(
@@ -57,11 +39,8 @@ def upload_data_command(
     paths: tuple[str, ...],
     tokenizer: str | None,
     vocab_size: int | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    column: str,
-    encoding: str | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Upload text to the store and print its URI.
 
@@ -104,17 +83,8 @@ def upload_data_command(
                     " `sm-nanogpt upload-data` takes tiny Shakespeare"
                 )
     with byte_progress("tokenize and upload" if tokenizer else "upload") as progress:
-        upload = upload_data(
-            paths,
-            settings,
-            progress,
-            tokenizer,
-            vocab_size,
-            include=include,
-            exclude=exclude,
-            column=column,
-            encoding=encoding or "",
-        )
+        given = {name: value for name, value in options.items() if value}
+        upload = upload_data(paths, settings, progress, tokenizer, vocab_size, **given)
     characters = f"{upload.characters:,} characters"
     if tokens := upload.train_tokens + upload.val_tokens:
         kind = "conversation" if upload.chats else "document"

@@ -87,24 +87,20 @@ def not_text(
 
     position is that of the content in its file.
     """
-    begin = content.rfind(b"\n", 0, at) + 1 if content[at] else 0
+    zeros = content[at] == 0
+    begin = 0 if zeros else content.rfind(b"\n", 0, at) + 1
     guesses = [g for g in encodings_of(content[begin : begin + (1 << 16)]) if g != codec]
-    if not content[at]:  # zeros
-        guesses = [guess for guess in guesses if guess.startswith("utf_16")]
-        if not guesses:
-            what = f"is a binary file (a zero at byte {position + at}), not text"
-            return InputError(f"{name}: {what}")
+    if zeros and not any(guess.startswith("utf_16") for guess in guesses[:1]):
+        return InputError(f"{name}: is a binary file (a zero at byte {position + at}), not text")
     what = f"{name}: is not {codec.upper()} text (byte {position + at})"
     if not guesses:
-        return InputError(f"{what}, nor of another encoding that is known here")
+        return InputError(what)
     before = len(content[begin:at].decode(guesses[0], "ignore"))
-    around = content[begin : at + 80].decode(guesses[0], "ignore")[
-        max(0, before - 20) : before + 20
-    ]
-    either = "".join(f" (or {guess})" for guess in guesses[1:2])
+    shown = content[begin : at + 80].decode(guesses[0], "ignore")
+    words = " ".join(shown[max(0, before - 20) : before + 20].split())
     return InputError(
-        f"{what}, but perhaps {guesses[0]}{either}, as which it reads"
-        f" {' '.join(around.split())!r}; to convert it:"
+        f"{what}, but perhaps {' or '.join(guesses[:2])}; in {guesses[0]} it reads {words!r}; to"
+        " convert it:"
         f" `sm-nanogpt upload-data FILE --encoding {guesses[0]}`"
     )
 

@@ -6,16 +6,16 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain, count
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import read_text
-from launcher.text.formats import File, bare, look, named, note_odd, opened, warn_of
+from launcher.text.formats import PLAIN, File, bare, look, named, note_odd, opened, warn_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +35,15 @@ class Text:
 
 
 class Globs:
-    """Patterns of file names, or of paths below a folder, and which of them were of use."""
+    """Patterns of names, or of paths below a folder, and those that matched none."""
 
-    def __init__(self, patterns: Sequence[str]) -> None:
-        self.patterns, self.used = patterns, set[str]()
+    def __init__(self, option: str, patterns: Sequence[str]) -> None:
+        self.option, self.patterns, self.unused = option, patterns, set(patterns)
 
     def match(self, path: Path, root: Path) -> bool:
-        relative = path.relative_to(root).as_posix() if path != root else path.name
-        hits = [p for p in self.patterns if fnmatchcase(relative, p) or fnmatchcase(path.name, p)]
-        self.used.update(hits)
+        names = (path.name, path.relative_to(root).as_posix())
+        hits = {p for p in self.patterns if any(fnmatchcase(name, p) for name in names)}
+        self.unused -= hits
         return bool(hits)
 
 
@@ -68,65 +68,54 @@ def find_files(
         "".encode(encoding or "utf-8")
     except LookupError:
         raise InputError(f"--encoding {encoding}: unknown; for example: cp1252, gb18030") from None
-    added, skipped, found = Globs(include), Globs(exclude), dict[str, File]()
+    added, skipped = Globs("include", include), Globs("exclude", exclude)
+    found, named_so = list[File](), set[str]()
     for root in paths:
         folder = root.is_dir()
+        prefix = Path(root.resolve().name if folder and len(paths) > 1 else "")
         try:
-            files = files_below(root, added, skipped, tokens) if folder else [root]
-            for path in files:
+            for path in files_below(root, added, skipped, tokens) if folder else [root]:
                 file = look(path, encoding, column, plain=added.match(path, root))
                 if file.format.needs_tokens and not tokens:
                     raise InputError(f"{path}: is {file.format.name}; {to_tokens(path)}")
-                within = path.relative_to(root) if folder else Path(path.name)
-                if folder and len(paths) > 1:
-                    within = root.absolute().name / within
-                try:
-                    str(within).encode()
-                except UnicodeEncodeError:
-                    shown = os.fsencode(path).decode(errors="backslashreplace")
-                    raise InputError(f"{shown}: its name is not UTF-8; rename it") from None
-                name = name_in_store(within, found)
-                found[name.lower()] = replace(file, name=name)
+                within = prefix / (path.relative_to(root) if folder else path.name)
+                found.append(replace(file, name=name_in_store(within, named_so)))
         except OSError as error:
             raise InputError(f"{error.filename or root}: {error.strerror or error}") from None
-    for option, globs in (("include", added), ("exclude", skipped)):
-        for pattern in globs.patterns:
-            if pattern not in globs.used:
-                raise InputError(f"--{option} {pattern}: no file is called so")
-    tell_conversions(list(found.values()))
-    return list(found.values())
+        except UnicodeEncodeError:
+            shown = os.fsencode(path).decode(errors="backslashreplace")
+            raise InputError(f"{shown}: its name is not UTF-8; rename it") from None
+    for globs in (added, skipped):
+        for pattern in globs.unused:
+            raise InputError(f"--{globs.option} {pattern}: no file is called so")
+    encodings = Counter(file.encoding for file in found if file.encoding not in ("", "utf-8-sig"))
+    for encoding, n in encodings.items():
+        logger.info(f"converted to UTF-8: {n:,} of {len(found):,} files, from {encoding}")
+    return found
 
 
 def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool) -> list[Path]:
     """The files of a folder that are taken, sorted; the others are logged."""
     taken, left, aside = list[Path](), list[Path](), Counter[str]()
     for place, folders, names in os.walk(root, onerror=raise_error):  # rglob ignores errors
-        for path in [Path(place, name) for name in folders + names]:
-            folder = path.name in folders
-            if path.name.startswith("."):
-                aside["hidden"] += 1
-            elif skipped.match(path, root):
-                aside["excluded"] += 1
-            elif folder and (path / "pyvenv.cfg").exists():
-                aside["virtual environment"] += 1
-            elif folder and path.is_symlink():
-                aside["link to a folder"] += 1
-            elif folder:
-                continue
+        for folder in [Path(place, name) for name in folders]:
+            if why := reason_to_skip(folder, root, skipped):
+                aside[why] += 1
+                folders.remove(folder.name)
+        for path in [Path(place, name) for name in names]:
+            known = named(path)
+            if why := reason_to_skip(path, root, skipped):
+                aside[why] += 1
+            elif added.match(path, root) or (known and known.read and (tokens or known is PLAIN)):
+                taken.append(path)
             else:
-                known = named(path)
-                reads = known is not None and known.read and (tokens or not known.needs_tokens)
-                (taken if reads or added.match(path, root) else left).append(path)
-            if folder:
-                folders.remove(path.name)
+                left.append(path)
     if aside:
         logger.info(f"{root}: {listed(aside)}")
-    what = left_out(left, root, tokens) if left else ""
+    what = left_out(left, root) if left else ""
+    if not taken and (root / "meta.json").exists():
+        raise InputError(f"{root}: these are tokens; give the URI that `upload-data` printed")
     if not taken:
-        if (root / "meta.json").exists():
-            raise InputError(
-                f"{root}: these are tokens; give the URI that `upload-data` printed for them"
-            )
         raise InputError(f"{root}: no text is there{what and f'; {what}'}")
     for path in taken:
         if not path.is_file():
@@ -134,6 +123,17 @@ def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool) -> list[
     if what:
         logger.warning(f"{root}: {what}")
     return sorted(taken)
+
+
+def reason_to_skip(path: Path, root: Path, skipped: Globs) -> str:
+    """Why a file or a folder is left out, whatever is in it."""
+    if skipped.match(path, root):
+        return "excluded"
+    if path.name.startswith("."):
+        return "hidden"
+    if (path / "pyvenv.cfg").exists():
+        return "virtual environment"
+    return "link to a folder" if path.is_symlink() and path.is_dir() else ""
 
 
 def raise_error(error: OSError) -> None:
@@ -148,20 +148,19 @@ def listed(counts: Counter[str]) -> str:
     return f"{total:,} file{'s' * (total > 1)} left out: {', '.join(kinds)}"
 
 
-def left_out(files: Sequence[Path], root: Path, tokens: bool) -> str:
+def left_out(files: Sequence[Path], root: Path) -> str:
     """How many files are left out, and what would take each kind."""
-    kinds = Counter(bare(path).suffix.lower() or path.name for path in files)
     ways = dict[str, None]()
     for path in files:
-        known, suffix = named(path), bare(path).suffix.lower()
-        if known is None:
-            suffix = f"*{path.suffix}" if path.suffix else path.name
-            ways.setdefault(f"`--include '{suffix}'` takes such as plain text")
+        if (known := named(path)) is None:
+            glob = f"*{path.suffix}" if path.suffix else path.name
+            ways.setdefault(f"`--include '{glob}'` takes such as plain text")
         elif known.read:
             ways.setdefault(to_tokens(root))
         else:
-            ways.setdefault(f"{suffix}: {known.advice.format(path='FILE', stem='NAME')}")
-    return f"{listed(kinds)}; {'; '.join(ways)}"
+            ways.setdefault(f"{path.suffix}: {known.advice.format(path='FILE', stem='NAME')}")
+    kinds = Counter(bare(path).suffix.lower() or path.name for path in files)
+    return f"{listed(kinds)}; {'; '.join([*ways][:5])}"
 
 
 def to_tokens(path: Path) -> str:
@@ -172,17 +171,14 @@ def to_tokens(path: Path) -> str:
     )
 
 
-def name_in_store(within: PurePath, taken: Container[str]) -> str:
-    """The name of a file in a data set, where every file of a text is called *.txt."""
+def name_in_store(within: Path, taken: set[str]) -> str:
+    """The name of a file in a data set, where all are called *.txt; no case makes a difference."""
     stem = bare(within).with_suffix("").as_posix()
     names = chain([f"{stem}.txt"], (f"{stem}-{number}.txt" for number in count(2)))
-    return next(name for name in names if name.lower() not in taken)
-
-
-def tell_conversions(files: Sequence[File]) -> None:
-    converted = Counter(file.encoding for file in files if file.encoding not in ("", "utf-8-sig"))
-    for encoding, n in converted.items():
-        logger.info(f"converted to UTF-8: {n:,} of {len(files):,} files, from {encoding}")
+    name = next(name for name in names if name.lower() not in taken)
+    taken.add(name.lower())
+    name.encode()  # raises if it is not UTF-8
+    return name
 
 
 def check_text(root: Path, files: Sequence[File]) -> tuple[Text, list[File]]:

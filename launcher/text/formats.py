@@ -15,11 +15,11 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 from launcher.errors import InputError
 from launcher.files.documents import not_text, read_text
@@ -33,6 +33,8 @@ else:
 
 logger = logging.getLogger(__name__)
 
+Content = io.BufferedReader | io.BufferedRandom
+
 
 @dataclass(frozen=True)
 class Format:
@@ -43,7 +45,7 @@ class Format:
     """
 
     name: str
-    suffixes: tuple[str, ...]
+    suffixes: str
     magic: bytes = b""
     read: str = ""
     advice: str = ""
@@ -53,52 +55,35 @@ class Format:
         return self.read not in ("", "text")
 
 
-PLAIN = Format("plain text", (".txt", ".md"), read="text")
-JSON_LINES = Format("JSON lines", (".jsonl", ".ndjson"), read="json_lines")
-JSON = Format("JSON", (".json",), read="json_array")
-DOCUMENT = Format(
-    "a document",
-    (".docx", ".odt", ".epub", ".rtf"),
-    rb"\{\\rtf",
-    advice="`pandoc -t plain -o {stem}.txt {path}` makes text of it",
+PLAIN = Format("plain text", ".txt .md", read="text")
+JSON_LINES = Format("JSON lines", ".jsonl .ndjson", read="json_lines")
+JSON = Format("JSON", ".json", read="json_array")
+PANDOC = "`pandoc -t plain -o {stem}.txt {path}` makes text of it"
+OFFICE = "save a text as .txt or .docx, and a table as .csv"
+PICKLE = "let the program that wrote it write its texts, as .txt or .jsonl"
+IMAGES = (
+    ".png .jpg .jpeg .gif .webp .tif .tiff",
+    rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP|II\*\0",
 )
 FORMATS = (
-    PLAIN,
-    JSON_LINES,
-    JSON,
-    Format("CSV", (".csv",), read="csv"),
-    Format("TSV", (".tsv",), read="tsv"),
-    Format("Parquet", (".parquet",), b"PAR1", "parquet"),
-    Format("a PDF", (".pdf",), b"%PDF-", advice="`pdftotext {path}` makes text of it"),
-    DOCUMENT,
-    Format(
-        "an Office file",
-        (".doc", ".ppt", ".pptx", ".xls", ".xlsx", ".ods"),
-        rb"\xd0\xcf\x11\xe0",
-        advice="save a text as .txt or .docx, and a table as .csv",
-    ),
-    Format("a zip archive", (".zip",), rb"PK\x03\x04", advice="unpack it: `unzip {path}`"),
-    Format("an archive", (".tar", ".tgz"), rb".{257}ustar", advice="unpack it: `tar -xf {path}`"),
-    Format("a bzip2 file", (".bz2",), b"BZh", advice="unpack it: `bunzip2 {path}`"),
-    Format("an xz file", (".xz",), rb"\xfd7zXZ", advice="unpack it: `unxz {path}`"),
-    Format(
-        "a pickle",
-        (".pkl", ".pickle", ".pt", ".pth"),
-        rb"\x80[\x02-\x05]",
-        advice="let the program that wrote it write the text as .txt, or documents as .jsonl",
-    ),
-    Format(
-        "an image",
-        (".png", ".jpg", ".jpeg", ".gif", ".webp", ".tif", ".tiff", ".bmp"),
-        rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP|II\*\0|MM\0\*",
-        advice="`tesseract {path} {stem}` reads the text in it",
-    ),
+    *(PLAIN, JSON_LINES, JSON),
+    Format("CSV", ".csv", read="csv"),
+    Format("TSV", ".tsv", read="tsv"),
+    Format("Parquet", ".parquet", b"PAR1", "parquet"),
+    Format("a PDF", ".pdf", b"%PDF-", "", "`pdftotext {path}` makes text of it"),
+    Format("a document", ".docx .odt .epub .rtf", rb"\{\\rtf", "", PANDOC),
+    Format("an Office file", ".doc .ppt .pptx .xls .xlsx .ods", rb"\xd0\xcf\x11\xe0", "", OFFICE),
+    Format("a zip archive", ".zip", rb"PK\x03\x04", "", "unpack it: `unzip {path}`"),
+    Format("an archive", ".tar .tgz", rb".{257}ustar", "", "unpack it: `tar -xf {path}`"),
+    Format("a bzip2 file", ".bz2", rb"BZh", "", "unpack it: `bunzip2 {path}`"),
+    Format("an xz file", ".xz", rb"\xfd7zXZ", "", "unpack it: `unxz {path}`"),
+    Format("a pickle", ".pkl .pickle .pt .pth", rb"\x80[\x02-\x05]", "", PICKLE),
+    Format("an image", *IMAGES, "", "`tesseract {path} {stem}` reads the text in it"),
 )
 COMPRESSIONS: dict[str, tuple[bytes, Any]] = {
     ".gz": (b"\x1f\x8b", gzip.open),
     ".zst": (b"\x28\xb5\x2f\xfd", zstd.open),
 }
-P = TypeVar("P", bound=PurePath)
 MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16's, with which it begins
@@ -124,7 +109,7 @@ class File:
     column: str = "text"
 
 
-def bare(path: P) -> P:
+def bare(path: Path) -> Path:
     """The path without the suffix of a compression."""
     return path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
 
@@ -132,7 +117,7 @@ def bare(path: P) -> P:
 def named(path: Path) -> Format | None:
     """The format that a file's name promises."""
     suffix = bare(path).suffix.lower()
-    return next((each for each in FORMATS if suffix in each.suffixes), None)
+    return next((each for each in FORMATS if suffix in each.suffixes.split()), None)
 
 
 def look(path: Path, encoding: str = "", column: str = "text", plain: bool = False) -> File:
@@ -144,29 +129,26 @@ def look(path: Path, encoding: str = "", column: str = "text", plain: bool = Fal
         InputError: it cannot be read, or is of a format that is refused.
     """
     with opened(File(path.name, path)) as file:
-        begins = file.read(512)
-    compression = next(
-        (c for c, (magic, _) in COMPRESSIONS.items() if begins.startswith(magic)), ""
-    )
-    raw = File(path.name, path, compression=compression)
+        begins = file.read(4)
+    compression = next((c for c, (m, _) in COMPRESSIONS.items() if begins.startswith(m)), "")
+    raw = File(path.name, path, compression=compression, column=column)
     with opened(raw) as file:
-        begins = file.read(CHUNK_BYTES)
-    promised = PLAIN if plain else named(path) or PLAIN
-    found = next((f for f in FORMATS if f.magic and re.match(f.magic, begins, re.S)), promised)
-    found = promised if found.magic and not promised.read else found  # a .docx is a zip archive
+        begins = file.read(1 << 12)
+    found = promised = PLAIN if plain else named(path) or PLAIN
+    if promised.read:  # else it is refused as what its name says: a .docx begins as a .zip
+        found = next((f for f in FORMATS if f.magic and re.match(f.magic, begins, re.S)), promised)
     if not found.read:
         advice = found.advice.format(path=shlex.quote(str(path)), stem=shlex.quote(path.stem))
         raise InputError(f"{path}: is {found.name}; {advice}")
-    if found is JSON and not begins.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        found = JSON_LINES
-    if found is PLAIN and not plain and re.match(rb'\s*\[?\s*\{\s*"', begins):
-        logger.warning(f"{path}: looks like JSON, and is read as text; rename it to *.json if not")
-    if found.read == "parquet":
-        return File(path.name, path, found, compression, "", column)
     codec = next((codec for mark, codec in MARKS.items() if begins.startswith(mark)), "")
-    if encoding and not codec and not is_utf8(raw):
+    if encoding and not codec and found.read != "parquet" and not is_utf8(raw):
         codec = encoding
-    return File(path.name, path, found, compression, codec, column)
+    text = begins.decode(codec or "utf-8", "ignore").lstrip()
+    if found is JSON and not text.startswith("["):
+        found = JSON_LINES
+    if found is PLAIN and not plain and re.match(r'\[?\s*\{\s*"', text):
+        logger.warning(f"{path}: looks like JSON, and is read as text; rename it to *.json if not")
+    return replace(raw, format=found, encoding=codec)
 
 
 def is_utf8(raw: File) -> bool:
@@ -181,32 +163,26 @@ def is_utf8(raw: File) -> bool:
     return False
 
 
-class Recoded(io.RawIOBase):
-    """The characters of a text stream, as a stream of UTF-8."""
-
-    def __init__(self, text: io.TextIOWrapper) -> None:
-        self.text, self.pending = text, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self.pending = self.pending or self.text.read(CHUNK_BYTES).encode()
-        part, self.pending = self.pending[: len(buffer)], self.pending[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
+@contextmanager
+def converted(file: io.BufferedReader, encoding: str) -> Iterator[Content]:
+    """The file itself, or a temporary one with the same text as UTF-8."""
+    if not encoding:
+        yield file
+        return
+    with tempfile.TemporaryFile() as copy:
+        text = io.TextIOWrapper(file, encoding, newline="")
+        while part := text.read(CHUNK_BYTES):
+            copy.write(part.encode())
+        copy.seek(0)
+        yield copy
 
 
 @contextmanager
-def opened(source: File) -> Iterator[io.BufferedReader]:
+def opened(source: File) -> Iterator[Content]:
     """A file's content, uncompressed, as UTF-8. Raises InputError where that or the body fails."""
     path, way = source.path, COMPRESSIONS.get(source.compression, (b"", open))[1]
     try:
-        with way(path, "rb") as raw:
-            file = io.BufferedReader(raw)
-            if source.encoding:
-                text = io.TextIOWrapper(file, source.encoding, newline="")
-                file = io.BufferedReader(Recoded(text))
+        with way(path, "rb") as raw, converted(io.BufferedReader(raw), source.encoding) as file:
             yield file
     except OSError as error:
         damaged = isinstance(error, gzip.BadGzipFile)
