@@ -255,10 +255,7 @@ class Request(BaseModel):
                 config = module.make_config(self.hyperparameters, self.preset, base)
                 config.check_world_size(world_size)
             except module.ConfigError as error:
-                words, *meant = str(error).partition(", did you mean")
-                # The script does not know this preset of ours.
-                of_launch = ", or auto" * words.startswith(f"preset={self.preset!r}")
-                raise InputError("".join([words, of_launch, *meant])) from None
+                raise InputError(str(error)) from None
         return config
 
     def metric_definitions(self) -> list[dict[str, str]]:
