@@ -21,7 +21,7 @@ from torch import Tensor
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config, make_config
 from entry_point.conversations import END_OF_TURN, TURN
-from entry_point.data import LARGEST_JSON, Tokenizer, read_json, read_tokenizer
+from entry_point.data import Tokenizer, read_json, read_tokenizer
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from entry_point.files import open_file, read_file
 from entry_point.huggingface import (
@@ -48,13 +48,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class TokenizerConfig(Document):
-    """tokenizer_config.json."""
-
-    eos_token: str | None = None
-    chat_template: str | None = None
-
-
 class Training(Document):
     """training.json."""
 
@@ -72,9 +65,7 @@ class Saved(Training):
     chats: bool
 
 
-def is_shaped_as(
-    found: Mapping[str, JsonValue], values: Mapping[str, Any], tokenizer: Tokenizer
-) -> bool:
+def is_shaped_as(found: Mapping[str, Any], values: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
     """Whether the packaged config.py makes this config.json of a run's hyperparameters."""
     try:
         config = known_config(values)
@@ -106,12 +97,10 @@ def load_artefact(
     settings = settings or load_settings()
     try:
         check_sums(directory)
-        found = read(directory, "config", dict[str, JsonValue])
-        content = read_file(directory / "tokenizer.json", LARGEST_JSON)
-        words = read(directory, "tokenizer_config", TokenizerConfig)
-        document = parse(content, dict[str, Any], "tokenizer.json")
-        tokenizer = Tokenizer(document, words.eos_token, words.chat_template is not None)
-        training = read(directory, "training", Training)
+        found = read_json(directory / "config.json")
+        plain, words = read_tokenizer(directory), read_json(directory / "tokenizer_config.json")
+        tokenizer = Tokenizer(plain.document, plain.end_of_text, "chat_template" in words)
+        training = parse(read_json(directory / "training.json"), Training, "training.json")
         source = Source.packaged()
         same = training.model_sha256 == hashlib.sha256(source.files["model.py"]).hexdigest()
         qwen3 = is_shaped_as(found, training.config, tokenizer)
@@ -177,10 +166,6 @@ def log_absent_script(sha256: str) -> None:
         " using the packaged script, which gave the same logits when the model was written"
         " (--entry-point DIR names another)"
     )
-
-
-def read(directory: Path, name: str, kind: type[T]) -> T:
-    return parse(read_file(directory / f"{name}.json", LARGEST), kind, f"{name}.json")
 
 
 def check_sums(directory: Path) -> None:
