@@ -168,16 +168,12 @@ def fetch_intact(
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
     """A temporary directory below `parent`, on the file system of the result."""
-    try:
+    with storage.reported(str(parent)):
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
             prefix=".fetch-", dir=parent, ignore_cleanup_errors=True
         ) as directory:
             yield Path(directory)
-    except OSError as error:
-        raise ServiceError(
-            f"{parent}: {error.strerror or error}; set SM_NANOGPT_HOME to another directory"
-        ) from None
 
 
 def keep(directory: Path, target: Path) -> None:
