@@ -27,17 +27,10 @@ from .container import Container, Ranks, choose_device
 from .errors import ConfigError, TrainingError, failure_report, report_failure
 
 
-def whole_number(env: Mapping[str, str], name: str, default: str = "") -> int:
-    value = env.get(name, default)
-    if not value.isdecimal():
-        raise TrainingError(f"{name}={value!r} must be a whole number")
-    return int(value)
-
-
 def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     """torchrun's variables, else Open MPI's; None when nothing launched this process.
 
-    Raises TrainingError if they contradict themselves or the number of hosts.
+    Raises TrainingError if they contradict the number of hosts.
     """
     mpi = [f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -47,7 +40,7 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
         names = mpi
     else:
         return None
-    rank, world_size, local_rank, *rest = (whole_number(env, name) for name in names)
+    rank, world_size, local_rank, *rest = (int(env[name]) for name in names)
     local_world_size = rest[0] if rest else max(1, world_size // n_hosts)
     launcher = env.get("SM_NANOGPT_LAUNCHER", "mpirun" if mpi[1] in env else "torchrun")
     ranks = Ranks(rank, world_size, local_rank, local_world_size, launcher)
@@ -192,7 +185,7 @@ class Group:
             # By default gloo takes the address of the host's name, which may lead nowhere.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         address = os.environ.get("MASTER_ADDR") or container.hosts[0]
-        port = whole_number(os.environ, "MASTER_PORT", "7777")
+        port = int(os.environ.get("MASTER_PORT", "7777"))
         # torchrun and start_ranks serve the store; else rank 0 does.
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
@@ -366,7 +359,7 @@ def start_ranks(
     """
     n_hosts, first = len(container.hosts), container.hosts.index(container.current_host) * n_local
     address = os.environ.get("MASTER_ADDR", container.hosts[0]) if n_hosts > 1 else "127.0.0.1"
-    port = whole_number(os.environ, "MASTER_PORT", "7777") if n_hosts > 1 else 0
+    port = int(os.environ.get("MASTER_PORT", "7777")) if n_hosts > 1 else 0
     if first == 0:
         try:
             listener = socket.create_server((address if address.startswith("127.") else "", port))

@@ -220,10 +220,6 @@ def test_ranks_come_from_the_launcher(env, ranks):
         (told(5, 8, 1, 4), 3, "torchrun .* 8 with 4 .* 3 hosts"),
         (told(5, 8, 1, 4, by=OPEN_MPI), 3, "mpirun .* 8 with 4 .* 3 hosts"),
         (told(0, 4, 0, 4), 2, "torchrun .* 4 with 4 .* 2 hosts"),
-        (told("x", 8, 1, 4), 2, "^RANK='x'"),
-        (told(-1, 8, 1, 4), 2, "^RANK='-1'"),
-        (told(5, 8, "", 4), 2, "^LOCAL_RANK=''"),
-        (told(0, 1), 1, "^LOCAL_RANK=''"),
     ],
 )
 def test_impossible_ranks_are_refused(env, n_hosts, said):
@@ -329,14 +325,12 @@ def test_a_run_without_text_names_the_option(monkeypatch, tmp_path):
         train.main([])
 
 
-@pytest.mark.parametrize("invalid", [False, True])
-def test_an_unusable_port_is_named(monkeypatch, invalid):
+def test_an_unusable_port_is_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = "any" if invalid else str(taken.getsockname()[1])
+        port = str(taken.getsockname()[1])
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", port)
-        said = "^MASTER_PORT='any' " if invalid else f"^port {port}: .* MASTER_PORT "
-        with pytest.raises(TrainingError, match=said):
+        with pytest.raises(TrainingError, match=f"^port {port}: .* MASTER_PORT "):
             start_ranks(Mock(), Config(device="cpu"), container(current_host="algo-1"), 1)
 
 
