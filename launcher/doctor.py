@@ -112,19 +112,12 @@ def check_training(context: Context) -> str:
 # -- the account -----------------------------------------------------------------------------------
 
 
-def check_profile(context: Context) -> str:
-    context.session = aws_session(context.settings)
-    return str(context.session.profile_name)
-
-
-def check_the_region(context: Context) -> str:
-    context.region = check_region(context.session)
-    return context.region
-
-
 def check_credentials(context: Context) -> str:
+    """The profile and the region are known, and AWS knows the caller."""
+    context.session = aws_session(context.settings)
+    context.region = check_region(context.session)
     with service_errors("GetCallerIdentity"):
-        return str(context.client("sts").get_caller_identity()["Arn"])
+        return f"{context.client('sts').get_caller_identity()['Arn']}, in {context.region}"
 
 
 def check_stack(context: Context) -> str:
@@ -232,9 +225,7 @@ class Check:
 
 TRAINING = Check("local training", check_training)
 ACCOUNT = (
-    Check("profile", check_profile),
-    Check("region", check_the_region, needs=("profile",)),
-    Check("credentials", check_credentials, needs=("region",)),
+    Check("credentials", check_credentials),
     Check("stack", check_stack, needs=("credentials",)),
     Check("role", check_role, needs=("credentials", "stack")),
     Check("store", check_store, needs=("credentials", "stack")),

@@ -55,7 +55,7 @@ def context(cloud, stacks, home):
 def test_doctor_reports_a_healthy_account_as_healthy(examined, s3):
     found = examined()
     assert {result for result, _ in found.values()} == {OK}, found
-    assert found["credentials"][1] == "arn:aws:iam::123456789012:root"
+    assert found["credentials"][1] == "arn:aws:iam::123456789012:root, in us-east-1"
     assert found["role"][1] == ROLE
     assert found["quota"][1] == "'ml.g5.12xlarge for training job usage' is 4"
     assert "7.09 USD an hour" in found["price"][1]
@@ -86,7 +86,7 @@ def test_without_aws_only_the_machine_is_checked(home, cli):
     assert cli("doctor", "--no-train", "--instance", "local").failed(2, "nothing to check")
     nowhere = cli("doctor", "--no-train", *GPU)
     assert (nowhere.code, "no region" in nowhere.out) == (1, True)
-    assert "warning  not checked:    credentials, stack, role, store, " in nowhere.out
+    assert "warning  not checked:    stack, role, store, " in nowhere.out
     assert nowhere.out.count("not checked") == 1
 
 
@@ -103,7 +103,7 @@ def test_a_bucket_of_another_region_is_a_failure(examined, s3, monkeypatch):
 def test_a_missing_profile_is_a_finding(home, cli):
     ran = cli("--profile", "nope", "doctor", "--no-train")
     assert ran.code == 1
-    assert re.search(r"^failure  profile: .*\(nope\)", ran.out, re.MULTILINE)
+    assert re.search(r"^failure  credentials: .*\(nope\)", ran.out, re.MULTILINE)
 
 
 def test_an_invalid_instance_is_refused(home, cli):
