@@ -91,11 +91,19 @@ def test_a_validation_channel_keeps_the_training_text_whole(tmp_path):
     assert text_of(corpus, corpus.val) == "hijklmno" * 3
 
 
-def test_a_directory_is_read_as_its_txt_files_in_order(tmp_path):
-    write(tmp_path / "b.txt", "bbbb" * 20)
+def test_a_directory_is_read_as_its_text_files_in_order(tmp_path):
+    write(tmp_path / "b.TXT", "bbbb" * 20)
     write(tmp_path / "a/z.txt", "zzzz" * 20)
-    write(tmp_path / "notes.md", "not this")
-    assert text_of(corpus_of(tmp_path)) == "z" * 80 + "b" * 80
+    write(tmp_path / "notes.md", "mmmm" * 20)
+    write(tmp_path / "code.py", "not this")
+    assert text_of(corpus_of(tmp_path)) == "z" * 80 + "b" * 80 + "m" * 80
+
+
+def test_a_byte_order_mark_is_no_character(tmp_path):
+    write(tmp_path / "a.txt", "\ufeff" + "ab" * 40)
+    write(tmp_path / "b.txt", "\ufeff" + "cd" * 40 + "\ufeff")
+    corpus = corpus_of(tmp_path)
+    assert text_of(corpus) == "ab" * 40 + "cd" * 40 + "\ufeff"
 
 
 def test_the_hash_changes_with_the_text_and_its_files(tmp_path):
@@ -138,7 +146,7 @@ def test_a_path_without_text_is_refused(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     for path, said in (
         (write(tmp_path / "a.txt", ""), "no text"),
-        (tmp_path / "empty", r"no \*\.txt file"),
+        (tmp_path / "empty", r"no \*\.txt or \*\.md file"),
         (tmp_path / "none.txt", "no such file"),
     ):
         with pytest.raises(DataError, match=f"^{path}: {said}"):
