@@ -117,19 +117,19 @@ DEEP = b"[" * 100_000
         ("a.jsonl", lines([{}]), (":1: ", "`text`")),
         ("a.jsonl", lines([{"text": ["a"]}]), (":1: ", "`text`")),
         ("a.jsonl", b'"a"\n', (":1: ", "no JSON object")),
-        ("a.json", b'[{"text": "a"},\n {"text" "b"}]', ("item 2", "line 2, column 10")),
-        ("a.json", b'[{"text": "a"}\n {"text": "b"}]', ("item 2", "line 2, column 2")),
+        ("a.json", b'[{"text": "a"},\n {"text" "b"}]', ("item 2", "line 2 ")),
+        ("a.json", b'[{"text": "a"}\n {"text": "b"}]', ("item 2", "line 2 ")),
         ("a.json", b'[{"text": "a"}, {"text": "b"', ("item 2", "not JSON")),
         ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', ("more than one",)),
         ("a.json", DEEP, ("item 1", "not JSON")),
         ("a.json", b"[1]", ("item 1", "no JSON object")),
         ("a.csv", b"id,body\n1,a\n", (":2: ", "`text`", "`id`, `body`", "--column")),
-        ("a.csv", HEAD + b'2,"b\n', (":3: ", "no such table")),
-        ("a.csv", HEAD + b'2,"b"c\n', (":3: ", "no such table")),
+        ("a.csv", HEAD + b'2,"b\n', (":3: ", "doubled")),
+        ("a.csv", HEAD + b'2,"b"c\n', (":3: ", "doubled")),
         ("a.csv", HEAD + b"2,b,c\n", (":3: ", "3 cells", "has 2")),
         ("a.csv", HEAD + b"2\n", (":3: ", "1 cell", "has 2")),
         ("a.parquet", parquet([{"id": 1, "body": "a"}]), (": ", "`text`", "`id`, `body`")),
-        ("a.parquet", parquet([{"text": 1}]), ("row 1", "`text`")),
+        ("a.parquet", parquet([{"text": 1}]), ("row 1", "`text` is no text")),
         ("a.parquet", b"PAR1" + b"x" * 100, ("damaged",)),
         ("a.parquet", parquet([{"text": "a" * 9999}], compression=None)[:5000], ("damaged",)),
     ],
@@ -168,3 +168,42 @@ def test_a_long_file_is_not_in_memory_as_a_whole(name, tmp_path):
         assert sum(1 for _ in found) == len(rows)
         assert tracemalloc.get_traced_memory()[1] < 8e6
         tracemalloc.stop()
+
+
+def ids(cli: Callable[..., Any], path: Path, *options: str) -> list[bytes]:
+    """The ids that an upload of a file makes, of train and of val."""
+    made = cli("upload-data", str(path), "--tokenizer", "bpe", "--vocab-size", "300", *options).good
+    directory = Path(made.out.strip().removeprefix("file://"))
+    return [(directory / f"{part}-00000.bin").read_bytes() for part in ("train", "val")]
+
+
+def test_each_format_of_documents_gives_the_same_ids(cli, tmp_path):
+    texts = [f"{text[:2000]} {number}" for text in TEXTS for number in range(9)]
+    found = []
+    for name, write in WRITE.items():
+        for column in ("text", "body"):
+            (tmp_path / name).write_bytes(write([{"id": 1, column: text} for text in texts]))
+            found.append(ids(cli, tmp_path / name, "--column", column))
+    assert all(each == found[0] for each in found)
+
+
+def test_each_form_of_conversations_gives_the_same_ids(cli, tmp_path):
+    pairs = [(f"What, exactly, is {n} + {n}?\n", f'"{2 * n}"') for n in range(30)]
+    roles = ("user", "assistant"), ("human", "gpt")
+    messages, turns = ([[*zip(who, pair, strict=True)] for pair in pairs] for who in roles)
+    openai = [{"messages": [{"role": r, "content": c} for r, c in chat]} for chat in messages]
+    sharegpt = [{"conversations": [{"from": f, "value": v} for f, v in chat]} for chat in turns]
+    alpaca = [{"instruction": q, "input": "", "output": a} for q, a in pairs]
+    found = []
+    for name, rows in (
+        ("openai.jsonl", openai),
+        ("openai.parquet", openai),
+        ("nanochat.json", [row["messages"] for row in openai]),
+        ("sharegpt.json", sharegpt),
+        ("sharegpt.parquet", sharegpt),
+        ("alpaca.csv", alpaca),
+        ("trl.jsonl", [{"prompt": q, "completion": a} for q, a in pairs]),
+    ):
+        (tmp_path / name).write_bytes(WRITE[f"a.{name.partition('.')[2]}"](rows))
+        found.append(ids(cli, tmp_path / name))
+    assert all(each == found[0] for each in found)

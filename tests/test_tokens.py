@@ -156,7 +156,7 @@ GZIPPED = gzip.compress(NUMBERS, mtime=0)
     [
         ("a.jsonl", b'{"text": "a"}\n{"text" "b"}\n', "a.jsonl:2: not JSON at column 9 ("),
         ("a.jsonl", b'{"text": "a"\n', "a.jsonl:1: not JSON at column 13"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not JSON ("),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not JSON at column 1 ("),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: half of a surrogate pair"),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl:1: is not UTF-8 text (byte 13)"),
         ("a.txt", FOX.encode() + b"caf\xe9", "a.txt: is not UTF-8 text"),

@@ -9,13 +9,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain, count, islice
 from json.decoder import WHITESPACE  # type: ignore[attr-defined]
 from typing import IO, Any
 
 from launcher.errors import InputError, not_installed
-from launcher.files.documents import read_text
+from launcher.files.documents import not_text, read_text
 from launcher.models.encoder import LONGEST
 from launcher.text.chats import FIELDS, may_be_chat, turns_of
 
@@ -60,12 +60,10 @@ def document_of(record: Any, place: str, column: str = TEXT) -> tuple[bool, Iter
     return is_chat, iter(pieces)
 
 
-def no_text(place: str, column: str, fields: Iterable[str]) -> InputError:
-    names = ", ".join(f"`{name}`" for name in fields) or "no others"
-    return InputError(
-        f"{place}: no text in the field `{column}`; there are {names}: name the one that holds the"
-        " text with --column"
-    )
+def no_text(place: str, column: str, fields: Collection[str]) -> InputError:
+    problem = f"`{column}` is no text" if column in fields else f"no field `{column}`"
+    names = ", ".join(f"`{name}`" for name in fields) or "none"
+    return InputError(f"{place}: {problem}; --column takes another one of its fields: {names}")
 
 
 def json_lines(file: IO[bytes], path: str) -> Records:
@@ -79,22 +77,15 @@ def json_lines(file: IO[bytes], path: str) -> Records:
             raise InputError(f"{place}: the line is longer than 64 MiB; split it")
         if line.isspace():
             continue
-        for _ in read_text(io.BytesIO(line), place, len(line)):  # raises if it is not UTF-8
-            pass
         try:
-            record = json.loads(line.rstrip())
+            record = json.loads(line.decode().rstrip())
+        except UnicodeDecodeError as error:
+            raise not_text(place, line, error.start) from None
         except (ValueError, RecursionError) as error:
-            raise not_json(place, error) from None
+            column, why = getattr(error, "colno", 1), getattr(error, "msg", error)
+            hint = "`jq -c . FILE` writes one record a line"
+            raise InputError(f"{place}: not JSON at column {column} ({why}); {hint}") from None
         yield place, record
-
-
-def not_json(place: str, error: Exception, before: int = 0) -> InputError:
-    """The error for what json cannot decode; `before` counts the lines before it in an array."""
-    where = ""
-    if isinstance(error, json.JSONDecodeError):
-        lines = before + error.lineno - 1
-        where = f" at {f'line {lines + 1}, ' if lines else ''}column {error.colno}"
-    return InputError(f"{place}: not JSON{where} ({getattr(error, 'msg', error)}); {EXAMPLE}")
 
 
 def json_array(file: IO[bytes], path: str) -> Records:
@@ -116,7 +107,8 @@ def json_array(file: IO[bytes], path: str) -> Records:
             rest = text[end:]
             more = "".join(islice(parts, 1 + len(rest) // CHUNK))
             if not more or len(rest) > LONGEST_RECORD:
-                raise not_json(place, error, lines) from None
+                line, why = lines + getattr(error, "lineno", 1), getattr(error, "msg", error)
+                raise InputError(f"{place}: not JSON at line {line} ({why})") from None
             lines += text.count("\n", 0, end)
             text, end = rest + more, 0
         else:
@@ -144,7 +136,8 @@ def table(file: IO[bytes], path: str, delimiter: str) -> Records:
             elif row:
                 yield place, dict(zip(names, row, strict=True))
     except csv.Error as error:
-        raise InputError(f"{path}:{line}: no such table: {error}") from None
+        hint = 'a cell that begins with " ends with ", and each " between is doubled'
+        raise InputError(f"{path}:{line}: {error}; {hint}") from None
 
 
 def parquet(file: IO[bytes], path: str, column: str = TEXT) -> Records:
