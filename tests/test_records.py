@@ -194,8 +194,7 @@ def test_each_form_of_conversations_gives_the_same_ids(cli, tmp_path):
     openai = [{"messages": [{"role": r, "content": c} for r, c in chat]} for chat in messages]
     sharegpt = [{"conversations": [{"from": f, "value": v} for f, v in chat]} for chat in turns]
     alpaca = [{"instruction": q, "input": "", "output": a} for q, a in pairs]
-    found = []
-    for name, rows in (
+    forms: list[tuple[str, list[Any]]] = [
         ("openai.jsonl", openai),
         ("openai.parquet", openai),
         ("nanochat.json", [row["messages"] for row in openai]),
@@ -203,7 +202,9 @@ def test_each_form_of_conversations_gives_the_same_ids(cli, tmp_path):
         ("sharegpt.parquet", sharegpt),
         ("alpaca.csv", alpaca),
         ("trl.jsonl", [{"prompt": q, "completion": a} for q, a in pairs]),
-    ):
+    ]
+    found = []
+    for name, rows in forms:
         (tmp_path / name).write_bytes(WRITE[f"a.{name.partition('.')[2]}"](rows))
         found.append(ids(cli, tmp_path / name))
     assert all(each == found[0] for each in found)

@@ -219,6 +219,8 @@ ODD = {
 
 def note_odd(content: bytes, place: str, odd: dict[bytes, str]) -> None:
     """Note where each of ODD is first met."""
+    if content.isascii() and b"\r" not in content:  # a short way for many short turns
+        return
     for pattern in ODD.keys() - odd.keys():
         if re.search(pattern, content):
             odd[pattern] = place
