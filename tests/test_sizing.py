@@ -82,5 +82,20 @@ def test_auto_takes_the_largest_preset_that_the_text_fills(instance, tokens, pre
     assert seen > min(worth, 4 * tokens) - step or config.max_steps == least
 
 
+@pytest.mark.parametrize(
+    ("tokens", "chats", "preset", "steps"),
+    [
+        (2700, False, "quick", 14),  # a poem of 3 kB
+        (585, False, "quick", 3),  # the shortest text that is taken
+        (199_999, False, "quick", 1041),
+        (200_000, False, "laptop", 1900),
+        (2700, True, "laptop", 1900),
+    ],
+)
+def test_auto_reads_a_short_text_a_few_times_on_a_cpu(tokens, chats, preset, steps):
+    fitted = start.fitted(job("local"), tokens, 60, chats)
+    assert (fitted.preset, fitted.config(1).max_steps) == (preset, steps)
+
+
 def test_given_steps_are_kept():
     assert start.fitted(job(max_steps=7), 10**9, 16384).config(1).max_steps == 7

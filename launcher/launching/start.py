@@ -128,6 +128,7 @@ TOKENS_PER_PARAMETER, READINGS = 20, 4
 # weights decay, reads tiny Shakespeare 16 times, and does not memorize it.
 MOST_READINGS, MOST_IF_REGULARIZED = 8, 20
 FITTING = {True: ("baby", "small", "gpt2"), False: ("laptop",)}  # on GPUs or not, by size
+SHORT = 200_000  # tokens: the steps of `laptop` read a text of fewer over MOST_IF_REGULARIZED times
 
 
 def count_parameters(config: Any, vocabulary_size: int) -> int:
@@ -149,12 +150,15 @@ def check_readings(job: TrainingJob, tokens: int) -> None:
         )
 
 
-def fitted(request: Request, tokens: int, vocabulary_size: int) -> Request:
+def fitted(request: Request, tokens: int, vocabulary_size: int, chats: bool = False) -> Request:
     """The request with the largest preset that so many tokens of text can fill, and as many steps.
 
-    The smallest preset for the machine keeps at least the steps that it has.
+    The smallest preset for the machine keeps at least the steps that it has. On a CPU, a short text
+    that is not of conversations gets `quick` and few steps.
     """
-    names = FITTING[request.instances[0] in GPUS]
+    on_gpus = request.instances[0] in GPUS
+    short = tokens < SHORT and not on_gpus and not chats
+    names = ("quick",) if short else FITTING[on_gpus]
     readable = READINGS * tokens
 
     def sized(name: str) -> Request:
@@ -167,12 +171,12 @@ def fitted(request: Request, tokens: int, vocabulary_size: int) -> Request:
     config = sized(chosen).config(1)
     step = config.batch_size * config.block_size
     steps = min(worth(chosen), readable) // step
-    steps = max(steps, config.max_steps) if chosen == names[0] else max(1, steps)
+    steps = max(steps, config.max_steps) if chosen == names[0] and not short else max(1, steps)
     values = {"max_steps": steps, **request.hyperparameters}
     request = sized(chosen).model_copy(update={"hyperparameters": values})
     parameters = count_parameters(config, vocabulary_size)
     logger.info(
-        f"preset: {chosen}, {parameters / 1e6:.1f} M parameters for {tokens / 1e6:.1f} M tokens of"
-        f" text; {values['max_steps']} steps of {step} tokens"
+        f"preset: {chosen}, {parameters / 1e6:.1f} M parameters for {tokens:,} tokens of text;"
+        f" {values['max_steps']} steps of {step} tokens"
     )
     return request

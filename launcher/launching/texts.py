@@ -80,10 +80,12 @@ def n_training(upload: corpus.Upload) -> int:
     return upload.train_tokens or int(0.9 * upload.characters)
 
 
-def size_of(channel: Channel, settings: Settings) -> tuple[int, int]:
-    """The tokens to train on, or characters, and how many different ones there are."""
-    if channel.upload is not None:
-        return n_training(channel.upload), channel.upload.vocabulary_size
+def size_of(channel: Channel, settings: Settings) -> tuple[int, int, bool]:
+    """What fits a preset: the tokens to train on, or characters; how many different ones there are;
+    and whether they are conversations.
+    """
+    if (upload := channel.upload) is not None:
+        return n_training(upload), upload.vocabulary_size, upload.chats
     if settings.offline:
         raise InputError(
             f"{channel.named}: --preset auto needs the length of the text, and a dry run does not"
