@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -158,23 +157,11 @@ class SageMakerBackend:
             for uri, name in buckets.values():
                 check_bucket(self.client("s3"), uri, f"--{name}", self.region)
         key = job.kms_key or self.settings.kms_key or None
-        own_disks = {has_local_storage(instance) for instance in job.instances}
-        if key and len(own_disks) > 1:
-            raise InputError(
-                f"--instance {job.instance}: AWS refuses a KMS key for local disks, so with a key"
-                " name only types with local disks, or only types without"
-            )
         gpu = looks_like_gpu(job.instance)
         image = job.image_uri or training_image(self.region, job.pytorch_version, gpu)
         hyperparameters = sendable_hyperparameters(job)
         if unfit := problem(image, job.instance, job.launcher):
             raise InputError(unfit)
-        registry = re.match(r"\d{12}\.dkr\.ecr\.([\w-]+)\.", image)
-        if registry and registry[1] != self.region:
-            raise InputError(
-                f"--image-uri {image}: SageMaker pulls images only from {self.region}, the region"
-                " of the job"
-            )
         log_image(image, date.today())
         if not sdk_version():
             logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
@@ -205,7 +192,7 @@ class SageMakerBackend:
             hyperparameters=hyperparameters,
             kms_key=key,
             # AWS refuses a key for local disks, which are always encrypted.
-            volume_kms_key=None if True in own_disks else key,
+            volume_kms_key=None if all(map(has_local_storage, job.instances)) else key,
         )
 
     def request(self, job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:

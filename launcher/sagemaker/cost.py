@@ -144,14 +144,10 @@ def earlier_cost(
     """
     total, now, chain = 0.0, time.time(), list[str]()
     while (job_id := job.resume) is not None:
-        if job_id in chain:
-            raise ServiceError(
-                f"by their records in the store, {' and '.join(chain)} resume each other, so their"
-                " cost is unknown"
-            )
         earlier = describe(job_id)
         price = prices.of(earlier.instance) if earlier and earlier.is_placed else None
-        if price is None and (earlier.is_placed if earlier else job.earlier_cost is None):
+        unknown = earlier.is_placed if earlier else job.earlier_cost is None
+        if job_id in chain or (price is None and unknown):
             raise InputError(f"the cost of the earlier job {job_id} is unknown")
         cost = cost_of(earlier, price, now) if earlier and price else 0.0
         try:
@@ -210,21 +206,11 @@ def afford(
         f"cost: at most {usd(worst)}, if it runs for {ready.time_limit} s"
         f" (counted: {', '.join(counted(ready, counts))})"
     )
-    if ceiling is not None and (reason := limit_words(ready, ceiling)):
-        logger.info(f"time limit: {ready.time_limit} s, from {reason}")
+    if ceiling is not None and ready.time_limit == ready.affordable_run:
+        money = f"{ceiling.source} ({usd(ceiling.amount)})"
+        logger.info(f"time limit: {ready.time_limit} s, from {money}")
     costs = {"worst_cost": worst, "earlier_cost": earlier}
     return ready.model_copy(update={"instance": job.instance, **costs})
-
-
-def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
-    """What set the time limit of a job below a ceiling; empty for the default limit."""
-    money = f"{ceiling.source} ({usd(ceiling.amount)})"
-    if job.time_limit == job.affordable_run:
-        return money
-    for name, option in {"max_run": "--max-run", "max_wait": "--max-wait"}.items():
-        if job.time_limit == getattr(job, name):
-            return f"{option}{job.origin(name)}, within {money}"
-    return ""
 
 
 def counted(job: TrainingJob, earlier: float) -> list[str]:
@@ -268,9 +254,6 @@ OFFLINE = {
     "ml.m5.4xlarge": 0.922,
     "ml.m6i.4xlarge": 0.922,
     "ml.c6i.8xlarge": 1.632,
-    "ml.r5.4xlarge": 1.21,
-    "ml.r7i.2xlarge": 0.635,
-    "ml.r7i.4xlarge": 1.2701,
 }
 
 
