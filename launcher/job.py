@@ -122,6 +122,7 @@ class Request(BaseModel):
     encrypt_traffic: bool | None = None  # between hosts
 
     _inherited: frozenset[str] = PrivateAttr(default=frozenset())  # fields of the resumed job
+    _source: Source | None = PrivateAttr(default=None)  # once a launch has read it
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -196,7 +197,7 @@ class Request(BaseModel):
     def replaced(self, **values: Any) -> Self:
         """This with other values, validated together."""
         new = type(self)(**{**self.given(), **values})
-        new._inherited = self._inherited
+        new._inherited, new._source = self._inherited, self._source
         return new
 
     @property
@@ -214,7 +215,9 @@ class Request(BaseModel):
 
     @property
     def source(self) -> Source:
-        """The training folder, as it is now. Raises InputError if it is none."""
+        """The training folder, as a launch has read it, else as it is now."""
+        if self._source is not None:
+            return self._source
         return Source.packaged() if self.entry_point is None else Source.read(self.entry_point)
 
     @property

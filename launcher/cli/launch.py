@@ -253,7 +253,7 @@ def launch_command(
     import launcher.cli.sweep as sweeping
     from launcher.files.documents import read_toml
     from launcher.job import Request
-    from launcher.launching.launch import naming, new_job_id, prepare
+    from launcher.launching.launch import prepare
     from launcher.launching.records import record_of
     from launcher.launching.sweeps import tail_of
 
@@ -284,9 +284,8 @@ def launch_command(
         return
     if parallel:
         raise InputError("--parallel is for jobs of a sweep; add --sweep or --seeds")
-    job_id = new_job_id()
-    ready = prepare(request, settings, job_id)
-    job = ready.job
+    ready = prepare(request, settings)
+    job_id, job = ready.job_id, ready.job
     if dry_run:
         print_json(ready.plan.request)
         return
@@ -294,18 +293,16 @@ def launch_command(
         # Only a ceiling typed in this command is consent; not one that --resume inherits.
         agree_to_cost(job.worst_cost or math.inf, given.get("max_cost"), settings, yes)
     with byte_progress("upload") as progress:
-        ready.upload(progress)
-    with naming(job_id):
-        ready.submit()
-        try:
-            click.echo(job_id)
-            sys.stdout.flush()
-        except OSError as error:
-            silence(sys.stdout)  # else the flush at exit fails too
-            raise ServiceError(
-                f"{error.strerror or error}: cannot print the job id, {job_id};"
-                f" `sm-nanogpt stop {job_id}` stops it"
-            ) from None
+        ready.go(progress)
+    try:
+        click.echo(job_id)
+        sys.stdout.flush()
+    except OSError as error:
+        silence(sys.stdout)  # else the flush at exit fails too
+        raise ServiceError(
+            f"{error.strerror or error}: cannot print the job id, {job_id};"
+            f" `sm-nanogpt stop {job_id}` stops it"
+        ) from None
     if link := ready.backend.console_link(job_id):
         note(f"console: {link}")
     if follow or (follow is None and job.is_local):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
@@ -61,9 +60,7 @@ def launch(request: Request, settings: Settings | None = None) -> str:
         ServiceError: the store or the service failed.
         KeyboardInterrupt: names the job if it may have been submitted.
     """
-    ready = prepare(request, settings or load_settings(), new_job_id())
-    ready.go()
-    return ready.job_id
+    return prepare(request, settings or load_settings()).go()
 
 
 @dataclass(frozen=True)
@@ -88,16 +85,23 @@ class Ready:
                     logger.info(f"upload: {channel.named} to {channel.uri}")
                 corpus.send(channel.upload, channel.sources, self.settings, progress)
 
-    def submit(self) -> None:
+    def go(self, progress: storage.Progress = lambda n: None) -> str:
+        """Upload the texts, submit the job, and return its id.
+
+        Raises:
+            KeyboardInterrupt: names the job if it may run, and cost money.
+        """
+        self.upload(progress)
         with storage.reported(str(self.settings.home)):
             keep(self.job.source, self.settings)  # models and resumed jobs need it
-        self.backend.submit(self.job_id, self.job, self.plan)
-
-    def go(self) -> None:
-        """Upload and submit. Raises KeyboardInterrupt, which names the job if it may run."""
-        self.upload()
-        with naming(self.job_id):
-            self.submit()
+        try:
+            self.backend.submit(self.job_id, self.job, self.plan)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"`sm-nanogpt status {self.job_id}` shows whether the job was submitted;"
+                f" `sm-nanogpt stop {self.job_id}` stops it"
+            ) from None
+        return self.job_id
 
     @property
     def place(self) -> str:
@@ -105,8 +109,9 @@ class Ready:
         return storage.join(self.settings.data_store, "jobs", self.job_id)
 
 
-def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
+def prepare(request: Request, settings: Settings, job_id: str | None = None) -> Ready:
     """Make a Request into a job that is complete and checked. Changes nothing in the store."""
+    job_id = job_id or new_job_id()
     asked, before, base = request, None, None
     if earlier := find_earlier(request, settings):
         request = request.model_copy(update={"resume": earlier.description.job_id})
@@ -137,8 +142,6 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
     request = with_whole_windows(request, texts["data"])
     job = complete(request, texts, base)
     check_device(job, "device" in asked.hyperparameters, earlier)
-    backend = backend_for(job.instance, settings)
-    job, plan = backend.plan(job_id, job)
     if earlier is not None and before is not None:
         job.check_resumable(before, earlier.description)
     if tokenizer is not None:
@@ -148,6 +151,8 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
     if (upload := texts["data"].upload) is not None:
         padding = 1 + upload.chats  # rows of conversations may be half empty
         start.check_readings(job, n_training(upload) * padding)
+    backend = backend_for(job.instance, settings)
+    job, plan = backend.plan(job_id, job)
     log_choices(asked, job, texts["data"])
     channels = [*texts.values(), *([model] if model else [])]
     return Ready(job_id, job, plan, channels, backend, near)
@@ -290,13 +295,15 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
 
 
 def with_folder(request: Request) -> Request:
-    """The request with the absolute path of its training folder. Raises InputError if it has
-    none."""
+    """The request with its training folder, which is read here and not again."""
     if request.entry_point is None:
-        return request
-    source = Source.read(storage.path_of(request.entry_point).absolute())
-    source.check()
-    return request.model_copy(update={"entry_point": source.directory})
+        source = request.source
+    else:
+        source = Source.read(storage.path_of(request.entry_point).absolute())
+        source.check()
+        request = request.model_copy(update={"entry_point": source.directory})
+    request._source = source
+    return request
 
 
 def started(request: Request, named: str, settings: Settings) -> tuple[Request, Channel, Tokenizer]:
@@ -333,7 +340,7 @@ def complete(request: Request, texts: Mapping[str, Channel], base: str | None) -
                 f" {TORCHRUN_ALONE}"
             )
     job = TrainingJob(**chosen, base=base)
-    job._inherited = request._inherited
+    job._inherited, job._source = request._inherited, request._source
     return job.model_copy(update={"summary": summary_of(job)})
 
 
@@ -360,18 +367,6 @@ def log_choices(asked: Request, job: TrainingJob, text: Channel) -> None:
         logger.info(f"data: {job.data}{origin}")
     if job.preset and not asked.preset:
         logger.info(f"preset: {job.preset}")
-
-
-@contextmanager
-def naming(job_id: str) -> Iterator[None]:
-    """Name the job when its submission is interrupted: it may run, and cost money."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"`sm-nanogpt status {job_id}` shows whether the job was submitted;"
-            f" `sm-nanogpt stop {job_id}` stops it"
-        ) from None
 
 
 def new_job_id() -> str:
