@@ -52,8 +52,6 @@ def launch_sweep(
     base = job.hyperparameters.get("seed", 1337)
     each = grid(values, seeds, int(base))
     check_name(job, settings)
-    if job.name is not None:  # with the longest tail of its jobs' names
-        job.replaced(name=f"{job.name}-{len(each)}-try99")
     sweep = Sweep(job=job, members=each, parallel=parallel)
     group = new_job_id()
     every = [sweep.ready(n, settings, f"{group}-{n}") for n in range(1, len(each) + 1)]
@@ -114,10 +112,8 @@ def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: 
             divide_cores(sweep.parallel)
         tries, every = find_sweep(group, settings)[1], []
         if not sweep.job.is_local:
-            for number in range(1, len(sweep.members) + 1):
+            for number in sweep.left(tries):
                 earlier = tries.get(number, [])
-                if earlier and (earlier[-1].is_running or earlier[-1].status == "Completed"):
-                    continue
                 with suppress(*[CeilingTooLow] * bool(earlier)):  # `run` tells of it
                     job_id = next_id(group, number, earlier)
                     every.append(sweep.ready(number, settings, job_id, earlier))
@@ -136,34 +132,23 @@ def divide_cores(parallel: int) -> None:
 
 
 def run_sweep(group: str, sweep: Sweep, tries: Tries, settings: Settings) -> None:
-    """Run a sweep to its end, with progress, and print the ranking. tries: its jobs so far.
+    """Run a sweep to its end, and print the ranking. tries: its jobs so far.
 
     Ctrl-C stops local jobs after a checkpoint; jobs on SageMaker keep running.
     """
-    from tqdm import tqdm
-
     from launcher.launching.sweeps import find_sweep, run, stop_all
     from launcher.sagemaker.cost import CeilingTooLow
     from launcher.tracking import wait
 
-    n, ended, limited = len(sweep.members), set[int](), ""
+    n, limited = len(sweep.members), ""
     again = f"sm-nanogpt launch --resume {group}"
-    bar = tqdm(total=n, bar_format="{percentage:3.0f}% |{bar:20}| {n}/{total} jobs", disable=None)
     try:
-        with bar:
-            for progress in run(group, sweep, tries, settings):
-                number, (what, why) = progress.number, event(progress)
-                if what:
-                    values = " ".join(f"{k}={v}" for k, v in sweep.members[number - 1].items())
-                    with bar.external_write_mode():
-                        note(f"[{number}/{n}] {progress.job_id} {what}: {values}{why}")
-                at_its_ceiling = isinstance(progress.obstacle, CeilingTooLow)
-                if at_its_ceiling:
-                    limited = " --max-cost USD"
-                if at_its_ceiling or progress.ended:
-                    ended.add(number)
-                bar.n = len(ended)
-                bar.refresh()
+        for progress in run(group, sweep, tries, settings):
+            number, (what, why) = progress.number, event(progress)
+            values = " ".join(f"{k}={v}" for k, v in sweep.members[number - 1].items())
+            note(f"[{number}/{n}] {progress.job_id} {what}: {values}{why}")
+            if isinstance(progress.obstacle, CeilingTooLow):
+                limited = " --max-cost USD"
     except KeyboardInterrupt as error:
         if not sweep.job.is_local:
             raise KeyboardInterrupt(
@@ -179,7 +164,7 @@ def run_sweep(group: str, sweep: Sweep, tries: Tries, settings: Settings) -> Non
 
 
 def event(progress: Progress) -> tuple[str, str]:
-    """What has happened to a job, and why, for a line of the screen; "" if it only goes on."""
+    """What has happened to a job, and why, for a line of the screen."""
     from launcher.aws import OverQuota
     from launcher.tracking import reason_of
 
@@ -189,8 +174,6 @@ def event(progress: Progress) -> tuple[str, str]:
         return what, f" ({obstacle})"
     if d is None:
         return f"continues {progress.continued}" if progress.continued else "started", ""
-    if not progress.ended:
-        return "", ""
     loss = (d.metrics or {}).get("best_loss")
     result = f", best loss {loss:.5f}" if loss is not None else ""
     return f"{d.status.lower()}{result}", f" ({reason_of(d)})" if d.status == "Failed" else ""

@@ -51,6 +51,12 @@ class Sweep(Document):
     members: list[dict[str, Scalar]]
     parallel: Annotated[Count, Field(ge=1)]
 
+    def left(self, tries: Tries) -> list[int]:
+        """The numbers of the members that have to be started, for the first time or again."""
+        newest = {number: each[-1] for number, each in tries.items() if each}
+        done = {n for n, job in newest.items() if job.is_running or job.status == "Completed"}
+        return [number for number in range(1, len(self.members) + 1) if number not in done]
+
     def ready(
         self, number: int, settings: Settings, job_id: str, tries: Sequence[JobDescription] = ()
     ) -> Ready:
@@ -220,8 +226,8 @@ def find_sweep(word: str, settings: Settings, everyone: bool = False) -> tuple[s
 
 @dataclass
 class Progress:
-    """A job of a sweep for the screen: what it continues, or how it stands once it was started; or
-    what keeps it from being started, its cost ceiling or a quota of the account."""
+    """A job of a sweep for the screen: what it continues when it starts, or how it ended; or what
+    keeps it from being started, its cost ceiling or a quota of the account."""
 
     number: int
     job_id: str
@@ -229,15 +235,11 @@ class Progress:
     continued: str | None = None
     obstacle: CeilingTooLow | OverQuota | None = None
 
-    @property
-    def ended(self) -> bool:
-        return self.description is not None and not self.description.is_running
-
 
 def run(group: str, sweep: Sweep, tries: Tries, settings: Settings) -> Iterator[Progress]:
     """Start the jobs that have not completed, `parallel` at a time, until all have ended.
 
-    Yields each job when it starts, at each poll while it runs, and when it ends. A job that
+    Yields each job when it starts and when it ends. A job that
     stopped or failed earlier continues from its checkpoint. A job that a quota of the account
     holds back waits until another job ends. tries gets the jobs that are started.
 
@@ -246,12 +248,10 @@ def run(group: str, sweep: Sweep, tries: Tries, settings: Settings) -> Iterator[
         ServiceError: the store or the service failed, or a quota allows no job at all. The jobs
             that run keep running.
     """
-    newest = {number: each[-1] for number, each in tries.items()}
-    running = {number: job.job_id for number, job in newest.items() if job.is_running}
-    done = {number for number, job in newest.items() if job.status == "Completed"} | {*running}
-    left = [number for number in range(1, len(sweep.members) + 1) if number not in done]
+    running = {n: each[-1].job_id for n, each in tries.items() if each[-1].is_running}
+    left = sweep.left(tries)
     driver = Driver(group, sweep, tries, settings, running)
-    for job in list(newest.values())[:1]:
+    for job, *_ in list(tries.values())[:1]:
         driver.write_mark(job.job_id, driver.backend.places(job.job_id)[0])
     retry_at, freed, waits = 0.0, -math.inf, False
     while left or running:
@@ -270,10 +270,9 @@ def run(group: str, sweep: Sweep, tries: Tries, settings: Settings) -> Iterator[
                 retry_at, waits = time.monotonic() + RETRY_SECONDS, True
             continue
         time.sleep(max(0.5, driver.backend.poll_seconds))
-        for progress in driver.poll(stopped):
-            if progress.ended:
-                retry_at, freed = 0.0, time.monotonic()
-            yield progress
+        for ended in driver.poll(stopped):
+            retry_at, freed = 0.0, time.monotonic()
+            yield ended
 
 
 @dataclass
@@ -323,18 +322,18 @@ class Driver:
         return Progress(number, job_id, continued=ready.job.resume)
 
     def poll(self, stop: bool) -> Iterator[Progress]:
-        """Ask about each job that runs; stop it if asked."""
+        """Ask about each job that runs, and stop it if asked. Yields those that have ended."""
         for number, job_id in list(self.running.items()):
             description = patiently(partial(self.backend.describe, job_id), self.again)
             if description is None:
                 raise ServiceError(f"job {job_id} was deleted while it ran")
             if stop and description.status == "InProgress":
                 self.backend.stop(job_id)
-            if not description.is_running:
-                del self.running[number]
             others = [job for job in self.tries.get(number, []) if job.job_id != job_id]
             self.tries[number] = [*others, description]
-            yield Progress(number, job_id, description)
+            if not description.is_running:
+                del self.running[number]
+                yield Progress(number, job_id, description)
 
 
 def stop_all(group: str, tries: Tries, settings: Settings) -> list[JobDescription]:
