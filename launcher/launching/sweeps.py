@@ -117,9 +117,6 @@ def read_record(group: str, settings: Settings) -> Sweep | None:
 def alone(group: str, settings: Settings) -> Iterator[None]:
     """Keep a second command of this machine from running the sweep, which would start each job
     twice.
-
-    Raises:
-        ServiceError: another command runs it.
     """
     path = record_of(group, settings).with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,14 +236,9 @@ class Progress:
 def run(group: str, sweep: Sweep, tries: Tries, settings: Settings) -> Iterator[Progress]:
     """Start the jobs that have not completed, `parallel` at a time, until all have ended.
 
-    Yields each job when it starts and when it ends. A job that
-    stopped or failed earlier continues from its checkpoint. A job that a quota of the account
-    holds back waits until another job ends. tries gets the jobs that are started.
-
-    Raises:
-        InputError: `prepare` refuses a job.
-        ServiceError: the store or the service failed, or a quota allows no job at all. The jobs
-            that run keep running.
+    Yields each job when it starts and when it ends. A job that stopped or failed earlier continues
+    from its checkpoint. A job that a quota of the account holds back waits until another job ends.
+    tries gets the jobs that are started. After an error, the jobs that run keep running.
     """
     running = {n: each[-1].job_id for n, each in tries.items() if each[-1].is_running}
     left = sweep.left(tries)

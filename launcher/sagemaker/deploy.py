@@ -227,11 +227,7 @@ class Deployment:
         remember(self.settings, self.region, None)
 
     def wait(self, end: str, stack_id: str, again: str) -> None:
-        """Wait until the stack is at this end, a waiter's name. `again` is what a failure advises.
-
-        Raises:
-            ServiceError: it came to another end.
-        """
+        """Wait until the stack is at this end, a waiter's name. A failure advises `again`."""
         logger.info(f"waiting for stack {self.name}; CloudFormation takes a minute or two")
         try:
             with service_errors("DescribeStacks"), suppress(WaiterError):

@@ -84,13 +84,7 @@ def with_stack(
 
 
 def find_stack(settings: Settings, session: Any) -> Stack | None:
-    """The stack of the settings, in one call; None if there is none and the user named none.
-
-    Raises:
-        InputError: no region is known.
-        Missing: somebody named it, and there is none.
-        ServiceError: AWS cannot be asked, or the stack is not whole.
-    """
+    """The stack of the settings, in one call; None if there is none and the user named none."""
     region = check_region(session)
     client = make_client(session, "cloudformation", region, attempts=3)
     stack = cache_stack(settings, region, describe_stack(client, settings.stack))
