@@ -428,17 +428,7 @@ def test_an_unreadable_memory_is_written_anew(deployed):
     assert remembered(settings, "us-east-1") == deployed
 
 
-def test_a_launch_with_a_role_needs_no_readable_stack(caplog, failed, emulator):
-    settings = load_settings(role=ROLE)
-    caplog.set_level("INFO", "launcher")
-    assert with_stack(settings) == settings
-    assert "ROLLBACK_COMPLETE" in caplog.messages[-1]
-    emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
-    assert with_stack(settings) == settings
-    assert "DescribeStacks: not allowed" in caplog.messages[-1]
-
-
-def test_a_stack_used_before_must_be_readable(deployed, emulator):
+def test_a_stack_must_be_readable_where_it_is_needed(deployed, emulator):
     emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
     with pytest.raises(ServiceError, match="not allowed"):
         with_stack(load_settings(role=ROLE))

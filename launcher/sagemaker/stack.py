@@ -48,25 +48,14 @@ def with_stack(
     """Fill store, role and key that the settings leave open from the stack, if there is one.
 
     Does not call AWS if store and role are set, or in a dry run, which uses the stack as last seen.
-    With a role, and no stack seen before, an error of AWS is logged and the stack is not used.
-
-    Raises:
-        Missing: the stack that the user named does not exist.
-        ServiceError: AWS cannot be asked, or the stack is incomplete.
     """
     if settings.store and (settings.role or "role" not in names):
         return settings
     session = aws_session(settings)
-    region = session.region_name
-    known = remembered(settings, region)
-    try:
-        stack = known if settings.offline else find_stack(settings, session)
-    except ServiceError as error:
-        missing = isinstance(error, Missing)
-        if known or missing or not settings.role or "role" not in names:
-            raise
-        logger.info(f"not using a stack: {error}")
-        return settings
+    if settings.offline:
+        stack = remembered(settings, session.region_name)
+    else:
+        stack = find_stack(settings, session)
     if stack is None:
         return settings
     if settings.store and not f"{settings.store}/".startswith(f"{stack.store}/"):
