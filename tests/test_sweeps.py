@@ -345,10 +345,10 @@ def test_an_unusable_sweep_starts_no_job(words, fact, cli, home, text_file):
 @pytest.mark.parametrize(
     ("words", "code", "fact"),
     [
-        (f"launch --resume {GROUP} --dry-run", 2, "leave out --dry-run"),
-        (f"launch --resume {GROUP} --set max_steps=9", 2, "leave out --set"),
-        (f"launch --resume {GROUP} --seeds 2", 2, "leave out --seeds"),
-        (f"launch --resume {GROUP} --detach", 2, "leave out --detach"),
+        (f"launch --resume {GROUP} --dry-run", 2, "only --max-cost"),
+        (f"launch --resume {GROUP} --set max_steps=9", 2, "only --max-cost"),
+        (f"launch --resume {GROUP} --seeds 2", 2, "only --max-cost"),
+        (f"launch --resume {GROUP} --detach", 2, "only --max-cost"),
         (f"status {GROUP}", 2, f"`sm-nanogpt jobs --group {GROUP}`"),
         (f"logs {GROUP}", 2, f"`sm-nanogpt jobs --group {GROUP}`"),
         (f"metrics {GROUP}", 2, f"`sm-nanogpt jobs --group {GROUP}`"),

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from launcher.settings import Settings
 
 
+TYPED = click.core.ParameterSource.COMMANDLINE
+
+
 class CloudOption(click.Option):
     """An option of `launch` that applies only to SageMaker."""
 
@@ -261,13 +264,13 @@ def launch_command(
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}
     settings = settings_of(context)
     if "resume" in given and record_of(given["resume"], settings).exists():
-        others = {"set": assignments, "config": config_file, "sweep": sweep, "dry-run": dry_run}
-        others |= {
-            "seeds": seeds > 1,
-            "detach" if follow is False else "follow": follow is not None,
-        }
-        given |= {name: value for name, value in others.items() if value}
-        sweeping.go_on(given, settings, parallel, yes)
+        typed = {name for name in context.params if context.get_parameter_source(name) == TYPED}
+        if typed - {"resume", "max_cost", "parallel", "yes"}:
+            raise InputError(
+                f"{given['resume']} is a sweep, which continues as it was launched: besides"
+                " --resume, give only --max-cost, --parallel or --yes"
+            )
+        sweeping.go_on(given["resume"], given.get("max_cost"), settings, parallel, yes)
         return
     if tail := tail_of(member := given.get("resume", "")):
         again = f"sm-nanogpt launch --resume {member.removesuffix(tail)}"

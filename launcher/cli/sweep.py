@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -89,17 +89,13 @@ def confirm_cost(
     agree_to_cost(worst, max_cost, settings, yes)
 
 
-def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: bool) -> None:
+def go_on(
+    group: str, max_cost: float | None, settings: Settings, parallel: int | None, yes: bool
+) -> None:
     """Continue a sweep: start the jobs that have not completed."""
     from launcher.launching.sweeps import alone, find_sweep, next_id, read_record, write_record
     from launcher.sagemaker.cost import CeilingTooLow
 
-    group, max_cost = given.pop("resume"), given.pop("max_cost", None)
-    if given:
-        raise InputError(
-            f"{group} is a sweep, which continues as it was launched: leave out"
-            f" --{min(given).replace('_', '-')}"
-        )
     with alone(group, settings):
         sweep = read_record(group, settings)
         if sweep is None:

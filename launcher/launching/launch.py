@@ -189,10 +189,9 @@ def cloud_settings(settings: Settings) -> Settings:
         return settings
     how = "set --store or SM_NANOGPT_STORE to s3://bucket/prefix"
     if settings.offline:
-        region = "" if backend.session.region_name else ", and --region or AWS_REGION to a region"
         raise InputError(
-            f"a dry run does not ask AWS, and no stack is known here yet: {how}{region}; or, if you"
-            " have a stack, run `sm-nanogpt infra show` once"
+            f"a dry run does not ask AWS, and no stack is known here yet: {how}; or, if you have a"
+            " stack, run `sm-nanogpt infra show` once"
         )
     bucket = backend.default_bucket()
     if bucket is None:

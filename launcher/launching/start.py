@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InputError, characters
 from launcher.files import storage
-from launcher.files.models import DOCUMENTS, LARGEST, is_path, model_files
+from launcher.files.models import DOCUMENTS, is_path, model_files
 from launcher.finding import full_id
 from launcher.job import FULL_ID, Request, TrainingJob
 from launcher.machines import GPUS
@@ -50,8 +50,6 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
             raise InputError(f"{named}: no config.json is there")
         with tempfile.TemporaryDirectory() as temporary:
             for name in sizes.keys() & DOCUMENTS.keys():
-                if sizes[name] > LARGEST:
-                    raise InputError(f"{named}: {name} is larger than {LARGEST >> 20} MiB")
                 storage.fetch(storage.join(named, name), Path(temporary), settings=settings)
             yield Path(temporary), named.rstrip("/")
         return
