@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -12,7 +12,7 @@ import launching
 import pytest
 from launching import launching as launch_words
 
-from entry_point.config import Config, make_config
+from entry_point.config import make_config
 from entry_point.errors import ConfigError
 from entry_point.huggingface import folder_sha256
 from launcher import InputError, Request
@@ -79,17 +79,6 @@ def test_values_that_a_shell_executes_are_refused(tmp_path):
         job = Request(instance="local", entry_point=script, hyperparameters={"motto": motto})
         with pytest.raises(InputError, match="motto="):
             sendable_hyperparameters(job)
-
-
-def test_more_than_80_hyperparameters_are_refused(tmp_path):
-    room = 80 - len(fields(Config))
-    ours, over = ({f"x{i}": 1 for i in range(n)} for n in (room, room + 1))
-    full = Request(instance="local", entry_point=with_fields(tmp_path / "full", **ours))
-    assert len(sendable_hyperparameters(full)) == 80
-    with pytest.raises(InputError, match=r"^81 .* allows 80"):
-        sendable_hyperparameters(
-            Request(instance="local", entry_point=with_fields(tmp_path / "over", **over))
-        )
 
 
 def test_argv_is_formatted_like_the_toolkits():

@@ -120,8 +120,9 @@ def prepare(request: Request, settings: Settings, job_id: str | None = None) -> 
     check_name(request, settings)
     if request.is_local and settings.offline:
         raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
-    if not request.is_local:
-        settings = cloud_settings(settings)
+    backend = backend_for(request.instance or "local", settings)
+    if isinstance(backend, SageMakerBackend):
+        settings = backend.settings = cloud_settings(backend)
         request = prescribed(request, settings)
     request = with_folder(request)
     # The texts of a local job stay on this machine.
@@ -151,7 +152,6 @@ def prepare(request: Request, settings: Settings, job_id: str | None = None) -> 
     if (upload := texts["data"].upload) is not None:
         padding = 1 + upload.chats  # rows of conversations may be half empty
         start.check_readings(job, n_training(upload) * padding)
-    backend = backend_for(job.instance, settings)
     job, plan = backend.plan(job_id, job)
     log_choices(asked, job, texts["data"])
     channels = [*texts.values(), *([model] if model else [])]
@@ -174,14 +174,13 @@ def check_name(request: Request, settings: Settings) -> None:
         logger.info(f"{listing.failure}; of the jobs of this machine, none is named {request.name}")
 
 
-def cloud_settings(settings: Settings) -> Settings:
+def cloud_settings(backend: SageMakerBackend) -> Settings:
     """The settings with a store that SageMaker can read and an execution role.
 
     They come from the settings, else the stack, else the role of the SageMaker notebook that this
     runs in and the account's default SageMaker bucket. No bucket is created.
     """
-    settings = with_stack(settings)
-    backend = SageMakerBackend(settings)
+    settings = with_stack(backend.settings, session=backend.session)
     if not settings.role and not settings.offline and (role := notebook_role(backend.client)):
         logger.info(f"role: {role} (from this SageMaker notebook)")
         settings = settings.model_copy(update={"role": role})

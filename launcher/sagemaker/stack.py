@@ -43,7 +43,9 @@ Seen = dict[str, dict[str, Stack]]  # stacks.json: by region, and by cache_key
 
 
 def with_stack(
-    settings: Settings, names: tuple[str, ...] = ("store", "role", "kms_key")
+    settings: Settings,
+    names: tuple[str, ...] = ("store", "role", "kms_key"),
+    session: Any = None,
 ) -> Settings:
     """Fill store, role and key that the settings leave open from the stack, if there is one.
 
@@ -51,7 +53,7 @@ def with_stack(
     """
     if settings.store and (settings.role or "role" not in names):
         return settings
-    session = aws_session(settings)
+    session = session or aws_session(settings)
     if settings.offline:
         stack = remembered(settings, session.region_name)
     else:
