@@ -87,7 +87,7 @@ def sdk_version() -> str:
 
 
 def channels_of(job: TrainingJob) -> dict[str, str]:
-    """The S3 prefix, or `*.txt` object, of each channel."""
+    """The S3 prefix, or the file, of each channel."""
     places = {"training": job.data, "validation": job.validation, "model": job.init_from}
     # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
     return {
