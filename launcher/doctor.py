@@ -1,8 +1,7 @@
 """Check whether this machine and the AWS account are ready for a job.
 
 Each check is a function. It returns what it found, raises `CheckWarning` for a warning, and
-InputError or ServiceError for a failure, whose text says what to do. A check is skipped if one that
-it needs has failed.
+InputError or ServiceError for a failure, whose text says what to do.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from launcher.settings import Settings
 from launcher.tracking import wait
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
-LEFT_OUT = "not checked: it needs "
 
 TRAINING_SECONDS = 300  # for a run that takes ten
 WITHOUT_GPU = (  # for new accounts
@@ -52,11 +50,6 @@ class Finding:
     check: str
     result: str
     text: str
-
-    @property
-    def left_out(self) -> bool:
-        """Whether the check was skipped because one that it needs has failed."""
-        return self.text.startswith(LEFT_OUT)
 
 
 @dataclass
@@ -216,30 +209,18 @@ def check_quota(context: Context) -> str:
     return f"{name!r} is {values[context.instance]:g}"
 
 
-@dataclass(frozen=True)
-class Check:
-    name: str
-    run: Callable[[Context], str]
-    needs: tuple[str, ...] = ()
+Checks = dict[str, Callable[[Context], str]]  # by name
 
 
-TRAINING = Check("local training", check_training)
-ACCOUNT = (
-    Check("credentials", check_credentials),
-    Check("stack", check_stack, needs=("credentials",)),
-    Check("role", check_role, needs=("credentials", "stack")),
-    Check("store", check_store, needs=("credentials", "stack")),
-    Check("quota", check_quota, needs=("credentials",)),
-)
-PRICE = Check("price", check_price, needs=("credentials",))
-
-
-def checks(settings: Settings, instance: str | None, train: bool) -> list[Check]:
+def checks(settings: Settings, instance: str | None, train: bool) -> Checks:
     """What to check: this machine, unless `train` is off; the account, unless the instance is
     `local` or none is named and no AWS account is configured."""
-    account = instance != "local" and bool(instance or settings.reaches_aws)
-    priced = account and bool(instance)
-    return [*[TRAINING] * train, *ACCOUNT * account, *[PRICE] * priced]
+    chosen: Checks = {"local training": check_training} if train else {}
+    if instance == "local" or not (instance or settings.reaches_aws):
+        return chosen
+    chosen |= {"credentials": check_credentials, "quota": check_quota}
+    chosen |= {"price": check_price} if instance else {}
+    return {**chosen, "stack": check_stack, "role": check_role, "store": check_store}
 
 
 def run_checks(
@@ -247,17 +228,13 @@ def run_checks(
 ) -> Iterator[Finding]:
     """Yield the finding of each check."""
     context = Context(settings, instance)
-    missing: set[str] = set()  # failed or skipped
-    for check in checks(settings, instance, train):
-        lacking = [name for name in check.needs if name in missing]
-        if lacking:
-            missing.add(check.name)
-            yield Finding(check.name, WARNING, LEFT_OUT + " and ".join(lacking))
-            continue
+    for name, check in checks(settings, instance, train).items():
         try:
-            yield Finding(check.name, OK, check.run(context))
+            yield Finding(name, OK, check(context))
         except CheckWarning as warning:
-            yield Finding(check.name, WARNING, str(warning))
+            yield Finding(name, WARNING, str(warning))
         except (InputError, ServiceError) as error:
-            missing.add(check.name)
-            yield Finding(check.name, FAILURE, str(error))
+            ends = name in ("credentials", "stack")  # the checks after it need it
+            yield Finding(name, FAILURE, f"{error}{'; what needs it is not checked' * ends}")
+            if ends:
+                return

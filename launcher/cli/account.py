@@ -195,7 +195,7 @@ def doctor_command(
     Example:
       sm-nanogpt doctor --instance ml.g5.xlarge
     """
-    from launcher.doctor import FAILURE, WARNING, run_checks
+    from launcher.doctor import FAILURE, run_checks
     from launcher.machines import check_instance
 
     logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings suffice
@@ -205,23 +205,15 @@ def doctor_command(
     if instance:
         check_instance(instance)
 
-    def show(result: str, check: str, text: str) -> None:
-        click.echo(shown(f"{result:<8} {check + ':':<15} {with_options(text)}"))
-        sys.stdout.flush()
-
-    findings, left_out = [], []
+    findings = []
     for finding in run_checks(settings, instance, train=not no_train):
         findings.append(finding)
-        if as_json:
-            continue
-        if finding.left_out:
-            left_out.append(finding.check)
-        else:
-            show(finding.result, finding.check, finding.text)
+        if not as_json:
+            line = f"{finding.result:<8} {finding.check + ':':<15} {with_options(finding.text)}"
+            click.echo(shown(line))
+            sys.stdout.flush()
     if as_json:
         print_json(findings)
-    if left_out:
-        show(WARNING, "not checked", f"{', '.join(left_out)} (needs a check that failed)")
     if not (instance or settings.reaches_aws):
         note("AWS was not checked: no region, profile or keys are set")
     failed = [finding.check for finding in findings if finding.result == FAILURE]
