@@ -28,16 +28,16 @@ class Container:
     """
 
     inside: bool
-    hosts: tuple[str, ...]
-    current_host: str
-    num_gpus: int | None  # as SageMaker counts them; None if it gives no number
-    interface: str | None  # network interface between the hosts
     training: Path | None
     validation: Path | None
+    init_from: Path | None  # the model to start from
     model_dir: Path
     output_dir: Path
     checkpoint_dir: Path
-    init_from: Path | None = None  # the model to start from
+    hosts: tuple[str, ...] = ("localhost",)
+    current_host: str = "localhost"
+    num_gpus: int | None = None  # as SageMaker counts them; None if it gives no number
+    interface: str | None = None  # network interface between the hosts
 
 
 @dataclass(frozen=True)
@@ -116,32 +116,22 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     if not inside:
         new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
         out = Path(options.resume or options.out or new)
-        return Container(
-            inside=False,
-            hosts=("localhost",),
-            current_host="localhost",
-            num_gpus=None,
-            interface=None,
-            training=Path(options.data).absolute() if options.data else None,
-            validation=Path(options.validation).absolute() if options.validation else None,
-            init_from=Path(options.init_from).absolute() if options.init_from else None,
-            model_dir=out / "model",
-            output_dir=out / "output",
-            checkpoint_dir=out / "checkpoints",
+        training, validation, init_from = (
+            Path(path).absolute() if path else None
+            for path in (options.data, options.validation, options.init_from)
         )
+        places = out / "model", out / "output", out / "checkpoints"
+        return Container(False, training, validation, init_from, *places)
 
     hosts, current_host, interface = read_hosts(env, config_file)
-    training, validation, init_from = read_channels(env, base / "input/data")
     gpus = env.get("SM_NUM_GPUS", "")
     return Container(
-        inside=True,
+        True,
+        *read_channels(env, base / "input/data"),
         hosts=tuple(hosts),
         current_host=current_host,
         num_gpus=int(gpus) if gpus.isdecimal() else None,
         interface=interface,
-        training=training,
-        validation=validation,
-        init_from=init_from,
         model_dir=Path(env.get("SM_MODEL_DIR") or base / "model"),
         output_dir=Path(env.get("SM_OUTPUT_DATA_DIR") or base / "output/data"),
         checkpoint_dir=base / "checkpoints",

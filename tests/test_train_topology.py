@@ -83,6 +83,7 @@ def container(base: Path = Path("ml"), **changes: Any) -> Container:
         interface="eth0",
         training=base / "input/data/training",
         validation=None,
+        init_from=None,
         model_dir=base / "model",
         output_dir=base / "output/data",
         checkpoint_dir=base / "checkpoints",
