@@ -42,12 +42,6 @@ def test_temperature_0_top_k_1_and_tiny_top_p_are_greedy(say):
     assert say("--top-p", "1e-9", "--seed", "4").out == greedy
 
 
-def test_temperature_zero_without_a_prompt_warns(say):
-    advice = "at temperature 0 without --prompt"
-    assert advice in say("--temperature", "0").err
-    assert advice not in say("--temperature", "0", "--prompt", "The").err
-
-
 def test_several_samples_differ_and_are_separated(say):
     texts = say("--num-samples", "3", "--prompt", "The ").out.split("\n---\n")
     assert len(set(texts)) == 3

@@ -136,8 +136,6 @@ class Conversation:
             raise InputError("there is nothing to save")
         record = {"messages": [asdict(message) for message in self.messages]}
         try:
-            if path.exists() and not path.is_file():  # a pipe would wait for its reader
-                raise InputError(f"{path}: not a regular file")
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         except OSError as error:

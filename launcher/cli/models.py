@@ -120,8 +120,6 @@ def fetch_and_sample_command(
 
     if tokenizer.chats and prompt is None:
         note("the model has learned from conversations: `sm-nanogpt chat` talks to it")
-    if sampling["temperature"] == 0 and prompt is None:
-        note("at temperature 0 without --prompt, the text often repeats one character")
     most = sampling["max_new_tokens"]
     begin, sampling["max_new_tokens"] = answered(loaded, tokenizer, prompt, most)
     columns = stream_samples(loaded, tokenizer, begin, num_samples=num_samples, **sampling)

@@ -30,18 +30,11 @@ if TYPE_CHECKING:
 
 # Control characters except tab and newline, and marks that reorder text on a terminal.
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-LONGEST = 1000  # characters of one message
 
 
 def shown(text: str) -> str:
-    """Escape the control characters of a text and cut the middle of a long one.
-
-    File names, logs and answers of AWS may contain anything.
-    """
-    text = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
-    if len(text) > LONGEST:  # the end says what to do
-        text = f"{text[: LONGEST - 300]} ... {text[-300:]}"
-    return text
+    """Escape control characters: file names, logs and answers of AWS may contain anything."""
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def with_options(text: str) -> str:
