@@ -19,10 +19,7 @@ from launcher.settings import Settings
 from launcher.text.corpus import Upload, find_upload
 from launcher.tracking import with_costs
 
-SIZE = re.compile(
-    r"(?P<parameters>[\d,]+) parameters; (?P<train>[\d,]+) (?P<unit>\w+) to train on,"
-    r" (?P<val>[\d,]+) to validate on"
-)
+SIZE = re.compile(r"(?P<parameters>[\d,]+) parameters; [\d,]+ (?P<unit>\w+) to train on")
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Run:
 
     @property
     def size(self) -> dict[str, str]:
-        """Numbers that the run logs at its start: of parameters and of tokens."""
+        """The number of parameters, and the unit of the text, which the run logs at its start."""
         found = (SIZE.match(line) for line in self.log)
         return next((match.groupdict() for match in found if match), {})
 
