@@ -12,7 +12,6 @@ import io
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -180,9 +179,6 @@ def signals_as_ctrl_c() -> Iterator[None]:
 
     An ignored signal stays ignored, as `nohup` expects.
     """
-    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
-        yield
-        return
     before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGHUP)}
 
     def interrupt(*_: object) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,13 +117,18 @@ def track_command(
 
 def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -> None:
     """Bring the event files up to date; with follow, until the jobs end."""
+    from launcher.aws import patiently
+    from launcher.finding import find
     from launcher.views.tensorboard import Board
 
     boards = {job_id: Board(directory, job_id) for job_id in job_ids}
-    backends: dict[str, Backend] = {}
+    backends = {job_id: find(job_id, settings)[0] for job_id in job_ids}
     while job_ids:
         for job_id in list(job_ids):
-            description, curve = state(job_id, settings, backends)
+            ask = partial(state, backends[job_id], job_id, settings)
+            is_local = (settings.jobs_dir / job_id).exists()
+            again = f"sm-nanogpt logs {job_id} --follow"
+            description, curve = ask() if is_local else patiently(ask, again)
             boards[job_id].update(curve, description)
             if not (follow and description.is_running):
                 job_ids.remove(job_id)
@@ -133,21 +139,10 @@ def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -
             time.sleep(POLL_SECONDS)
 
 
-def state(
-    job_id: str, settings: Settings, backends: dict[str, Backend]
-) -> tuple[JobDescription, Curve]:
-    """A job and its curve. Keeps its backend, and then retries during an outage of minutes."""
-    from launcher.aws import patiently
+def state(backend: Backend, job_id: str, settings: Settings) -> tuple[JobDescription, Curve]:
+    """A job and its curve, in this order, so that the curve of a job that has ended is complete."""
     from launcher.finding import find
     from launcher.tracking import curve_of
 
-    def ask() -> tuple[JobDescription, Curve]:
-        # In this order, so that the curve of a job that has ended is complete.
-        description = backends[job_id].describe(job_id) if job_id in backends else None
-        if description is None:
-            backends[job_id], description = find(job_id, settings)
-        return description, curve_of(backends[job_id], job_id, with_samples=True)
-
-    if job_id not in backends or (settings.jobs_dir / job_id).exists():
-        return ask()
-    return patiently(ask, f"sm-nanogpt logs {job_id} --follow")
+    description = backend.describe(job_id) or find(job_id, settings)[1]  # says that it is gone
+    return description, curve_of(backend, job_id, with_samples=True)
