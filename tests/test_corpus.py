@@ -296,13 +296,12 @@ def test_a_wrong_path_is_refused_by_name(refusal, tmp_path):
     (tmp_path / "texts/gone.txt").symlink_to("nowhere")
     assert "texts/gone.txt: not a file, or a broken link" in refusal("texts")
     assert "missing.txt: no such file" in refusal("missing.txt").lower()
-    assert re.fullmatch(r"https://127\.0\.0\.1:9/a: .*download it first.*", refusal(URL))
+    assert re.fullmatch(r"https://127\.0\.0\.1:9/a: .*download it.*", refusal(URL))
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("s3://bucket/text.txt", "s3://bucket/text.txt: download it first"),
         ("missing.txt", "`sm-nanogpt upload-data` takes tiny Shakespeare"),
         ("a.txt --vocab-size 500", "--vocab-size requires --tokenizer bpe"),
         ("a.txt --tokenizer no/where", "no/where: no such file or directory"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import re
 import sys
 from types import SimpleNamespace
 
@@ -52,7 +54,7 @@ def copied(home):
                         if file.is_file():
                             found[file.relative_to(path.parent).as_posix()] = file.read_bytes()
         finally:
-            assert not list(settings.cache_dir.iterdir()), "a copy is left"
+            assert not list(home.glob("cache/*")), "a copy is left"
         return found
 
     return copy
@@ -63,7 +65,7 @@ def below(prefix: str, top: str) -> dict[str, bytes]:
     return {
         f"{top}/{name.removeprefix(prefix)}": content
         for name, content in FILES.items()
-        if name.startswith(prefix)
+        if name.startswith(prefix) and name != "README.md"  # it describes the data set
     }
 
 
@@ -152,7 +154,8 @@ def test_the_hubs_client_is_named_when_missing(copied, monkeypatch):
 @pytest.fixture
 def bucket(s3, monkeypatch):
     for name, content in FILES.items():
-        s3.put_object(Bucket=s3.bucket, Key=f"texts/{name}", Body=content)
+        if name != "README.md":
+            s3.put_object(Bucket=s3.bucket, Key=f"texts/{name}", Body=content)
     s3.put_object(Bucket=s3.bucket, Key="texts/data/", Body=b"")  # as the console makes a folder
     return f"s3://{s3.bucket}"
 
@@ -202,6 +205,36 @@ def test_other_urls_are_refused_with_the_way(copied, source, fact):
     with pytest.raises(InputError) as refused:
         copied(source)
     assert fact in str(refused.value)
+
+
+def test_only_what_will_be_read_is_copied(hub, cli):
+    text = b"A tale of a sea, and of the people by it.\n" * 40
+    lines = b"".join(b'{"text": "%d %s"}\n' % (n, text[:45]) for n in range(30))
+    tale = {"a.txt": text, "b.py": text, "docs.jsonl": lines, "photo.png": b"", "test/c.txt": text}
+    hub.datasets["me/tales"] = {"README.md": b"", ".gitattributes": b"", **tale}
+    source = "hf://datasets/me/tales"
+    ran = cli("upload-data", source, "--include", "*.py", "--exclude", "test")
+    assert ran.code == 0, ran.err
+    assert hub.sent == ["a.txt", "b.py"]
+    assert "/data/tales-" in ran.out
+    assert f"{source}: README.md left out" in ran.err
+    assert f"`sm-nanogpt upload-data {source} --tokenizer bpe`" in ran.err
+    assert re.search(rf"warning: {source}: 2 files left out: 1 \S+, 1 \S+;", ran.err)
+    hub.sent.clear()
+    more = ("--tokenizer", "bpe", "--vocab-size", "300")
+    assert cli("upload-data", f"{source}/docs.jsonl", *more).code == 0
+    assert hub.sent == ["docs.jsonl"]
+
+
+def test_standard_input_is_read_by_its_content(cli, monkeypatch):
+    lines = b"".join(b'{"text": "%d %s"}\n' % (n, b"a sea " * 20) for n in range(30))
+    for content in (lines, gzip.compress(lines), b"[%s]" % lines.strip().replace(b"\n", b",")):
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content), isatty=bool))
+        ran = cli("upload-data", "-", "--tokenizer", "bpe", "--vocab-size", "300")
+        assert "30 documents" in ran.err, ran.err
+        assert "/data/stdin-" in ran.out
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(lines), isatty=bool))
+    assert cli("upload-data", "-").failed(2, "`sm-nanogpt upload-data - --tokenizer bpe`")
 
 
 def test_an_error_names_the_source_not_its_copy(hub, home):

@@ -51,7 +51,7 @@ class Command(click.Command):
                 argument = isinstance(parameter, click.Argument)
                 named = (argument and parameter.metavar) or parameter.opts[0]
                 without = "" if parameter.required else ", or leave it out"
-                raise InputError(f"{named.strip('[]')} is empty; give a value{without}")
+                raise InputError(f"{named.strip('[].')} is empty; give a value{without}")
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:

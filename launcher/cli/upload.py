@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import suppress
 from typing import Any
 
 import click
@@ -44,8 +43,9 @@ def upload_data_command(
 ) -> None:
     """Upload text to the store and print its URI.
 
-    Each PATH is a file, or a folder whose files are taken by their formats. Without PATH, the text
-    is tiny Shakespeare.
+    Each PATH is a file, or a folder whose files are taken by their formats; `-`, for standard
+    input; hf://datasets/OWNER/NAME/..., of the Hub; or s3://bucket/... . Without PATH, the text is
+    tiny Shakespeare.
 
     \b
       *.txt, *.md             plain text; each file is a document
@@ -65,7 +65,6 @@ def upload_data_command(
       sm-nanogpt upload-data notes more.txt --include '*.py' --exclude drafts
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
-    from launcher.files.storage import path_of
     from launcher.text.corpus import upload_data
     from launcher.text.shakespeare import first_text
 
@@ -73,15 +72,7 @@ def upload_data_command(
         raise InputError("--vocab-size requires --tokenizer bpe")
 
     settings = settings_of(context)
-    for path in paths or (paths := (str(first_text(settings)),)):
-        if path.partition("://")[0] in ("http", "https", "s3"):
-            raise InputError(f"{path}: download it first; upload-data takes files and folders")
-        with suppress(OSError):  # find_files names it
-            if not path_of(path).exists():
-                raise InputError(
-                    f"{path}: no such file or directory; without a PATH,"
-                    " `sm-nanogpt upload-data` takes tiny Shakespeare"
-                )
+    paths = paths or (str(first_text(settings)),)
     with byte_progress("tokenize and upload" if tokenizer else "upload") as progress:
         given = {name: value for name, value in options.items() if value}
         upload = upload_data(paths, settings, progress, tokenizer, vocab_size, **given)

@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,8 +27,9 @@ from launcher.files.models import is_path
 from launcher.files.storage import Progress
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
-from launcher.text.files import check_enough, check_text, find_files
+from launcher.text.files import check_enough, check_text, find_files, may_be_read
 from launcher.text.formats import File, opened, stored, warn_of
+from launcher.text.sources import local_paths, named_by
 
 if TYPE_CHECKING:  # it imports torch
     from launcher.text.tokenizer import Words
@@ -77,6 +79,8 @@ def upload_data(
 ) -> Upload:
     """Puts files of text, and those below folders, into the store as one data set.
 
+    A path may also be `-`, for standard input, hf://datasets/OWNER/NAME/... or s3://bucket/... .
+
     Plain text (.txt, .md) may be compressed (.gz, .zst), and is converted from UTF-16 and UTF-32,
     or from `encoding` if it is not UTF-8. include adds plain text by patterns, such as `*.py`;
     exclude leaves out files or folders. Hidden files and virtual environments are left out.
@@ -94,16 +98,18 @@ def upload_data(
         InputError: the files are not text, or too short to train on; or as with_store.
         ServiceError: the store failed.
     """
-    several = [paths] if isinstance(paths, (str, Path)) else paths
-    roots = [storage.path_of(path) for path in several]
-    # A wrong path is refused before AWS is asked.
-    files = find_files(roots, include, exclude, tokenizer is not None, encoding, column)
-    settings = with_store(settings or load_settings())
-    if tokenizer is None:
-        upload, sources = survey(roots[0], files, settings)
-        send(upload, sources, settings, progress)
-    else:
-        upload = send_tokens(roots[0], files, tokenizer, vocab_size, settings, progress)
+    sources = [paths] if isinstance(paths, (str, Path)) else paths
+    settings, tokens = settings or load_settings(), tokenizer is not None
+    wanted = partial(may_be_read, include=include, exclude=exclude, tokens=tokens)
+    with local_paths(sources, settings, progress, wanted) as roots:
+        # A wrong path is refused before AWS is asked.
+        files = find_files(roots, include, exclude, tokens, encoding, column)
+        settings, root = with_store(settings), named_by(sources[0])
+        if tokenizer is None:
+            upload, kept = survey(root, files, settings)
+            send(upload, kept, settings, progress)
+        else:
+            upload = send_tokens(root, files, tokenizer, vocab_size, settings, progress)
     noted = storage.read_cache(settings.last_uploads, dict[str, str])
     noted.pop(place(settings.data_store), None)
     noted[place(settings.data_store)] = upload.uri  # the newest is the last

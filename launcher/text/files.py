@@ -103,10 +103,9 @@ def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool) -> list[
                 aside[why] += 1
                 folders.remove(folder.name)
         for path in [Path(place, name) for name in names]:
-            known = named(path)
             if why := reason_to_skip(path, root, skipped):
                 aside[why] += 1
-            elif added.match(path, root) or (known and known.read and (tokens or known is PLAIN)):
+            elif added.match(path, root) or is_read(path, tokens):
                 taken.append(path)
             else:
                 left.append(path)
@@ -134,6 +133,22 @@ def reason_to_skip(path: Path, root: Path, skipped: Globs) -> str:
     if (path / "pyvenv.cfg").exists():
         return "virtual environment"
     return "link to a folder" if path.is_symlink() and path.is_dir() else ""
+
+
+def may_be_read(
+    path: Path, root: Path, include: Sequence[str], exclude: Sequence[str], tokens: bool
+) -> bool:
+    """Whether files_below may take a file, before its folder is on this machine."""
+    parts = [path, *(folder for folder in path.parents if root in folder.parents)]
+    if any(reason_to_skip(part, root, Globs("exclude", exclude)) for part in parts):
+        return False
+    return Globs("include", include).match(path, root) or is_read(path, tokens)
+
+
+def is_read(path: Path, tokens: bool) -> bool:
+    """Whether a file in a folder is read because of its name."""
+    known = named(path)
+    return known is not None and bool(known.read) and (tokens or known is PLAIN)
 
 
 def raise_error(error: OSError) -> None:

@@ -144,10 +144,13 @@ def look(path: Path, encoding: str = "", column: str = "text", plain: bool = Fal
     if encoding and not codec and found.read != "parquet" and not is_utf8(raw):
         codec = encoding
     text = begins.decode(codec or "utf-8", "ignore").lstrip()
+    if found is PLAIN and not plain and re.match(r'\[?\s*\{\s*"', text):
+        if not path.suffix:  # such as standard input
+            found = JSON
+        else:
+            logger.warning(f"{path}: looks like JSON, but is read as text; rename it to *.json")
     if found is JSON and not text.startswith("["):
         found = JSON_LINES
-    if found is PLAIN and not plain and re.match(r'\[?\s*\{\s*"', text):
-        logger.warning(f"{path}: looks like JSON, and is read as text; rename it to *.json if not")
     return replace(raw, format=found, encoding=codec)
 
 

@@ -7,8 +7,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +23,62 @@ LOGIN = "run `hf auth login`, or set HF_TOKEN"
 HUB = re.compile(r"hf://datasets/(?P<id>[\w.-]+/(?P<name>[\w.-]+))(@[^/]+)?(/.*)?")
 
 
+Wanted = Callable[[Path, Path], bool]  # whether a file below a folder will be read
+
+
 @contextmanager
 def local_paths(
-    paths: Sequence[str | Path], settings: Settings, progress: Progress = lambda n: None
+    paths: Sequence[str | Path],
+    settings: Settings,
+    progress: Progress = lambda n: None,
+    wanted: Wanted = lambda path, root: True,
 ) -> Iterator[list[Path]]:
     """The paths; what is not on this machine is copied into a temporary directory first.
 
     `-` is standard input. `hf://datasets/OWNER/NAME[@REVISION][/PATH]` and `s3://bucket/key` name a
-    file, a folder with all that is below it, or by `*` several files. Errors name them so.
+    file, a folder with all that is below it, or by `*` several files. Of a folder, files that are
+    not wanted are empty. Errors and warnings give the names as here.
 
     Raises:
         InputError: nothing is there, or it is another kind of URL.
         ServiceError: the Hub or S3 refuses, or cannot be reached, or the disk is full.
     """
-    cache = settings.cache_dir
+    for path in paths:
+        check_path(path)
+    if not any(map(is_elsewhere, paths)):
+        yield [storage.path_of(path) for path in paths]
+        return
+    copies = dict[Path, str | Path]()
+
+    def renamed(text: str) -> str:
+        for copy, source in copies.items():
+            text = text.replace(str(copy), str(source))
+        return text
+
+    def rename(record: logging.LogRecord) -> bool:
+        record.msg = renamed(str(record.msg))
+        return True
+
+    readers = [logging.getLogger(f"launcher.text.{name}") for name in ("files", "formats")]
+    cache, found = settings.cache_dir, list[Path]()
     with storage.reported(str(cache)):
         cache.mkdir(parents=True, exist_ok=True)
         directory = tempfile.mkdtemp(prefix="sources-", dir=cache)
-    found = list[Path]()
     try:
+        for reader in readers:
+            reader.addFilter(rename)
         for number, path in enumerate(paths):
-            found.append(local(path, Path(directory, str(number)), settings, progress))
+            if not is_elsewhere(path):
+                found.append(storage.path_of(path))
+                continue
+            found.append(copy(str(path), Path(directory, str(number)), settings, progress, wanted))
+            copies[found[-1]] = path
         yield found
     except InputError as error:
-        for path, source in zip(found, paths, strict=False):
-            error.args = (str(error).replace(str(path), str(source)),)
-        raise
+        raise InputError(renamed(str(error))) from None
     finally:
+        for reader in readers:
+            reader.removeFilter(rename)
         shutil.rmtree(directory)
 
 
@@ -59,26 +88,41 @@ def named_by(source: str | Path) -> Path:
     return Path("stdin" if source == "-" else found["name"] if found else source)
 
 
-def local(source: str | Path, directory: Path, settings: Settings, progress: Progress) -> Path:
-    """The path of a source; one that is not on this machine is copied into that new directory."""
+def is_elsewhere(source: str | Path) -> bool:
+    return source == "-" or "://" in str(source)
+
+
+def check_path(source: str | Path) -> None:
+    """Raise InputError for what is no source."""
     word = str(source)
     kind, is_url, _ = word.partition("://")
-    if word == "-":
-        return saved_input(directory)
-    if kind == "hf":
-        fs, path = hub(word)
-        how = storage.told(progress) | {"block_size": 0}  # by one request for a file
-        with storage.reported(word), hub_errors(word):
-            return copied(word, fs, path, directory, how, progress)
-    if kind == "s3":
-        with storage.reported(word):
-            fs, path = storage.file_system(word, settings)
-            return copied(word, fs, path, directory, storage.by_parts(progress), progress)
     if kind in ("http", "https"):
         raise InputError(f"{word}: download it, `curl -L {word} | sm-nanogpt upload-data -`")
-    if is_url:
+    if is_url and kind not in ("hf", "s3"):
         raise InputError(f"{word}: use a path, -, hf://datasets/OWNER/NAME, or s3://bucket/prefix")
-    return storage.path_of(source)
+    with suppress(OSError):  # the one who reads it names it
+        if not is_elsewhere(source) and not storage.path_of(source).exists():
+            raise InputError(
+                f"{word}: no such file or directory; without a PATH, `sm-nanogpt upload-data` takes"
+                " tiny Shakespeare"
+            )
+
+
+def copy(
+    source: str, directory: Path, settings: Settings, progress: Progress, wanted: Wanted
+) -> Path:
+    """Copy a source into a new directory; returns the file or folder."""
+    if source == "-":
+        return saved_input(directory)
+    if source.startswith("s3://"):
+        with storage.reported(source):
+            fs, path = storage.file_system(source, settings)
+            how = storage.by_parts(progress)
+            return copied(source, fs, path, directory, how, progress, wanted)
+    fs, path = hub(source)
+    how = storage.told(progress) | {"block_size": 0}  # by one request for a file
+    with storage.reported(source), hub_errors(source):
+        return copied(source, fs, path, directory, how, progress, wanted)
 
 
 def saved_input(directory: Path) -> Path:
@@ -92,7 +136,13 @@ def saved_input(directory: Path) -> Path:
 
 
 def copied(
-    source: str, fs: Any, path: str, directory: Path, how: dict[str, Any], progress: Progress
+    source: str,
+    fs: Any,
+    path: str,
+    directory: Path,
+    how: dict[str, Any],
+    progress: Progress,
+    wanted: Wanted,
 ) -> Path:
     """Copy one file, or all below a folder, or all that fit a pattern; returns the file or folder.
 
@@ -109,24 +159,29 @@ def copied(
         for key, info in found.items()
         if info["type"] == "file" and not key.endswith("/")  # a folder made by the S3 console
     }
+    if fs.protocol == "hf" and sizes.pop(f"{path}/README.md", None) is not None:
+        logger.info(f"{source}: README.md left out; it describes the data set")
     if not sizes:
         raise InputError(f"{source}: nothing is there")
-    size = sum(sizes.values())
-    amount = f"{tqdm.format_sizeof(size)}B in {len(sizes):,} file{'s' * (len(sizes) > 1)}"
+    root = path if set(sizes) == {path} else re.split(r"[^/]*[*?[]", path)[0].rstrip("/")
+    top = directory / Path(root).name.partition("@")[0]
+    targets = {key: top / key.removeprefix(root).lstrip("/") for key in sizes}
+    chosen = {key for key, target in targets.items() if target == top or wanted(target, top)}
+    size = sum(sizes[key] for key in chosen)
+    amount = f"{tqdm.format_sizeof(size)}B in {len(chosen):,} file{'s' * (len(chosen) > 1)}"
     if size > shutil.disk_usage(directory.parent).free:
         raise ServiceError(f"{source}: {amount} do not fit on the disk of {directory.parent}")
     logger.info(f"{source}: copying {amount}")
     storage.expect(progress, size)
-    root = path if set(sizes) == {path} else re.split(r"[^/]*[*?[]", path)[0].rstrip("/")
-    top = directory / Path(root).name.partition("@")[0]
-    for key, expected in sizes.items():
-        target = top / key.removeprefix(root).lstrip("/")
+    for key, target in targets.items():
         if not target.resolve().is_relative_to(top.resolve()):
             raise ServiceError(f"{source}: {key!r} would be written outside of {top}")
         target.parent.mkdir(parents=True, exist_ok=True)
-        fs.get_file(key, str(target), **how)
-        if target.stat().st_size != expected:
-            raise ServiceError(f"{source}: the copy of {key} is damaged; try again")
+        target.touch()
+        if key in chosen:
+            fs.get_file(key, str(target), **how)
+            if target.stat().st_size != sizes[key]:
+                raise ServiceError(f"{source}: the copy of {key} is damaged; try again")
     return top
 
 
