@@ -209,7 +209,7 @@ def test_other_urls_are_refused_with_the_way(copied, source, fact):
 
 def test_only_what_will_be_read_is_copied(hub, cli):
     text = b"A tale of a sea, and of the people by it.\n" * 40
-    lines = b"".join(b'{"text": "%d %s"}\n' % (n, text[:45]) for n in range(30))
+    lines = b"".join(b'{"text": "%d %s"}\n' % (n, text[:41]) for n in range(30))
     tale = {"a.txt": text, "b.py": text, "docs.jsonl": lines, "photo.png": b"", "test/c.txt": text}
     hub.datasets["me/tales"] = {"README.md": b"", ".gitattributes": b"", **tale}
     source = "hf://datasets/me/tales"
