@@ -21,7 +21,7 @@ from launcher.text.chats import FIELDS, may_be_chat, turns_of
 
 LONGEST_RECORD = 1 << 26  # bytes, or characters: a record is in memory as a whole
 CHUNK = 1 << 20  # bytes of an array that are read at once
-ROWS = 1 << 10  # rows of a Parquet file that are in memory at once
+ROWS = 128  # rows of a Parquet file that are in memory at once
 PIECE = LONGEST  # characters of a piece; a longer one takes longer than its parts
 TEXT = "text"  # the field of the text, unless --column names another
 EXAMPLE = 'a record must be like {"text": "..."} or {"messages": [...]}'
