@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -270,11 +271,5 @@ def when(seconds: float | None) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """A duration, such as 45 s, 12 min 30 s, or 3 h 05 min."""
-    if seconds is None:
-        return ""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    """A duration, such as 0:12:30."""
+    return "" if seconds is None else str(timedelta(seconds=round(seconds)))
