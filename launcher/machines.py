@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 from entry_point.config import Config
@@ -214,7 +213,6 @@ class Image:
     repository: str
     python: str
     cuda: str
-    patched_until: date
 
     @property
     def minor(self) -> str:
@@ -233,13 +231,13 @@ class Image:
 
 # Oldest first.
 IMAGES = (
-    Image("2.8.0", "pytorch-training", "3.12", "12.9", date(2026, 8, 6)),
-    Image("2.9.0", "pytorch-training", "3.12", "13.0", date(2026, 10, 15)),
-    Image("2.10.0", "pytorch-training", "3.13", "13.0", date(2027, 1, 21)),
-    Image("2.11.0", "pytorch", "3.12", "13.0", date(2027, 4, 30)),
-    Image("2.12.1", "pytorch", "3.12", "13.0", date(2027, 7, 2)),
-    Image("2.13.0", "pytorch", "3.12", "13.3", date(2027, 7, 20)),
-    Image("2.14.0", "pytorch", "3.12", "13.3", date(2027, 9, 28)),
+    Image("2.8.0", "pytorch-training", "3.12", "12.9"),
+    Image("2.9.0", "pytorch-training", "3.12", "13.0"),
+    Image("2.10.0", "pytorch-training", "3.13", "13.0"),
+    Image("2.11.0", "pytorch", "3.12", "13.0"),
+    Image("2.12.1", "pytorch", "3.12", "13.0"),
+    Image("2.13.0", "pytorch", "3.12", "13.3"),
+    Image("2.14.0", "pytorch", "3.12", "13.3"),
 )
 
 # The accounts whose registries hold these images, by region; those of the SDK's version 2.257.7
@@ -341,22 +339,10 @@ def problem(uri: str, instance: str, launcher: str) -> str | None:
     return None
 
 
-def log_image(uri: str, today: date) -> None:
-    """Log the release of a known image; warn if AWS no longer patches it."""
-    image = image_of(uri)
-    if image is None:
-        return
-    if image.patched_until < today:
-        logger.warning(no_patches(image, uri))
-    else:
-        until = f"patched until {image.patched_until}"
-        logger.info(f"image: {name_of(uri)} (Python {image.python}, {until})")
-
-
-def no_patches(image: Image, uri: str) -> str:
-    """Say that AWS no longer patches an image, and until when it patches the newest."""
-    ended, newest = f"AWS stopped patching {name_of(uri)} on {image.patched_until}", IMAGES[-1]
-    return f"{ended}; --pytorch-version {newest.version} is patched until {newest.patched_until}"
+def log_image(uri: str) -> None:
+    """Log the release of a known image."""
+    if image := image_of(uri):
+        logger.info(f"image: {name_of(uri)} (Python {image.python})")
 
 
 def name_of(uri: str) -> str:

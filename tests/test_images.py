@@ -1,8 +1,6 @@
-"""The table of AWS's images: names, what runs in them, and what is said when patches have ended."""
+"""The table of AWS's images: names, and what runs in them."""
 
 from __future__ import annotations
-
-from datetime import date, timedelta
 
 import pytest
 
@@ -13,13 +11,11 @@ from launcher.machines import (
     default_launcher,
     find_image,
     image_of,
-    log_image,
     problem,
 )
 
 G5 = "ml.g5.12xlarge"
 REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
-TODAY = date(2026, 11, 23)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +76,3 @@ def test_torchrun_is_the_default_where_pytorchddp_is_refused():
     for size, launcher in (("p5.48xlarge", "torchrun"), ("p5.4xlarge", "pytorchddp")):
         assert default_launcher(f"ml.{size}") == launcher
         assert (problem(uri, f"ml.{size}", "pytorchddp") is None) == (launcher == "pytorchddp")
-
-
-@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.version)
-def test_patches_end_on_the_day_after_the_last_one(caplog, image):
-    last, uri = image.patched_until, image.name(gpu=True)
-    caplog.set_level("INFO", "launcher")
-    for day in (last, last + timedelta(days=1)):
-        log_image(uri, day)
-    before, after = caplog.records
-    assert (before.levelname, after.levelname) == ("INFO", "WARNING")
-    assert f"patched until {last}" in before.getMessage()
-    assert after.getMessage().startswith(
-        f"AWS stopped patching {uri} on {last}; --pytorch-version "
-    )

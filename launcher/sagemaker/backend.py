@@ -17,7 +17,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import date
 from functools import cached_property, partial
 from typing import Any
 
@@ -162,7 +161,7 @@ class SageMakerBackend:
         hyperparameters = sendable_hyperparameters(job)
         if unfit := problem(image, job.instance, job.launcher):
             raise InputError(unfit)
-        log_image(image, date.today())
+        log_image(image)
         if not sdk_version():
             logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
         if job.launcher == "torchrun" and "NCCL_DEBUG" in job.environment:
