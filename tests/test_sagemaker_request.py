@@ -167,7 +167,6 @@ def test_each_option_is_in_the_request(dry, words, expected):
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        ("--pytorch-version 2.8.0", "stopped patching pytorch-training:2.8.0-gpu-py312 on 2026-08"),
         ("--instance ml.p5.48xlarge", "launcher: torchrun"),
         ("--launcher torchrun --environment NCCL_DEBUG=INFO", "warning: --environment NCCL_DEBUG"),
         ("--instance ml.g6f.xlarge", "boto3 knows no training instance ml.g6f.xlarge"),
