@@ -3,7 +3,7 @@
 #
 #     examples/local_loop.sh [TEXT]
 #
-# TEXT is a text file or a directory of *.txt files (default: tiny Shakespeare).
+# TEXT is a text file or a folder (default: tiny Shakespeare).
 # MAX_STEPS=200 makes it shorter.
 set -euo pipefail
 

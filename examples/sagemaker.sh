@@ -3,7 +3,7 @@
 #
 #     examples/sagemaker.sh [TEXT]
 #
-# TEXT is a text file or a directory of *.txt files (default: tiny Shakespeare).
+# TEXT is a text file or a folder (default: tiny Shakespeare).
 #
 # You need AWS credentials. Once in each account, run: sm-nanogpt infra deploy
 # (or set a bucket and a role of your own: SM_NANOGPT_STORE=s3://... SM_NANOGPT_ROLE=arn:...).

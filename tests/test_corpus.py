@@ -177,7 +177,7 @@ def test_a_folder_gives_its_texts_and_says_what_it_leaves(cli, notes):
     (line,) = [line for line in ran.err.splitlines() if "files left out: 2 ." in line]
     assert sorted(re.findall(r"1 [\w.]+", line)) == ["1 .jsonl", "1 .pdf", "1 LICENSE"]
     assert line.startswith(left.partition(", ")[0])
-    for way in ("`--include '*.py'`", "`pdftotext FILE`", "--tokenizer bpe"):
+    for way in ("`--include '*.py' --include", "`pdftotext FILE`", "--tokenizer bpe"):
         assert way in line
     assert "2 hidden, 1 virtual environment, 1 link to a folder" in ran.err
 
@@ -189,7 +189,7 @@ def test_patterns_add_and_leave_out(home, notes):
     plain = {"a.txt", "B.txt", "c.txt", "deep/a.txt", "deep/a-2.txt"}
     assert names(include=["*.py"]) == plain | {"x.txt", "code/y.txt"}
     assert names(include=["x*", "LICENSE"]) == plain | {"x.txt", "LICENSE.txt"}
-    assert names(exclude=["deep", "*.TXT"]) == {"a.txt", "c.txt"}
+    assert names(exclude=["deep", "b.txt"]) == {"a.txt", "c.txt"}
     assert names(exclude=["deep/*.md"]) == plain - {"deep/a-2.txt"}
     for option in ("include", "exclude"):
         with pytest.raises(InputError, match=rf"--{option} \*\.rst: no file"):

@@ -609,7 +609,7 @@ def test_a_shard_that_was_replaced_is_not_sent(uploaded, home, tmp_path):
     storage.write_bytes(str(shard), bytes(shard.stat().st_size))
     other = replace(uploaded, uri=f"{(tmp_path / 'other').as_uri()}")
     with pytest.raises(InputError, match="changed"):
-        send(other, [directory / name for name in uploaded.files], Settings(home=home))
+        send(other, [File(name, directory / name) for name in uploaded.files], Settings(home=home))
     assert not (tmp_path / "other.json").exists()
 
 

@@ -35,14 +35,14 @@ class Text:
 
 
 class Globs:
-    """Patterns of names, or of paths below a folder, and those that matched none."""
+    """Patterns of names, or of paths below a folder, in any case, and those that matched none."""
 
     def __init__(self, option: str, patterns: Sequence[str]) -> None:
         self.option, self.patterns, self.unused = option, patterns, set(patterns)
 
     def match(self, path: Path, root: Path) -> bool:
         names = (path.name, path.relative_to(root).as_posix())
-        hits = {p for p in self.patterns if any(fnmatchcase(name, p) for name in names)}
+        hits = {p for p in self.patterns for n in names if fnmatchcase(n.lower(), p.lower())}
         self.unused -= hits
         return bool(hits)
 
@@ -157,25 +157,25 @@ def raise_error(error: OSError) -> None:
 
 def listed(counts: Counter[str]) -> str:
     """`27 files left out: 24 .md, 3 .py`, the most frequent kinds first."""
-    kinds = [f"{n:,} {kind}" for kind, n in counts.most_common(5)]
-    kinds += ["others"] * (len(counts) > 5)
+    kinds = [f"{n:,} {kind}" for kind, n in counts.most_common(20)]
+    kinds += ["others"] * (len(counts) > 20)
     total = counts.total()
     return f"{total:,} file{'s' * (total > 1)} left out: {', '.join(kinds)}"
 
 
 def left_out(files: Sequence[Path], root: Path) -> str:
     """How many files are left out, and what would take each kind."""
-    ways = dict[str, None]()
-    for path in files:
-        if (known := named(path)) is None:
-            glob = f"*{path.suffix}" if path.suffix else path.name
-            ways.setdefault(f"`--include '{glob}'` takes such as plain text")
-        elif known.read:
-            ways.setdefault(to_tokens(root))
-        else:
-            ways.setdefault(f"{path.suffix}: {known.advice.format(path='FILE', stem='NAME')}")
     kinds = Counter(bare(path).suffix.lower() or path.name for path in files)
-    return f"{listed(kinds)}; {'; '.join([*ways][:5])}"
+    known = {bare(path).suffix.lower() or path.name: named(path) for path in files}
+    ways = [to_tokens(root)] if any(each and each.read for each in known.values()) else []
+    for suffix, each in known.items():
+        if each and not each.read:
+            ways.append(f"{suffix}: {each.advice.format(path='FILE', stem='NAME')}")
+    unknown = [kind for kind, _ in kinds.most_common() if known[kind] is None][:3]
+    globs = [f"--include '{'*' * kind.startswith('.')}{kind}'" for kind in unknown]
+    if globs:
+        ways.append(f"`{' '.join(globs)}` takes such files as plain text")
+    return f"{listed(kinds)}; {'; '.join(ways)}"
 
 
 def to_tokens(path: Path) -> str:
