@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field, JsonValue
 from torch import Tensor
@@ -32,19 +32,11 @@ from entry_point.huggingface import (
 )
 from entry_point.model import GPT
 from launcher.errors import InputError
-from launcher.files.documents import (
-    LARGEST,
-    Count,
-    Damaged,
-    Document,
-    Scalar,
-    parse,
-)
+from launcher.files.documents import LARGEST, Count, Damaged, Document, Scalar, parse
 from launcher.models.chat import difference
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -110,7 +102,11 @@ def load_artefact(
             except InputError:
                 if entry_point is not None or not qwen3:
                     raise
-                log_absent_script(training.script_sha256)
+                logger.warning(
+                    f"the folder that trained this model (SHA-256 {training.script_sha256[:12]}...)"
+                    " is not on this machine; using the packaged script, which gave the same"
+                    " logits when the model was written (--entry-point DIR names another)"
+                )
     except OSError as error:
         name = Path(error.filename or directory).name
         raise FormatError(f"{name}: {error.strerror}") from None
@@ -158,14 +154,6 @@ def load_published(directory: Path) -> tuple[GPT, Tokenizer]:
     except (TrainingError, KeyError, TypeError, ValueError, OSError) as error:
         raise FormatError(f"not a model of the Qwen3 family: {error}") from None
     return model.eval(), tokenizer
-
-
-def log_absent_script(sha256: str) -> None:
-    logger.warning(
-        f"the folder that trained this model (SHA-256 {sha256[:12]}...) is not on this machine;"
-        " using the packaged script, which gave the same logits when the model was written"
-        " (--entry-point DIR names another)"
-    )
 
 
 def check_sums(directory: Path) -> None:
