@@ -13,14 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.aws import (
-    QUOTA,
-    aws_session,
-    check_bucket,
-    check_region,
-    make_client,
-    service_errors,
-)
+from launcher.aws import QUOTA, aws_session, check_bucket, check_region, make_client, service_errors
 from launcher.errors import InputError, ServiceError
 from launcher.job import Request
 from launcher.launching.launch import launch

@@ -15,13 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from entry_point.files import read_file
 from launcher.errors import InputError, ServiceError, must_be

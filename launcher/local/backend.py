@@ -37,13 +37,7 @@ from entry_point.files import open_file
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.files.documents import (
-    Count,
-    Damaged,
-    Document,
-    Moment,
-    Scalar,
-)
+from launcher.files.documents import Count, Damaged, Document, Moment, Scalar
 from launcher.job import (
     JOB_ID,
     LOCAL_FIELDS,
