@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,9 @@ from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-LOGIN = "run `hf auth login`, or set HF_TOKEN"
 HUB = re.compile(r"hf://datasets/(?P<id>[\w.-]+/(?P<name>[\w.-]+))(@[^/]+)?(/.*)?")
-
-
-Wanted = Callable[[Path, Path], bool]  # whether a file below a folder will be read
+LOGIN = "run `hf auth login`, or set HF_TOKEN"
+Wanted = Callable[[Path, Path], bool]  # whether a file below a folder may be read
 
 
 @contextmanager
@@ -44,42 +42,48 @@ def local_paths(
         ServiceError: the Hub or S3 refuses, or cannot be reached, or the disk is full.
     """
     for path in paths:
-        check_path(path)
-    if not any(map(is_elsewhere, paths)):
-        yield [storage.path_of(path) for path in paths]
-        return
-    copies = dict[Path, str | Path]()
+        if str(path).startswith(("http://", "https://")):
+            raise InputError(f"{path}: download it, `curl -L {path} | sm-nanogpt upload-data -`")
+        with suppress(OSError):  # who reads it names it
+            if not is_elsewhere(path) and not storage.path_of(path).exists():
+                raise InputError(
+                    f"{path}: no such file or directory; without a PATH, `sm-nanogpt upload-data`"
+                    " takes tiny Shakespeare"
+                )
+    copies = dict[str, str]()  # their paths, and what they are copies of
 
     def renamed(text: str) -> str:
-        for copy, source in copies.items():
-            text = text.replace(str(copy), str(source))
+        for copied, source in copies.items():
+            text = text.replace(copied, source)
         return text
 
     def rename(record: logging.LogRecord) -> bool:
         record.msg = renamed(str(record.msg))
         return True
 
-    readers = [logging.getLogger(f"launcher.text.{name}") for name in ("files", "formats")]
-    cache, found = settings.cache_dir, list[Path]()
-    with storage.reported(str(cache)):
-        cache.mkdir(parents=True, exist_ok=True)
-        directory = tempfile.mkdtemp(prefix="sources-", dir=cache)
-    try:
-        for reader in readers:
+    with ExitStack() as stack:
+        for name in ("files", "formats"):
+            reader = logging.getLogger(f"launcher.text.{name}")
             reader.addFilter(rename)
-        for number, path in enumerate(paths):
+            stack.callback(reader.removeFilter, rename)
+        found = list[Path]()
+        for path in paths:
             if not is_elsewhere(path):
                 found.append(storage.path_of(path))
                 continue
-            found.append(copy(str(path), Path(directory, str(number)), settings, progress, wanted))
-            copies[found[-1]] = path
-        yield found
-    except InputError as error:
-        raise InputError(renamed(str(error))) from None
-    finally:
-        for reader in readers:
-            reader.removeFilter(rename)
-        shutil.rmtree(directory)
+            settings.cache_dir.mkdir(parents=True, exist_ok=True)
+            directory = tempfile.TemporaryDirectory(prefix="sources-", dir=settings.cache_dir)
+            place = Path(stack.enter_context(directory))
+            found.append(copy(str(path), place, settings, progress, wanted))
+            copies[str(found[-1])] = str(path)
+        try:
+            yield found
+        except InputError as error:
+            raise InputError(renamed(str(error))) from None
+
+
+def is_elsewhere(source: str | Path) -> bool:
+    return source == "-" or "://" in str(source)
 
 
 def named_by(source: str | Path) -> Path:
@@ -88,66 +92,28 @@ def named_by(source: str | Path) -> Path:
     return Path("stdin" if source == "-" else found["name"] if found else source)
 
 
-def is_elsewhere(source: str | Path) -> bool:
-    return source == "-" or "://" in str(source)
-
-
-def check_path(source: str | Path) -> None:
-    """Raise InputError for what is no source."""
-    word = str(source)
-    kind, is_url, _ = word.partition("://")
-    if kind in ("http", "https"):
-        raise InputError(f"{word}: download it, `curl -L {word} | sm-nanogpt upload-data -`")
-    if is_url and kind not in ("hf", "s3"):
-        raise InputError(f"{word}: use a path, -, hf://datasets/OWNER/NAME, or s3://bucket/prefix")
-    with suppress(OSError):  # the one who reads it names it
-        if not is_elsewhere(source) and not storage.path_of(source).exists():
-            raise InputError(
-                f"{word}: no such file or directory; without a PATH, `sm-nanogpt upload-data` takes"
-                " tiny Shakespeare"
-            )
-
-
 def copy(
     source: str, directory: Path, settings: Settings, progress: Progress, wanted: Wanted
 ) -> Path:
-    """Copy a source into a new directory; returns the file or folder."""
-    if source == "-":
-        return saved_input(directory)
-    if source.startswith("s3://"):
-        with storage.reported(source):
+    """Copy a file, or what is below a folder or fits a pattern; returns the file or folder."""
+    with storage.reported(source):
+        if source == "-":
+            with (directory / "stdin").open("wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+            return directory / "stdin"
+        if source.startswith("s3://"):
             fs, path = storage.file_system(source, settings)
-            how = storage.by_parts(progress)
-            return copied(source, fs, path, directory, how, progress, wanted)
-    fs, path = hub(source)
-    how = storage.told(progress) | {"block_size": 0}  # by one request for a file
-    with storage.reported(source), hub_errors(source):
-        return copied(source, fs, path, directory, how, progress, wanted)
+            return fetch(source, fs, path, directory, storage.by_parts(progress), wanted)
+        fs, path = hub(source), source.removeprefix("hf://").rstrip("/")
+        how = storage.told(progress) | {"block_size": 0}  # by one request for a file
+        with hub_errors(source):
+            return fetch(source, fs, path, directory, how, wanted)
 
 
-def saved_input(directory: Path) -> Path:
-    """Write standard input to a file."""
-    if sys.stdin.isatty():
-        logger.info("reading text from the terminal; Ctrl-D on a new line ends it")
-    directory.mkdir()
-    with storage.reported("standard input"), (directory / "stdin").open("wb") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file)
-    return directory / "stdin"
-
-
-def copied(
-    source: str,
-    fs: Any,
-    path: str,
-    directory: Path,
-    how: dict[str, Any],
-    progress: Progress,
-    wanted: Wanted,
+def fetch(
+    source: str, fs: Any, path: str, directory: Path, how: dict[str, Any], wanted: Wanted
 ) -> Path:
-    """Copy one file, or all below a folder, or all that fit a pattern; returns the file or folder.
-
-    how are arguments of fsspec's get_file.
-    """
+    """As copy, of a path in fs; how are arguments of fsspec's get_file."""
     from tqdm import tqdm
 
     try:
@@ -168,32 +134,31 @@ def copied(
     targets = {key: top / key.removeprefix(root).lstrip("/") for key in sizes}
     chosen = {key for key, target in targets.items() if target == top or wanted(target, top)}
     size = sum(sizes[key] for key in chosen)
-    amount = f"{tqdm.format_sizeof(size)}B in {len(chosen):,} file{'s' * (len(chosen) > 1)}"
-    if size > shutil.disk_usage(directory.parent).free:
+    amount = f"{tqdm.format_sizeof(size)}B in {len(chosen):,} file{'s' * (len(chosen) != 1)}"
+    if size > shutil.disk_usage(directory).free:
         raise ServiceError(f"{source}: {amount} do not fit on the disk of {directory.parent}")
     logger.info(f"{source}: copying {amount}")
-    storage.expect(progress, size)
+    storage.expect(how["callback"].relative_update, size)
     for key, target in targets.items():
-        if not target.resolve().is_relative_to(top.resolve()):
-            raise ServiceError(f"{source}: {key!r} would be written outside of {top}")
+        if not target.resolve().is_relative_to(directory.resolve()):
+            raise ServiceError(f"{source}: {key!r} would be written outside of {directory}")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch()
         if key in chosen:
             fs.get_file(key, str(target), **how)
-            if target.stat().st_size != sizes[key]:
-                raise ServiceError(f"{source}: the copy of {key} is damaged; try again")
     return top
 
 
-def hub(source: str) -> tuple[Any, str]:
-    """The fsspec file system of the Hub and the path in it."""
+def hub(source: str) -> Any:
+    """The fsspec file system of the Hub."""
     try:
         from huggingface_hub import HfFileSystem
     except ImportError as error:
         raise not_installed(error.name or "huggingface_hub", "data") from None
     if not HUB.fullmatch(source):
-        raise InputError(f"{source}: write it as hf://datasets/OWNER/NAME/PATH")
-    return HfFileSystem(skip_instance_cache=True), source.removeprefix("hf://").rstrip("/")
+        what = "a path, -, hf://datasets/OWNER/NAME/PATH, or s3://bucket/prefix"
+        raise InputError(f"{source}: use {what}")
+    return HfFileSystem(skip_instance_cache=True)
 
 
 @contextmanager
@@ -213,7 +178,5 @@ def hub_errors(source: str) -> Iterator[None]:
             raise InputError(f"{source}: {what}") from None
         if isinstance(cause, errors.RevisionNotFoundError):
             raise InputError(f"{source}: there is no such revision; {page} lists them") from None
-        if isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code == 401:
-            raise ServiceError(f"{source}: the Hub rejects the token; {LOGIN}") from None
         why = " ".join(str(error).split())
-        raise ServiceError(f"{source}: {why}; check the network") from None
+        raise ServiceError(f"{source}: {why}; check the network, or {LOGIN}") from None
