@@ -119,7 +119,7 @@ def test_a_token_opens_what_is_private_or_gated(hub, copied, monkeypatch):
     hub.granted.add("me/gated")
     assert copied("hf://datasets/me/gated") == below("", "gated")
     monkeypatch.setenv("HF_TOKEN", "hf_of_another")
-    with pytest.raises(ServiceError, match="Invalid credentials.*; check the network, or run `hf auth login`"):
+    with pytest.raises(ServiceError, match=r"Invalid credentials.*, or run `hf auth login`"):
         copied("hf://datasets/me/notes")
 
 
