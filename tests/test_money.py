@@ -33,7 +33,6 @@ from launcher.sagemaker.cost import (
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 TWO = "ml.g6.12xlarge,ml.g5.12xlarge"  # 5.752 and 7.09 USD an hour
 HOURLY = 7.09  # of ml.g5.12xlarge in us-east-1
-SPARSE = "--max-run 3600 --set checkpoint_seconds=3600"  # which may write no checkpoint
 P4D = "ml.p4d.24xlarge"
 UNPRICED = "the price of ml.p4d.24xlarge in us-east-1 is unknown"
 
@@ -98,7 +97,6 @@ def test_a_launch_asks_before_it_costs_much(cloud, launch, s3, monkeypatch, word
         (f"--instance {P4D}", {"ask_above": ""}, "--yes, --max-cost"),
         ("--sweep n_layer=2,4", {"ask_above": ""}, "--yes, --max-cost"),
         ("--max-cost 1", {}, "1.00 USD (--max-cost)"),
-        (f"{SPARSE} --set eval_interval=5000 --spot", {}, "--spot, checkpoint_seconds=3600"),
     ],
 )
 def test_a_launch_that_may_cost_too_much_is_refused(cloud, launch, s3, words, settings, facts):
@@ -114,8 +112,6 @@ def test_a_launch_that_may_cost_too_much_is_refused(cloud, launch, s3, words, se
     [
         ("--max-run 5000 --max-cost 12", {"ask_above": "", "max_cost": "12"}),
         ("--max-run 5000", {"ask_above": "", "max_cost": "12"}),
-        (f"{SPARSE} --set eval_interval=5000 --dry-run", {}),
-        (f"{SPARSE} --spot --dry-run", {}),
     ],
 )
 def test_a_launch_within_its_limits_is_sent(cloud, launch, words, settings):

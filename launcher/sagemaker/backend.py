@@ -59,7 +59,6 @@ from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
 from launcher.sagemaker.request import (
     Plan,
-    check_checkpoints,
     create_request,
     our_tags,
     sdk_version,
@@ -209,9 +208,7 @@ class SageMakerBackend:
         session = None if self.settings.offline else self.session
         prices = Prices(self.settings, self.region, session)
         spent = partial(cost.earlier_cost, job, prices, self.described, self.job)
-        ready = cost.afford(job, self.settings, prices, spent)
-        check_checkpoints(ready)
-        return ready
+        return cost.afford(job, self.settings, prices, spent)
 
     def submit(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
         launched = Launched(self.caller(), self.region, job_id, job.name, job.summary)

@@ -11,7 +11,6 @@ import gzip
 import io
 import json
 import logging
-import math
 import re
 import tarfile
 from collections.abc import Mapping
@@ -233,26 +232,6 @@ def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
             )
         del values[name]  # the edited script has the same default there
     return values
-
-
-def check_checkpoints(job: TrainingJob) -> None:
-    """Raise InputError for a spot job that would start over after each interruption.
-
-    SageMaker does not signal an interruption, so a job resumes from a checkpoint of its timer
-    (`checkpoint_seconds`) or of an evaluation (`eval_interval`).
-    """
-    if not job.spot:
-        return
-    config = job.config(1)
-    timer = getattr(config, "checkpoint_seconds", math.inf) or 60.0
-    evaluations = getattr(config, "eval_interval", math.inf)
-    if timer >= job.time_limit and evaluations >= config.max_steps:
-        raise InputError(
-            "--spot: an interrupted job would start over, since it writes no checkpoint before"
-            f" its end: checkpoint_seconds={timer:g} with --max-run {job.time_limit},"
-            f" eval_interval={evaluations:g} with max_steps={config.max_steps}; set a smaller"
-            " checkpoint_seconds (default: 60)"
-        )
 
 
 # The toolkit starts each rank of `pytorchddp` by `python -m mpi4py train.py`, and AWS's images for
