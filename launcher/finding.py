@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from launcher.curve import Row
 from launcher.errors import InputError, ServiceError
-from launcher.job import FULL_ID, JOB_ID, WORD, JobDescription, TrainingJob, UnreadableJob
+from launcher.job import FULL_ID, WORD, JobDescription, TrainingJob, UnreadableJob
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker import caller
 from launcher.sagemaker.backend import SageMakerBackend
@@ -130,10 +130,6 @@ def find(word: str, settings: Settings, acts: bool = False) -> tuple[Backend, Jo
     """The backend of the job that a word means, and its description. Arguments as for full_id."""
     known = "`sm-nanogpt jobs` lists the jobs"
     job_id = full_id(word, settings, acts)
-    if not JOB_ID.fullmatch(job_id):
-        raise ServiceError(
-            f"there is no job {job_id!r}: an id has at most 63 letters, digits and dashes; {known}"
-        )
     asked: list[str] = []
     try:
         for backend in all_backends(settings):
