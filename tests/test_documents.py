@@ -172,7 +172,7 @@ STACK = {"name": "n", "status": "s", "store": "s3://abc", "role": "r", "kms_key"
 @pytest.mark.parametrize(
     ("name", "good"),
     [
-        ("stacks.json", {"us-east-1": {"sm-nanogpt": {**STACK, "policy": "p", "vpc": False}}}),
+        ("stacks.json", {"us-east-1//sm-nanogpt": {**STACK, "policy": "p", "vpc": False}}),
         ("prices.json", {"us-east-1": {"ml.g5.xlarge": {"per_hour": 1.5, "day": "2026-11-01"}}}),
     ],
 )

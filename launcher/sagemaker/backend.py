@@ -213,7 +213,6 @@ class SageMakerBackend:
         launched = Launched(self.caller(), self.region, job_id, job.name, job.summary)
         try:
             self.send_files(job_id, job, plan)
-            before = caller.remember(launched, self.settings)  # this process may be killed
         except BaseException:
             self.remove_files(job_id, plan)
             raise
@@ -223,21 +222,21 @@ class SageMakerBackend:
         except ServiceError as error:
             answer = getattr(error.__context__, "response", None) or {}
             metadata = answer.get("ResponseMetadata", {})
-            refused = metadata.get("HTTPStatusCode", 500) < 500
+            refused, exists = metadata.get("HTTPStatusCode", 500) < 500, False
             if not refused or metadata.get("RetryAttempts"):  # a lost answer may be a success
                 try:
-                    if self.raw(job_id) is not None:
-                        return
+                    exists = self.raw(job_id) is not None
                 except ServiceError:
                     refused = False
-            if not refused:
+            if not exists and not refused:
                 raise ServiceError(
                     f"{error}; `sm-nanogpt status {job_id}` shows whether the job exists"
                 ) from None
-            caller.forget(job_id, self.settings, before)
-            if answer["Error"]["Code"] != "ResourceInUse":  # the files of an existing job
-                self.remove_files(job_id, plan)
-            raise
+            if not exists:
+                if answer["Error"]["Code"] != "ResourceInUse":  # the files of an existing job
+                    self.remove_files(job_id, plan)
+                raise
+        caller.remember(launched, self.settings)
 
     def send_files(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
         archive = source_archive(job.source, job.launcher)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.aws import make_client, service_errors
+from launcher.errors import ServiceError
 from launcher.files import storage
 from launcher.settings import Settings
 
@@ -79,19 +80,9 @@ def remembered(settings: Settings) -> list[Launched]:
     return storage.read_cache(settings.last_launched, list[Launched])
 
 
-def remember(launched: Launched, settings: Settings) -> list[Launched]:
-    """Note the job that was launched last, which Search finds only after seconds. Returns what the
-    note replaces."""
-    known, place = remembered(settings), (launched.caller, launched.region)
-    before = [each for each in known if (each.caller, each.region) == place]
-    others = [each for each in known if each not in before]
-    storage.write_json(str(settings.last_launched), [*others, launched])
-    return before
-
-
-def forget(job_id: str, settings: Settings, before: Sequence[Launched]) -> None:
-    """Drop a job that AWS refused, and note again what it replaced."""
-    known = remembered(settings)
-    kept = [each for each in known if each.job_id != job_id]
-    if kept != known:
-        storage.write_json(str(settings.last_launched), [*kept, *before])
+def remember(launched: Launched, settings: Settings) -> None:
+    """Note the job that was launched last, if possible; Search finds it only after seconds."""
+    place = (launched.caller, launched.region)
+    others = [each for each in remembered(settings) if (each.caller, each.region) != place]
+    with suppress(ServiceError):  # the job runs, and its id has to be told
+        storage.write_json(str(settings.last_launched), [*others, launched])

@@ -39,7 +39,7 @@ class Stack:
     vpc: bool = False
 
 
-Seen = dict[str, dict[str, Stack]]  # stacks.json: by region, and by cache_key
+Seen = dict[str, Stack | None]  # stacks.json, by cache_key; None: there was none
 
 
 def with_stack(
@@ -159,25 +159,18 @@ def remedy(raw: dict[str, Any]) -> str:
 
 def remember(settings: Settings, region: str, stack: Stack | None) -> None:
     """Remember a stack, or that there is none."""
-    if remembered(settings, region) == stack:
-        return
     known = storage.read_cache(settings.last_stacks, Seen)
-    here = known.setdefault(region, {})
-    here.pop(cache_key(settings), None)
-    if stack is not None:
-        here[cache_key(settings)] = stack
-    storage.write_cache(settings.last_stacks, known)
+    storage.write_cache(settings.last_stacks, {**known, cache_key(settings, region): stack})
 
 
 def remembered(settings: Settings, region: str | None) -> Stack | None:
     """The stack as last seen from this machine."""
-    known = storage.read_cache(settings.last_stacks, Seen)
-    return known.get(region or "", {}).get(cache_key(settings))
+    return storage.read_cache(settings.last_stacks, Seen).get(cache_key(settings, region))
 
 
-def cache_key(settings: Settings) -> str:
-    """The name of the stack and the profile, since profiles may have different accounts."""
-    return "/".join(filter(None, (settings.aws_profile, settings.stack)))
+def cache_key(settings: Settings, region: str | None) -> str:
+    """Region, profile and name, since profiles may have different accounts."""
+    return "/".join((region or "", settings.aws_profile, settings.stack))
 
 
 def notebook_role(client: Callable[[str], Any]) -> str:
