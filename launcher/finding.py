@@ -31,9 +31,7 @@ class Backend(Protocol):
     def place(self) -> str:
         """Where that is, as in `job ID is ...`."""
 
-    @property
-    def poll_seconds(self) -> float:
-        """Seconds between questions about a job that a command waits for."""
+    poll_seconds: float  # between questions about a job that a command waits for
 
     def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, Any]:
         """The job, checked and limited to its cost ceiling, and what `submit` needs besides."""

@@ -117,12 +117,10 @@ class SageMakerBackend:
         account = self.caller().account
         bucket = f"sagemaker-{self.region}-{account}"
         try:
-            with service_errors("HeadBucket"):
+            with service_errors(f"HeadBucket s3://{bucket}, the default bucket"):
                 self.client("s3").head_bucket(Bucket=bucket, ExpectedBucketOwner=account)
         except Missing:
             return None
-        except ServiceError as error:
-            raise ServiceError(f"s3://{bucket}, the default bucket: {error}") from None
         return bucket
 
     def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, Plan]:

@@ -63,14 +63,10 @@ def quiet_sdk() -> Iterator[None]:
             root.handlers[:] = handlers
 
 
+@service_errors("the SageMaker SDK")
+@quiet_sdk()
 def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
-    """The CreateTrainingJob request that the SDK makes for a job. Sends nothing."""
-    with service_errors("the SageMaker SDK"), quiet_sdk():
-        return record_request(job_id, job, plan)
-
-
-def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
-    """The request, recorded just before the SDK would send it."""
+    """The CreateTrainingJob request of a job, recorded just before the SDK would send it."""
     import boto3
     import sagemaker
     from sagemaker.inputs import TrainingInput
