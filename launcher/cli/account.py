@@ -73,8 +73,8 @@ def infra_deploy_command(
         print_stack(deployment.show())
         return
     try:
-        for change in planned.changes:
-            note(f"{change.action:<8} {change.kind} {change.resource}")
+        for action, kind, resource in planned.changes:
+            note(f"{action:<8} {kind} {resource}")
         if not dry_run:
             place = account_and_region(planned.stack_id)
             agree(f"Make these changes to stack {deployment.name} in {place}?", yes)

@@ -40,22 +40,16 @@ PREVIOUS = {"UsePreviousValue": True}
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change of one resource. action is add, modify, remove, replace, or `modify or replace`."""
-
-    action: str
-    resource: str
-    kind: str
-
-
-@dataclass(frozen=True)
 class ChangeSet:
-    """Changes that can be executed. creates means that there is no stack yet."""
+    """Changes that can be executed. creates means that there is no stack yet.
+
+    changes holds (add, modify, remove, replace, or `modify or replace`; type; logical id).
+    """
 
     id: str
     stack_id: str
     creates: bool
-    changes: list[Change]
+    changes: list[tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
@@ -128,7 +122,7 @@ class Deployment:
             raise ServiceError(f"stack {self.name} is {raw['StackStatus']}; {remedy(raw)}")
         return raw
 
-    def read_changes(self, change_set_id: str) -> list[Change] | None:
+    def read_changes(self, change_set_id: str) -> list[tuple[str, str, str]] | None:
         """Wait for a change set and read it; None if nothing would change."""
         with service_errors("DescribeChangeSet"):
             with suppress(WaiterError):  # the pages say why
@@ -256,10 +250,10 @@ class Deployment:
         return f"stack {self.name} is {raw['StackStatus']}{failed}"
 
 
-def read_change(raw: dict[str, Any]) -> Change:
+def read_change(raw: dict[str, Any]) -> tuple[str, str, str]:
     change = raw["ResourceChange"]
     replacement = change.get("Replacement")
     action = "replace" if replacement == "True" else change["Action"].lower()
     if replacement == "Conditional":
         action += " or replace"
-    return Change(action, change["LogicalResourceId"], change["ResourceType"])
+    return action, change["ResourceType"], change["LogicalResourceId"]
