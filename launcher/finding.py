@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
 
-from launcher.curve import Row
 from launcher.errors import InputError, ServiceError
-from launcher.job import FULL_ID, WORD, JobDescription, TrainingJob, UnreadableJob
+from launcher.job import FULL_ID, WORD, JobDescription, UnreadableJob
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker import caller
 from launcher.sagemaker.backend import SageMakerBackend
@@ -22,56 +20,7 @@ from launcher.settings import Settings
 logger = logging.getLogger(__name__)
 
 SHORTEST_PART = 4  # characters of an id
-
-
-class Backend(Protocol):
-    """Runs jobs in one place."""
-
-    @property
-    def place(self) -> str:
-        """Where that is, as in `job ID is ...`."""
-
-    poll_seconds: float  # between questions about a job that a command waits for
-
-    def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, Any]:
-        """The job, checked and limited to its cost ceiling, and what `submit` needs besides."""
-
-    def submit(self, job_id: str, job: TrainingJob, plan: Any) -> None:
-        """Start a job, as `plan` returned it."""
-
-    def describe(self, job_id: str) -> JobDescription | None:
-        """Describe a job; None if it is not here."""
-
-    def job(self, job_id: str) -> TrainingJob:
-        """The job as it was submitted."""
-
-    def list(
-        self, everyone: bool = False, name: str | None = None
-    ) -> Iterator[JobDescription | UnreadableJob]:
-        """Yield the caller's jobs, or everyone's, newest first; with a name, only those with it."""
-
-    def stop(self, job_id: str) -> None:
-        """Ask a job to stop, and return at once."""
-
-    def places(self, job_id: str) -> Sequence[str]:
-        """URIs of the directories or prefixes with the files of a job."""
-
-    def forget(self, job_id: str) -> None:
-        """Remove a job whose files are deleted from the list of jobs."""
-
-    def console_link(self, job_id: str) -> str | None:
-        """URL of the job in a web console, if there is one."""
-
-    def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
-        """The rows of a job's training curve so far, and where they were read."""
-
-    def logs(
-        self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
-    ) -> Iterator[str]:
-        """Yield the lines that the script printed; with follow, until the job ends.
-
-        raw includes the lines of the SageMaker toolkit. With tail, only so many of the last.
-        """
+Backend = LocalBackend | SageMakerBackend  # one place where jobs run; both do the same
 
 
 def all_backends(settings: Settings) -> Iterator[Backend]:

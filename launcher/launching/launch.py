@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
+from launcher import machines
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.finding import Backend, Listing, backend_for, find
@@ -24,14 +25,6 @@ from launcher.launching.texts import (
     n_training,
     size_of,
     with_whole_windows,
-)
-from launcher.machines import (
-    TORCHRUN_ALONE,
-    default_launcher,
-    has_local_storage,
-    log_instance,
-    looks_like_gpu,
-    types_of,
 )
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered
@@ -280,7 +273,7 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
     kept = before.model_dump(include=set(Request.model_fields) - NEW, exclude_defaults=True)
     if given.get("spot", before.spot) != before.spot:  # each belongs to one kind of capacity
         kept.pop("max_wait" if before.spot else "keep_alive", None)
-    if any(map(has_local_storage, types_of(given["instance"]))):
+    if any(map(machines.has_local_storage, machines.types_of(given["instance"]))):
         kept.pop("volume_size", None)
     for name, other in permutations(("image_uri", "pytorch_version")):
         if name in given:
@@ -319,7 +312,7 @@ def started(request: Request, named: str, settings: Settings) -> tuple[Request, 
 
 
 def with_default_preset(request: Request) -> Request:
-    gpu = looks_like_gpu(request.instance or "local")
+    gpu = machines.looks_like_gpu(request.instance or "local")
     return request.model_copy(update={"preset": "baby"}) if gpu else request
 
 
@@ -330,12 +323,12 @@ def complete(request: Request, texts: Mapping[str, Channel], base: str | None) -
     chosen = {**request.given(), **places, "source_sha256": request.source.sha256}
     if not request.is_local:
         for instance in request.instances:
-            log_instance(instance)
-        default = default_launcher(request.instance or "")
+            machines.log_instance(instance)
+        default = machines.default_launcher(request.instance or "")
         if chosen.setdefault("launcher", default) == default != "pytorchddp":
             logger.info(
                 f"launcher: {default}, since the SageMaker SDK refuses pytorchddp on"
-                f" {TORCHRUN_ALONE}"
+                f" {machines.TORCHRUN_ALONE}"
             )
     job = TrainingJob(**chosen, base=base)
     job._inherited, job._source = request._inherited, request._source
@@ -347,10 +340,10 @@ def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None
 
     The device of an earlier job on the CPU is not asked for.
     """
-    stays = earlier is not None and looks_like_gpu(earlier.description.instance)
+    stays = earlier is not None and machines.looks_like_gpu(earlier.description.instance)
     if asked or (stays and "device" in job.hyperparameters):
         return
-    if looks_like_gpu(job.instance) and getattr(job.config(1), "device", "") == "cpu":
+    if machines.looks_like_gpu(job.instance) and getattr(job.config(1), "device", "") == "cpu":
         what = f"--preset {job.preset}" if job.preset else "the job"
         raise InputError(
             f"{what} trains on the CPU, and {job.instance} has GPUs; add `--set device=auto`, or"

@@ -92,7 +92,7 @@ class State(Document):
 
 
 class LocalBackend:
-    """The Backend of `--instance local`."""
+    """Runs the jobs of `--instance local`."""
 
     place = "on this machine"
     poll_seconds = 0.2
@@ -108,6 +108,7 @@ class LocalBackend:
         return job, (processes, gpus)
 
     def submit(self, job_id: str, job: TrainingJob, plan: tuple[int, int]) -> None:
+        """Start a job, as `plan` returned it."""
         processes, gpus = plan
         directory = self.jobs_dir / job_id
         record = {
@@ -204,6 +205,7 @@ class LocalBackend:
         )
 
     def job(self, job_id: str) -> TrainingJob:
+        """The job as it was submitted."""
         record = read_document(self.jobs_dir / job_id / "job.json", Record)
         if record is None:
             raise ServiceError(f"there is no job {job_id!r}")
@@ -212,6 +214,7 @@ class LocalBackend:
     def list(
         self, everyone: bool = False, name: str | None = None
     ) -> Iterator[JobDescription | UnreadableJob]:
+        """Yield the jobs, newest first; with a name, only those with it. All are the caller's."""
         for path in sorted(self.jobs_dir.glob("*/job.json"), key=by_launch, reverse=True):
             job_id = path.parent.name
             try:
@@ -223,10 +226,12 @@ class LocalBackend:
                 yield description
 
     def stop(self, job_id: str) -> None:
+        """Ask a job to stop, and return at once."""
         path = self.jobs_dir / job_id / "stop"
         (path.with_name("stop-now") if path.exists() else path).touch()
 
     def places(self, job_id: str) -> Sequence[str]:
+        """URIs of the directories with the files of a job."""
         return [storage.to_uri(self.jobs_dir / job_id)]
 
     def forget(self, job_id: str) -> None:
@@ -240,6 +245,7 @@ class LocalBackend:
         return directory / newest_curve(path.name for path in directory.glob("metrics-*"))
 
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
+        """The rows of a job's training curve so far, and where they were read."""
         path = self.curve_file(job_id)
         with storage.reported(str(path)):
             return rows_of_file(tail(path, LARGEST_CURVE), path), str(path)
@@ -247,6 +253,7 @@ class LocalBackend:
     def logs(
         self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
     ) -> Iterator[str]:
+        """The lines that the script printed; with follow, until the job ends. tail: the last."""
         lines = self.all_lines(job_id, follow)
         return lines if tail is None else iter(deque(lines, maxlen=tail))
 

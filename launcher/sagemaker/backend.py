@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+from launcher import machines
 from launcher.aws import (
     Missing,
     aws_session,
@@ -42,14 +43,6 @@ from launcher.job import (
     TrainingJob,
     log_pending,
     newest_checkpoint,
-)
-from launcher.machines import (
-    gpus_of,
-    has_local_storage,
-    log_image,
-    looks_like_gpu,
-    problem,
-    training_image,
 )
 from launcher.sagemaker import caller, cost
 from launcher.sagemaker.caller import Caller, Launched
@@ -82,7 +75,7 @@ QUIET_SECONDS = 15.0  # without a line after a job's end until its log is comple
 
 
 class SageMakerBackend:
-    """The Backend of `--instance ml.*`."""
+    """Runs the jobs of `--instance ml.*`, and does all that LocalBackend does."""
 
     poll_seconds = 5.0
 
@@ -132,13 +125,13 @@ class SageMakerBackend:
         """The role, image and keys of a job."""
         store = self.settings.data_store
         for instance in job.instances:
-            if "volume_size" in job.given() and has_local_storage(instance):
+            if "volume_size" in job.given() and machines.has_local_storage(instance):
                 raise InputError(
                     f"--volume-size: {instance} has local disks and takes no volume; leave"
                     " --volume-size out, or use a larger --instance"
                 )
         # The processes must share the batch evenly on each type whose GPUs are known.
-        gpus = [n for instance in job.instances if (n := gpus_of(instance)) is not None]
+        gpus = [n for instance in job.instances if (n := machines.gpus_of(instance)) is not None]
         job.config(math.lcm(*(job.instance_count * max(1, n) for n in gpus)))
         if not store.startswith("s3://"):
             raise InputError(
@@ -152,12 +145,12 @@ class SageMakerBackend:
             for uri, name in buckets.values():
                 check_bucket(self.client("s3"), uri, f"--{name}", self.region)
         key = job.kms_key or self.settings.kms_key or None
-        gpu = looks_like_gpu(job.instance)
-        image = job.image_uri or training_image(self.region, job.pytorch_version, gpu)
+        gpu = machines.looks_like_gpu(job.instance)
+        image = job.image_uri or machines.training_image(self.region, job.pytorch_version, gpu)
         hyperparameters = sendable_hyperparameters(job)
-        if unfit := problem(image, job.instance, job.launcher):
+        if unfit := machines.problem(image, job.instance, job.launcher):
             raise InputError(unfit)
-        log_image(image)
+        machines.log_image(image)
         if not sdk_version():
             logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
         if job.launcher == "torchrun" and "NCCL_DEBUG" in job.environment:
@@ -187,7 +180,7 @@ class SageMakerBackend:
             hyperparameters=hyperparameters,
             kms_key=key,
             # AWS refuses a key for local disks, which are always encrypted.
-            volume_kms_key=None if all(map(has_local_storage, job.instances)) else key,
+            volume_kms_key=None if all(map(machines.has_local_storage, job.instances)) else key,
         )
 
     def request(self, job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
@@ -369,6 +362,7 @@ class SageMakerBackend:
     def logs(
         self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
     ) -> Iterator[str]:
+        """As LocalBackend.logs; raw includes the lines of the SageMaker toolkit."""
         if tail is not None:
             return iter(last_lines(self.client("logs"), job_id, tail, raw))
         return lines_of(self.stream_lines(job_id, follow), raw)
