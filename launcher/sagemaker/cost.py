@@ -243,9 +243,6 @@ OFFLINE = {
     "ml.g4dn.xlarge": 0.736,
     "ml.m5.large": 0.115,
     "ml.m5.xlarge": 0.23,
-    "ml.m5.4xlarge": 0.922,
-    "ml.m6i.4xlarge": 0.922,
-    "ml.c6i.8xlarge": 1.632,
 }
 
 
