@@ -294,7 +294,9 @@ def test_a_wrong_path_is_refused_by_name(refusal, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/open.txt").write_text(LONG)
     (tmp_path / "texts/gone.txt").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
     assert "texts/gone.txt: not a file, or a broken link" in refusal("texts")
+    assert "pipe: not a file" in refusal("pipe")
     assert "missing.txt: no such file" in refusal("missing.txt").lower()
     assert re.fullmatch(r"https://127\.0\.0\.1:9/a: .*download it.*", refusal(URL))
 

@@ -75,6 +75,8 @@ def find_files(
         prefix = Path(root.resolve().name if folder and len(paths) > 1 else "")
         try:
             for path in files_below(root, added, skipped, tokens) if folder else [root]:
+                if not path.is_file() and (folder or path.exists()):
+                    raise InputError(f"{path}: not a file, or a broken link; `-` reads a pipe")
                 file = look(path, encoding, column, plain=added.match(path, root))
                 if file.format.needs_tokens and not tokens:
                     raise InputError(f"{path}: is {file.format.name}; {to_tokens(path)}")
@@ -116,9 +118,6 @@ def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool) -> list[
         raise InputError(f"{root}: these are tokens; give the URI that `upload-data` printed")
     if not taken:
         raise InputError(f"{root}: no text is there{what and f'; {what}'}")
-    for path in taken:
-        if not path.is_file():
-            raise InputError(f"{path}: not a file, or a broken link; delete it")
     if what:
         logger.warning(f"{root}: {what}")
     return sorted(taken)
