@@ -323,7 +323,6 @@ def test_the_last_try_of_a_member_is_its_newest():
     ("words", "fact"),
     [
         ("--sweep n_layer=1,1", "--sweep n_layer=1,1:"),
-        ("--sweep n_head=1,1e0", "--sweep n_head=1,1e0:"),
         ("--sweep n_layer=1,", "--sweep n_layer=1,:"),
         ("--sweep n-head=1 --sweep n_head=2", "--sweep n_head: given twice ('1' and '2')"),
         ("--sweep n_layer=1,0", "n_layer=0"),
