@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -180,8 +181,8 @@ def left_out(files: Sequence[Path], root: Path) -> str:
 def to_tokens(path: Path) -> str:
     """What to type for files of records."""
     return (
-        f"documents and conversations need `sm-nanogpt upload-data {path} --tokenizer bpe`, or"
-        " --tokenizer JOB-ID to tune the model of a job"
+        "documents and conversations need `sm-nanogpt upload-data"
+        f" {shlex.quote(str(path))} --tokenizer bpe`, or --tokenizer JOB-ID to tune a job's model"
     )
 
 

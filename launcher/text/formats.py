@@ -61,10 +61,8 @@ JSON = Format("JSON", ".json", read="json_array")
 PANDOC = "`pandoc -t plain -o {stem}.txt {path}` makes text of it"
 OFFICE = "save a text as .txt or .docx, and a table as .csv"
 PICKLE = "let the program that wrote it write its texts, as .txt or .jsonl"
-IMAGES = (
-    ".png .jpg .jpeg .gif .webp .tif .tiff",
-    rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP|II\*\0",
-)
+IMAGE = rb"\x89PNG|\xff\xd8\xff|GIF8|II\*\0"
+TESSERACT = "`tesseract {path} {stem}` reads the text in it"
 FORMATS = (
     *(PLAIN, JSON_LINES, JSON),
     Format("CSV", ".csv", read="csv"),
@@ -78,7 +76,7 @@ FORMATS = (
     Format("a bzip2 file", ".bz2", rb"BZh", "", "unpack it: `bunzip2 {path}`"),
     Format("an xz file", ".xz", rb"\xfd7zXZ", "", "unpack it: `unxz {path}`"),
     Format("a pickle", ".pkl .pickle .pt .pth", rb"\x80[\x02-\x05]", "", PICKLE),
-    Format("an image", *IMAGES, "", "`tesseract {path} {stem}` reads the text in it"),
+    Format("an image", ".png .jpg .jpeg .gif .tif .tiff", IMAGE, "", TESSERACT),
 )
 COMPRESSIONS: dict[str, tuple[bytes, Any]] = {
     ".gz": (b"\x1f\x8b", gzip.open),
@@ -156,13 +154,8 @@ def look(path: Path, encoding: str = "", column: str = "text", plain: bool = Fal
 
 def is_utf8(raw: File) -> bool:
     """Whether a file is UTF-8 beyond ASCII; ASCII alone may also stand for other characters."""
-    decoder, beyond = codecs.getincrementaldecoder("utf-8")(), False
-    with opened(raw) as file, suppress(UnicodeDecodeError):
-        while chunk := file.read(CHUNK_BYTES):
-            decoder.decode(chunk)
-            beyond = beyond or not chunk.isascii()
-        decoder.decode(b"", final=True)
-        return beyond
+    with suppress(InputError), opened(raw) as file:
+        return False in {text.isascii() for _, text in read_text(file, raw.path, CHUNK_BYTES)}
     return False
 
 
