@@ -242,7 +242,7 @@ def test_the_default_vocabulary_fits_the_text(characters, size):
 def test_a_vocabulary_that_stays_small_is_explained(tmp_path, cli):
     (tmp_path / "a.txt").write_text(FOX * 100)
     ran = cli("upload-data", str(tmp_path / "a.txt"), "--tokenizer", "bpe")
-    (learned,) = re.findall(r"(\d+) tokens, not 512: each word of the text is one token", ran.err)
+    (learned,) = re.findall(r"(\d+) tokens only: each word of the text is one of them", ran.err)
     assert f"vocabulary {learned}\n" in ran.err
 
 

@@ -81,9 +81,7 @@ def n_training(upload: corpus.Upload) -> int:
 
 
 def size_of(channel: Channel, settings: Settings) -> tuple[int, int, bool]:
-    """What fits a preset: the tokens to train on, or characters; how many different ones there are;
-    and whether they are conversations.
-    """
+    """Tokens to train on, or characters; how many different ones; whether of conversations."""
     if (upload := channel.upload) is not None:
         return n_training(upload), upload.vocabulary_size, upload.chats
     if settings.offline:

@@ -199,9 +199,7 @@ def send_tokens(
         storage.expect(progress, min(source.size, SAMPLE))
         words = learn_words(files, wanted, progress)
         if (learned := len(words.tokenizer)) < wanted:
-            logger.info(
-                f"tokenizer: {learned:,} tokens, not {wanted:,}: each word of the text is one token"
-            )
+            logger.info(f"tokenizer: {learned:,} tokens only: each word of the text is one of them")
     cache = settings.cache_dir
     with storage.reported(str(cache)):
         cache.mkdir(parents=True, exist_ok=True)

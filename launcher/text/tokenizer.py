@@ -105,10 +105,7 @@ def check_characters(words: Words, pieces: Sequence[str]) -> None:
 
 
 def fitting_size(characters: int) -> int:
-    """The default vocabulary: the largest power of two with 512 characters of text for each token.
-
-    At least 512, at most 16,384.
-    """
+    """The largest power of two with 512 characters for each token, from 512 to 16,384."""
     return 1 << min(max((characters // 512).bit_length() - 1, 9), 14)
 
 
@@ -121,14 +118,12 @@ def learn_words(
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    def split(pattern: str) -> Any:
-        by = pre_tokenizers.Split(Regex(pattern), "isolated")
-        of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return pre_tokenizers.Sequence([by, of_bytes])
-
+    by_words = pre_tokenizers.Split(Regex(QWEN35), "isolated")
+    # A text without breaks, as of DNA, is one word, for which each merge takes time.
+    cut = pre_tokenizers.Split(Regex(r"[\s\S]{256}"), "isolated")
+    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
-    # A text without breaks, as of DNA, is one word, for which each merge takes time: cut it.
-    tokenizer.pre_tokenizer = split(QWEN35.replace("+", "{1,256}").replace("*", "{0,256}"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([by_words, cut, of_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -158,5 +153,5 @@ def learn_words(
     finally:
         left.set()
     learned.result()
-    tokenizer.pre_tokenizer = split(QWEN35)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([by_words, of_bytes])
     return Words(tokenizer.to_str(), END_OF_TEXT)

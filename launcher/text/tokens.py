@@ -101,10 +101,9 @@ def encode(
     expect(progress, source.size)
     unsorted = directory / "unsorted"
     with unsorted.open("wb") as file:
-        ends, needed, digests = write_documents(whole, words, code, file, progress)
+        ends, needed = write_documents(whole, words, code, file, progress)
     if again.sha256 != source.sha256:
         raise InputError("the text changed while it was read; upload it again")
-    parts = {"train": [0], "val": [1]} if source.documents == 1 else split(ends, digests)
     meta: dict[str, Any] = {
         "dtype": {"H": "uint16", "I": "uint32", "i": "int32"}[code],
         "end_of_text": words.end_of_text,
@@ -119,8 +118,11 @@ def encode(
         unsorted.open("rb") as written,
         mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ) as ids,
     ):
+        width = array(code).itemsize
+        hashes = array("q", map(hash, contents(ids, ends, range(len(ends)), width)))
+        parts = {"train": [0], "val": [1]} if source.documents == 1 else split(ends, hashes)
         for name, part in parts.items():
-            shards = write_shards(directory, name, ids, ends, part, array(code).itemsize)
+            shards = write_shards(directory, name, ids, ends, part, width)
             meta[name] = {"tokens": sum(s["tokens"] for s in shards), "shards": shards}
     unsorted.unlink()
     (directory / "tokenizer.json").write_text(words.content, encoding="utf-8")
@@ -141,27 +143,22 @@ def separated(words: Words) -> Words:
     """
     if words.end_of_text != END_OF_TURN:
         return words
-    known = words.tokenizer.special
-    for name in KNOWN_ENDS:
-        if name in known:
-            return Words(words.content, name)
+    if end := next((name for name in KNOWN_ENDS if name in words.tokenizer.special), None):
+        return Words(words.content, end)
     raise InputError(f"the tokenizer has no token but {END_OF_TURN} that ends a text")
 
 
-def split(ends: array[int], digests: Sequence[int]) -> dict[str, list[int]]:
+def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
     """The documents of each part, in random order; all copies of one are in the same part.
 
     Those that are together longer than the whole validation part should be are for training, unless
     all are.
-
-    Raises:
-        InputError: all documents are equal.
     """
     order = list(range(len(ends)))
     random.Random(SEED).shuffle(order)
     lengths = Counter[int]()
-    for index, digest in enumerate(digests):
-        lengths[digest] += length(ends, index)
+    for index, copy in enumerate(hashes):
+        lengths[copy] += length(ends, index)
     if copies := len(order) - len(lengths):
         logger.info(
             f"{copies:,} of {len(order):,} documents are equal to an earlier one; copies are all in"
@@ -171,14 +168,14 @@ def split(ends: array[int], digests: Sequence[int]) -> dict[str, list[int]]:
         raise InputError(f"all {len(order):,} documents are equal: none is left to validate on")
     wanted = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
     val, tokens = set[int](), 0
-    for digest in map(digests.__getitem__, reversed(order)):
-        if tokens < wanted and lengths[digest] <= wanted and digest not in val:
-            val.add(digest)
-            tokens += lengths[digest]
+    for copy in map(hashes.__getitem__, reversed(order)):
+        if tokens < wanted and lengths[copy] <= wanted and copy not in val:
+            val.add(copy)
+            tokens += lengths[copy]
     val = val or {min(lengths, key=lengths.__getitem__)}
     return {
-        "train": [index for index in order if digests[index] not in val],
-        "val": [index for index in order if digests[index] in val],
+        "train": [index for index in order if hashes[index] not in val],
+        "val": [index for index in order if hashes[index] in val],
     }
 
 
@@ -202,19 +199,18 @@ def halves(document: Iterator[str], cut: int) -> Iterator[Iterator[str]]:
 
 def write_documents(
     whole: Iterator[Iterator[str]], words: Words, code: str, file: IO[bytes], progress: Progress
-) -> tuple[array[int], array[int], array[int]]:
+) -> tuple[array[int], array[int]]:
     """Write the ids of each document and of its end.
 
     Returns:
-        Where each ends, counted in ids; for each conversation the context that holds it up to its
-        first answer; and for each document a number that its copies share.
+        Where each ends, counted in ids, and for each conversation the context that holds it up to
+        its first answer.
     """
     tokenizer = words.tokenizer
     encoder = Encoder(words.content, tokenizer.words, code)
     chat = ChatEncoder(tokenizer, encoder) if code == "i" else None
     end = array(code, [] if tokenizer.end is None else [~tokenizer.end if chat else tokenizer.end])
-    ends, needed, digests, position = array("Q"), array("Q"), array("Q"), 0
-    digest = hashlib.blake2b(digest_size=8)
+    ends, needed, position = array("Q"), array("Q"), 0
     for batch in batches(whole):
         pieces = [piece for piece in batch if piece is not None]
         if tokenizer.unit == "characters":
@@ -224,16 +220,13 @@ def write_documents(
             ids = end.tobytes() if piece is None else next(each)
             position += len(ids) // end.itemsize
             file.write(ids)
-            digest.update(ids)
             if chat and piece and piece.startswith(SPEAKS) and len(needed) == len(ends):
                 begin = ends[-1] if ends else 0
                 needed.append(position - begin - len(chat.line_break) - 1)  # the last is a target
             if piece is None:
                 ends.append(position)
-                digests.frombytes(digest.digest())
-                digest = hashlib.blake2b(digest_size=8)
         progress(sum(len(piece.encode()) for piece in pieces))
-    return ends, needed, digests
+    return ends, needed
 
 
 def batches(whole: Iterator[Iterator[str]]) -> Iterator[Batch]:
@@ -255,12 +248,16 @@ def length(ends: array[int], index: int) -> int:
     return ends[index] - (ends[index - 1] if index else 0)
 
 
+def contents(ids: mmap.mmap, ends: array[int], order: Sequence[int], width: int) -> Iterator[bytes]:
+    return (ids[(ends[i] - length(ends, i)) * width : ends[i] * width] for i in order)
+
+
 def write_shards(
     directory: Path, name: str, ids: mmap.mmap, ends: array[int], order: Sequence[int], width: int
 ) -> list[dict[str, Any]]:
     """Write documents, in this order, to files of SHARD_BYTES; returns what meta.json says."""
     shards: list[dict[str, Any]] = []
-    chunks = (ids[(ends[i] - length(ends, i)) * width : ends[i] * width] for i in order)
+    chunks = contents(ids, ends, order, width)
     pending, left = b"", width * sum(length(ends, i) for i in order)
     while left:
         path = directory / f"{name}-{len(shards):05d}.bin"
