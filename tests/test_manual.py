@@ -45,12 +45,16 @@ def smaller(words: list[str]) -> list[str]:
 def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
     monkeypatch.setattr("webbrowser.open", lambda url: True)
     monkeypatch.setattr("launcher.text.shakespeare.first_text", lambda *_: text_file)
-    for name in ("input.txt", "letters.txt"):
+    Path("notes/drafts").mkdir(parents=True)
+    for name in ("input.txt", "letters.txt", "more.txt", "notes/a.py", "notes/drafts/b.md"):
         shutil.copy(text_file, name)
+    reviews = "".join(f'{number},"good, and {number}"\n' for number in range(500))
+    Path("reviews.csv").write_text(f"id,review\n{reviews}")
+    monkeypatch.setattr("sys.stdin", text_file.open())
     Path("my.toml").write_text("max_steps = 10\n")
     upload = cli("upload-data", "input.txt").out.strip().rpartition("/")[2]
     for shown in shown_commands(ROOT / f"{page}.md"):
-        if ELSEWHERE.isdisjoint(shown):
+        if ELSEWHERE.isdisjoint(shown) and not any("://" in word for word in shown):
             deletes = shown[0] == "delete"
             names = {"JOB-ID": "latest" if deletes else job.job_id, "SWEEP": "latest"}
             names["UPLOAD"] = upload
