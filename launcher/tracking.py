@@ -222,9 +222,8 @@ def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, list[Pla
         raise ServiceError(
             f"job {job_id} is {description.status}; stop it first: `sm-nanogpt stop {job_id}`"
         )
-    if description.has_open_pool(
-        time.time()
-    ):  # AWS would refuse to delete the job, after its files are gone
+    # AWS would refuse to delete the job, after its files are gone.
+    if description.has_open_pool(time.time()):
         raise ServiceError(
             f"job {job_id} still has its warm pool, which ends up to {description.keep_alive} s"
             " after the job; delete the job then"
