@@ -199,7 +199,7 @@ def check_location(location: str) -> None:
             raise ValueError("names no bucket; use s3://bucket/prefix")
         if "//" in rest[2:]:  # a valid key, but SageMaker cannot read it
             raise ValueError("has an empty part, //, which SageMaker cannot read")
-    elif scheme == "arn" or (rest.startswith("//") and not location.startswith("file:///")):
+    elif not location.startswith("file:///") and (rest[:2] == "//" or scheme in ("arn", "file")):
         how = " (download it first)" if scheme in ("http", "https") else ""
         raise ValueError(f"use s3://bucket/prefix or a local directory or file{how}")
 
