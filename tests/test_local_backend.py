@@ -205,7 +205,7 @@ def pair(tmp_path_factory, text_file):
         whole = text_file.read_text(encoding="utf-8")
         for name, part in (("b.txt", whole[:200_000]), ("deep/a b.txt", whole[200_000:])):
             (base / "texts" / name).write_text(part, encoding="utf-8", newline="")
-        (base / "texts/notes.md").write_text("no text of the corpus")
+        (base / "texts/.notes.md").write_text("no text of the corpus")
         (base / "shadows/launcher").mkdir(parents=True)
         (base / "shadows/entry_point").mkdir()
         for name in ("torch", "train", "json", "launcher/__init__", "entry_point/__init__"):
@@ -427,7 +427,7 @@ def test_a_ranks_child_process_does_not_delay_the_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "named"), [([], "nowhere.txt: no such file"), (["--dry-run"], "--dry-run shows")]
+    ("words", "named"), [([], "nowhere.txt: No such file"), (["--dry-run"], "--dry-run shows")]
 )
 def test_an_impossible_local_launch_starts_nothing(home, cli, words, named):
     assert cli(*launching.launching(*words, data=str(home / "nowhere.txt"))).failed(2, named)
