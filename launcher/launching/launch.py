@@ -125,8 +125,9 @@ def prepare(request: Request, settings: Settings, job_id: str | None = None) -> 
         named = start.resolved(asked.init_from, settings)
         base = start.base_of(named)
         request, model, tokenizer = started(request, named, near)
-    if request.preset is None and not (asked.resume or asked.init_from):
-        request = with_default_preset(request)
+    gpu = machines.looks_like_gpu(request.instance or "local")
+    if gpu and request.preset is None and not (asked.resume or asked.init_from):
+        request = request.model_copy(update={"preset": "baby"})
     if request.preset != "auto":
         request.config(1)  # tells of a mistake before a long text is read
     data = request.data or corpus.last_upload(settings)
@@ -309,11 +310,6 @@ def started(request: Request, named: str, settings: Settings) -> tuple[Request, 
             upload, sources = start.survey(named, directory, settings)
             channel = Channel(named, upload.uri, upload, sources)
     return request.model_copy(update={"init_from": channel.uri}), channel, tokenizer
-
-
-def with_default_preset(request: Request) -> Request:
-    gpu = machines.looks_like_gpu(request.instance or "local")
-    return request.model_copy(update={"preset": "baby"}) if gpu else request
 
 
 def complete(request: Request, texts: Mapping[str, Channel], base: str | None) -> TrainingJob:
