@@ -32,12 +32,8 @@ if TYPE_CHECKING:
 # unpacks to much more is no model.
 LARGEST_RATIO = 20
 RATIO_FREE_BYTES = 1 << 26
-# What a damaged archive raises.
-DAMAGE = (
-    *(tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError, RecursionError),
-    IndexError,  # the header of a sparse file is cut off
-    *(FileExistsError, NotADirectoryError),  # a name is there twice, or below a file
-)
+# What tarfile raises for a damaged archive; IndexError if the header of a sparse file is cut off.
+NOT_TAR = (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError, IndexError)
 
 
 def fetch_model(
@@ -215,7 +211,8 @@ def extract(archive: Path, target: Path, uri: str) -> None:
                     shutil.copyfileobj(source, out)
             while stream.read(storage.CHUNK_BYTES):  # reads the checksum at the end
                 pass
-    except DAMAGE as error:
+    # The last two: a name is there twice, or below a file.
+    except (*NOT_TAR, RecursionError, FileExistsError, NotADirectoryError) as error:
         raise ServiceError(f"{uri} is damaged: {error}") from None
 
 
