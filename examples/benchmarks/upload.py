@@ -5,10 +5,10 @@ Examples:
   git worktree add ../before v0.1
   python examples/benchmarks/upload.py --text input.txt --before ../before
 
-The large text repeats the given one. Its tokens are those of a BPE that is learned from the given
-text before, with --vocab-size. Their speed is from the difference between the large text and the
-given one, so it leaves out the start. With --before, the same commands of another checkout run in
-turns with these.
+The large text repeats the given one. Its tokens are those of a BPE that each checkout learns from
+the given text before, with --vocab-size. Their speed is from the difference between the large text
+and the given one, so it leaves out the start. With --before, the same commands of another checkout
+run in turns with these.
 """
 
 from __future__ import annotations
@@ -20,24 +20,33 @@ from pathlib import Path
 import measure
 from measure import CLI, ROOT, Failed, Process, Report, cost
 from startup import repeated
-from tokens import encoded
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
     megabytes = 2 if args.quick else args.megabytes
     large = repeated(scratch / "large.txt", args.text.read_text("utf-8"), megabytes)
-    tokenizer = encoded(args.text, args.vocab_size, scratch / "learned")
 
-    def upload(checkout: Path, text: Path, *words: str | Path) -> tuple[float, float]:
-        home = scratch / f"home-{time.monotonic_ns()}"  # an empty store
+    def upload(
+        checkout: Path, text: Path, *words: str | Path, home: Path | None = None
+    ) -> tuple[float, float]:
+        home = home or scratch / f"home-{time.monotonic_ns()}"  # an empty store
         env = {"SM_NANOGPT_HOME": str(home), "PYTHONPATH": str(checkout)}
         command = [*CLI, "upload-data", str(text), *map(str, words)]
         return cost(Process(command, cwd=checkout, env=env))
+
+    checkouts = {"": ROOT} | ({", before": args.before.absolute()} if args.before else {})
+    tokenizers = dict[Path, Path]()  # each checkout has its own
+    for checkout in checkouts.values():
+        home = scratch / f"learned-{len(tokenizers)}"
+        words = ("--tokenizer", "bpe", "--vocab-size", str(args.vocab_size))
+        upload(checkout, args.text, *words, home=home)
+        (tokenizers[checkout],) = (each.parent for each in home.glob("store/data/*/tokenizer.json"))
 
     def by_characters(checkout: Path) -> tuple[float, float]:
         return upload(checkout, large)
 
     def by_tokens(checkout: Path) -> tuple[float, float]:
+        tokenizer = tokenizers[checkout]
         # In a smoke run, the text is too small to show a difference.
         small = 0.0 if args.quick else upload(checkout, args.text, "--tokenizer", tokenizer)[0]
         seconds, memory = upload(checkout, large, "--tokenizer", tokenizer)
@@ -45,7 +54,6 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
             raise Failed("the large text took no longer than the given one; more --megabytes")
         return (large.stat().st_size - args.text.stat().st_size) / 1e6 / (seconds - small), memory
 
-    checkouts = {"": ROOT} | ({", before": args.before.absolute()} if args.before else {})
     ways = {"characters": by_characters, "tokens": by_tokens}
     sides = {
         f"{way}{when}": lambda index, run=run, checkout=checkout: run(checkout)
