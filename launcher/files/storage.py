@@ -252,6 +252,9 @@ def remove(uri: str, settings: Settings | None = None) -> None:
             if place.is_file() or place.is_symlink():
                 place.unlink()
             with suppress(FileNotFoundError):
+                for path in place.iterdir():  # first, so that job.json still lists the job
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
                 shutil.rmtree(place)
             return
         fs, key = file_system(uri, settings)
