@@ -345,6 +345,14 @@ def list_entries(uri: str, settings: Settings | None = None) -> dict[str, dict[s
     }
 
 
+def namesakes(uri: str, settings: Settings | None = None) -> list[str]:
+    """The URIs of the other S3 objects whose keys begin with the key of this one."""
+    fs, path = file_system(uri, settings)
+    parent, _, name = path.rpartition("/")
+    with reported(uri):
+        return [f"s3://{each}" for each in fs.find(parent, prefix=name) if each != path]
+
+
 def fetch(
     uri: str, directory: Path, progress: Progress = lambda n: None, settings: Settings | None = None
 ) -> list[Path]:

@@ -52,6 +52,12 @@ def find_channel(location: str, settings: Settings) -> Channel:
         if "meta.json" not in there and not any(map(is_text, there)):
             what = "no *.txt or *.md file is there" if there else "nothing is there"
             raise InputError(f"{location}: {what}")
+        # SageMaker copies all objects whose keys begin with the URI of a channel.
+        if is_text(uri) and not stays and (others := storage.namesakes(uri, settings)):
+            raise InputError(
+                f"{location}: SageMaker would also copy {others[0]}, whose name begins the same;"
+                f" copy the text to {uri.rpartition('.')[0]}/ and name that prefix instead"
+            )
         return Channel(location, uri, None, [])
     # Tokens encoded on this machine before a store on S3 was set.
     if known is not None and known.train_tokens:
