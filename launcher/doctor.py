@@ -6,6 +6,7 @@ InputError or ServiceError for a failure, whose text says what to do.
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 from launcher.aws import QUOTA, aws_session, check_bucket, check_region, make_client, service_errors
 from launcher.errors import InputError, ServiceError
+from launcher.files import storage
 from launcher.job import Request
 from launcher.launching.launch import launch
 from launcher.local.backend import LocalBackend
@@ -138,7 +140,7 @@ def check_role(context: Context) -> str:
 
 
 def check_store(context: Context) -> str:
-    """The store can be read, and is in the region of the jobs."""
+    """The store is in the region of the jobs; write and delete an empty object there."""
     context.store = context.settings.store or (context.stack.store if context.stack else "")
     if not context.store:
         raise InputError(
@@ -149,11 +151,11 @@ def check_store(context: Context) -> str:
         raise InputError(
             f"SageMaker cannot read {context.store}: set --store to s3://bucket/prefix"
         )
-    client, (bucket, _, prefix) = context.client("s3"), context.store[5:].partition("/")
-    check_bucket(client, context.store, "--store", context.region)
-    with service_errors("ListObjectsV2"):
-        client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix.rstrip('/')}/", MaxKeys=1)
-    return context.store
+    check_bucket(context.client("s3"), context.store, "--store", context.region)
+    place = storage.join(context.store, "data", f"doctor-{secrets.token_hex(4)}.txt")
+    storage.write_bytes(place, b"", context.settings)
+    storage.remove(place, context.settings)
+    return f"{context.store} is writable"
 
 
 def check_price(context: Context) -> str:

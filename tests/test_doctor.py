@@ -16,6 +16,7 @@ import pytest
 
 from launcher import InputError, JobDescription, ServiceError, Settings, doctor, wait
 from launcher.doctor import FAILURE, OK, WARNING, CheckWarning, Context
+from launcher.files import storage
 from launcher.sagemaker.stack import Stack
 
 ROLE = "arn:aws:iam::123456789012:role/training"
@@ -169,7 +170,8 @@ def test_the_stack_provides_store_and_role(examined, stacks, s3, monkeypatch):
     found = examined()
     assert found["stack"] == (OK, "sm-nanogpt is CREATE_COMPLETE")
     assert found["role"] == (OK, ROLE)
-    assert found["store"] == (OK, f"s3://{s3.bucket}/nanogpt")
+    assert found["store"] == (OK, f"s3://{s3.bucket}/nanogpt is writable")
+    assert not storage.list_files(f"s3://{s3.bucket}/nanogpt/data")
     stacks[0] = replace(stacks[0], status="ROLLBACK_COMPLETE")
     result, said = examined()["stack"]
     assert (result, "ROLLBACK_COMPLETE" in said, "infra show" in said) == (WARNING, True, True)

@@ -123,6 +123,8 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         if sys.stdin is None:  # as `<&-` leaves it
             sys.stdin = io.StringIO()
+        if sys.stdout is None:
+            sys.stdout = io.StringIO()
         if isinstance(sys.stdout, io.TextIOWrapper):
             # Escape what the terminal's encoding lacks, so that the rest is printed.
             sys.stdout.reconfigure(errors="backslashreplace")
