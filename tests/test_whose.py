@@ -197,6 +197,15 @@ def test_latest_reads_one_page(cloud, cli, launch):
         assert [operation for operation, _ in cloud.calls].count("Search") == answer
 
 
+def test_an_odd_job_hides_no_other(cloud, cli, launch):
+    odd, other = launch(), launch()
+    cloud.sagemaker.jobs[odd].request["HyperParameters"]["n_layer"] = "four"  # no JSON
+    ran = cli("jobs", "--json").good
+    assert [job["job_id"] for job in json.loads(ran.out)] == [other]
+    assert f"job {odd} is left out: " in ran.err
+    assert cli("status", odd).failed(1, odd, "JSONDecodeError")
+
+
 # -- names -----------------------------------------------------------------------------------------
 
 

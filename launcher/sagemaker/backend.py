@@ -41,6 +41,7 @@ from launcher.job import (
     TAG_VALUE,
     JobDescription,
     TrainingJob,
+    UnreadableJob,
     log_pending,
     newest_checkpoint,
 )
@@ -308,12 +309,17 @@ class SageMakerBackend:
             }
         )
 
-    def list(self, everyone: bool = False, name: str | None = None) -> Iterator[JobDescription]:
+    def list(
+        self, everyone: bool = False, name: str | None = None
+    ) -> Iterator[JobDescription | UnreadableJob]:
         """Pages are asked for as they are needed; the caller is asked for within two seconds."""
         self.caller(patient=False)
         with service_errors("Search"):
             for raw in self.all_raw(everyone, name):
-                yield describe_job(raw, None)
+                try:
+                    yield describe_job(raw, None)
+                except ServiceError as error:
+                    yield UnreadableJob(raw["TrainingJobName"], error)
 
     def all_raw(self, everyone: bool = True, name: str | None = None) -> Iterator[dict[str, Any]]:
         """Search the account's jobs, newest first, by our tags. Iterate within `service_errors`.

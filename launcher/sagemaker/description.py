@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from launcher.errors import ServiceError
 from launcher.job import NAME_TAG, OWNER_TAG, RUNNING, SUMMARY_TAG, JobDescription
 
 # A FailureReason is the last line of the failed rank, `Name: cause [kind]`. If it left none, the
@@ -31,6 +32,16 @@ def is_our_job(raw: dict[str, Any]) -> bool:
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
     """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown."""
+    try:
+        return read_answer(raw, checkpoint_step)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        job_id, problem = raw.get("TrainingJobName"), f"{type(error).__name__}: {error}"
+        raise ServiceError(
+            f"SageMaker describes job {job_id} as no launch of sm-nanogpt made it ({problem})"
+        ) from None
+
+
+def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
     has_checkpoint = checkpoint_step is not None
     channels = {
         channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"]
