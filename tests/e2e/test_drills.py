@@ -35,7 +35,7 @@ def test_a_hyperparameter_that_the_container_refuses(aws, cli, text_file):
 def test_text_that_was_deleted_after_its_upload(aws, s3, cli, text_file):
     uri = cli("upload-data", str(text_file)).out.strip()
     s3.delete_object(Bucket=s3.bucket, Key=uri.removeprefix(f"s3://{s3.bucket}/") + "/input.txt")
-    for words, said in (((), "is incomplete"), (("--data", uri), "is missing")):
+    for words, said in (((), "incomplete"), (("--data", uri), "is missing")):
         assert cli(*LAUNCH, *words, *sets(**TINY)).failed(2, uri, said)
     assert not aws.sagemaker.jobs
 
