@@ -107,6 +107,13 @@ def test_places_are_lines_or_counts_of_items():
     ]
 
 
+def twins() -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), file)
+    return file.getvalue()
+
+
+TWINS = twins()
 DEEP = b"[" * 100_000
 
 
@@ -128,8 +135,12 @@ DEEP = b"[" * 100_000
         ("a.csv", HEAD + b'2,"b"c\n', (":3: ", "doubled")),
         ("a.csv", HEAD + b"2,b,c\n", (":3: ", "3 cells", "has 2")),
         ("a.csv", HEAD + b"2\n", (":3: ", "1 cell", "has 2")),
-        ("a.parquet", parquet([{"id": 1, "body": "a"}]), (": ", "`text`", "`id`, `body`")),
+        ("a.parquet", parquet([{"id": 1, "body": "a"}]), (": ", "`text`", "of text: `body`")),
         ("a.parquet", parquet([{"text": 1}]), ("row 1", "`text` is no text")),
+        ("a.parquet", TWINS, ("two columns", "`text`")),
+        ("a.csv", b"text,text\na,b\n", ("two columns", "`text`")),
+        ("a.jsonl", b'{\n"text": "a"\n}\n', (":1: ", "on one line: `jq -c . FILE`")),
+        ("a.json", b'[{"title": "a", "mapping": {}}]', ("item 1", "ChatGPT's own export")),
         ("a.parquet", b"PAR1" + b"x" * 100, ("damaged",)),
         ("a.parquet", parquet([{"text": "a" * 9999}], compression=None)[:5000], ("damaged",)),
     ],
@@ -141,6 +152,10 @@ def test_a_record_without_text_is_refused_with_its_place(name, content, facts, t
     assert str(raised.value).startswith(f"{tmp_path / name}")
     assert all(fact in str(raised.value) for fact in facts), raised.value
     assert "\n" not in str(raised.value)
+
+
+def test_an_empty_array_has_no_records():
+    assert read("a.json", b" [ ]\n") == []
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):

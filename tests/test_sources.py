@@ -189,7 +189,8 @@ def test_what_s3_does_not_give_is_one_line(bucket, emulator, copied, monkeypatch
 def test_standard_input_is_a_file(copied, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"hi"), isatty=bool))
     (tmp_path / "notes.txt").write_text("more")
-    assert copied("-", "notes.txt") == {"stdin": b"hi", "notes.txt": b"more"}
+    uri = (tmp_path / "notes.txt").as_uri()
+    assert copied("-", uri) == {"stdin": b"hi", "notes.txt": b"more"}
 
 
 @pytest.mark.parametrize(
@@ -197,13 +198,15 @@ def test_standard_input_is_a_file(copied, monkeypatch, tmp_path):
     [
         ("https://a.org/b.txt", "`curl -L https://a.org/b.txt | sm-nanogpt upload-data -`"),
         ("gs://bucket/b.txt", "s3://bucket/prefix"),
+        ("- -", "given once"),
         ("hf://me/model", "hf://datasets/OWNER/NAME"),
         ("", "the path is empty"),
     ],
 )
-def test_other_urls_are_refused_with_the_way(copied, source, fact):
+def test_other_urls_are_refused_with_the_way(copied, source, fact, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # it is not asked for
     with pytest.raises(InputError) as refused:
-        copied(source)
+        copied(*source.split(" "))
     assert fact in str(refused.value)
 
 
@@ -233,6 +236,13 @@ def test_standard_input_is_read_by_its_content(cli, monkeypatch):
         ran = cli("upload-data", "-", "--tokenizer", "bpe", "--vocab-size", "300")
         assert "30 documents" in ran.err, ran.err
         assert "/data/stdin-" in ran.out
+    rows = b"id,Review\n" + b"".join(b"%d,a sea %d\n" % (n, n) for n in range(90))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows), isatty=bool))
+    more = ("--tokenizer", "bpe", "--vocab-size", "300", "--column", "Review")
+    assert "90 documents" in cli("upload-data", "-", *more).good.err
+    for text, fact in ((b"Rev, a\n", "records, and - is plain"), (b"%PDF-1", "`pdftotext FILE`")):
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text), isatty=bool))
+        assert cli("upload-data", "-", "--column", "Review").failed(2, fact)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(lines), isatty=bool))
     assert cli("upload-data", "-").failed(2, "`sm-nanogpt upload-data - --tokenizer bpe`")
 

@@ -128,12 +128,14 @@ def test_a_compressed_file_has_the_same_documents(compressed, tmp_path):
     assert found.characters == sum(map(len, stories(5)))
 
 
-def test_blank_lines_and_empty_texts_are_no_documents(tmp_path):
+def test_blank_lines_and_empty_texts_are_no_documents(tmp_path, caplog):
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.jsonl").write_text('\ufeff{"text": "a"}\n\n{"text": ""}\n{"text": "b"}\r\n \n')
     for name, content in (("empty.txt", ""), ("deep/c.txt", FOX), ("notes.md", FOX)):
         (tmp_path / name).write_text(content)
-    assert tokens.survey(find_files([tmp_path], tokens=True)).documents == 4
+    found = tokens.survey(find_files([tmp_path], tokens=True))
+    assert (found.documents, found.empty) == (4, 2)
+    assert caplog.messages == ["2 of 6 documents left out: no text"]
 
 
 def test_the_suffix_decides_what_is_json_lines(tmp_path):
@@ -242,7 +244,7 @@ def test_the_default_vocabulary_fits_the_text(characters, size):
 def test_a_vocabulary_that_stays_small_is_explained(tmp_path, cli):
     (tmp_path / "a.txt").write_text(FOX * 100)
     ran = cli("upload-data", str(tmp_path / "a.txt"), "--tokenizer", "bpe")
-    (learned,) = re.findall(r"(\d+) tokens only: each word of the text is one of them", ran.err)
+    (learned,) = re.findall(r"(\d+) tokens, not 512: the text has no more to learn", ran.err)
     assert f"vocabulary {learned}\n" in ran.err
 
 
@@ -374,7 +376,8 @@ def test_copies_are_all_in_one_part(field, tmp_path, cli):
     lines = [line(f"{number}: {FOX}") for number in range(60)]
     (tmp_path / "twice.jsonl").write_text("".join(lines + lines))
     ran = cli("upload-data", str(tmp_path / "twice.jsonl"), "--tokenizer", "bpe")
-    assert "60 of 120 documents are equal to an earlier one" in ran.err
+    kind = "documents" if field == "text" else "conversations"
+    assert f"60 of 120 {kind} are copies; each is in the same part as its original" in ran.err
     parts = []
     for part in ("train", "val"):
         content = (stored(ran.out.strip()) / f"{part}-00000.bin").read_bytes()
@@ -390,7 +393,8 @@ def test_copies_are_all_in_one_part(field, tmp_path, cli):
 def test_documents_that_are_all_equal_are_refused(tmp_path, cli):
     (tmp_path / "a.jsonl").write_text((json.dumps({"text": FOX}) + "\n") * 30)
     ran = cli("upload-data", str(tmp_path / "a.jsonl"), "--tokenizer", "bpe")
-    assert ran.failed(2, "all 30 documents are equal")
+    assert ran.failed(2, "all 30 documents are equal; give one of them")
+    assert "learning" not in ran.err
 
 
 def test_a_large_validation_part_is_a_warning(tmp_path, cli):

@@ -94,8 +94,7 @@ def not_text(
     words = " ".join(shown[max(0, before - 20) : before + 20].split())
     return InputError(
         f"{what}, but perhaps {' or '.join(guesses[:2])}; in {guesses[0]} it reads {words!r}; to"
-        " convert it:"
-        f" `sm-nanogpt upload-data FILE --encoding {guesses[0]}`"
+        f" convert it, add --encoding {guesses[0]} to `upload-data`"
     )
 
 

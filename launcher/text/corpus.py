@@ -199,7 +199,9 @@ def send_tokens(
         storage.expect(progress, min(source.size, SAMPLE))
         words = learn_words(files, wanted, progress)
         if (learned := len(words.tokenizer)) < wanted:
-            logger.info(f"tokenizer: {learned:,} tokens only: each word of the text is one of them")
+            logger.info(
+                f"tokenizer: {learned:,} tokens, not {wanted:,}: the text has no more to learn"
+            )
     cache = settings.cache_dir
     with storage.reported(str(cache)):
         cache.mkdir(parents=True, exist_ok=True)

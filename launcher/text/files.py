@@ -39,7 +39,8 @@ class Globs:
     """Patterns of names, or of paths below a folder, in any case, and those that matched none."""
 
     def __init__(self, option: str, patterns: Sequence[str]) -> None:
-        self.option, self.patterns, self.unused = option, patterns, set(patterns)
+        self.option, self.patterns = option, [pattern.removeprefix("./") for pattern in patterns]
+        self.unused = set(self.patterns)
 
     def match(self, path: Path, root: Path) -> bool:
         names = (path.name, path.relative_to(root).as_posix())
@@ -75,9 +76,11 @@ def find_files(
         folder = root.is_dir()
         prefix = Path(root.resolve().name if folder and len(paths) > 1 else "")
         try:
-            for path in files_below(root, added, skipped, tokens) if folder else [root]:
-                if not path.is_file() and (folder or path.exists()):
-                    raise InputError(f"{path}: not a file, or a broken link; `-` reads a pipe")
+            given = [] if skipped.match(root, root) else [root]
+            alone = len(paths) == 1
+            for path in files_below(root, added, skipped, tokens, alone) if folder else given:
+                if path.exists() and not path.is_file():
+                    raise InputError(f"{path}: not a file{'' if folder else '; `-` reads a pipe'}")
                 file = look(path, encoding, column, plain=added.match(path, root))
                 if file.format.needs_tokens and not tokens:
                     raise InputError(f"{path}: is {file.format.name}; {to_tokens(path)}")
@@ -90,15 +93,21 @@ def find_files(
             raise InputError(f"{shown}: its name is not UTF-8; rename it") from None
     for globs in (added, skipped):
         for pattern in globs.unused:
-            raise InputError(f"--{globs.option} {pattern}: no file is called so")
+            raise InputError(f"--{globs.option} {pattern} fits no file")
+    if column != "text" and found and not any(file.format.needs_tokens for file in found):
+        raise InputError(f"--column is for records, and {paths[0]} is plain text")
     encodings = Counter(file.encoding for file in found if file.encoding not in ("", "utf-8-sig"))
     for encoding, n in encodings.items():
         logger.info(f"converted to UTF-8: {n:,} of {len(found):,} files, from {encoding}")
     return found
 
 
-def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool) -> list[Path]:
-    """The files of a folder that are taken, sorted; the others are logged."""
+def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool, alone: bool) -> list[Path]:
+    """The files of a folder that are taken, sorted; the others are logged.
+
+    Raises:
+        InputError: there is none, and the folder is the only path.
+    """
     taken, left, aside = list[Path](), list[Path](), Counter[str]()
     for place, folders, names in os.walk(root, onerror=raise_error):  # rglob ignores errors
         for folder in [Path(place, name) for name in folders]:
@@ -118,7 +127,9 @@ def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool) -> list[
     if not taken and (root / "meta.json").exists():
         raise InputError(f"{root}: these are tokens; give the URI that `upload-data` printed")
     if not taken:
-        raise InputError(f"{root}: no text is there{what and f'; {what}'}")
+        what = f"no text is there{what and f'; {what}'}"
+    if not taken and alone:
+        raise InputError(f"{root}: {what}")
     if what:
         logger.warning(f"{root}: {what}")
     return sorted(taken)
@@ -132,7 +143,9 @@ def reason_to_skip(path: Path, root: Path, skipped: Globs) -> str:
         return "hidden"
     if (path / "pyvenv.cfg").exists():
         return "virtual environment"
-    return "link to a folder" if path.is_symlink() and path.is_dir() else ""
+    if path.is_symlink() and not path.is_file():
+        return "link to a folder" if path.is_dir() else "broken link"
+    return ""
 
 
 def may_be_read(
@@ -157,25 +170,31 @@ def raise_error(error: OSError) -> None:
 
 def listed(counts: Counter[str]) -> str:
     """`27 files left out: 24 .md, 3 .py`, the most frequent kinds first."""
-    kinds = [f"{n:,} {kind}" for kind, n in counts.most_common(20)]
-    kinds += ["others"] * (len(counts) > 20)
+    kinds = [f"{n:,} {kind}" for kind, n in counts.most_common(8)]
+    kinds += ["others"] * (len(counts) > 8)
     total = counts.total()
     return f"{total:,} file{'s' * (total > 1)} left out: {', '.join(kinds)}"
 
 
 def left_out(files: Sequence[Path], root: Path) -> str:
-    """How many files are left out, and what would take each kind."""
+    """How many files are left out, and at most two ways to take some of them."""
     kinds = Counter(bare(path).suffix.lower() or path.name for path in files)
-    known = {bare(path).suffix.lower() or path.name: named(path) for path in files}
-    ways = [to_tokens(root)] if any(each and each.read for each in known.values()) else []
-    for suffix, each in known.items():
-        if each and not each.read:
-            ways.append(f"{suffix}: {each.advice.format(path='FILE', stem='NAME')}")
-    unknown = [kind for kind, _ in kinds.most_common() if known[kind] is None][:3]
-    globs = [f"--include '{'*' * kind.startswith('.')}{kind}'" for kind in unknown]
+    one = {bare(path).suffix.lower() or path.name: path for path in files}
+    ways, globs = list[str](), list[str]()
+    for kind, _ in kinds.most_common():
+        if known := named(one[kind]):
+            way = f"{kind}: {known.advice.format(path='FILE', stem='NAME')}"
+            ways.append(to_tokens(root) if known.read else way)
+        elif not is_binary(one[kind]):
+            globs.append(f"--include '{'*' * kind.startswith('.')}{kind}'")
     if globs:
-        ways.append(f"`{' '.join(globs)}` takes such files as plain text")
-    return f"{listed(kinds)}; {'; '.join(ways)}"
+        ways.insert(0, f"`{' '.join(globs[:3])}` takes such files as plain text")
+    return "; ".join([listed(kinds), *list(dict.fromkeys(ways))[:2]])
+
+
+def is_binary(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" in file.read(512)
 
 
 def to_tokens(path: Path) -> str:
@@ -223,7 +242,7 @@ def check_text(root: Path, files: Sequence[File]) -> tuple[Text, list[File]]:
         characters += n
     check_enough(root, characters)
     if aside:
-        logger.warning(f"{root}: {listed(aside)}")
+        logger.warning(listed(aside))
     warn_of(odd)
     return Text(size, characters, "".join(sorted(vocabulary)), digest.hexdigest()), kept
 

@@ -58,14 +58,14 @@ class Format:
 PLAIN = Format("plain text", ".txt .md", read="text")
 JSON_LINES = Format("JSON lines", ".jsonl .ndjson", read="json_lines")
 JSON = Format("JSON", ".json", read="json_array")
+CSV = Format("CSV", ".csv", read="csv")
 PANDOC = "`pandoc -t plain -o {stem}.txt {path}` makes text of it"
 OFFICE = "save a text as .txt or .docx, and a table as .csv"
 PICKLE = "let the program that wrote it write its texts, as .txt or .jsonl"
 IMAGE = rb"\x89PNG|\xff\xd8\xff|GIF8|II\*\0"
 TESSERACT = "`tesseract {path} {stem}` reads the text in it"
 FORMATS = (
-    *(PLAIN, JSON_LINES, JSON),
-    Format("CSV", ".csv", read="csv"),
+    *(PLAIN, JSON_LINES, JSON, CSV),
     Format("TSV", ".tsv", read="tsv"),
     Format("Parquet", ".parquet", b"PAR1", "parquet"),
     Format("a PDF", ".pdf", b"%PDF-", "", "`pdftotext {path}` makes text of it"),
@@ -133,13 +133,16 @@ def look(path: Path, encoding: str = "", column: str = "text", plain: bool = Fal
     with opened(raw) as file:
         begins = file.read(1 << 12)
     found = promised = PLAIN if plain else named(path) or PLAIN
+    if compression and begins.startswith(tuple(magic for magic, _ in COMPRESSIONS.values())):
+        raise InputError(f"{path}: is compressed twice; unpack it once")
     if promised.read:  # else it is refused as what its name says: a .docx begins as a .zip
         found = next((f for f in FORMATS if f.magic and re.match(f.magic, begins, re.S)), promised)
     if not found.read:
-        advice = found.advice.format(path=shlex.quote(str(path)), stem=shlex.quote(path.stem))
+        where = str(path) if path.suffix else "FILE"  # such as standard input
+        advice = found.advice.format(path=shlex.quote(where), stem=shlex.quote(path.stem))
         raise InputError(f"{path}: is {found.name}; {advice}")
     codec = next((codec for mark, codec in MARKS.items() if begins.startswith(mark)), "")
-    if encoding and not codec and found.read != "parquet" and not is_utf8(raw):
+    if encoding and not codec and found.read != "parquet" and not is_utf8(raw, encoding):
         codec = encoding
     text = begins.decode(codec or "utf-8", "ignore").lstrip()
     if found is PLAIN and not plain and re.match(r'\[?\s*\{\s*"', text):
@@ -147,15 +150,23 @@ def look(path: Path, encoding: str = "", column: str = "text", plain: bool = Fal
             found = JSON
         else:
             logger.warning(f"{path}: looks like JSON, but is read as text; rename it to *.json")
+    header = re.split("[,;\t]", text.partition("\n")[0])
+    if column != "text" and not path.suffix and column in [name.strip('\r "') for name in header]:
+        found = CSV
     if found is JSON and not text.startswith("["):
         found = JSON_LINES
     return replace(raw, format=found, encoding=codec)
 
 
-def is_utf8(raw: File) -> bool:
-    """Whether a file is UTF-8 beyond ASCII; ASCII alone may also stand for other characters."""
+def is_utf8(raw: File, encoding: str) -> bool:
+    """Whether a file is UTF-8; ASCII alone may also stand for other characters."""
+    same = True
     with suppress(InputError), opened(raw) as file:
-        return False in {text.isascii() for _, text in read_text(file, raw.path, CHUNK_BYTES)}
+        for chunk, text in read_text(file, raw.path, CHUNK_BYTES):
+            if not text.isascii():
+                return True
+            same = same and chunk.decode(encoding, "replace") == text
+        return same
     return False
 
 
@@ -187,6 +198,9 @@ def opened(source: File) -> Iterator[Content]:
         raise InputError(f"{path}: damaged: {error}") from None
     except UnicodeDecodeError as error:
         raise not_text(path, error.object, error.start, error.encoding) from None
+    except UnicodeError as error:
+        name = source.encoding
+        raise InputError(f"{path}: {error}; use --encoding {name}-le or {name}-be") from None
 
 
 @contextmanager
@@ -205,9 +219,9 @@ def stored(source: File) -> Iterator[Path]:
 
 ODD = {
     rb"\xc2[\x80-\x9f]": "control characters (U+0080 to U+009F), which Windows-1252 makes if it is"
-    " read as Latin-1; convert the original: `sm-nanogpt upload-data FILE --encoding cp1252`",
-    rb"\xef\xbf\xbd": "U+FFFD, the sign for lost characters; convert the original text again:"
-    " `sm-nanogpt upload-data FILE --encoding NAME`",
+    " read as Latin-1; upload the original with --encoding cp1252",
+    rb"\xef\xbf\xbd": "U+FFFD, the sign for lost characters; upload the original with --encoding"
+    " and the name of its encoding",
     rb"\r[^\n]": "carriage returns without line feeds; for line breaks:"
     r" `tr '\r' '\n' < FILE > NEW-FILE`",
 }
@@ -235,6 +249,7 @@ class Source:
     """What reading the documents once found: the counts, and a SHA-256 of names and contents."""
 
     documents: int = 0
+    empty: int = 0  # left out
     chats: int = 0  # of the documents, those that are conversations
     characters: int = 0
     size: int = 0
@@ -257,11 +272,13 @@ def documents(files: Sequence[File], found: Source) -> Iterator[Iterator[str]]:
         digest.update(f"{file.name}\0".encode())
         for place, chats, document in documents_of(file):
             if (first := next(document, None)) is None:
+                found.empty += 1
                 continue
             found.documents += 1
             found.chats += chats
             if found.chats not in (0, found.documents):
-                raise InputError(f"{place}: some documents are conversations, and others are text")
+                what = "some documents are conversations, and others are text"
+                raise InputError(f"{place}: {what}; leave out the files of one kind by --exclude")
             yield counted(chain([first], document), digest, found, chats, place)
             digest.update(b"\0")
     found.sha256 = digest.hexdigest()

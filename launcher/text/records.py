@@ -50,7 +50,11 @@ def document_of(record: Any, place: str, column: str = TEXT) -> tuple[bool, Iter
         if text is None and column in record:  # null, as an empty cell of a table
             text = ""
         if not isinstance(text, str):
-            raise no_text(place, column, record)
+            fields: Any = record  # a dict, since a list is a conversation
+            if "mapping" in fields:
+                raise InputError(f"{place}: ChatGPT's own export is not read; {EXAMPLE}")
+            texts = [name for name, value in fields.items() if isinstance(value, str)]
+            raise no_text(place, column, texts, column in fields)
         pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
     try:
         for piece in pieces:
@@ -60,10 +64,10 @@ def document_of(record: Any, place: str, column: str = TEXT) -> tuple[bool, Iter
     return is_chat, iter(pieces)
 
 
-def no_text(place: str, column: str, fields: Collection[str]) -> InputError:
-    problem = f"`{column}` is no text" if column in fields else f"no field `{column}`"
-    names = ", ".join(f"`{name}`" for name in fields) or "none"
-    return InputError(f"{place}: {problem}; --column takes another one of its fields: {names}")
+def no_text(place: str, column: str, texts: Collection[str], has_it: bool = False) -> InputError:
+    problem = f"`{column}` is no text" if has_it else f"no field `{column}`"
+    names = ", ".join(f"`{name}`" for name in texts) or "none"
+    return InputError(f"{place}: {problem}; --column takes another field, of text: {names}")
 
 
 def json_lines(file: IO[bytes], path: str) -> Records:
@@ -83,7 +87,7 @@ def json_lines(file: IO[bytes], path: str) -> Records:
             raise not_text(place, line, error.start) from None
         except (ValueError, RecursionError) as error:
             column, why = getattr(error, "colno", 1), getattr(error, "msg", error)
-            hint = "`jq -c . FILE` writes one record a line"
+            hint = "a record must be on one line: `jq -c . FILE`"
             raise InputError(f"{place}: not JSON at column {column} ({why}); {hint}") from None
         yield place, record
 
@@ -102,7 +106,11 @@ def json_array(file: IO[bytes], path: str) -> Records:
                 break
             if not text.startswith(sign, begin):
                 raise json.JSONDecodeError(f"Expecting '{sign}'", text, begin)
-            item, after = decode(text, skip(text, begin + 1).end())
+            inner = skip(text, begin + 1).end()
+            if number == 1 and text.startswith("]", inner):
+                begin = inner
+                break
+            item, after = decode(text, inner)
         except (ValueError, RecursionError) as error:  # wrong, or not yet read as a whole
             rest = text[end:]
             more = "".join(islice(parts, 1 + len(rest) // CHUNK))
@@ -131,6 +139,7 @@ def table(file: IO[bytes], path: str, delimiter: str) -> Records:
             place, line = f"{path}:{line}", rows.line_num + 1
             if not names:
                 names = row
+                refuse_twins(path, names)
             elif row and len(row) != len(names):
                 raise InputError(f"{place}: {len(row)} cells, but the first row has {len(names)}")
             elif row:
@@ -138,6 +147,12 @@ def table(file: IO[bytes], path: str, delimiter: str) -> Records:
     except csv.Error as error:
         hint = 'a cell that begins with " ends with ", and each " between is doubled'
         raise InputError(f"{path}:{line}: {error}; {hint}") from None
+
+
+def refuse_twins(path: str, names: list[str]) -> None:
+    for name in names:
+        if name and names.count(name) > 1:
+            raise InputError(f"{path}: two columns are called `{name}`; rename one")
 
 
 def parquet(file: IO[bytes], path: str, column: str = TEXT) -> Records:
@@ -150,8 +165,10 @@ def parquet(file: IO[bytes], path: str, column: str = TEXT) -> Records:
     try:
         source = ParquetFile(file, buffer_size=CHUNK, pre_buffer=False)
         names = source.schema_arrow.names
+        refuse_twins(path, names)
         if column not in names and not may_be_chat(set(names)):
-            raise no_text(path, column, names)
+            schema = source.schema_arrow
+            raise no_text(path, column, [f.name for f in schema if str(f.type).endswith("string")])
         wanted = [name for name in names if name in {column, *FIELDS}]
         batches = source.iter_batches(ROWS, columns=wanted)
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)

@@ -41,11 +41,16 @@ def local_paths(
         InputError: nothing is there, or it is another kind of URL.
         ServiceError: the Hub or S3 refuses, or cannot be reached, or the disk is full.
     """
+    if list(paths).count("-") > 1:
+        raise InputError("- can be given once: it is standard input")
     for path in paths:
         if str(path).startswith(("http://", "https://")):
             raise InputError(f"{path}: download it, `curl -L {path} | sm-nanogpt upload-data -`")
+        if is_elsewhere(path) and not re.fullmatch(rf"-|s3://.*|{HUB.pattern}", str(path)):
+            what = "a path, -, hf://datasets/OWNER/NAME/PATH, or s3://bucket/prefix"
+            raise InputError(f"{path}: use {what}")
         with suppress(OSError):  # who reads it names it
-            if not is_elsewhere(path) and not storage.path_of(path).exists():
+            if not is_elsewhere(path) and not here(path).exists():
                 raise InputError(
                     f"{path}: no such file or directory; without a PATH, `sm-nanogpt upload-data`"
                     " takes tiny Shakespeare"
@@ -69,7 +74,7 @@ def local_paths(
         found = list[Path]()
         for path in paths:
             if not is_elsewhere(path):
-                found.append(storage.path_of(path))
+                found.append(here(path))
                 continue
             settings.cache_dir.mkdir(parents=True, exist_ok=True)
             directory = tempfile.TemporaryDirectory(prefix="sources-", dir=settings.cache_dir)
@@ -83,7 +88,14 @@ def local_paths(
 
 
 def is_elsewhere(source: str | Path) -> bool:
-    return source == "-" or "://" in str(source)
+    return source == "-" or "://" in str(source).removeprefix("file://")
+
+
+def here(source: str | Path) -> Path:
+    """A path of this machine, which a URI may name."""
+    if str(source).startswith("file://"):
+        return storage.local_path(str(source)) or Path()
+    return storage.path_of(source)
 
 
 def named_by(source: str | Path) -> Path:
@@ -155,9 +167,6 @@ def hub(source: str) -> Any:
         from huggingface_hub import HfFileSystem
     except ImportError as error:
         raise not_installed(error.name or "huggingface_hub", "data") from None
-    if not HUB.fullmatch(source):
-        what = "a path, -, hf://datasets/OWNER/NAME/PATH, or s3://bucket/prefix"
-        raise InputError(f"{source}: use {what}")
     return HfFileSystem(skip_instance_cache=True)
 
 

@@ -47,11 +47,23 @@ Batch = list[str | None]  # pieces of text; None stands where a document ends
 
 
 def survey(files: Sequence[File]) -> Source:
-    """Read all documents once, to count them."""
-    found = Source()
+    """Read all documents once, to count them.
+
+    Raises:
+        InputError: as documents; or all are equal, so that none can validate.
+    """
+    found, contents = Source(), set[int]()
     for document in documents(files, found):
-        for _ in document:
-            pass
+        content = 0
+        for piece in document:
+            content = hash((content, piece))
+        if len(contents) < 2:
+            contents.add(content)
+    if found.empty:
+        total = found.documents + found.empty
+        logger.warning(f"{found.empty:,} of {total:,} documents left out: no text")
+    if found.documents > 1 and len(contents) == 1:
+        raise InputError(f"all {found.documents:,} documents are equal; give one of them")
     return found
 
 
@@ -120,6 +132,12 @@ def encode(
     ):
         width = array(code).itemsize
         hashes = array("q", map(hash, contents(ids, ends, range(len(ends)), width)))
+        if copies := len(hashes) - len(set(hashes)):
+            kind = "conversations" if source.chats else "documents"
+            logger.info(
+                f"{copies:,} of {source.documents:,} {kind} are copies; each is in the same part as"
+                " its original"
+            )
         parts = {"train": [0], "val": [1]} if source.documents == 1 else split(ends, hashes)
         for name, part in parts.items():
             shards = write_shards(directory, name, ids, ends, part, width)
@@ -159,13 +177,8 @@ def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
     lengths = Counter[int]()
     for index, copy in enumerate(hashes):
         lengths[copy] += length(ends, index)
-    if copies := len(order) - len(lengths):
-        logger.info(
-            f"{copies:,} of {len(order):,} documents are equal to an earlier one; copies are all in"
-            " the training part, or all in the validation part"
-        )
-    if len(lengths) == 1:
-        raise InputError(f"all {len(order):,} documents are equal: none is left to validate on")
+    if len(lengths) == 1:  # also for texts that only the tokenizer takes as equal
+        raise InputError("all documents are equal; give one of them")
     wanted = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
     val, tokens = set[int](), 0
     for copy in map(hashes.__getitem__, reversed(order)):
