@@ -75,7 +75,7 @@ class Listing:
 
 def find(word: str, settings: Settings, acts: bool = False) -> tuple[Backend, JobDescription]:
     """The backend of the job that a word means, and its description. Arguments as for full_id."""
-    known = "`sm-nanogpt jobs` lists the jobs"
+    known = "`sm-nanogpt jobs` lists the jobs, and `sm-nanogpt data` the uploads"
     job_id = full_id(word, settings, acts)
     asked: list[str] = []
     try:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
+from entry_point.errors import choices_for
 from launcher.errors import InputError, ServiceError, must_be
 from launcher.files.documents import Scalar
 from launcher.machines import DEFAULT_VERSION, check_instances, types_of
@@ -253,6 +254,9 @@ class Request(BaseModel):
         """The script's Config; base replaces the defaults."""
         source = self.source
         module = source.module("config")
+        names = ["auto", *module.PRESETS]  # auto is a launch's, which then names another
+        if self.preset is not None and self.preset not in names:
+            raise InputError(f"preset={self.preset!r}: must be {choices_for(self.preset, names)}")
         with source.running():
             try:
                 config = module.make_config(self.hyperparameters, self.preset, base)

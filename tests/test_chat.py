@@ -282,7 +282,7 @@ def test_the_context_that_a_launch_names_is_the_least(launched, tuned):
 def test_a_preset_has_no_short_windows_for_conversations(launched, monkeypatch):
     monkeypatch.setattr("launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError))
     ran = launched(128, [40] * 20, "--preset", "quick")
-    assert "short_windows: 0" in ran.err
+    assert "short_windows=0 (the preset's 0.3" in ran.err
     asked_for = launched(128, [40] * 20, "--preset", "quick", "--set", "short_windows=0.5")
     assert asked_for.failed(2, "short_windows")
 

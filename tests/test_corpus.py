@@ -335,6 +335,29 @@ def test_upload_data_refuses_what_it_cannot_take(words, reason, cli, tmp_path):
     assert cli("upload-data", *words.split()).failed(2, reason)
 
 
+@pytest.mark.parametrize(
+    ("paths", "options", "reason"),
+    [([], {}, "no path"), (["a.txt"], {"vocab_size": 300}, "requires --tokenizer bpe")],
+)
+def test_upload_data_in_python_refuses_as_the_command(paths, options, reason):
+    with pytest.raises(InputError, match=reason):
+        upload_data(paths, **options)
+
+
+def test_upload_data_takes_any_paths_and_one_pattern(home, tmp_path):
+    for name in ("a.txt", "b.py", "c.py"):
+        (tmp_path / name).write_text(f"{name} {LONG}")
+    upload = upload_data((path for path in [tmp_path]), include="*.py", exclude="c.py")
+    assert upload.files == ("a.txt", "b.txt")
+
+
+@pytest.mark.parametrize(("times", "preset"), [(1, " --preset auto"), (60, "")])
+def test_the_suggested_launch_fits_a_short_text(cli, source, times, preset):
+    source.write_text(LONG * times)
+    ran = cli("upload-data", str(source)).good
+    assert ran.err.endswith(f"\nnext: sm-nanogpt launch --instance local{preset}\n")
+
+
 @pytest.mark.skipif(sys.platform == "darwin", reason="which has no such names")
 def test_a_name_that_is_not_utf8_is_refused(refusal, tmp_path):
     (tmp_path / "texts").mkdir()
@@ -493,8 +516,11 @@ def test_an_earlier_upload_is_named_by_uri_or_path(home, cli, source, text_file)
     settings = launching.settings_of(home)
     for location in (earlier, str(stored(earlier))):
         assert find_channel(location, settings).uri == earlier
-    ran = cli(*launching.launching("--detach", "--validation", str(source), data=source))
+    assert cli("launch", "--instance", "local", "--data", "fox-123456789012").failed(2, "data`")
+    name = earlier.rpartition("/")[2]
+    ran = cli(*launching.launching("--detach", "--validation", str(source), data=name))
     assert f"data: {earlier}\n" in ran.err
+    assert "warning: --validation is the text to train on" in ran.err
     assert len(list((home / "store/data").glob("*/"))) == 2
     assert last_upload(settings) == last  # which a launch's own text is not
 

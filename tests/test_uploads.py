@@ -57,7 +57,7 @@ def test_data_lists_uploads_and_the_jobs_that_read_them(cli, reader, upload, tmp
     shown = cli("data").good
     assert reader.job_id[-6:] in shown.out and name_of(upload) in shown.out
     assert shown.err == f"`launch` without --data takes {tokens}\n"
-    assert [each.uri for each in uploads()] == [*both]
+    assert [uploads()[0].uri, uploads()[1].uri] == [*both]
 
 
 def test_without_an_upload_data_says_how_to_begin(cli):
@@ -71,6 +71,7 @@ def test_delete_of_an_upload_keeps_the_jobs_that_read_it(cli, reader, upload):
     ran = cli("delete", name, "--yes").good
     assert f"{upload}\n" in ran.err and "by 1 job:" in ran.err and "--resume" in ran.err
     assert not files_of(upload) and json.loads(cli("data", "--json").out) == []
+    assert upload not in cli("data").err
     assert cli("fetch-and-sample", reader.job_id, "--max-new-tokens", "1").good
     assert cli("launch", "--instance", "local").failed(2, upload, "upload-data", "--data")
     assert cli("launch", "--resume", reader.job_id, "--set", "max_steps=20").failed(2, name)
@@ -93,6 +94,12 @@ def test_an_upload_that_a_running_job_reads_stays(cli, reader, upload, monkeypat
     assert corpus.find_upload(upload, Settings()) is not None
 
 
+def test_an_upload_goes_by_its_uri_and_only_there(cli, upload, text_file, tmp_path):
+    other = cli("--store", str(tmp_path / "other"), "upload-data", str(text_file)).out.strip()
+    ran = cli("--store", str(tmp_path / "other"), "delete", f"{other}/", "--yes").good
+    assert not files_of(other) and files_of(upload) and "--resume" not in ran.err
+
+
 def test_an_interrupted_delete_leaves_no_upload(cli, upload):
     def interrupted(path: Path) -> None:
         raise KeyboardInterrupt
@@ -105,6 +112,10 @@ def test_an_interrupted_delete_leaves_no_upload(cli, upload):
     assert (rest["kind"], rest["manifest"]) == ("incomplete", None)
     assert cli("delete", rest["name"], "--yes").good
     assert json.loads(cli("data", "--json").out) == []
+
+
+def test_delete_of_an_unknown_word_names_both_lists(cli):
+    assert cli("delete", "nothing", "--yes").failed(1, "`sm-nanogpt jobs`", "`sm-nanogpt data`")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -19,11 +20,9 @@ if TYPE_CHECKING:
 
 
 def in_units(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
-        size /= 1000
-    return f"{size:.1f} GB"
+    from tqdm import tqdm
+
+    return f"{tqdm.format_sizeof(size)}B"
 
 
 @click.command("data", cls=Command)
@@ -37,16 +36,16 @@ def data_command(context: click.Context, as_json: bool) -> None:
       sm-nanogpt data
     """
     from launcher.text.corpus import last_upload
-    from launcher.text.uploads import uploads
+    from launcher.text.uploads import find_uploads
 
-    settings, found = settings_of(context), list["Stored"]()
-    try:
-        found.extend(uploads(settings))
-    finally:
-        if as_json:
-            print_json(found)
-        else:
-            print_uploads(found)
+    settings = settings_of(context)
+    found, failure = find_uploads(settings)
+    if as_json:
+        print_json(found)
+    else:
+        print_uploads(found)
+    if failure:
+        raise failure
     with suppress(InputError):
         note(f"`launch` without --data takes {last_upload(settings)}")
     if not found:
@@ -85,8 +84,8 @@ def delete_command(
     """Delete jobs with their files and models, or uploads.
 
     For a job, this covers its files here and on S3, its fetched model, and its entry in the list of
-    jobs. For an upload, which `sm-nanogpt data` lists, it covers its files here and on S3; the jobs
-    that used it stay, with their models.
+    jobs. For an upload, by its name in `sm-nanogpt data`, it covers its files here and on S3; by
+    its URI, those of that place. The jobs that used it stay, with their models.
 
     \b
     Example:
@@ -94,13 +93,13 @@ def delete_command(
       sm-nanogpt delete --group latest
       sm-nanogpt delete input-84e5be9fc420
     """
-    from launcher.text.uploads import NAME
+    from launcher.text.corpus import NAME
 
     settings = settings_of(context)
     if bool(job_ids) == (group is not None):
         raise InputError("give a JOB-ID, or --group with the id of a sweep")
     can_ask(yes)
-    if names := {word for word in job_ids if NAME.fullmatch(word)}:
+    if names := {word for word in job_ids if NAME.fullmatch(Path(word).name)}:
         if keep_model or names < set(job_ids):
             raise InputError("delete uploads without --keep-model, and jobs in another command")
         delete_uploads(names, settings, yes)
@@ -163,19 +162,18 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
         note(f"deleted {description.job_id}: {freed}")
 
 
-def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
-    """Delete uploads after confirmation, on this machine and on S3."""
-    from launcher.text.uploads import delete, uploads
+def delete_uploads(words: set[str], settings: Settings, yes: bool) -> None:
+    """Delete uploads, by their names or URIs, after confirmation, on this machine and on S3."""
+    from launcher.text.uploads import delete, find_uploads
 
-    found = list["Stored"]()
-    try:
-        found.extend(each for each in uploads(settings) if each.name in names)
-    except (InputError, ServiceError) as error:
-        on_s3 = any(each.uri.startswith("s3:") for each in found)
-        if on_s3 or names > {each.name for each in found}:
-            raise  # or it may be there, and a running job may read it
-        note(f"{error}; only what is on this machine will be deleted")
-    if unknown := names - {each.name for each in found}:
+    listed, failure = find_uploads(settings)
+    found = [each for each in listed if words & {each.name, each.uri}]
+    unknown = words - {word for each in found for word in (each.name, each.uri)}
+    if failure:
+        if unknown or any(each.uri.startswith("s3:") for each in found):
+            raise failure  # it may be there, or a running job may read it
+        note(f"{failure}; only what is on this machine will be deleted")
+    if unknown:
         raise InputError(f"there is no upload {min(unknown)}: `sm-nanogpt data` lists them")
     for each in found:
         for job_id in each.running:
@@ -185,7 +183,8 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
         n = len(each.jobs)
         note(f"{each.name}, {each.kind}, used by {n} job{'s' * (n != 1)}:")
         note(f"  {in_units(each.size):>8}: {each.uri}")
-    note("jobs and models stay; `launch --resume` of a job then needs the same upload again")
+    if any(each.jobs for each in found):
+        note("jobs and models stay; `launch --resume` of a job then needs the same upload again")
     if sum(each.freed < each.size for each in found):
         note("local jobs share the files, which take space until those are deleted too")
     agree(f"Delete these files, and free {in_units(sum(each.freed for each in found))}?", yes)

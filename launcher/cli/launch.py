@@ -84,10 +84,12 @@ class LaunchCommand(Command):
     type=int,
     help="With local and no GPU: number of processes (default: the fastest).",
 )
-@click.option("--data", metavar="URI|PATH", help="Text to train on (default: the last upload).")
+@click.option(
+    "--data", metavar="NAME|URI|PATH", help="Upload or text to train on (default: the last upload)."
+)
 @click.option(
     "--validation",
-    metavar="URI|PATH",
+    metavar="NAME|URI|PATH",
     help="Text to validate on (default: the last tenth of the data).",
 )
 @click.option(

@@ -76,10 +76,10 @@ class Job(click.types.StringParamType):
     def resolve(self, word: str, ctx: click.Context) -> str:
         from launcher.finding import full_id
         from launcher.launching.records import recorded_as
-        from launcher.text.uploads import NAME
+        from launcher.text.corpus import NAME
 
-        if self.uploads and NAME.fullmatch(word):
-            return word
+        if self.uploads and NAME.fullmatch(Path(word).name):
+            return word.rstrip("/")
         settings = settings_of(ctx)
         if (group := recorded_as(word, settings)) is not None:
             if self.sweeps:

@@ -9,7 +9,6 @@ import click
 
 from launcher.cli.options import JSON, Command, settings_of
 from launcher.cli.show import byte_progress, note, print_json
-from launcher.errors import InputError
 
 
 @click.command("upload-data", cls=Command)
@@ -30,7 +29,11 @@ from launcher.errors import InputError
 @click.option("--include", metavar="GLOB", multiple=True, help="Plain text too, such as '*.py'.")
 @click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out files or folders.")
 @click.option("--column", metavar="NAME", help="Field of the text in a record (default: text).")
-@click.option("--encoding", metavar="NAME", help="Of files that are not UTF-8, such as cp1252.")
+@click.option(
+    "--encoding",
+    metavar="NAME",
+    help="Read files that are not UTF-8 in this encoding, such as cp1252.",
+)
 @JSON
 @click.pass_context
 def upload_data_command(
@@ -49,13 +52,13 @@ def upload_data_command(
 
     \b
       *.txt, *.md             plain text; each file is a document
-    With --tokenizer also records, each of which is a document or a conversation:
+    With --tokenizer also records; each becomes a document or a conversation:
       *.jsonl, *.ndjson       JSON, one object a line
       *.json                  JSON, an array of objects
       *.csv, *.tsv            tables with a header
       *.parquet               tables, as those of the Hub
-    Of each kind also, but for Parquet:
-      *.gz, *.zst             compressed files
+    All but Parquet may be compressed:
+      *.gz, *.zst             such as notes.txt.gz
 
     Texts are UTF-8, or UTF-16 or UTF-32 with a byte order mark; --encoding names others.
 
@@ -65,11 +68,10 @@ def upload_data_command(
       sm-nanogpt upload-data notes more.txt --include '*.py' --exclude drafts
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
+    from launcher.launching.start import SHORT
+    from launcher.launching.texts import n_training
     from launcher.text.corpus import upload_data
     from launcher.text.shakespeare import first_text
-
-    if vocab_size is not None and tokenizer != "bpe":
-        raise InputError("--vocab-size requires --tokenizer bpe")
 
     settings = settings_of(context)
     paths = paths or (str(first_text(settings)),)
@@ -93,10 +95,12 @@ def upload_data_command(
         print_json(upload)
     else:
         click.echo(upload.uri)
-    where = "local"
+    base, where = base_of(tokenizer), "local"
     if not upload.uri.startswith("file:"):  # the cheapest first job
         where = "ml.m5.xlarge --preset quick --max-cost 0.20"
-    note(f"next: sm-nanogpt launch --instance {where}{base_of(tokenizer)}")
+    elif n_training(upload) < SHORT and not (upload.chats or base):
+        where = "local --preset auto"
+    note(f"next: sm-nanogpt launch --instance {where}{base}")
 
 
 def base_of(tokenizer: str | None) -> str:

@@ -131,7 +131,7 @@ def prepare(request: Request, settings: Settings, job_id: str | None = None) -> 
     if request.preset != "auto":
         request.config(1)  # tells of a mistake before a long text is read
     data = request.data or corpus.last_upload(settings)
-    texts = find_texts(data, request.validation, near)
+    texts = find_texts(data, request.validation, settings, near)
     if request.preset == "auto":
         request = start.fitted(request, *size_of(texts["data"], near))
     request = with_whole_windows(request, texts["data"])

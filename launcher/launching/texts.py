@@ -69,10 +69,13 @@ def find_channel(location: str, settings: Settings) -> Channel:
     return Channel(location, upload.uri, upload, sources)
 
 
-def find_texts(data: str, validation: str | None, settings: Settings) -> dict[str, Channel]:
-    """Where the job reads its texts, by the job's fields."""
+def find_texts(
+    data: str, validation: str | None, settings: Settings, near: Settings
+) -> dict[str, Channel]:
+    """Where the job, whose store is that of `near`, reads its texts, by the job's fields."""
     named = {"data": data, "validation": validation}
-    return {name: find_channel(text, settings) for name, text in named.items() if text}
+    found = {name: corpus.located(text, settings) for name, text in named.items() if text}
+    return {name: find_channel(text, near) for name, text in found.items()}
 
 
 def n_training(upload: corpus.Upload) -> int:
@@ -95,7 +98,10 @@ def size_of(channel: Channel, settings: Settings) -> tuple[int, int, bool]:
 
 
 def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
-    """Raise InputError if a run of this config would refuse the texts."""
+    """Raise InputError if a run of this config would refuse the texts. Warn of equal ones."""
+    texts = {text.upload.sha256 if text.upload else text.uri for text in channels.values()}
+    if len(texts) < len(channels):
+        logger.warning("--validation is the text to train on: val_loss will not show memorizing")
     for name, channel in channels.items():
         if (text := channel.upload) is None:
             continue
@@ -156,8 +162,9 @@ def with_whole_windows(request: Request, text: Channel) -> Request:
     """The request without a preset's short windows, if the text is of conversations."""
     given = {name.replace("-", "_") for name in request.hyperparameters}
     chats = text.upload is not None and text.upload.chats
-    if not chats or "short_windows" in given or not getattr(request.config(1), "short_windows", 0):
+    short = getattr(request.config(1), "short_windows", 0)
+    if not chats or "short_windows" in given or not short:
         return request
-    logger.info("short_windows: 0, since short windows would cut conversations")
+    logger.info(f"short_windows=0 (the preset's {short} would cut conversations)")
     values = {**request.hyperparameters, "short_windows": 0}
     return request.model_copy(update={"hyperparameters": values})

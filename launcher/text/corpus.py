@@ -11,7 +11,7 @@ import hashlib
 import logging
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 NO_UPLOAD = "run `sm-nanogpt upload-data FILE`, or give --data one of `sm-nanogpt data`"
+NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")  # of an upload
 TOKENS_VERSION = 5  # of what launcher.text.tokens writes
 
 
@@ -67,13 +68,13 @@ class Upload:
 
 
 def upload_data(
-    paths: str | Path | Sequence[str | Path],
+    paths: str | Path | Iterable[str | Path],
     settings: Settings | None = None,
     progress: Progress = lambda n: None,
     tokenizer: str | Path | None = None,
     vocab_size: int | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     column: str = "text",
     encoding: str = "",
 ) -> Upload:
@@ -98,7 +99,12 @@ def upload_data(
         InputError: the files are not text, or too short to train on; or as with_store.
         ServiceError: the store failed.
     """
-    sources = [paths] if isinstance(paths, (str, Path)) else paths
+    sources = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    include, exclude = ((each,) if isinstance(each, str) else each for each in (include, exclude))
+    if not sources:
+        raise InputError("no path is given; name a file or a folder of text")
+    if vocab_size is not None and tokenizer != "bpe":
+        raise InputError("--vocab-size requires --tokenizer bpe")
     settings, tokens = settings or load_settings(), tokenizer is not None
     wanted = partial(may_be_read, include=include, exclude=exclude, tokens=tokens)
     with local_paths(sources, settings, progress, wanted) as roots:
@@ -302,6 +308,18 @@ def read_manifest(uri: str, settings: Settings) -> Upload | None:
         return storage.read_document(f"{uri.rstrip('/')}.json", Upload, settings)
     except Damaged:
         return None
+
+
+def located(word: str, settings: Settings) -> str:
+    """The URI of the upload that `sm-nanogpt data` lists under a name; else the word."""
+    if not NAME.fullmatch(word) or Path(word).exists():
+        return word
+    stores = [settings.local_store, with_store(settings).data_store]
+    uris = [storage.to_uri(storage.join(store, "data", word)) for store in stores]
+    for uri in uris:
+        if (settings.offline and storage.local_path(uri) is None) or find_upload(uri, settings):
+            return uri
+    raise InputError(f"there is no upload {word}: `sm-nanogpt data` lists them")
 
 
 def last_upload(settings: Settings) -> str:

@@ -200,8 +200,8 @@ def is_binary(path: Path) -> bool:
 def to_tokens(path: Path) -> str:
     """What to type for files of records."""
     return (
-        "documents and conversations need `sm-nanogpt upload-data"
-        f" {shlex.quote(str(path))} --tokenizer bpe`, or --tokenizer JOB-ID to tune a job's model"
+        f"tables and JSON are read with `sm-nanogpt upload-data {shlex.quote(str(path))}"
+        " --tokenizer bpe`; to tune the model of a job, `--tokenizer JOB-ID`"
     )
 
 

@@ -5,7 +5,6 @@ An upload is STORE/data/NAME, or STORE/models/NAME for a model of --init-from, b
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from launcher.job import JobDescription
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
 from launcher.text import corpus
-
-NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
@@ -42,13 +39,21 @@ class Stored:
     manifest: corpus.Upload | None
 
 
-def uploads(settings: Settings | None = None) -> Iterator[Stored]:
-    """Yield the uploads in this machine's store and in the one that is set, the newest first.
+def uploads(settings: Settings | None = None) -> list[Stored]:
+    """The uploads in this machine's store and in the one that is set, newest first.
 
     Raises:
-        InputError, ServiceError: at the end, if AWS did not tell all uploads or all of their jobs.
+        InputError, ServiceError: AWS did not list all of them, or all jobs that use them.
     """
-    settings, found = settings or load_settings(), list[Stored]()
+    found, failure = find_uploads(settings or load_settings())
+    if failure:
+        raise failure
+    return found
+
+
+def find_uploads(settings: Settings) -> tuple[list[Stored], InputError | ServiceError | None]:
+    """As `uploads`, also if the list is incomplete: then with the reason."""
+    found = list[Stored]()
     listing = Listing(settings, everyone=True)
     jobs = list(listing)
     try:
@@ -59,9 +64,7 @@ def uploads(settings: Settings | None = None) -> Iterator[Stored]:
             found += uploads_in(settings.data_store, jobs, settings)
     except (InputError, ServiceError) as error:
         listing.failure = error
-    yield from sorted(found, key=lambda each: each.written, reverse=True)
-    if listing.failure:
-        raise listing.failure
+    return sorted(found, key=lambda each: each.written, reverse=True), listing.failure
 
 
 def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -> Iterator[Stored]:
@@ -71,7 +74,7 @@ def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -
         for path, facts in storage.list_entries(root, settings).items():
             name, _, file = path.partition("/")
             folders[name if file else name.removesuffix(".json")][file] = facts
-        for name in filter(NAME.fullmatch, folders):
+        for name in filter(corpus.NAME.fullmatch, folders):
             uri, files = storage.join(root, name), folders[name]
             facts = files.pop("", None) or next(iter(files.values()))  # of the manifest, if any
             sizes = {file: each["size"] for file, each in files.items()}
