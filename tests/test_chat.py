@@ -229,6 +229,12 @@ def test_a_launch_after_an_upload_starts_from_its_tokens_model(cli, directory, t
         assert ran.err.splitlines()[-1] == f"next: sm-nanogpt launch --instance local{base}"
 
 
+def test_a_model_of_characters_refuses_conversations(cli, job, tmp_path):
+    chats_of(tmp_path / "chats.jsonl", *[40] * 20)
+    ran = cli("upload-data", "chats.jsonl", "--tokenizer", job.job_id)
+    assert ran.failed(2, f"{job.job_id} was trained on characters", "--tokenizer bpe`")
+
+
 def chats_of(path: Path, *sizes: int) -> str:
     """A file of conversations that need contexts of some sizes, by tokens of one byte."""
     lines = []

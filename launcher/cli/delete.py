@@ -158,8 +158,7 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
             with byte_progress("fetch") as progress:
                 click.echo(fetch_described(description, settings, progress, None))
         delete(description.job_id, places, settings)
-        freed = in_units(sum(place.size for place in places))
-        note(f"deleted {description.job_id}: {freed}")
+        note(f"deleted {description.job_id}: {in_units(sum(place.size for place in places))}")
 
 
 def delete_uploads(words: set[str], settings: Settings, yes: bool) -> None:

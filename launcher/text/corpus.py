@@ -81,19 +81,15 @@ def upload_data(
     """Puts files of text, and those below folders, into the store as one data set.
 
     A path may also be `-`, for standard input, hf://datasets/OWNER/NAME/... or s3://bucket/... .
-
-    Plain text (.txt, .md) may be compressed (.gz, .zst), and is converted from UTF-16 and UTF-32,
-    or from `encoding` if it is not UTF-8. include adds plain text by patterns, such as `*.py`;
-    exclude leaves out files or folders. Hidden files and virtual environments are left out.
+    docs/tokens.md has the formats. include adds plain text by patterns, such as `*.py`; exclude
+    leaves out files or folders; encoding is that of files that are not UTF-8.
 
     With a tokenizer, the data set is of tokens: `bpe` learns vocab_size of them from the text
-    (None: as many as fit it); else it is a tokenizer.json, a directory that has one, or a job whose
-    model has one. Then the files may also hold records (.jsonl, .json, .csv, .tsv, .parquet):
-    conversations, or documents in the field `column`.
+    (None: as many as fit it); else it is a tokenizer.json, a directory or a job that has one. Then
+    files may also hold records: conversations, or documents in the field `column`.
 
     The default store is that of the stack, if AWS is configured and there is one; else it is on
-    this machine. Text that is already there is not sent again. A launch without data uses the last
-    upload.
+    this machine. Text that is already there is not sent again.
 
     Raises:
         InputError: the files are not text, or too short to train on; or as with_store.
@@ -152,11 +148,7 @@ def place(store: str) -> str:
 
 
 def survey(root: Path, files: Sequence[File], settings: Settings) -> tuple[Upload, list[File]]:
-    """Read plain text; return the data set that it makes, and its files. Sends nothing.
-
-    Raises:
-        InputError: a file is not text, or all are too short to train on.
-    """
+    """The data set that plain text makes, and its files. Raises InputError as check_text."""
     text, kept = check_text(root, files)
     uri = place_of(root, text.sha256, settings)
     upload = Upload(
@@ -195,6 +187,11 @@ def send_tokens(
     check_enough(root, source.characters)
     wanted = vocab_size or fitting_size(source.characters)
     words = None if tokenizer == "bpe" else find_words(str(tokenizer), settings)
+    if words and source.chats and words.tokenizer.unit == "characters":
+        raise InputError(
+            f"{tokenizer} was trained on characters and cannot learn conversations; train a base on"
+            " `sm-nanogpt upload-data TEXT --tokenizer bpe`"
+        )
     how = words.content if words else f"bpe {wanted}"
     key = hashlib.sha256(f"{TOKENS_VERSION} {source.sha256} {how}".encode()).hexdigest()
     uri = place_of(root, key, settings)
@@ -290,9 +287,9 @@ def digest_of(files: Sequence[File]) -> str:
 
 def find_upload(uri: str, settings: Settings) -> Upload | None:
     """The data set at a URI, if it has a manifest and every file is complete."""
-    if (upload := read_manifest(uri, settings)) is None:
-        return None
-    return upload if upload.is_whole(storage.list_files(uri.rstrip("/"), settings)) else None
+    upload = read_manifest(uri, settings)
+    whole = upload and upload.is_whole(storage.list_files(uri.rstrip("/"), settings))
+    return upload if whole else None
 
 
 def is_there(uri: str, settings: Settings) -> bool:
