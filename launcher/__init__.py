@@ -61,26 +61,10 @@ _NAMES = {
 _MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "InputError",
-    "JobDescription",
-    "Request",
-    "ServiceError",
-    "Settings",
-    "Upload",
-    "describe",
-    "fetch_model",
-    "jobs",
-    "launch",
-    "load_model",
-    "logs",
-    "metrics",
-    "sample",
-    "stop",
-    "stream_samples",
-    "upload_data",
-    "uploads",
-    "wait",
-]
+    "InputError", "JobDescription", "Request", "ServiceError", "Settings", "Upload", "describe",
+    "fetch_model", "jobs", "launch", "load_model", "logs", "metrics", "sample", "stop",
+    "stream_samples", "upload_data", "uploads", "wait",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -158,7 +158,8 @@ def test_no_upload_on_s3_goes_while_its_jobs_are_unknown(cloud, s3, cli, text_fi
     assert listed.code == 1 and json.loads(listed.out)[0]["uri"] == uri
     assert cli("delete", name_of(uri), "--yes").code == 1
     cloud.refuse.clear()
-    assert corpus.find_upload(uri, Settings()) is not None
+    words = ["--instance", "ml.m5.xlarge", "--preset", "quick", "--max-cost", "1"]
+    assert f"data: {uri}\n" in cli("launch", *words, "--data", name_of(uri)).good.err
 
 
 def test_a_shell_completes_uploads_after_delete(upload, monkeypatch, capsys):

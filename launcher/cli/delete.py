@@ -40,10 +40,7 @@ def data_command(context: click.Context, as_json: bool) -> None:
 
     settings = settings_of(context)
     found, failure = find_uploads(settings)
-    if as_json:
-        print_json(found)
-    else:
-        print_uploads(found)
+    (print_json if as_json else print_uploads)(found)
     if failure:
         raise failure
     with suppress(InputError):
@@ -53,7 +50,7 @@ def data_command(context: click.Context, as_json: bool) -> None:
 
 
 def print_uploads(found: list[Stored]) -> None:
-    columns: dict[str, list[str | None]] = defaultdict(list)
+    columns = defaultdict[str, list[str | None]](list)
     for each in found:
         columns["NAME"].append(each.name)
         columns["KIND"].append(each.kind)

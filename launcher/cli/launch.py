@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 
 TYPED = click.core.ParameterSource.COMMANDLINE
+HOW_TO_FOLLOW = "`sm-nanogpt logs {} --follow` follows it"
 
 
 class CloudOption(click.Option):
@@ -84,9 +85,7 @@ class LaunchCommand(Command):
     type=int,
     help="With local and no GPU: number of processes (default: the fastest).",
 )
-@click.option(
-    "--data", metavar="NAME|URI|PATH", help="Upload or text to train on (default: the last upload)."
-)
+@click.option("--data", metavar="NAME|URI|PATH", help="Text to train on (default: last upload).")
 @click.option(
     "--validation",
     metavar="NAME|URI|PATH",
@@ -315,11 +314,7 @@ def launch_command(
     else:
         chats = any(channel.upload and channel.upload.chats for channel in ready.channels)
         then = f"sm-nanogpt {'chat' if chats else 'fetch-and-sample'} {job_id}"
-        note(f"{how_to_follow(job_id)}; when it has completed: {then}")
-
-
-def how_to_follow(job_id: str) -> str:
-    return f"`sm-nanogpt logs {job_id} --follow` follows it"
+        note(f"{HOW_TO_FOLLOW.format(job_id)}; when it has completed: {then}")
 
 
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
@@ -339,7 +334,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         if not interrupted:
             silence(sys.stderr)
         if not stops:
-            note(f"the job keeps running; {how_to_follow(job_id)}")
+            note(f"the job keeps running; {HOW_TO_FOLLOW.format(job_id)}")
             return
         if find(job_id, settings)[1].is_running:
             stop(job_id, settings)

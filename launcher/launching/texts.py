@@ -73,9 +73,8 @@ def find_texts(
     data: str, validation: str | None, settings: Settings, near: Settings
 ) -> dict[str, Channel]:
     """Where the job, whose store is that of `near`, reads its texts, by the job's fields."""
-    named = {"data": data, "validation": validation}
-    found = {name: corpus.located(text, settings) for name, text in named.items() if text}
-    return {name: find_channel(text, near) for name, text in found.items()}
+    named = {name: text for name, text in (("data", data), ("validation", validation)) if text}
+    return {n: find_channel(corpus.located(text, settings), near) for n, text in named.items()}
 
 
 def n_training(upload: corpus.Upload) -> int:
@@ -121,11 +120,9 @@ def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
                 f"{channel.named}: it has {text.vocabulary_size} different {unit}, more than"
                 f" vocab_size={config.vocab_size}"
             )
-        if text.chats and getattr(config, "short_windows", False):
-            raise InputError(
-                f"{channel.named}: short_windows would cut conversations; leave it out"
-            )
         if text.chats:
+            if getattr(config, "short_windows", False):
+                raise InputError(f"{channel.named}: short_windows cuts conversations; leave it out")
             check_context(channel.named, text, config.block_size)
         if text.train_tokens:
             parts = {"training": text.train_tokens, "validation": text.val_tokens}

@@ -42,8 +42,7 @@ class Stored:
 def uploads(settings: Settings | None = None) -> list[Stored]:
     """The uploads in this machine's store and in the one that is set, newest first.
 
-    Raises:
-        InputError, ServiceError: AWS did not list all of them, or all jobs that use them.
+    Raises InputError or ServiceError if AWS did not list all of them, or all jobs that use them.
     """
     found, failure = find_uploads(settings or load_settings())
     if failure:
@@ -75,15 +74,14 @@ def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -
             name, _, file = path.partition("/")
             folders[name if file else name.removesuffix(".json")][file] = facts
         for name in filter(corpus.NAME.fullmatch, folders):
-            uri, files = storage.join(root, name), folders[name]
+            uri, files, what = storage.join(root, name), folders[name], kind
             facts = files.pop("", None) or next(iter(files.values()))  # of the manifest, if any
             sizes = {file: each["size"] for file, each in files.items()}
             upload = corpus.read_manifest(uri, settings)
             if upload is None or not upload.is_whole(sizes):
                 upload, what = None, "incomplete"
-            else:
-                tokens = "conversations" if upload.chats else "tokens"
-                what = tokens if upload.train_tokens else kind
+            elif upload.train_tokens:
+                what = "conversations" if upload.chats else "tokens"
             readers = [job for job in jobs if uri in {each.rstrip("/") for each in job.inputs}]
             yield Stored(
                 name=name,
