@@ -268,7 +268,7 @@ class Trainer:
         return total
 
     def warm_up(self) -> None:
-        """Two steps of each length of windows, whose gradients are thrown away.
+        """Two steps of each length of windows, whose gradients and buffers are thrown away.
 
         DDP lays its buckets out anew after its first step, and the order in which gradients are
         added up follows the layout; after this, a resumed run adds in the same order as one that
@@ -276,6 +276,7 @@ class Trainer:
         happens here too, outside the measured time.
         """
         steps = first_steps(self.config)
+        before = [buffer.clone() for buffer in self.model.buffers()]  # of an edit
         if self.compiled:
             self.try_compiler(steps)
         for step in sorted(2 * steps):
@@ -286,6 +287,8 @@ class Trainer:
             passes = [self.batch(step)[0] for step in steps]
             self.graphs = record_passes(self.run_pass, passes, self.model)
             self.optimizer.zero_grad(set_to_none=not self.graphs)
+        for buffer, value in zip(self.model.buffers(), before, strict=True):
+            buffer.detach().copy_(value)
 
     def try_compiler(self, steps: Sequence[int]) -> None:
         """Compiles for the windows of these steps; with compile=auto, trains eagerly if that fails.

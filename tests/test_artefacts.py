@@ -150,6 +150,8 @@ SPECIAL = [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE]
         ("20 times its size", [regular("big", bytes(1 << 22))]),
         ("20 times its size", [regular(f"part-{i}", bytes(1 << 18)) for i in range(64)]),
         ("20 times its size", [special("long", tarfile.XHDTYPE, content=bytes(1 << 22))]),
+        ("too many files", [regular(f"{i}") for i in range(1001)]),
+        ("too deep directories", [regular("d/" * 9 + "file")]),
         ("maximum recursion depth", [special("long", tarfile.XHDTYPE)] * 1000 + [regular("a")]),
     ],
 )
@@ -283,6 +285,16 @@ def test_a_vast_context_takes_no_memory(model, cli):
     change_training(model, block_size=1 << 17)
     write_sums(model)
     assert cli("fetch-and-sample", str(model), "--max-new-tokens", "5").good
+
+
+def test_a_vast_model_is_compared_before_memory_is_taken(model):
+    training = json.loads((model / "training.json").read_text())
+    vast = {**training["config"], "n_embd": 1 << 16, "n_hidden": 1 << 18}  # 200 GB
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    document = hugging_face_config(make_config(vast), size)
+    (model / "config.json").write_text(json.dumps(document))
+    change_training(model, n_embd=1 << 16, n_hidden=1 << 18)
+    assert "65536] in this script" in refusal(model)
 
 
 def test_an_unknown_job_error_names_the_jobs_command(cli):

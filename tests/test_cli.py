@@ -278,6 +278,16 @@ def test_a_launch_prints_only_the_job_id_on_stdout(finished):
     assert ran.err.splitlines()[-1] == f"next: sm-nanogpt fetch-and-sample {ran.out.strip()}"
 
 
+def test_a_closed_stdout_is_refused_before_the_start(home, text_file):
+    words = [*launching.PROGRAM, *launching.launching("--detach", data=text_file)]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *words]
+    env = launching.environment(home)
+    ran = subprocess.run(closed, env=env, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert ran.stderr.startswith("error: stdout is closed")
+    assert not home.exists()
+
+
 def test_unprintable_characters_are_escaped_on_stdout(job):
     (job.directory / "logs/job.log").write_text("Ж\nthe end\n", encoding="utf-8")
     env = {"PYTHONIOENCODING": "latin-1"}

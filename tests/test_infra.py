@@ -256,6 +256,7 @@ def test_without_a_stack_show_fails(account, cli):
         ("UPDATE_IN_PROGRESS", "destroy", "try again"),
         ("DELETE_IN_PROGRESS", "show", "try again"),
         ("DELETE_FAILED", "show", "`sm-nanogpt infra deploy`"),
+        ("UPDATE_ROLLBACK_FAILED", "deploy", "continue-update-rollback --stack-name sm-nanogpt"),
     ],
 )
 def test_an_unusable_stack_names_a_remedy(account, deployed, cli, status, command, remedy):
@@ -426,6 +427,16 @@ def test_an_unreadable_memory_is_written_anew(deployed):
     assert remembered(settings, "us-east-1") is None
     assert with_stack(settings).store == deployed.store
     assert remembered(settings, "us-east-1") == deployed
+
+
+def test_a_launch_with_a_role_needs_no_readable_stack(caplog, account, emulator):
+    settings = load_settings(role=ROLE)
+    caplog.set_level("INFO", "launcher")
+    emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
+    assert with_stack(settings) == settings
+    assert "DescribeStacks: not allowed" in caplog.messages[-1]
+    with pytest.raises(ServiceError, match="not allowed"):
+        with_stack(load_settings())
 
 
 def test_a_stack_must_be_readable_where_it_is_needed(deployed, emulator):

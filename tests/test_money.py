@@ -248,7 +248,6 @@ def limited(tmp_path, caplog):
         ),
         ({"max_cost": 5}, "", 10, 1938, "--max-cost (5.00 USD)"),
         ({}, "", 5, 1938, CONFIGURED),
-        ({"max_run": 7200}, "", 5, 1938, CONFIGURED),
         ({"resume": "j"}, "", 4, 1331, CONFIGURED),
         ({"resume": "j", "max_cost": 5}, "max_cost", None, 1838, "--max-cost of job j (5.00 USD)"),
         ({"resume": "j", "max_cost": 5}, "max_cost", 2, 315, CONFIGURED),
@@ -275,6 +274,8 @@ def test_the_smallest_limit_holds_and_a_ceiling_is_named(
     [
         ({"max_cost": 1}, "", None, "1.00 USD (--max-cost), of 60 s, 1.30 USD"),
         ({"max_cost": 6}, "", 5, "--max-cost, 6.00 USD, 5.00 USD"),
+        ({"max_run": 7200}, "", 5, "15.37 USD, 5.00 USD, --max-run 1938"),
+        ({"resume": "j", "max_run": 7200}, "max_run", 2, "--max-run 7200 of job j may cost"),
         ({"max_cost": 100, "instance": P4D}, "", None, UNPRICED),
         ({"max_cost": 5, "instance": f"{TWO},{P4D}"}, "", None, UNPRICED),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from launcher import ServiceError, Settings, wait
 from launcher.aws import Unreachable, service_errors, why
 from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.caller import remembered
 from launcher.settings import load_settings
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
@@ -288,7 +288,8 @@ def test_a_launch_without_an_answer_names_the_job(cli, text_file, outage, lost):
     outage.begin(1000, b"CreateTrainingJob", answer=lost)
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert (ran.code, ran.out) == (1, "")
-    assert re.search(r"`sm-nanogpt status sm-nanogpt-[\w-]+`", ran.error)
+    (noted,) = remembered(load_settings())
+    assert f"`sm-nanogpt status {noted.job_id}`" in ran.error
 
 
 def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, text_file, monkeypatch):
@@ -308,6 +309,7 @@ def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, text_file,
     assert told.startswith("interrupted: ")
     for command in ("status", "stop"):
         assert f"`sm-nanogpt {command} {job_id}`" in told
+    assert [each.job_id for each in remembered(load_settings())] == [job_id]
 
 
 def test_an_unknown_job_in_a_region_is_an_error(cloud, cli):

@@ -254,6 +254,7 @@ def many(option: str, n: int) -> str:
         ("--tag 'a=x,y;z'", "tags='x,y;z': must match"),
         ("--tag 'a;b=c'", "tags='a;b': must match"),
         ("--environment SM_HOSTS=[]", "--environment SM_HOSTS: "),
+        ("--environment 'NCCL_DEBUG=INFO; reboot'", "NCCL_DEBUG='INFO; reboot'"),
         ("--tag aws:a=b", "--tag aws:a"),
         ("--tag sm-nanogpt=x", "--tag sm-nanogpt"),
         (f"--image-uri {REGISTRY}/pytorch-inference:2.6.0-gpu-py312", NO_TRAINING),

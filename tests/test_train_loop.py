@@ -49,7 +49,7 @@ from runs import (
 )
 
 from entry_point import train
-from entry_point.checkpoint import Checkpoints
+from entry_point.checkpoint import Checkpoints, read_safetensors
 from entry_point.config import Config, Options, metric_definitions, metric_line
 from entry_point.container import (
     Ranks,
@@ -1114,3 +1114,15 @@ def test_freed_tensors_memory_is_reused():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, *later = map(int, done.stdout.split())
     assert statistics.median(later) < first / 10  # the first few still arrange the heap
+
+
+def test_the_buffers_of_an_edit_count_steps_alone(text_file, tmp_path):
+    """The steps before the first one, which lay out DDP's buckets, leave no trace."""
+    blocks, first = "        self.blocks = ", "        x = norm(x, self.norm)\n"
+    seen = '        self.register_buffer("seen", torch.zeros(()))\n'
+    count = "        if self.training:\n            self.seen = self.seen + 1\n"
+    command = edited_folder(tmp_path / "mine", (blocks, seen + blocks), (first, count + first))
+    trained(tmp_path, data=text_file, out="out", processes=2, command=command)
+    newest = max((tmp_path / "out/checkpoints").glob("checkpoint-*"))
+    tensors, _ = read_safetensors(newest)
+    assert int(tensors["model.seen"]) == SMALL["max_steps"]

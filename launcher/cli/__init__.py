@@ -123,8 +123,10 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         if sys.stdin is None:  # as `<&-` leaves it
             sys.stdin = io.StringIO()
-        if sys.stdout is None:
-            sys.stdout = io.StringIO()
+        if sys.stdout is None:  # as `>&-` leaves it
+            raise InputError(
+                "stdout is closed, so results cannot be printed; use `>/dev/null` to discard them"
+            )
         if isinstance(sys.stdout, io.TextIOWrapper):
             # Escape what the terminal's encoding lacks, so that the rest is printed.
             sys.stdout.reconfigure(errors="backslashreplace")

@@ -173,9 +173,17 @@ def lists(
     """Parse ('n_layer=4,6',) to {'n_layer': ['4', '6']}; an option callback."""
     values = {name: value.split(",") for name, value in pairs(context, parameter, words).items()}
     for name, each in values.items():
-        if "" in each or len(set(each)) < len(each):
+        if "" in each or len({as_number(value) for value in each}) < len(each):
             raise InputError(f"--sweep {name}={','.join(each)}: a value is empty or given twice")
     return values
+
+
+def as_number(word: str) -> float | str:
+    """1e-3 and 0.001 are the same value."""
+    try:
+        return float(word)
+    except ValueError:
+        return word
 
 
 def can_ask(settled: bool) -> None:

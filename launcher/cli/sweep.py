@@ -52,6 +52,8 @@ def launch_sweep(
     base = job.hyperparameters.get("seed", 1337)
     each = grid(values, seeds, int(base))
     check_name(job, settings)
+    if job.name is not None:  # with the longest tail of its jobs' names
+        job.replaced(name=f"{job.name}-{len(each)}-try99")
     sweep = Sweep(job=job, members=each, parallel=parallel)
     group = new_job_id()
     every = [sweep.ready(n, settings, f"{group}-{n}") for n in range(1, len(each) + 1)]

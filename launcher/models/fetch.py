@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # unpacks to much more is no model.
 LARGEST_RATIO = 20
 RATIO_FREE_BYTES = 1 << 26
+LARGEST_COUNT, LARGEST_DEPTH = 1000, 8  # of an archive; a model has 6 files
 # What tarfile raises for a damaged archive; IndexError if the header of a sparse file is cut off.
 NOT_TAR = (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError, IndexError)
 
@@ -187,7 +188,7 @@ def extract(archive: Path, target: Path, uri: str) -> None:
 
     Raises:
         ServiceError: the archive, from `uri`, is damaged, or has absolute paths, `..`, links,
-            devices, or far more bytes than its size allows.
+            devices, too many or too deep members, or far more bytes than its size allows.
         OSError: the target cannot be written.
     """
     allowed = LARGEST_RATIO * archive.stat().st_size + RATIO_FREE_BYTES
@@ -198,8 +199,11 @@ def extract(archive: Path, target: Path, uri: str) -> None:
             Bounded(file, allowed, uri) as stream,
             tarfile.open(fileobj=stream, mode="r|") as tar,
         ):
-            for member in tar:
-                path = target / safe_place(member, uri)
+            for count, member in enumerate(tar):
+                place = safe_place(member, uri)
+                if count >= LARGEST_COUNT or len(place.parts) > LARGEST_DEPTH:
+                    raise ServiceError(f"{uri} is refused: too many files, or too deep directories")
+                path = target / place
                 stream.check(member.size)
                 if member.isdir():
                     path.mkdir(parents=True, exist_ok=True)

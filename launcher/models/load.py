@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field, JsonValue
 from torch import Tensor
 
@@ -116,8 +117,11 @@ def load_artefact(
         ) from None
     with errors_of(source):
         make = known_config if source.is_packaged else source.module("config").make_config
-        model: GPT = source.module("model").GPT(make(training.config), len(tokenizer))
-        source.module("huggingface").load_pretrained(model, directory)
+        # First without memory, to compare the shapes; an edit may not support the meta device.
+        for device in ["meta"] * source.is_packaged + ["cpu"]:
+            with torch.device(device):
+                model: GPT = source.module("model").GPT(make(training.config), len(tokenizer))
+            source.module("huggingface").load_pretrained(model, directory)
     return model.eval(), tokenizer
 
 

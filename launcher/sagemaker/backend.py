@@ -208,27 +208,31 @@ class SageMakerBackend:
         except BaseException:
             self.remove_files(job_id, plan)
             raise
+        refused = False
         try:
             with service_errors("CreateTrainingJob"):
                 self.client("sagemaker").create_training_job(**plan.request)
         except ServiceError as error:
             answer = getattr(error.__context__, "response", None) or {}
             metadata = answer.get("ResponseMetadata", {})
-            refused, exists = metadata.get("HTTPStatusCode", 500) < 500, False
-            if not refused or metadata.get("RetryAttempts"):  # a lost answer may be a success
+            clear = metadata.get("HTTPStatusCode", 500) < 500
+            if not clear or metadata.get("RetryAttempts"):  # a lost answer may be a success
                 try:
-                    exists = self.raw(job_id) is not None
+                    if self.raw(job_id) is not None:
+                        return
                 except ServiceError:
-                    refused = False
-            if not exists and not refused:
+                    clear = False
+            if not clear:
                 raise ServiceError(
                     f"{error}; `sm-nanogpt status {job_id}` shows whether the job exists"
                 ) from None
-            if not exists:
-                if answer["Error"]["Code"] != "ResourceInUse":  # the files of an existing job
-                    self.remove_files(job_id, plan)
-                raise
-        caller.remember(launched, self.settings)
+            refused = True
+            if answer["Error"]["Code"] != "ResourceInUse":  # the files of an existing job
+                self.remove_files(job_id, plan)
+            raise
+        finally:
+            if not refused:  # the job may exist, also if Ctrl-C came before the answer
+                caller.remember(launched, self.settings)
 
     def send_files(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
         archive = source_archive(job.source, job.launcher)

@@ -108,18 +108,25 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
 
     Raises:
         CeilingTooLow: even the shortest run would cost more.
+        InputError: --max-run is too long for the ceiling of the settings.
     """
     keep_alive = job.keep_alive or 0
     longest = longest_run(ceiling.amount - spent, per_hour, keep_alive)
+    parts = ", ".join([f"{usd(per_hour)} an hour", *counted(job, spent)])
     if longest < SHORTEST_RUN:
-        parts = [f"{usd(per_hour)} an hour", *counted(job, spent)]
         least = spent + worst_case(per_hour, SHORTEST_RUN, keep_alive)
         raise CeilingTooLow(
             f"a cost of {usd(ceiling.amount)} ({ceiling.source}) is too low: even a run"
-            f" of {SHORTEST_RUN} s may cost {usd(least)} ({', '.join(parts)})"
+            f" of {SHORTEST_RUN} s may cost {usd(least)} ({parts})"
         )
     if longest >= job.time_limit:
         return job
+    if job.max_run is not None and job.max_cost is None:
+        worst = spent + worst_case(per_hour, job.max_run, keep_alive)
+        raise InputError(
+            f"--max-run {job.max_run}{job.origin('max_run')} may cost {usd(worst)} with {parts}:"
+            f" more than {usd(ceiling.amount)} ({ceiling.source}); use at most --max-run {longest}"
+        )
     return job.model_copy(update={"affordable_run": longest})
 
 

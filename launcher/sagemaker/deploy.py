@@ -85,6 +85,8 @@ class Deployment:
         role. A later plan that leaves them out keeps them. Delete what `left_over` finds first.
         """
         raw = self.changeable()
+        if raw is not None and raw["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
+            raise ServiceError(f"stack {self.name} is {raw['StackStatus']}: {remedy(raw)}")
         known = {} if raw is None else parameters_of(raw)  # an older stack lacks some
         given = {
             "Kms": "true" * kms,

@@ -114,7 +114,10 @@ def mpi_options(environment: Mapping[str, str]) -> str:
     The toolkit sets NCCL_DEBUG=INFO for all ranks, whatever the job's environment says, and
     CloudWatch bills each line. Only this option changes that.
     """
-    return f"--NCCL_DEBUG {environment.get('NCCL_DEBUG') or 'WARN'}"
+    debug = environment.get("NCCL_DEBUG") or "WARN"
+    if not debug.isalnum():  # the toolkit passes it through a shell
+        raise InputError(f"NCCL_DEBUG={debug!r}: must be one word, such as WARN or INFO")
+    return f"--NCCL_DEBUG {debug}"
 
 
 def max_wait_of(job: TrainingJob) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.aws import Missing, aws_session, check_region, make_client, service_errors
+from launcher.aws import Denied, Missing, aws_session, check_region, make_client, service_errors
 from launcher.errors import ServiceError
 from launcher.files import storage
 from launcher.settings import Settings
@@ -50,14 +50,19 @@ def with_stack(
     """Fill store, role and key that the settings leave open from the stack, if there is one.
 
     Does not call AWS if store and role are set, or in a dry run, which uses the stack as last seen.
+    With a role, and no stack seen before, a user who may not ask for the stack goes on without it.
     """
     if settings.store and (settings.role or "role" not in names):
         return settings
     session = session or aws_session(settings)
-    if settings.offline:
-        stack = remembered(settings, session.region_name)
-    else:
-        stack = find_stack(settings, session)
+    known = remembered(settings, session.region_name)
+    try:
+        stack = known if settings.offline else find_stack(settings, session)
+    except Denied as error:
+        if known or not settings.role or "role" not in names:
+            raise
+        logger.info(f"not using a stack: {error}")
+        return settings
     if stack is None:
         return settings
     if settings.store and not f"{settings.store}/".startswith(f"{stack.store}/"):
@@ -154,6 +159,9 @@ def remedy(raw: dict[str, Any]) -> str:
     """What to do about a stack that cannot be used or changed now."""
     if raw["StackStatus"].endswith("_IN_PROGRESS"):
         return "try again when that has ended"
+    if raw["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
+        name = raw["StackName"]
+        return f"first run `aws cloudformation continue-update-rollback --stack-name {name}`"
     return "`sm-nanogpt infra deploy` deletes it and creates it again"
 
 
