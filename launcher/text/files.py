@@ -18,7 +18,7 @@ from launcher.files import storage
 from launcher.files.documents import read_text
 from launcher.text.formats import PLAIN, File, bare, look, named, note_odd, opened, warn_of
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("launcher.text")
 
 # The shortest context of any preset. Shorter text cannot fill one window for training and one in
 # its last tenth for validation. A launch checks against the context of its job.
@@ -103,11 +103,7 @@ def find_files(
 
 
 def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool, alone: bool) -> list[Path]:
-    """The files of a folder that are taken, sorted; the others are logged.
-
-    Raises:
-        InputError: there is none, and the folder is the only path.
-    """
+    """The files of a folder that are taken, sorted; the others are logged. alone: one must be."""
     taken, left, aside = list[Path](), list[Path](), Counter[str]()
     for place, folders, names in os.walk(root, onerror=raise_error):  # rglob ignores errors
         for folder in [Path(place, name) for name in folders]:
@@ -160,8 +156,7 @@ def may_be_read(
 
 def is_read(path: Path, tokens: bool) -> bool:
     """Whether a file in a folder is read because of its name."""
-    known = named(path)
-    return known is not None and bool(known.read) and (tokens or known is PLAIN)
+    return (known := named(path)) is PLAIN or (tokens and known is not None and known.read != "")
 
 
 def raise_error(error: OSError) -> None:
@@ -170,8 +165,7 @@ def raise_error(error: OSError) -> None:
 
 def listed(counts: Counter[str]) -> str:
     """`27 files left out: 24 .md, 3 .py`, the most frequent kinds first."""
-    kinds = [f"{n:,} {kind}" for kind, n in counts.most_common(8)]
-    kinds += ["others"] * (len(counts) > 8)
+    kinds = [f"{n:,} {kind}" for kind, n in counts.most_common(8)] + ["others"] * (len(counts) > 8)
     total = counts.total()
     return f"{total:,} file{'s' * (total > 1)} left out: {', '.join(kinds)}"
 
@@ -216,11 +210,7 @@ def name_in_store(within: Path, taken: set[str]) -> str:
 
 
 def check_text(root: Path, files: Sequence[File]) -> tuple[Text, list[File]]:
-    """Read every file as train.py would. Returns also the files without empty and equal ones.
-
-    Raises:
-        InputError: a file is binary or not UTF-8, or the text is too short.
-    """
+    """Read every file as train.py would. Returns also the files without empty and equal ones."""
     digest, vocabulary, size, characters = hashlib.sha256(), set[str](), 0, 0
     kept, odd, seen, aside = list[File](), dict[bytes, str](), set[bytes](), Counter[str]()
     for file in files:

@@ -31,7 +31,7 @@ else:
     from backports import zstd
 
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("launcher.text")
 
 Content = io.BufferedReader | io.BufferedRandom
 
@@ -78,6 +78,7 @@ FORMATS = (
     Format("a pickle", ".pkl .pickle .pt .pth", rb"\x80[\x02-\x05]", "", PICKLE),
     Format("an image", ".png .jpg .jpeg .gif .tif .tiff", IMAGE, "", TESSERACT),
 )
+BY_SUFFIX = {suffix: each for each in FORMATS for suffix in each.suffixes.split()}
 COMPRESSIONS: dict[str, tuple[bytes, Any]] = {
     ".gz": (b"\x1f\x8b", gzip.open),
     ".zst": (b"\x28\xb5\x2f\xfd", zstd.open),
@@ -114,17 +115,14 @@ def bare(path: Path) -> Path:
 
 def named(path: Path) -> Format | None:
     """The format that a file's name promises."""
-    suffix = bare(path).suffix.lower()
-    return next((each for each in FORMATS if suffix in each.suffixes.split()), None)
+    return BY_SUFFIX.get(bare(path).suffix.lower())
 
 
 def look(path: Path, encoding: str = "", column: str = "text", plain: bool = False) -> File:
     """How to read a file, by its name and its first bytes.
 
-    plain takes it as plain text whatever its name. An encoding is for what is not UTF-8.
-
-    Raises:
-        InputError: it cannot be read, or is of a format that is refused.
+    plain takes it as plain text whatever its name. An encoding is for what is not UTF-8. Raises
+    InputError if it cannot be read, or is of a format that is refused.
     """
     with opened(File(path.name, path)) as file:
         begins = file.read(4)

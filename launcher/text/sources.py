@@ -18,6 +18,7 @@ from launcher.files.storage import Progress
 from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
+readers = logging.getLogger("launcher.text")  # of the modules that read the copies
 
 HUB = re.compile(r"hf://datasets/(?P<id>[\w.-]+/(?P<name>[\w.-]+))(@[^/]+)?(/.*)?")
 LOGIN = "run `hf auth login`, or set HF_TOKEN"
@@ -43,18 +44,7 @@ def local_paths(
     """
     if list(paths).count("-") > 1:
         raise InputError("- can be given once: it is standard input")
-    for path in paths:
-        if str(path).startswith(("http://", "https://")):
-            raise InputError(f"{path}: download it, `curl -L {path} | sm-nanogpt upload-data -`")
-        if is_elsewhere(path) and not re.fullmatch(rf"-|s3://.*|{HUB.pattern}", str(path)):
-            what = "a path, -, hf://datasets/OWNER/NAME/PATH, or s3://bucket/prefix"
-            raise InputError(f"{path}: use {what}")
-        with suppress(OSError):  # who reads it names it
-            if not is_elsewhere(path) and not here(path).exists():
-                raise InputError(
-                    f"{path}: no such file or directory; without a PATH, `sm-nanogpt upload-data`"
-                    " takes tiny Shakespeare"
-                )
+    given = [(path, here(path)) for path in paths]
     copies = dict[str, str]()  # their paths, and what they are copies of
 
     def renamed(text: str) -> str:
@@ -67,14 +57,12 @@ def local_paths(
         return True
 
     with ExitStack() as stack:
-        for name in ("files", "formats"):
-            reader = logging.getLogger(f"launcher.text.{name}")
-            reader.addFilter(rename)
-            stack.callback(reader.removeFilter, rename)
+        readers.addFilter(rename)
+        stack.callback(readers.removeFilter, rename)
         found = list[Path]()
-        for path in paths:
-            if not is_elsewhere(path):
-                found.append(here(path))
+        for path, local in given:
+            if local:
+                found.append(local)
                 continue
             settings.cache_dir.mkdir(parents=True, exist_ok=True)
             directory = tempfile.TemporaryDirectory(prefix="sources-", dir=settings.cache_dir)
@@ -87,15 +75,22 @@ def local_paths(
             raise InputError(renamed(str(error))) from None
 
 
-def is_elsewhere(source: str | Path) -> bool:
-    return source == "-" or "://" in str(source).removeprefix("file://")
-
-
-def here(source: str | Path) -> Path:
-    """A path of this machine, which a URI may name."""
-    if str(source).startswith("file://"):
-        return storage.local_path(str(source)) or Path()
-    return storage.path_of(source)
+def here(source: str | Path) -> Path | None:
+    """The path of a source on this machine; None: it is elsewhere."""
+    word = str(source)
+    if re.fullmatch(rf"-|s3://.*|{HUB.pattern}", word):
+        return None
+    if word.startswith(("http://", "https://")):
+        raise InputError(f"{word}: download it, `curl -L {word} | sm-nanogpt upload-data -`")
+    if "://" in word.removeprefix("file://"):
+        what = "a path, -, hf://datasets/OWNER/NAME/PATH, or s3://bucket/prefix"
+        raise InputError(f"{word}: use {what}")
+    path = storage.local_path(word) if word.startswith("file://") else storage.path_of(source)
+    with suppress(OSError):  # who reads it names it
+        if path and not path.exists():
+            what = "without a PATH, `sm-nanogpt upload-data` takes tiny Shakespeare"
+            raise InputError(f"{word}: no such file or directory; {what}")
+    return path
 
 
 def named_by(source: str | Path) -> Path:
@@ -116,7 +111,11 @@ def copy(
         if source.startswith("s3://"):
             fs, path = storage.file_system(source, settings)
             return fetch(source, fs, path, directory, storage.by_parts(progress), wanted)
-        fs, path = hub(source), source.removeprefix("hf://").rstrip("/")
+        try:
+            from huggingface_hub import HfFileSystem
+        except ImportError as error:
+            raise not_installed(error.name or "huggingface_hub", "data") from None
+        fs, path = HfFileSystem(skip_instance_cache=True), source.removeprefix("hf://").rstrip("/")
         how = storage.told(progress) | {"block_size": 0}  # by one request for a file
         with hub_errors(source):
             return fetch(source, fs, path, directory, how, wanted)
@@ -159,15 +158,6 @@ def fetch(
         if key in chosen:
             fs.get_file(key, str(target), **how)
     return top
-
-
-def hub(source: str) -> Any:
-    """The fsspec file system of the Hub."""
-    try:
-        from huggingface_hub import HfFileSystem
-    except ImportError as error:
-        raise not_installed(error.name or "huggingface_hub", "data") from None
-    return HfFileSystem(skip_instance_cache=True)
 
 
 @contextmanager

@@ -47,11 +47,7 @@ Batch = list[str | None]  # pieces of text; None stands where a document ends
 
 
 def survey(files: Sequence[File]) -> Source:
-    """Read all documents once, to count them.
-
-    Raises:
-        InputError: as documents; or all are equal, so that none can validate.
-    """
+    """Read all documents once, to count them. Raises InputError also if all are equal."""
     found, contents = Source(), set[int]()
     for document in documents(files, found):
         content = 0
@@ -154,11 +150,7 @@ def encode(
 
 
 def separated(words: Words) -> Words:
-    """The tokenizer with an end of text that does not end a turn, as Qwen's own does.
-
-    Raises:
-        InputError: it has no other token.
-    """
+    """The tokenizer with an end of text that does not end a turn, as Qwen's own does."""
     if words.end_of_text != END_OF_TURN:
         return words
     if end := next((name for name in KNOWN_ENDS if name in words.tokenizer.special), None):
