@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from launcher.errors import InputError, ServiceError
-from launcher.job import FULL_ID, WORD, JobDescription, UnreadableJob
+from launcher.job import FULL_ID, JOB_ID, WORD, JobDescription, UnreadableJob
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker import caller
 from launcher.sagemaker.backend import SageMakerBackend
@@ -77,6 +77,8 @@ def find(word: str, settings: Settings, acts: bool = False) -> tuple[Backend, Jo
     """The backend of the job that a word means, and its description. Arguments as for full_id."""
     known = "`sm-nanogpt jobs` lists the jobs, and `sm-nanogpt data` the uploads"
     job_id = full_id(word, settings, acts)
+    if not JOB_ID.fullmatch(job_id):
+        raise ServiceError(f"there is no job {job_id!r}; {known}")
     asked: list[str] = []
     try:
         for backend in all_backends(settings):

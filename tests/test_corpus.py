@@ -283,6 +283,9 @@ def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
     (tmp_path / "mute.txt").write_bytes(WORDS.encode("utf-16-le"))
     with pytest.raises(InputError, match=r"mute.txt: .*BOM; use --encoding utf-16-le or"):
         upload_data(tmp_path / "mute.txt", encoding="utf-16")
+    upload = upload_data([tmp_path / "mute.txt", tmp_path / "texts/d.txt"], encoding="utf-16-le")
+    texts = [(stored(upload.uri) / name).read_text() for name in upload.files]
+    assert texts == [WORDS, LONG]
     with pytest.raises(InputError, match=r"a.txt: is not EUC_JP text"):
         upload_data(tmp_path / "texts", encoding="euc_jp")
     for wrong in ("hex", "utf-nine"):

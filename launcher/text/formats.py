@@ -158,12 +158,13 @@ def look(path: Path, encoding: str = "", column: str = "text", plain: bool = Fal
 
 def is_utf8(raw: File, encoding: str) -> bool:
     """Whether a file is UTF-8; ASCII alone may also stand for other characters."""
+    wide = re.match("utf.?(16|32)", encoding, re.I)  # it has zeros, which are no text here
     same = True
     with suppress(InputError), opened(raw) as file:
         for chunk, text in read_text(file, raw.path, CHUNK_BYTES):
             if not text.isascii():
                 return True
-            same = same and chunk.decode(encoding, "replace") == text
+            same = same and (wide is not None or chunk.decode(encoding, "replace") == text)
         return same
     return False
 
