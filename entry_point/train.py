@@ -166,6 +166,10 @@ def main(argv: Sequence[str]) -> int:
         if n_local * len(container.hosts) > 1:
             return start_ranks(run_rank, config, container, n_local)
         ranks = Ranks(0, 1, 0, 1, os.environ.get("SM_NANOGPT_LAUNCHER", "hand"))
+    elif options.processes not in (0, ranks.local_world_size):
+        raise TrainingError(
+            f"processes={options.processes}, but {ranks.launcher} started {ranks.local_world_size}"
+        )
     try:
         return train(config, options, container, ranks)
     except (RuntimeError, MemoryError) as error:
