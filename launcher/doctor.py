@@ -154,7 +154,10 @@ def check_store(context: Context) -> str:
     check_bucket(context.client("s3"), context.store, "--store", context.region)
     place = storage.join(context.store, "data", f"doctor-{secrets.token_hex(4)}.txt")
     storage.write_bytes(place, b"", context.settings)
-    storage.remove(place, context.settings)
+    try:
+        storage.remove(place, context.settings)
+    except ServiceError as error:
+        raise CheckWarning(f"{place} was written, and could not be deleted: {error}") from None
     return f"{context.store} is writable"
 
 
