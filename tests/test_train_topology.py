@@ -349,6 +349,13 @@ def test_a_group_error_omits_the_cpp_stack_trace(monkeypatch):
 # -- real processes --------------------------------------------------------------------------------
 
 
+def test_processes_that_no_launcher_started_are_refused(tmp_path, text_file):
+    place = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT="0")
+    env = place | {"MASTER_ADDR": "127.0.0.1"}
+    end = run(words(**SMALL, data=text_file, processes=4), cwd=tmp_path, env=env)
+    assert (end.status, "processes=4, but torchrun started 1" in end.output) == (1, True)
+
+
 def test_hosts_started_alone_make_one_model(text, tmp_path):
     envs = make_hosts(tmp_path / "ml", text, n_hosts=2)
     first, second = run_hosts(words(**SMALL), cwd=tmp_path, envs=envs)
