@@ -305,7 +305,8 @@ def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
 )
 def test_odd_characters_are_warned_about(home, tmp_path, caplog, odd, what, tokens):
     (tmp_path / "odd.txt").write_text(LONG + odd + LONG, newline="")
-    upload_data(tmp_path / "odd.txt", tokenizer="bpe" if tokens else None, vocab_size=300)
+    how: dict[str, Any] = {"tokenizer": "bpe", "vocab_size": 300} if tokens else {}
+    upload_data(tmp_path / "odd.txt", **how)
     warned = [m for m in caplog.messages if "odd.txt: has " in m]
     assert [what in message for message in warned] == [True] * (what != "")
 

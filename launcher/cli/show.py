@@ -33,8 +33,13 @@ CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 def shown(text: str) -> str:
-    """Escape control characters: file names, logs and answers of AWS may contain anything."""
-    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    """Escape control characters, and cut the middle of a text of over 1,000 characters.
+
+    File names, logs and answers of AWS may contain anything.
+    """
+    text = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    # The end of a message says what to do.
+    return text if len(text) <= 1000 else f"{text[:700]} ... {text[-300:]}"
 
 
 def with_options(text: str) -> str:
