@@ -1,10 +1,15 @@
-"""The two kinds of errors, and words that errors share."""
+"""The two kinds of errors: what is wrong, and the facts from which to act on it.
+
+A message says what is wrong, in the names of the library: `max_wait=60`, not the option. Below
+launcher.cli no message names a command or an option; launcher.cli.words has those, by code.
+"""
 
 from __future__ import annotations
 
 import difflib
 import unicodedata
 from collections.abc import Iterable
+from typing import Any, Self
 
 # Pydantic's words, and ours.
 WORDS = {
@@ -17,12 +22,38 @@ WORDS = {
 }
 
 
-class InputError(Exception):
-    """The user gave something that cannot be used: exit code 2. The text says what to do."""
+class LauncherError(Exception):
+    """What is wrong, in one sentence, with facts to act on, which are attributes: `error.job_id`.
+
+    code says which remedy fits, by its key in launcher.cli.words.REMEDIES; "": none. field is the
+    argument that is wrong, by its name in Request, Settings or a function, and value what it was.
+    """
+
+    def __init__(
+        self, problem: str, code: str = "", field: str = "", value: object = None, **facts: Any
+    ) -> None:
+        given = field if value is None else f"{field}={value}"
+        super().__init__(f"{given}: {problem}" if field else problem)
+        self.problem, self.code, self.field, self.value = problem, code, field, value
+        self.facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        facts = self.__dict__.get("facts", {})
+        if name not in facts:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return facts[name]
+
+    def within(self, context: str) -> Self:
+        """The same error with more to its message: `context: ...`."""
+        return type(self)(f"{context}: {self}", self.code, **self.facts)
 
 
-class ServiceError(Exception):
-    """A job, a store or a service failed: exit code 1. The text says what to do next."""
+class InputError(LauncherError):
+    """The user gave something that cannot be used: exit code 2."""
+
+
+class ServiceError(LauncherError):
+    """A job, a store or a service failed: exit code 1."""
 
 
 class Terminated(KeyboardInterrupt):

@@ -36,7 +36,8 @@ from launcher.cli.options import Group
 from launcher.cli.show import logs_shown, note, silence
 from launcher.cli.upload import upload_data_command
 from launcher.cli.views import report_command, track_command
-from launcher.errors import InputError, ServiceError, Terminated
+from launcher.cli.words import sentence
+from launcher.errors import InputError, LauncherError, Terminated
 
 COMMANDS = {
     "Text and training": [
@@ -206,8 +207,8 @@ def message_of(error: Exception) -> str:
         if context := getattr(error, "ctx", None):
             text = f"{text.rstrip('.')}; `{context.command_path} --help` shows what there is"
         return text
-    if isinstance(error, (InputError, ServiceError)):
-        return str(error)
+    if isinstance(error, LauncherError):
+        return sentence(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"cannot write {error.filename or 'the result'}: {error.strerror}"
     return f"{type(error).__name__}: {error}; `sm-nanogpt --debug ...` shows where"

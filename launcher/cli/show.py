@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from launcher.cli.words import remedy
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class Screen(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
+        if code := getattr(record, "code", ""):
+            text = f"{text}; {remedy(code, vars(record))}"
         if text not in self.seen:
             self.seen.add(text)
             note(text if record.levelno < logging.WARNING else f"warning: {text}")

@@ -1,0 +1,61 @@
+"""Words of the command line: commands to type, names of options, and what to do about an error."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launcher.errors import LauncherError
+
+# What to do, by the code of an error or of a log record. `{sm}` is `sm-nanogpt` with the options
+# that the user gave before the command; the other fields are the facts of the error.
+REMEDIES: dict[str, str] = {
+    # launching, jobs
+    # finding, tracking, sweeps
+    # models, views
+    # texts, files
+    # settings, AWS
+}
+
+# Options that are not named like their fields.
+OPTIONS = {
+    "subnets": "--subnet",
+    "security_group_ids": "--security-group",
+    "tags": "--tag",
+    "hyperparameters": "--set",
+}
+
+
+def option(field: str) -> str:
+    """The command-line option for a field."""
+    return OPTIONS.get(field, f"--{field.replace('_', '-')}")
+
+
+def command(*words: str) -> str:
+    """A command for the user to type, with the options that were given before the command.
+
+    Without --region, for example, it would look for a job in another place.
+    """
+    context = click.get_current_context(silent=True)
+    given = dict(context.find_root().obj or {}) if context else {}
+    if "://" not in (given.get("store") or "://"):
+        given["store"] = str(Path(given["store"]).expanduser().absolute())
+    options = [each for name, value in given.items() if value for each in (f"--{name}", value)]
+    return " ".join(filter(None, ("sm-nanogpt", shlex.join(options), *words)))
+
+
+def remedy(code: str, facts: Mapping[str, Any]) -> str:
+    """What to do about an error, or what a log record says, or ''."""
+    return REMEDIES[code].format_map({**facts, "sm": command()}) if code else ""
+
+
+def sentence(error: LauncherError) -> str:
+    """An error in the words of the command line: its option, what is wrong, what to do."""
+    given = option(error.field) if error.field else ""
+    given += f" {error.value}" if error.value is not None else ""
+    said = f"{given}: {error.problem}" if given else error.problem
+    return "; ".join(filter(None, (said, remedy(error.code, error.facts))))

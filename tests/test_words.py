@@ -1,0 +1,134 @@
+"""Below launcher.cli, errors carry facts; the command line has the words for them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from string import Formatter
+
+import click
+import pytest
+
+import launcher
+from launcher import cli
+from launcher.cli.words import REMEDIES, sentence
+from launcher.errors import InputError, ServiceError
+
+ROOT = Path(launcher.__file__).parent
+BELOW = sorted(path for path in ROOT.rglob("*.py") if path.parent.name != "cli")
+# Modules that still name commands or options.
+LEFT = {
+    "aws.py",
+    "doctor.py",
+    "files/documents.py",
+    "finding.py",
+    "job.py",
+    "launching/launch.py",
+    "launching/start.py",
+    "launching/sweeps.py",
+    "launching/texts.py",
+    "local/backend.py",
+    "machines.py",
+    "models/chat.py",
+    "models/encoder.py",
+    "models/fetch.py",
+    "models/load.py",
+    "sagemaker/backend.py",
+    "sagemaker/cost.py",
+    "sagemaker/deploy.py",
+    "sagemaker/stack.py",
+    "source.py",
+    "text/corpus.py",
+    "text/files.py",
+    "text/formats.py",
+    "text/records.py",
+    "text/shakespeare.py",
+    "text/sources.py",
+    "tracking.py",
+    "views/play.py",
+    "views/report.py",
+}
+
+
+def all_options(command: click.Command) -> Iterator[str]:
+    for parameter in command.params:
+        yield from (word for word in parameter.opts if word.startswith("--"))
+    for each in getattr(command, "commands", {}).values():
+        yield from all_options(each)
+
+
+OPTIONS = set(all_options(cli.cli))
+COMMANDS = "|".join(cli.cli.commands)
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """The literal texts of a module, without docstrings."""
+    expressions = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in expressions:
+            yield str(node.value)
+
+
+@pytest.mark.parametrize("path", BELOW, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_message_below_the_cli_names_a_command(path):
+    found = [
+        text
+        for text in strings(ast.parse(path.read_text()))
+        if OPTIONS & set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+        or re.search(rf"`({COMMANDS})\b|sm-nanogpt ({COMMANDS})\b", text)
+    ]
+    if str(path.relative_to(ROOT)) not in LEFT:
+        assert found == []
+
+
+def codes() -> Iterator[tuple[str, set[str]]]:
+    """Each code that is given to an error or a log record, and the names of the facts with it."""
+    for path in BELOW:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, (ast.Call, ast.Dict)):
+                continue
+            given: dict[object, ast.expr]
+            if isinstance(node, ast.Dict):  # extra= of a log record
+                keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+                given = dict(zip(keys, node.values, strict=False)) if "code" in keys else {}
+            else:
+                given = {word.arg: word.value for word in node.keywords if word.arg}
+                name = node.func.id if isinstance(node.func, ast.Name) else ""
+                if name.endswith("Error") or name in ERRORS:
+                    given |= dict(zip(("problem", "code"), node.args, strict=False))
+            code = given.get("code")
+            if isinstance(code, ast.Constant) and code.value:
+                yield str(code.value), {str(name) for name in given}
+
+
+def subclasses(kind: type[Exception]) -> Iterator[str]:
+    each: type[Exception]
+    for each in kind.__subclasses__():
+        yield each.__name__
+        yield from subclasses(each)
+
+
+ERRORS = {*subclasses(InputError), *subclasses(ServiceError)}
+
+
+def test_each_code_has_a_remedy_with_its_facts():
+    used = list(codes())
+    for code, facts in used:
+        fields = {field for _, field, _, _ in Formatter().parse(REMEDIES[code]) if field}
+        assert fields - {"sm"} <= facts, code
+    assert REMEDIES.keys() == {code for code, _ in used}
+
+
+def test_an_error_is_said_by_its_option():
+    error = InputError("must be at least 60", field="max_wait", value=5, limit=60)
+    assert (str(error), error.limit) == ("max_wait=5: must be at least 60", 60)
+    assert sentence(error) == "--max-wait 5: must be at least 60"
+
+
+def test_a_remedy_has_the_facts_of_its_error(monkeypatch):
+    monkeypatch.setitem(REMEDIES, "is-running", "stop it first: `{sm} stop {job_id}`")
+    error = ServiceError("job a is running", "is-running", job_id="a").within("cannot delete")
+    assert str(error) == "cannot delete: job a is running"
+    assert sentence(error).endswith("; stop it first: `sm-nanogpt stop a`")
