@@ -73,10 +73,9 @@ class Listing:
             self.failure = error
 
 
-def find(word: str, settings: Settings, acts: bool = False) -> tuple[Backend, JobDescription]:
-    """The backend of the job that a word means, and its description. Arguments as for full_id."""
+def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
+    """The backend of the job with this full id, and its description."""
     known = "`sm-nanogpt jobs` lists the jobs, and `sm-nanogpt data` the uploads"
-    job_id = full_id(word, settings, acts)
     if not JOB_ID.fullmatch(job_id):
         raise ServiceError(f"there is no job {job_id!r}; {known}")
     asked: list[str] = []

@@ -43,7 +43,7 @@ def remedies(instance: str) -> dict[str, str]:
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
-    """Describe a job, with its cost. Here and below, a job's name does as well as its id.
+    """Describe a job, with its cost.
 
     Raises:
         ServiceError: there is no such job.
@@ -153,7 +153,7 @@ def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
     Raises:
         ServiceError: there is no such job, or it has ended.
     """
-    backend, description = find(job_id, settings or load_settings(), acts=True)
+    backend, description = find(job_id, settings or load_settings())
     if not description.is_running:
         raise ServiceError(f"job {description.named} has already ended: {description.status}")
     backend.stop(description.job_id)

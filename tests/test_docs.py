@@ -19,6 +19,7 @@ import pytest
 import launcher
 from entry_point.config import OPTIONS, PRESETS, Config, make_config
 from launcher.cli import cli
+from launcher.cli.options import Job
 from launcher.settings import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +69,11 @@ def shown_commands(page: Path) -> list[list[str]]:
     transcripts = "\n".join(blocks(page, ""))
     lines += re.findall(r"^\$ (.+)$", transcripts, re.MULTILINE)
     return [words for line in lines for words in commands(line)]
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_looked_for(monkeypatch):
+    monkeypatch.setattr(Job, "convert", lambda self, value, param, ctx: value)
 
 
 def parse(command: click.Command, words: list[str], parent: click.Context | None = None) -> None:

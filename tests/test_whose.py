@@ -10,9 +10,8 @@ import pytest
 from access import ACCOUNT
 from emulator import client
 
-from launcher import Settings, describe
+from launcher import Settings
 from launcher.finding import full_id
-from launcher.launching import start
 from launcher.local.backend import write_json
 from launcher.sagemaker.caller import Caller, Launched, owner_of, remember, remembered
 from launcher.sagemaker.search import with_last
@@ -253,10 +252,8 @@ def test_a_name_works_wherever_an_id_does(job, cli, text_file, tmp_path):
     named = sibling(job, "sm-nanogpt-20200101-000000-abcdef", name="v1.0")
     (tmp_path / "v1.0").mkdir()  # a directory that is no model does not hide the job
     assert cli("upload-data", str(text_file), "--tokenizer", "v1.0").good
-    assert start.resolved("v1.0", load_settings()) == named
     for words in ("status {}", "logs {}", "metrics {}", "report {} -o r.html", "sample {}"):
         assert cli(*words.format("v1.0").split()).good, words
-    assert describe("v1.0").job_id == named
     assert cli("launch", "--resume", "v1.0", "--set", "max_steps=20").good
     assert f"resumes {named}" in cli("status", "latest").out
     assert cli("delete", "v1.0", "--yes").good
@@ -354,3 +351,18 @@ def test_a_job_is_changed_only_if_no_other_can_be_meant(job, cli, unreachable):
         assert cli(*words).failed(1, "cannot resolve", "give a full job id")
     remember(Launched(caller, "us-east-1", "sm-nanogpt-20990101-000000-abcdef"), load_settings())
     assert cli("status", "latest").failed(1, "cannot resolve")
+
+
+def test_a_mistake_is_told_before_a_job_is_looked_for(job, cli, home, unreachable, monkeypatch):
+    monkeypatch.setattr("launcher.finding.full_id", None)
+    for words in (
+        "logs latest --tail x",
+        "logs latest --raw --tial",
+        "track latest",
+        "play latest --cors localhost",
+        "fetch-and-sample latest --prompt=",
+        "launch --resume latest --init-from latest --set n_layer",
+    ):
+        assert cli(*words.split()).code == 2, words
+    for command in ("status", "play", "launch --resume"):
+        assert cli(*command.split(), "latest", "--help").good

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.models import ENTRY_POINT, load, samples
-from launcher.cli.options import Command, complete_job, settings_of
+from launcher.cli.options import MODEL, Command, settings_of
 from launcher.cli.show import note
 from launcher.errors import InputError, Terminated
 
@@ -27,7 +27,7 @@ Talk = Callable[[str, int], Generator[str]]  # what is typed, and the number of 
 
 
 @click.command("chat", cls=Command)
-@click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
+@MODEL
 @click.option("--system", metavar="TEXT", help="Instruct the model before the conversation.")
 @samples
 @ENTRY_POINT
@@ -50,7 +50,7 @@ def chat_command(
       sm-nanogpt chat JOB-ID
       sm-nanogpt chat JOB-ID --system "Answer in one word." --temperature 0
     """
-    _, _, loaded, tokenizer = load(model, settings_of(context), entry_point)
+    _, loaded, tokenizer = load(model, settings_of(context), entry_point)
     if tokenizer.chats:
         converse(Conversation(loaded, tokenizer, system, sampling).talk, HELP)
         return

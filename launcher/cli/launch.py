@@ -17,7 +17,6 @@ from launcher.cli.options import (
     Job,
     agree_to_cost,
     complete_hyperparameter,
-    complete_job,
     complete_preset,
     lists,
     pairs,
@@ -112,7 +111,7 @@ class LaunchCommand(Command):
 @click.option(
     "--init-from",
     metavar="JOB-ID|PATH|URI",
-    shell_complete=complete_job,
+    type=Job(trained=True),
     help="Start from the weights of an earlier job, or of a Hugging Face directory of the Qwen3"
     " family.",
 )

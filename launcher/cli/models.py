@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, Command, complete_job, settings_of
+from launcher.cli.options import JSON, MODEL, Command, Job, settings_of
 from launcher.cli.show import byte_progress, note, print_json
 from launcher.errors import InputError
 
@@ -79,7 +79,7 @@ def samples(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command("fetch-and-sample", cls=Command)
-@click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
+@MODEL
 @click.option(
     "--prompt",
     metavar="TEXT",
@@ -115,7 +115,7 @@ def fetch_and_sample_command(
     Example:
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
-    _, _, loaded, tokenizer = load(model, settings_of(context), entry_point)
+    _, loaded, tokenizer = load(model, settings_of(context), entry_point)
     from launcher.models.sample import answered, stream_samples
 
     if tokenizer.chats and prompt is None:
@@ -138,25 +138,26 @@ def fetch_and_sample_command(
         click.echo(f"---\n{text}")
 
 
-def locate(word: str, settings: Settings, entry_point: Path | None) -> tuple[str, Path]:
-    """What a model is called, the job's id or its directory, and the directory; fetches that of a
-    job, and says where it is."""
+def locate(named: str, settings: Settings, entry_point: Path | None) -> Path:
+    """The directory of a model, of which a job's is fetched; says where it is.
+
+    named: the id of a job, or a directory.
+    """
     from launcher.files.models import is_path
     from launcher.files.storage import path_of
-    from launcher.finding import find, full_id
+    from launcher.finding import find
     from launcher.job import FULL_ID, JOB_ID
     from launcher.models.fetch import check_weights, fetch_described, no_model
 
-    directory = path_of(word)
-    named = word if is_path(word) else full_id(word, settings, trained=True)
-    if directory.is_dir() and (is_path(word) or not FULL_ID.fullmatch(named)):
+    directory = path_of(named)
+    if directory.is_dir() and (is_path(named) or not FULL_ID.fullmatch(named)):
         if not any((directory / name).exists() for name in ("SHA256SUMS", "config.json")):
             model = "`sm-nanogpt fetch-and-sample JOB-ID` prints one after `model:`"
-            raise InputError(f"{word}: not a model directory; {model}")
+            raise InputError(f"{named}: not a model directory; {model}")
         check_weights(directory)
     else:
         if not JOB_ID.fullmatch(named):  # no job has such an id
-            raise no_model(word)
+            raise no_model(named)
         _, description = find(named, settings)
         with byte_progress("fetch") as progress:
             directory = fetch_described(description, settings, progress, entry_point)
@@ -166,20 +167,18 @@ def locate(word: str, settings: Settings, entry_point: Path | None) -> tuple[str
                 f" {directory.name}"
             )
     note(f"model: {directory}")
-    return named, directory
+    return directory
 
 
-def load(
-    word: str, settings: Settings, entry_point: Path | None
-) -> tuple[str, Path, GPT, Tokenizer]:
-    """Load the model of a directory or of a job. Returns what it is called and where it is, too."""
-    named, directory = locate(word, settings, entry_point)
+def load(named: str, settings: Settings, entry_point: Path | None) -> tuple[Path, GPT, Tokenizer]:
+    """Load the model of a directory or of a job. Returns its directory, too."""
+    directory = locate(named, settings, entry_point)
     from launcher.models.sample import is_edited, load_model
 
     model, tokenizer = load_model(directory, settings, entry_point)
     if is_edited(model):
         note("sampling with the edited or older script that trained this model, which is slower")
-    return named, directory, model, tokenizer
+    return directory, model, tokenizer
 
 
 def about(name: str, directory: Path, settings: Settings) -> str:
@@ -201,9 +200,18 @@ def about(name: str, directory: Path, settings: Settings) -> str:
         return ""
 
 
+def check_origins(
+    context: click.Context, parameter: click.Parameter, origins: tuple[str, ...]
+) -> tuple[str, ...]:
+    for origin in origins:
+        if not re.fullmatch(r"\*|null|[\w.+-]+://[^/]+", origin):
+            raise InputError(f"--cors {origin}: an origin is like http://localhost:3000")
+    return origins
+
+
 @click.command("play", cls=Command)
-@click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
-@click.argument("other", metavar="[JOB-ID|DIR]", required=False, shell_complete=complete_job)
+@MODEL
+@click.argument("other", metavar="[JOB-ID|DIR]", required=False, type=Job(trained=True))
 @click.option(
     "--port", metavar="N", type=click.IntRange(1, 65535), help="Port (default: a free one)."
 )
@@ -218,6 +226,7 @@ def about(name: str, directory: Path, settings: Settings) -> str:
     "origins",
     metavar="ORIGIN",
     multiple=True,
+    callback=check_origins,
     help="Let the pages of another origin use the API, as http://localhost:3000. Repeatable.",
 )
 @click.option(
@@ -254,13 +263,10 @@ def play_command(
     from launcher.views import api, play
 
     settings = settings_of(context, api_key=api_key)
-    for origin in origins:
-        if not re.fullmatch(r"\*|null|[\w.+-]+://[^/]+", origin):
-            raise InputError(f"--cors {origin}: an origin is like http://localhost:3000")
     listener = play.listen(port or 0)
     players = []
-    for word in filter(None, (model, other)):
-        named, directory, loaded, tokenizer = load(word, settings, entry_point)
+    for named in filter(None, (model, other)):
+        directory, loaded, tokenizer = load(named, settings, entry_point)
         players.append(play.Player(named, loaded, tokenizer, about(named, directory, settings)))
     at, key = listener.getsockname()[1], settings.api_key or secrets.token_urlsafe()
     url = f"http://127.0.0.1:{at}/?token={quote(key, safe='')}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from launcher.cli.show import note
+from launcher.cli.words import command
 from launcher.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,10 +30,18 @@ def settings_of(context: click.Context, **given: str | None) -> Settings:
 class Command(click.Command):
     """A command that refuses empty values, which come from unset shell variables."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # A mistake in the rest of the line is told before a job is looked for.
+        for parameter in self.params:
+            parameter.is_eager = not isinstance(parameter.type, Job)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         root = ctx.find_root()
         try:
-            rest = super().parse_args(ctx, args)
+            if not ctx.resilient_parsing:  # else a shell asks for completions
+                self.check_empty(self.make_parser(ctx).parse_args(list(args))[0])
+            return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             for option in root.command.params:
                 if error.option_name in option.opts and option.metavar:
@@ -44,53 +54,59 @@ class Command(click.Command):
         except click.UsageError as error:  # click omits it for an option without value
             error.ctx = error.ctx or ctx
             raise
-        # Resilient means that a shell asks for completions.
-        for parameter in () if ctx.resilient_parsing else self.params:
-            value = ctx.params.get(parameter.name or "")
-            if value == "" or (isinstance(value, tuple) and "" in value):
+
+    def check_empty(self, typed: Mapping[str, Any]) -> None:
+        for parameter in self.params:
+            value = typed.get(parameter.name or "")
+            if value == "" or (isinstance(value, list | tuple) and "" in value):
                 argument = isinstance(parameter, click.Argument)
                 named = (argument and parameter.metavar) or parameter.opts[0]
                 without = "" if parameter.required else ", or leave it out"
                 raise InputError(f"{named.strip('[].')} is empty; give a value{without}")
-        return rest
-
-    def invoke(self, ctx: click.Context) -> Any:
-        for parameter in self.params:
-            given = ctx.params.get(parameter.name or "")
-            if isinstance(parameter.type, Job) and given:
-                words = given if isinstance(given, tuple) else (given,)
-                ids = tuple(parameter.type.resolve(word, ctx) for word in words)
-                ctx.params[parameter.name or ""] = ids if isinstance(given, tuple) else ids[0]
-        return super().invoke(ctx)
 
 
-class Job(click.types.StringParamType):
-    """A word for a job; the command gets the whole id.
+class Job(click.ParamType[str]):
+    """What a user types for a job: an id, a name, a part of an id, or `latest`. Gives the full id.
 
     acts: the command changes the job. sweeps, uploads: it takes those of a sweep, an upload too.
+    trained: it reads a model, so `latest` is the newest job that has one; a path or a URI, which
+    names a model elsewhere, stays as it is, and so does `other`.
     """
 
-    def __init__(self, acts: bool = False, sweeps: bool = False, uploads: bool = False) -> None:
-        self.acts, self.sweeps, self.uploads = acts, sweeps, uploads
+    name = "job"
 
-    def resolve(self, word: str, ctx: click.Context) -> str:
+    def __init__(
+        self,
+        acts: bool = False,
+        sweeps: bool = False,
+        uploads: bool = False,
+        trained: bool = False,
+        other: str = "",
+    ) -> None:
+        self.acts, self.sweeps, self.uploads = acts, sweeps, uploads
+        self.trained, self.other = trained, other
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if ctx is None or ctx.resilient_parsing or value == self.other:
+            return value
+        from launcher.files.models import is_path
+        from launcher.files.storage import path_of
         from launcher.finding import full_id
         from launcher.launching.records import recorded_as
         from launcher.text.corpus import NAME
 
-        if self.uploads and NAME.fullmatch(Path(word).name):
-            return word.rstrip("/")
+        if self.trained and (is_path(value) or path_of(value).is_file()):
+            return value
+        if self.uploads and NAME.fullmatch(Path(value).name):
+            return value.rstrip("/")
         settings = settings_of(ctx)
-        if (group := recorded_as(word, settings)) is not None:
+        if (group := recorded_as(value, settings)) is not None:
             if self.sweeps:
                 return group
-            takes = any(parameter.name == "group" for parameter in ctx.command.params)
-            command = ctx.command.name if takes else "jobs"
-            raise InputError(
-                f"{word} is a sweep: use `sm-nanogpt {command} --group {word}`, or one of its"
-                f" jobs, {word}-1"
-            )
-        return full_id(word, settings, acts=self.acts)
+            takes = any(each.name == "group" for each in ctx.command.params)
+            instead = command(str(ctx.command.name) if takes else "jobs", "--group", value)
+            raise InputError(f"{value} is a sweep: use `{instead}`, or one of its jobs, {value}-1")
+        return full_id(value, settings, self.acts, self.trained)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -228,4 +244,5 @@ GROUP = click.option(
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID", type=Job())
+MODEL = click.argument("model", metavar="JOB-ID|DIR", type=Job(trained=True))
 STACK = click.option("--stack", metavar="NAME", help="The stack's name (default: sm-nanogpt).")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from launcher.cli.options import JSON, Command, settings_of
+from launcher.cli.options import JSON, Command, Job, settings_of
 from launcher.cli.show import byte_progress, note, print_json
 
 
@@ -16,6 +16,7 @@ from launcher.cli.show import byte_progress, note, print_json
 @click.option(
     "--tokenizer",
     metavar="bpe|PATH|JOB-ID",
+    type=Job(trained=True, other="bpe"),
     help="Encode the text as tokens: bpe learns them from it; or name a tokenizer.json, a Hugging"
     " Face directory, or a job (default: train on characters).",
 )

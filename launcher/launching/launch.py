@@ -107,7 +107,6 @@ def prepare(request: Request, settings: Settings, job_id: str | None = None) -> 
     job_id = job_id or new_job_id()
     asked, before, base = request, None, None
     if earlier := find_earlier(request, settings):
-        request = request.model_copy(update={"resume": earlier.description.job_id})
         request, before = resumed(request, earlier, settings)
         base = earlier.job.base
     check_name(request, settings)
@@ -121,8 +120,7 @@ def prepare(request: Request, settings: Settings, job_id: str | None = None) -> 
     # The texts of a local job stay on this machine.
     near = settings.model_copy(update={"store": ""}) if request.is_local else settings
     model = tokenizer = None
-    if asked.init_from is not None:
-        named = start.resolved(asked.init_from, settings)
+    if named := asked.init_from or "":
         base = start.base_of(named)
         request, model, tokenizer = started(request, named, near)
     gpu = machines.looks_like_gpu(request.instance or "local")
@@ -227,7 +225,7 @@ def find_earlier(request: Request, settings: Settings) -> Earlier | None:
         raise InputError("--preset auto is for a new run; leave it out with --resume")
     if request.init_from is not None:
         raise InputError("--init-from starts a new run; leave it out with --resume")
-    backend, description = find(request.resume, settings, acts=True)
+    backend, description = find(request.resume, settings)
     if description.is_running:
         raise ServiceError(
             f"job {request.resume} is {description.status}; stop it first:"

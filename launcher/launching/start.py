@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InputError, characters
 from launcher.files import storage
-from launcher.files.models import DOCUMENTS, is_path, model_files
-from launcher.finding import full_id
+from launcher.files.models import DOCUMENTS, model_files
 from launcher.job import FULL_ID, Request, TrainingJob
 from launcher.machines import GPUS
 from launcher.settings import Settings
@@ -27,11 +26,6 @@ if TYPE_CHECKING:  # it imports torch
     from entry_point.data import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-def resolved(word: str, settings: Settings) -> str:
-    """The whole id of the job that a word means; a directory or a URI as it is."""
-    return word if is_path(word) else full_id(word, settings, trained=True)
 
 
 def base_of(named: str) -> str:

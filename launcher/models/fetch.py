@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.storage import Progress
-from launcher.finding import find, full_id
+from launcher.finding import find
 from launcher.job import JobDescription, checkpoints_among
 from launcher.settings import Settings, load_settings
 
@@ -54,7 +54,6 @@ def fetch_model(
             damaged.
     """
     settings = settings or load_settings()
-    job_id = full_id(job_id, settings, trained=True)
     return fetch_described(find(job_id, settings)[1], settings, progress, entry_point)
 
 
