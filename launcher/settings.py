@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from pydantic_settings import (
@@ -51,6 +51,9 @@ class Settings(BaseSettings):
 
     home is the directory of everything on this machine: jobs/, models/, cache/, config.toml, and
     store/ unless another store is set. store is `s3://bucket/prefix` or an absolute directory.
+
+    Raises:
+        InputError: a value is invalid, or the config file cannot be read.
     """
 
     model_config = SettingsConfigDict(
@@ -77,6 +80,25 @@ class Settings(BaseSettings):
     tags: dict[str, str] = Field(default_factory=dict)
 
     _offline: bool = PrivateAttr(default=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name, given = str(first["loc"][0]), first["input"]
+            unknown = first["type"] == "extra_forbidden"
+            meant = did_you_mean(name.lower(), type(self).model_fields, n=1, cutoff=0)
+            reason = f"there is no such setting; {meant}" if unknown else must_be(first["msg"])
+            if name in values:
+                raise InputError(reason, field=name, value=given) from None
+            raise InputError(f"{source_of(name)}={given!r}: {reason}") from None
+        except SettingsError as error:
+            named = re.search(r'field "(\w+)"', str(error))
+            variable = f"{PREFIX}{named[1].upper()}" if named else str(error)
+            raise InputError(f'{variable}: must be JSON, as ["a", "b"] or {{"a": "b"}}') from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{config_file()}: not TOML: {error}") from None
 
     @field_validator("store")
     @classmethod
@@ -216,21 +238,8 @@ def load_settings(**given: str | None) -> Settings:
     if "store" in words and not ABSOLUTE.match(words["store"]):
         words["store"] = str(Path(words["store"]).absolute())  # relative to the current directory
     try:
-        settings = Settings(**words)  # type: ignore[arg-type]
+        settings = Settings(**words)
         settings.home.mkdir(parents=True, exist_ok=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        unknown = first["type"] == "extra_forbidden"
-        meant = did_you_mean(name.lower(), Settings.model_fields, n=1, cutoff=0)
-        reason = f"there is no such setting; {meant}" if unknown else must_be(first["msg"])
-        raise InputError(f"{source_of(name, words)}={first['input']!r}: {reason}") from None
-    except SettingsError as error:
-        named = re.search(r'field "(\w+)"', str(error))
-        variable = f"{PREFIX}{named[1].upper()}" if named else str(error)
-        raise InputError(f'{variable}: must be JSON, as ["a", "b"] or {{"a": "b"}}') from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{config_file()}: not TOML: {error}") from None
     except OSError as error:
         raise InputError(
             f"{error.filename}: {error.strerror}; set SM_NANOGPT_HOME to another directory"
@@ -238,10 +247,8 @@ def load_settings(**given: str | None) -> Settings:
     return settings
 
 
-def source_of(name: str, words: Mapping[str, str]) -> str:
-    """The option, variable or file that a setting comes from."""
-    if name in words:
-        return f"--{name}"
+def source_of(name: str) -> str:
+    """The variable or file that a setting comes from."""
     named = [word for word in os.environ if word.upper() == f"{PREFIX}{name.upper()}"]
     return next((word for word in named if os.environ[word]), f"{config_file()}: {name}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher import InputError
-from launcher.settings import load_settings
+from launcher.settings import Settings, load_settings
 
 
 def write_config(home: Path, text: str | bytes) -> None:
@@ -73,6 +73,14 @@ def test_an_unusable_setting_error_names_its_source(
     assert ran.code == 2
     assert ran.error.startswith(start.format(file=home / "config.toml"))
     assert ran.error.endswith(end)
+
+
+@pytest.mark.parametrize("given", [{"store": "rel"}, {"max_cost": -1}, {"stroe": "s3://bucket"}])
+def test_settings_of_a_program_are_checked_like_a_request(home, given):
+    (name, value), *_ = given.items()
+    with pytest.raises(InputError) as caught:
+        Settings(**given)
+    assert (caught.value.field, caught.value.value) == (name, value)
 
 
 def test_only_the_command_line_takes_a_relative_store(home, cli, monkeypatch):
