@@ -28,8 +28,9 @@ import launcher
 from entry_point.config import Config
 from launcher import Request, ServiceError
 from launcher import cli as commands
-from launcher.cli.show import byte_progress, with_options
+from launcher.cli.show import with_options
 from launcher.files import storage
+from launcher.files.progress import byte_progress
 from launcher.job import LOCAL_FIELDS, option
 from launcher.local.backend import write_json
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli.options import GROUP, JSON, YES, Command, Job, agree, can_ask, settings_of
-from launcher.cli.show import byte_progress, moment, note, print_columns, print_json
+from launcher.cli.show import moment, note, print_columns, print_json
 from launcher.errors import InputError, ServiceError
+from launcher.files.progress import byte_progress
 
 if TYPE_CHECKING:
     from launcher.settings import Settings

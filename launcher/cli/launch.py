@@ -23,7 +23,6 @@ from launcher.cli.options import (
     settings_of,
 )
 from launcher.cli.show import (
-    byte_progress,
     explain,
     following,
     next_step,
@@ -32,6 +31,7 @@ from launcher.cli.show import (
     silence,
 )
 from launcher.errors import InputError, ServiceError
+from launcher.files.progress import byte_progress
 
 if TYPE_CHECKING:
     from launcher.settings import Settings

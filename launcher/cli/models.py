@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.options import JSON, MODEL, Command, Job, settings_of
-from launcher.cli.show import byte_progress, note, print_json
+from launcher.cli.show import note, print_json
 from launcher.errors import InputError
+from launcher.files.progress import byte_progress
 
 if TYPE_CHECKING:
     from entry_point.data import Tokenizer

@@ -23,8 +23,6 @@ from launcher.cli.words import remedy
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from launcher.curve import Curve
     from launcher.job import JobDescription
     from launcher.settings import Settings
@@ -122,29 +120,6 @@ def logs_shown() -> Iterator[None]:
     finally:
         logger.removeHandler(screen)
         logger.setLevel(level)
-
-
-@contextmanager
-def byte_progress(label: str) -> Iterator[Bytes]:
-    """A progress bar on stderr, in bytes."""
-    from tqdm import tqdm
-
-    quiet = not sys.stderr.isatty()
-    with tqdm(desc=label, unit="B", unit_scale=True, disable=quiet, delay=0.2) as bar:
-        yield Bytes(bar)
-
-
-class Bytes:
-    """A progress hook that moves a bar; storage.expect adds to its total."""
-
-    def __init__(self, bar: tqdm[Any]) -> None:
-        self.bar = bar
-
-    def __call__(self, n: int) -> None:
-        self.bar.update(n)
-
-    def expect(self, n: int) -> None:
-        self.bar.total = (self.bar.total or 0) + n
 
 
 def print_curve(curve: Curve, err: bool = False) -> None:

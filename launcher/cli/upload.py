@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from launcher.cli.options import JSON, Command, Job, settings_of
-from launcher.cli.show import byte_progress, note, print_json
+from launcher.cli.show import note, print_json
+from launcher.files.progress import byte_progress
 
 
 @click.command("upload-data", cls=Command)
