@@ -166,7 +166,7 @@ def test_each_form_of_a_conversation_gives_its_turns(record, turns):
         ({"messages": said("a", " \n")}, "message 2 no text"),
         ({"messages": said("a", None)}, "message 2 no text"),
         ({"messages": said("a", [])}, "message 2 no text"),
-        ({"messages": said("a", [PART, {"type": "image_url"}])}, "message 2 'image_url'"),
+        ({"messages": said("a", [PART, {"type": "image_url"}])}, "message 2 part"),
         ({"messages": said("a", "b", "c", roles="user assistant system")}, "message 3 first"),
         ({"messages": said("a")}, "says nothing"),
         ({"messages": [*said("a", "b"), {**said("c")[0], "weight": 0}]}, "message 3 weight"),

@@ -120,7 +120,11 @@ DEEP = b"[" * 100_000
 @pytest.mark.parametrize(
     ("name", "content", "facts"),
     [
-        ("a.jsonl", lines([{"text": 5, "body": "b"}]), (":1: ", "`text`", "`body`", "--column")),
+        (
+            "a.jsonl",
+            lines([{"text": 5, "body": "b"}]),
+            (":1: ", "`text`", "`body`", "fields of text"),
+        ),
         ("a.jsonl", lines([{}]), (":1: ", "`text`")),
         ("a.jsonl", lines([{"text": ["a"]}]), (":1: ", "`text`")),
         ("a.jsonl", b'"a"\n', (":1: ", "no JSON object")),
@@ -130,7 +134,7 @@ DEEP = b"[" * 100_000
         ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', ("more than one",)),
         ("a.json", DEEP, ("item 1", "not JSON")),
         ("a.json", b"[1]", ("item 1", "no JSON object")),
-        ("a.csv", b"id,body\n1,a\n", (":2: ", "`text`", "`id`, `body`", "--column")),
+        ("a.csv", b"id,body\n1,a\n", (":2: ", "`text`", "`id`, `body`", "fields of text")),
         ("a.csv", HEAD + b'2,"b\n', (":3: ", "doubled")),
         ("a.csv", HEAD + b'2,"b"c\n', (":3: ", "doubled")),
         ("a.csv", HEAD + b"2,b,c\n", (":3: ", "3 cells", "has 2")),

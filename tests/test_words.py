@@ -43,7 +43,6 @@ LEFT = {
     "text/corpus.py",
     "text/files.py",
     "text/formats.py",
-    "text/records.py",
     "text/shakespeare.py",
     "text/sources.py",
     "tracking.py",

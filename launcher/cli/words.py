@@ -18,6 +18,7 @@ REMEDIES: dict[str, str] = {
     # finding, tracking, sweeps
     # models, views
     # texts, files
+    "other-column": "--column takes another field",
     # settings, AWS
 }
 

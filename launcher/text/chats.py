@@ -29,9 +29,13 @@ def turns_of(record: Any, place: str) -> list[str] | None:
     """
     try:
         messages = messages_of(record)
-        return None if messages is None else turns_in(messages)
+        turns = None if messages is None else turns_in(messages)
+        if turns is None or any(turn.startswith(SPEAKS) for turn in turns):
+            return turns
+        problem = "the assistant says nothing"
     except InputError as error:
-        raise InputError(f"{place}: {error}; a conversation is like {EXAMPLE}") from None
+        problem = str(error)
+    raise InputError(f"{place}: {problem}; a conversation is like {EXAMPLE}")
 
 
 def may_be_chat(fields: set[str]) -> bool:
@@ -61,10 +65,14 @@ def messages_of(record: Any) -> dict[str, Any] | None:
 
 def pair_of(given: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
     """The messages of a record with a question and an answer."""
-    if given.get("label") is False or given.get("kto_tag") is False:
-        raise InputError(f"`{answer}` is labeled as a bad answer, and all are learned")
-    if given.get("history"):
-        raise InputError("`history` is not read; write all of it as `messages`")
+    if (bad := given.get("label") is False or given.get("kto_tag") is False) or given.get(
+        "history"
+    ):
+        raise InputError(
+            f"`{answer}` is labeled as a bad answer, and all are learned"
+            if bad
+            else "`history` is not read; write all of it as `messages`"
+        )
     asked, answered = given.get(question), given.get(answer)
     if isinstance(asked, list) and isinstance(answered, list):
         return numbered(asked + answered)
@@ -86,42 +94,35 @@ def turns_in(messages: dict[str, Any]) -> list[str]:
     turns: list[str] = []
     for name, message in messages.items():
         fields = message if isinstance(message, dict) else {}
-        role = fields.get("role") or fields.get("from")
-        if not isinstance(role, str) or role not in ROLES:
-            known = ", ".join(ROLES)
-            raise InputError(f"{name} has the role {str(role)[:20]!r}, not one of {known}")
-        for calls in ("tool_calls", "function_call"):
-            if fields.get(calls):
-                raise InputError(f"{name} has {calls}, which no model here can learn")
-        if fields.get("weight") == 0:
-            raise InputError(f"{name} has the weight 0, but the loss counts every answer")
-        role, text = ROLES[role], text_of(fields, name)
-        is_empty = not text or text.isspace()
-        if role == "system" and is_empty:
+        role, content = str(fields.get("role") or fields.get("from")), fields.get("content")
+        text = text_of(fields.get("value") if content is None else content)
+        if ROLES.get(role) == "system" and text is not None and not text.strip():
             continue
-        if role == "system" and turns:
-            raise InputError(f"{name} is the system's, which can only be the first")
-        if is_empty:
-            raise InputError(f"{name} has no text")
-        turns.append(f"{role}\n{text}")
-    if not any(turn.startswith(SPEAKS) for turn in turns):
-        raise InputError("the assistant says nothing")
+        if fault := fault_of(fields, role, text, not turns):
+            raise InputError(f"{name} {fault}")
+        turns.append(f"{ROLES[role]}\n{text}")
     return turns
 
 
-def text_of(fields: dict[str, Any], name: str) -> str:
-    """The text of a message: a string, or parts of the type text."""
-    content = fields.get("content")
-    if content is None:
-        content = fields.get("value")
+def text_of(content: Any) -> str | None:
+    """The text of a message: a string, or parts of the type text; else None."""
     if isinstance(content, list):
-        texts = []
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise InputError(f"{name} has a part of the type {str(kind)[:20]!r}, not text")
-            texts.append(part["text"])
-        content = "".join(texts)
-    if not isinstance(content, str):
-        raise InputError(f"{name} has no text")
-    return content
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        texts: list[Any] = [p.get("text") if p.get("type") == "text" else None for p in parts]
+        return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    return content if isinstance(content, str) else None
+
+
+def fault_of(fields: dict[str, Any], role: str, text: str | None, is_first: bool) -> str:
+    """Why a message cannot be learned, or ''."""
+    if role not in ROLES:
+        return f"has the role {role[:20]!r}, not one of {', '.join(ROLES)}"
+    for calls in filter(fields.get, ("tool_calls", "function_call")):
+        return f"has {calls}, which no model here can learn"
+    if fields.get("weight") == 0:
+        return "has the weight 0, but the loss counts every answer"
+    if ROLES[role] == "system" and not is_first:
+        return "is the system's, which can only be the first"
+    if isinstance(fields.get("content"), list) and text is None:
+        return "has a part that is not text"
+    return "" if text and not text.isspace() else "has no text"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, count, islice
 from json.decoder import WHITESPACE  # type: ignore[attr-defined]
 from typing import IO, Any
@@ -23,8 +24,7 @@ LONGEST_RECORD = 1 << 26  # bytes, or characters: a record is in memory as a who
 CHUNK = 1 << 20  # bytes of an array that are read at once
 ROWS = 128  # rows of a Parquet file that are in memory at once
 PIECE = LONGEST  # characters of a piece; a longer one takes longer than its parts
-TEXT = "text"  # the field of the text, unless --column names another
-EXAMPLE = 'a record must be like {"text": "..."} or {"messages": [...]}'
+TEXT = "text"  # the field of the text, unless another is named
 
 Records = Iterator[tuple[str, Any]]
 
@@ -38,36 +38,32 @@ def document_of(record: Any, place: str, column: str = TEXT) -> tuple[bool, Iter
     Raises:
         InputError: the record is neither; the error starts with `place`.
     """
-    if not isinstance(record, (dict, list)):
-        raise InputError(f"{place}: no JSON object; {EXAMPLE}")
-    text = record.get(column) if isinstance(record, dict) else None
+    fields = record if isinstance(record, dict) else {}
+    text = fields.get(column)
     if column == TEXT or text is None:
         pieces = turns_of(record, place)
     else:
         pieces = turns_of(text, place) if isinstance(text, list) else None
+    if text is None and column in fields:  # null, as an empty cell of a table
+        text = ""
     is_chat = pieces is not None
-    if pieces is None:
-        if text is None and column in record:  # null, as an empty cell of a table
-            text = ""
-        if not isinstance(text, str):
-            fields: Any = record  # a dict, since a list is a conversation
-            if "mapping" in fields:
-                raise InputError(f"{place}: ChatGPT's own export is not read; {EXAMPLE}")
-            texts = [name for name, value in fields.items() if isinstance(value, str)]
-            raise no_text(place, column, texts, column in fields)
+    if pieces is None and isinstance(text, str):
         pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
-    try:
-        for piece in pieces:
-            piece.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{place}: half of a surrogate pair in its text") from None
-    return is_chat, iter(pieces)
-
-
-def no_text(place: str, column: str, texts: Collection[str], has_it: bool = False) -> InputError:
-    problem = f"`{column}` is no text" if has_it else f"no field `{column}`"
-    names = ", ".join(f"`{name}`" for name in texts) or "none"
-    return InputError(f"{place}: {problem}; --column takes another field, of text: {names}")
+    if pieces is not None:
+        with suppress(UnicodeEncodeError):
+            for piece in pieces:
+                piece.encode()
+            return is_chat, iter(pieces)
+        error = InputError("half of a surrogate pair in its text")
+    elif fields is not record or "mapping" in fields:
+        what = "ChatGPT's own export is not read" if fields else "no JSON object"
+        error = InputError(f'{what}; records are like {{"text": "..."}} or {{"messages": [...]}}')
+    else:
+        texts = [f"`{name}`" for name, value in fields.items() if isinstance(value, str)]
+        what = f"`{column}` is no text" if column in fields else f"no field `{column}`"
+        names = ", ".join(texts) or "none"
+        error = InputError(f"{what}; fields of text: {names}", "other-column")
+    raise error.within(place)
 
 
 def json_lines(file: IO[bytes], path: str) -> Records:
@@ -76,20 +72,23 @@ def json_lines(file: IO[bytes], path: str) -> Records:
         line = file.readline(LONGEST_RECORD + 1)
         if not line:
             return
-        place = f"{path}:{number}"
-        if len(line) > LONGEST_RECORD:
-            raise InputError(f"{place}: the line is longer than 64 MiB; split it")
         if line.isspace():
             continue
         try:
             record = json.loads(line.decode().rstrip())
-        except UnicodeDecodeError as error:
-            raise not_text(place, line, error.start) from None
         except (ValueError, RecursionError) as error:
-            column, why = getattr(error, "colno", 1), getattr(error, "msg", error)
-            hint = "a record must be on one line: `jq -c . FILE`"
-            raise InputError(f"{place}: not JSON at column {column} ({why}); {hint}") from None
-        yield place, record
+            raise not_json(f"{path}:{number}", line, error) from None
+        yield f"{path}:{number}", record
+
+
+def not_json(place: str, line: bytes, error: Exception) -> InputError:
+    if len(line) > LONGEST_RECORD:
+        return InputError(f"{place}: the line is longer than 64 MiB; split it")
+    if isinstance(error, UnicodeDecodeError):
+        return not_text(place, line, error.start)
+    column, why = getattr(error, "colno", 1), getattr(error, "msg", error)
+    hint = "a record must be on one line: `jq -c . FILE`"
+    return InputError(f"{place}: not JSON at column {column} ({why}); {hint}")
 
 
 def json_array(file: IO[bytes], path: str) -> Records:
@@ -104,9 +103,7 @@ def json_array(file: IO[bytes], path: str) -> Records:
             begin = skip(text, end).end()
             if number > 1 and text.startswith("]", begin):
                 break
-            if not text.startswith(sign, begin):
-                raise json.JSONDecodeError(f"Expecting '{sign}'", text, begin)
-            inner = skip(text, begin + 1).end()
+            inner = skip(text, text.index(sign, begin, begin + 1) + 1).end()
             if number == 1 and text.startswith("]", inner):
                 begin = inner
                 break
@@ -115,7 +112,8 @@ def json_array(file: IO[bytes], path: str) -> Records:
             rest = text[end:]
             more = "".join(islice(parts, 1 + len(rest) // CHUNK))
             if not more or len(rest) > LONGEST_RECORD:
-                line, why = lines + getattr(error, "lineno", 1), getattr(error, "msg", error)
+                line = lines + 1 + text.count("\n", 0, getattr(error, "pos", begin))
+                why = getattr(error, "msg", f"expecting '{sign}', or nested too deep")
                 raise InputError(f"{place}: not JSON at line {line} ({why})") from None
             lines += text.count("\n", 0, end)
             text, end = rest + more, 0
@@ -133,26 +131,27 @@ def table(file: IO[bytes], path: str, delimiter: str) -> Records:
     first = lines.readline()
     delimiter = max(delimiter + ",;\t", key=first.count)
     rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
-    names, line = list[str](), 1
+    names, line, problem = list[str](), 1, ""
     try:
         for row in rows:
-            place, line = f"{path}:{line}", rows.line_num + 1
-            if not names:
-                names = row
-                refuse_twins(path, names)
-            elif row and len(row) != len(names):
-                raise InputError(f"{place}: {len(row)} cells, but the first row has {len(names)}")
-            elif row:
-                yield place, dict(zip(names, row, strict=True))
+            names = names or row
+            problem = twins(names) if row is names else ""
+            if row and len(row) != len(names):
+                problem = f"{len(row)} cells, but the first row has {len(names)}"
+            if problem:
+                break
+            if row and row is not names:
+                yield f"{path}:{line}", dict(zip(names, row, strict=True))
+            line = rows.line_num + 1
     except csv.Error as error:
-        hint = 'a cell that begins with " ends with ", and each " between is doubled'
-        raise InputError(f"{path}:{line}: {error}; {hint}") from None
+        problem = f'{error}; a cell that begins with " ends with ", and each " between is doubled'
+    if problem:
+        raise InputError(f"{path}:{line}: {problem}")
 
 
-def refuse_twins(path: str, names: list[str]) -> None:
-    for name in names:
-        if name and names.count(name) > 1:
-            raise InputError(f"{path}: two columns are called `{name}`; rename one")
+def twins(names: Sequence[str]) -> str:
+    """What is wrong with the names of columns, or ''."""
+    return next((f"two columns are called `{n}`" for n in names if n and names.count(n) > 1), "")
 
 
 def parquet(file: IO[bytes], path: str, column: str = TEXT) -> Records:
@@ -165,14 +164,14 @@ def parquet(file: IO[bytes], path: str, column: str = TEXT) -> Records:
     try:
         source = ParquetFile(file, buffer_size=CHUNK, pre_buffer=False)
         names = source.schema_arrow.names
-        refuse_twins(path, names)
-        if column not in names and not may_be_chat(set(names)):
-            schema = source.schema_arrow
-            raise no_text(path, column, [f.name for f in schema if str(f.type).endswith("string")])
-        wanted = [name for name in names if name in {column, *FIELDS}]
-        batches = source.iter_batches(ROWS, columns=wanted)
+        problem = twins(names)
+        has_text = column in names or may_be_chat(set(names))
+        wanted = [name for name in names if not has_text or name in {column, *FIELDS}]
+        batches = [] if problem else source.iter_batches(ROWS, columns=wanted)
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, row in enumerate(rows, 1):
             yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: damaged: {error}") from None
+        problem = f"damaged: {error}"
+    if problem:
+        raise InputError(f"{path}: {problem}")
