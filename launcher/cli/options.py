@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -217,22 +216,12 @@ def agree(question: str, yes: bool) -> None:
 
 def agree_to_cost(worst: float, max_cost: float | None, settings: Settings, yes: bool) -> None:
     """Ask before jobs that may cost much: `worst` USD, infinity if the price is unknown."""
-    from launcher.sagemaker.cost import usd
+    from launcher.sagemaker.cost import check_confirmed
 
-    if yes or worst <= settings.ask_above:
-        return
-    if sys.stdin.isatty():
+    if not sys.stdin.isatty() and not yes:
+        check_confirmed(worst, max_cost, settings)
+    elif worst > settings.ask_above:
         agree("Launch?", yes)
-    elif worst == math.inf:
-        raise InputError(
-            "the price is unknown, and stdin is not an interactive terminal: pass --yes to launch"
-            " at any cost (a ceiling, --max-cost, needs a known price)"
-        )
-    elif max_cost is None and settings.max_cost is None:
-        raise InputError(
-            f"this may cost {usd(worst)}, more than {usd(settings.ask_above)} (ask_above), and"
-            " stdin is not an interactive terminal: set a ceiling with --max-cost, or pass --yes"
-        )
 
 
 GROUP = click.option(

@@ -15,6 +15,7 @@ from launcher.errors import LauncherError
 # that the user gave before the command; the other fields are the facts of the error.
 REMEDIES: dict[str, str] = {
     # launching, jobs
+    "cost-unconfirmed": "set a ceiling with --max-cost, where the price is known, or pass --yes",
     # finding, tracking, sweeps
     # models, views
     # texts, files

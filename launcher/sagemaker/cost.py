@@ -49,6 +49,11 @@ class CeilingTooLow(InputError):
     """Not even the shortest run stays below the cost ceiling."""
 
 
+class Unconfirmed(InputError):
+    """Nobody has agreed to what a launch may cost: `worst_cost` USD, infinity if that is unknown,
+    which is over `limit`, the setting ask_above."""
+
+
 @dataclass(frozen=True)
 class Ceiling:
     """The most that a job and those it resumes may cost, in USD, and the option that says so."""
@@ -60,6 +65,22 @@ class Ceiling:
 def usd(amount: float) -> str:
     """An amount of money, rounded up to the cent."""
     return f"{math.ceil(round(amount * 100, 6)) / 100:,.2f} USD"
+
+
+def check_confirmed(worst: float, max_cost: float | None, settings: Settings) -> None:
+    """Raise Unconfirmed if jobs may cost more than ask_above and have no ceiling.
+
+    max_cost: their ceiling, if somebody chose it now; one that a resumed job had is no consent.
+    """
+    if worst <= settings.ask_above or (worst < math.inf and (max_cost or settings.max_cost)):
+        return
+    cost = "an unknown amount" if worst == math.inf else usd(worst)
+    raise Unconfirmed(
+        f"this may cost {cost}, more than {usd(settings.ask_above)} (ask_above), without a ceiling",
+        "cost-unconfirmed",
+        worst_cost=worst,
+        limit=settings.ask_above,
+    )
 
 
 def rate(job: TrainingJob | JobDescription, price: Price) -> float:
