@@ -77,7 +77,7 @@ def check_confirmed(worst: float, max_cost: float | None, settings: Settings) ->
     cost = "an unknown amount" if worst == math.inf else usd(worst)
     raise Unconfirmed(
         f"this may cost {cost}, more than {usd(settings.ask_above)} (ask_above), without a ceiling",
-        "cost-unconfirmed",
+        code="cost-unconfirmed",
         worst_cost=worst,
         limit=settings.ask_above,
     )
