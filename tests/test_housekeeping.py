@@ -12,8 +12,7 @@ from launching import tree
 
 from launcher import Request, Settings
 from launcher.files import storage
-from launcher.launching.records import record_of
-from launcher.launching.sweeps import Sweep, write_record
+from launcher.launching.records import Sweep, record_of, write_record
 
 
 def test_delete_removes_job_and_fetched_model(job, cli):

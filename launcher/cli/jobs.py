@@ -63,7 +63,8 @@ def jobs_command(
       sm-nanogpt jobs --group latest
     """
     from launcher.finding import Listing
-    from launcher.launching.sweeps import find_sweep, read_record
+    from launcher.launching.records import read_record
+    from launcher.launching.sweeps import find_sweep
     from launcher.tracking import with_costs
 
     if group is not None and limit is not None:

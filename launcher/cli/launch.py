@@ -253,12 +253,12 @@ def launch_command(
       sm-nanogpt launch --instance ml.g5.12xlarge,ml.g6.12xlarge
       sm-nanogpt launch --instance local --sweep learning_rate=0.01,0.02 --seeds 2
     """
-    import launcher.cli.sweep as sweeping
+    from launcher.cli.sweep import run_sweep
     from launcher.files.documents import read_toml
     from launcher.job import Request
     from launcher.launching.launch import prepare
-    from launcher.launching.records import record_of
-    from launcher.launching.sweeps import tail_of
+    from launcher.launching.records import record_of, tail_of
+    from launcher.launching.sweeps import continue_sweep, plan_sweep
 
     from_file = read_toml(Path(config_file)) if config_file else {}
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}
@@ -270,7 +270,9 @@ def launch_command(
                 f"{given['resume']} is a sweep, which continues as it was launched: besides"
                 " --resume, give only --max-cost, --parallel or --yes"
             )
-        sweeping.go_on(given["resume"], given.get("max_cost"), settings, parallel, yes)
+        max_cost = given.get("max_cost")
+        plan = continue_sweep(given["resume"], settings, max_cost, parallel)
+        run_sweep(plan, settings, plan.sweep.job.max_cost, yes)
         return
     if tail := tail_of(member := given.get("resume", "")):
         again = f"sm-nanogpt launch --resume {member.removesuffix(tail)}"
@@ -283,7 +285,8 @@ def launch_command(
             raise InputError(
                 "--follow and --detach are not for sweeps: this command runs until all jobs ended"
             )
-        sweeping.launch_sweep(request, settings, sweep, seeds, parallel or 1, yes)
+        plan = plan_sweep(request, settings, sweep, seeds, parallel or 1)
+        run_sweep(plan, settings, request.max_cost, yes, dry_run)
         return
     if parallel:
         raise InputError("--parallel is for jobs of a sweep; add --sweep or --seeds")

@@ -132,7 +132,7 @@ class Group(Command, click.Group):
 def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Complete `latest`, or the id or name of a job or sweep, without asking AWS."""
     from launcher.finding import Listing
-    from launcher.launching.sweeps import tail_of
+    from launcher.launching.records import tail_of
     from launcher.sagemaker.caller import remembered
     from launcher.settings import load_settings
 

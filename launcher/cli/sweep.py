@@ -3,162 +3,70 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.options import agree_to_cost
 from launcher.cli.show import note, print_json, print_table
-from launcher.errors import InputError, ServiceError
+from launcher.cli.words import command, sentence
+from launcher.errors import ServiceError
+from launcher.files.progress import byte_progress
 
 if TYPE_CHECKING:
-    from launcher.job import Request
-    from launcher.launching.launch import Ready
-    from launcher.launching.sweeps import Progress, Sweep, Tries
+    from launcher.launching.records import Sweep, Tries
+    from launcher.launching.sweeps import Progress, SweepPlan
     from launcher.settings import Settings
 
 
-def launch_sweep(
-    job: Request,
-    settings: Settings,
-    values: dict[str, list[str]],
-    seeds: int,
-    parallel: int,
-    yes: bool,
+def run_sweep(
+    plan: SweepPlan, settings: Settings, max_cost: float | None, yes: bool, dry_run: bool = False
 ) -> None:
-    """Check all jobs of a sweep, print its id, and run it."""
-    from launcher.launching.launch import check_name, new_job_id
-    from launcher.launching.sweeps import Sweep, alone, grid, write_record
-    from launcher.source import keep
-
-    if job.resume is not None:
-        raise InputError(
-            "--resume continues one job; to start the jobs of a sweep from its weights, use"
-            f" --init-from {job.resume}"
-        )
-    local = job.is_local
-    if both := values.keys() & job.hyperparameters.keys():
-        raise InputError(f"--sweep {min(both)}: --set or --config gives it too; leave one out")
-    if seeds > 1 and "seed" in values:
-        raise InputError("--sweep seed and --seeds cannot be combined")
-    if local and parallel > 1:
-        divide_cores(parallel)
-        if job.processes_per_instance is None:
-            job = job.model_copy(update={"processes_per_instance": 1})
-    base = job.hyperparameters.get("seed", 1337)
-    each = grid(values, seeds, int(base))
-    check_name(job, settings)
-    if job.name is not None:  # with the longest tail of its jobs' names
-        job.replaced(name=f"{job.name}-{len(each)}-try99")
-    sweep = Sweep(job=job, members=each, parallel=parallel)
-    group = new_job_id()
-    every = [sweep.ready(n, settings, f"{group}-{n}") for n in range(1, len(each) + 1)]
-    first = every[0]
-    if settings.offline:
-        print_json([ready.plan.request for ready in every])
-        return
-    note(f"sweep: {len(each)} jobs, {parallel} at a time")
-    if not local:
-        confirm_cost(every, sweep.job.max_cost, settings, yes)
-    first.upload()
-    # What later jobs read must be what the first one does, whatever is changed or launched
-    # meanwhile, and from any directory.
-    names = ("data", "validation", "init_from", "entry_point")
-    fixed = {n: place for n in names if (place := getattr(first.job, n)) is not None}
-    if "entry_point" in fixed:
-        fixed["entry_point"] = keep(first.job.source, settings)
-    sweep = Sweep(job=job.model_copy(update=fixed), members=each, parallel=parallel)
-    write_record(group, sweep, settings)
-    click.echo(group)
-    sys.stdout.flush()
-    with alone(group, settings):
-        run_sweep(group, sweep, {}, settings)
-
-
-def confirm_cost(
-    every: Sequence[Ready], max_cost: float | None, settings: Settings, yes: bool
-) -> None:
-    """Print what jobs may cost together, and ask if that is much."""
-    from launcher.sagemaker.cost import usd
-
-    worst = sum(ready.job.worst_cost or math.inf for ready in every)
-    unknown = worst == math.inf
-    note(f"cost: {'unknown, as is the price' if unknown else f'at most {usd(worst)} together'}")
-    agree_to_cost(worst, max_cost, settings, yes)
-
-
-def go_on(
-    group: str, max_cost: float | None, settings: Settings, parallel: int | None, yes: bool
-) -> None:
-    """Continue a sweep: start the jobs that have not completed."""
-    from launcher.launching.sweeps import alone, find_sweep, next_id, read_record, write_record
-    from launcher.sagemaker.cost import CeilingTooLow
-
-    with alone(group, settings):
-        sweep = read_record(group, settings)
-        if sweep is None:
-            raise InputError(f"sweep {group} was deleted")
-        if max_cost is not None:
-            sweep = sweep.model_copy(update={"job": sweep.job.replaced(max_cost=max_cost)})
-        if parallel:
-            sweep = sweep.model_copy(update={"parallel": parallel})
-        if sweep.job.is_local and sweep.parallel > 1:
-            divide_cores(sweep.parallel)
-        tries, every = find_sweep(group, settings)[1], []
-        if not sweep.job.is_local:
-            for number in sweep.left(tries):
-                earlier = tries.get(number, [])
-                with suppress(*[CeilingTooLow] * bool(earlier)):  # `run` tells of it
-                    job_id = next_id(group, number, earlier)
-                    every.append(sweep.ready(number, settings, job_id, earlier))
-            confirm_cost(every, sweep.job.max_cost, settings, yes)
-        write_record(group, sweep, settings)
-        click.echo(group)
-        sys.stdout.flush()
-        run_sweep(group, sweep, tries, settings)
-
-
-def divide_cores(parallel: int) -> None:
-    """Give each local job an equal part of the cores."""
-    from launcher.machines import cores
-
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // parallel)))
-
-
-def run_sweep(group: str, sweep: Sweep, tries: Tries, settings: Settings) -> None:
-    """Run a sweep to its end, and print the ranking. tries: its jobs so far.
+    """Ask about the cost of a sweep, print its id, run it to its end, and print the ranking.
 
     Ctrl-C stops local jobs after a checkpoint; jobs on SageMaker keep running.
     """
-    from launcher.launching.sweeps import find_sweep, run, stop_all
-    from launcher.sagemaker.cost import CeilingTooLow
+    from launcher.launching.sweeps import find_sweep, stop_all
+    from launcher.sagemaker.cost import CeilingTooLow, usd
     from launcher.tracking import wait
 
-    n, limited = len(sweep.members), ""
-    again = f"sm-nanogpt launch --resume {group}"
+    if dry_run:
+        print_json([each.plan.request for each in plan.plans.values()])
+        return
+    n, local = len(plan.sweep.members), plan.sweep.job.is_local
+    note(f"sweep: {len(plan.plans)} jobs, {plan.sweep.parallel} at a time")
+    if not local:
+        worst = plan.worst_cost
+        unknown = worst == math.inf
+        note(f"cost: {'unknown, as is the price' if unknown else f'at most {usd(worst)} together'}")
+        agree_to_cost(worst, max_cost, settings, yes)
+    with byte_progress("upload") as progress:
+        happening = plan.submit(progress)
+    click.echo(plan.group)
+    sys.stdout.flush()
+    again, more = ("launch", "--resume", plan.group), list[str]()
     try:
-        for progress in run(group, sweep, tries, settings):
-            number, (what, why) = progress.number, event(progress)
-            values = " ".join(f"{k}={v}" for k, v in sweep.members[number - 1].items())
-            note(f"[{number}/{n}] {progress.job_id} {what}: {values}{why}")
-            if isinstance(progress.obstacle, CeilingTooLow):
-                limited = " --max-cost USD"
+        for each in happening:
+            number, (what, why) = each.number, event(each)
+            values = " ".join(f"{k}={v}" for k, v in plan.sweep.members[number - 1].items())
+            note(f"[{number}/{n}] {each.job_id} {what}: {values}{why}")
+            if isinstance(each.obstacle, CeilingTooLow):
+                more = ["--max-cost", "USD"]
+    except ServiceError as error:
+        raise ServiceError(f"{sentence(error)}; `{command(*again)}` continues the sweep") from None
     except KeyboardInterrupt as error:
-        if not sweep.job.is_local:
-            raise KeyboardInterrupt(
-                *error.args, f"the jobs that run keep running; `{again}` starts the others"
-            ) from None
-        note("stopping the running jobs after a checkpoint")
-        for description in stop_all(*find_sweep(group, settings), settings):
-            wait(description.job_id, settings)
-        raise KeyboardInterrupt(f"`{again}` continues the sweep") from None
-    print_ranking(tries, sweep, err=True)
-    if sum(each[-1].status == "Completed" for each in tries.values()) < n:
-        raise ServiceError(f"not all jobs of the sweep completed; `{again}{limited}` continues it")
+        then = f"the jobs that run keep running; `{command(*again)}` starts the others"
+        if local:
+            note("stopping the running jobs after a checkpoint")
+            for description in stop_all(*find_sweep(plan.group, settings), settings):
+                wait(description.job_id, settings)
+            then = f"`{command(*again)}` continues the sweep"
+        raise KeyboardInterrupt(*error.args, then) from None
+    print_ranking(plan.tries, plan.sweep, err=True)
+    if sum(each[-1].status == "Completed" for each in plan.tries.values() if each) < n:
+        continues = command(*again, *more)
+        raise ServiceError(f"not all jobs of the sweep completed; `{continues}` continues it")
 
 
 def event(progress: Progress) -> tuple[str, str]:

@@ -17,6 +17,9 @@ REMEDIES: dict[str, str] = {
     # launching, jobs
     "cost-unconfirmed": "set a ceiling with --max-cost, where the price is known, or pass --yes",
     # finding, tracking, sweeps
+    "sweep-is-running": "let it end, or stop it with `{sm} stop --group {group}`",
+    "sweep-of-one": "to start the jobs of a sweep from its weights, use --init-from {job_id}",
+    "swept-and-set": "leave it out of --sweep, or of --set, --config and --seeds",
     # models, views
     # texts, files
     "other-column": "--column takes another field",

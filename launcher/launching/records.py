@@ -1,22 +1,97 @@
-"""Which sweeps this machine has launched: each has a record below HOME/sweeps."""
+"""What a sweep is: its record below HOME/sweeps of the machine that launched it, and its jobs.
+
+A sweep has an id like a job's, GROUP; its jobs are GROUP-1, GROUP-2, ..., and GROUP-1-try2 is the
+second try of the first. So the jobs of a sweep are known by their ids alone.
+"""
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from launcher.errors import ServiceError
 from launcher.files import storage
-from launcher.files.documents import Document
+from launcher.files.documents import Count, Document, Scalar
+from launcher.job import JobDescription, Request, UnreadableJob
 from launcher.settings import Settings
 
+MEMBER = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-try(\d+))?")
 
-class Job(Document):
-    name: str | None = None
+Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number, the newest last
 
 
-class Record(Document):  # what a name needs of it; `sweeps.Sweep` is all
-    job: Job
+class Sweep(Document):
+    """job is what all jobs of the sweep share, members what each has of its own."""
+
+    job: Request
+    members: list[dict[str, Scalar]]
+    parallel: Annotated[Count, Field(ge=1)]
+
+    def left(self, tries: Tries) -> list[int]:
+        """The numbers of the members that have to be started, for the first time or again."""
+        newest = {number: each[-1] for number, each in tries.items() if each}
+        done = {n for n, job in newest.items() if job.is_running or job.status == "Completed"}
+        return [number for number in range(1, len(self.members) + 1) if number not in done]
+
+
+def grid(
+    sweep: Mapping[str, Sequence[Scalar]], seeds: int, first_seed: int
+) -> list[dict[str, Scalar]]:
+    """Each combination of the values, with each of `seeds` seeds."""
+    values = dict(sweep)
+    if seeds > 1:
+        values["seed"] = range(first_seed, first_seed + seeds)
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+
+
+def write_record(group: str, sweep: Sweep, settings: Settings) -> None:
+    record = {
+        **sweep.model_dump(mode="json"),
+        "job": sweep.job.model_dump(mode="json", exclude_unset=True),
+    }
+    storage.write_json(str(record_of(group, settings)), record)
+
+
+def read_record(group: str, settings: Settings) -> Sweep | None:
+    """The record of a sweep that was launched from this machine."""
+    return storage.read_document(str(record_of(group, settings)), Sweep)
+
+
+def tries_of(found: Iterable[JobDescription | UnreadableJob], group: str) -> Tries:
+    """The jobs of a sweep among these."""
+    tries: Tries = defaultdict(list)
+    for job in found:
+        if isinstance(job, JobDescription):
+            name = MEMBER.fullmatch(job.job_id)
+            if name and name[1] == group:
+                tries[int(name[2])].append(job)
+    for each in tries.values():
+        each.sort(key=lambda job: attempt_of(job.job_id))
+    return tries
+
+
+def tail_of(job_id: str) -> str:
+    """What tells a job of a sweep from the others: `-3` or `-3-try2`. Its name ends so too."""
+    member = MEMBER.fullmatch(job_id)
+    return job_id.removeprefix(member[1]) if member else ""
+
+
+def attempt_of(job_id: str) -> int:
+    name = MEMBER.fullmatch(job_id)
+    return int(name[3] or 1) if name else 0
+
+
+def next_id(group: str, number: int, tries: Sequence[JobDescription]) -> str:
+    """The id of a member's next try."""
+    again = f"-try{attempt_of(tries[-1].job_id) + 1}" if tries else ""
+    return f"{group}-{number}{again}"
 
 
 def record_of(group: str, settings: Settings) -> Path:
@@ -29,7 +104,7 @@ def recorded_as(word: str, settings: Settings) -> str | None:
         return word
     for path in record_of("*", settings).parent.glob("*.json"):
         with suppress(ServiceError):  # a damaged one is not this one
-            record = storage.read_document(str(path), Record)
+            record = storage.read_document(str(path), Sweep)
             if record is not None and record.job.name == word:
                 return path.stem
     return None

@@ -1,9 +1,4 @@
-"""Sweeps: a grid of jobs, a few at a time, under one cost ceiling.
-
-A sweep has an id like a job's, GROUP; its jobs are GROUP-1, GROUP-2, ..., and GROUP-1-try2 is the
-second try of the first. So the jobs of a sweep are known by their ids alone. What is still to run
-is in `sweeps/GROUP.json` below the home of the machine that launched it.
-"""
+"""Sweeps: a grid of jobs, a few at a time, under one cost ceiling."""
 
 from __future__ import annotations
 
@@ -11,124 +6,58 @@ import fcntl
 import itertools
 import logging
 import math
-import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import fmean
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import IO, Any
 
 from launcher.aws import PATIENCE_SECONDS, OverQuota, patiently
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.files.documents import Count, Document, Scalar
+from launcher.files.documents import Scalar
 from launcher.finding import Backend, Listing, backend_for, is_part, not_asked
-from launcher.job import FULL_ID, JobDescription, Request, UnreadableJob
-from launcher.launching.launch import Ready, prepare
-from launcher.launching.records import record_of
+from launcher.job import FULL_ID, JobDescription, Request
+from launcher.launching.launch import Ready, check_name, new_job_id, prepare
+from launcher.launching.records import (
+    Sweep,
+    Tries,
+    grid,
+    next_id,
+    read_record,
+    record_of,
+    tail_of,
+    tries_of,
+    write_record,
+)
+from launcher.local.backend import LocalBackend
 from launcher.sagemaker.cost import CeilingTooLow, usd
 from launcher.settings import Settings
+from launcher.source import keep
 from launcher.tracking import with_costs
 
 logger = logging.getLogger(__name__)
 
-MEMBER = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-try(\d+))?")
-
 RETRY_SECONDS = 60.0  # until a job that a quota refused is sent again
 
-Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number, the newest last
 
-
-class Sweep(Document):
-    """job is what all jobs of the sweep share, members what each has of its own."""
-
-    job: Request
-    members: list[dict[str, Scalar]]
-    parallel: Annotated[Count, Field(ge=1)]
-
-    def left(self, tries: Tries) -> list[int]:
-        """The numbers of the members that have to be started, for the first time or again."""
-        newest = {number: each[-1] for number, each in tries.items() if each}
-        done = {n for n, job in newest.items() if job.is_running or job.status == "Completed"}
-        return [number for number in range(1, len(self.members) + 1) if number not in done]
-
-    def ready(
-        self, number: int, settings: Settings, job_id: str, tries: Sequence[JobDescription] = ()
-    ) -> Ready:
-        """The member's next job, checked. It continues the last try if that left a checkpoint.
-
-        Its cost ceiling is its share of that of the sweep, which includes all its tries.
-
-        Raises:
-            CeilingTooLow: its tries have used up its share.
-        """
-        given = self.job.given()
-        given["hyperparameters"] = {**self.job.hyperparameters, **self.members[number - 1]}
-        others = {job.job_id: job for job in tries}  # whose cost `prepare` does not count
-        if tries:
-            backend = backend_for(self.job.instance or "local", settings)
-            last = backend.describe(tries[-1].job_id)
-            if last is not None and last.checkpoint_uri:
-                given = {"resume": last.job_id}
-                earlier = last.job_id
-                while self.job.max_cost is not None and earlier in others:
-                    del others[earlier]
-                    earlier = backend.job(earlier).resume or ""
-        if self.job.max_cost is not None:
-            spent = sum(each.cost or 0.0 for each in with_costs([*others.values()], settings))
-            share = self.job.max_cost / len(self.members)
-            if share <= spent:
-                raise CeilingTooLow(f"its tries cost {usd(spent)}, and its share is {usd(share)}")
-            given["max_cost"] = share - spent
-        if self.job.name is not None:
-            given["name"] = f"{self.job.name}{tail_of(job_id)}"
-        return prepare(Request(**given), settings, job_id)
-
-
-def grid(
-    sweep: Mapping[str, Sequence[Scalar]], seeds: int, first_seed: int
-) -> list[dict[str, Scalar]]:
-    """Each combination of the values, with each of `seeds` seeds."""
-    values = dict(sweep)
-    if seeds > 1:
-        values["seed"] = range(first_seed, first_seed + seeds)
-    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
-
-
-def write_record(group: str, sweep: Sweep, settings: Settings) -> None:
-    record = {
-        **sweep.model_dump(mode="json"),
-        "job": sweep.job.model_dump(mode="json", exclude_unset=True),
-    }
-    storage.write_json(str(record_of(group, settings)), record)
-
-
-def read_record(group: str, settings: Settings) -> Sweep | None:
-    """The record of a sweep that was launched from this machine."""
-    return storage.read_document(str(record_of(group, settings)), Sweep)
-
-
-@contextmanager
-def alone(group: str, settings: Settings) -> Iterator[None]:
-    """Keep a second command of this machine from running the sweep, which would start each job
-    twice.
+def alone(group: str, settings: Settings) -> IO[str]:
+    """A file that keeps a second command of this machine from running the sweep while it is open.
+    Two would start each job twice.
     """
     path = record_of(group, settings).with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ServiceError(
-                f"another command runs sweep {group}: let it end, or stop it with"
-                f" `sm-nanogpt stop --group {group}`"
-            ) from None
-        yield
+    lock = path.open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ServiceError(
+            f"another command runs sweep {group}", "sweep-is-running", group=group
+        ) from None
+    return lock
 
 
 def stop_mark(job_id: str, group: str, place: str, settings: Settings) -> str:
@@ -141,36 +70,6 @@ def stop_mark(job_id: str, group: str, place: str, settings: Settings) -> str:
     if not place.startswith("s3://"):
         return str(record_of(group, settings).with_suffix(".stop"))
     return storage.join(place.removesuffix(job_id), group, "stop")
-
-
-def tries_of(found: Iterable[JobDescription | UnreadableJob], group: str) -> Tries:
-    """The jobs of a sweep among these."""
-    tries: Tries = defaultdict(list)
-    for job in found:
-        if isinstance(job, JobDescription):
-            name = MEMBER.fullmatch(job.job_id)
-            if name and name[1] == group:
-                tries[int(name[2])].append(job)
-    for each in tries.values():
-        each.sort(key=lambda job: attempt_of(job.job_id))
-    return tries
-
-
-def tail_of(job_id: str) -> str:
-    """What tells a job of a sweep from the others: `-3` or `-3-try2`. Its name ends so too."""
-    member = MEMBER.fullmatch(job_id)
-    return job_id.removeprefix(member[1]) if member else ""
-
-
-def attempt_of(job_id: str) -> int:
-    name = MEMBER.fullmatch(job_id)
-    return int(name[3] or 1) if name else 0
-
-
-def next_id(group: str, number: int, tries: Sequence[JobDescription]) -> str:
-    """The id of a member's next try."""
-    again = f"-try{attempt_of(tries[-1].job_id) + 1}" if tries else ""
-    return f"{group}-{number}{again}"
 
 
 def find_sweep(word: str, settings: Settings, everyone: bool = False) -> tuple[str, Tries]:
@@ -221,6 +120,106 @@ def find_sweep(word: str, settings: Settings, everyone: bool = False) -> tuple[s
     return group, tries
 
 
+def prepare_member(
+    sweep: Sweep,
+    number: int,
+    settings: Settings,
+    job_id: str,
+    tries: Sequence[JobDescription] = (),
+) -> Ready:
+    """The member's next job, checked. It continues the last try if that left a checkpoint.
+
+    Its cost ceiling is its share of that of the sweep, which includes all its tries.
+
+    Raises:
+        CeilingTooLow: its tries have used up its share.
+    """
+    given = sweep.job.given()
+    given["hyperparameters"] = {**sweep.job.hyperparameters, **sweep.members[number - 1]}
+    others = {job.job_id: job for job in tries}  # whose cost `prepare` does not count
+    if tries:
+        backend = backend_for(sweep.job.instance or "local", settings)
+        last = backend.describe(tries[-1].job_id)
+        if last is not None and last.checkpoint_uri:
+            given = {"resume": last.job_id}
+            earlier = last.job_id
+            while sweep.job.max_cost is not None and earlier in others:
+                del others[earlier]
+                earlier = backend.job(earlier).resume or ""
+    if sweep.job.max_cost is not None:
+        spent = sum(each.cost or 0.0 for each in with_costs([*others.values()], settings))
+        share = sweep.job.max_cost / len(sweep.members)
+        if share <= spent:
+            raise CeilingTooLow(f"its tries cost {usd(spent)}, and its share is {usd(share)}")
+        given["max_cost"] = share - spent
+    if sweep.job.name is not None:
+        given["name"] = f"{sweep.job.name}{tail_of(job_id)}"
+    return prepare(Request(**given), settings, job_id)
+
+
+def plan_sweep(
+    request: Request,
+    settings: Settings,
+    values: Mapping[str, Sequence[Scalar]],
+    seeds: int = 1,
+    parallel: int = 1,
+) -> SweepPlan:
+    """Check and price the jobs of a new sweep: each combination of the values, with each of `seeds`
+    seeds, `parallel` jobs at a time.
+
+    Raises:
+        InputError, ServiceError: a job cannot run, as for `prepare`; nothing was started.
+    """
+    given = {*request.hyperparameters, *["seed"] * (seeds > 1)}
+    if request.resume is not None:
+        raise InputError(
+            "continues one job", "sweep-of-one", "resume", request.resume, job_id=request.resume
+        )
+    if both := values.keys() & given:
+        raise InputError("is given twice", "swept-and-set", "sweep", min(both))
+    if request.is_local and parallel > 1 and request.processes_per_instance is None:
+        request = request.model_copy(update={"processes_per_instance": 1})
+    members = grid(values, seeds, int(request.hyperparameters.get("seed", 1337)))
+    check_name(request, settings)
+    if request.name is not None:  # with the longest tail of its jobs' names
+        request.replaced(name=f"{request.name}-{len(members)}-try99")
+    sweep = Sweep(job=request, members=members, parallel=parallel)
+    return plan_left(new_job_id(), sweep, settings, {})
+
+
+def continue_sweep(
+    group: str, settings: Settings, max_cost: float | None = None, parallel: int | None = None
+) -> SweepPlan:
+    """Check and price the jobs of a sweep of this machine that have not completed."""
+    with ExitStack() as unless_planned:
+        lock = unless_planned.enter_context(alone(group, settings))
+        if (sweep := read_record(group, settings)) is None:
+            raise InputError(f"sweep {group} was not launched from this machine, or was deleted")
+        changed: dict[str, Any] = {"parallel": parallel} if parallel else {}
+        if max_cost is not None:
+            changed["job"] = sweep.job.replaced(max_cost=max_cost)
+        sweep, tries = sweep.model_copy(update=changed), find_sweep(group, settings)[1]
+        plan = plan_left(group, sweep, settings, tries)
+        plan.lock = lock
+        unless_planned.pop_all()
+    return plan
+
+
+def plan_left(group: str, sweep: Sweep, settings: Settings, tries: Tries) -> SweepPlan:
+    """Check and price what is left of a sweep. tries: its jobs so far."""
+    plans, limited = dict[int, Ready](), dict[int, CeilingTooLow]()
+    for number in sweep.left(tries):
+        earlier = tries.get(number, [])
+        try:
+            job_id = next_id(group, number, earlier)
+            plans[number] = prepare_member(sweep, number, settings, job_id, earlier)
+        except CeilingTooLow as limit:
+            if not earlier:
+                raise
+            limited[number] = limit
+    return SweepPlan(group, sweep, settings, tries, plans, limited)
+
+
 @dataclass
 class Progress:
     """A job of a sweep for the screen: what it continues when it starts, or how it ended; or what
@@ -233,96 +232,123 @@ class Progress:
     obstacle: CeilingTooLow | OverQuota | None = None
 
 
-def run(group: str, sweep: Sweep, tries: Tries, settings: Settings) -> Iterator[Progress]:
-    """Start the jobs that have not completed, `parallel` at a time, until all have ended.
-
-    Yields each job when it starts and when it ends. A job that stopped or failed earlier continues
-    from its checkpoint. A job that a quota of the account holds back waits until another job ends.
-    tries gets the jobs that are started. After an error, the jobs that run keep running.
-    """
-    running = {n: each[-1].job_id for n, each in tries.items() if each[-1].is_running}
-    left = sweep.left(tries)
-    driver = Driver(group, sweep, tries, settings, running)
-    for job, *_ in list(tries.values())[:1]:
-        driver.write_mark(job.job_id, driver.backend.places(job.job_id)[0])
-    retry_at, freed, waits = 0.0, -math.inf, False
-    while left or running:
-        if stopped := driver.is_stopped():
-            left = []
-        if left and len(running) < sweep.parallel and time.monotonic() >= retry_at:
-            try:
-                yield driver.start(left[0])
-                left, waits = left[1:], False
-            except OverQuota as quota:
-                # SageMaker may count a job for a while after its end.
-                if not running and time.monotonic() > freed + PATIENCE_SECONDS:
-                    raise ServiceError(f"{quota}; `{driver.again}` continues the sweep") from None
-                if not waits:
-                    yield Progress(left[0], driver.next_id(left[0]), obstacle=quota)
-                retry_at, waits = time.monotonic() + RETRY_SECONDS, True
-            continue
-        time.sleep(max(0.5, driver.backend.poll_seconds))
-        for ended in driver.poll(stopped):
-            retry_at, freed = 0.0, time.monotonic()
-            yield ended
-
-
 @dataclass
-class Driver:
-    """Starts the jobs of a sweep and asks about those that run: their ids by number."""
+class SweepPlan:
+    """A sweep whose jobs are checked and priced.
+
+    tries: its jobs so far, which get those that are started. plans: the jobs that are left to
+    start. limited: why others are not, since their tries have used up their shares of the cost.
+    lock: keeps other commands from running the sweep, if it has jobs.
+    """
 
     group: str
     sweep: Sweep
-    tries: Tries
     settings: Settings
-    running: dict[int, str]
+    tries: Tries
+    plans: dict[int, Ready]
+    limited: dict[int, CeilingTooLow]
+    lock: IO[str] | None = None
     mark: str = ""
+
+    @property
+    def worst_cost(self) -> float:
+        """What the jobs may cost together, in USD; infinity if the price is unknown."""
+        return sum(plan.job.worst_cost or math.inf for plan in self.plans.values())
 
     @cached_property
     def backend(self) -> Backend:
         return backend_for(self.sweep.job.instance or "local", self.settings)
 
-    @property
-    def again(self) -> str:
-        return f"sm-nanogpt launch --resume {self.group}"
+    @cached_property
+    def running(self) -> dict[int, str]:
+        """The ids of the jobs that run, by number."""
+        return {n: each[-1].job_id for n, each in self.tries.items() if each[-1].is_running}
 
-    def next_id(self, number: int) -> str:
-        return next_id(self.group, number, self.tries.get(number, []))
+    def submit(self, progress: storage.Progress = lambda n: None) -> Iterator[Progress]:
+        """Upload the text and record the sweep. Returns an iterator that runs it.
 
-    def write_mark(self, job_id: str, place: str) -> None:
-        self.mark = stop_mark(job_id, self.group, place, self.settings)
-        storage.write_text(self.mark, "run", self.settings)
+        It starts the jobs, `parallel` at a time, until all have ended, and yields each when it
+        starts and when it ends. A job that stopped or failed earlier continues from its checkpoint.
+        A job that a quota of the account holds back waits until another job ends. After an error,
+        the jobs that run keep running.
+        """
+        for first in list(self.plans.values())[:1]:
+            first.upload(progress)
+            # What later tries read must be what the first one does, whatever is changed or
+            # launched meanwhile, and from any directory.
+            names = ("data", "validation", "init_from", "entry_point")
+            fixed = {n: place for n in names if (place := getattr(first.job, n)) is not None}
+            if "entry_point" in fixed:
+                fixed["entry_point"] = keep(first.job.source, self.settings)
+            job = self.sweep.job.model_copy(update=fixed)
+            self.sweep = self.sweep.model_copy(update={"job": job})
+        write_record(self.group, self.sweep, self.settings)
+        return self.run()
+
+    def run(self) -> Iterator[Progress]:
+        with self.lock or alone(self.group, self.settings):
+            for number, limit in self.limited.items():
+                yield Progress(number, self.tries[number][-1].job_id, obstacle=limit)
+            left, retry_at, freed, waits = [*self.plans], 0.0, -math.inf, False
+            self.write_mark()
+            while left or self.running:
+                if stopped := self.is_stopped():
+                    left = []
+                room = len(self.running) < self.sweep.parallel
+                if left and room and time.monotonic() >= retry_at:
+                    try:
+                        yield self.start(left[0])
+                        left, waits = left[1:], False
+                    except OverQuota as quota:
+                        # SageMaker may count a job for a while after its end.
+                        if not self.running and time.monotonic() > freed + PATIENCE_SECONDS:
+                            raise
+                        if not waits:
+                            yield Progress(left[0], self.plans[left[0]].job_id, obstacle=quota)
+                        retry_at, waits = time.monotonic() + RETRY_SECONDS, True
+                    continue
+                time.sleep(max(0.5, self.backend.poll_seconds))
+                for ended in self.poll(stopped):
+                    retry_at, freed = 0.0, time.monotonic()
+                    yield ended
+
+    def write_mark(self) -> None:
+        """Write the file that says that this sweep may start jobs."""
+        for job in [each[0] for each in self.tries.values()][:1]:
+            place = self.backend.places(job.job_id)[0]
+            self.mark = stop_mark(job.job_id, self.group, place, self.settings)
+        for plan in list(self.plans.values())[:1]:
+            self.mark = stop_mark(plan.job_id, self.group, plan.place, self.settings)
+        if self.mark:
+            storage.write_text(self.mark, "run", self.settings)
 
     def is_stopped(self) -> bool:
         """Whether somebody stopped or deleted the sweep."""
         read = partial(storage.read_bytes, self.mark, self.settings)
-        return bool(self.mark) and patiently(read, self.again) != b"run"
+        return patiently(read, f"sm-nanogpt launch --resume {self.group}") != b"run"
 
     def start(self, number: int) -> Progress:
-        """Start a member's next job. Raises OverQuota, or as `prepare` and `Ready.go`."""
-        earlier, job_id = self.tries.get(number, []), self.next_id(number)
-        try:
-            ready = self.sweep.ready(number, self.settings, job_id, earlier)
-        except CeilingTooLow as limit:
-            if not earlier:
-                raise
-            return Progress(number, earlier[-1].job_id, obstacle=limit)
-        if not self.mark:
-            self.write_mark(job_id, ready.place)
-        ready.go()
-        self.running[number] = job_id
-        return Progress(number, job_id, continued=ready.job.resume)
+        """Start a member's next job. Raises OverQuota, or as `Ready.go`."""
+        plan = self.plans[number]
+        if isinstance(plan.backend, LocalBackend):
+            plan.backend.parallel = self.sweep.parallel
+        replace(plan, channels=[]).go()  # `submit` has uploaded them
+        self.running[number] = plan.job_id
+        return Progress(number, plan.job_id, continued=plan.job.resume)
 
     def poll(self, stop: bool) -> Iterator[Progress]:
         """Ask about each job that runs, and stop it if asked. Yields those that have ended."""
+        again = f"sm-nanogpt launch --resume {self.group}"
         for number, job_id in list(self.running.items()):
-            description = patiently(partial(self.backend.describe, job_id), self.again)
+            description = patiently(partial(self.backend.describe, job_id), again)
             if description is None:
-                raise ServiceError(f"job {job_id} was deleted while it ran")
+                logger.info(f"job {job_id} was deleted")
+                del self.running[number]
+                continue
             if stop and description.status == "InProgress":
                 self.backend.stop(job_id)
-            others = [job for job in self.tries.get(number, []) if job.job_id != job_id]
-            self.tries[number] = [*others, description]
+            earlier = [job for job in self.tries.get(number, []) if job.job_id != job_id]
+            self.tries[number] = [*earlier, description]
             if not description.is_running:
                 del self.running[number]
                 yield Progress(number, job_id, description)

@@ -96,6 +96,7 @@ class LocalBackend:
 
     place = "on this machine"
     poll_seconds = 0.2
+    parallel = 1  # jobs at a time, which share the cores
 
     def __init__(self, settings: Settings) -> None:
         self.jobs_dir = settings.jobs_dir
@@ -146,7 +147,7 @@ class LocalBackend:
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
-                    or str(max(1, cores() // record["processes_per_host"])),
+                    or str(max(1, cores() // (record["processes_per_host"] * self.parallel))),
                     "SM_NANOGPT_HOME": str(self.settings.home),
                     "SM_NANOGPT_PROFILE": self.settings.profile,
                     "SM_NANOGPT_REGION": self.settings.region,
