@@ -374,6 +374,8 @@ def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def load_pretrained(model: GPT, directory: Path) -> None:
     """Reads the weights of the model in a directory, which may be in several files, of any type.
 
+    A model on the meta device takes memory, on the CPU, once the shapes are known to fit.
+
     Raises:
         TrainingError: they do not fit.
         DataError, FormatError: a file is missing, damaged, or not of its format.
@@ -392,7 +394,14 @@ def load_pretrained(model: GPT, directory: Path) -> None:
             raise FormatError(f"{error.filename}: {error.strerror}") from None
     if model.head is None:  # published files may hold the tied head too
         tensors.pop("lm_head.weight", None)
-    weights: dict[str, Tensor] = model.state_dict()
     edited = read_json(directory / "config.json").get("model_type") == EDITED
-    live = weights if edited else to_hugging_face(weights, model.config)
-    load_tensors(live, tensors, "the model")
+
+    def fill() -> None:
+        weights: dict[str, Tensor] = model.state_dict()
+        live = weights if edited else to_hugging_face(weights, model.config)
+        load_tensors(live, tensors, "the model")
+
+    fill()
+    if any(weight.is_meta for weight in model.parameters()):
+        model.to_empty(device="cpu")
+        fill()

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from launcher.job import JobDescription, Request
     from launcher.launching.launch import launch
     from launcher.models.fetch import fetch_model
-    from launcher.models.sample import load_model, sample, stream_samples
+    from launcher.models.load import load_model
+    from launcher.models.sample import sample, stream_samples
     from launcher.settings import Settings
     from launcher.text.corpus import Upload, upload_data
     from launcher.text.uploads import uploads
@@ -52,7 +53,8 @@ _NAMES = {
     "job": "JobDescription Request",
     "launching.launch": "launch",
     "models.fetch": "fetch_model",
-    "models.sample": "load_model sample stream_samples",
+    "models.load": "load_model",
+    "models.sample": "sample stream_samples",
     "settings": "Settings",
     "text.corpus": "Upload upload_data",
     "text.uploads": "uploads",

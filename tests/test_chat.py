@@ -47,7 +47,7 @@ from launcher import InputError, load_model, sample, stream_samples
 from launcher.cli.chat import Conversation, converse
 from launcher.models.chat import Chat, Message, TooLong, difference
 from launcher.models.encoder import LONGEST
-from launcher.models.load import export_checkpoint, load_artefact, load_published, read_checkpoint
+from launcher.models.load import export_checkpoint, own_model, published_model, read_checkpoint
 from launcher.text.chats import turns_of
 from launcher.text.tokenizer import Words
 from launcher.text.tokens import separated
@@ -261,7 +261,9 @@ def launched(cli, tmp_path, home):
 
 @pytest.mark.parametrize("block_size", [128, 97, 96])
 def test_a_launch_says_how_many_conversations_are_too_long(launched, monkeypatch, block_size):
-    monkeypatch.setattr("launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError))
+    monkeypatch.setattr(
+        "launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError("no"))
+    )
     ran = launched(block_size, [40] * 20 + [96] * 20 + [97, 128, 129, 200])
     longer = {128: 2, 97: 3, 96: 4}[block_size]
     assert f"{longer} of 44 conversations are longer than block_size={block_size}" in ran.err
@@ -286,7 +288,9 @@ def test_the_context_that_a_launch_names_is_the_least(launched, tuned):
 
 
 def test_a_preset_has_no_short_windows_for_conversations(launched, monkeypatch):
-    monkeypatch.setattr("launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError))
+    monkeypatch.setattr(
+        "launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError("no"))
+    )
     ran = launched(128, [40] * 20, "--preset", "quick")
     assert "short_windows=0 (the preset's 0.3" in ran.err
     asked_for = launched(128, [40] * 20, "--preset", "quick", "--set", "short_windows=0.5")
@@ -502,7 +506,7 @@ def test_a_masked_loss_and_its_gradients_are_torchs(monkeypatch, at_once):
 def test_the_loss_is_transformers_loss_of_labels(directory):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
-    model, tokenizer = load_artefact(directory)
+    model, tokenizer = own_model(directory)
     turns = Chat(model, tokenizer).encoder.encode(["user\nWhat is 3?", "assistant\n6"])
     ids = torch.tensor([id for turn in turns for id in memoryview(turn).cast("i")])
     x = torch.where(ids < 0, ~ids, ids)[None].long()
@@ -543,7 +547,7 @@ def test_any_number_of_ranks_has_the_losses_of_each_alone(tuned, directory, tmp_
         given_words = words(data=data, init_from=directory, device="cpu", sample_length=0, **values)
         assert run([*given_words, *words(out=out, processes=processes)], cwd=tmp_path).status == 0
         found.append(metrics(out / "output"))
-    model, tokenizer = load_artefact(directory)
+    model, tokenizer = own_model(directory)
     end: Any = tokenizer.end
     train, val = (
         tensor(memoryview((data / f"{part}-00000.bin").read_bytes()).cast("i"))
@@ -575,12 +579,12 @@ def test_a_tuned_model_says_how_it_ends(tuned, directory):
 
 def test_a_checkpoint_of_a_tuning_answers(directory, tmp_path):
     export_checkpoint(read_checkpoint(directory.parent / "checkpoints"), tmp_path / "model")
-    assert Chat(*load_artefact(tmp_path / "model"))
+    assert Chat(*own_model(tmp_path / "model"))
 
 
 def test_a_sample_of_a_tuned_model_names_chat(cli, directory):
     sample = ("fetch-and-sample", str(directory), "--max-new-tokens", "1")
-    assert "`sm-nanogpt chat`" in cli(*sample).good.err
+    assert f"`sm-nanogpt chat {directory}`" in cli(*sample).good.err
 
 
 def test_a_prompt_is_answered_as_in_a_chat(cli, tuned, directory, chat, monkeypatch):
@@ -691,7 +695,7 @@ def test_a_base_model_continues_what_is_typed(tuned, chat, cli):
     texts = [cli(*words_of_one, "--seed", seed, "--prompt", text).out for seed, text in prompts]
     assert ran.out == "---\n".join(texts)
     assert cli("chat", model, "--system", "x").code == 2
-    with pytest.raises(InputError, match="upload-data"):
+    with pytest.raises(InputError, match="not learned from conversations"):
         Chat(*load_model(Path(model)))
 
 
@@ -808,7 +812,7 @@ def test_a_published_model_directory_chats(chat, directory, tmp_path):
     assert "removes the <think> of earlier" in chat("Hi?", model=str(published)).err
     for ends in ([7, 8], 7):
         (published / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-        assert 7 in load_published(published)[1].ends
+        assert 7 in published_model(published)[1].ends
     config = json.loads((published / "config.json").read_text())
     (published / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     ran = chat("Hi", model=str(published))

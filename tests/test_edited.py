@@ -257,7 +257,7 @@ def test_the_package_computes_the_same_model_alone(edit, packaged, write, home):
 @pytest.mark.usefixtures("home")
 def test_the_package_computes_qwen3_without_the_folder(edit, of_model, write, caplog):
     assert isinstance(load_model(write(edit).directory)[0], GPT)
-    assert ("using the packaged script" in caplog.text) is of_model
+    assert ("using the packaged one" in caplog.text) is of_model
 
 
 @pytest.mark.parametrize(

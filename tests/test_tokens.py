@@ -34,7 +34,7 @@ from entry_point.errors import ConfigError, DataError
 from launcher import InputError, upload_data
 from launcher.files import storage
 from launcher.files.storage import local_path
-from launcher.models.encoder import Encoder, load_words
+from launcher.models.encoder import Encoder, published_tokenizer
 from launcher.models.sample import encode, pieces
 from launcher.settings import Settings
 from launcher.text import tokens
@@ -182,7 +182,7 @@ def test_a_file_that_is_not_text_is_named(name, content, reason, tmp_path):
 
 def test_text_comes_back_from_its_tokens(words_of):
     every = "".join(map(chr, range(1, 0x250))) + STRANGE
-    ids = load_words(words_of.content).encode(every, add_special_tokens=False).ids
+    ids = published_tokenizer(words_of.content).encode(every, add_special_tokens=False).ids
     assert words_of.tokenizer.decode(ids) == every
     assert words_of.tokenizer.end not in ids  # the text only spells it
 
@@ -253,7 +253,7 @@ def test_transformers_reads_the_same_tokenizer(made, words_of):
 
     theirs = AutoTokenizer.from_pretrained(made)
     text = FOX + "漢字 🙂"
-    assert theirs(text)["input_ids"] == load_words(words_of.content).encode(text).ids
+    assert theirs(text)["input_ids"] == published_tokenizer(words_of.content).encode(text).ids
     assert theirs.eos_token_id == words_of.tokenizer.end
 
 
@@ -291,7 +291,7 @@ def test_published_tokenizers_of_bytes_are_taken(change, document, tmp_path):
     change(document)
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     opened = open_words(tmp_path)
-    ids = load_words(opened.content).encode(STRANGE).ids
+    ids = published_tokenizer(opened.content).encode(STRANGE).ids
     assert opened.tokenizer.decode(ids) == STRANGE
 
 

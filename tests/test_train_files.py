@@ -31,7 +31,7 @@ from entry_point.errors import ConfigError, FormatError, TrainingError
 from entry_point.huggingface import SCRIPT_SHA256, to_hugging_face, write_artefact, write_sums
 from launcher.errors import InputError
 from launcher.models import engine
-from launcher.models.load import export_checkpoint, load_artefact, read_checkpoint
+from launcher.models.load import export_checkpoint, own_model, read_checkpoint
 
 TENSORS = {
     "f32": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)),
@@ -420,7 +420,7 @@ def test_transformers_computes_the_same_logits(artefact, text):
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(artefact)
-    model, tokenizer = load_artefact(artefact)
+    model, tokenizer = own_model(artefact)
     sample = "".join(text[i : i + 32] for i in range(0, 400_000, 25_000))
     x = torch.tensor(ids_of(characters(tokenizer), sample)).view(-1, 32)
     long = torch.tensor([ids_of(characters(tokenizer), text[1000:1100])])
@@ -438,7 +438,7 @@ def test_transformers_encodes_text_as_ours_does(artefact, text):
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(artefact)
-    vocabulary = characters(load_artefact(artefact)[1])
+    vocabulary = characters(own_model(artefact)[1])
     assert {"\n", "\t", "🙂", "é", "漢", "\u200d"} < set(vocabulary)
     marks = ("\n\n\t \t\n", "🙂🚀👩‍🚀", "  a  ", " .  , ' n't \n\t ")
     for sample in (vocabulary, *vocabulary, *marks, text[-300:], text[:3000]):
@@ -466,7 +466,7 @@ def test_the_artefact_says_what_it_was_trained_with(artefact, trained):
 def test_a_model_is_read_back_as_it_was_written(tied, tmp_path):
     model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
     write_artefact(tmp_path, model, tokenizer_of("abcdefghijk"), {"script_sha256": SCRIPT_SHA256})
-    found, tokenizer = load_artefact(tmp_path)
+    found, tokenizer = own_model(tmp_path)
     assert characters(tokenizer) == "abcdefghijk"
     assert_same(dict(found.named_parameters()), dict(model.named_parameters()))
 
@@ -513,7 +513,7 @@ EMBEDDING, MORE = "model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weigh
 def test_tensors_that_do_not_fit_are_a_format_error(copied, name, change, found):
     change_tensors(copied, change)
     with pytest.raises(FormatError, match=rf"^{name} is .*{re.escape(found)}"):
-        load_artefact(copied)
+        own_model(copied)
 
 
 @pytest.mark.parametrize(
@@ -535,13 +535,13 @@ def test_tensors_that_do_not_fit_are_a_format_error(copied, name, change, found)
 def test_documents_that_do_not_fit_are_a_format_error(copied, name, change, said):
     change_json(copied, name, change)
     with pytest.raises(FormatError, match=said):
-        load_artefact(copied)
+        own_model(copied)
 
 
 def test_an_added_recipe_hyperparameter_is_accepted(copied):
     change_json(copied, "training.json", lambda d: d["config"].update(mine=1))
     change_json(copied, "training.json", lambda d: d.update(script_sha256="f" * 64))
-    model, _ = load_artefact(copied)
+    model, _ = own_model(copied)
     assert model.config.n_embd == 64
 
 
@@ -567,7 +567,7 @@ def test_a_checkpoint_can_be_made_a_model(trained, artefact, tmp_path):
         read_safetensors(tmp_path / "model/model.safetensors")[0],
         read_safetensors(artefact / "model.safetensors")[0],
     )
-    model, tokenizer = load_artefact(tmp_path / "model")
+    model, tokenizer = own_model(tmp_path / "model")
     assert len(tokenizer) == model.embed.num_embeddings
 
 

@@ -66,7 +66,7 @@ from entry_point.model import GPT
 from entry_point.optim import gradient_of, window_length
 from entry_point.trainer import Trainer
 from launcher.machines import cores
-from launcher.models.load import load_artefact
+from launcher.models.load import own_model
 
 ALONE = Ranks(0, 1, 0, 1, "hand")
 LINE = re.compile(r"step=([0-9]+)/[0-9]+ train_loss=([0-9.]+)")
@@ -535,7 +535,7 @@ def test_best_weights_are_exported_without_their_checkpoint(
     monkeypatch.setattr(trainer.checkpoints, "save", save)
     assert trainer.run()
     assert written == steps
-    model, _ = load_artefact(tmp_path / "model")
+    model, _ = own_model(tmp_path / "model")
     assert torch.equal(model.embed.weight, seen[1])
     assert "note: the model is that of step 4; " in capsys.readouterr().out
 
@@ -548,7 +548,7 @@ def test_a_resumed_run_exports_the_best_weights_before_it(tmp_path, monkeypatch)
     trainer = trainer_of(tmp_path, max_steps=6, eval_interval=2)
     assert trainer.run()
     assert trainer.best_step == 2
-    model, _ = load_artefact(tmp_path / "model")
+    model, _ = own_model(tmp_path / "model")
     assert torch.equal(model.embed.weight, first.best["embed.weight"])
 
 
@@ -988,7 +988,7 @@ def test_under_mpirun_only_rank_0_prints(mpirun):
     assert second == ""
     rows = metrics(host / "output/data")
     assert [round(row["train_loss"], 5) for row in rows] == [*printed_losses(first).values()]
-    model, tokenizer = load_artefact(host / "model")
+    model, tokenizer = own_model(host / "model")
     parameters = sum(p.numel() for p in model.parameters())
     assert f"\n{parameters:,} parameters; " in first
     assert f" vocabulary {len(tokenizer)}\n" in first
@@ -1011,9 +1011,9 @@ def unforked(tmp_path_factory, text_file):
         "import pathlib, sys\n"
         "from entry_point import train\n"
         "from entry_point.model import sample\n"
-        "from launcher.models.load import load_artefact\n"
+        "from launcher.models.load import own_model\n"
         "status = train.main(sys.argv[1:])\n"
-        "model, tokenizer = load_artefact(pathlib.Path('out/model'))\n"
+        "model, tokenizer = own_model(pathlib.Path('out/model'))\n"
         "sample(model, [tokenizer.start], 9)\n"
         "print(status, 'torch._dynamo' in sys.modules)"
     )
@@ -1043,7 +1043,7 @@ def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path, capsys)
     assert re.search(said, capsys.readouterr().out)
     training = json.loads((tmp_path / "model/training.json").read_text())
     assert (training["step"], training["val_loss"]) == (best["step"], best["val_loss"])
-    model, _ = load_artefact(tmp_path / "model")
+    model, _ = own_model(tmp_path / "model")
     value = evaluate(model, trainer.corpus.val, trainer.config, trainer.group)
     assert value == pytest.approx(best["val_loss"], rel=1e-5)
 

@@ -19,7 +19,7 @@ from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, TURN
 from entry_point.data import Tokenizer
 from entry_point.model import GPT
 from launcher.errors import InputError
-from launcher.models.encoder import Encoder
+from launcher.models.encoder import Encoder, is_utf8
 
 SPEAKS = "assistant\n"  # before what the assistant says
 ROOM = 4  # an answer has at least 1 / ROOM of the context, if it may be so long
@@ -44,8 +44,7 @@ class ChatEncoder:
             self.begin, self.end = tokenizer.special[TURN], tokenizer.special[END_OF_TURN]
         except KeyError as error:
             raise InputError(
-                f"the tokenizer has no token {error}, which conversations need; use"
-                " --tokenizer bpe, a model that was trained on such tokens, or one of Qwen's"
+                f"the tokenizer has no token {error}, which conversations need", "no-turns"
             ) from None
         (line_break,) = encoder.encode(["\n"])
         self.line_break = array("i", line_break)
@@ -77,10 +76,7 @@ class Chat:
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         if not tokenizer.chats:
-            raise InputError(
-                "the model has not learned from conversations; `upload-data CHATS.jsonl --tokenizer"
-                " JOB-ID` and `launch --init-from JOB-ID` teach it"
-            )
+            raise InputError("the model has not learned from conversations", "teach-to-chat")
         self.size, self.longest = model.config.block_size, max(map(len, tokenizer.words))
         encoder = Encoder(json.dumps(tokenizer.document), tokenizer.words, "i")
         self.encoder = ChatEncoder(tokenizer, encoder)
@@ -105,8 +101,6 @@ class Chat:
         first = int(bool(messages) and messages[0].role == "system")
         room = self.size - min(max_new_tokens, self.size // ROOM) - len(self.speaks)
         head = self.turn(messages[0], room) if first else []
-        if len(head) > room:
-            raise TooLong(f"the instruction is too long for a context of {self.size} tokens")
         left, turns, begin = room - len(head), list[list[int]](), len(messages)
         for n in range(len(messages) - 1, first - 1, -1):
             turns.insert(0, self.turn(messages[n], left))
@@ -115,20 +109,21 @@ class Chat:
                 break
             if n == first or messages[n].role == "user":
                 begin = n
-        if begin == len(messages) > first:
-            after = f", of which the instruction takes {len(head)}" if first else ""
-            raise TooLong(f"the message is too long for a context of {self.size} tokens{after}")
+        if len(head) > room or begin == len(messages) > first:
+            what = "instruction" if len(head) > room else "message"
+            after = f", of which the instruction takes {len(head)}" * (what == "message" and first)
+            raise TooLong(f"the {what} is too long for a context of {self.size} tokens{after}")
         kept = turns[len(turns) - (len(messages) - begin) :]
         ids = [*head, *chain.from_iterable(kept), *self.speaks]
         return begin - first, ids, min(max_new_tokens, max(1, self.size - len(ids)))
 
     def turn(self, message: Message, room: int) -> list[int]:
         """The ids of a message; if it is too long for the room, perhaps of its beginning alone."""
-        most = (room + 1) * self.longest  # so many characters are more than `room` tokens
-        try:
-            (turn,) = self.encoder.encode([f"{message.role}\n{message.content[:most]}"])
-        except UnicodeEncodeError:
-            raise InputError("the message is not UTF-8 text") from None
+        most = (max(0, room) + 1) * self.longest  # so many characters are more than `room` tokens
+        text = f"{message.role}\n{message.content[:most]}"
+        if not is_utf8(text):
+            raise InputError("the message is not UTF-8 text")
+        (turn,) = self.encoder.encode([text])
         return [id if id >= 0 else ~id for id in array("i", turn)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -34,7 +35,7 @@ LONGEST = 1 << 18
 AT_ONCE = 16  # strings of this length, for threads to share
 
 
-def load_words(content: str) -> Tokenizer:
+def published_tokenizer(content: str) -> Tokenizer:
     """The library's tokenizer, which encodes special tokens in a text as ordinary text.
 
     It gets only what encodes, and of that only what published tokenizers of BPE over bytes have:
@@ -46,12 +47,15 @@ def load_words(content: str) -> Tokenizer:
         document = json.loads(content)
         before, model = document["pre_tokenizer"], document["model"]
         steps = before["pretokenizers"] if before["type"] == "Sequence" else [before]
+        problem = ""
         if (found := document["normalizer"]) not in (None, {"type": "NFC"}):
-            raise ValueError(f"has a normalizer, {found['type']}, that may change the text")
+            problem = f"has a normalizer, {found['type']}, that may change the text"
         for step in steps:
             known = step["pattern"]["Regex"] in PATTERNS if step["type"] == "Split" else True
             if step["type"] not in ("ByteLevel", "Digits", "Split") or not known:
-                raise ValueError(f"splits text in an unknown way: {json.dumps(step)}")
+                problem = f"splits text in an unknown way: {json.dumps(step)}"
+        if problem:
+            raise ValueError(problem)
         kept = ("type", "vocab", "merges", "ignore_merges", "unk_token")
         plain = {
             "version": "1.0",
@@ -107,6 +111,11 @@ def fast_encoding(
     return tiktoken.Encoding("words", pat_str=pattern, mergeable_ranks=ids, special_tokens={})
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text has no lone surrogate, as Python makes of bytes that are not UTF-8."""
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
+
+
 class Encoder:
     """Turns text into ids, as bytes of the type `code`, in threads on all cores.
 
@@ -114,7 +123,7 @@ class Encoder:
     """
 
     def __init__(self, content: str, words: Sequence[bytes], code: str) -> None:
-        self.tokenizer, self.words, self.code = load_words(content), words, code
+        self.tokenizer, self.words, self.code = published_tokenizer(content), words, code
         normalizer, document = self.tokenizer.normalizer, json.loads(content)
         # Qwen's changes é of two characters to é of one, which is the same text.
         self.same = str if normalizer is None else normalizer.normalize_str
@@ -132,7 +141,7 @@ class Encoder:
         for piece, ids in zip(pieces, found, strict=True):
             back = b"".join(map(self.words.__getitem__, ids))
             if back != piece.encode():
-                raise InputError(lost(piece, back.decode(errors="replace")))
+                raise InputError(lost(piece, back.decode(errors="replace")), "text-changes")
         return [array(self.code, ids).tobytes() for ids in found]
 
     def ask(self, pieces: Sequence[str]) -> list[list[int]]:
@@ -151,6 +160,5 @@ def lost(text: str, back: str) -> str:
     """Describe the first position where decoding changes the text."""
     at = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), len(back))
     return (
-        f"the tokenizer changes the text: {text[at : at + 20]!r} decodes to"
-        f" {back[at : at + 20]!r}; use another tokenizer, or --tokenizer bpe"
+        f"the tokenizer changes the text: {text[at : at + 20]!r} decodes to {back[at : at + 20]!r}"
     )

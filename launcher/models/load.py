@@ -21,18 +21,20 @@ from torch import Tensor
 
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config, make_config
+from entry_point.container import has_fast_bfloat16
 from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.data import Tokenizer, read_json, read_tokenizer
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from entry_point.files import open_file, read_file
 from entry_point.huggingface import (
     MODEL_FILES,
+    MODEL_SHA256,
     hugging_face_config,
     load_pretrained,
     starting_values,
 )
 from entry_point.model import GPT
-from launcher.errors import InputError
+from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, Count, Damaged, Document, Scalar, parse
 from launcher.models.chat import difference
 from launcher.settings import Settings, load_settings
@@ -58,6 +60,38 @@ class Saved(Training):
     chats: bool
 
 
+def load_model(
+    directory: Path, settings: Settings | None = None, entry_point: Path | None = None
+) -> tuple[GPT, Tokenizer]:
+    """Load a model (CPU, float32 weights) and its tokenizer.
+
+    A large model computes its products in bfloat16 if the CPU is fast at that, unless it was
+    trained with precision=float32. For settings and entry_point see own_model.
+
+    Raises:
+        ServiceError: the directory holds no model of sm-nanogpt, nor one of Qwen3's architecture.
+        InputError: the model needs the folder that trained it, and that is not here.
+    """
+    published = is_published(directory)
+    try:
+        if published:
+            model, tokenizer = published_model(directory)
+        else:
+            model, tokenizer = own_model(directory, settings, entry_point)
+    except (TrainingError, KeyError, TypeError, ValueError, OSError) as error:
+        kind = "not a model of the Qwen3 family: " * published
+        raise ServiceError(f"{directory} does not load: {kind}{error}") from None
+    fast = has_fast_bfloat16(torch.device("cpu"))
+    if not is_edited(model) and model.config.precision != "float32" and fast:
+        model.compute_dtype = torch.bfloat16
+    return model, tokenizer
+
+
+def is_edited(model: GPT) -> bool:
+    """Whether an edited script computes the model, not the packaged one."""
+    return type(model) is not GPT
+
+
 def is_shaped_as(found: Mapping[str, Any], values: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
     """Whether the packaged config.py makes this config.json of a run's hyperparameters."""
     try:
@@ -74,10 +108,10 @@ def known_config(values: Mapping[str, Any]) -> Config:
     return make_config({name: value for name, value in values.items() if name in known})
 
 
-def load_artefact(
+def own_model(
     directory: Path, settings: Settings | None = None, entry_point: Path | None = None
 ) -> tuple[GPT, Tokenizer]:
-    """Load the model (CPU, float32, eval mode) and the tokenizer of a model directory.
+    """The model (CPU, float32, eval mode) and the tokenizer that a run wrote.
 
     The folder that trained the model computes it: entry_point, if given, else the one that its
     launch kept. The packaged model, which is faster, computes it if both have the same model.py;
@@ -87,41 +121,36 @@ def load_artefact(
         FormatError: write_artefact did not write this directory, or it is damaged.
         InputError: the model needs the folder that trained it, and that is not here.
     """
-    settings = settings or load_settings()
     try:
         check_sums(directory)
-        found = read_json(directory / "config.json")
-        plain, words = read_tokenizer(directory), read_json(directory / "tokenizer_config.json")
-        tokenizer = Tokenizer(plain.document, plain.end_of_text, "chat_template" in words)
+        config = read_json(directory / "config.json")
+        of_tokenizer = read_json(directory / "tokenizer_config.json")
+        tokenizer = read_tokenizer(directory)
+        tokenizer = Tokenizer(
+            tokenizer.document, tokenizer.end_of_text, "chat_template" in of_tokenizer
+        )
         training = parse(read_json(directory / "training.json"), Training, "training.json")
-        source = Source.packaged()
-        same = training.model_sha256 == hashlib.sha256(source.files["model.py"]).hexdigest()
-        qwen3 = is_shaped_as(found, training.config, tokenizer)
-        if not qwen3 or not same or entry_point is not None:
-            try:
-                source = find_source(training.script_sha256, settings, entry_point)
-            except InputError:
-                if entry_point is not None or not qwen3:
-                    raise
-                logger.warning(
-                    f"the folder that trained this model (SHA-256 {training.script_sha256[:12]}...)"
-                    " is not on this machine; using the packaged script, which gave the same"
-                    " logits when the model was written (--entry-point DIR names another)"
-                )
-    except OSError as error:
-        name = Path(error.filename or directory).name
-        raise FormatError(f"{name}: {error.strerror}") from None
-    except (Damaged, ValueError, DataError) as error:
-        raise FormatError(
-            f"{directory.name}: not a model directory of this script ({error})"
-        ) from None
+    except (Damaged, DataError, OSError, ValueError) as error:
+        raise FormatError(f"not a model directory of this script: {error}") from None
+    source, qwen3 = Source.packaged(), is_shaped_as(config, training.config, tokenizer)
+    if not qwen3 or training.model_sha256 != MODEL_SHA256 or entry_point is not None:
+        try:
+            source = find_source(training.script_sha256, settings or load_settings(), entry_point)
+        except InputError:
+            if entry_point is not None or not qwen3:
+                raise
+            logger.warning(
+                f"the folder that trained this model (SHA-256 {training.script_sha256[:12]}...) is"
+                " not on this machine; using the packaged one, which gave the same logits when the"
+                " model was written",
+                extra={"code": "another-folder"},
+            )
     with errors_of(source):
         make = known_config if source.is_packaged else source.module("config").make_config
-        # First without memory, to compare the shapes; an edit may not support the meta device.
-        for device in ["meta"] * source.is_packaged + ["cpu"]:
-            with torch.device(device):
-                model: GPT = source.module("model").GPT(make(training.config), len(tokenizer))
-            source.module("huggingface").load_pretrained(model, directory)
+        # An edit may not support the meta device, on which load_pretrained compares shapes first.
+        with torch.device("meta" if source.is_packaged else "cpu"):
+            model: GPT = source.module("model").GPT(make(training.config), len(tokenizer))
+        source.module("huggingface").load_pretrained(model, directory)
     return model.eval(), tokenizer
 
 
@@ -135,28 +164,25 @@ def is_published(directory: Path) -> bool:
     return there and not any((directory / name).exists() for name in ours)
 
 
-def load_published(directory: Path) -> tuple[GPT, Tokenizer]:
-    """Load a model of Qwen3's architecture that another tool wrote. Raises FormatError."""
-    try:
-        values = starting_values(directory, {})
-        longest = read_json(directory / "config.json")["max_position_embeddings"]
-        config = known_config({**values, "block_size": min(int(longest), LONGEST_CONTEXT)})
-        words = read_json(directory / "tokenizer_config.json")
-        template, own = words.get("chat_template"), directory / "chat_template.jinja"
-        if own.exists():
-            template = read_file(own, LARGEST).decode()
-        plain = read_tokenizer(directory)
-        chats = bool(template) and {TURN, END_OF_TURN} <= plain.special.keys()
-        if chats and (found := difference(str(template))):
-            logger.info(f"chat template: this model's own {found}")
-        tokenizer = Tokenizer(plain.document, plain.end_of_text, chats)
-        if (directory / "generation_config.json").exists():
-            ends = read_json(directory / "generation_config.json").get("eos_token_id") or []
-            tokenizer.ends |= {*ends} if isinstance(ends, list) else {ends}
+def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
+    """A model of Qwen3's architecture that another tool wrote. Errors as of load_model."""
+    values = starting_values(directory, {})
+    longest = read_json(directory / "config.json")["max_position_embeddings"]
+    config = known_config({**values, "block_size": min(int(longest), LONGEST_CONTEXT)})
+    template = read_json(directory / "tokenizer_config.json").get("chat_template")
+    if (own := directory / "chat_template.jinja").exists():
+        template = read_file(own, LARGEST).decode()
+    tokenizer = read_tokenizer(directory)
+    chats = bool(template) and {TURN, END_OF_TURN} <= tokenizer.special.keys()
+    if chats and (found := difference(str(template))):
+        logger.info(f"chat template: this model's own {found}")
+    tokenizer = Tokenizer(tokenizer.document, tokenizer.end_of_text, chats)
+    if (generation := directory / "generation_config.json").exists():
+        ends = read_json(generation).get("eos_token_id") or []
+        tokenizer.ends |= {*ends} if isinstance(ends, list) else {ends}
+    with torch.device("meta"):
         model = GPT(config, len(tokenizer))
-        load_pretrained(model, directory)
-    except (TrainingError, KeyError, TypeError, ValueError, OSError) as error:
-        raise FormatError(f"not a model of the Qwen3 family: {error}") from None
+    load_pretrained(model, directory)
     return model.eval(), tokenizer
 
 

@@ -4,55 +4,20 @@ from __future__ import annotations
 
 import codecs
 import json
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from entry_point.container import has_fast_bfloat16
 from entry_point.data import Tokenizer
-from entry_point.errors import TrainingError
 from entry_point.model import GPT
 from launcher.errors import InputError, ServiceError, characters
-from launcher.finding import find
 from launcher.models import engine
 from launcher.models.chat import Chat, Message
-from launcher.models.encoder import load_words
-from launcher.models.fetch import fetch_described
-from launcher.models.load import is_published, load_artefact, load_published
+from launcher.models.encoder import is_utf8, published_tokenizer
+from launcher.models.fetch import fetch_model
+from launcher.models.load import is_edited, load_model
 from launcher.settings import Settings, load_settings
-
-
-def load_model(
-    directory: Path, settings: Settings | None = None, entry_point: Path | None = None
-) -> tuple[GPT, Tokenizer]:
-    """Load a model (CPU, float32 weights) and its tokenizer.
-
-    A large model computes its products in bfloat16 if the CPU is fast at that, unless it was
-    trained with precision=float32. For settings and entry_point see
-    launcher.models.load.load_artefact.
-
-    Raises:
-        ServiceError: the directory holds no model of sm-nanogpt.
-        InputError: the model needs the script that trained it, and that is not here.
-    """
-    try:
-        if is_published(directory):
-            model, tokenizer = load_published(directory)
-        else:
-            model, tokenizer = load_artefact(directory, settings, entry_point)
-    except TrainingError as error:
-        raise ServiceError(f"{directory} does not load: {error}") from None
-    fast = has_fast_bfloat16(torch.device("cpu"))
-    if not is_edited(model) and model.config.precision != "float32" and fast:
-        model.compute_dtype = torch.bfloat16
-    return model, tokenizer
-
-
-def is_edited(model: GPT) -> bool:
-    """Whether an edited script computes the model, not the packaged one."""
-    return type(model) is not GPT
 
 
 def stream_samples(
@@ -89,7 +54,7 @@ def stream_samples(
         ("seed", seed, 0 <= seed < 1 << 63, "from 0 to 2**63 - 1"),
     ):
         if not good:
-            raise InputError(f"{name}={value}: must be {allowed}")
+            raise InputError(f"must be {allowed}", field=name, value=value)
     if prompt is None:
         prompt = [tokenizer.start]
     if isinstance(prompt, str):
@@ -111,23 +76,22 @@ def stream_samples(
 
 def encode(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
     """The ids of a prompt; of one that is longer than a context of `size`, those of its end."""
+    of_tokens, problem = tokenizer.unit == "tokens", ""
+    known = {} if of_tokens else {word.decode(): n for n, word in enumerate(tokenizer.words)}
     if not prompt:
-        raise InputError("the prompt is empty; leave it out to start with a new text")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise InputError("the prompt is not UTF-8 text") from None
-    if tokenizer.unit == "tokens":
-        end = prompt[-size * max(map(len, tokenizer.words)) :]  # at least `size` tokens
-        words = load_words(json.dumps(tokenizer.document))
-        ids: list[int] = words.encode(end, add_special_tokens=False).ids
-        return ids[-size:]
-    known = {word.decode(): id for id, word in enumerate(tokenizer.words)}
-    if unknown := sorted(set(prompt) - set(known)):
-        raise InputError(
-            f"the prompt has characters that the model has never seen: {characters(unknown)}"
-        )
-    return [known[character] for character in prompt[-size:]]
+        problem = "is empty; leave it out to start with a new text"
+    elif not is_utf8(prompt):
+        problem = "is not UTF-8 text"
+    elif not of_tokens and (unknown := sorted(set(prompt) - set(known))):
+        problem = f"has characters that the model has never seen: {characters(unknown)}"
+    if problem:
+        raise InputError(f"the prompt {problem}")
+    if not of_tokens:
+        return [known[character] for character in prompt[-size:]]
+    end = prompt[-size * max(map(len, tokenizer.words)) :]  # at least `size` tokens
+    published = published_tokenizer(json.dumps(tokenizer.document))
+    ids: list[int] = published.encode(end, add_special_tokens=False).ids
+    return ids[-size:]
 
 
 def answered(
@@ -153,10 +117,9 @@ def pieces(
         for step in steps:
             ids = step.tolist()
             ended = [was or id in tokenizer.ends for was, id in zip(ended, ids, strict=True)]
-            words = [b"" if end else tokenizer.word(id) for end, id in zip(ended, ids, strict=True)]
             yield [
-                decoder.decode(word, final=end)
-                for decoder, word, end in zip(decoders, words, ended, strict=True)
+                decoder.decode(b"" if end else tokenizer.word(id), final=end)
+                for decoder, id, end in zip(decoders, ids, ended, strict=True)
             ]
             if all(ended):
                 return
@@ -189,12 +152,7 @@ def sample(
         ServiceError: as fetch_model.
     """
     settings = settings or load_settings()
-    _, description = find(job_id, settings)
-    directory = fetch_described(description, settings, entry_point=entry_point)
-    if description.model_uri is None:
-        warnings.warn(
-            f"job {job_id} did not complete; sampling its checkpoint {directory.name}", stacklevel=2
-        )
+    directory = fetch_model(job_id, settings, entry_point=entry_point)
     model, tokenizer = load_model(directory, settings, entry_point)
     begin, most = answered(model, tokenizer, prompt, max_new_tokens)
     columns = stream_samples(

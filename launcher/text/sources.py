@@ -72,7 +72,8 @@ def local_paths(
         try:
             yield found
         except InputError as error:
-            raise InputError(renamed(str(error))) from None
+            error.problem, error.args = renamed(error.problem), (renamed(str(error)),)
+            raise
 
 
 def here(source: str | Path) -> Path | None:

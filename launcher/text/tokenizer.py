@@ -19,7 +19,7 @@ from entry_point.files import read_file
 from launcher.errors import InputError
 from launcher.files import documents as door
 from launcher.files.storage import Progress
-from launcher.models.encoder import QWEN35, load_words
+from launcher.models.encoder import QWEN35, published_tokenizer
 from launcher.text.formats import File, Source, documents
 
 END_OF_TEXT = "<|endoftext|>"
@@ -77,7 +77,7 @@ def open_words(path: Path) -> Words:
                 f"{file}: it has no token for the end of a text; name one as eos_token in"
                 " tokenizer_config.json beside it"
             )
-        load_words(words.content)
+        published_tokenizer(words.content)
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}") from None
     except (DataError, door.Damaged, KeyError, TypeError, ValueError) as error:

@@ -42,7 +42,8 @@ from entry_point.model import GPT
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import adapter, reason_of
 from launcher.models.chat import Chat, Message
-from launcher.models.sample import is_edited, stream_samples
+from launcher.models.load import is_edited
+from launcher.models.sample import stream_samples
 
 PAGE = Path(__file__).with_name("play.html")
 MOST_LIKELY = 5
