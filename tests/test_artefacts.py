@@ -12,22 +12,26 @@ import re
 import shutil
 import subprocess
 import tarfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import launching
 import pytest
 from launching import Finished, Ran
 from test_documents import some_model
 
+from entry_point import huggingface
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import make_config
 from entry_point.errors import FormatError
 from entry_point.huggingface import MODEL_FILES, hugging_face_config, write_sums
 from launcher import ServiceError, describe, fetch_model
-from launcher.models import fetch
-from launcher.models.load import load_artefact
+from launcher.local.backend import LocalBackend
+from launcher.models import fetch, load
+from launcher.models.load import own_model
 from launcher.settings import load_settings
 
 Member = tuple[tarfile.TarInfo, bytes]
@@ -109,6 +113,38 @@ def test_an_archive_is_fetched_once_until_it_changes(job):
     second = fetch_model(job.job_id)
     assert second != first
     assert (second / "note").exists()
+
+
+def test_a_job_and_its_model_are_read_once(job, cli, monkeypatch):
+    counts = Counter[str]()
+
+    def counted(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            counts[name] += 1
+            return plain(*given, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(LocalBackend, "describe")
+    counted(huggingface, "read_safetensors")
+    counted(load, "check_sums")
+    assert cli("fetch-and-sample", job.job_id, "--max-new-tokens", "3").good
+    assert counts == {"describe": 1, "read_safetensors": 1, "check_sums": 1}
+
+
+def test_of_two_copies_that_of_the_end_is_taken(job, monkeypatch, caplog):
+    final = fetch_model(job.job_id)
+    shutil.copytree(final, final.with_name("step-00000005"))
+    os.utime(final / "SHA256SUMS", (0, 0))
+    monkeypatch.setattr(fetch, "find", Mock(side_effect=ServiceError("no network")))
+    assert fetch_model(job.job_id) == final
+    assert "no network" in caplog.text
+    shutil.rmtree(final)
+    assert fetch_model(job.job_id).name == "step-00000005"
+    with pytest.raises(ServiceError, match="no network"):
+        fetch_model("*")
 
 
 def test_two_simultaneous_fetches_of_one_job_both_work(job):
@@ -248,7 +284,7 @@ def refusal(model: Path) -> str:
     """Why files of a model, whose sums fit them, cannot be used."""
     write_sums(model)
     with pytest.raises(FormatError) as caught:
-        load_artefact(model)
+        own_model(model)
     return str(caught.value)
 
 
@@ -257,10 +293,10 @@ def test_a_changed_or_missing_file_is_refused_by_name(model, name):
     with (model / name).open("ab") as file:
         file.write(b"\n")
     with pytest.raises(FormatError, match=f"^{name} is damaged: its SHA-256 "):
-        load_artefact(model)
+        own_model(model)
     (model / name).unlink()
     with pytest.raises(FormatError, match=name):
-        load_artefact(model)
+        own_model(model)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])

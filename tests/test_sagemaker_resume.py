@@ -254,3 +254,41 @@ def test_a_model_is_fetched_at_the_end_and_again_if_changed(cloud, s3, cli, laun
     assert [operation for operation, _ in cloud.calls] == ["DescribeTrainingJob"]
     s3.put_object(Bucket=s3.bucket, Key=key, Body=b"another")
     assert cli("fetch-and-sample", job_id).failed(1, "damaged")
+
+
+@pytest.fixture
+def fetched(s3, cli, launch, finished):
+    """The id of a job on SageMaker whose model was fetched."""
+    job_id = launch()
+    archive = finished.directory / "output" / "model.tar.gz"
+    key = f"some/prefix/jobs/{job_id}/output/model.tar.gz"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=archive.read_bytes())
+    assert cli("wait", job_id).code == 0
+    assert cli("fetch-and-sample", job_id, "--max-new-tokens", "1").good
+    return job_id
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "Could not connect to the endpoint URL"),
+        ({"AWS_ACCESS_KEY_ID": ""}, "no AWS credentials"),
+        ({"AWS_DEFAULT_REGION": ""}, "no region"),
+        ({"AWS_PROFILE": "nobody"}, "nobody"),
+    ],
+    ids=["network", "credentials", "region", "profile"],
+)
+def test_a_fetched_model_is_used_without_aws(cli, fetched, monkeypatch, trouble, said):
+    for name, value in trouble.items():
+        monkeypatch.setenv(name, value)
+    ran = cli("fetch-and-sample", fetched, "--max-new-tokens", "5").good
+    (line,) = [line for line in ran.err.splitlines() if "copy of its model on this machine" in line]
+    assert said in line
+
+
+def test_an_expired_login_hides_no_fetched_model(cloud, cli, fetched, monkeypatch):
+    expired = Mock(side_effect=Refusal("ExpiredTokenException", "is expired"))
+    monkeypatch.setattr(cloud.sagemaker, "DescribeTrainingJob", expired)
+    ran = cli("fetch-and-sample", fetched, "--max-new-tokens", "5").good
+    assert "have expired" in ran.err
+    assert cli("status", fetched).failed(1, "have expired")

@@ -346,7 +346,7 @@ def test_launch_refuses_text_unlike_the_model(job, documents, published, cli, tm
     [
         ("ckpt.pt", "ckpt.pt: a file; give the directory of a model"),
         ("Qwen/Qwen3-0.6B", "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"),
-        ("pickled", "no *.safetensors is there; `save_pretrained`"),
+        ("pickled", "model.safetensors: no such file"),
     ],
 )
 def test_what_is_no_model_directory_says_how_to_get_one(words, model, advice, cli, tmp_path):

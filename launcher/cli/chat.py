@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.models import ENTRY_POINT, load, samples
+from launcher.cli.models import ENTRY_POINT, open_model, samples
 from launcher.cli.options import MODEL, Command, settings_of
 from launcher.cli.show import note
 from launcher.errors import InputError, Terminated
@@ -50,7 +50,7 @@ def chat_command(
       sm-nanogpt chat JOB-ID
       sm-nanogpt chat JOB-ID --system "Answer in one word." --temperature 0
     """
-    _, loaded, tokenizer = load(model, settings_of(context), entry_point)
+    _, loaded, tokenizer = open_model(model, settings_of(context), entry_point)
     if tokenizer.chats:
         converse(Conversation(loaded, tokenizer, system, sampling).talk, HELP)
         return

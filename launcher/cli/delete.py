@@ -154,7 +154,7 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
     for description, places in found:
         if keep_model:
             with byte_progress("fetch") as progress:
-                click.echo(fetch_described(description, settings, progress, None))
+                click.echo(fetch_described(description, settings, progress))
         delete(description.job_id, places, settings)
         note(f"deleted {description.job_id}: {in_units(sum(place.size for place in places))}")
 

@@ -15,6 +15,7 @@ import click
 
 from launcher.cli.options import JSON, MODEL, Command, Job, settings_of
 from launcher.cli.show import note, print_json
+from launcher.cli.words import command
 from launcher.errors import InputError
 from launcher.files.progress import byte_progress
 
@@ -116,11 +117,11 @@ def fetch_and_sample_command(
     Example:
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
-    _, loaded, tokenizer = load(model, settings_of(context), entry_point)
+    _, loaded, tokenizer = open_model(model, settings_of(context), entry_point)
     from launcher.models.sample import answered, stream_samples
 
     if tokenizer.chats and prompt is None:
-        note("the model has learned from conversations: `sm-nanogpt chat` talks to it")
+        note(f"the model has learned from conversations: `{command('chat', model)}` talks to it")
     most = sampling["max_new_tokens"]
     begin, sampling["max_new_tokens"] = answered(loaded, tokenizer, prompt, most)
     columns = stream_samples(loaded, tokenizer, begin, num_samples=num_samples, **sampling)
@@ -139,42 +140,25 @@ def fetch_and_sample_command(
         click.echo(f"---\n{text}")
 
 
-def locate(named: str, settings: Settings, entry_point: Path | None) -> Path:
-    """The directory of a model, of which a job's is fetched; says where it is.
-
-    named: the id of a job, or a directory.
-    """
-    from launcher.files.models import is_path
+def open_model(
+    place: str, settings: Settings, entry_point: Path | None
+) -> tuple[Path, GPT, Tokenizer]:
+    """The model of a job, which is fetched, or of a directory; after its directory."""
+    from launcher.files.models import is_path, model_files, no_model
     from launcher.files.storage import path_of
-    from launcher.finding import find
     from launcher.job import FULL_ID, JOB_ID
-    from launcher.models.fetch import check_weights, fetch_described, no_model
+    from launcher.models.fetch import fetch_model
 
-    directory = path_of(named)
-    if directory.is_dir() and (is_path(named) or not FULL_ID.fullmatch(named)):
-        if not any((directory / name).exists() for name in ("SHA256SUMS", "config.json")):
-            model = "`sm-nanogpt fetch-and-sample JOB-ID` prints one after `model:`"
-            raise InputError(f"{named}: not a model directory; {model}")
-        check_weights(directory)
-    else:
-        if not JOB_ID.fullmatch(named):  # no job has such an id
-            raise no_model(named)
-        _, description = find(named, settings)
+    directory = path_of(place)
+    if directory.is_dir() and (is_path(place) or not FULL_ID.fullmatch(place)):
+        model_files(directory)
+    elif JOB_ID.fullmatch(place):
         with byte_progress("fetch") as progress:
-            directory = fetch_described(description, settings, progress, entry_point)
-        if description.model_uri is None:
-            note(
-                f"job {description.job_id} is {description.status}; this is its last checkpoint,"
-                f" {directory.name}"
-            )
+            directory = fetch_model(place, settings, progress, entry_point)
+    else:  # no job has such an id
+        raise no_model(place)
     note(f"model: {directory}")
-    return directory
-
-
-def load(named: str, settings: Settings, entry_point: Path | None) -> tuple[Path, GPT, Tokenizer]:
-    """Load the model of a directory or of a job. Returns its directory, too."""
-    directory = locate(named, settings, entry_point)
-    from launcher.models.sample import is_edited, load_model
+    from launcher.models.load import is_edited, load_model
 
     model, tokenizer = load_model(directory, settings, entry_point)
     if is_edited(model):
@@ -267,7 +251,7 @@ def play_command(
     listener = play.listen(port or 0)
     players = []
     for named in filter(None, (model, other)):
-        directory, loaded, tokenizer = load(named, settings, entry_point)
+        directory, loaded, tokenizer = open_model(named, settings, entry_point)
         players.append(play.Player(named, loaded, tokenizer, about(named, directory, settings)))
     at, key = listener.getsockname()[1], settings.api_key or secrets.token_urlsafe()
     url = f"http://127.0.0.1:{at}/?token={quote(key, safe='')}"

@@ -21,6 +21,16 @@ REMEDIES: dict[str, str] = {
     "sweep-of-one": "to start the jobs of a sweep from its weights, use --init-from {job_id}",
     "swept-and-set": "leave it out of --sweep, or of --set, --config and --seeds",
     # models, views
+    "not-a-model": "`{sm} fetch-and-sample JOB-ID` prints the directory of a model after `model:`,"
+    " and `save_pretrained` of transformers writes one",
+    "model-not-yet": "`{sm} logs {job_id} --follow` shows its progress,"
+    " `{sm} stop {job_id}` stops it",
+    "no-model-left": "`{sm} logs {job_id}` shows what happened",
+    "text-changes": "use another tokenizer, or --tokenizer bpe",
+    "no-turns": "use --tokenizer bpe, a model that was trained on such tokens, or one of Qwen's",
+    "teach-to-chat": "`{sm} upload-data CHATS.jsonl --tokenizer JOB-ID` and"
+    " `{sm} launch --init-from JOB-ID` teach it",
+    "another-folder": "--entry-point DIR names another",
     # texts, files
     "other-column": "--column takes another field",
     # settings, AWS

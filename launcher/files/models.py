@@ -23,27 +23,39 @@ LARGEST = 1 << 25  # bytes of a document, or of the header of weights
 NOT_PARSED = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
 
 
-def is_path(word: str) -> bool:
-    """Whether a word means a path, not a job: it has a slash, or a model or tokenizer is there."""
-    path, marks = path_of(word), ("config.json", "SHA256SUMS", "tokenizer.json")
-    return "/" in word or any((path / name).exists() for name in marks)
+def is_path(place: str) -> bool:
+    """Whether a path is meant, not a job: it has a slash, or a model or tokenizer is there."""
+    path, marks = path_of(place), ("config.json", "SHA256SUMS", "tokenizer.json")
+    return "/" in place or any((path / name).exists() for name in marks)
+
+
+def no_model(place: str) -> InputError:
+    """The error for what is neither the directory of a model nor a job."""
+    problem = "a file; give the directory of a model"
+    if not path_of(place).exists():
+        problem = "no such directory"
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", place):
+            get = f"hf download {place} --local-dir {place.partition('/')[2]}"
+            problem += f"; for that of the Hugging Face Hub, `{get}`"
+    return InputError(f"{place}: {problem}")
 
 
 def model_files(directory: Path) -> list[Path]:
     """The documents that a run reads, and the weights: model.safetensors, or what the index names.
 
     A link may lead to any file of the user, such as a key. It is followed only to a file that is
-    what its name says.
+    what its name says. Raises InputError.
     """
     index = directory / INDEX
     weights = named_weights(index) if index.exists() else {"model.safetensors"}
     documents = {name for name in DOCUMENTS if (directory / name).exists()}
-    paths = [directory / name for name in sorted(documents | weights)]
+    paths = [directory / name for name in sorted({"config.json"} | documents | weights)]
     for path in paths:
-        if not path.is_file():
-            raise InputError(f"{path}: no such file, or not a regular one")
-        if path.is_symlink() and not is_what_it_says(path):
-            raise InputError(f"{path}: a link to {path.resolve()}, which is something else")
+        problem = "" if path.is_file() else "no such file, or not a regular one"
+        if path.is_symlink() and not problem and not is_what_it_says(path):
+            problem = f"a link to {path.resolve()}, which is something else"
+        if problem:
+            raise InputError(f"{path}: {problem}", "not-a-model")
     return paths
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InputError, characters
 from launcher.files import storage
-from launcher.files.models import DOCUMENTS, model_files
+from launcher.files.models import DOCUMENTS, model_files, no_model
 from launcher.job import FULL_ID, Request, TrainingJob
 from launcher.machines import GPUS
 from launcher.settings import Settings
@@ -47,10 +47,9 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
                 storage.fetch(storage.join(named, name), Path(temporary), settings=settings)
             yield Path(temporary), named.rstrip("/")
         return
-    from launcher.models.fetch import check_weights, fetch_model, no_model
+    from launcher.models.fetch import fetch_model
 
     if path.is_dir():
-        check_weights(path)
         model_files(path)
         yield path, None
         return

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import gzip
 import io
-import re
+import logging
 import shutil
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.storage import Progress
 from launcher.finding import find
-from launcher.job import JobDescription, checkpoints_among
+from launcher.job import FULL_ID, JobDescription, checkpoints_among
 from launcher.settings import Settings, load_settings
 
-if TYPE_CHECKING:
-    from torch import Tensor
+logger = logging.getLogger(__name__)
 
 # Weights hardly compress: by a factor of 1.1, or 1.5 if some are still zero. An archive that
 # unpacks to much more is no model.
@@ -46,7 +44,8 @@ def fetch_model(
     """Download a job's model, unless it is here, and return its directory.
 
     For a job that failed or was stopped, this is the model of its newest checkpoint. entry_point
-    names the folder that exports it, if its launch kept none here.
+    names the folder that exports it, if its launch kept none here. Of a job that cannot be looked
+    up now, say for want of a network or a login, it is what was fetched before.
 
     Raises:
         InputError: the folder that exports a checkpoint is not here.
@@ -54,111 +53,95 @@ def fetch_model(
             damaged.
     """
     settings = settings or load_settings()
-    return fetch_described(find(job_id, settings)[1], settings, progress, entry_point)
+    try:
+        _, description = find(job_id, settings)
+        place = place_of(description, settings)
+    except (InputError, ServiceError) as error:
+        kept = (settings.models_dir / job_id).glob("*/SHA256SUMS")
+        if not FULL_ID.fullmatch(job_id) or not (sums := list(kept)):
+            raise
+        # The model of the end, and else that of the newest checkpoint.
+        place = max(sums, key=lambda s: ("/step-" not in str(s), s.stat().st_mtime)).parent
+        copy = f"this is the copy of its model on this machine, {place.name}"
+        logger.warning(f"job {job_id} cannot be looked up ({error}); {copy}")
+        return place
+    return download(description, place, settings, progress, entry_point)
 
 
 def fetch_described(
+    description: JobDescription, settings: Settings, progress: Progress = lambda n: None
+) -> Path:
+    """As fetch_model, of a job that was just described."""
+    return download(description, place_of(description, settings), settings, progress)
+
+
+def place_of(description: JobDescription, settings: Settings) -> Path:
+    """Where the model of a job, or of its newest checkpoint, is kept here once it was fetched."""
+    job_id, step = description.job_id, description.checkpoint_step
+    if description.model_uri is not None:
+        return settings.models_dir / job_id / storage.fingerprint(description.model_uri, settings)
+    if step is not None and not description.is_running:
+        return settings.models_dir / job_id / f"step-{step:08d}"
+    if description.is_running:
+        problem = f"job {job_id} is still {description.status}"
+        raise ServiceError(problem, "model-not-yet", job_id=job_id)
+    reason = f": {description.failure_reason}" if description.failure_reason else ""
+    problem = f"job {job_id} is {description.status}{reason}"
+    left = "it left neither a model nor a checkpoint"
+    raise ServiceError(f"{problem}; {left}", "no-model-left", job_id=job_id)
+
+
+def download(
     description: JobDescription,
+    place: Path,
     settings: Settings,
-    progress: Progress = lambda n: None,
+    progress: Progress,
     entry_point: Path | None = None,
 ) -> Path:
-    """Download the model of a described job; from a checkpoint if it has no `model_uri`."""
-    if description.model_uri is not None:
-        return fetch_archive(description, settings, progress)
-    job_id = description.job_id
-    if description.is_running:
-        raise ServiceError(
-            f"job {job_id} is still {description.status}:"
-            f" `sm-nanogpt logs {job_id} --follow` shows its progress,"
-            f" `sm-nanogpt stop {job_id}` stops it"
-        )
-    if description.checkpoint_uri is not None:
-        return fetch_checkpoint(description, settings, progress, entry_point)
-    reason = f": {description.failure_reason}" if description.failure_reason else ""
-    raise ServiceError(
-        f"job {job_id} is {description.status}{reason}; it left neither a model nor a checkpoint;"
-        f" `sm-nanogpt logs {job_id}` shows what happened"
-    )
+    """Download a job's model to its place, unless it is there; return the place.
 
-
-def fetch_archive(description: JobDescription, settings: Settings, progress: Progress) -> Path:
-    """Download and unpack model.tar.gz."""
-    assert description.model_uri is not None
-    parent = settings.models_dir / description.job_id
-    target = parent / storage.fingerprint(description.model_uri, settings)
-    if target.exists():
-        return target
-    with scratch(settings.models_dir) as directory:
-        (archive,) = storage.fetch(description.model_uri, directory / "archive", progress, settings)
-        extract(archive, directory / "model", description.model_uri)
-        keep(directory / "model", target)
-    return target
-
-
-def check_weights(directory: Path) -> None:
-    """Raise InputError for a model directory without weights that can be read."""
-    if not any(directory.glob("*.safetensors")):
-        raise InputError(
-            f"{directory}: no *.safetensors is there; `save_pretrained` of transformers writes them"
-        )
-
-
-def no_model(word: str) -> InputError:
-    """The error for a word that names neither the directory of a model nor a job."""
-    if storage.path_of(word).exists():
-        return InputError(f"{word}: a file; give the directory of a model")
-    hint = ""
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", word):
-        name = word.partition("/")[2]
-        hint = f"; for that of the Hugging Face Hub, `hf download {word} --local-dir {name}`"
-    return InputError(f"{word}: no such directory{hint}")
-
-
-def fetch_checkpoint(
-    description: JobDescription, settings: Settings, progress: Progress, entry_point: Path | None
-) -> Path:
-    """Download the newest checkpoint that is intact and export it as a model directory."""
-    from entry_point.errors import TrainingError
-    from launcher.models import load
-
-    def place(step: int) -> Path:
-        return settings.models_dir / description.job_id / f"step-{step:08d}"
-
-    uri = description.checkpoint_uri
-    assert uri is not None
-    assert description.checkpoint_step is not None
-    if (newest := place(description.checkpoint_step)).exists():
-        return newest
-    with scratch(settings.models_dir) as directory:
-        try:
-            checkpoint = fetch_intact(uri, directory, progress, settings)
-            step = load.export_checkpoint(checkpoint, directory / "model", settings, entry_point)
-        except TrainingError as error:
-            raise ServiceError(f"{uri}: {error}") from None
-        keep(directory / "model", place(step))
-    return place(step)
-
-
-def fetch_intact(
-    uri: str, directory: Path, progress: Progress, settings: Settings
-) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-    """Download checkpoints, the newest first, until one is intact; return what it holds.
-
-    Raises TrainingError if none is.
+    If the newest checkpoint is damaged, this is the place of an earlier one.
     """
-    from entry_point.errors import TrainingError
-    from launcher.models.load import read_checkpoint
+    if not place.exists():
+        with scratch(settings.models_dir) as directory:
+            if description.model_uri is not None:
+                uri, archive = description.model_uri, directory / "archive"
+                (archive,) = storage.fetch(uri, archive, progress, settings)
+                extract(archive, directory / "model", uri)
+            else:
+                step = export(description, directory, settings, progress, entry_point)
+                place = place.with_name(f"step-{step:08d}")
+            keep(directory / "model", place)
+    if description.model_uri is None:
+        job = f"job {description.job_id} is {description.status}"
+        logger.warning(f"{job}; this is its last checkpoint, {place.name}")
+    return place
 
-    damage = TrainingError("no checkpoint is there")
+
+def export(
+    description: JobDescription,
+    directory: Path,
+    settings: Settings,
+    progress: Progress,
+    entry_point: Path | None,
+) -> int:
+    """Write the newest checkpoint that is intact as directory/model; return its step."""
+    from entry_point.errors import TrainingError
+    from launcher.models.load import export_checkpoint, read_checkpoint
+
+    uri, problem = str(description.checkpoint_uri), "no checkpoint is there"
     for _, name in sorted(checkpoints_among(storage.list_files(uri, settings)).items())[::-1]:
         (path,) = storage.fetch(storage.join(uri, name), directory / name, progress, settings)
+        checkpoint = None
         try:
-            return read_checkpoint(path.parent)
+            checkpoint = read_checkpoint(path.parent)
+            return export_checkpoint(checkpoint, directory / "model", settings, entry_point)
         except TrainingError as error:
-            damage = error
+            problem = str(error)
+        if checkpoint is not None:  # an earlier one would be no better
+            break
         path.unlink()
-    raise damage
+    raise ServiceError(f"{uri}: {problem}")
 
 
 @contextmanager
@@ -195,15 +178,14 @@ def extract(archive: Path, target: Path, uri: str) -> None:
     try:
         with (
             gzip.open(archive) as file,
-            Bounded(file, allowed, uri) as stream,
+            Bounded(file, allowed) as stream,
             tarfile.open(fileobj=stream, mode="r|") as tar,
         ):
             for count, member in enumerate(tar):
-                place = safe_place(member, uri)
-                if count >= LARGEST_COUNT or len(place.parts) > LARGEST_DEPTH:
-                    raise ServiceError(f"{uri} is refused: too many files, or too deep directories")
-                path = target / place
-                stream.check(member.size)
+                if problem := objection(member, count):
+                    raise Refused(problem)
+                stream.spend(member.size, ahead=True)
+                path = target / member.name
                 if member.isdir():
                     path.mkdir(parents=True, exist_ok=True)
                     continue
@@ -215,36 +197,42 @@ def extract(archive: Path, target: Path, uri: str) -> None:
             while stream.read(storage.CHUNK_BYTES):  # reads the checksum at the end
                 pass
     # The last two: a name is there twice, or below a file.
-    except (*NOT_TAR, RecursionError, FileExistsError, NotADirectoryError) as error:
-        raise ServiceError(f"{uri} is damaged: {error}") from None
+    except (*NOT_TAR, Refused, RecursionError, FileExistsError, NotADirectoryError) as error:
+        what = "refused" if isinstance(error, Refused) else "damaged"
+        raise ServiceError(f"{uri} is {what}: {error}") from None
+
+
+class Refused(Exception):
+    """An archive holds what no model does."""
 
 
 class Bounded(io.RawIOBase):
     """A gzip stream, headers included, that refuses more bytes than a model may have."""
 
-    def __init__(self, file: gzip.GzipFile, allowed: int, uri: str) -> None:
-        self.file, self.left, self.uri = file, allowed, uri
+    def __init__(self, file: gzip.GzipFile, allowed: int) -> None:
+        self.file, self.left = file, allowed
 
-    def check(self, n: int) -> None:
+    def spend(self, n: int, ahead: bool = False) -> None:
         if not 0 <= n <= self.left:
-            raise ServiceError(
-                f"{self.uri} is refused: it unpacks to over {LARGEST_RATIO} times its size"
-            )
+            raise Refused(f"it unpacks to over {LARGEST_RATIO} times its size")
+        self.left -= 0 if ahead else n
 
     def read(self, n: int = -1) -> bytes:
         content = self.file.read(n if 0 <= n <= storage.CHUNK_BYTES else storage.CHUNK_BYTES)
-        self.check(len(content))
-        self.left -= len(content)
+        self.spend(len(content))
         return content
 
 
-def safe_place(member: tarfile.TarInfo, uri: str) -> PurePosixPath:
-    """The member's path below the target."""
-    place = PurePosixPath(member.name)
-    if place.is_absolute() or ".." in place.parts or "\\" in member.name or ":" in member.name:
-        raise ServiceError(f"{uri} is refused: {member.name!r} would lie outside of the model")
+def objection(member: tarfile.TarInfo, count: int) -> str:
+    """Why a member does not belong to a model, or ''. count members came before it."""
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts or "\\" in member.name or ":" in member.name:
+        return f"{member.name!r} would lie outside of the model"
+    if member.issym() or member.islnk():
+        return f"{member.name!r} is a link"
     # The holes of a sparse file take no space in the archive.
     if member.issparse() or not (member.isreg() or member.isdir()):
-        kind = "a link" if member.issym() or member.islnk() else "not a regular file"
-        raise ServiceError(f"{uri} is refused: {member.name!r} is {kind}")
-    return place
+        return f"{member.name!r} is not a regular file"
+    if count >= LARGEST_COUNT or len(path.parts) > LARGEST_DEPTH:
+        return "too many files, or too deep directories"
+    return ""
