@@ -335,7 +335,7 @@ def test_a_vast_model_is_compared_before_memory_is_taken(model):
 
 def test_an_unknown_job_error_names_the_jobs_command(cli):
     for command in ("fetch-and-sample", "status", "logs", "stop"):
-        facts = ("'sm-nanogpt-nope'", "`sm-nanogpt jobs`", "was not asked: set --region")
+        facts = ("'sm-nanogpt-nope'", "`sm-nanogpt jobs`", "was not asked: AWS_REGION")
         assert cli(command, "sm-nanogpt-nope").failed(1, *facts)
 
 

@@ -354,7 +354,7 @@ def test_an_empty_list_of_jobs_says_how_to_begin(cli):
     assert (ran.code, ran.out) == (0, "")
     assert "sm-nanogpt launch --instance local" in ran.err
     assert json.loads(cli("jobs", "--json").out) == []
-    assert cli("status", "latest").failed(1, "sm-nanogpt launch", "--region")
+    assert cli("status", "latest").failed(1, "sm-nanogpt launch", "AWS_REGION")
     assert cli("jobs", "--group", "latest").failed(2, "--sweep")
 
 

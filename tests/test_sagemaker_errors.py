@@ -313,7 +313,7 @@ def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, text_file,
 
 
 def test_an_unknown_job_in_a_region_is_an_error(cloud, cli):
-    fact = "there is no job 'nope' on this machine or in us-east-1: "
+    fact = "there is no job 'nope' on this machine or in us-east-1"
     assert cli("status", "nope").failed(1, fact)
 
 

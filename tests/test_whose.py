@@ -268,7 +268,7 @@ def test_a_part_of_an_id_is_unique_and_not_short(job, home, cli):
     for part in (job.job_id[:14], job.job_id[-6:], job.job_id[-4:], moment, "latest"):
         assert full_id(part, Settings(home=home)) == job.job_id
     for part in (job.job_id[-3:], job.job_id[-1]):
-        assert cli("delete", part, "--yes").failed(2, repr(part), "at least 4")
+        assert cli("delete", part, "--yes").failed(1, repr(part), "at least 4")
     other = sibling(job, f"{job.job_id[:-6]}ffffff")
     assert cli("stop", moment).failed(2, "matches 2 jobs: ", job.job_id, other)
     for middle in (job.job_id[12:18], job.job_id[21:25]):  # neither start, end nor time
@@ -348,7 +348,7 @@ def test_a_job_is_changed_only_if_no_other_can_be_meant(job, cli, unreachable):
     remember(Launched(caller, "us-east-1", "sm-nanogpt-20200101-000000-abcdef"), load_settings())
     assert f"latest is {job.job_id}\n" in cli("status", "latest").good.err
     for words in (("stop", "latest"), ("delete", job.job_id[-6:], "--yes")):
-        assert cli(*words).failed(1, "cannot resolve", "give a full job id")
+        assert cli(*words).failed(1, "cannot resolve", "to a full job id")
     remember(Launched(caller, "us-east-1", "sm-nanogpt-20990101-000000-abcdef"), load_settings())
     assert cli("status", "latest").failed(1, "cannot resolve")
 

@@ -23,7 +23,6 @@ LEFT = {
     "aws.py",
     "doctor.py",
     "files/documents.py",
-    "finding.py",
     "job.py",
     "launching/launch.py",
     "launching/start.py",

@@ -137,7 +137,7 @@ def complete_job(context: click.Context, parameter: click.Parameter, incomplete:
     from launcher.settings import load_settings
 
     settings = load_settings()
-    jobs: list[Any] = [*Listing(settings).here(), *remembered(settings)]
+    jobs: list[Any] = [*Listing(settings).local(), *remembered(settings)]
     words = {word: tail_of(job.job_id) for job in jobs for word in (job.job_id, job.name) if word}
     names = sorted(words)
     if parameter.name == "group":

@@ -17,6 +17,10 @@ REMEDIES: dict[str, str] = {
     # launching, jobs
     "cost-unconfirmed": "set a ceiling with --max-cost, where the price is known, or pass --yes",
     # finding, tracking, sweeps
+    "no-such-job": "`{sm} jobs` lists the jobs, and `{sm} data` the uploads; a part of an id has at"
+    " least 4 characters",
+    "no-jobs-yet": "`{sm} launch --instance local` starts one",
+    "in-another-region": "--region {region}, before the command, finds it",
     "sweep-is-running": "let it end, or stop it with `{sm} stop --group {group}`",
     "sweep-of-one": "to start the jobs of a sweep from its weights, use --init-from {job_id}",
     "swept-and-set": "leave it out of --sweep, or of --set, --config and --seeds",

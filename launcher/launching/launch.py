@@ -158,7 +158,7 @@ def check_name(request: Request, settings: Settings) -> None:
         raise InputError(f"--name {request.name}: sweep {group} has this name; choose another")
     listing = Listing(settings, name=request.name)
     elsewhere = not settings.offline and (not request.is_local or remembered(settings))
-    if taken := next(iter(listing) if elsewhere else listing.here(), None):
+    if taken := next(iter(listing) if elsewhere else listing.local(), None):
         raise InputError(f"--name {request.name}: job {taken.job_id} has this name; choose another")
     if listing.failure is not None:
         if not request.is_local:
