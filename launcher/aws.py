@@ -162,24 +162,23 @@ def is_outage(error: BaseException) -> bool:
     return bool(names & lost) or throttled or status >= 500
 
 
-def patiently(ask: Callable[[], T], follow: str, deadline: float = math.inf) -> T:
+def patiently(ask: Callable[[], T], job_id: str, deadline: float = math.inf) -> T:
     """Call `ask` about a job that is watched, and retry through an outage of minutes.
 
-    follow is the command that watches the job again. deadline is in time.monotonic() seconds.
+    deadline is in time.monotonic() seconds.
     """
-    goes_on = f"a running job continues and is billed: `{follow}` follows it"
-    until = None
+    until = math.inf
     while True:
         try:
             return ask()
-        except Unreachable as error:
-            if until is None:
-                until = min(deadline, time.monotonic() + PATIENCE_SECONDS)
+        except ServiceError as error:
+            now, lost = time.monotonic(), isinstance(error, Unreachable)
+            if lost and until == math.inf:
+                until = min(deadline, now + PATIENCE_SECONDS)
                 logger.info(f"{error}; retrying (a running job continues meanwhile)")
-            if time.monotonic() >= until:
-                raise ServiceError(f"{error}; {goes_on}") from None
-        except ServiceError as error:  # credentials have expired, for one
-            raise ServiceError(f"{error}; {goes_on}") from None
+            if not lost or now >= until:  # credentials have expired, for one
+                problem = f"{error}; a running job continues and is billed"
+                raise ServiceError(problem, "job-goes-on", job_id=job_id) from None
         time.sleep(min(AGAIN_SECONDS, max(0.0, until - time.monotonic())))
 
 

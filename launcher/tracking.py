@@ -10,36 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from launcher.aws import CAPACITY, aws_session, check_region, patiently
+from launcher.aws import aws_session, check_region, patiently
 from launcher.curve import Curve, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.finding import Backend, Listing, backend_for, find
 from launcher.job import JobDescription, Price, log_pending
-from launcher.machines import has_local_storage
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
 from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
-
-REMEDIES = {
-    "CapacityError": CAPACITY,
-    "Data download failed": "allow the execution role to read the store",
-    "MaxRuntimeExceeded": "raise --max-run, or --max-cost if that set the limit",
-    "MaxWaitTimeExceeded": "raise --max-wait, or use --on-demand",
-}
-
-
-def remedies(instance: str) -> dict[str, str]:
-    """What to do about each failure reason; for a full disk it depends on the instance."""
-    if instance == "local":
-        disk = "`sm-nanogpt delete` old jobs, or set SM_NANOGPT_HOME to a larger disk"
-    elif has_local_storage(instance):
-        disk = "use a larger --instance"
-    else:
-        disk = "raise --volume-size"
-    return {**REMEDIES, "No space left on device": disk}
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
@@ -122,7 +103,7 @@ def logs(
         ServiceError: there is no such job.
     """
     if follow and tail is not None:
-        raise InputError("--tail and --follow cannot be combined")
+        raise InputError("cannot be combined with follow", field="tail", value=tail)
     backend, description = find(job_id, settings or load_settings())
     return backend.logs(description.job_id, follow, raw, tail)
 
@@ -182,23 +163,9 @@ def wait(
         time.sleep(backend.poll_seconds)
         ask = partial(backend.describe, job_id)
         local = description.instance == "local"
-        again = f"sm-nanogpt logs {job_id} --follow"
-        now = ask() if local else patiently(ask, again, deadline)
-        if now is None:
-            raise ServiceError(
-                f"job {job_id} was deleted before it ended; `sm-nanogpt jobs` lists the jobs"
-            )
-        description = now
+        now = ask() if local else patiently(ask, job_id, deadline)
+        description = now or find(job_id, settings)[1]  # which says that it is gone
     return with_cost(description, settings)
-
-
-def reason_of(description: JobDescription) -> str | None:
-    """Why a job failed or stopped, with a remedy if one is known."""
-    reason = description.failure_reason
-    for sign, remedy in remedies(description.instance).items():
-        if reason and sign in reason:
-            reason = f"{reason} ({remedy})"
-    return reason
 
 
 @dataclass(frozen=True)
@@ -219,14 +186,12 @@ def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, list[Pla
     """A job, and where its files are, its fetched models first."""
     backend, description = find(job_id, settings)
     if description.is_running:
-        raise ServiceError(
-            f"job {job_id} is {description.status}; stop it first: `sm-nanogpt stop {job_id}`"
-        )
+        raise ServiceError(f"job {job_id} is {description.status}", "job-is-running", job_id=job_id)
     # AWS would refuse to delete the job, after its files are gone.
     if description.has_open_pool(time.time()):
+        limit = description.keep_alive
         raise ServiceError(
-            f"job {job_id} still has its warm pool, which ends up to {description.keep_alive} s"
-            " after the job; delete the job then"
+            f"job {job_id} has a warm pool for up to {limit} s after its end; delete it then"
         )
     locations = [storage.to_uri(settings.models_dir / job_id), *backend.places(job_id)]
     for path in filter(None, map(storage.local_path, locations)):

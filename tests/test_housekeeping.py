@@ -29,7 +29,7 @@ def test_keep_model_fetches_it_first(job, cli):
     assert ran.code == 0, ran.err
     assert (Path(ran.out.strip()) / "model.safetensors").exists()
     assert not job.directory.exists()
-    assert cli("status", job.job_id).error.endswith(f"; its model is in {ran.out.strip()}")
+    assert cli("status", job.job_id).failed(1, f"; its model is in {ran.out.strip()}")
     sampled = cli("sample", job.job_id, "--max-new-tokens", "1").good
     assert f"model: {ran.out.strip()}\n" in sampled.err
 

@@ -16,6 +16,7 @@ import pytest
 from access import ACCOUNT
 
 from launcher import JobDescription, jobs
+from launcher.cli.words import reason_of
 from launcher.files import storage
 from launcher.files.storage import local_path
 from launcher.launching.texts import find_channel
@@ -24,7 +25,6 @@ from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import script_lines
 from launcher.settings import load_settings
 from launcher.source import Source
-from launcher.tracking import reason_of
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 TWO = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge")

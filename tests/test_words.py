@@ -26,7 +26,6 @@ LEFT = {
     "job.py",
     "launching/launch.py",
     "launching/start.py",
-    "launching/sweeps.py",
     "launching/texts.py",
     "local/backend.py",
     "machines.py",
@@ -40,7 +39,6 @@ LEFT = {
     "text/formats.py",
     "text/shakespeare.py",
     "text/sources.py",
-    "tracking.py",
     "views/play.py",
     "views/report.py",
 }

@@ -12,6 +12,7 @@ import click
 
 from launcher.cli.options import GROUP, JSON, YES, Command, Job, agree, can_ask, settings_of
 from launcher.cli.show import moment, note, print_columns, print_json
+from launcher.cli.words import command
 from launcher.errors import InputError, ServiceError
 from launcher.files.progress import byte_progress
 
@@ -47,7 +48,7 @@ def data_command(context: click.Context, as_json: bool) -> None:
     with suppress(InputError):
         note(f"`launch` without --data takes {last_upload(settings)}")
     if not found:
-        note("nothing was uploaded yet: sm-nanogpt upload-data FILE")
+        note(f"nothing was uploaded yet: {command('upload-data', 'FILE')}")
 
 
 def print_uploads(found: list[Stored]) -> None:
@@ -171,11 +172,11 @@ def delete_uploads(words: set[str], settings: Settings, yes: bool) -> None:
             raise failure  # it may be there, or a running job may read it
         note(f"{failure}; only what is on this machine will be deleted")
     if unknown:
-        raise InputError(f"there is no upload {min(unknown)}: `sm-nanogpt data` lists them")
+        raise InputError(f"there is no upload {min(unknown)}: `{command('data')}` lists them")
     for each in found:
         for job_id in each.running:
             raise ServiceError(
-                f"job {job_id} is reading {each.name}; stop it first: `sm-nanogpt stop {job_id}`"
+                f"job {job_id} is reading {each.name}", "job-is-running", job_id=job_id
             )
         n = len(each.jobs)
         note(f"{each.name}, {each.kind}, used by {n} job{'s' * (n != 1)}:")

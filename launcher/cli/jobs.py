@@ -28,6 +28,7 @@ from launcher.cli.show import (
     shown,
 )
 from launcher.cli.sweep import print_ranking
+from launcher.cli.words import command, reason_of
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def print_jobs(found: list[JobDescription], everyone: bool) -> None:
     from launcher.sagemaker.cost import usd
 
     if not found:
-        note("no jobs yet: sm-nanogpt launch --instance local")
+        note(f"no jobs yet: {command('launch', '--instance', 'local')}")
         return
     columns: dict[str, list[str | None]] = defaultdict(list)
     for d in found:
@@ -140,7 +141,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     Example:
       sm-nanogpt status JOB-ID
     """
-    from launcher.tracking import describe, logs, metrics, reason_of, with_record
+    from launcher.tracking import describe, logs, metrics, with_record
 
     settings = settings_of(context)
     d = with_record(describe(job_id, settings), settings)
@@ -358,7 +359,7 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
         for description in stop_all(group, tries, settings):
             note(f"stopping {description.job_id}")
             wait(description.job_id, settings)
-        note(f"sweep {group} is stopped; `sm-nanogpt launch --resume {group}` continues it")
+        note(f"sweep {group} is stopped; `{command('launch', '--resume', group)}` continues it")
         return
     assert job_id is not None
     local = stop(job_id, settings).instance == "local"

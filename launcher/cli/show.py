@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from launcher.cli.words import remedy
+from launcher.cli.words import command, reason_of, remedy
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -61,8 +61,6 @@ def with_options(text: str) -> str:
 
 def explain(description: JobDescription, settings: Settings) -> str:
     """How a job ended, why, and what to do next, in one line."""
-    from launcher.tracking import reason_of
-
     reason = reason_of(description)
     outcome = f"job {description.job_id} {description.status.lower()}"
     return f"{outcome}{f': {reason}' if reason else ''}; {next_step(description, settings)}"
@@ -78,13 +76,13 @@ def next_step(description: JobDescription, settings: Settings) -> str:
         with suppress(InputError, ServiceError):  # the data may be gone
             upload = read_manifest(description.data, settings)
             chats = upload is not None and upload.chats
-        return f"next: sm-nanogpt {'chat' if chats else 'fetch-and-sample'} {job_id}"
+        return f"next: {command('chat' if chats else 'fetch-and-sample', job_id)}"
     if description.checkpoint_uri is not None:
         return (
             f"resume from its checkpoint of step {description.checkpoint_step}:"
-            f" `sm-nanogpt launch --resume {job_id}`"
+            f" `{command('launch', '--resume', job_id)}`"
         )
-    return f"it left no checkpoint; read its log: `sm-nanogpt logs {job_id}`"
+    return f"it left no checkpoint; read its log: `{command('logs', job_id)}`"
 
 
 def note(text: str) -> None:

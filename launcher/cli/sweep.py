@@ -10,7 +10,7 @@ import click
 
 from launcher.cli.options import agree_to_cost
 from launcher.cli.show import note, print_json, print_table
-from launcher.cli.words import command, sentence
+from launcher.cli.words import command, reason_of, sentence
 from launcher.errors import ServiceError
 from launcher.files.progress import byte_progress
 
@@ -72,7 +72,6 @@ def run_sweep(
 def event(progress: Progress) -> tuple[str, str]:
     """What has happened to a job, and why, for a line of the screen."""
     from launcher.aws import OverQuota
-    from launcher.tracking import reason_of
 
     d, obstacle = progress.description, progress.obstacle
     if obstacle is not None:

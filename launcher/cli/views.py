@@ -127,8 +127,7 @@ def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -
         for job_id in list(job_ids):
             ask = partial(state, backends[job_id], job_id, settings)
             is_local = (settings.jobs_dir / job_id).exists()
-            again = f"sm-nanogpt logs {job_id} --follow"
-            description, curve = ask() if is_local else patiently(ask, again)
+            description, curve = ask() if is_local else patiently(ask, job_id)
             boards[job_id].update(curve, description)
             if not (follow and description.is_running):
                 job_ids.remove(job_id)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from launcher.errors import LauncherError
+
+if TYPE_CHECKING:
+    from launcher.job import JobDescription
 
 # What to do, by the code of an error or of a log record. `{sm}` is `sm-nanogpt` with the options
 # that the user gave before the command; the other fields are the facts of the error.
@@ -21,7 +24,11 @@ REMEDIES: dict[str, str] = {
     " least 4 characters",
     "no-jobs-yet": "`{sm} launch --instance local` starts one",
     "in-another-region": "--region {region}, before the command, finds it",
+    "job-is-running": "stop it first: `{sm} stop {job_id}`",
+    "job-goes-on": "`{sm} logs {job_id} --follow` follows it",
     "sweep-is-running": "let it end, or stop it with `{sm} stop --group {group}`",
+    "no-such-sweep": "the id of a sweep is that of its jobs without the number at the end, and"
+    " `{sm} launch --sweep KEY=V1,V2` starts one",
     "sweep-of-one": "to start the jobs of a sweep from its weights, use --init-from {job_id}",
     "swept-and-set": "leave it out of --sweep, or of --set, --config and --seeds",
     # models, views
@@ -38,6 +45,15 @@ REMEDIES: dict[str, str] = {
     # texts, files
     "other-column": "--column takes another field",
     # settings, AWS
+}
+
+# What to do, by a part of the reason why a job failed or stopped.
+REASONS = {
+    "CapacityError": "AWS has no capacity now; try later, or name several types with --instance"
+    " TYPE,TYPE,...",
+    "Data download failed": "allow the execution role to read the store",
+    "MaxRuntimeExceeded": "raise --max-run, or --max-cost if that set the limit",
+    "MaxWaitTimeExceeded": "raise --max-wait, or use --on-demand",
 }
 
 # Options that are not named like their fields.
@@ -70,6 +86,23 @@ def command(*words: str) -> str:
 def remedy(code: str, facts: Mapping[str, Any]) -> str:
     """What to do about an error, or what a log record says, or ''."""
     return REMEDIES[code].format_map({**facts, "sm": command()}) if code else ""
+
+
+def reason_of(description: JobDescription) -> str | None:
+    """Why a job failed or stopped, with what to do if that is known."""
+    from launcher.machines import has_local_storage
+
+    reason = description.failure_reason
+    if description.instance == "local":
+        disk = f"`{command('delete')}` old jobs, or set SM_NANOGPT_HOME to a larger disk"
+    elif has_local_storage(description.instance):
+        disk = "use a larger --instance"
+    else:
+        disk = "raise --volume-size"
+    for part, advice in {**REASONS, "No space left on device": disk}.items():
+        if reason and part in reason:
+            reason = f"{reason} ({advice})"
+    return reason
 
 
 def sentence(error: LauncherError) -> str:

@@ -72,52 +72,53 @@ def stop_mark(job_id: str, group: str, place: str, settings: Settings) -> str:
     return storage.join(place.removesuffix(job_id), group, "stop")
 
 
-def find_sweep(word: str, settings: Settings, everyone: bool = False) -> tuple[str, Tries]:
+def find_sweep(reference: str, settings: Settings, everyone: bool = False) -> tuple[str, Tries]:
     """The id of a sweep and its jobs, from its name, the start or end of its id, the id or name of
-    one of its jobs, or `latest`. Without everyone, only a whole id means somebody else's.
+    one of its jobs, or `latest`. Without everyone, only a full id may be somebody else's.
     """
-    listing = Listing(settings, everyone or FULL_ID.fullmatch(word) is not None)
+    listing = Listing(settings, everyone or FULL_ID.fullmatch(reference) is not None)
     found, failure = list(listing), listing.failure
     members = [job for job in found if tail_of(job.job_id)]
     recorded = (path.stem for path in record_of("*", settings).parent.glob("*.json"))
     ids = {*(job.job_id.removesuffix(tail_of(job.job_id)) for job in members), *recorded}
     groups = sorted(ids, reverse=True)
-    part = word.removesuffix(tail_of(word))
+    part = (
+        groups[0]
+        if reference == "latest" and groups
+        else reference.removesuffix(tail_of(reference))
+    )
     for job in members:
         tail = tail_of(job.job_id)
-        if job.name is not None and word in (job.name, job.name.removesuffix(tail)):
+        if job.name is not None and reference in (job.name, job.name.removesuffix(tail)):
             part = job.job_id.removesuffix(tail)
-    if failure is not None and part not in groups:
-        raise failure
-    if word == "latest":
-        if not groups:
-            begin = "`sm-nanogpt launch --instance local --sweep ...` starts one"
-            raise InputError(f"there are no sweeps yet{not_asked(settings)}; {begin}")
-        part = groups[0]
     matches = [group for group in groups if is_part(part, group)]
+    tries = tries_of(found, matches[0] if matches else "")
+    sweep = None if tries or not matches else read_record(matches[0], settings)
+    request = sweep.job if sweep else next(iter(tries.values()), [None])[0]
+    instance = (request and request.instance) or "local"
+    if failure is not None and (part not in groups or instance != "local"):
+        raise failure
     if len(matches) != 1:
-        raise InputError(
-            f"{word!r} matches {len(matches) or 'no'} sweep{'s' * (len(matches) != 1)}; the id of"
-            " a sweep is the id of its jobs without the number at the end"
-        )
+        problem = f"{reference!r} matches {len(matches) or 'no'} sweep{'s' * (len(matches) != 1)}"
+        none = f"there are no sweeps yet{not_asked(settings)}"
+        raise InputError(problem if groups else none, "no-such-sweep")
     for left_out in listing.unreadable:
         if left_out.job_id.startswith(f"{matches[0]}-"):
             logger.info(f"job {left_out.job_id} is left out: {left_out.error}")
-    group, tries = matches[0], tries_of(found, matches[0])
-    sweep = None if tries else read_record(group, settings)
-    instance = (sweep.job.instance or "local") if sweep else next(iter(tries.values()))[0].instance
     if instance != "local":
-        if failure is not None:
-            raise failure
-        backend = backend_for(instance, settings)
-        for number in itertools.count(1):  # the first tries are made in this order
-            while unlisted := backend.describe(next_id(group, number, tries[number])):
-                tries[number].append(unlisted)
-            if not tries[number]:
-                del tries[number]
-                if number > max(tries, default=0):
-                    break
-    return group, tries
+        add_unlisted(matches[0], tries, backend_for(instance, settings))
+    return matches[0], tries
+
+
+def add_unlisted(group: str, tries: Tries, backend: Backend) -> None:
+    """Add the jobs that a list does not have yet. The first tries are made in order."""
+    for number in itertools.count(1):
+        while unlisted := backend.describe(next_id(group, number, tries[number])):
+            tries[number].append(unlisted)
+        if not tries[number]:
+            del tries[number]
+            if number > max(tries, default=0):
+                return
 
 
 def prepare_member(
@@ -325,7 +326,7 @@ class SweepPlan:
     def is_stopped(self) -> bool:
         """Whether somebody stopped or deleted the sweep."""
         read = partial(storage.read_bytes, self.mark, self.settings)
-        return patiently(read, f"sm-nanogpt launch --resume {self.group}") != b"run"
+        return patiently(read, self.group) != b"run"
 
     def start(self, number: int) -> Progress:
         """Start a member's next job. Raises OverQuota, or as `Ready.go`."""
@@ -338,9 +339,8 @@ class SweepPlan:
 
     def poll(self, stop: bool) -> Iterator[Progress]:
         """Ask about each job that runs, and stop it if asked. Yields those that have ended."""
-        again = f"sm-nanogpt launch --resume {self.group}"
         for number, job_id in list(self.running.items()):
-            description = patiently(partial(self.backend.describe, job_id), again)
+            description = patiently(partial(self.backend.describe, job_id), job_id)
             if description is None:
                 logger.info(f"job {job_id} was deleted")
                 del self.running[number]

@@ -390,10 +390,9 @@ class SageMakerBackend:
             yield from ((stream, message) for _, stream, message in events)
             return
         seen = {}
-        again = f"sm-nanogpt logs {job_id} --follow"
         heard, ended, pending = time.monotonic(), False, False
         while True:
-            raw, events, seen = patiently(partial(self.news, job_id, seen), again)
+            raw, events, seen = patiently(partial(self.news, job_id, seen), job_id)
             for _, stream, message in events:
                 yield stream, message
             if events or not ended:  # the last lines come after the end

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.sagemaker.cost import usd
-from launcher.tracking import reason_of
 from launcher.views.report import Report, plain
 
 SERIES = {"training": "train_loss", "validation": "val_loss"}
@@ -251,7 +250,7 @@ def page(report: Report) -> str:
         lstrip_blocks=True,
     )
     templates.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    filters = {"plain": plain, "when": when, "span": span, "usd": usd, "reason": reason_of}
+    filters = {"plain": plain, "when": when, "span": span, "usd": usd}
     templates.filters.update(filters)
     return templates.get_template("report.html").render(
         report=report,
