@@ -80,7 +80,7 @@ def words_of(documents):
 
 @pytest.fixture(scope="module")
 def made(documents, words_of, tmp_path_factory):
-    """The data set of these documents."""
+    """The upload of these documents."""
     return encode_text(documents, words_of, tmp_path_factory.mktemp("made"))
 
 
@@ -166,7 +166,7 @@ GZIPPED = gzip.compress(NUMBERS, mtime=0)
         ("a.txt.gz", GZIPPED[:40] + b"x" * 40, "a.txt.gz: damaged"),
         ("a.txt.gz", gzip.compress(FOX.encode() + b"\0"), "a.txt.gz: is a binary file"),
         ("a.txt.zst", zstd.compress(NUMBERS)[:-9], "a.txt.zst: damaged"),
-        ("a.jsonl.zst", zstd.compress(b" " * (1 << 27)), "a.jsonl.zst:1: the line is longer than"),
+        ("a.jsonl.zst", zstd.compress(b"x" * (1 << 27)), "a.jsonl.zst:1: the line is longer than"),
     ],
 )
 def test_a_file_that_is_not_text_is_named(name, content, reason, tmp_path):
@@ -393,8 +393,7 @@ def test_copies_are_all_in_one_part(field, tmp_path, cli):
 def test_documents_that_are_all_equal_are_refused(tmp_path, cli):
     (tmp_path / "a.jsonl").write_text((json.dumps({"text": FOX}) + "\n") * 30)
     ran = cli("upload-data", str(tmp_path / "a.jsonl"), "--tokenizer", "bpe")
-    assert ran.failed(2, "all 30 documents are equal; give one of them")
-    assert "learning" not in ran.err
+    assert ran.failed(2, "all documents are equal; give one of them")
 
 
 def test_a_large_validation_part_is_a_warning(tmp_path, cli):
@@ -463,7 +462,7 @@ def put_an_id_beyond_the_vocabulary(directory: Path) -> None:
         (put_an_id_beyond_the_vocabulary, "train-00000.bin has ids beyond the"),
     ],
 )
-def test_a_damaged_data_set_is_refused(change, reason, made, tmp_path):
+def test_a_damaged_upload_is_refused(change, reason, made, tmp_path):
     shutil.copytree(made, tmp_path / "sub")
     change(tmp_path / "sub")
     with pytest.raises(DataError, match=reason):

@@ -73,7 +73,9 @@ def test_delete_of_an_upload_keeps_the_jobs_that_read_it(cli, reader, upload):
     assert not files_of(upload) and json.loads(cli("data", "--json").out) == []
     assert upload not in cli("data").err
     assert cli("fetch-and-sample", reader.job_id, "--max-new-tokens", "1").good
-    assert cli("launch", "--instance", "local").failed(2, upload, "upload-data", "--data")
+    assert cli("launch", "--instance", "local").failed(
+        2, upload, "upload-data", "`sm-nanogpt data`"
+    )
     assert cli("launch", "--resume", reader.job_id, "--set", "max_steps=20").failed(2, name)
 
 

@@ -22,7 +22,6 @@ BELOW = sorted(path for path in ROOT.rglob("*.py") if path.parent.name != "cli")
 LEFT = {
     "aws.py",
     "doctor.py",
-    "files/documents.py",
     "job.py",
     "launching/launch.py",
     "launching/start.py",
@@ -35,10 +34,6 @@ LEFT = {
     "sagemaker/stack.py",
     "source.py",
     "text/corpus.py",
-    "text/files.py",
-    "text/formats.py",
-    "text/shakespeare.py",
-    "text/sources.py",
     "views/play.py",
     "views/report.py",
 }

@@ -43,7 +43,16 @@ REMEDIES: dict[str, str] = {
     " `{sm} launch --init-from JOB-ID` teach it",
     "another-folder": "--entry-point DIR names another",
     # texts, files
-    "other-column": "--column takes another field",
+    "other-column": "`--column` takes another field",
+    "needs-tokens": "`{sm} upload-data {path} --tokenizer bpe` reads tables and JSON; to tune the"
+    " model of a job, `--tokenizer JOB-ID`",
+    "needs-bpe": "train a base on `{sm} upload-data TEXT --tokenizer bpe`",
+    "take-plain": "`--include {glob}` takes such files as plain text",
+    "give-encoding": "`upload-data --encoding {encoding}` converts it",
+    "download": "`curl -L {url} | {sm} upload-data -` takes what is there",
+    "first-text": "without a PATH, `{sm} upload-data` takes tiny Shakespeare",
+    "own-text": "to train on a text of your own: `{sm} upload-data FILE`",
+    "no-upload": "`{sm} data` lists uploads, and `{sm} upload-data FILE` makes one",
     # settings, AWS
 }
 

@@ -62,14 +62,16 @@ def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes,
     """Yield a UTF-8 text by `size` bytes, each with the characters that end in them."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     while chunk := file.read(size):
-        if (zero := chunk.find(0)) >= 0:
-            raise not_text(name, chunk, zero, position=position)
+        content, at = chunk, chunk.find(0)
         try:
-            yield chunk, decoder.decode(chunk)
-        except UnicodeDecodeError as error:  # its object begins with what was left of a character
-            begin = position + len(chunk) - len(error.object)
-            raise not_text(name, error.object, error.start, position=begin) from None
+            text = decoder.decode(chunk)
+        except UnicodeDecodeError as error:
+            if at < 0:  # its object begins with what was left of a character
+                content, at = error.object, error.start
         position += len(chunk)
+        if at >= 0:
+            raise not_text(name, content, at, position=position - len(content))
+        yield chunk, text
     if decoder.getstate()[0]:
         raise InputError(f"{name}: is not UTF-8 text (it ends inside a character)")
 
@@ -92,10 +94,8 @@ def not_text(
     before = len(content[begin:at].decode(guesses[0], "ignore"))
     shown = content[begin : at + 80].decode(guesses[0], "ignore")
     words = " ".join(shown[max(0, before - 20) : before + 20].split())
-    return InputError(
-        f"{what}, but perhaps {' or '.join(guesses[:2])}; in {guesses[0]} it reads {words!r}; to"
-        f" convert it, add --encoding {guesses[0]} to `upload-data`"
-    )
+    perhaps = f"perhaps {' or '.join(guesses[:2])}; in {guesses[0]} it reads {words!r}"
+    return InputError(f"{what}, but {perhaps}", "give-encoding", encoding=guesses[0])
 
 
 def encodings_of(content: bytes) -> list[str]:
@@ -134,15 +134,13 @@ def reason_of(error: ValidationError) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises InputError if that fails, or if it has tables."""
+    """Read a TOML file. Raises InputError."""
     try:
         values = tomllib.loads(read_file(path, LARGEST).decode())
         json.dumps(values, default=str)  # fails for an integer that is too long for any message
+        return values
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
+        why = error.strerror
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not TOML: {error}") from None
-    for name, value in values.items():
-        if isinstance(value, dict):
-            raise InputError(f"{path}: [{name}]: delete this line; the file has no sections")
-    return values
+        why = f"not TOML: {error}"
+    raise InputError(f"{path}: {why}")

@@ -82,21 +82,25 @@ def reported(uri: str) -> Iterator[None]:
     """Turn exceptions of a file system into one line about `uri`."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ServiceError(
-                f"{uri}: this machine's disk is full ({error.strerror}); free some space"
-            ) from None
-        if error.strerror and not error.__cause__:
-            raise ServiceError(f"{uri}: {error.strerror}") from None
-        if isinstance(error, FileNotFoundError) and not error.__cause__:  # a bucket's has one
-            raise ServiceError(f"{uri}: nothing is there") from None
-        raise failure(uri, error) from None
     except Exception as error:
         # Compare names: importing botocore would take every local command a quarter of a second.
-        if type(error).__module__.partition(".")[0] not in ("botocore", "aiobotocore", "aiohttp"):
+        room = type(error).__module__.partition(".")[0]
+        if not isinstance(error, OSError) and room not in ("botocore", "aiobotocore", "aiohttp"):
             raise
-        raise failure(uri, error) from None
+        raise described(uri, error) from None
+
+
+def described(uri: str, error: Exception) -> ServiceError:
+    """The error of one line for an exception of a file system."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ServiceError(
+            f"{uri}: this machine's disk is full ({error.strerror}); free some space"
+        )
+    if isinstance(error, OSError) and not error.__cause__:  # a bucket's has one
+        missing = isinstance(error, FileNotFoundError) and "nothing is there"
+        if why := error.strerror or missing:
+            return ServiceError(f"{uri}: {why}")
+    return failure(uri, error)
 
 
 def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
@@ -366,10 +370,7 @@ def fetch(
     with reported(uri):
         single = fs.isfile(path)
         for name in files:
-            target = directory / name
-            if not target.resolve().is_relative_to(directory.resolve()):
-                raise ServiceError(f"{uri}: {name!r} would be written outside of {directory}")
-            target.parent.mkdir(parents=True, exist_ok=True)
+            target = place_below(directory, name, uri)
             source = path if single else f"{path}/{name}"
             if local_path(uri) is None:
                 fs.get_file(source, str(target), **by_parts(progress))
@@ -378,6 +379,15 @@ def fetch(
                 link_or_copy(Path(source), target, progress)
             copied.append(target)
     return copied
+
+
+def place_below(directory: Path, name: str, uri: str) -> Path:
+    """Where a file of a place that others write to goes; its directory is made."""
+    target = directory / name
+    if not target.resolve().is_relative_to(directory.resolve()):
+        raise ServiceError(f"{uri}: {name!r} would be written outside of {directory}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
 
 
 def check_arrival(fs: Any, source: str, target: Path) -> None:

@@ -1,7 +1,7 @@
 """The model that a run starts from, and what its size means for the text and the memory.
 
 A job reads it from the channel `model`: a directory of this machine for a local job, else a prefix
-`STORE/models/NAME-HASH/`, which is uploaded like a data set.
+`STORE/models/NAME-HASH/`, which is uploaded as a text is.
 """
 
 from __future__ import annotations
@@ -62,12 +62,10 @@ def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Uplo
     """What `corpus.send` puts into the store, and the files here."""
     sources = [File(path.name, path) for path in model_files(directory)]
     sha256 = corpus.digest_of(sources)
-    uri = corpus.place_of(Path(named), sha256, settings, "models")
+    uri = corpus.uri_of(Path(named).absolute().name, sha256, settings, "models")
     upload = corpus.Upload(
         uri=uri,
         size=sum(file.path.stat().st_size for file in sources),
-        characters=0,
-        vocabulary_size=0,
         sha256=sha256,
         files=tuple(file.name for file in sources),
         uploaded=not corpus.is_there(uri, settings),

@@ -65,7 +65,7 @@ def find_channel(location: str, settings: Settings) -> Channel:
         uri = storage.join(settings.data_store, "data", path.name)
         upload = replace(known, uri=uri, uploaded=not corpus.is_there(uri, settings))
     else:
-        upload, sources = corpus.survey(path, find_files([path]), settings)
+        upload, sources = corpus.survey(path.name, find_files([path]), settings)
     return Channel(location, upload.uri, upload, sources)
 
 

@@ -13,14 +13,15 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from entry_point.files import open_file
 from launcher.errors import InputError
 from launcher.files.documents import not_text, read_text
 from launcher.files.storage import CHUNK_BYTES
@@ -32,6 +33,10 @@ else:
 
 
 logger = logging.getLogger("launcher.text")
+
+# The shortest context of any preset. Shorter text cannot fill one window for training and one in
+# its last tenth for validation. A launch checks against the context of its job.
+SHORTEST_BLOCK_SIZE = 64
 
 Content = io.BufferedReader | io.BufferedRandom
 
@@ -94,9 +99,9 @@ MARKS = {
 
 @dataclass(frozen=True)
 class File:
-    """A file on its way into a data set, and how to read it; by default its bytes as they are.
+    """A file of an upload, and how to read it; by default its bytes as they are.
 
-    name is its name in the data set, compression one of COMPRESSIONS, encoding a codec of Python,
+    name is its name in the upload, compression one of COMPRESSIONS, encoding a codec of Python,
     and column the field of its records that holds the text.
     """
 
@@ -130,11 +135,9 @@ def look(path: Path, encoding: str = "", column: str = "text", plain: bool = Fal
     raw = File(path.name, path, compression=compression, column=column)
     with opened(raw) as file:
         begins = file.read(1 << 12)
-    found = promised = PLAIN if plain else named(path) or PLAIN
-    if compression and begins.startswith(tuple(magic for magic, _ in COMPRESSIONS.values())):
-        raise InputError(f"{path}: is compressed twice; unpack it once")
-    if promised.read:  # else it is refused as what its name says: a .docx begins as a .zip
-        found = next((f for f in FORMATS if f.magic and re.match(f.magic, begins, re.S)), promised)
+    found = PLAIN if plain else named(path) or PLAIN
+    if found.read:  # else it is refused as what its name says: a .docx begins as a .zip
+        found = next((f for f in FORMATS if f.magic and re.match(f.magic, begins, re.S)), found)
     if not found.read:
         where = str(path) if path.suffix else "FILE"  # such as standard input
         advice = found.advice.format(path=shlex.quote(where), stem=shlex.quote(path.stem))
@@ -143,17 +146,22 @@ def look(path: Path, encoding: str = "", column: str = "text", plain: bool = Fal
     if encoding and not codec and found.read != "parquet" and not is_utf8(raw, encoding):
         codec = encoding
     text = begins.decode(codec or "utf-8", "ignore").lstrip()
-    if found is PLAIN and not plain and re.match(r'\[?\s*\{\s*"', text):
-        if not path.suffix:  # such as standard input
-            found = JSON
-        else:
-            logger.warning(f"{path}: looks like JSON, but is read as text; rename it to *.json")
-    header = re.split("[,;\t]", text.partition("\n")[0])
-    if column != "text" and not path.suffix and column in [name.strip('\r "') for name in header]:
-        found = CSV
+    if found is PLAIN and not plain:
+        found = told_by(text, path, column)
     if found is JSON and not text.startswith("["):
         found = JSON_LINES
     return replace(raw, format=found, encoding=codec)
+
+
+def told_by(text: str, path: Path, column: str) -> Format:
+    """The format of a file by the beginning of its text, if its name has no suffix to tell it."""
+    if re.match(r'\[?\s*\{\s*"', text):
+        if not path.suffix:  # such as standard input
+            return JSON
+        logger.warning(f"{path}: looks like JSON, but is read as text; rename it to *.json")
+    header = re.split("[,;\t]", text.partition("\n")[0])
+    is_table = column != "text" and column in [name.strip('\r "') for name in header]
+    return CSV if is_table and not path.suffix else PLAIN
 
 
 def is_utf8(raw: File, encoding: str) -> bool:
@@ -184,32 +192,39 @@ def converted(file: io.BufferedReader, encoding: str) -> Iterator[Content]:
 
 
 @contextmanager
-def opened(source: File) -> Iterator[Content]:
+def opened(file: File) -> Iterator[Content]:
     """A file's content, uncompressed, as UTF-8. Raises InputError where that or the body fails."""
-    path, way = source.path, COMPRESSIONS.get(source.compression, (b"", open))[1]
     try:
-        with way(path, "rb") as raw, converted(io.BufferedReader(raw), source.encoding) as file:
-            yield file
-    except OSError as error:
-        damaged = isinstance(error, gzip.BadGzipFile)
-        raise InputError(f"{path}: {error if damaged else error.strerror or error}") from None
-    except (EOFError, zlib.error, zstd.ZstdError) as error:
-        raise InputError(f"{path}: damaged: {error}") from None
-    except UnicodeDecodeError as error:
-        raise not_text(path, error.object, error.start, error.encoding) from None
-    except UnicodeError as error:
-        name = source.encoding
-        raise InputError(f"{path}: {error}; use --encoding {name}-le or {name}-be") from None
+        with (
+            open_file(file.path) as raw,
+            COMPRESSIONS.get(file.compression, (b"", nullcontext))[1](raw) as plain,
+            converted(io.BufferedReader(plain), file.encoding) as content,
+        ):
+            yield content
+    except (OSError, EOFError, zlib.error, zstd.ZstdError, UnicodeError) as error:
+        raise unreadable(file, error) from None
+
+
+def unreadable(file: File, error: Exception) -> InputError:
+    """Why a file cannot be read."""
+    if isinstance(error, UnicodeDecodeError):
+        return not_text(file.path, error.object, error.start, error.encoding)
+    if isinstance(error, UnicodeError):  # no byte order mark
+        order = f"{file.encoding}-le or {file.encoding}-be"
+        return InputError(f"{file.path}: {error}; give its encoding as {order}")
+    why = getattr(error, "strerror", "") or f"damaged: {error}"
+    pipe = "; for a pipe, give -" if file.path.is_fifo() else ""
+    return InputError(f"{file.path}: {why}{pipe}")
 
 
 @contextmanager
-def stored(source: File) -> Iterator[Path]:
+def stored(file: File) -> Iterator[Path]:
     """The file that a store gets: this one, or a temporary copy, uncompressed and as UTF-8."""
-    if not source.compression and not source.encoding:
-        yield source.path
+    if not file.compression and not file.encoding:
+        yield file.path
         return
-    with opened(source) as file, tempfile.NamedTemporaryFile() as copy:
-        shutil.copyfileobj(file, copy, CHUNK_BYTES)
+    with opened(file) as content, tempfile.NamedTemporaryFile() as copy:
+        shutil.copyfileobj(content, copy, CHUNK_BYTES)
         copy.flush()
         yield Path(copy.name)
 
@@ -217,12 +232,17 @@ def stored(source: File) -> Iterator[Path]:
 # -- what may be wrong with a text -----------------------------------------------------------------
 
 ODD = {
-    rb"\xc2[\x80-\x9f]": "control characters (U+0080 to U+009F), which Windows-1252 makes if it is"
-    " read as Latin-1; upload the original with --encoding cp1252",
-    rb"\xef\xbf\xbd": "U+FFFD, the sign for lost characters; upload the original with --encoding"
-    " and the name of its encoding",
-    rb"\r[^\n]": "carriage returns without line feeds; for line breaks:"
-    r" `tr '\r' '\n' < FILE > NEW-FILE`",
+    rb"\xc2[\x80-\x9f]": (
+        "control characters (U+0080 to U+009F), as of Windows-1252 that was read as"
+        " Latin-1; upload the original",
+        "cp1252",
+    ),
+    rb"\xef\xbf\xbd": ("U+FFFD, the sign for lost characters; upload the original", "NAME"),
+    rb"\r[^\n]": (
+        "carriage returns without line feeds; for line breaks:"
+        r" `tr '\r' '\n' < FILE > NEW-FILE`",
+        "",
+    ),
 }
 
 
@@ -235,17 +255,12 @@ def note_odd(content: bytes, place: str, odd: dict[bytes, str]) -> None:
             odd[pattern] = place
 
 
-def warn_of(odd: Mapping[bytes, str]) -> None:
-    for pattern, place in odd.items():
-        logger.warning(f"{place}: has {ODD[pattern]}")
-
-
 # -- documents -------------------------------------------------------------------------------------
 
 
 @dataclass
-class Source:
-    """What reading the documents once found: the counts, and a SHA-256 of names and contents."""
+class Counts:
+    """What reading files once found, and a SHA-256 of their names and contents."""
 
     documents: int = 0
     empty: int = 0  # left out
@@ -253,10 +268,22 @@ class Source:
     characters: int = 0
     size: int = 0
     sha256: str = ""
+    vocabulary: str = ""  # of a run by characters
     odd: dict[bytes, str] = field(default_factory=dict)
 
+    def check(self, name: object) -> None:
+        """Warn of odd characters. Raise InputError if there is too little text for any run."""
+        for pattern, place in self.odd.items():
+            what, encoding = ODD[pattern]
+            advice = dict(code="give-encoding", encoding=encoding) if encoding else {}
+            logger.warning(f"{place}: has {what}", extra=advice)
+        needed = 10 * (SHORTEST_BLOCK_SIZE + 1)
+        if self.characters < needed:
+            few = f"{self.characters} characters are too few to train and validate on"
+            raise InputError(f"{name}: {few}; use at least {needed}, better a million")
 
-def documents(files: Sequence[File], found: Source) -> Iterator[Iterator[str]]:
+
+def documents(files: Sequence[File], found: Counts) -> Iterator[Iterator[str]]:
     """Each document, as pieces of at most PIECE characters. Fills in `found` on the way.
 
     A file of plain text is a document, and so is each record of others; empty ones are left out.
@@ -277,14 +304,14 @@ def documents(files: Sequence[File], found: Source) -> Iterator[Iterator[str]]:
             found.chats += chats
             if found.chats not in (0, found.documents):
                 what = "some documents are conversations, and others are text"
-                raise InputError(f"{place}: {what}; leave out the files of one kind by --exclude")
+                raise InputError(f"{place}: {what}; leave out the files of one kind")
             yield counted(chain([first], document), digest, found, chats, place)
             digest.update(b"\0")
     found.sha256 = digest.hexdigest()
 
 
 def counted(
-    pieces: Iterator[str], digest: Any, found: Source, chats: bool, place: str
+    pieces: Iterator[str], digest: Any, found: Counts, chats: bool, place: str
 ) -> Iterator[str]:
     for piece in pieces:
         content = piece.encode()

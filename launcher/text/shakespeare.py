@@ -36,22 +36,21 @@ def first_text(settings: Settings | None = None) -> Path:
     shakespeare = cache / "shakespeare.txt"
     if shakespeare.is_file() and is_shakespeare(shakespeare.read_bytes()):
         return shakespeare
-    try:
-        content = download(SHAKESPEARE_URL)
-        if not is_shakespeare(content):
-            raise OSError("the answer is another file")  # such as the page of a proxy
-    except (OSError, http.client.HTTPException) as error:
-        return python_reference(cache, f"{SHAKESPEARE_URL}: {getattr(error, 'reason', error)}")
-    storage.write_bytes(str(shakespeare), content)
-    return shakespeare
+    answer = download(SHAKESPEARE_URL)
+    if isinstance(answer, bytes) and is_shakespeare(answer):
+        storage.write_bytes(str(shakespeare), answer)
+        return shakespeare
+    # Another file may be the page of a proxy.
+    other = "the answer is another file" if isinstance(answer, bytes) else answer
+    return python_reference(cache, f"{SHAKESPEARE_URL}: {getattr(answer, 'reason', other)}")
 
 
 def is_shakespeare(content: bytes) -> bool:
     return hashlib.sha256(content).hexdigest() == SHAKESPEARE_SHA256
 
 
-def download(url: str) -> bytes:
-    """The content of a URL. Raises OSError or HTTPException after PATIENCE_SECONDS at most.
+def download(url: str) -> bytes | Exception:
+    """The content of a URL, or why there is none after PATIENCE_SECONDS.
 
     A name server or a firewall that does not answer takes minutes, which no timeout of urllib
     bounds, so the main thread stops waiting for the download.
@@ -67,22 +66,19 @@ def download(url: str) -> bytes:
 
     threading.Thread(target=fetch, daemon=True).start()
     try:
-        content = answer.get(timeout=PATIENCE_SECONDS)
+        return answer.get(timeout=PATIENCE_SECONDS)
     except queue.Empty:
-        raise TimeoutError(f"no answer within {PATIENCE_SECONDS:.0f} s") from None
-    if isinstance(content, Exception):
-        raise content
-    return content
+        return TimeoutError(f"no answer within {PATIENCE_SECONDS:.0f} s")
 
 
 def python_reference(cache: Path, why: str) -> Path:
     """The topics of Python's `help()`, as a file in the cache: half a megabyte of its reference."""
-    own = "to train on a text of your own: `sm-nanogpt upload-data FILE`"
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise ServiceError(f"{why}; {own}") from None
-    logger.warning(f"{why}; took the language reference that comes with Python; {own}")
+        raise ServiceError(why, "own-text") from None
+    what = "took the language reference that comes with Python"
+    logger.warning(f"{why}; {what}", extra={"code": "own-text"})
     reference = cache / "python-reference.txt"
     storage.write_bytes(str(reference), "\n\n".join(topics.values()).encode())
     return reference

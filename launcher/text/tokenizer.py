@@ -20,7 +20,7 @@ from launcher.errors import InputError
 from launcher.files import documents as door
 from launcher.files.storage import Progress
 from launcher.models.encoder import QWEN35, published_tokenizer
-from launcher.text.formats import File, Source, documents
+from launcher.text.formats import Counts, File, documents
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end of a document in published tokenizers, where tokenizer_config.json names none.
@@ -72,17 +72,16 @@ def open_words(path: Path) -> Words:
             document["model"]["type"] = "BPE"
             content = json.dumps(document).encode()
         words = Words(content.decode(), end)
-        if words.tokenizer.unit == "tokens" and end is None:
-            raise InputError(
-                f"{file}: it has no token for the end of a text; name one as eos_token in"
-                " tokenizer_config.json beside it"
-            )
+        ends = words.tokenizer.unit == "characters" or end is not None
         published_tokenizer(words.content)
+        if ends:
+            return words
+        why = "no token for the end of a text; name one as eos_token in tokenizer_config.json"
     except OSError as error:
-        raise InputError(f"{file}: {error.strerror}") from None
+        why = str(error.strerror)
     except (DataError, door.Damaged, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{file}: not a tokenizer of BPE over bytes: {error}") from None
-    return words
+        why = f"not a tokenizer of BPE over bytes: {error}"
+    raise InputError(f"{file}: {why}")
 
 
 def configured_end(file: Path) -> str | None:
@@ -131,7 +130,7 @@ def learn_words(
         special_tokens=[END_OF_TEXT, TURN, END_OF_TURN],  # of turns, for conversations later
         show_progress=False,
     )
-    read, learned, left = Source(), Future[None](), Event()
+    read, learned, left = Counts(), Future[None](), Event()
     pieces = chain.from_iterable(documents(files, read))
     some = takewhile(lambda _: read.size <= SAMPLE and not left.is_set(), pieces)
 

@@ -1,12 +1,12 @@
 """Encode documents as tokens, in shards that train.py maps into memory.
 
-A data set of tokens is a directory:
+An upload of tokens has these files:
 
     tokenizer.json          for the `tokenizers` library, with tokenizer_config.json
     train-00000.bin, ...    ids, uint16 or uint32, each document ended by the end-of-text token;
                             of conversations int32, as launcher/models/chat.py says
     val-00000.bin, ...      whole documents, which are not in train
-    meta.json               what there is; its SHA-256 stands for the data set
+    meta.json               what there is; its SHA-256 stands for the upload
 
 The order of the documents is random but fixed by a seed, so that neighbors in a sorted collection
 do not share a batch, and the last of them are those for validation, with all their copies.
@@ -22,7 +22,6 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -32,7 +31,7 @@ from launcher.errors import InputError
 from launcher.files.storage import Progress, expect
 from launcher.models.chat import SPEAKS, ChatEncoder
 from launcher.models.encoder import Encoder
-from launcher.text.formats import File, Source, documents
+from launcher.text.formats import Counts, File, documents
 from launcher.text.tokenizer import KNOWN_ENDS, Words, check_characters
 
 logger = logging.getLogger(__name__)
@@ -46,80 +45,64 @@ SEED = 1337
 Batch = list[str | None]  # pieces of text; None stands where a document ends
 
 
-def survey(files: Sequence[File]) -> Source:
-    """Read all documents once, to count them. Raises InputError also if all are equal."""
-    found, contents = Source(), set[int]()
-    for document in documents(files, found):
-        content = 0
-        for piece in document:
-            content = hash((content, piece))
-        if len(contents) < 2:
-            contents.add(content)
-    if found.empty:
-        total = found.documents + found.empty
-        logger.warning(f"{found.empty:,} of {total:,} documents left out: no text")
-    if found.documents > 1 and len(contents) == 1:
-        raise InputError(f"all {found.documents:,} documents are equal; give one of them")
-    return found
+def survey(files: Sequence[File]) -> Counts:
+    """Read all documents once, to count them."""
+    counts = Counts()
+    for document in documents(files, counts):
+        for _ in document:
+            pass
+    if counts.empty:
+        total = counts.documents + counts.empty
+        logger.warning(f"{counts.empty:,} of {total:,} documents left out: no text")
+    return counts
 
 
 # -- shards ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """A data set of tokens in a directory: its files, and the tokens of each part.
-
-    contexts and answers are as in launcher.text.corpus.Upload.
-    """
-
-    files: tuple[str, ...]
-    train: int
-    val: int
-    vocabulary_size: int
-    contexts: dict[int, int]
-    answers: dict[str, int]
-
-
 def encode(
     files: Sequence[File],
-    source: Source,
+    counts: Counts,
     words: Words,
     directory: Path,
     progress: Progress = lambda n: None,
-) -> Tokens:
-    """Write the documents as a data set of tokens into an empty directory.
+) -> dict[str, Any]:
+    """Write the documents as tokens into an empty directory.
 
     A single document is cut, its last tenth is the one for validation.
+
+    Returns:
+        What an Upload says of them, by its fields: files, tokens, vocabulary_size, contexts,
+        answers.
 
     Raises:
         InputError: the text has changed since it was surveyed, or does not come back from the
             tokenizer.
     """
-    words = separated(words) if source.chats else words
+    words = separated(words) if counts.chats else words
     size = len(words.tokenizer)
-    code = "i" if source.chats else "H" if size <= 1 << 16 else "I"
-    again = Source()
+    code = "i" if counts.chats else "H" if size <= 1 << 16 else "I"
+    again = Counts()
     whole = documents(files, again)
-    if source.chats == 1:
+    if counts.chats == 1:
         raise InputError("one conversation is too little to train and validate on")
-    if source.documents == 1:
-        cut = int(source.characters * (1 - VALIDATION_FRACTION))
+    if counts.documents == 1:
+        cut = int(counts.characters * (1 - VALIDATION_FRACTION))
         whole = (part for document in whole for part in halves(document, cut))
-    expect(progress, source.size)
+    expect(progress, counts.size)
     unsorted = directory / "unsorted"
     with unsorted.open("wb") as file:
         ends, needed = write_documents(whole, words, code, file, progress)
-    if again.sha256 != source.sha256:
+    if again.sha256 != counts.sha256:
         raise InputError("the text changed while it was read; upload it again")
     meta: dict[str, Any] = {
         "dtype": {"H": "uint16", "I": "uint32", "i": "int32"}[code],
         "end_of_text": words.end_of_text,
         "vocabulary_size": size,
-        "documents": source.documents,
-        "characters": source.characters,
-        "bytes": source.size,
-        "source_sha256": source.sha256,
+        "documents": counts.documents,
+        "characters": counts.characters,
+        "bytes": counts.size,
+        "source_sha256": counts.sha256,
         "tokenizer_sha256": hashlib.sha256(words.content.encode()).hexdigest(),
     }
     with (
@@ -129,12 +112,12 @@ def encode(
         width = array(code).itemsize
         hashes = array("q", map(hash, contents(ids, ends, range(len(ends)), width)))
         if copies := len(hashes) - len(set(hashes)):
-            kind = "conversations" if source.chats else "documents"
+            kind = "conversations" if counts.chats else "documents"
             logger.info(
-                f"{copies:,} of {source.documents:,} {kind} are copies; each is in the same part as"
+                f"{copies:,} of {counts.documents:,} {kind} are copies; each is in the same part as"
                 " its original"
             )
-        parts = {"train": [0], "val": [1]} if source.documents == 1 else split(ends, hashes)
+        parts = {"train": [0], "val": [1]} if counts.documents == 1 else split(ends, hashes)
         for name, part in parts.items():
             shards = write_shards(directory, name, ids, ends, part, width)
             meta[name] = {"tokens": sum(s["tokens"] for s in shards), "shards": shards}
@@ -145,8 +128,21 @@ def encode(
     names = sorted(path.name for path in directory.iterdir())
     contexts = Counter(length(ends, index) - 2 for index in range(len(needed)))
     answers = {name: min(needed[n] for n in part) for name, part in parts.items() if needed}
-    counts = (meta["train"]["tokens"], meta["val"]["tokens"], size)
-    return Tokens(tuple(names), *counts, dict(contexts), answers)
+    train, val = meta["train"]["tokens"], meta["val"]["tokens"]
+    logger.info(f"tokenizer: {train:,} tokens to train on, {val:,} to validate on")
+    if (part := val / (train + val)) > 2 * VALIDATION_FRACTION:
+        logger.warning(
+            f"{part:.0%} of the tokens are for validation: each document is whole, and longer than"
+            " a tenth of the text"
+        )
+    return {
+        "files": tuple(names),
+        "train_tokens": train,
+        "val_tokens": val,
+        "vocabulary_size": size,
+        "contexts": dict(contexts),
+        "answers": answers,
+    }
 
 
 def separated(words: Words) -> Words:
