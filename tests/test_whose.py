@@ -364,5 +364,5 @@ def test_a_mistake_is_told_before_a_job_is_looked_for(job, cli, home, unreachabl
         "launch --resume latest --init-from latest --set n_layer",
     ):
         assert cli(*words.split()).code == 2, words
-    for command in ("status", "play", "launch --resume"):
+    for command in ("status", "play", "delete --group latest", "launch --resume"):
         assert cli(*command.split(), "latest", "--help").good

@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import click
+from click.shell_completion import shell_complete
 
 from launcher.cli.account import doctor_command, infra_group
 from launcher.cli.chat import chat_command
@@ -117,7 +118,7 @@ def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     if instruction := os.environ.get("_SM_NANOGPT_COMPLETE"):  # a shell asks for completions
-        return complete(instruction)
+        return shell_complete(cli, {}, "sm-nanogpt", "_SM_NANOGPT_COMPLETE", instruction)
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words  # wherever it stands
     root: click.Context | None = None
@@ -158,24 +159,6 @@ def run(arguments: list[str] | None = None) -> int:
         with root or nullcontext():
             note(f"error: {' '.join(message_of(error).splitlines())}")
         return 2 if isinstance(error, (InputError, click.ClickException)) else 1
-
-
-def complete(instruction: str) -> int:
-    """Do for a shell what click's shell_complete does, and offer files where nothing else fits."""
-    from click.shell_completion import CompletionItem, get_completion_class
-
-    shell, _, task = instruction.partition("_")
-    if (kind := get_completion_class(shell)) is None or task not in ("source", "complete"):
-        return 1
-    completer = kind(cli, {}, "sm-nanogpt", "_SM_NANOGPT_COMPLETE")
-    if task == "source":
-        click.echo(completer.source())
-        return 0
-    words, incomplete = completer.get_completion_args()
-    found = completer.get_completions(words, incomplete)
-    for item in found or [CompletionItem(incomplete, type="file")]:
-        click.echo(completer.format_completion(item))
-    return 0
 
 
 @contextmanager

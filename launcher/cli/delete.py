@@ -95,8 +95,6 @@ def delete_command(
     from launcher.text.corpus import NAME
 
     settings = settings_of(context)
-    if bool(job_ids) == (group is not None):
-        raise InputError("give a JOB-ID, or --group with the id of a sweep")
     can_ask(yes)
     if names := {word for word in job_ids if NAME.fullmatch(Path(word).name)}:
         if keep_model or names < set(job_ids):

@@ -346,8 +346,6 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
     from launcher.tracking import stop, wait
 
     settings = settings_of(context)
-    if (job_id is None) == (group is None):
-        raise InputError("give a JOB-ID, or --group with the id of a sweep")
     if group is not None:
         from launcher.launching.sweeps import find_sweep, stop_all
 

@@ -84,10 +84,16 @@ class LaunchCommand(Command):
     type=int,
     help="With local and no GPU: number of processes (default: the fastest).",
 )
-@click.option("--data", metavar="NAME|URI|PATH", help="Text to train on (default: last upload).")
+@click.option(
+    "--data",
+    metavar="NAME|URI|PATH",
+    type=click.Path(),
+    help="Text to train on (default: last upload).",
+)
 @click.option(
     "--validation",
     metavar="NAME|URI|PATH",
+    type=click.Path(),
     help="Text to validate on (default: the last tenth of the data).",
 )
 @click.option(
@@ -106,8 +112,16 @@ class LaunchCommand(Command):
     shell_complete=complete_hyperparameter,
     help="Set a hyperparameter; `sm-nanogpt hyperparameters` lists them.",
 )
-@click.option("--config", "config_file", metavar="FILE", help="TOML file of hyperparameters.")
-@click.option("--entry-point", metavar="DIR", help="Your edited training folder.")
+@click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    type=click.Path(),
+    help="TOML file of hyperparameters.",
+)
+@click.option(
+    "--entry-point", metavar="DIR", type=click.Path(), help="Your edited training folder."
+)
 @click.option(
     "--init-from",
     metavar="JOB-ID|PATH|URI",
@@ -356,7 +370,12 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
 
 
 @click.command("hyperparameters", cls=Command)
-@click.option("--entry-point", metavar="DIR", help="List those of your edited training folder.")
+@click.option(
+    "--entry-point",
+    metavar="DIR",
+    type=click.Path(),
+    help="List those of your edited training folder.",
+)
 def hyperparameters_command(entry_point: str | None) -> None:
     """List what `launch --set` takes: ranges and defaults.
 

@@ -36,32 +36,46 @@ class Command(click.Command):
             parameter.is_eager = not isinstance(parameter.type, Job)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        root = ctx.find_root()
         try:
-            if not ctx.resilient_parsing:  # else a shell asks for completions
-                self.check_empty(self.make_parser(ctx).parse_args(list(args))[0])
+            typed, _, _ = self.make_parser(ctx).parse_args(list(args))
+            helps = self.get_help_option(ctx)
+            # Resilient means that a shell asks for completions.
+            if not (ctx.resilient_parsing or (helps and helps.name in typed)):
+                self.check(typed)
             return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            for option in root.command.params:
-                if error.option_name in option.opts and option.metavar:
-                    here = ctx.command_path.removeprefix(f"{root.command_path} ")
-                    words = f"{root.command_path} {error.option_name} {option.metavar} {here}"
-                    raise InputError(
-                        f"{error.option_name} goes before the command: {words} ..."
-                    ) from None
-            raise
-        except click.UsageError as error:  # click omits it for an option without value
-            error.ctx = error.ctx or ctx
-            raise
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # click omits it for an option without value
+            raise misplaced(error, ctx) or error from None
 
-    def check_empty(self, typed: Mapping[str, Any]) -> None:
+    def check(self, typed: Mapping[str, Any]) -> None:
+        """Refuse an empty value, and both or neither of jobs and a sweep."""
+        problem, names = "", {parameter.name for parameter in self.params}
         for parameter in self.params:
             value = typed.get(parameter.name or "")
             if value == "" or (isinstance(value, list | tuple) and "" in value):
                 argument = isinstance(parameter, click.Argument)
                 named = (argument and parameter.metavar) or parameter.opts[0]
                 without = "" if parameter.required else ", or leave it out"
-                raise InputError(f"{named.strip('[].')} is empty; give a value{without}")
+                problem = problem or f"{named.strip('[].')} is empty; give a value{without}"
+        either = names & {"job_id", "job_ids", "group"}
+        given = [
+            name for name in either if isinstance(typed.get(name), str | tuple) and typed[name]
+        ]
+        if len(either) == 2 and len(given) != 1:
+            problem = problem or "give a JOB-ID, or --group with the id of a sweep"
+        if problem:
+            raise InputError(problem)
+
+
+def misplaced(error: click.UsageError, ctx: click.Context) -> InputError | None:
+    """The error for an option that belongs before the command, if this is one."""
+    root, name = ctx.find_root(), getattr(error, "option_name", None)
+    for option in root.command.params:
+        if isinstance(error, click.NoSuchOption) and name in option.opts and option.metavar:
+            here = ctx.command_path.removeprefix(f"{root.command_path} ")
+            words = f"{root.command_path} {name} {option.metavar} {here}"
+            return InputError(f"{name} goes before the command: {words} ...")
+    return None
 
 
 class Job(click.ParamType[str]):
@@ -116,7 +130,8 @@ class Job(click.ParamType[str]):
         if self.uploads:
             here = Path(load_settings().local_store)
             words += [path.stem for path in here.glob(f"*/{incomplete}*.json")]
-        return [CompletionItem(word) for word in words]
+        files = [CompletionItem(incomplete, type="file")] * (self.trained and not words)
+        return [*map(CompletionItem, words), *files]
 
 
 class Group(Command, click.Group):
@@ -168,16 +183,18 @@ def pairs(
 ) -> dict[str, str]:
     """Parse ('n_layer=6',) to {'n_layer': '6'}; an option callback."""
     option, values = parameter.opts[0], dict[str, str]()
+    sets = option in ("--set", "--sweep")
     for word in words:
         name, equals, value = word.partition("=")
-        sets, given = option in ("--set", "--sweep"), f"{option} {word}".strip()
+        name, problem = name.replace("-", "_") if sets else name, ""
         if not word or (sets and equals and not value):
-            raise InputError(f"{given} is empty; give a value, or leave it out")
-        if not equals or not name:
-            raise InputError(f"{given}: must be name=value")
-        name = name.replace("-", "_") if sets else name
-        if name in values:
-            raise InputError(f"{option} {name}: given twice ({values[name]!r} and {value!r})")
+            problem = f"{option} {word}".strip() + " is empty; give a value, or leave it out"
+        elif not equals or not name:
+            problem = f"{option} {word}: must be name=value"
+        elif name in values:
+            problem = f"{option} {name}: given twice ({values[name]!r} and {value!r})"
+        if problem:
+            raise InputError(problem)
         values[name] = value
     return values
 

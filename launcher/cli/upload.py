@@ -13,7 +13,7 @@ from launcher.files.progress import byte_progress
 
 
 @click.command("upload-data", cls=Command)
-@click.argument("paths", metavar="[PATH]...", nargs=-1)
+@click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path())
 @click.option(
     "--tokenizer",
     metavar="bpe|PATH|JOB-ID",

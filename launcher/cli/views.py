@@ -54,8 +54,6 @@ def report_command(
     from launcher.views.report import compare, read_runs
 
     settings = settings_of(context)
-    if bool(job_ids) == (group is not None):
-        raise InputError("give a JOB-ID, or --group with the id of a sweep")
     if group is not None:
         group, tries = find_sweep(group, settings)
         found = [each[-1] for _, each in sorted(tries.items())]
