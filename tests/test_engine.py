@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from launcher.models import engine
 from launcher.models.engine import FEW_SEQUENCES, KeyValueCache, forward, logits_to_probabilities
 
 Generate = Callable[..., Iterator[torch.Tensor]]
+plainly = partial(engine.generate, plainly=True)
 
 
-@pytest.fixture(params=[engine.generate_plainly, engine.generate], ids=["plain", "engine"])
+@pytest.fixture(params=[plainly, engine.generate], ids=["plain", "engine"])
 def generate(request):
     return request.param
 
@@ -97,7 +99,7 @@ def test_greedy_ids_equal_the_plain_loops_in_float32(shape, dtype, batch_size):
     config = dataclasses.replace(SMALL, **{"n_embd": 32, "block_size": 64, **shape})
     x = ids(batch_size, 4)
     ours = torch.stack(list(engine.generate(lively(config, dtype), x, 60, temperature=0)))
-    plain = torch.stack(list(engine.generate_plainly(lively(config), x, 60, temperature=0)))
+    plain = torch.stack(list(plainly(lively(config), x, 60, temperature=0)))
     assert torch.equal(ours, plain)
 
 
@@ -202,7 +204,7 @@ def test_engine_and_plain_loop_draw_the_same_ids():
     config = dataclasses.replace(SMALL, block_size=64)
     ways = [
         [int(i) for i in way(lively(config), ids(1, 3), 60, seed=5, temperature=0.8, top_k=7)]
-        for way in (engine.generate_plainly, engine.generate)
+        for way in (plainly, engine.generate)
     ]
     assert ways[0] == ways[1]
 

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +281,7 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
 
     for side, generate in (
         ("with a cache", engine.generate),
-        ("the plain loop", engine.generate_plainly),
+        ("the plain loop", partial(engine.generate, plainly=True)),
     ):
         for samples in (1, many):
             with found.part(side):

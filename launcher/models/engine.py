@@ -1,8 +1,8 @@
 """Fast generation by the packaged model on this machine.
 
 A token costs the reading of the weights and little else, so keys and values are kept, and the
-weights are packed for the CPU. It computes what `GPT.forward` does: the tests hold `generate`
-against `generate_plainly`, which serves edited models.
+weights are packed for the CPU. It computes what `GPT.forward` does: the tests hold it
+against the plain loop, which serves edited models.
 """
 
 from __future__ import annotations
@@ -215,50 +215,26 @@ def generate(
     top_p: float = 1.0,
     seed: int = 1337,
     watch: Watch | None = None,
+    plainly: bool = False,
 ) -> Iterator[Tensor]:
     """Yields the next ids, int64 [B], of a prompt [B, T], one at a time; a seed gives the same ids.
 
     Temperature 0 computes in float32: rounding must not choose between two that are almost equally
-    likely. The last block_size ids of a longer prompt count; the context then slides on, where the
-    plain loop cuts it anew for each token.
+    likely. The last block_size ids of a longer prompt count; the context then slides on. plainly:
+    by a forward pass over the last block_size ids for each token, which cuts the context anew. It
+    is slow, and correct for any model, so also for an edited one.
     """
-    dtype = torch.float32 if temperature < 1e-30 else model.compute_dtype
-    model = for_sampling(model, prompt.size(0), dtype)
-    ids = prompt[:, -model.config.block_size :]
-    cache = KeyValueCache(model, ids.size(0), ids.size(1) + max_new_tokens)
-    generator = torch.Generator(prompt.device).manual_seed(seed)
+    size, generator = model.config.block_size, torch.Generator(prompt.device).manual_seed(seed)
+    ids = prompt[:, -size:]
+    if not plainly:
+        dtype = torch.float32 if temperature < 1e-30 else model.compute_dtype
+        model = for_sampling(model, prompt.size(0), dtype)
+        cache = KeyValueCache(model, ids.size(0), ids.size(1) + max_new_tokens)
     for _ in range(max_new_tokens):
-        logits = forward(model, ids, cache)
+        logits = model(ids)[:, -1] if plainly else forward(model, ids, cache)
         following = draw(logits, temperature, top_k, top_p, generator)
         if watch is not None:
             watch(logits, following)
         yield following
-        ids = following[:, None]
-
-
-@torch.inference_mode()
-def generate_plainly(
-    model: GPT,
-    prompt: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 1337,
-    watch: Watch | None = None,
-) -> Iterator[Tensor]:
-    """The same by a forward pass over the last block_size ids for each token.
-
-    This is slow, and correct for any model, so also for an edited one.
-    """
-    generator = torch.Generator(prompt.device).manual_seed(seed)
-    ids = prompt
-    for _ in range(max_new_tokens):
-        ids = ids[:, -model.config.block_size :]
-        logits = model(ids)[:, -1]
-        following = draw(logits, temperature, top_k, top_p, generator)
-        if watch is not None:
-            watch(logits, following)
-        yield following
-        ids = torch.cat((ids, following[:, None]), dim=1)
+        following = following[:, None]
+        ids = torch.cat((ids, following), dim=1)[:, -size:] if plainly else following

@@ -60,8 +60,7 @@ def stream_samples(
     if isinstance(prompt, str):
         prompt = encode(tokenizer, prompt, model.config.block_size)
     ids = torch.tensor([[*prompt]])
-    generate = engine.generate_plainly if is_edited(model) else engine.generate
-    steps = generate(
+    steps = engine.generate(
         model,
         ids.expand(num_samples, -1),
         max_new_tokens,
@@ -70,6 +69,7 @@ def stream_samples(
         top_p=top_p,
         seed=seed,
         watch=watch,
+        plainly=is_edited(model),
     )
     return pieces(steps, tokenizer, num_samples)
 
