@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,40 +81,49 @@ class Conversation:
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
         self.chat = Chat(model, tokenizer)
         self.messages: list[Message] = []
-        self.instruct(system)
+        self.begin(system or "")
 
-    def instruct(self, text: str | None) -> None:
+    def begin(self, system: str) -> None:
+        """Forget the conversation, and give an instruction."""
         from launcher.models.chat import Message
 
-        messages = [Message("system", text)] if text and text.strip() else []
+        messages = [Message("system", system)] * bool(system.strip())
         probe = [*messages, Message("user", "?")]
         self.chat.fitting(probe, self.sampling["max_new_tokens"])  # or no message would fit
-        self.messages = messages
+        self.messages, self.system = messages, system
 
     def talk(self, line: str, n: int) -> Generator[str]:
         """The answer to a line, or nothing to a command. Raises InputError; nothing is changed."""
+        if line.startswith("/"):
+            self.obey(line)
+        elif line.strip():
+            yield from self.answer(line, n)
+
+    def obey(self, line: str) -> None:
         from launcher.files.storage import path_of
+
+        name, _, text = line.partition(" ")
+        problem = ""
+        match name, text.strip():
+            case "/reset", _:
+                self.begin(self.system)
+            case "/system", text if text:
+                self.begin(text)
+            case "/save", text if (
+                text and self.messages[-1:] and self.messages[-1].role != "system"
+            ):
+                problem = self.save(path_of(text))
+            case "/save", text if text:
+                problem = "there is nothing to save"
+            case _:
+                problem = HELP
+        if problem:
+            raise InputError(f"{line}: {problem}")
+
+    def answer(self, line: str, n: int) -> Generator[str]:
         from launcher.models.chat import Message
         from launcher.models.sample import stream_samples
 
-        command, _, words = line.partition(" ")
-        match command if line.startswith("/") else "":
-            case "":
-                pass
-            case "/reset":
-                system = self.messages[0] if self.messages else None
-                self.instruct(system.content if system and system.role == "system" else None)
-                return
-            case "/system" if words.strip():
-                self.instruct(words.strip())
-                return
-            case "/save" if words.strip():
-                self.save(path_of(words.strip()))
-                return
-            case _:
-                raise InputError(f"{line}: {HELP}")
-        if not line.strip():
-            return
         asked = [*self.messages, Message("user", line)]
         dropped, ids, most = self.chat.fitting(asked, self.sampling["max_new_tokens"])
         if dropped:
@@ -128,19 +139,16 @@ class Conversation:
             if said.strip():  # upload-data refuses an empty message
                 self.messages = [*asked, Message("assistant", said)]
 
-    def save(self, path: Path) -> None:
-        import json
-        from dataclasses import asdict
-
-        if not any(message.role == "assistant" for message in self.messages):
-            raise InputError("there is nothing to save")
+    def save(self, path: Path) -> str:
+        """Add the conversation to a file; return what went wrong."""
         record = {"messages": [asdict(message) for message in self.messages]}
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         except OSError as error:
-            raise InputError(f"{path}: {error.strerror}") from None
+            return str(error.strerror)
         note(f"saved: {path}")
+        return ""
 
 
 def converse(talk: Talk, told: str) -> None:
