@@ -16,6 +16,7 @@ import pytest
 from launching import Finished
 from test_curves import file_rows
 
+from launcher.cli.views import launch_again
 from launcher.curve import Curve, Row
 from launcher.job import JobDescription, TrainingJob
 from launcher.views.page import page
@@ -159,8 +160,8 @@ def test_the_command_repeats_the_job_without_its_secrets():
         spot=True,
         hyperparameters={"max_steps": 5},
     )
-    command = replace(made_up("a", "characters", 1, 1), job=job).command
-    options = "--instance ml.g5.xlarge --data /data --spot --environment KEY=... --set max_steps=5"
+    command = launch_again(job)
+    options = "--instance ml.g5.xlarge --data /data --set max_steps=5 --spot --environment KEY=..."
     assert command.replace("\\", "").split() == f"sm-nanogpt launch {options}".split()
 
 

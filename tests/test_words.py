@@ -34,8 +34,6 @@ LEFT = {
     "sagemaker/stack.py",
     "source.py",
     "text/corpus.py",
-    "views/play.py",
-    "views/report.py",
 }
 
 

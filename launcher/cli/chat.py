@@ -109,12 +109,8 @@ class Conversation:
                 self.begin(self.system)
             case "/system", text if text:
                 self.begin(text)
-            case "/save", text if (
-                text and self.messages[-1:] and self.messages[-1].role != "system"
-            ):
-                problem = self.save(path_of(text))
             case "/save", text if text:
-                problem = "there is nothing to save"
+                problem = self.save(path_of(text))
             case _:
                 problem = HELP
         if problem:
@@ -141,6 +137,8 @@ class Conversation:
 
     def save(self, path: Path) -> str:
         """Add the conversation to a file; return what went wrong."""
+        if not any(message.role == "assistant" for message in self.messages):
+            return "there is nothing to save"
         record = {"messages": [asdict(message) for message in self.messages]}
         try:
             with path.open("a", encoding="utf-8") as file:

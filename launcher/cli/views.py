@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,13 @@ import click
 
 from launcher.cli.options import GROUP, Command, Job, settings_of
 from launcher.cli.show import note
+from launcher.cli.words import command, option
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.curve import Curve
     from launcher.finding import Backend
-    from launcher.job import JobDescription
+    from launcher.job import JobDescription, TrainingJob
     from launcher.settings import Settings
 
 
@@ -61,10 +63,8 @@ def report_command(
         drawn = [d for d in found if d.metrics or metrics(d.job_id, settings).rows]
         job_ids = tuple(d.job_id for d in drawn)
         if not job_ids:
-            raise ServiceError(
-                f"no job of this sweep has a curve yet; `sm-nanogpt jobs --group {group}` lists"
-                " them"
-            )
+            listed = command("jobs", "--group", group)
+            raise ServiceError(f"no job of this sweep has a curve yet; `{listed}` lists them")
         for d in found:
             if d not in drawn:
                 note(f"{d.job_id} is left out: it is {d.state} and has no curve yet")
@@ -74,12 +74,29 @@ def report_command(
     output = output or Path(f"report-{what}.html")
     if output.is_symlink() or (output.exists() and not output.is_file()):
         raise InputError(f"{output}: not a regular file; name another one with --output")
-    write_text(str(output), page(report))
+    write_text(str(output), page(report, launch_again))
     click.echo(output)
     if opens:
         import webbrowser
 
         webbrowser.open(output.absolute().as_uri())
+
+
+def launch_again(job: TrainingJob) -> str:
+    """The command that repeats a job. Values of its environment may be secret."""
+    # What no new run has, or none takes.
+    left = {"affordable_run", "worst_cost", "earlier_cost", "name", "base", "summary"}
+    given = job.model_dump(exclude_defaults=True, exclude=left | {"instance", "source_sha256"})
+    lines = [f"sm-nanogpt launch --instance {job.instance}"]
+    for name, value in given.items():
+        if name == "environment":
+            value = dict.fromkeys(value, "...")
+        if isinstance(value, dict):
+            value = [f"{key}={text}" for key, text in value.items()]
+        for each in value if isinstance(value, list | tuple) else [value]:
+            words = [option(name), *[str(each)] * (each is not True)]
+            lines.append(shlex.join(words))
+    return " \\\n  ".join(lines)
 
 
 POLL_SECONDS = 5.0

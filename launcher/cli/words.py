@@ -41,6 +41,7 @@ REMEDIES: dict[str, str] = {
     "no-turns": "use --tokenizer bpe, a model that was trained on such tokens, or one of Qwen's",
     "teach-to-chat": "`{sm} upload-data CHATS.jsonl --tokenizer JOB-ID` and"
     " `{sm} launch --init-from JOB-ID` teach it",
+    "port-taken": "leave it out to take a free one",
     "another-folder": "--entry-point DIR names another",
     # texts, files
     "other-column": "`--column` takes another field",

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -162,21 +163,21 @@ def routes(players: Sequence[Player]) -> list[Route]:
     def entry(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": 0, "owned_by": "sm-nanogpt"}
 
-    async def models(request: Request) -> Response:
+    async def models(request: HTTPRequest) -> Response:
         return JSONResponse({"object": "list", "data": [*map(entry, by_name)]})
 
-    async def model(request: Request) -> Response:
+    async def model(request: HTTPRequest) -> Response:
         if (name := request.path_params["name"]) not in by_name:
             return problem(404, f"no model {name!r}", "model_not_found")
         return JSONResponse(entry(name))
 
-    async def chat(request: Request) -> Response:
+    async def chat(request: HTTPRequest) -> Response:
         return await complete(request, WantedChat)
 
-    async def text(request: Request) -> Response:
+    async def text(request: HTTPRequest) -> Response:
         return await complete(request, WantedText)
 
-    async def complete(request: Request, kind: type[WantedChat] | type[WantedText]) -> Response:
+    async def complete(request: HTTPRequest, kind: type[WantedChat] | type[WantedText]) -> Response:
         try:
             wanted = kind.model_validate_json(await request.body())
             if wanted.model not in by_name:

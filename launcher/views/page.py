@@ -9,12 +9,13 @@ a dark one and print.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from launcher.job import TrainingJob
 from launcher.sagemaker.cost import usd
 from launcher.views.report import Report, plain
 
@@ -224,8 +225,8 @@ def javascript() -> str:
     return f"(() => {{{bundle(vl_version=vega_lite())}}})();"
 
 
-def page(report: Report) -> str:
-    """The report as HTML that needs nothing else."""
+def page(report: Report, repeat: Callable[[TrainingJob], str] | None = None) -> str:
+    """The report as HTML that needs nothing else; repeat gives the command that repeats a job."""
     from jinja2 import Environment, FileSystemLoader
 
     plots = {
@@ -255,6 +256,7 @@ def page(report: Report) -> str:
     return templates.get_template("report.html").render(
         report=report,
         runs=report.runs,
+        repeat=repeat,
         document=document,
         styles=styles(report),
         javascript=javascript(),

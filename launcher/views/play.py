@@ -25,7 +25,8 @@ from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import (
     HTMLResponse,
     JSONResponse,
@@ -201,7 +202,7 @@ def make_app(
     """
     html = PAGE.read_text(encoding="utf-8")
 
-    async def page(request: Request) -> Response:
+    async def page(request: HTTPRequest) -> Response:
         nonce = secrets.token_urlsafe(16)
         policy = (
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}';"
@@ -216,10 +217,10 @@ def make_app(
         }
         return HTMLResponse(html.replace("{nonce}", nonce), headers=headers)
 
-    async def models(request: Request) -> Response:
+    async def models(request: HTTPRequest) -> Response:
         return JSONResponse([player.described() for player in players])
 
-    async def generate(request: Request) -> Response:
+    async def generate(request: HTTPRequest) -> Response:
         player = players[request.path_params["number"]]
         try:
             wanted = adapter(SamplingRequest).validate_json(await request.body())
@@ -247,7 +248,7 @@ def make_app(
         answer.headers["x-dropped"] = str(dropped)  # messages that the model does not see
         return answer
 
-    async def nothing(request: Request, error: Exception) -> Response:
+    async def nothing(request: HTTPRequest, error: Exception) -> Response:
         path = request.url.path
         hint = "" if path.startswith("/v1/") else "; /v1 is missing from the base URL"
         return problem(404, f"{request.method} {path} is not there{hint}")
@@ -279,15 +280,14 @@ def guarded(app: ASGIApp, key: str) -> ASGIApp:
     """Refuse requests without the key, so also those of other sites, by whatever name of host."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        request, answer = Request(scope), app
+        request, answer = HTTPRequest(scope), app
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         given = request.query_params.get("token", bearer if scheme.lower() == "bearer" else "")
         if not secrets.compare_digest(given.encode(), key.encode()):
-            answer = problem(
-                401, "the API key is not the one that `play` printed", "invalid_api_key"
-            )
+            said = "the API key is not the one that the server printed"
+            answer = problem(401, said, "invalid_api_key")
             if request.url.path == "/":
-                answer = PlainTextResponse("open the address that `play` printed", 401)
+                answer = PlainTextResponse("open the address that the server printed", 401)
         await answer(scope, receive, send)
 
     return guard
@@ -298,9 +298,8 @@ def listen(port: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        raise InputError(
-            f"--port {port}: {error.strerror}; leave it out to take a free one"
-        ) from None
+        why = str(error.strerror)
+        raise InputError(why, "port-taken", field="port", value=port) from None
 
 
 def make_server(

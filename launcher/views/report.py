@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from launcher.curve import Curve, Row, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.finding import find
-from launcher.job import FULL_ID, JobDescription, TrainingJob, option
+from launcher.job import FULL_ID, JobDescription, TrainingJob
 from launcher.launching.summary import shortest
 from launcher.launching.sweeps import Rank, differences, ranking
 from launcher.settings import Settings
@@ -123,25 +122,6 @@ class Run:
             "script": self.script_sha256[:12],
         }
         return {**d.hyperparameters, **others}
-
-    @property
-    def command(self) -> str:
-        """The command that repeats the run. Values of its environment may be secret."""
-        job = self.job
-        options: list[tuple[str, ...]] = [("--instance", job.instance)]
-        given = {"instance", "hyperparameters", "affordable_run", "worst_cost", "earlier_cost"}
-        given |= {"name", "base", "summary", "source_sha256"}  # which no new run has, or none takes
-        for name, value in job.model_dump(exclude_defaults=True, exclude=given).items():
-            if isinstance(value, dict):
-                secret = name == "environment"
-                pairs = [f"{key}={'...' if secret else text}" for key, text in value.items()]
-                options += [(option(name), pair) for pair in pairs]
-            elif isinstance(value, tuple):
-                options += [(option(name), each) for each in value]
-            elif value is not False:
-                options.append((option(name),) if value is True else (option(name), str(value)))
-        options += [("--set", f"{name}={value}") for name, value in job.hyperparameters.items()]
-        return " \\\n  ".join(["sm-nanogpt launch", *map(shlex.join, options)])
 
 
 @dataclass(frozen=True)
