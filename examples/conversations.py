@@ -19,8 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher import Request, Settings, fetch_model, launch, load_model, upload_data, wait
 from launcher.models.sample import answered, stream_samples
+from sm_nanogpt import Request, Settings, launch, load_model, upload_data
 
 BASE = {"n_embd": 192, "n_head": 3, "n_layer": 4, "block_size": 128, "batch_size": 12}
 HELD_OUT = 100  # questions of each kind
@@ -73,9 +73,8 @@ def right(directory: Path, asked: Sequence[tuple[str, str]], settings: Settings)
 def trained(request: Request, settings: Settings) -> tuple[Path, str, float]:
     """The directory of the model, its job, and the seconds that the job took."""
     began = time.monotonic()
-    job_id = launch(request, settings)
-    wait(job_id, settings=settings)
-    return fetch_model(job_id, settings), job_id, time.monotonic() - began
+    job = launch(request, settings).wait()
+    return job.model(), job.id, time.monotonic() - began
 
 
 def main() -> None:

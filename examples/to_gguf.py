@@ -12,8 +12,8 @@ from pathlib import Path
 
 import gguf
 
+import sm_nanogpt as sm
 from entry_point.checkpoint import read_safetensors
-from launcher import fetch_model
 from launcher.models.encoder import GPT2, QWEN35, pattern_of
 
 TYPES = {
@@ -114,7 +114,7 @@ def main(words: list[str] | None = None) -> None:
     given = parser.parse_args(words)
     directory = Path(given.model)
     if not directory.is_dir():
-        directory = fetch_model(given.model)
+        directory = sm.job(given.model).model()
     check(directory)
     write(directory, given.file, given.dtype)
 

@@ -11,7 +11,8 @@ import sys
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from launcher import describe, metrics
+import sm_nanogpt as sm
+from launcher.tracking import metrics
 
 STATUS = {"Completed": "FINISHED", "Failed": "FAILED", "Stopped": "KILLED"}
 BATCH = 1000  # points that MLflow takes in a request
@@ -19,7 +20,7 @@ BATCH = 1000  # points that MLflow takes in a request
 
 def send(job_id: str, uri: str | None = None) -> str:
     """Make a run in the experiment `sm-nanogpt`; return its id."""
-    client, job = MlflowClient(uri), describe(job_id)
+    client, job = MlflowClient(uri), sm.job(job_id).describe()
     experiment = client.get_experiment_by_name("sm-nanogpt")
     made = experiment.experiment_id if experiment else client.create_experiment("sm-nanogpt")
     began = job.started or job.created
@@ -28,7 +29,7 @@ def send(job_id: str, uri: str | None = None) -> str:
     client.log_batch(run, params=params)
     points = [
         Metric(name, float(value), round(row.get("time", began) * 1000), int(row["step"]))
-        for row in metrics(job_id).rows
+        for row in metrics(job.job_id).rows
         for name, value in row.items()
         if name not in ("step", "time")
     ]

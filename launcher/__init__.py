@@ -1,17 +1,8 @@
-"""Train a GPT of your own in three calls, on Amazon SageMaker or on this machine.
+"""The library: what `import sm_nanogpt` gives, whose docstring shows how to use it.
 
-    from launcher import Request, launch, sample, upload_data, wait
-
-    data = upload_data("input.txt")
-    job_id = launch(Request(instance="local", data=data.uri, preset="cpu"))
-    wait(job_id)
-    print(sample(job_id, prompt="ROMEO:")[0])
-
-`jobs`, `describe`, `logs`, `metrics` and `stop` look after jobs that exist, and `fetch_model` gives
-the directory of a trained model, which `transformers` loads too. Each takes a `Settings` where the
-defaults (environment, then config file) are not wanted. What the caller got wrong raises
-`InputError`; what failed on the way raises `ServiceError`. Nothing here prints: what a launch finds
-out (image, price, text) is logged at level INFO below the logger `launcher`, so
+What the caller got wrong raises `InputError`; what failed on the way raises `ServiceError`, or one
+of their kinds. Nothing here prints but progress bars, in a terminal or a notebook: what a launch
+finds out (image, price, text) is logged at level INFO below the logger `launcher`, so
 `logging.basicConfig(level=logging.INFO)` shows it.
 
 Names are imported when they are first used, so importing this package costs nothing. Importing it
@@ -37,35 +28,38 @@ if _found != _own:
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
+    from launcher.aws import Denied, Missing, OverQuota, Unreachable
     from launcher.errors import InputError, ServiceError
+    from launcher.files.documents import Damaged
     from launcher.job import JobDescription, Request
-    from launcher.launching.launch import launch
-    from launcher.models.fetch import fetch_model
+    from launcher.library import Job, Plan, jobs, launch, prepare, sweep
     from launcher.models.load import load_model
-    from launcher.models.sample import sample, stream_samples
+    from launcher.models.sample import stream_samples
+    from launcher.sagemaker.cost import CeilingTooLow, Unconfirmed
     from launcher.settings import Settings
     from launcher.text.corpus import Upload, upload_data
     from launcher.text.uploads import uploads
-    from launcher.tracking import describe, jobs, logs, metrics, stop, wait
 
 _NAMES = {
+    "aws": "Denied Missing OverQuota Unreachable",
     "errors": "InputError ServiceError",
+    "files.documents": "Damaged",
     "job": "JobDescription Request",
-    "launching.launch": "launch",
-    "models.fetch": "fetch_model",
+    "library": "Job Plan jobs launch prepare sweep",
     "models.load": "load_model",
-    "models.sample": "sample stream_samples",
+    "models.sample": "stream_samples",
+    "sagemaker.cost": "CeilingTooLow Unconfirmed",
     "settings": "Settings",
     "text.corpus": "Upload upload_data",
     "text.uploads": "uploads",
-    "tracking": "describe jobs logs metrics stop wait",
 }
 _MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "InputError", "JobDescription", "Request", "ServiceError", "Settings", "Upload", "describe",
-    "fetch_model", "jobs", "launch", "load_model", "logs", "metrics", "sample", "stop",
-    "stream_samples", "upload_data", "uploads", "wait",
+    "CeilingTooLow", "Damaged", "Denied", "InputError", "Job", "JobDescription", "Missing",
+    "OverQuota", "Plan", "Request", "ServiceError", "Settings", "Unconfirmed", "Unreachable",
+    "Upload", "jobs", "launch", "load_model", "prepare", "stream_samples", "sweep", "upload_data",
+    "uploads",
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from launcher.aws import QUOTA, aws_session, check_bucket, check_region, make_cl
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.job import Request
-from launcher.launching.launch import launch
+from launcher.launching.launch import prepare
 from launcher.local.backend import LocalBackend
 from launcher.machines import looks_like_gpu
 from launcher.sagemaker.cost import Prices, usd
@@ -80,7 +80,8 @@ def check_training(context: Context) -> str:
         text.write_text("To be, or not to be, that is the question.\n" * 2000, encoding="utf-8")
         settings = context.settings.model_copy(update={"home": Path(directory), "store": ""})
         began = time.monotonic()
-        job_id = launch(Request(instance="local", data=str(text), hyperparameters=tiny), settings)
+        request = Request(instance="local", data=str(text), hyperparameters=tiny)
+        job_id = prepare(request, settings).go()
         try:
             ended = wait(job_id, settings, timeout=TRAINING_SECONDS)
         except ServiceError:

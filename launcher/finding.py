@@ -10,6 +10,7 @@ import heapq
 import logging
 from collections.abc import Callable, Iterator
 
+from launcher.aws import Missing
 from launcher.errors import InputError, ServiceError
 from launcher.job import FULL_ID, JOB_ID, WORD, JobDescription, UnreadableJob
 from launcher.local.backend import LocalBackend
@@ -86,7 +87,7 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
     kept = sorted((settings.models_dir / job_id).glob("*")) if asked else []  # of a deleted job
     where = f" {' or '.join(asked)}{not_asked(settings)}" if asked else ""
     model = f"; its model is in {kept[0]}" if kept else ""
-    raise ServiceError(f"there is no job {job_id!r}{where}{model}", "no-such-job", job_id=job_id)
+    raise Missing(f"there is no job {job_id!r}{where}{model}", "no-such-job", job_id=job_id)
 
 
 def full_id(reference: str, settings: Settings, acts: bool = False, trained: bool = False) -> str:

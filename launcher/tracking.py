@@ -1,11 +1,10 @@
-"""List, describe, price, follow, stop, wait for and delete jobs, wherever they run."""
+"""Describe, price, follow, stop, wait for and delete jobs, wherever they run."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from launcher.aws import aws_session, check_region, patiently
 from launcher.curve import Curve, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.finding import Backend, Listing, backend_for, find
+from launcher.finding import Backend, backend_for, find
 from launcher.job import JobDescription, Price, log_pending
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
@@ -31,18 +30,6 @@ def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
     """
     settings = settings or load_settings()
     return with_cost(find(job_id, settings)[1], settings)
-
-
-def jobs(settings: Settings | None = None, everyone: bool = False) -> list[JobDescription]:
-    """Your jobs, or everyone's, with costs, newest first. Warns of jobs that cannot be read."""
-    settings = settings or load_settings()
-    listing = Listing(settings, everyone)
-    found = list(listing)
-    for job in listing.unreadable:
-        warnings.warn(f"job {job.job_id} is left out: {job.error}", stacklevel=2)
-    if listing.failure is not None:
-        warnings.warn(f"not all jobs are listed: {listing.failure}", stacklevel=2)
-    return with_costs(found, settings)
 
 
 def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobDescription]:

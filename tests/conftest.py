@@ -212,7 +212,7 @@ def wheel(tmp_path_factory):
     def build(directory: Path) -> tuple[Path]:
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, directory)
-        for name in ("launcher", "entry_point", "infra"):
+        for name in ("launcher", "entry_point", "infra", "sm_nanogpt"):
             shutil.copytree(ROOT / name, directory / name)
         launching.pip(sys.executable, "wheel", "--no-deps", "-w", directory / "dist", directory)
         (built,) = (directory / "dist").glob("*.whl")

@@ -43,7 +43,7 @@ from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, IGNORED, TURN,
 from entry_point.data import Batches, evaluate, read_tokenizer
 from entry_point.distributed import Group
 from entry_point.errors import DataError
-from launcher import InputError, load_model, sample, stream_samples
+from launcher import InputError, Job, load_model, stream_samples
 from launcher.cli.chat import Conversation, converse
 from launcher.models.chat import Chat, Message, TooLong, difference
 from launcher.models.encoder import LONGEST
@@ -593,8 +593,8 @@ def test_a_prompt_is_answered_as_in_a_chat(cli, tuned, directory, chat, monkeypa
     ran = cli("fetch-and-sample", str(directory), *sample_of, "--prompt", "What is 3 + 3?").good
     assert ran.out == chat("What is 3 + 3?", heat="1").out
     monkeypatch.setenv("SM_NANOGPT_HOME", str(job.home))
-    assert sample(job.job_id, "What is 3 + 3?", 6, 1, 1.0, seed=5) == [ran.out[:-1]]
-    assert sample(base.job_id, "What", 6)[0].startswith("What")
+    assert Job(job.job_id).sample("What is 3 + 3?", 6, temperature=1.0, seed=5) == ran.out[:-1]
+    assert Job(base.job_id).sample("What", 6).startswith("What")
 
 
 # -- the terminal ----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import errno
-import inspect
 import io
 import itertools
 import json
@@ -24,7 +23,6 @@ import click
 import launching
 import pytest
 
-import launcher
 from entry_point.config import Config
 from launcher import Request, ServiceError
 from launcher import cli as commands
@@ -448,28 +446,6 @@ def test_a_package_that_hides_the_training_folder_is_refused(home, name, code):
     words = [sys.executable, "-c", "import launcher"]
     done = subprocess.run(words, cwd=home.parent, capture_output=True, text=True)
     assert (done.returncode, str(package) in done.stderr) == (code, code == 1)
-
-
-def test_every_public_name_exists_and_has_a_docstring():
-    assert dir(launcher) == sorted(launcher.__all__) == sorted(launcher._MODULE)
-    for name in launcher.__all__:
-        assert inspect.getdoc(getattr(launcher, name)), name
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = launcher.no_such_name
-
-
-def test_the_packages_example_prints_only_its_sample(home, tmp_path, text_file, capfd):
-    assert launcher.__doc__ is not None
-    lines = launcher.__doc__.splitlines()
-    example = "\n".join(line[4:] for line in lines if line.startswith("    "))
-    assert "launch(" in example
-    small = f"preset='cpu', hyperparameters={launching.TINY}"
-    example = example.replace('preset="cpu"', small).replace("ROMEO:", "The ")
-    shutil.copy(text_file, tmp_path / "input.txt")
-    capfd.readouterr()
-    exec(example, {})
-    printed = capfd.readouterr()
-    assert (printed.out[:4], len(printed.out), printed.err) == ("The ", 4 + 500 + 1, "")
 
 
 def test_hyperparameters_lists_those_of_the_script(cli, tmp_path):

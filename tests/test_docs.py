@@ -16,7 +16,7 @@ import click
 import nbformat
 import pytest
 
-import launcher
+import sm_nanogpt
 from entry_point.config import OPTIONS, PRESETS, Config, make_config
 from launcher.cli import cli
 from launcher.cli.options import Job
@@ -130,8 +130,8 @@ def test_each_named_setting_and_import_exists(page):
     assert {name.lower() for name in variables} <= {*Settings.model_fields, "name"}
     for block in blocks(page, "python"):
         for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom) and node.module == "launcher":
-                assert {alias.name for alias in node.names} <= set(launcher.__all__)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "sm":
+                assert node.attr in sm_nanogpt.__all__
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

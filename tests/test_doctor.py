@@ -14,10 +14,11 @@ import boto3
 import launching
 import pytest
 
-from launcher import InputError, JobDescription, ServiceError, Settings, doctor, wait
+from launcher import InputError, JobDescription, ServiceError, Settings, doctor
 from launcher.doctor import FAILURE, OK, WARNING, CheckWarning, Context
 from launcher.files import storage
 from launcher.sagemaker.stack import Stack
+from launcher.tracking import wait
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 GPU = ("--instance", "ml.g5.12xlarge")

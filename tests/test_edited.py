@@ -24,7 +24,8 @@ from entry_point.errors import ConfigError
 from entry_point.huggingface import qwen3_logits, starting_values, write_artefact
 from entry_point.model import GPT
 from entry_point.optim import Optimizer
-from launcher import InputError, fetch_model, load_model, sample
+from launcher import InputError, Job, load_model
+from launcher.models.fetch import fetch_model
 from launcher.source import Source, keep
 
 HEAD = "logits = F.linear(x, head.weight.to(x.dtype)).float()"
@@ -199,8 +200,7 @@ def test_an_edited_model_needs_its_own_script(edited, cli, tmp_path):
     with pytest.raises(InputError, match="--entry-point DIR"):
         load_model(edited.directory / "hosts/algo-1/model")
     ran = cli(*words, "--entry-point", str(mine)).good
-    (text,) = sample(edited.job_id, entry_point=mine)
-    assert ran.out == text + "\n"
+    assert f"model: {Job(edited.job_id).model(mine)}\n" in ran.err
 
 
 def test_a_stopped_job_is_exported_by_its_script(edited, cli):

@@ -18,7 +18,8 @@ from gguf import GGMLQuantizationType, GGUFReader
 from launching import Finished
 from test_docs import blocks
 
-from launcher import fetch_model, load_model, sample
+from launcher import Job, load_model
+from launcher.models.fetch import fetch_model
 
 PAGE = Path(__file__).parent.parent / "docs/export.md"
 
@@ -55,7 +56,7 @@ def test_transformers_continues_as_ours_does(of_tokens):
     ids = tokenizer("The ", return_tensors="pt").input_ids
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     out = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
-    ours = sample(of_tokens, prompt="The ", max_new_tokens=20, temperature=0)[0]
+    ours = Job(of_tokens).sample("The ", 20, temperature=0)
     assert tokenizer.decode(out) == ours.removeprefix("The ")
 
 

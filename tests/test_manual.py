@@ -1,4 +1,4 @@
-"""The commands that the manual shows run in their order, page by page, and succeed."""
+"""The commands and the Python that the manual shows run in their order, and succeed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from launching import TINY, sets
-from test_docs import ROOT, shown_commands
+from test_docs import ROOT, blocks, shown_commands
 
 PAGES = (
     "README",
@@ -61,3 +61,18 @@ def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
             words = smaller([names.get(word, word) for word in shown])
             ran = cli(*words, *["--yes"] * deletes)
             assert ran.code == 0, (words, ran.err)
+
+
+def test_the_python_of_the_manual_runs_as_it_stands(money, cloud, text_file, monkeypatch, capfd):
+    """But for the size of the models. The jobs of SageMaker only seem to run."""
+    monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "10")
+    shutil.copy(text_file, "input.txt")
+    names: dict[str, object] = {}
+    for block in blocks(ROOT / "docs/python.md", "python"):
+        if "from transformers" not in block:
+            small = block.replace('{"max_steps": 500}', str(TINY)).replace("750", "15")
+            exec(small.replace("ROMEO:", "The "), names)
+    printed = capfd.readouterr()
+    for shown in (" Completed ", "val_loss", "at most 5.00 USD", "I am asked above 10.00 USD"):
+        assert shown in printed.out
+    assert printed.err == ""

@@ -14,7 +14,7 @@ import pytest
 from emulator import Emulator
 from launching import launching
 
-from launcher import InputError, JobDescription, ServiceError, Settings, describe, jobs, wait
+from launcher import InputError, JobDescription, ServiceError, Settings, jobs
 from launcher.cli.show import explain
 from launcher.job import TrainingJob
 from launcher.sagemaker.cost import (
@@ -29,6 +29,7 @@ from launcher.sagemaker.cost import (
     usd,
     worst_case,
 )
+from launcher.tracking import describe, wait
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 TWO = "ml.g6.12xlarge,ml.g5.12xlarge"  # 5.752 and 7.09 USD an hour

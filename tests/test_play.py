@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from models import lively, tokenizer_of
 
 from entry_point.model import GPT
-from launcher import fetch_model, sample, stream_samples
+from launcher import Job, stream_samples
 from launcher.cli.models import about
+from launcher.models.fetch import fetch_model
 from launcher.views import api
 from launcher.views.play import Player, Token, listen, make_server, until
 
@@ -259,7 +260,7 @@ def test_a_job_is_played_until_ctrl_c(job):
         for number in range(2):
             answer = site.connect(f"/page/generate/{number}", wish, token=found[2])
             texts += ["".join(json.loads(line)["text"] for line in answer)]
-        (text,) = sample(job.job_id, "The ", 40, temperature=0)
+        text = Job(job.job_id).sample("The ", 40, temperature=0)
         assert [f"The {each}" for each in texts] == [text, text]
         endless = {**WISH, "prompt": "The ", "max_new_tokens": 10**9}
         with (

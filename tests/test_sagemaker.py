@@ -308,7 +308,7 @@ def test_without_aws_local_jobs_are_listed(cloud, cli, job, monkeypatch):
     ran = cli("jobs")
     assert (ran.code, job.job_id in ran.out, expired in ran.err) == (1, True, True)
     with pytest.warns(UserWarning, match=expired):
-        assert [description.job_id for description in jobs()] == [job.job_id]
+        assert [str(each) for each in jobs()] == [job.job_id]
     monkeypatch.setenv("AWS_PROFILE", "nope")
     ran = cli("jobs")
     assert (job.job_id in ran.out, "nope" in ran.err) == (True, True)
@@ -323,7 +323,7 @@ def test_latest_is_the_job_launched_last_though_search_lags(cloud, cli, launch, 
     cloud.refuse["CreateTrainingJob"] = ("ResourceLimitExceeded", "no quota")
     again = ("launch", "--instance", "ml.g5.12xlarge", "--data", str(text_file))
     assert cli(*again).failed(1, "no quota")  # it does not replace the job before it
-    assert [d.job_id for d in jobs()] == [last, first]
+    assert [str(each) for each in jobs()] == [last, first]
     assert cli("stop", "latest").code == 0
     assert cloud.sagemaker.jobs[last].ended
     assert cli("delete", "latest", "--yes").code == 0

@@ -11,7 +11,7 @@ import pytest
 from launching import Ran
 from test_edited import EDITS
 
-from launcher import InputError, fetch_model, load_model, sample, stream_samples
+from launcher import InputError, Job, load_model, stream_samples
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_samples_as_json_are_a_list_of_texts(say):
 
 
 def test_the_library_gives_the_same_text_as_the_command(job, say):
-    (text,) = sample(job.job_id, "The ", 60, seed=5)
+    text = Job(job.job_id).sample("The ", 60, seed=5)
     assert say("--prompt", "The ", "--seed", "5").out == f"{text}\n"
 
 
@@ -67,7 +67,7 @@ def test_a_prompt_and_a_text_may_be_longer_than_the_context(say):
 
 
 def test_only_the_end_of_a_long_prompt_counts(job):
-    model, vocabulary = load_model(fetch_model(job.job_id))
+    model, vocabulary = load_model(Job(job.job_id).model())
     end = "the end of it, which is in sight"
     assert len(end) == model.config.block_size
     long, short = (
@@ -102,13 +102,13 @@ def test_an_impossible_wish_is_refused_by_name(say, option, named):
 
 
 def test_the_library_refuses_an_impossible_wish(job):
-    model, vocabulary = load_model(fetch_model(job.job_id))
+    model, vocabulary = load_model(Job(job.job_id).model())
     with pytest.raises(InputError, match=r"top_p=2\.0: "):
         stream_samples(model, vocabulary, top_p=2.0)
     with pytest.raises(InputError, match="num_samples=1000000000: must be from 1 to 10,000"):
         stream_samples(model, vocabulary, num_samples=10**9)
     with pytest.raises(InputError, match="prompt is empty"):
-        sample(job.job_id, "")
+        Job(job.job_id).sample("")
 
 
 def test_text_streams_until_its_reader_leaves(job):

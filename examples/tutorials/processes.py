@@ -21,12 +21,13 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import measure
-from measure import ROOT, Failed, Report, note
+from measure import ROOT, Report, note
 
 sys.path.insert(0, str(ROOT))
 
-from launcher import Request, Settings, launch, metrics, stop, wait
 from launcher.curve import Curve
+from launcher.tracking import metrics
+from sm_nanogpt import Job, Request, Settings, launch
 
 WAYS = {"1 process": 1, "2 processes": 2, "4 processes": 4}
 RESUMED = "2 processes, stopped and resumed"
@@ -52,15 +53,13 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     curves: dict[str, Curve] = {}
     for name, processes in WAYS.items():
         note(name)
-        curves[name] = finished(launch(job(processes), settings), settings)
+        curves[name] = finished(launch(job(processes), settings))
     note(RESUMED)
     first = launch(job(2), settings)
-    while not any(step >= steps // 3 for step, _ in metrics(first, settings).points("train_loss")):
+    while curve_of(first).newest.get("step", 0) < steps // 3:
         time.sleep(0.05)
-    stop(first, settings)
-    wait(first, settings)
-    again = Request(resume=first, processes_per_instance=2)
-    curves[RESUMED] = finished(launch(again, settings), settings)
+    first.stop()
+    curves[RESUMED] = finished(first.wait().resume(processes_per_instance=2))
 
     alone, report, config = curves["1 process"], Report(), job(1).config(1)
     tokens = steps * config.batch_size * config.block_size
@@ -89,10 +88,12 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     return report
 
 
-def finished(job_id: str, settings: Settings) -> Curve:
-    if wait(job_id, settings).status != "Completed":
-        raise Failed(f"job {job_id} did not complete")
-    return metrics(job_id, settings, with_samples=True)
+def finished(job: Job) -> Curve:
+    return curve_of(job.wait())
+
+
+def curve_of(job: Job) -> Curve:
+    return metrics(job.id, job.settings, with_samples=True)
 
 
 def mean_speed(curve: Curve) -> float:

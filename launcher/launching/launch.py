@@ -29,7 +29,7 @@ from launcher.launching.texts import (
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered
 from launcher.sagemaker.stack import notebook_role, with_stack
-from launcher.settings import Settings, load_settings
+from launcher.settings import Settings
 from launcher.source import Source, find_source, keep
 from launcher.text import corpus
 
@@ -40,20 +40,6 @@ logger = logging.getLogger(__name__)
 
 PRESCRIBED = ("subnets", "security_group_ids", "network_isolation", "encrypt_traffic", "tags")
 NEW = {"name", "resume", "preset", "hyperparameters"}  # what a job does not take over as it is
-
-
-def launch(request: Request, settings: Settings | None = None) -> str:
-    """Start a training job and return its id at once.
-
-    A local path as data is uploaded first; without data, the job uses the last upload. With
-    `resume`, fields that the request leaves out come from the earlier job.
-
-    Raises:
-        InputError: the job cannot run; nothing was started.
-        ServiceError: the store or the service failed.
-        KeyboardInterrupt: names the job if it may have been submitted.
-    """
-    return prepare(request, settings or load_settings()).go()
 
 
 @dataclass(frozen=True)

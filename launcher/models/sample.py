@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -15,9 +14,7 @@ from launcher.errors import InputError, ServiceError, characters
 from launcher.models import engine
 from launcher.models.chat import Chat, Message
 from launcher.models.encoder import is_utf8, published_tokenizer
-from launcher.models.fetch import fetch_model
-from launcher.models.load import is_edited, load_model
-from launcher.settings import Settings, load_settings
+from launcher.models.load import is_edited
 
 
 def stream_samples(
@@ -128,35 +125,3 @@ def pieces(
         raise ServiceError(
             f"the script that trained the model fails to sample: {type(error).__name__}: {error}"
         ) from error
-
-
-def sample(
-    job_id: str,
-    prompt: str | None = None,
-    max_new_tokens: int = 500,
-    num_samples: int = 1,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 1337,
-    settings: Settings | None = None,
-    entry_point: Path | None = None,
-) -> list[str]:
-    """Generate num_samples texts with a job's model, each starting with the prompt.
-
-    A model that has learned from conversations answers the prompt; the texts are its answers alone.
-    entry_point names the folder that trained the model, if its launch kept none here.
-
-    Raises:
-        InputError: as stream_samples.
-        ServiceError: as fetch_model.
-    """
-    settings = settings or load_settings()
-    directory = fetch_model(job_id, settings, entry_point=entry_point)
-    model, tokenizer = load_model(directory, settings, entry_point)
-    begin, most = answered(model, tokenizer, prompt, max_new_tokens)
-    columns = stream_samples(
-        model, tokenizer, begin, most, num_samples, temperature, top_k, top_p, seed
-    )
-    start = begin if isinstance(begin, str) else ""
-    return [start + "".join(text) for text in zip(*columns, strict=True)]

@@ -1,0 +1,317 @@
+"""What Python users call and hold: a Job, and the Plan of one before it is submitted."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from html import escape
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from launcher import tracking
+from launcher.errors import InputError, LauncherError, ServiceError
+from launcher.files.models import is_path
+from launcher.files.progress import byte_progress
+from launcher.files.storage import write_text
+from launcher.finding import Listing, backend_for, find, full_id
+from launcher.job import FULL_ID, JobDescription, Request, TrainingJob
+from launcher.launching import launch as launching
+from launcher.launching.sweeps import plan_sweep
+from launcher.sagemaker.cost import ceiling_of, check_confirmed
+from launcher.settings import Settings, load_settings
+
+if TYPE_CHECKING:  # they import torch
+    from entry_point.data import Tokenizer
+    from entry_point.model import GPT
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["InProgress", "Stopping", "Completed", "Failed", "Stopped"]
+
+
+@dataclass(unsafe_hash=True)
+class Job:
+    """A job, by its full id, on this machine or on SageMaker, while it runs and afterwards.
+
+    `name`, `status`, `cost` and `url` ask anew until the job has ended; `describe` always does.
+    All raise ServiceError, or one of its kinds, where the job is gone or a service fails.
+    """
+
+    id: str
+    settings: Settings = field(default_factory=load_settings, repr=False, compare=False)
+    _last: JobDescription | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return self.id
+
+    def describe(self) -> JobDescription:
+        """The state of the job now, with its cost, name and settings."""
+        found = tracking.describe(self.id, self.settings)
+        self._last = tracking.with_record(found, self.settings)
+        return self._last
+
+    @property
+    def _known(self) -> JobDescription:
+        last = self._last
+        stale = last is None or last.is_running or last.has_open_pool(time.time())
+        return self.describe() if last is None or stale else last
+
+    @property
+    def name(self) -> str | None:
+        """The name from the request, if it has one."""
+        return self._known.name
+
+    @property
+    def status(self) -> str:
+        """InProgress, Stopping, Completed, Failed or Stopped."""
+        return self._known.status
+
+    @property
+    def cost(self) -> float | None:
+        """USD so far or in total; None on this machine, or if the price is unknown."""
+        return self._known.cost
+
+    @property
+    def url(self) -> str | None:
+        """The job's page in the AWS console; None for a job on this machine."""
+        return backend_for(self._known.instance, self.settings).console_link(self.id)
+
+    def logs(self, follow: bool = False, tail: int | None = None) -> Iterator[str]:
+        """The lines that the script printed, or the last ones; with follow, until the job ends."""
+        return tracking.logs(self.id, follow, self.settings, tail=tail)
+
+    def wait(self, timeout: float | None = None) -> Job:
+        """Wait until the job ends, and return it; timeout is in seconds.
+
+        Raises:
+            ServiceError: the job failed, was deleted, or still runs after `timeout`.
+        """
+        ended = tracking.wait(self.id, self.settings, timeout)
+        if ended.status == "Failed":
+            reason = ended.failure_reason
+            raise ServiceError(f"job {self.id} failed: {reason}", job_id=self.id, reason=reason)
+        return self
+
+    def stop(self) -> None:
+        """Ask the job to stop, on this machine after a checkpoint; `wait` waits for that."""
+        tracking.stop(self.id, self.settings)
+
+    def metrics(self) -> Any:
+        """The curve so far: a pandas DataFrame, or a list of dicts if pandas is not installed.
+
+        Losses are in nats per token, `time` is in seconds since the epoch. Not each row has each
+        value: it is NaN in the DataFrame, and missing in the dict.
+        """
+        rows = tracking.metrics(self.id, self.settings).rows
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            return rows
+        names = ["step", "train_loss", "val_loss", *(name for row in rows for name in row)]
+        return DataFrame(rows, columns=[*dict.fromkeys(names)])
+
+    def model(self, entry_point: Path | None = None) -> Path:
+        """The directory of the model, which is downloaded unless it is here, and checked.
+
+        For a job that failed or was stopped, the model is that of its newest checkpoint.
+        entry_point names the folder that trained it, if its launch kept none here.
+        """
+        from launcher.models.fetch import fetch_model
+
+        with byte_progress("fetch") as progress:
+            return fetch_model(self.id, self.settings, progress, entry_point)
+
+    @cached_property
+    def _loaded(self) -> tuple[GPT, Tokenizer]:
+        from launcher.models.load import load_model
+
+        return load_model(self.model(), self.settings)
+
+    def sample(self, prompt: str | None = None, max_new_tokens: int = 500, **sampling: Any) -> str:
+        """A text that starts with the prompt; sampling is as for stream_samples.
+
+        A model that has learned from conversations answers the prompt; the text is its answer.
+        """
+        from launcher.models.sample import answered
+
+        begin, most = answered(*self._loaded, prompt, max_new_tokens)
+        return (begin if isinstance(begin, str) else "") + self._text(begin, most, sampling)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], max_new_tokens: int = 500, **sampling: Any
+    ) -> str:
+        """The answer to a conversation: [{"role": "user", "content": "Hello"}, ...].
+
+        Raises InputError if the model has not learned from conversations.
+        """
+        from launcher.models.chat import Chat, Message
+
+        said = [Message(each["role"], each["content"]) for each in messages]
+        _, ids, most = Chat(*self._loaded).fitting(said, max_new_tokens)
+        return self._text(ids, most, sampling)
+
+    def _text(self, begin: str | Sequence[int] | None, most: int, sampling: dict[str, Any]) -> str:
+        from launcher.models.sample import stream_samples
+
+        pieces = stream_samples(*self._loaded, begin, most, **sampling)
+        return "".join(piece for (piece,) in pieces)
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write a report as one HTML file (default: report-ID.html), and return its path."""
+        from launcher.views.page import page
+        from launcher.views.report import compare, read_runs
+
+        place = Path(path or f"report-{self.id}.html")
+        write_text(str(place), page(compare(read_runs([self.id], self.settings))))
+        return place
+
+    def delete(self, keep_model: bool = False) -> None:
+        """Delete the job and its files, here and on S3; keep_model: but for its fetched model."""
+        if keep_model:
+            self.model()
+        _, places = tracking.places_of(self.id, self.settings)
+        tracking.delete(self.id, places[keep_model:], self.settings)
+        self._last = None
+
+    def resume(self, *, confirmed: bool = False, **changes: Any) -> Job:
+        """Launch a job that continues from this one's checkpoint. changes: fields of Request."""
+        return launch(Request(resume=self.id, **changes), self.settings, confirmed)
+
+    def _repr_html_(self) -> str:
+        from launcher.views.card import card
+
+        try:
+            now, curve = self.describe(), None
+            with suppress(ServiceError):  # that of an old job may have expired
+                curve = tracking.metrics(self.id, self.settings)
+        except LauncherError as error:
+            return f"<pre>{escape(str(error))}</pre>"
+        return card(now, curve)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job that is complete, checked and priced. Nothing has been sent yet.
+
+    job has every choice made. request is what CreateTrainingJob gets; empty on this machine.
+    worst_cost, if the job runs to its time limit, and ceiling are in USD; None: unknown, or none.
+    """
+
+    job_id: str
+    job: TrainingJob = field(repr=False)
+    request: dict[str, Any] = field(repr=False)
+    worst_cost: float | None
+    ceiling: float | None
+    _ready: launching.Ready = field(repr=False)
+    _settings: Settings = field(repr=False)
+
+    def submit(self, confirmed: bool = False) -> Job:
+        """Upload the text, and start the job.
+
+        Raises:
+            Unconfirmed: the job may cost more than the setting ask_above, or its price is unknown;
+                neither its request nor the settings have max_cost; and it is not confirmed.
+        """
+        if not confirmed and not self.job.is_local:
+            chosen = None if self.job.origin("max_cost") else self.job.max_cost
+            check_confirmed(self.worst_cost or math.inf, chosen, self._settings)
+        with byte_progress("upload") as progress:
+            return Job(self._ready.go(progress), self._settings)
+
+
+def with_full_ids(request: Request, settings: Settings) -> Request:
+    """The request, with the ids of the jobs that its words mean."""
+    ids = {}
+    if request.resume is not None:
+        ids["resume"] = full_id(request.resume, settings, acts=True)
+    if request.init_from is not None and not is_path(request.init_from):
+        ids["init_from"] = full_id(request.init_from, settings, trained=True)
+    return request.model_copy(update=ids)
+
+
+def prepare(request: Request, settings: Settings | None = None) -> Plan:
+    """Complete, check and price a job. A path as data is uploaded when the job is submitted.
+
+    Without data it uses the last upload; with `resume`, fields that are left out come from that
+    job. Raises InputError if the job cannot run.
+    """
+    settings = settings or load_settings()
+    ready = launching.prepare(with_full_ids(request, settings), settings)
+    job, sent, ceiling = ready.job, {}, None
+    if not job.is_local:
+        sent, ceiling = ready.plan.request, ceiling_of(job, settings)
+    most = ceiling.amount if ceiling else None
+    return Plan(ready.job_id, job, sent, job.worst_cost, most, ready, settings)
+
+
+def launch(request: Request, settings: Settings | None = None, confirmed: bool = False) -> Job:
+    """Start a training job and return it at once. Raises as `prepare` and `Plan.submit`."""
+    return prepare(request, settings).submit(confirmed)
+
+
+def sweep(
+    request: Request,
+    values: Mapping[str, Sequence[Any]],
+    seeds: int = 1,
+    parallel: int = 1,
+    settings: Settings | None = None,
+    confirmed: bool = False,
+) -> list[Job]:
+    """Run a job for each combination of the values, with each of `seeds` seeds, to their ends.
+
+    `parallel` run at a time; max_cost is for all of them. Returns the jobs, that of the lowest loss
+    first. Jobs that run when this is interrupted go on. Raises as `launch`.
+    """
+    settings = settings or load_settings()
+    plan = plan_sweep(with_full_ids(request, settings), settings, values, seeds, parallel)
+    if not confirmed and not request.is_local:
+        check_confirmed(plan.worst_cost, request.max_cost, settings)
+    with byte_progress("upload") as progress:
+        events = plan.submit(progress)
+    for each in events:
+        logger.info(f"{each.job_id}: {each.description.status if each.description else 'started'}")
+    last = [each[-1] for each in plan.tries.values()]
+    last.sort(key=lambda job: (job.metrics or {}).get("best_loss", math.inf))
+    return [Job(each.job_id, settings) for each in last]
+
+
+def job(word: str = "latest", settings: Settings | None = None) -> Job:
+    """The job that a word means: a full id, a name, a part of an id, or `latest`.
+
+    Only a full id may be of somebody else's job; it is not looked for before the job is used.
+    """
+    settings = settings or load_settings()
+    job_id = full_id(word, settings)
+    if not FULL_ID.fullmatch(job_id):
+        find(job_id, settings)  # says that there is none
+    return Job(job_id, settings)
+
+
+def jobs(
+    limit: int | None = None,
+    status: Status | None = None,
+    name: str | None = None,
+    everyone: bool = False,
+    settings: Settings | None = None,
+) -> list[Job]:
+    """Your jobs, or everyone's in the account, newest first. Reads no more than it is asked for.
+
+    Warns of jobs that cannot be read, and if SageMaker cannot be asked.
+    """
+    if status not in (None, *get_args(Status)):
+        raise InputError(f"must be one of {', '.join(get_args(Status))}", "", "status", status)
+    settings = settings or load_settings()
+    listing = Listing(settings, everyone, name)
+    found = list(islice((each for each in listing if status in (None, each.status)), limit))
+    for odd in listing.unreadable:
+        warnings.warn(f"job {odd.job_id} is left out: {odd.error}", stacklevel=2)
+    if listing.failure is not None:
+        warnings.warn(f"not all jobs are listed: {listing.failure}", stacklevel=2)
+    return [Job(each.job_id, settings, each) for each in tracking.with_costs(found, settings)]

@@ -1,0 +1,226 @@
+"""The library as a program uses it: jobs to hold, plans, and errors to branch on."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import shutil
+import subprocess
+import sys
+
+import pytest
+from launching import TINY
+from test_sagemaker_resume import CHECKPOINT
+
+import launcher
+import sm_nanogpt as sm
+from launcher.files.storage import write_json
+from launcher.local.backend import LocalBackend
+
+TINY_JOB = {"instance": "local", "preset": "cpu", "hyperparameters": TINY}
+
+
+@pytest.fixture
+def held(job):
+    """The finished job, held."""
+    return sm.Job(job.job_id)
+
+
+# -- a job on this machine -------------------------------------------------------------------------
+
+
+def test_a_job_is_held_from_launch_to_its_end(home, text_file):
+    job = sm.launch(sm.Request(**TINY_JOB, name="first", data=str(text_file)))
+    assert (job.wait(), job.status, job.name) == (job, "Completed", "first")
+    assert (job.cost, job.url) == (None, None)
+    assert (str(job), repr(job)) == (job.id, f"Job(id='{job.id}')")
+    assert sm.job() == sm.job("first") == sm.job(job.id[-6:]) == job
+    later = job.resume(hyperparameters={"max_steps": 15}).wait()
+    assert later.describe().metrics is not None
+    assert sm.jobs(limit=1) == [later]
+    assert list(later.metrics()["step"])[-1] == 15
+
+
+def test_a_sweep_gives_its_jobs_best_first(home, text_file):
+    request = sm.Request(**TINY_JOB, data=str(text_file))
+    found = sm.sweep(request, {"learning_rate": [1e-9, 0.01]}, parallel=2)
+    losses = [job.metrics()["val_loss"].min() for job in found]
+    assert losses == sorted(losses)
+    assert found[0].describe().hyperparameters["learning_rate"] == 0.01
+    assert {*found} == {*sm.jobs()}
+
+
+def test_a_job_gives_its_log_curve_model_and_text(held):
+    assert list(held.logs(tail=1)) == list(held.logs(follow=True))[-1:]
+    frame = held.metrics()
+    assert list(frame.columns[:3]) == ["step", "train_loss", "val_loss"]
+    assert frame["val_loss"].min() == held.describe().metrics["best_loss"]
+    model, tokenizer = sm.load_model(held.model())
+    text = held.sample("The ", 20, seed=3)
+    pieces = sm.stream_samples(model, tokenizer, "The ", 20, seed=3)
+    assert text == "The " + "".join(piece for (piece,) in pieces)
+    assert held.report("my.html").read_text().startswith("<!doctype html>")
+
+
+def test_metrics_are_dicts_without_pandas(held, monkeypatch):
+    frame = held.metrics()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    rows = held.metrics()
+    assert [row["step"] for row in rows] == list(frame["step"])
+    assert set().union(*rows) == set(frame.columns)
+
+
+def test_the_model_is_loaded_once(held, monkeypatch):
+    held.sample(max_new_tokens=2)
+    monkeypatch.setattr("launcher.models.load.load_model", None)
+    assert held.sample("The ", 2, seed=1) != held.sample("The ", 2, seed=2)
+
+
+def test_a_fetched_model_needs_no_aws(held, monkeypatch):
+    text = held.sample(max_new_tokens=5)
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, "eu-north-9")
+    assert sm.job(held.id).sample(max_new_tokens=5) == text
+
+
+def test_only_models_of_conversations_chat(held):
+    with pytest.raises(sm.InputError, match="conversations"):
+        held.chat([{"role": "user", "content": "Hello"}])
+
+
+@pytest.mark.parametrize("keep_model", [True, False])
+def test_a_deleted_job_is_gone_and_its_model_may_stay(held, home, keep_model):
+    held.delete(keep_model=keep_model)
+    assert sm.jobs() == []
+    assert any((home / "models" / held.id).glob("*")) == keep_model
+    with pytest.raises(sm.ServiceError, match="there is no job"):
+        _ = held.status
+
+
+def test_waiting_for_a_job_that_fails_raises(held, home):
+    state = {"status": "Failed", "secondary": "Failed", "reason": "the GPU fell off the bus"}
+    write_json(str(home / "jobs" / held.id / "state.json"), state)
+    with pytest.raises(sm.ServiceError) as caught:
+        held.wait()
+    assert (caught.value.job_id, caught.value.reason) == (held.id, state["reason"])
+
+
+def test_the_page_of_a_job_is_escaped_and_drawn(held, home):
+    state = {"status": "Failed", "secondary": "Failed", "reason": "<script>alert(1)</script>"}
+    write_json(str(home / "jobs" / held.id / "state.json"), state)
+    html = held._repr_html_()
+    assert "&lt;script&gt;" in html
+    assert "<script" not in html
+    assert html.count("<polyline") == 2
+    assert "#" not in html  # each color is the page's
+    held.delete()
+    assert held._repr_html_().startswith("<pre>there is no job")
+
+
+# -- which jobs ------------------------------------------------------------------------------------
+
+
+def test_jobs_reads_only_as_many_as_asked(held, job, monkeypatch):
+    for n in range(5):
+        record = (job.directory / "job.json").read_text()
+        other = job.directory.with_name(f"sm-nanogpt-2020010{n}-000000-abcdef")
+        other.mkdir(parents=True)
+        (other / "job.json").write_text(record)
+    read: list[str] = []
+    describe = LocalBackend.describe
+
+    def counted(self: LocalBackend, job_id: str) -> sm.JobDescription | None:
+        read.append(job_id)
+        return describe(self, job_id)
+
+    monkeypatch.setattr(LocalBackend, "describe", counted)
+    assert sm.jobs(limit=1) == [held]
+    assert len(read) <= 2  # one more tells which list is older
+    assert [each.status for each in sm.jobs(status="Completed")] == ["Completed"]
+    assert sm.jobs(name="nobody") == []
+
+
+def test_a_state_that_no_job_has_is_refused(home):
+    with pytest.raises(sm.InputError) as caught:
+        sm.jobs(status="completed")  # type: ignore[arg-type]
+    assert (caught.value.field, caught.value.value) == ("status", "completed")
+
+
+def test_a_word_of_no_job_is_refused(held):
+    with pytest.raises(sm.Missing) as caught:
+        sm.job("nothing")
+    assert caught.value.job_id == "nothing"
+
+
+# -- money -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def request_of(money, cloud, text_file, monkeypatch):
+    """A request for 4 GPUs, of which two hours may cost more than 10 USD."""
+    monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "10")
+    return lambda **given: sm.Request(
+        **{"instance": "ml.g5.12xlarge", "data": str(text_file), "max_run": 7200, **given}
+    )
+
+
+def test_a_plan_shows_the_request_and_cost_first(cloud, request_of):
+    plan = sm.prepare(request_of(max_run=None, max_cost=5))
+    assert plan.ceiling == 5
+    assert plan.worst_cost == pytest.approx(5, abs=0.01)
+    assert plan.request["TrainingJobName"] == plan.job_id
+    assert plan.job.time_limit == plan.request["StoppingCondition"]["MaxRuntimeInSeconds"]
+    assert not cloud.sagemaker.jobs
+    job = plan.submit()
+    assert (job.id, job.status) == (plan.job_id, "InProgress")
+    assert str(job.url).endswith(job.id)
+
+
+@pytest.mark.parametrize(
+    ("given", "worst"), [({}, 15.4), ({"instance": "ml.p4d.24xlarge"}, math.inf)]
+)
+def test_a_costly_launch_needs_consent(cloud, request_of, given, worst):
+    with pytest.raises(sm.Unconfirmed) as caught:
+        sm.launch(request_of(**given))
+    assert caught.value.worst_cost == pytest.approx(worst, abs=0.1)
+    assert caught.value.limit == 10
+    assert not cloud.sagemaker.jobs
+    assert sm.launch(request_of(**given), confirmed=True).id in cloud.sagemaker.jobs
+
+
+def test_only_a_ceiling_of_this_launch_is_consent(cloud, s3, request_of):
+    first = sm.launch(request_of(max_cost=30))
+    s3.put_object(Bucket=s3.bucket, Key=CHECKPOINT.format(first), Body=b"x")
+    first.stop()
+    first.wait()
+    with pytest.raises(sm.Unconfirmed):
+        first.resume()
+    assert first.resume(max_cost=30).id in cloud.sagemaker.jobs
+
+
+# -- the package -----------------------------------------------------------------------------------
+
+
+def test_each_name_is_given_and_documented(home):
+    assert dir(launcher) == sorted(launcher.__all__) == sorted(launcher._MODULE)
+    assert sorted(dir(sm)) == sorted(["job", *launcher.__all__])
+    for name in dir(sm):
+        assert inspect.getdoc(getattr(sm, name)), name
+    with pytest.raises(AttributeError):
+        _ = sm.no_such_name
+
+
+def test_importing_the_library_loads_no_torch(home):
+    words = "import sm_nanogpt, sys; sm_nanogpt.upload_data; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", words], check=True)
+
+
+def test_the_packages_example_prints_only_its_sample(home, tmp_path, text_file, capfd):
+    lines = (sm.__doc__ or "").splitlines()
+    example = "\n".join(line[4:] for line in lines if line.startswith("    "))
+    small = f"preset='cpu', hyperparameters={TINY}"
+    example = example.replace('preset="cpu"', small).replace("ROMEO:", "The ")
+    shutil.copy(text_file, tmp_path / "input.txt")
+    exec(example, {})
+    printed = capfd.readouterr()
+    assert (printed.out[:4], len(printed.out), printed.err) == ("The ", 4 + 500 + 1, "")
