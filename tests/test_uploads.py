@@ -56,7 +56,7 @@ def test_data_lists_uploads_and_the_jobs_that_read_them(cli, reader, upload, tmp
     assert tale["freed"] == tale["size"] > 0 and tale["written"] >= text["written"] > 1e9
     shown = cli("data").good
     assert reader.job_id[-6:] in shown.out and name_of(upload) in shown.out
-    assert shown.err == f"`launch` without --data takes {tokens}\n"
+    assert shown.err == f"`sm-nanogpt launch` without --data takes {tokens}\n"
     assert [uploads()[0].uri, uploads()[1].uri] == [*both]
 
 

@@ -46,7 +46,7 @@ def data_command(context: click.Context, as_json: bool) -> None:
     if failure:
         raise failure
     with suppress(InputError):
-        note(f"`launch` without --data takes {last_upload(settings)}")
+        note(f"`{command('launch')}` without --data takes {last_upload(settings)}")
     if not found:
         note(f"nothing was uploaded yet: {command('upload-data', 'FILE')}")
 

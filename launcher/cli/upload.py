@@ -9,6 +9,7 @@ import click
 
 from launcher.cli.options import JSON, Command, Job, settings_of
 from launcher.cli.show import note, print_json
+from launcher.cli.words import command
 from launcher.files.progress import byte_progress
 
 
@@ -102,7 +103,7 @@ def upload_data_command(
         where = "ml.m5.xlarge --preset quick --max-cost 0.20"
     elif n_training(upload) < SHORT and not (upload.chats or base):
         where = "local --preset auto"
-    note(f"next: sm-nanogpt launch --instance {where}{base}")
+    note(f"next: {command('launch', '--instance', where, base)}")
 
 
 def base_of(tokenizer: str | None) -> str:
@@ -113,4 +114,4 @@ def base_of(tokenizer: str | None) -> str:
         return ""
     there = path_of(tokenizer)
     is_model = (there / "config.json").exists() if there.exists() else True  # else it is a job
-    return f" --init-from {shlex.quote(tokenizer)}" if is_model else ""
+    return f"--init-from {shlex.quote(tokenizer)}" if is_model else ""

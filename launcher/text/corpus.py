@@ -147,15 +147,16 @@ def survey(name: str, files: Sequence[File], settings: Settings) -> tuple[Upload
     """The upload that plain text makes, and its files. Raises InputError as read_plain."""
     counts, kept = read_plain(name, files)
     upload = Upload(
-        uri=uri_of(name, counts.sha256, settings),
+        uri=(uri := uri_of(name, counts.sha256, settings)),
         size=counts.size,
         sha256=counts.sha256,
         files=tuple(file.name for file in kept),
+        uploaded=not is_there(uri, settings),
         characters=counts.characters,
         vocabulary_size=len(counts.vocabulary),
         vocabulary=counts.vocabulary,
     )
-    return replace(upload, uploaded=not is_there(upload.uri, settings)), kept
+    return upload, kept
 
 
 def uri_of(name: str, sha256: str, settings: Settings, kind: str = "data") -> str:

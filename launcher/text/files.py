@@ -92,8 +92,8 @@ def find_files(
 
 def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool, alone: bool) -> list[Path]:
     """The files of a folder that are taken, sorted; the others are logged. alone: one must be."""
-    taken, left, aside = list[Path](), list[Path](), Counter[str]()
-    for place, folders, names in os.walk(root, onerror=raise_error):  # rglob ignores errors
+    taken, left, aside, errors = list[Path](), list[Path](), Counter[str](), list[OSError]()
+    for place, folders, names in os.walk(root, onerror=errors.append):
         for path in [Path(place, name) for name in (*folders, *names)]:
             if why := reason_to_skip(path, root, skipped):
                 aside[why] += 1
@@ -101,10 +101,12 @@ def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool, alone: b
             elif path.name not in folders:
                 read = added.match(path, root) or is_read(path, tokens)
                 (taken if read else left).append(path)
+    for error in errors:  # which rglob ignores
+        raise error
     if aside:
         logger.info(f"{root}: {listed(aside)}")
     lines = left_out(left, root)
-    if (root / "meta.json").exists():
+    if not taken and (root / "meta.json").exists():
         lines = [("these are tokens, which a launch takes", dict(code="no-upload"))]
     if not taken:
         lines = [(f"no text is there; {what}", advice) for what, advice in lines or [("", {})]]
@@ -131,10 +133,6 @@ def reason_to_skip(path: Path, root: Path, skipped: Globs) -> str:
 def is_read(path: Path, tokens: bool) -> bool:
     """Whether a file in a folder is read because of its name."""
     return (known := named(path)) is PLAIN or (tokens and known is not None and known.read != "")
-
-
-def raise_error(error: OSError) -> None:
-    raise error
 
 
 def listed(counts: Counter[str]) -> str:

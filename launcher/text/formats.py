@@ -232,17 +232,11 @@ def stored(file: File) -> Iterator[Path]:
 # -- what may be wrong with a text -----------------------------------------------------------------
 
 ODD = {
-    rb"\xc2[\x80-\x9f]": (
-        "control characters (U+0080 to U+009F), as of Windows-1252 that was read as"
-        " Latin-1; upload the original",
-        "cp1252",
-    ),
-    rb"\xef\xbf\xbd": ("U+FFFD, the sign for lost characters; upload the original", "NAME"),
-    rb"\r[^\n]": (
-        "carriage returns without line feeds; for line breaks:"
-        r" `tr '\r' '\n' < FILE > NEW-FILE`",
-        "",
-    ),
+    rb"\xc2[\x80-\x9f]": "control characters (U+0080 to U+009F), as of Windows-1252 that was read"
+    " as Latin-1; upload the original",
+    rb"\xef\xbf\xbd": "U+FFFD, the sign for lost characters; upload the original",
+    rb"\r[^\n]": "carriage returns without line feeds; for line breaks:"
+    r" `tr '\r' '\n' < FILE > NEW-FILE`",
 }
 
 
@@ -274,9 +268,10 @@ class Counts:
     def check(self, name: object) -> None:
         """Warn of odd characters. Raise InputError if there is too little text for any run."""
         for pattern, place in self.odd.items():
-            what, encoding = ODD[pattern]
-            advice = dict(code="give-encoding", encoding=encoding) if encoding else {}
-            logger.warning(f"{place}: has {what}", extra=advice)
+            encoding = "cp1252" if "1252" in ODD[pattern] else "NAME"
+            advice = dict(code="give-encoding", encoding=encoding)
+            lost = ODD[pattern].endswith("original")
+            logger.warning(f"{place}: has {ODD[pattern]}", extra=advice if lost else {})
         needed = 10 * (SHORTEST_BLOCK_SIZE + 1)
         if self.characters < needed:
             few = f"{self.characters} characters are too few to train and validate on"
