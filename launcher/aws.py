@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from launcher.errors import InputError, ServiceError, did_you_mean
 
@@ -58,17 +58,26 @@ AGAIN_SECONDS = 5.0
 
 
 def aws_session(settings: Settings) -> Any:
-    """Create the boto3 session of the settings."""
+    """The boto3 session of the settings, and of their copies. In a dry run it makes no client."""
     import boto3
     from botocore.exceptions import BotoCoreError
 
+    key = settings.profile, settings.aws_region, settings.offline
+    if key in settings._sessions:
+        return settings._sessions[key]
     try:
-        session = boto3.Session(
+        session = settings._sessions[key] = boto3.Session(
             profile_name=settings.profile or None, region_name=settings.aws_region or None
         )
     except BotoCoreError as error:
         raise InputError(f"{error}; `aws configure list-profiles` shows the profiles") from None
+    if settings.offline:
+        session.client = not_asked
     return session
+
+
+def not_asked(*_: object, **__: object) -> NoReturn:
+    raise NotAsked("a dry run does not ask AWS")
 
 
 def make_client(session: Any, service: str, region: str, attempts: int | None = None) -> Any:
@@ -104,7 +113,7 @@ def check_region(session: Any) -> str:
     return region
 
 
-def check_bucket(client: Any, uri: str, option: str, region: str) -> None:
+def check_bucket(client: Any, uri: str, field: str, region: str) -> None:
     """Raise InputError if a place on S3 is in another region than the job.
 
     Each answer of S3 about a bucket names the region, also one that refuses, so this needs no
@@ -121,14 +130,16 @@ def check_bucket(client: Any, uri: str, option: str, region: str) -> None:
             answer = error.response
     there = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region", region)
     if there != region:
-        raise InputError(
-            f"{uri} is in {there}, and SageMaker in {region} cannot use it: set --region {there},"
-            f" or {option} to a place in {region}"
-        )
+        problem = f"is in {there}, and SageMaker in {region} cannot use it"
+        raise InputError(problem, "other-region", field=field, value=uri, region=there)
 
 
 class Missing(ServiceError):
     """The thing that was asked for does not exist."""
+
+
+class NotAsked(ServiceError):
+    """A dry run does not ask AWS."""
 
 
 class Unreachable(ServiceError):

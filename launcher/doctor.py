@@ -81,7 +81,7 @@ def check_training(context: Context) -> str:
         settings = context.settings.model_copy(update={"home": Path(directory), "store": ""})
         began = time.monotonic()
         request = Request(instance="local", data=str(text), hyperparameters=tiny)
-        job_id = prepare(request, settings).go()
+        job_id = prepare(request, settings).submit()
         try:
             ended = wait(job_id, settings, timeout=TRAINING_SECONDS)
         except ServiceError:
@@ -152,7 +152,7 @@ def check_store(context: Context) -> str:
         raise InputError(
             f"SageMaker cannot read {context.store}: set --store to s3://bucket/prefix"
         )
-    check_bucket(context.client("s3"), context.store, "--store", context.region)
+    check_bucket(context.client("s3"), context.store, "store", context.region)
     place = storage.join(context.store, "data", f"doctor-{secrets.token_hex(4)}.txt")
     storage.write_bytes(place, b"", context.settings)
     try:

@@ -4,6 +4,7 @@ JobDescription how it stands.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
@@ -252,7 +253,10 @@ class Request(BaseModel):
 
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
         """The script's Config; base replaces the defaults."""
-        source = self.source
+        source, base = self.source, base and dict(base)
+        made = json.dumps([self.preset, self.hyperparameters, world_size, base])
+        if made in source.configs:
+            return source.configs[made]
         module = source.module("config")
         names = ["auto", *module.PRESETS]  # auto is a launch's, which then names another
         if self.preset is not None and self.preset not in names:
@@ -263,6 +267,7 @@ class Request(BaseModel):
                 config.check_world_size(world_size)
             except module.ConfigError as error:
                 raise InputError(str(error)) from None
+        source.configs[made] = config
         return config
 
     def metric_definitions(self) -> list[dict[str, str]]:

@@ -209,7 +209,7 @@ class Plan:
     request: dict[str, Any] = field(repr=False)
     worst_cost: float | None
     ceiling: float | None
-    _ready: launching.Ready = field(repr=False)
+    _ready: launching.Plan = field(repr=False)
     _settings: Settings = field(repr=False)
 
     def submit(self, confirmed: bool = False) -> Job:
@@ -223,7 +223,7 @@ class Plan:
             chosen = None if self.job.origin("max_cost") else self.job.max_cost
             check_confirmed(self.worst_cost or math.inf, chosen, self._settings)
         with byte_progress("upload") as progress:
-            return Job(self._ready.go(progress), self._settings)
+            return Job(self._ready.submit(progress), self._settings)
 
 
 def with_full_ids(request: Request, settings: Settings) -> Request:
@@ -244,11 +244,10 @@ def prepare(request: Request, settings: Settings | None = None) -> Plan:
     """
     settings = settings or load_settings()
     ready = launching.prepare(with_full_ids(request, settings), settings)
-    job, sent, ceiling = ready.job, {}, None
-    if not job.is_local:
-        sent, ceiling = ready.plan.request, ceiling_of(job, settings)
+    job = ready.job
+    ceiling = None if job.is_local else ceiling_of(job, settings)
     most = ceiling.amount if ceiling else None
-    return Plan(ready.job_id, job, sent, job.worst_cost, most, ready, settings)
+    return Plan(ready.job_id, job, {**ready.request}, job.worst_cost, most, ready, settings)
 
 
 def launch(request: Request, settings: Settings | None = None, confirmed: bool = False) -> Job:

@@ -80,6 +80,7 @@ class Settings(BaseSettings):
     tags: dict[str, str] = Field(default_factory=dict)
 
     _offline: bool = PrivateAttr(default=False)
+    _sessions: dict[tuple[str, str, bool], Any] = PrivateAttr(default_factory=dict)  # of boto3
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -137,9 +138,15 @@ class Settings(BaseSettings):
         offline._offline = True
         return offline
 
+    def that_ask(self) -> Settings:
+        """These, to look up an earlier job, which a dry run does too."""
+        asking = self.model_copy()
+        asking._offline = False
+        return asking
+
     @property
     def offline(self) -> bool:
-        """Whether these are for a dry run."""
+        """Whether these are for a dry run: aws.make_client and files.storage raise NotAsked."""
         return self._offline
 
     @property

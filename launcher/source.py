@@ -13,12 +13,13 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from importlib.abc import MetaPathFinder, SourceLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from entry_point.files import read_file
 from launcher.errors import InputError
@@ -41,14 +42,16 @@ class Source:
 
     directory: Path
     files: Mapping[str, bytes]
+    configs: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    @classmethod
-    def packaged(cls) -> Source:
+    @staticmethod
+    @lru_cache(1)  # Python, too, reads its modules once
+    def packaged() -> Source:
         """The folder of this package."""
         spec = importlib.util.find_spec("entry_point")
         assert spec is not None
         assert spec.origin is not None
-        return cls.read(Path(spec.origin).parent)
+        return Source.read(Path(spec.origin).parent)
 
     @classmethod
     def read(cls, place: Path) -> Source:

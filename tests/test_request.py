@@ -12,7 +12,7 @@ from launcher import InputError, Settings
 from launcher.job import TrainingJob
 from launcher.sagemaker import estimator
 from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.request import Plan, create_request, sdk_version
+from launcher.sagemaker.request import Placement, create_request, sdk_version
 
 JOB_ID = "sm-nanogpt-20261125-120000-abcd"
 KEY = "arn:aws:kms:us-east-1:111122223333:key/1"
@@ -44,8 +44,8 @@ jobs = st.fixed_dictionaries(
         "encrypt_traffic": st.booleans(),
     },
 )
-plans = st.builds(
-    Plan,
+placements = st.builds(
+    Placement,
     region=st.just("us-east-1"),
     owner=st.sampled_from(["root", "role/é@x"]),
     role=st.just("arn:aws:iam::111122223333:role/one"),
@@ -59,20 +59,20 @@ plans = st.builds(
     volume_kms_key=st.sampled_from([None, KEY]),
 )
 
-PLAN = Plan(
+PLACEMENT = Placement(
     "us-east-1", "root", "arn:aws:iam::111122223333:role/one", "image:1", "s3://b/p", {}, None, None
 )
 
 
-@given(values=jobs, plan=plans)
+@given(values=jobs, placement=placements)
 @settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-def test_without_the_sdk_the_request_is_the_same(values, plan):
+def test_without_the_sdk_the_request_is_the_same(values, placement):
     try:
         job = TrainingJob(**values)
     except InputError:
         assume(False)
-    expected = estimator.create_request(JOB_ID, job, plan)
-    assert create_request(JOB_ID, job, plan) == expected
+    expected = estimator.create_request(JOB_ID, job, placement)
+    assert create_request(JOB_ID, job, placement) == expected
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_without_a_whole_version_2_the_sdk_is_not_used(installed, versions, monk
     monkeypatch.setattr(estimator, "create_request", Mock(side_effect=AssertionError))
     backend = SageMakerBackend(Settings(home=tmp_path, region="us-east-1"))
     job = TrainingJob(instance="ml.g5.xlarge", data="s3://bucket/data/text")
-    assert backend.request(JOB_ID, job, PLAN) == create_request(JOB_ID, job, PLAN)
+    assert backend.request(JOB_ID, job, PLACEMENT) == create_request(JOB_ID, job, PLACEMENT)
 
 
 def test_a_whole_version_2_of_the_sdk_is_used():

@@ -168,7 +168,7 @@ def test_each_option_is_in_the_request(dry, words, expected):
     ("words", "note"),
     [
         ("--instance ml.p5.48xlarge", "launcher: torchrun"),
-        ("--launcher torchrun --environment NCCL_DEBUG=INFO", "warning: --environment NCCL_DEBUG"),
+        ("--launcher torchrun --environment NCCL_DEBUG=INFO", "warning: NCCL_DEBUG has no effect"),
         ("--instance ml.g6f.xlarge", "boto3 knows no training instance ml.g6f.xlarge"),
     ],
 )
@@ -274,7 +274,7 @@ def many(option: str, n: int) -> str:
         ("--instance ml.g5.xlarge,ml.trn1.2xlarge", "Neuron"),
         ("--instance ml.g5.xlarge,ml.p3.8xlarge", "the V100 of ml.p3.8xlarge"),
         ("--preset quick", "`--set device=auto`"),
-        ("--preset auto --data s3://bucket/some --dry-run", "--preset auto needs"),
+        ("--preset auto --data s3://bucket/some --dry-run", "preset=auto needs"),
     ],
 )
 def test_a_request_aws_would_refuse_is_not_sent(cloud, s3, cli, text_file, words, fact):

@@ -99,7 +99,7 @@ class Prepared:
     def upload(self, progress: Any) -> None:
         pass
 
-    def go(self) -> None:
+    def submit(self) -> None:
         self.backend.submit(self.job_id)
 
 

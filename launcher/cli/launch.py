@@ -30,6 +30,7 @@ from launcher.cli.show import (
     print_json,
     silence,
 )
+from launcher.cli.words import command
 from launcher.errors import InputError, ServiceError
 from launcher.files.progress import byte_progress
 
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
 
 
 TYPED = click.core.ParameterSource.COMMANDLINE
-HOW_TO_FOLLOW = "`sm-nanogpt logs {} --follow` follows it"
+
+
+def how_to_follow(job_id: str) -> str:
+    return f"`{command('logs', job_id, '--follow')}` follows it"
 
 
 class CloudOption(click.Option):
@@ -285,11 +289,11 @@ def launch_command(
                 " --resume, give only --max-cost, --parallel or --yes"
             )
         max_cost = given.get("max_cost")
-        plan = continue_sweep(given["resume"], settings, max_cost, parallel)
-        run_sweep(plan, settings, plan.sweep.job.max_cost, yes)
+        several = continue_sweep(given["resume"], settings, max_cost, parallel)
+        run_sweep(several, settings, several.sweep.job.max_cost, yes)
         return
     if tail := tail_of(member := given.get("resume", "")):
-        again = f"sm-nanogpt launch --resume {member.removesuffix(tail)}"
+        again = command("launch", "--resume", member.removesuffix(tail))
         note(f"{member} continues alone; its sweep continues with `{again}`")
     request = Request(**given, hyperparameters={**from_file, **assignments})
     if dry_run:
@@ -299,21 +303,29 @@ def launch_command(
             raise InputError(
                 "--follow and --detach are not for sweeps: this command runs until all jobs ended"
             )
-        plan = plan_sweep(request, settings, sweep, seeds, parallel or 1)
-        run_sweep(plan, settings, request.max_cost, yes, dry_run)
+        several = plan_sweep(request, settings, sweep, seeds, parallel or 1)
+        run_sweep(several, settings, request.max_cost, yes, dry_run)
         return
     if parallel:
         raise InputError("--parallel is for jobs of a sweep; add --sweep or --seeds")
-    ready = prepare(request, settings)
-    job_id, job = ready.job_id, ready.job
+    if dry_run and request.is_local:
+        raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
+    plan = prepare(request, settings)
+    job_id, job = plan.job_id, plan.job
     if dry_run:
-        print_json(ready.plan.request)
+        print_json(plan.request)
         return
     if not job.is_local:
         # Only a ceiling typed in this command is consent; not one that --resume inherits.
         agree_to_cost(job.worst_cost or math.inf, given.get("max_cost"), settings, yes)
-    with byte_progress("upload") as progress:
-        ready.go(progress)
+    try:
+        with byte_progress("upload") as progress:
+            plan.submit(progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"`{command('status', job_id)}` shows whether the job was submitted;"
+            f" `{command('stop', job_id)}` stops it"
+        ) from None
     try:
         click.echo(job_id)
         sys.stdout.flush()
@@ -321,16 +333,16 @@ def launch_command(
         silence(sys.stdout)  # else the flush at exit fails too
         raise ServiceError(
             f"{error.strerror or error}: cannot print the job id, {job_id};"
-            f" `sm-nanogpt stop {job_id}` stops it"
+            f" `{command('stop', job_id)}` stops it"
         ) from None
-    if link := ready.backend.console_link(job_id):
+    if link := plan.backend.console_link(job_id):
         note(f"console: {link}")
     if follow or (follow is None and job.is_local):
         follow_job(job_id, settings, stops=job.is_local)
     else:
-        chats = any(channel.upload and channel.upload.chats for channel in ready.channels)
-        then = f"sm-nanogpt {'chat' if chats else 'fetch-and-sample'} {job_id}"
-        note(f"{HOW_TO_FOLLOW.format(job_id)}; when it has completed: {then}")
+        chats = any(channel.upload and channel.upload.chats for channel in plan.channels)
+        then = command("chat" if chats else "fetch-and-sample", job_id)
+        note(f"{how_to_follow(job_id)}; when it has completed: {then}")
 
 
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
@@ -350,7 +362,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         if not interrupted:
             silence(sys.stderr)
         if not stops:
-            note(f"the job keeps running; {HOW_TO_FOLLOW.format(job_id)}")
+            note(f"the job keeps running; {how_to_follow(job_id)}")
             return
         if find(job_id, settings)[1].is_running:
             stop(job_id, settings)
@@ -410,5 +422,5 @@ def copy_script_command(directory: Path) -> None:
     click.echo(directory)
     note(
         f"next: edit a file in {directory}, then run"
-        f" sm-nanogpt launch --instance local --entry-point {directory}"
+        f" {command('launch', '--instance', 'local', '--entry-point', str(directory))}"
     )

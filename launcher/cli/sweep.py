@@ -32,7 +32,7 @@ def run_sweep(
     from launcher.tracking import wait
 
     if dry_run:
-        print_json([each.plan.request for each in plan.plans.values()])
+        print_json([each.request for each in plan.plans.values()])
         return
     n, local = len(plan.sweep.members), plan.sweep.job.is_local
     note(f"sweep: {len(plan.plans)} jobs, {plan.sweep.parallel} at a time")

@@ -18,6 +18,19 @@ if TYPE_CHECKING:
 # that the user gave before the command; the other fields are the facts of the error.
 REMEDIES: dict[str, str] = {
     # launching, jobs
+    "allow-vpc": "allow it with `{sm} infra deploy --vpc`, or set another --role",
+    "encode-for-model": "encode the text with `{sm} upload-data PATH --tokenizer {model}`",
+    "idle-gpus": "add `--set device=auto`, or `--set device=cpu` if you mean it",
+    "job-may-exist": "`{sm} status {job_id}` shows whether the job exists",
+    "name-script": "name it with --entry-point DIR",
+    "no-role": "`{sm} infra deploy` creates one, or set --role or SM_NANOGPT_ROLE to its ARN",
+    "no-stack-seen": "set --store or SM_NANOGPT_STORE to s3://bucket/prefix; or, if you have a"
+    " stack, run `{sm} infra show` once",
+    "no-store": "create one with `{sm} infra deploy`, or set --store or SM_NANOGPT_STORE to"
+    " s3://bucket/prefix",
+    "read-less": "use more text, or --set max_steps={steps} to read it {n} times",
+    "store-on-s3": "set --store or SM_NANOGPT_STORE to s3://bucket/prefix",
+    "train-on-cpu": "--set device=cpu trains without them",
     "cost-unconfirmed": "set a ceiling with --max-cost, where the price is known, or pass --yes",
     # finding, tracking, sweeps
     "no-such-job": "`{sm} jobs` lists the jobs, and `{sm} data` the uploads; a part of an id has at"
@@ -55,6 +68,7 @@ REMEDIES: dict[str, str] = {
     "own-text": "to train on a text of your own: `{sm} upload-data FILE`",
     "no-upload": "`{sm} data` lists uploads, and `{sm} upload-data FILE` makes one",
     # settings, AWS
+    "other-region": "set --region {region}, or name a place in the job's region",
 }
 
 # What to do, by a part of the reason why a job failed or stopped.

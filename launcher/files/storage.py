@@ -21,7 +21,7 @@ import fsspec
 from pydantic_core import to_jsonable_python
 
 from entry_point.files import check_size, open_file, read_file
-from launcher.aws import failure
+from launcher.aws import failure, not_asked
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, parse
 from launcher.settings import Settings, check_location, load_settings
@@ -111,7 +111,10 @@ def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
     path = local_path(uri)
     if path is not None:
         return fsspec.filesystem("file"), str(path)
-    options = s3_options(settings or load_settings())
+    settings = settings or load_settings()
+    if settings.offline:
+        not_asked()
+    options = s3_options(settings)
     kind = fsspec.get_filesystem_class("s3")
     return kind(use_listings_cache=False, **options), kind._strip_protocol(uri)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher import machines
+from launcher.aws import NotAsked
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.finding import Backend, Listing, backend_for, find
+from launcher.finding import Backend, Listing, find
 from launcher.job import JobDescription, Request, TrainingJob
 from launcher.launching import start
 from launcher.launching.records import recorded_as
@@ -26,15 +27,13 @@ from launcher.launching.texts import (
     size_of,
     with_whole_windows,
 )
+from launcher.local.backend import LocalBackend
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered
 from launcher.sagemaker.stack import notebook_role, with_stack
 from launcher.settings import Settings
 from launcher.source import Source, find_source, keep
 from launcher.text import corpus
-
-if TYPE_CHECKING:  # it imports torch
-    from entry_point.data import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +42,18 @@ NEW = {"name", "resume", "preset", "hyperparameters"}  # what a job does not tak
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A job that can be submitted, complete and checked, once its texts are uploaded.
+class Plan:
+    """A job that can be submitted: complete, checked and priced.
 
-    plan is what the backend decided; settings have the store and role that the job uses.
+    request is that of CreateTrainingJob, and empty for a job of this machine. placement is what the
+    backend decided; settings have the store and role that the job uses.
     """
 
     job_id: str
     job: TrainingJob
-    plan: Any
-    channels: list[Channel]
+    request: Mapping[str, Any]
+    placement: Any
+    channels: Sequence[Channel]
     backend: Backend
     settings: Settings
 
@@ -64,22 +65,15 @@ class Ready:
                     logger.info(f"upload: {channel.named} to {channel.uri}")
                 corpus.send(channel.upload, channel.sources, self.settings, progress)
 
-    def go(self, progress: storage.Progress = lambda n: None) -> str:
-        """Upload the texts, submit the job, and return its id.
+    def submit(self, progress: storage.Progress = lambda n: None) -> str:
+        """Upload the texts, start the job, and return its id.
 
-        Raises:
-            KeyboardInterrupt: names the job if it may run, and cost money.
+        After an interruption the job may run, and cost money.
         """
         self.upload(progress)
         with storage.reported(str(self.settings.home)):
             keep(self.job.source, self.settings)  # models and resumed jobs need it
-        try:
-            self.backend.submit(self.job_id, self.job, self.plan)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"`sm-nanogpt status {self.job_id}` shows whether the job was submitted;"
-                f" `sm-nanogpt stop {self.job_id}` stops it"
-            ) from None
+        self.backend.submit(self.job_id, self.job, self.placement, self.request)
         return self.job_id
 
     @property
@@ -88,66 +82,106 @@ class Ready:
         return storage.join(self.settings.data_store, "jobs", self.job_id)
 
 
-def prepare(request: Request, settings: Settings, job_id: str | None = None) -> Ready:
-    """Make a Request into a job that is complete and checked. Changes nothing in the store."""
+def prepare(
+    request: Request,
+    settings: Settings,
+    job_id: str | None = None,
+    texts: Mapping[str, Channel] | None = None,
+) -> Plan:
+    """Make a Request into a job that is complete, checked and priced. Changes nothing in the store.
+
+    texts: the channels of a plan with the same texts, which are not read again.
+    """
     job_id = job_id or new_job_id()
-    asked, before, base = request, None, None
-    if earlier := find_earlier(request, settings):
-        request, before = resumed(request, earlier, settings)
-        base = earlier.job.base
+    draft = fill(request, settings, texts)
+    check(draft)
+    job, backend = draft.job, draft.backend
+    placement: Any = backend.check(job)
+    job = backend.price(job, draft.earlier.backend if draft.earlier else None)
+    made = backend.request(job_id, job, placement)
+    log_choices(request, job, draft.texts["data"])
+    return Plan(job_id, job, made, placement, draft.channels, backend, draft.settings)
+
+
+# -- fill what is open -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A job that another one resumes: as it was submitted, and how it stands."""
+
+    job: TrainingJob
+    description: JobDescription
+    backend: Any
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A job with every field filled, and what its checks need; settings have its store."""
+
+    asked: Request
+    job: TrainingJob
+    texts: Mapping[str, Channel]
+    model: start.InitialModel | None
+    earlier: Earlier | None
+    backend: Backend
+    settings: Settings
+
+    @property
+    def channels(self) -> list[Channel]:
+        return [*self.texts.values(), *([self.model.channel] if self.model else [])]
+
+
+def fill(asked: Request, settings: Settings, known: Mapping[str, Channel] | None = None) -> Draft:
+    """Choose what a request leaves open: from the earlier job, the settings, the initial model, the
+    text, and the defaults of the machine."""
+    request, earlier = asked, find_earlier(asked, settings)
+    if earlier is not None:
+        request, earlier = resumed(asked, earlier, settings)
     check_name(request, settings)
-    if request.is_local and settings.offline:
-        raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
-    backend = backend_for(request.instance or "local", settings)
-    if isinstance(backend, SageMakerBackend):
-        settings = backend.settings = cloud_settings(backend)
+    backend, near = place_of(request, settings)
+    if not request.is_local:
+        settings = near
         request = prescribed(request, settings)
     request = with_folder(request)
-    # The texts of a local job stay on this machine.
-    near = settings.model_copy(update={"store": ""}) if request.is_local else settings
-    model = tokenizer = None
-    if named := asked.init_from or "":
-        base = start.base_of(named)
-        request, model, tokenizer = started(request, named, near)
+    model = start.find_model(request, near) if asked.init_from is not None else None
+    if model is not None:
+        request = model.shape(request)
     gpu = machines.looks_like_gpu(request.instance or "local")
     if gpu and request.preset is None and not (asked.resume or asked.init_from):
         request = request.model_copy(update={"preset": "baby"})
     if request.preset != "auto":
         request.config(1)  # tells of a mistake before a long text is read
-    data = request.data or corpus.last_upload(settings)
-    texts = find_texts(data, request.validation, settings, near)
+    texts = known or find_texts(request, settings, near)
     if request.preset == "auto":
-        request = start.fitted(request, *size_of(texts["data"], near))
+        request = start.fitted(request, *size_of(texts["data"]))
     request = with_whole_windows(request, texts["data"])
-    job = complete(request, texts, base)
-    check_device(job, "device" in asked.hyperparameters, earlier)
-    if earlier is not None and before is not None:
-        job.check_resumable(before, earlier.description)
-    if tokenizer is not None:
-        for text in texts.values():
-            start.check_known(text.named, text.upload, tokenizer, named)
-    check_texts(texts, job.config(1))
-    if (upload := texts["data"].upload) is not None:
-        padding = 1 + upload.chats  # rows of conversations may be half empty
-        start.check_readings(job, n_training(upload) * padding)
-    job, plan = backend.plan(job_id, job)
-    log_choices(asked, job, texts["data"])
-    channels = [*texts.values(), *([model] if model else [])]
-    return Ready(job_id, job, plan, channels, backend, near)
+    base = model.name if model else earlier.job.base if earlier else None
+    return Draft(asked, complete(request, texts, base), texts, model, earlier, backend, near)
+
+
+def place_of(request: Request, settings: Settings) -> tuple[Backend, Settings]:
+    """The backend of a job, and the settings with the store of its texts."""
+    if request.is_local:
+        return LocalBackend(settings), settings.model_copy(update={"store": ""})
+    backend = SageMakerBackend(settings)
+    backend.settings = cloud_settings(backend)
+    return backend, backend.settings
 
 
 def check_name(request: Request, settings: Settings) -> None:
     """Raise InputError if a job of the caller, or a sweep of this machine, has the name."""
     if request.name is None:
         return
-    if group := recorded_as(request.name, settings):
-        raise InputError(f"--name {request.name}: sweep {group} has this name; choose another")
+    taken = recorded_as(request.name, settings)
     listing = Listing(settings, name=request.name)
-    elsewhere = not settings.offline and (not request.is_local or remembered(settings))
-    if taken := next(iter(listing) if elsewhere else listing.local(), None):
-        raise InputError(f"--name {request.name}: job {taken.job_id} has this name; choose another")
+    elsewhere = not request.is_local or remembered(settings)
+    for job in listing if elsewhere else listing.local():
+        taken = taken or job.job_id
+    if taken:
+        raise InputError(f"{taken} has this name", field="name", value=request.name)
     if listing.failure is not None:
-        if not request.is_local:
+        if not (request.is_local or isinstance(listing.failure, NotAsked)):
             raise listing.failure
         logger.info(f"{listing.failure}; of the jobs of this machine, none is named {request.name}")
 
@@ -159,23 +193,17 @@ def cloud_settings(backend: SageMakerBackend) -> Settings:
     runs in and the account's default SageMaker bucket. No bucket is created.
     """
     settings = with_stack(backend.settings, session=backend.session)
-    if not settings.role and not settings.offline and (role := notebook_role(backend.client)):
+    if not settings.role and (role := notebook_role(backend.client)):
         logger.info(f"role: {role} (from this SageMaker notebook)")
         settings = settings.model_copy(update={"role": role})
     if settings.store:
         return settings
-    how = "set --store or SM_NANOGPT_STORE to s3://bucket/prefix"
-    if settings.offline:
-        raise InputError(
-            f"a dry run does not ask AWS, and no stack is known here yet: {how}; or, if you have a"
-            " stack, run `sm-nanogpt infra show` once"
-        )
-    bucket = backend.default_bucket()
+    try:
+        bucket = backend.default_bucket()
+    except NotAsked as error:
+        raise InputError(f"{error}, and no stack is known here yet", "no-stack-seen") from None
     if bucket is None:
-        raise InputError(
-            "no store is set, and the account has no default bucket: create one with"
-            f" `sm-nanogpt infra deploy`, or {how}"
-        )
+        raise InputError("no store is set, and the account has no default bucket", "no-store")
     store = f"s3://{bucket}/sm-nanogpt"
     logger.info(f"store: {store} (the account's default SageMaker bucket)")
     return settings.model_copy(update={"store": store})
@@ -195,36 +223,24 @@ def prescribed(request: Request, settings: Settings) -> Request:
         raise InputError(f"from the settings: {error}") from None
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """A job that another one resumes: as it was submitted, and how it stands."""
-
-    job: TrainingJob
-    description: JobDescription
-
-
 def find_earlier(request: Request, settings: Settings) -> Earlier | None:
-    """The job that a request resumes."""
+    """The job that a request resumes, which a dry run looks up too."""
     if request.resume is None:
         return None
-    if request.preset == "auto":
-        raise InputError("--preset auto is for a new run; leave it out with --resume")
-    if request.init_from is not None:
-        raise InputError("--init-from starts a new run; leave it out with --resume")
-    backend, description = find(request.resume, settings)
+    if request.preset == "auto" or request.init_from is not None:
+        raise InputError("preset=auto and init_from are for a new run, without resume")
+    backend, description = find(request.resume, settings.that_ask())
     if description.is_running:
-        raise ServiceError(
-            f"job {request.resume} is {description.status}; stop it first:"
-            f" `sm-nanogpt stop {request.resume}`"
-        )
+        problem = f"job {request.resume} is {description.status}"
+        raise ServiceError(problem, "job-is-running", job_id=request.resume)
     if description.checkpoint_uri is None:
         raise ServiceError(
             f"job {request.resume} ({description.status}) left no checkpoint to resume from"
         )
-    return Earlier(backend.job(description.job_id), description)
+    return Earlier(backend.job(description.job_id), description, backend)
 
 
-def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Request, TrainingJob]:
+def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Request, Earlier]:
     """Fill the fields that a request leaves out from the job that it resumes.
 
     Hyperparameters, variables and tags are merged one by one. Logs the earlier hyperparameters
@@ -237,8 +253,10 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
     given.setdefault("instance", before.instance)
     if (description.instance == "local") != (given["instance"] == "local"):
         raise InputError(
-            f"job {request.resume} ran on {description.instance}, and --instance"
-            f" {given['instance']} cannot read its checkpoints"
+            f"cannot read the checkpoints of job {request.resume}, which ran on"
+            f" {description.instance}",
+            field="instance",
+            value=given["instance"],
         )
     if request.entry_point is None and before.entry_point is not None:
         source = find_source(before.source_sha256 or "", settings)
@@ -267,7 +285,7 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
         given[name] = {**kept[name], **given[name]}
     after = Request(**{**kept, **given, "preset": None, "hyperparameters": hyperparameters})
     after._inherited = frozenset(kept) - frozenset(given)
-    return after, before
+    return after, replace(earlier, job=before)
 
 
 def with_folder(request: Request) -> Request:
@@ -280,20 +298,6 @@ def with_folder(request: Request) -> Request:
         request = request.model_copy(update={"entry_point": source.directory})
     request._source = source
     return request
-
-
-def started(request: Request, named: str, settings: Settings) -> tuple[Request, Channel, Tokenizer]:
-    """The request with the shape of the model that it starts from, the model, its tokenizer."""
-    with start.opened(named, settings) as (directory, uri):
-        request, tokenizer = start.with_values(request, directory)
-        if uri is not None:
-            channel = Channel(named, uri, None, [])
-        elif storage.local_path(settings.data_store) is not None:
-            channel = Channel(named, storage.to_uri(directory), None, [])
-        else:
-            upload, sources = start.survey(named, directory, settings)
-            channel = Channel(named, upload.uri, upload, sources)
-    return request.model_copy(update={"init_from": channel.uri}), channel, tokenizer
 
 
 def complete(request: Request, texts: Mapping[str, Channel], base: str | None) -> TrainingJob:
@@ -315,6 +319,24 @@ def complete(request: Request, texts: Mapping[str, Channel], base: str | None) -
     return job.model_copy(update={"summary": summary_of(job)})
 
 
+# -- check, without the network --------------------------------------------------------------------
+
+
+def check(draft: Draft) -> None:
+    """Raise InputError if the run would refuse its texts or idle; warn of memorizing."""
+    job, earlier, config = draft.job, draft.earlier, draft.job.config(1)
+    check_device(job, "device" in draft.asked.hyperparameters, earlier)
+    if earlier is not None:
+        job.check_resumable(earlier.job, earlier.description)
+    if draft.model is not None:
+        for text in draft.texts.values():
+            draft.model.check_known(text)
+    check_texts(draft.texts, config)
+    if (upload := draft.texts["data"].upload) is not None:
+        padding = 1 + upload.chats  # rows of conversations may be half empty
+        start.check_readings(config, n_training(upload) * padding)
+
+
 def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None:
     """Raise InputError for a job that would leave its GPUs idle, unless the user asked for that.
 
@@ -324,11 +346,9 @@ def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None
     if asked or (stays and "device" in job.hyperparameters):
         return
     if machines.looks_like_gpu(job.instance) and getattr(job.config(1), "device", "") == "cpu":
-        what = f"--preset {job.preset}" if job.preset else "the job"
-        raise InputError(
-            f"{what} trains on the CPU, and {job.instance} has GPUs; add `--set device=auto`, or"
-            " `--set device=cpu` if you mean it"
-        )
+        what = f"preset {job.preset}" if job.preset else "the job"
+        problem = f"{what} trains on the CPU, and {job.instance} has GPUs"
+        raise InputError(problem, "idle-gpus")
 
 
 def log_choices(asked: Request, job: TrainingJob, text: Channel) -> None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InputError, characters
 from launcher.files import storage
+from launcher.files.documents import Scalar
 from launcher.files.models import DOCUMENTS, model_files, no_model
-from launcher.job import FULL_ID, Request, TrainingJob
+from launcher.job import FULL_ID, Request
+from launcher.launching.texts import Channel
 from launcher.machines import GPUS
 from launcher.settings import Settings
 from launcher.text import corpus
@@ -26,6 +29,70 @@ if TYPE_CHECKING:  # it imports torch
     from entry_point.data import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """The model that a run starts from: what people call it, the channel from which the job reads
+    it, the hyperparameters that it prescribes, and its tokenizer."""
+
+    name: str
+    channel: Channel
+    hyperparameters: Mapping[str, Scalar]
+    tokenizer: Tokenizer
+
+    def shape(self, request: Request) -> Request:
+        """The request for a job that starts from the model."""
+        values = {"hyperparameters": self.hyperparameters, "init_from": self.channel.uri}
+        return request.model_copy(update=values)
+
+    def check_known(self, text: Channel) -> None:
+        """Raise InputError if the model has no ids for a text.
+
+        For text that was not uploaded from here, the run itself checks.
+        """
+        if (upload := text.upload) is None:
+            return
+        problem = ""
+        if upload.train_tokens:
+            from launcher.text.tokenizer import fingerprint
+
+            if upload.tokenizer != fingerprint(self.tokenizer):
+                problem = f"its tokens are not those of {self.channel.named}"
+        elif self.tokenizer.unit == "tokens":
+            problem = f"it is text, and {self.channel.named} takes tokens"
+        elif unknown := {*upload.vocabulary} - {each.decode() for each in self.tokenizer.words}:
+            known = f"{self.channel.named} does not know: {characters(sorted(unknown))}"
+            raise InputError(f"{text.named}: {known}")
+        if problem:
+            raise InputError(
+                f"{text.named}: {problem}", "encode-for-model", model=self.channel.named
+            )
+
+
+def find_model(request: Request, settings: Settings) -> InitialModel:
+    """The model that a request names, by a job's id, a directory or a URI, and its channel."""
+    reference = str(request.init_from)
+    with opened(reference, settings.that_ask()) as (directory, uri):
+        values, tokenizer = read_model(request, directory)
+        channel = Channel(reference, uri or storage.to_uri(directory), None, [])
+        if uri is None and storage.local_path(settings.data_store) is None:
+            upload, sources = survey(reference, directory, settings)
+            channel = Channel(reference, upload.uri, upload, sources)
+    return InitialModel(base_of(reference), channel, values, tokenizer)
+
+
+def read_model(request: Request, directory: Path) -> tuple[Mapping[str, Scalar], Tokenizer]:
+    """The hyperparameters that a model prescribes, and its tokenizer."""
+    source = request.source
+    try:
+        values = source.module("huggingface").starting_values(directory, request.hyperparameters)
+        return values, source.module("data").read_tokenizer(directory)
+    except source.module("errors").TrainingError as error:
+        problem, model = str(error), request.init_from
+        if "that script" in problem:  # of an edited folder
+            raise InputError(problem, "name-script", field="init_from", value=model) from None
+        raise InputError(problem, field="init_from", value=model) from None
 
 
 def base_of(named: str) -> str:
@@ -73,39 +140,6 @@ def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Uplo
     return upload, sources
 
 
-def with_values(request: Request, directory: Path) -> tuple[Request, Tokenizer]:
-    """The request with the hyperparameters that the model prescribes, and the model's tokenizer."""
-    source = request.source
-    try:
-        values = source.module("huggingface").starting_values(directory, request.hyperparameters)
-        tokenizer: Tokenizer = source.module("data").read_tokenizer(directory)
-    except source.module("errors").TrainingError as error:
-        words = str(error).replace("use that script", "name it with --entry-point DIR")
-        raise InputError(f"--init-from {request.init_from}: {words}") from None
-    return request.model_copy(update={"hyperparameters": values}), tokenizer
-
-
-def check_known(named: str, upload: corpus.Upload | None, tokenizer: Tokenizer, model: str) -> None:
-    """Raise InputError if the model has no ids for the text; `model` is its name.
-
-    For text that `upload-data` did not put there, the run itself checks.
-    """
-    if upload is None:
-        return
-    encode = f"encode the text with `sm-nanogpt upload-data PATH --tokenizer {model}`"
-    if upload.train_tokens:
-        from launcher.text.tokenizer import fingerprint
-
-        if upload.tokenizer != fingerprint(tokenizer):
-            raise InputError(f"{named}: its tokens are not those of {model}; {encode}")
-    elif tokenizer.unit == "tokens":
-        raise InputError(f"{named}: it is text, and {model} takes tokens; {encode}")
-    elif unknown := sorted(set(upload.vocabulary) - {word.decode() for word in tokenizer.words}):
-        raise InputError(
-            f"{named}: it has characters that {model} does not know: {characters(unknown)}"
-        )
-
-
 # -- size ------------------------------------------------------------------------------------------
 
 
@@ -126,16 +160,15 @@ def count_parameters(config: Any, vocabulary_size: int) -> int:
     return int(config.matrix_parameters + rows * config.n_embd * (2 - config.tie_embeddings))
 
 
-def check_readings(job: TrainingJob, tokens: int) -> None:
-    """Warn if the run reads its text too often."""
-    config = job.config(1)
+def check_readings(config: Any, tokens: int) -> None:
+    """Warn if a run of this config reads its text too often."""
     step = config.batch_size * config.block_size
     regularized = any(getattr(config, name, 0) for name in ("weight_decay", "dropout"))
     most = MOST_IF_REGULARIZED if regularized else MOST_READINGS
     if (readings := config.max_steps * step / tokens) > most:
         logger.warning(
-            f"the run reads the text {readings:.0f} times, and will memorize it; use more text,"
-            f" or --set max_steps={max(1, READINGS * tokens // step)} to read it {READINGS} times"
+            f"the run reads the text {readings:.0f} times, and will memorize it",
+            extra={"code": "read-less", "steps": max(1, READINGS * tokens // step), "n": READINGS},
         )
 
 

@@ -21,7 +21,7 @@ from launcher.files import storage
 from launcher.files.documents import Scalar
 from launcher.finding import Backend, Listing, backend_for, is_part, not_asked
 from launcher.job import FULL_ID, JobDescription, Request
-from launcher.launching.launch import Ready, check_name, new_job_id, prepare
+from launcher.launching.launch import Plan, check_name, new_job_id, prepare
 from launcher.launching.records import (
     Sweep,
     Tries,
@@ -127,7 +127,7 @@ def prepare_member(
     settings: Settings,
     job_id: str,
     tries: Sequence[JobDescription] = (),
-) -> Ready:
+) -> Plan:
     """The member's next job, checked. It continues the last try if that left a checkpoint.
 
     Its cost ceiling is its share of that of the sweep, which includes all its tries.
@@ -208,7 +208,7 @@ def continue_sweep(
 
 def plan_left(group: str, sweep: Sweep, settings: Settings, tries: Tries) -> SweepPlan:
     """Check and price what is left of a sweep. tries: its jobs so far."""
-    plans, limited = dict[int, Ready](), dict[int, CeilingTooLow]()
+    plans, limited = dict[int, Plan](), dict[int, CeilingTooLow]()
     for number in sweep.left(tries):
         earlier = tries.get(number, [])
         try:
@@ -246,7 +246,7 @@ class SweepPlan:
     sweep: Sweep
     settings: Settings
     tries: Tries
-    plans: dict[int, Ready]
+    plans: dict[int, Plan]
     limited: dict[int, CeilingTooLow]
     lock: IO[str] | None = None
     mark: str = ""
@@ -329,11 +329,11 @@ class SweepPlan:
         return patiently(read, self.group) != b"run"
 
     def start(self, number: int) -> Progress:
-        """Start a member's next job. Raises OverQuota, or as `Ready.go`."""
+        """Start a member's next job. Raises OverQuota, or as `Plan.go`."""
         plan = self.plans[number]
         if isinstance(plan.backend, LocalBackend):
             plan.backend.parallel = self.sweep.parallel
-        replace(plan, channels=[]).go()  # `submit` has uploaded them
+        replace(plan, channels=[]).submit()  # `submit` has uploaded them
         self.running[number] = plan.job_id
         return Progress(number, plan.job_id, continued=plan.job.resume)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from launcher.aws import NotAsked
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.job import Request
@@ -39,9 +40,10 @@ def is_text(name: str) -> bool:
 def find_channel(location: str, settings: Settings) -> Channel:
     """Find where the job reads a text; survey a local one for its upload."""
     uri, path = storage.to_uri(location), storage.local_path(location)
-    if path is None and settings.offline:
+    try:
+        known = corpus.find_upload(uri, settings)
+    except NotAsked:
         return Channel(location, uri, None, [])
-    known = corpus.find_upload(uri, settings)
     if known is None and corpus.read_manifest(uri, settings) is not None:
         raise InputError(f"{location}: a file of this upload is missing; upload the text again")
     stays = storage.local_path(settings.data_store) is not None  # the job runs on this machine
@@ -69,11 +71,12 @@ def find_channel(location: str, settings: Settings) -> Channel:
     return Channel(location, upload.uri, upload, sources)
 
 
-def find_texts(
-    data: str, validation: str | None, settings: Settings, near: Settings
-) -> dict[str, Channel]:
+def find_texts(request: Request, settings: Settings, near: Settings) -> dict[str, Channel]:
     """Where the job, whose store is that of `near`, reads its texts, by the job's fields."""
-    named = {name: text for name, text in (("data", data), ("validation", validation)) if text}
+    data = request.data or corpus.last_upload(settings)
+    named = {
+        name: text for name, text in (("data", data), ("validation", request.validation)) if text
+    }
     return {n: find_channel(corpus.located(text, settings), near) for n, text in named.items()}
 
 
@@ -82,17 +85,13 @@ def n_training(upload: corpus.Upload) -> int:
     return upload.train_tokens or int(0.9 * upload.characters)
 
 
-def size_of(channel: Channel, settings: Settings) -> tuple[int, int, bool]:
+def size_of(channel: Channel) -> tuple[int, int, bool]:
     """Tokens to train on, or characters; how many different ones; whether of conversations."""
     if (upload := channel.upload) is not None:
         return n_training(upload), upload.vocabulary_size, upload.chats
-    if settings.offline:
-        raise InputError(
-            f"{channel.named}: --preset auto needs the length of the text, and a dry run does not"
-            " ask S3; name a preset, or a local text"
-        )
     raise InputError(
-        f"{channel.named}: --preset auto needs text that `upload-data` put there; name a preset"
+        f"{channel.named}: preset=auto needs the length of the text, and knows that of local texts,"
+        " and of uploads unless this is a dry run; name a preset"
     )
 
 

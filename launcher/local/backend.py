@@ -28,10 +28,10 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from entry_point.files import open_file
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file
@@ -91,6 +91,13 @@ class State(Document):
     ended: Moment | None = None
 
 
+class Placement(NamedTuple):
+    """How a job uses this machine."""
+
+    processes: int
+    gpus: int
+
+
 class LocalBackend:
     """Runs the jobs of `--instance local`."""
 
@@ -102,22 +109,29 @@ class LocalBackend:
         self.jobs_dir = settings.jobs_dir
         self.settings = settings
 
-    def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, tuple[int, int]]:
-        """The job, and its processes and GPUs."""
-        processes, gpus = plan_processes(job)
-        job.config(processes)
-        return job, (processes, gpus)
+    def check(self, job: TrainingJob) -> Placement:
+        """The processes and GPUs of a job."""
+        placement = plan_processes(job)
+        job.config(placement.processes)
+        return placement
 
-    def submit(self, job_id: str, job: TrainingJob, plan: tuple[int, int]) -> None:
-        """Start a job, as `plan` returned it."""
-        processes, gpus = plan
+    def price(self, job: TrainingJob, earlier: object) -> TrainingJob:
+        return job  # it costs nothing
+
+    def request(self, job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
+        return {}  # nothing is sent
+
+    def submit(
+        self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
+    ) -> None:
+        """Start a job, as `check` placed it."""
         directory = self.jobs_dir / job_id
         record = {
             "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
             "hyperparameters": job.all_hyperparameters(),
             "created": time.time(),
-            "processes_per_host": processes,
-            "gpus_per_host": gpus,
+            "processes_per_host": placement.processes,
+            "gpus_per_host": placement.gpus,
             "max_steps": job.config(1).max_steps,
             "resume_from": str(self.jobs_dir / job.resume / CHECKPOINTS) if job.resume else None,
         }
@@ -283,7 +297,7 @@ HOST = "algo-1"
 CHECKPOINTS = f"hosts/{HOST}/checkpoints"
 
 
-def plan_processes(job: TrainingJob) -> tuple[int, int]:
+def plan_processes(job: TrainingJob) -> Placement:
     """Choose the numbers of processes and GPUs.
 
     Each GPU has one process. Without GPUs, the job has the requested number of processes, or the
@@ -300,15 +314,13 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
         if requested:
             if requested > cores():
                 logger.info(f"processes: {requested} share {cores()} cores")
-            return requested, 0
+            return Placement(requested, 0)
         mps = config.device != "cpu" and torch.backends.mps.is_available()  # MPS is one device
-        return 1 if mps else cpu_processes(config), 0
+        return Placement(1 if mps else cpu_processes(config), 0)
     if requested not in (None, gpus):
-        raise InputError(
-            f"--processes-per-instance {requested}: this machine has {gpus} GPUs,"
-            " and each GPU takes one process; --set device=cpu trains without them"
-        )
-    return gpus, gpus
+        problem = f"this machine has {gpus} GPUs, and each takes one process"
+        raise InputError(problem, "train-on-cpu", field="processes_per_instance", value=requested)
+    return Placement(gpus, gpus)
 
 
 def by_launch(path: Path) -> tuple[str, float]:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from launcher import machines
 from launcher.aws import (
     Missing,
+    NotAsked,
     aws_session,
     check_bucket,
     check_region,
@@ -51,7 +51,7 @@ from launcher.sagemaker.cost import Prices
 from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
 from launcher.sagemaker.request import (
-    Plan,
+    Placement,
     create_request,
     our_tags,
     sdk_version,
@@ -117,34 +117,18 @@ class SageMakerBackend:
             return None
         return bucket
 
-    def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, Plan]:
-        plan = self.check(job)
-        job = self.afford(job)
-        return job, replace(plan, request=self.request(job_id, job, plan))
-
-    def check(self, job: TrainingJob) -> Plan:
-        """The role, image and keys of a job."""
-        store = self.settings.data_store
+    def check(self, job: TrainingJob) -> Placement:
+        """The role, image and keys of a job. A dry run, which asks nobody, has placeholders."""
+        store, role = self.settings.data_store, self.settings.role
         for instance in job.instances:
             if "volume_size" in job.given() and machines.has_local_storage(instance):
-                raise InputError(
-                    f"--volume-size: {instance} has local disks and takes no volume; leave"
-                    " --volume-size out, or use a larger --instance"
-                )
+                problem = f"{instance} has local disks and takes no volume"
+                raise InputError(problem, field="volume_size", value=job.volume_size)
         # The processes must share the batch evenly on each type whose GPUs are known.
         gpus = [n for instance in job.instances if (n := machines.gpus_of(instance)) is not None]
         job.config(math.lcm(*(job.instance_count * max(1, n) for n in gpus)))
         if not store.startswith("s3://"):
-            raise InputError(
-                f"SageMaker cannot read {store}: set --store or SM_NANOGPT_STORE to"
-                " s3://bucket/prefix"
-            )
-        if not self.settings.offline:
-            places = {"init-from": job.init_from, "validation": job.validation, "data": job.data}
-            found = [(uri, name) for name, uri in {**places, "store": store}.items() if uri]
-            buckets = {uri.split("/")[2]: (uri, name) for uri, name in found if uri[:5] == "s3://"}
-            for uri, name in buckets.values():
-                check_bucket(self.client("s3"), uri, f"--{name}", self.region)
+            raise InputError(f"SageMaker cannot read {store}", "store-on-s3")
         key = job.kms_key or self.settings.kms_key or None
         gpu = machines.looks_like_gpu(job.instance)
         image = job.image_uri or machines.training_image(self.region, job.pytorch_version, gpu)
@@ -156,26 +140,26 @@ class SageMakerBackend:
             logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
         if job.launcher == "torchrun" and "NCCL_DEBUG" in job.environment:
             logger.warning(
-                "--environment NCCL_DEBUG has no effect: SageMaker's toolkit sets it to WARN for"
-                " torchrun; --launcher pytorchddp keeps it"
-            )
-        if not self.settings.role and not self.settings.offline:
-            raise InputError(
-                "no execution role: `sm-nanogpt infra deploy` creates one, or set"
-                " --role or SM_NANOGPT_ROLE to its ARN (SageMaker uses this role to read and write"
-                " the store and to delete checkpoints there)"
+                "NCCL_DEBUG has no effect: SageMaker's toolkit sets it to WARN for torchrun, and"
+                " keeps it for pytorchddp"
             )
         stack = remembered(self.settings, self.region)
-        if job.subnets and stack and stack.role == self.settings.role and not stack.vpc:
+        if job.subnets and stack and stack.role == role and not stack.vpc:
+            problem = f"the role of stack {stack.name} may not join a VPC"
+            raise InputError(problem, "allow-vpc", field="subnets", value=",".join(job.subnets))
+        try:
+            owner = self.caller().owner
+            self.check_regions(job)
+        except NotAsked:
+            owner, role = OWNER_PLACEHOLDER, role or ROLE_PLACEHOLDER
+        if not role:
             raise InputError(
-                f"--subnet{job.origin('subnets')}: the role of stack {stack.name} may not join a"
-                f" VPC: allow it with `sm-nanogpt infra deploy --vpc`, or set"
-                " another --role"
+                "no execution role, by which SageMaker reads and writes the store", "no-role"
             )
-        return Plan(
+        return Placement(
             region=self.region,
-            owner=OWNER_PLACEHOLDER if self.settings.offline else self.caller().owner,
-            role=self.settings.role or ROLE_PLACEHOLDER,
+            owner=owner,
+            role=role,
             image_uri=image,
             store=store,
             hyperparameters=hyperparameters,
@@ -184,34 +168,57 @@ class SageMakerBackend:
             volume_kms_key=None if all(map(machines.has_local_storage, job.instances)) else key,
         )
 
-    def request(self, job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
+    def check_regions(self, job: TrainingJob) -> None:
+        """Raise InputError if the job reads a bucket of another region."""
+        places = {"init_from": job.init_from, "validation": job.validation, "data": job.data}
+        places["store"] = self.settings.data_store
+        buckets = {
+            uri.split("/")[2]: (uri, name)
+            for name, uri in places.items()
+            if uri and uri.startswith("s3://")
+        }
+        for uri, name in buckets.values():
+            check_bucket(self.client("s3"), uri, name, self.region)
+
+    def price(self, job: TrainingJob, earlier: SageMakerBackend | None) -> TrainingJob:
+        """The job with a time limit that keeps it below its ceiling.
+
+        earlier is the backend of the jobs that it resumes, which a dry run looks up too.
+        """
+        prices = Prices(self.settings, self.region, self.session)
+        asked = earlier or self
+        spent = partial(cost.earlier_cost, job, prices, asked.described, asked.job)
+        return cost.afford(job, self.settings, prices, spent)
+
+    def request(self, job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
         """The CreateTrainingJob request of a job. Sends nothing; needs no credentials.
 
         SageMaker checks the values, at once and before it bills anything.
         """
-        if not sdk_version():
-            return create_request(job_id, job, plan)
+        request = create_request(job_id, job, placement)
+        # In a dry run the SDK, which takes seconds to import, would make the same.
+        if placement.owner == OWNER_PLACEHOLDER or not sdk_version():
+            return request
         from launcher.sagemaker import estimator
 
-        return estimator.create_request(job_id, job, plan)
+        made = estimator.create_request(job_id, job, placement)
+        if odd := sorted(n for n in {*made, *request} if made.get(n) != request.get(n)):
+            logger.warning(f"a dry run shows other values of {', '.join(odd)} than the SDK sends")
+        return made
 
-    def afford(self, job: TrainingJob) -> TrainingJob:
-        session = None if self.settings.offline else self.session
-        prices = Prices(self.settings, self.region, session)
-        spent = partial(cost.earlier_cost, job, prices, self.described, self.job)
-        return cost.afford(job, self.settings, prices, spent)
-
-    def submit(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
+    def submit(
+        self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
+    ) -> None:
         launched = Launched(self.caller(), self.region, job_id, job.name, job.summary)
         try:
-            self.send_files(job_id, job, plan)
+            self.send_files(job_id, job, placement)
         except BaseException:
-            self.remove_files(job_id, plan)
+            self.remove_files(job_id, placement)
             raise
         refused = False
         try:
             with service_errors("CreateTrainingJob"):
-                self.client("sagemaker").create_training_job(**plan.request)
+                self.client("sagemaker").create_training_job(**request)
         except ServiceError as error:
             answer = getattr(error.__context__, "response", None) or {}
             metadata = answer.get("ResponseMetadata", {})
@@ -223,30 +230,28 @@ class SageMakerBackend:
                 except ServiceError:
                     clear = False
             if not clear:
-                raise ServiceError(
-                    f"{error}; `sm-nanogpt status {job_id}` shows whether the job exists"
-                ) from None
+                raise ServiceError(str(error), "job-may-exist", job_id=job_id) from None
             refused = True
             if answer["Error"]["Code"] != "ResourceInUse":  # the files of an existing job
-                self.remove_files(job_id, plan)
+                self.remove_files(job_id, placement)
             raise
         finally:
             if not refused:  # the job may exist, also if Ctrl-C came before the answer
                 caller.remember(launched, self.settings)
 
-    def send_files(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
+    def send_files(self, job_id: str, job: TrainingJob, placement: Placement) -> None:
         archive = source_archive(job.source, job.launcher)
-        storage.write_bytes(plan.source_uri(job_id), archive, self.settings)
+        storage.write_bytes(placement.source_uri(job_id), archive, self.settings)
         if job.resume is not None:
             source = self.known(job.resume)["CheckpointConfig"]["S3Uri"]
-            if not storage.copy(source, plan.checkpoint_uri(job_id), self.settings):
+            if not storage.copy(source, placement.checkpoint_uri(job_id), self.settings):
                 raise ServiceError(f"job {job.resume} has no checkpoints at {source}")
         record = job.model_dump(mode="json", exclude_defaults=True)
-        storage.write_json(plan.file_uri(job_id, "job.json"), record, self.settings)
+        storage.write_json(placement.file_uri(job_id, "job.json"), record, self.settings)
 
-    def remove_files(self, job_id: str, plan: Plan) -> None:
+    def remove_files(self, job_id: str, placement: Placement) -> None:
         """Remove what a job that does not exist left in the store; `delete` cannot find it."""
-        for uri in (plan.file_uri(job_id), plan.checkpoint_uri(job_id)):
+        for uri in (placement.file_uri(job_id), placement.checkpoint_uri(job_id)):
             try:
                 storage.remove(uri, self.settings)
             except ServiceError as error:
@@ -270,7 +275,7 @@ class SageMakerBackend:
         except Missing:
             return None
         if not ours:
-            raise ServiceError(f"{job_id} is a training job that sm-nanogpt did not launch")
+            raise ServiceError(f"{job_id} is a training job of another tool")
         return raw
 
     def described(self, job_id: str) -> JobDescription | None:

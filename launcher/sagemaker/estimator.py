@@ -22,7 +22,7 @@ from launcher.job import TrainingJob
 from launcher.machines import looks_like_gpu
 from launcher.sagemaker.request import (
     LONGEST_PENDING,
-    Plan,
+    Placement,
     channels_of,
     max_wait_of,
     mpi_options,
@@ -65,7 +65,7 @@ def quiet_sdk() -> Iterator[None]:
 
 @service_errors("the SageMaker SDK")
 @quiet_sdk()
-def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
+def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
     """The CreateTrainingJob request of a job, recorded just before the SDK would send it."""
     import boto3
     import sagemaker
@@ -83,9 +83,9 @@ def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
             self.request = request
 
     # Nothing is signed; with dummy keys boto3 does not look for credentials.
-    unsigned = boto3.Session("none", "none", region_name=plan.region)
+    unsigned = boto3.Session("none", "none", region_name=placement.region)
     session = Recorder(boto_session=unsigned, sagemaker_config=CONFIG)
-    output_uri = storage.join(plan.store, "jobs")
+    output_uri = storage.join(placement.store, "jobs")
     if job.launcher == "torchrun":
         distribution: dict[str, Any] = {"torch_distributed": {"enabled": True}}
     else:  # with `enable`, as in a well-known tutorial, each host would train alone
@@ -94,26 +94,26 @@ def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
     try:
         estimator = PyTorch(
             entry_point="train.py",
-            source_dir=plan.source_uri(job_id),
-            image_uri=plan.image_uri,  # framework_version would end pytorchddp at PyTorch 2.2
+            source_dir=placement.source_uri(job_id),
+            image_uri=placement.image_uri,  # framework_version would end pytorchddp at PyTorch 2.2
             distribution=distribution,
-            role=plan.role,
+            role=placement.role,
             instance_type=job.instances[0],
             instance_count=job.instance_count,
-            hyperparameters=dict(plan.hyperparameters),
+            hyperparameters=dict(placement.hyperparameters),
             metric_definitions=job.metric_definitions(),
             output_path=output_uri,
             code_location=output_uri,
-            checkpoint_s3_uri=plan.checkpoint_uri(job_id),
+            checkpoint_s3_uri=placement.checkpoint_uri(job_id),
             use_spot_instances=job.spot,
             max_run=job.time_limit,
             max_wait=max_wait_of(job) if job.spot else None,
             keep_alive_period_in_seconds=job.keep_alive,
             volume_size=job.volume_size,
             environment=dict(job.environment) or None,
-            tags=tags_of(job, plan),
-            output_kms_key=plan.kms_key,
-            volume_kms_key=plan.volume_kms_key,
+            tags=tags_of(job, placement),
+            output_kms_key=placement.kms_key,
+            volume_kms_key=placement.volume_kms_key,
             subnets=list(job.subnets) or None,
             security_group_ids=list(job.security_group_ids) or None,
             enable_network_isolation=job.network_isolation,

@@ -14,7 +14,7 @@ import logging
 import re
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,11 @@ LONGEST_PENDING = 86_400  # seconds that a job waits for GPUs; AWS names no defa
 
 
 @dataclass(frozen=True)
-class Plan:
+class Placement:
     """What the backend decides about a job; the job itself says the rest.
 
-    owner is who launches it. store is `s3://bucket/prefix`. kms_key encrypts the output,
-    volume_kms_key the disks.
+    owner is who launches it, or OWNER_PLACEHOLDER in a dry run. store is `s3://bucket/prefix`.
+    kms_key encrypts the output, volume_kms_key the disks.
     """
 
     region: str
@@ -56,7 +56,6 @@ class Plan:
     hyperparameters: Mapping[str, Any]
     kms_key: str | None
     volume_kms_key: str | None
-    request: Mapping[str, Any] = field(default_factory=dict)  # of CreateTrainingJob, once made
 
     def file_uri(self, job_id: str, *parts: str) -> str:
         return storage.join(self.store, "jobs", job_id, *parts)
@@ -96,10 +95,10 @@ def channels_of(job: TrainingJob) -> dict[str, str]:
     }
 
 
-def tags_of(job: TrainingJob, plan: Plan) -> list[dict[str, str]]:
+def tags_of(job: TrainingJob, placement: Placement) -> list[dict[str, str]]:
     """The tags of a job, by which Search finds it, and says what it is."""
     users = [{"Key": key, "Value": value} for key, value in job.tags.items()]
-    return [*our_tags(plan.owner, job.name, job.summary), *users]
+    return [*our_tags(placement.owner, job.name, job.summary), *users]
 
 
 def our_tags(owner: str, name: str | None, summary: str) -> list[dict[str, str]]:
@@ -132,18 +131,18 @@ def input_channel(name: str, uri: str, mode: str | None) -> dict[str, Any]:
     return {**channel, "InputMode": mode} if mode else channel
 
 
-def toolkit_parameters(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
+def toolkit_parameters(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
     """What SageMaker's container toolkit reads from the hyperparameters.
 
     Without a network, the archive of the training folder comes as a channel.
     """
-    source = plan.source_uri(job_id)
+    source = placement.source_uri(job_id)
     values: dict[str, Any] = {
         "sagemaker_program": "train.py",
         "sagemaker_submit_directory": CODE_IN_A_CHANNEL if job.network_isolation else source,
         "sagemaker_container_log_level": logging.INFO,
         "sagemaker_job_name": job_id,
-        "sagemaker_region": plan.region,
+        "sagemaker_region": placement.region,
     }
     if len(job.instances) == 1:  # else the toolkit reads the type that the job runs on
         values["sagemaker_instance_type"] = job.instances[0]
@@ -154,7 +153,7 @@ def toolkit_parameters(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, A
     return values
 
 
-def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
+def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
     """The CreateTrainingJob request of a job; tests/test_request.py compares it with the SDK's."""
     mode = "FastFile" if job.input_mode == "FastFile" else None
     channels = [
@@ -162,7 +161,7 @@ def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
         for name, uri in channels_of(job).items()
     ]
     if job.network_isolation:
-        channels.append(input_channel("code", plan.source_uri(job_id), None))
+        channels.append(input_channel("code", placement.source_uri(job_id), None))
 
     resources: dict[str, Any] = {
         "InstanceCount": job.instance_count,
@@ -172,8 +171,8 @@ def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
         resources["InstanceType"] = job.instances[0]
     else:
         resources["InstancePreferences"] = [{"InstanceType": name} for name in job.instances]
-    if plan.volume_kms_key:
-        resources["VolumeKmsKeyId"] = plan.volume_kms_key
+    if placement.volume_kms_key:
+        resources["VolumeKmsKeyId"] = placement.volume_kms_key
     if job.keep_alive:
         resources["KeepAlivePeriodInSeconds"] = job.keep_alive
 
@@ -183,26 +182,26 @@ def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
     elif looks_like_gpu(job.instance):  # of CPUs and spot, AWS ignores it
         stopping["MaxPendingTimeInSeconds"] = LONGEST_PENDING
 
-    output = {"S3OutputPath": storage.join(plan.store, "jobs")}
-    if plan.kms_key:
-        output["KmsKeyId"] = plan.kms_key
-    values = {**plan.hyperparameters, **toolkit_parameters(job_id, job, plan)}
+    output = {"S3OutputPath": storage.join(placement.store, "jobs")}
+    if placement.kms_key:
+        output["KmsKeyId"] = placement.kms_key
+    values = {**placement.hyperparameters, **toolkit_parameters(job_id, job, placement)}
     request: dict[str, Any] = {
         "TrainingJobName": job_id,
-        "RoleArn": plan.role,
+        "RoleArn": placement.role,
         "AlgorithmSpecification": {
-            "TrainingImage": plan.image_uri,
+            "TrainingImage": placement.image_uri,
             "TrainingInputMode": "File",
             "MetricDefinitions": job.metric_definitions(),
         },
         "HyperParameters": {name: json.dumps(value) for name, value in values.items()},
         "InputDataConfig": channels,
         "OutputDataConfig": output,
-        "CheckpointConfig": {"S3Uri": plan.checkpoint_uri(job_id)},
+        "CheckpointConfig": {"S3Uri": placement.checkpoint_uri(job_id)},
         "ResourceConfig": resources,
         "StoppingCondition": stopping,
         "ProfilerConfig": {"DisableProfiler": True},
-        "Tags": tags_of(job, plan),
+        "Tags": tags_of(job, placement),
     }
     if job.environment:
         request["Environment"] = dict(job.environment)

@@ -8,11 +8,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.aws import Denied, Missing, aws_session, check_region, make_client, service_errors
+from launcher.aws import (
+    Denied,
+    Missing,
+    NotAsked,
+    aws_session,
+    check_region,
+    make_client,
+    service_errors,
+)
 from launcher.errors import ServiceError
 from launcher.files import storage
 from launcher.settings import Settings
@@ -57,7 +66,9 @@ def with_stack(
     session = session or aws_session(settings)
     known = remembered(settings, session.region_name)
     try:
-        stack = known if settings.offline else find_stack(settings, session)
+        stack, seen = find_stack(settings, session), ""
+    except NotAsked:
+        stack, seen = known, ", as last seen"
     except Denied as error:
         if known or not settings.role or "role" not in names:
             raise
@@ -73,7 +84,7 @@ def with_stack(
         for name in names
         if getattr(stack, name) and not getattr(settings, name)
     }
-    source = f"stack {stack.name}{', as last seen' if settings.offline else ''}"
+    source = f"stack {stack.name}{seen}"
     for name, value in found.items():
         logger.info(f"{name.replace('_', ' ')}: {value} ({source})")
     return settings.model_copy(update=found)
@@ -194,7 +205,8 @@ def notebook_role(client: Callable[[str], Any]) -> str:
         return str(role)
     if "DomainId" in here:  # a space of Studio whose role is not told
         return ""
-    with service_errors("DescribeNotebookInstance"):
+    with suppress(NotAsked), service_errors("DescribeNotebookInstance"):
         name = here["ResourceName"]
         answer = client("sagemaker").describe_notebook_instance(NotebookInstanceName=name)
         return str(answer["RoleArn"])
+    return ""

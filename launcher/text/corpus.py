@@ -11,13 +11,14 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from launcher.aws import Missing, aws_session, check_bucket, make_client
+from launcher.aws import Missing, NotAsked, aws_session, check_bucket, make_client
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Count, Damaged
@@ -126,7 +127,8 @@ def with_store(settings: Settings) -> Settings:
     """
     if settings.store.startswith("s3://") and (session := aws_session(settings)).region_name:
         region = session.region_name
-        check_bucket(make_client(session, "s3", region), settings.store, "--store", region)
+        with suppress(NotAsked):
+            check_bucket(make_client(session, "s3", region), settings.store, "store", region)
     if settings.store or not settings.reaches_aws:
         return settings
     try:
@@ -266,7 +268,17 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
 
 def is_there(uri: str, settings: Settings) -> bool:
     """Whether an upload is complete at a URI. A dry run does not ask, and takes it as missing."""
-    return not settings.offline and find_upload(uri, settings) is not None
+    with suppress(NotAsked):
+        return find_upload(uri, settings) is not None
+    return False
+
+
+def may_be_there(uri: str, settings: Settings) -> bool:
+    """As is_there, but a dry run takes it as complete."""
+    try:
+        return find_upload(uri, settings) is not None
+    except NotAsked:
+        return True
 
 
 def read_manifest(uri: str, settings: Settings) -> Upload | None:
@@ -285,7 +297,7 @@ def located(word: str, settings: Settings) -> str:
         return word
     stores = [settings.local_store, with_store(settings).data_store]
     for uri in [storage.to_uri(storage.join(store, "data", word)) for store in stores]:
-        if (settings.offline and storage.local_path(uri) is None) or find_upload(uri, settings):
+        if may_be_there(uri, settings):
             return uri
     raise InputError(f"there is no upload {word}", "no-upload")
 
@@ -305,8 +317,7 @@ def last_upload(settings: Settings) -> str:
     uris = [uri for each, uri in last.items() if each in places or not settings.store]
     problem = f"nothing was uploaded to {settings.data_store} from here"
     for uri in uris[-1:]:
-        asks = not settings.offline or storage.local_path(uri) is not None
-        if not asks or find_upload(uri, settings) is not None:
+        if may_be_there(uri, settings):
             return uri
         problem = f"the last upload, {uri}, is deleted or incomplete"
     raise InputError(problem, "no-upload")
