@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.curve import Curve, Row
+from launcher.curve import Curve
 from launcher.errors import not_installed
 from launcher.files import storage
 from launcher.job import JobDescription
@@ -32,39 +32,34 @@ class Board:
     def __init__(self, directory: Path, job_id: str) -> None:
         self.place = directory.expanduser() / job_id
         self.writer: SummaryWriter | None = None
-        self.rows: list[Row] = []
-        self.samples: dict[str, str] = {}
+        self.curve = Curve(job_id, "", [])  # what the newest file holds
 
     def update(self, curve: Curve, description: JobDescription) -> None:
         """Add what is new."""
-        with storage.reported(str(self.place)):
-            fresh = self.writer is None or list(curve.rows[: len(self.rows)]) != self.rows
-            if fresh:
-                self.writer, self.rows, self.samples = self.opened(), [], {}
-            assert self.writer is not None
-            now = description.ended or time.time()
-            for row in curve.rows[len(self.rows) :]:
-                for name, value in row.items():
-                    if name not in ("step", "time"):
-                        tag, step = TAGS.get(name, name), int(row["step"])
-                        self.writer.add_scalar(tag, value, step, walltime=row.get("time", now))
-            self.rows = list(curve.rows)
-            for when, text in curve.samples.items():
-                if self.samples.get(when) != text:
-                    step = 0 if when.startswith("before") else int(curve.newest.get("step", 0))
-                    block = "".join(f"    {line}\n" for line in text.split("\n"))  # of Markdown
-                    self.writer.add_text(f"samples/{when.replace(' ', '_')}", block, step)
-            self.samples = dict(curve.samples)
-            if fresh or not description.is_running:
-                self.add_hyperparameters(description)
-            self.writer.flush()
-
-    def opened(self) -> SummaryWriter:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise not_installed(error.name or "tensorboard", "tensorboard") from None
-        return SummaryWriter(str(self.place), purge_step=0)
+        with storage.reported(str(self.place)):
+            known = len(self.curve.rows)
+            fresh = self.writer is None or list(curve.rows[:known]) != list(self.curve.rows)
+            if fresh:
+                self.writer = SummaryWriter(str(self.place), purge_step=0)
+                self.curve, known = Curve(curve.job_id, "", []), 0
+            assert self.writer is not None
+            now = description.ended or time.time()
+            for row in curve.rows[known:]:
+                for name in row.keys() - {"step", "time"}:
+                    tag, step = TAGS.get(name, name), int(row["step"])
+                    self.writer.add_scalar(tag, row[name], step, walltime=row.get("time", now))
+            for when, text in curve.samples.items() - self.curve.samples.items():
+                step = 0 if when.startswith("before") else int(curve.newest.get("step", 0))
+                block = "".join(f"    {line}\n" for line in text.split("\n"))  # of Markdown
+                self.writer.add_text(f"samples/{when.replace(' ', '_')}", block, step)
+            self.curve = curve
+            if fresh or not description.is_running:
+                self.add_hyperparameters(description)
+            self.writer.flush()
 
     def add_hyperparameters(self, description: JobDescription) -> None:
         """What TensorBoard's table needs. torch's end of a run always reports success."""
