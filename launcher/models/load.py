@@ -66,7 +66,10 @@ def load_model(
     """Load a model (CPU, float32 weights) and its tokenizer.
 
     A large model computes its products in bfloat16 if the CPU is fast at that, unless it was
-    trained with precision=float32. For settings and entry_point see own_model.
+    trained with precision=float32. The folder that trained a model of ours computes it:
+    entry_point, if given, else the one that its launch kept. The packaged model, which is faster,
+    computes it if both have the same model.py; also if that folder is gone and the model is
+    Qwen3's, which is logged.
 
     Raises:
         ServiceError: the directory holds no model of sm-nanogpt, nor one of Qwen3's architecture.
@@ -111,24 +114,16 @@ def known_config(values: Mapping[str, Any]) -> Config:
 def own_model(
     directory: Path, settings: Settings | None = None, entry_point: Path | None = None
 ) -> tuple[GPT, Tokenizer]:
-    """The model (CPU, float32, eval mode) and the tokenizer that a run wrote.
+    """The model and the tokenizer that a run wrote, as load_model.
 
-    The folder that trained the model computes it: entry_point, if given, else the one that its
-    launch kept. The packaged model, which is faster, computes it if both have the same model.py;
-    also if that folder is gone and the model is Qwen3's, which is logged.
-
-    Raises:
-        FormatError: write_artefact did not write this directory, or it is damaged.
-        InputError: the model needs the folder that trained it, and that is not here.
+    Raises FormatError if write_artefact did not write this directory, or it is damaged.
     """
     try:
         check_sums(directory)
         config = read_json(directory / "config.json")
-        of_tokenizer = read_json(directory / "tokenizer_config.json")
+        chats = "chat_template" in read_json(directory / "tokenizer_config.json")
         tokenizer = read_tokenizer(directory)
-        tokenizer = Tokenizer(
-            tokenizer.document, tokenizer.end_of_text, "chat_template" in of_tokenizer
-        )
+        tokenizer = Tokenizer(tokenizer.document, tokenizer.end_of_text, chats)
         training = parse(read_json(directory / "training.json"), Training, "training.json")
     except (Damaged, DataError, OSError, ValueError) as error:
         raise FormatError(f"not a model directory of this script: {error}") from None
@@ -205,8 +200,8 @@ def errors_of(source: Source) -> Iterator[None]:
         raise
     except Exception as error:
         ours = isinstance(error, (source.module("errors").TrainingError, Damaged))
-        words = "" if ours else f"{type(error).__name__}: "
-        raise FormatError(f"{words}{error}") from None
+        kind = "" if ours else f"{type(error).__name__}: "
+        raise FormatError(f"{kind}{error}") from None
 
 
 def read_checkpoint(directory: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
