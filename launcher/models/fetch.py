@@ -11,11 +11,9 @@ import io
 import logging
 import shutil
 import tarfile
-import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -68,13 +66,6 @@ def fetch_model(
     return download(description, place, settings, progress, entry_point)
 
 
-def fetch_described(
-    description: JobDescription, settings: Settings, progress: Progress = lambda n: None
-) -> Path:
-    """As fetch_model, of a job that was just described."""
-    return download(description, place_of(description, settings), settings, progress)
-
-
 def place_of(description: JobDescription, settings: Settings) -> Path:
     """Where the model of a job, or of its newest checkpoint, is kept here once it was fetched."""
     job_id, step = description.job_id, description.checkpoint_step
@@ -102,67 +93,55 @@ def download(
 
     If the newest checkpoint is damaged, this is the place of an earlier one.
     """
+    job_id, models_dir = description.job_id, settings.models_dir
     if not place.exists():
-        with scratch(settings.models_dir) as directory:
-            if description.model_uri is not None:
-                uri, archive = description.model_uri, directory / "archive"
-                (archive,) = storage.fetch(uri, archive, progress, settings)
-                extract(archive, directory / "model", uri)
-            else:
-                step = export(description, directory, settings, progress, entry_point)
-                place = place.with_name(f"step-{step:08d}")
-            keep(directory / "model", place)
+        with storage.reported(str(models_dir)):
+            models_dir.mkdir(parents=True, exist_ok=True)  # on the file system of the result
+            with TemporaryDirectory(
+                prefix=".fetch-", dir=models_dir, ignore_cleanup_errors=True
+            ) as scratch:
+                made = Path(scratch) / "model"
+                if uri := description.model_uri:
+                    (archive,) = storage.fetch(uri, Path(scratch) / "tar", progress, settings)
+                    extract(archive, made, uri)
+                else:
+                    step = export(description, made, settings, progress, entry_point)
+                    place = place.with_name(f"step-{step:08d}")
+                place.parent.mkdir(exist_ok=True)
+                try:
+                    made.rename(place)
+                except OSError:
+                    if not place.is_dir():  # by another process, which was first
+                        raise
     if description.model_uri is None:
-        job = f"job {description.job_id} is {description.status}"
-        logger.warning(f"{job}; this is its last checkpoint, {place.name}")
+        last = f"this is its last checkpoint, {place.name}"
+        logger.warning(f"job {job_id} is {description.status}; {last}")
     return place
 
 
 def export(
     description: JobDescription,
-    directory: Path,
+    target: Path,
     settings: Settings,
     progress: Progress,
     entry_point: Path | None,
 ) -> int:
-    """Write the newest checkpoint that is intact as directory/model; return its step."""
+    """Write the newest checkpoint that is intact as a model directory; return its step."""
     from entry_point.errors import TrainingError
     from launcher.models.load import export_checkpoint, read_checkpoint
 
     uri, problem = str(description.checkpoint_uri), "no checkpoint is there"
     for _, name in sorted(checkpoints_among(storage.list_files(uri, settings)).items())[::-1]:
-        (path,) = storage.fetch(storage.join(uri, name), directory / name, progress, settings)
-        checkpoint = None
+        directory, checkpoint = target.with_name(name), None
+        storage.fetch(storage.join(uri, name), directory, progress, settings)
         try:
-            checkpoint = read_checkpoint(path.parent)
-            return export_checkpoint(checkpoint, directory / "model", settings, entry_point)
+            checkpoint = read_checkpoint(directory)
+            return export_checkpoint(checkpoint, target, settings, entry_point)
         except TrainingError as error:
             problem = str(error)
         if checkpoint is not None:  # an earlier one would be no better
             break
-        path.unlink()
     raise ServiceError(f"{uri}: {problem}")
-
-
-@contextmanager
-def scratch(parent: Path) -> Iterator[Path]:
-    """A temporary directory below `parent`, on the file system of the result."""
-    with storage.reported(str(parent)):
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=".fetch-", dir=parent, ignore_cleanup_errors=True
-        ) as directory:
-            yield Path(directory)
-
-
-def keep(directory: Path, target: Path) -> None:
-    """Move a finished directory into place, unless another process was first."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        directory.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
 
 
 def extract(archive: Path, target: Path, uri: str) -> None:
