@@ -91,8 +91,7 @@ def logs(
     """
     if follow and tail is not None:
         raise InputError("cannot be combined with follow", field="tail", value=tail)
-    backend, description = find(job_id, settings or load_settings())
-    return backend.logs(description.job_id, follow, raw, tail)
+    return find(job_id, settings or load_settings())[0].logs(job_id, follow, raw, tail)
 
 
 def metrics(job_id: str, settings: Settings | None = None, with_samples: bool = False) -> Curve:
@@ -101,8 +100,7 @@ def metrics(job_id: str, settings: Settings | None = None, with_samples: bool = 
     Raises:
         ServiceError: there is no such job, or what holds its curve cannot be read.
     """
-    backend, description = find(job_id, settings or load_settings())
-    return curve_of(backend, description.job_id, with_samples)
+    return curve_of(find(job_id, settings or load_settings())[0], job_id, with_samples)
 
 
 def curve_of(backend: Backend, job_id: str, with_samples: bool = False) -> Curve:
@@ -124,7 +122,7 @@ def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
     backend, description = find(job_id, settings or load_settings())
     if not description.is_running:
         raise ServiceError(f"job {description.named} has already ended: {description.status}")
-    backend.stop(description.job_id)
+    backend.stop(job_id)
     return description
 
 
@@ -140,7 +138,7 @@ def wait(
     deadline = time.monotonic() + (math.inf if timeout is None else timeout)
     settings = settings or load_settings()
     backend, description = find(job_id, settings)
-    job_id, pending = description.job_id, False
+    pending = False
     while description.is_running:
         if description.secondary_status == "Pending" and not pending:
             pending = True
@@ -149,8 +147,7 @@ def wait(
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
         time.sleep(backend.poll_seconds)
         ask = partial(backend.describe, job_id)
-        local = description.instance == "local"
-        now = ask() if local else patiently(ask, job_id, deadline)
+        now = ask() if description.instance == "local" else patiently(ask, job_id, deadline)
         description = now or find(job_id, settings)[1]  # which says that it is gone
     return with_cost(description, settings)
 
@@ -174,16 +171,16 @@ def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, list[Pla
     backend, description = find(job_id, settings)
     if description.is_running:
         raise ServiceError(f"job {job_id} is {description.status}", "job-is-running", job_id=job_id)
-    # AWS would refuse to delete the job, after its files are gone.
-    if description.has_open_pool(time.time()):
-        limit = description.keep_alive
-        raise ServiceError(
-            f"job {job_id} has a warm pool for up to {limit} s after its end; delete it then"
-        )
     locations = [storage.to_uri(settings.models_dir / job_id), *backend.places(job_id)]
+    problem = ""
+    if description.has_open_pool(time.time()):  # AWS would refuse, after the files are gone
+        limit = description.keep_alive
+        problem = f"job {job_id} has a warm pool for up to {limit} s after its end; delete it then"
     for path in filter(None, map(storage.local_path, locations)):
         if path.is_symlink():  # it may lead to files that are not ours
-            raise ServiceError(f"{path} is a link; remove it by hand")
+            problem = f"{path} is a link; remove it by hand"
+    if problem:
+        raise ServiceError(problem)
     return description, [measured(uri, settings) for uri in locations]
 
 
@@ -192,7 +189,7 @@ def delete(job_id: str, places: list[Place], settings: Settings) -> None:
 
     After an interruption the job is still there, and can be deleted again.
     """
-    backend, _ = find(job_id, settings)
+    backend = find(job_id, settings)[0]
     for place in places:
         storage.remove(place.uri, settings)
     backend.forget(job_id)

@@ -43,7 +43,8 @@ def word_options(command: str) -> list[str]:
     found: Any = commands.cli
     for name in command.split():
         found = found.commands[name]
-    words = [o for o in found.params if isinstance(o, click.Option) and o.type is click.STRING]
+    options = [o for o in found.params if isinstance(o, click.Option) and not o.is_flag]
+    words = [o for o in options if o.type is click.STRING]
     return [o.opts[0] for o in words if o.metavar != "KEY=VALUE"]  # those say what they miss
 
 

@@ -368,7 +368,7 @@ def test_an_unusable_sweep_starts_no_job(words, fact, cli, home, text_file):
         (f"delete {GROUP}", 2, f"`sm-nanogpt delete --group {GROUP}`"),
         ("stop", 2, "JOB-ID, or --group"),
         ("jobs --group nope", 2, "'nope' matches no sweeps"),
-        (f"stop --group {GROUP}", 1, f"sweep {GROUP} has started no job"),
+        (f"stop --group {GROUP}", 1, f"sweep {GROUP} has no job yet"),
     ],
 )
 def test_a_command_refuses_what_a_sweep_cannot_do(words, code, fact, recorded, home, cli):

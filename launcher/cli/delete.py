@@ -96,7 +96,7 @@ def delete_command(
 
     settings = settings_of(context)
     can_ask(yes)
-    if names := {word for word in job_ids if NAME.fullmatch(Path(word).name)}:
+    if names := {each for each in job_ids if NAME.fullmatch(Path(each).name)}:
         if keep_model or names < set(job_ids):
             raise InputError("delete uploads without --keep-model, and jobs in another command")
         delete_uploads(names, settings, yes)
@@ -106,20 +106,20 @@ def delete_command(
         delete_sweep(group, settings, keep_model, yes)
 
 
-def delete_sweep(word: str, settings: Settings, keep_model: bool, yes: bool) -> None:
+def delete_sweep(reference: str, settings: Settings, keep_model: bool, yes: bool) -> None:
     """Delete a sweep, which no command may run meanwhile: it would start jobs of no sweep."""
     from launcher.files.storage import remove
     from launcher.finding import backend_for
     from launcher.launching.records import record_of
     from launcher.launching.sweeps import alone, find_sweep, stop_mark
 
-    group, marks = find_sweep(word, settings)[0], []
+    group, marks = find_sweep(reference, settings)[0], []
     with alone(group, settings):
         tries = find_sweep(group, settings)[1]  # a command may have just started another
         every = [job for each in tries.values() for job in each]
         for job in every[:1]:
             place = backend_for(job.instance, settings).places(job.job_id)[0]
-            marks = [stop_mark(job.job_id, group, place, settings)]
+            marks = [stop_mark(group, place, settings)]
         delete_jobs([job.job_id for job in every], settings, keep_model, yes)
         for mark in marks:
             if mark.startswith("s3://"):
@@ -159,13 +159,13 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
         note(f"deleted {description.job_id}: {in_units(sum(place.size for place in places))}")
 
 
-def delete_uploads(words: set[str], settings: Settings, yes: bool) -> None:
+def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
     """Delete uploads, by their names or URIs, after confirmation, on this machine and on S3."""
     from launcher.text.uploads import delete, find_uploads
 
     listed, failure = find_uploads(settings)
-    found = [each for each in listed if words & {each.name, each.uri}]
-    unknown = words - {word for each in found for word in (each.name, each.uri)}
+    found = [each for each in listed if names & {each.name, each.uri}]
+    unknown = names.difference(*({each.name, each.uri} for each in found))
     if failure:
         if unknown or any(each.uri.startswith("s3:") for each in found):
             raise failure  # it may be there, or a running job may read it

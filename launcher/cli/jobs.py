@@ -16,7 +16,6 @@ import click
 
 from launcher.cli.options import GROUP, JOB_ID, JSON, Command, Job, settings_of
 from launcher.cli.show import (
-    explain,
     following,
     moment,
     next_step,
@@ -25,7 +24,9 @@ from launcher.cli.show import (
     print_curve,
     print_fields,
     print_json,
+    print_table,
     shown,
+    tell_end,
 )
 from launcher.cli.sweep import print_ranking
 from launcher.cli.words import command, reason_of
@@ -203,10 +204,10 @@ def time_left(description: JobDescription) -> str | None:
 
 @click.command("metrics", cls=Command)
 @JOB_ID
-@click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
-@JSON
+@click.option("--csv", "form", flag_value="csv", help="Print CSV.")
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
 @click.pass_context
-def metrics_command(context: click.Context, job_id: str, as_csv: bool, as_json: bool) -> None:
+def metrics_command(context: click.Context, job_id: str, form: str | None) -> None:
     """Print the rows of a job's training curve. The job may still run.
 
     \b
@@ -215,32 +216,28 @@ def metrics_command(context: click.Context, job_id: str, as_csv: bool, as_json: 
     """
     from launcher.tracking import describe, metrics
 
-    if as_csv and as_json:
-        raise InputError("--csv and --json cannot be combined")
     settings = settings_of(context)
     curve = metrics(job_id, settings)
     if not curve.rows:
         yet = " yet" * describe(job_id, settings).is_running
         raise ServiceError(f"job {job_id} has written no metrics{yet}")
     note(f"source: {curve.source}")
-    if as_json:
-        print_json(curve.rows)
-        return
     first = ("step", "train_loss", "val_loss", "best_loss", "bits_per_byte")
-    names = list(dict.fromkeys(n for row in curve.rows for n in [*first, *row]))
-    names = [name for name in names if curve.points(name)]
-    if as_csv:
+    names = [n for n in dict.fromkeys((*first, *curve.newest)) if curve.points(n)]
+    if form == "json":
+        print_json(curve.rows)
+    elif form == "csv":
         table = csv.DictWriter(sys.stdout, names, lineterminator="\n")
         table.writeheader()
         table.writerows(curve.rows)
-        return
-    digits = {"step": "d", "learning_rate": ".7f", "tokens_per_second": ",.0f"}
-    names = [name for name in names if name != "time"]
-    click.echo("  ".join(f"{name:>{max(8, len(name))}}" for name in names))
-    for row in curve.rows:
-        cells = [f"{row[n]:{digits.get(n, '.5f')}}" if n in row else "" for n in names]
-        widths = [max(8, len(name)) for name in names]
-        click.echo("  ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)).rstrip())
+    else:
+        digits = {"step": "d", "learning_rate": ".7f", "tokens_per_second": ",.0f"}
+        names = [name for name in names if name != "time"]
+        rows = [
+            [f"{row[n]:{digits.get(n, '.5f')}}" if n in row else "" for n in names]
+            for row in curve.rows
+        ]
+        print_table([names, *rows], align=">")
 
 
 def billable_words(description: JobDescription) -> str | None:
@@ -289,11 +286,9 @@ def logs_command(
     from launcher.tracking import describe, logs
 
     settings, silent = settings_of(context), tail != 0
+    lines = logs(job_id, follow, settings, raw, tail)
     try:
-        lines = logs(job_id, follow, settings, raw, tail)
-        if follow:
-            lines = following(lines, job_id, settings)
-        for line in lines:
+        for line in following(lines, job_id, settings) if follow else lines:
             click.echo(line)
             silent = False
     except KeyboardInterrupt:
@@ -325,9 +320,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
         description = wait(job_id, settings)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the job keeps running") from None
-    if description.status != "Completed":
-        raise ServiceError(explain(description, settings))
-    note(f"job {job_id} completed")
+    tell_end(description, settings, "Completed")
 
 
 @click.command("stop", cls=Command)
@@ -351,9 +344,7 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
 
         group, tries = find_sweep(group, settings)
         if not tries:
-            raise ServiceError(
-                f"sweep {group} has started no job yet: press Ctrl-C where `launch` runs it"
-            )
+            raise ServiceError(f"sweep {group} has no job yet: press Ctrl-C where `launch` runs it")
         for description in stop_all(group, tries, settings):
             note(f"stopping {description.job_id}")
             wait(description.job_id, settings)
@@ -362,7 +353,4 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
     assert job_id is not None
     local = stop(job_id, settings).instance == "local"
     note(f"stopping {'after a checkpoint' if local else '(this may take two minutes)'}")
-    description = wait(job_id, settings)
-    if description.status == "Failed":
-        raise ServiceError(explain(description, settings))
-    note(explain(description, settings))
+    tell_end(wait(job_id, settings), settings, "Completed", "Stopped")

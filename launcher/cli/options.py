@@ -126,12 +126,12 @@ class Job(click.ParamType[str]):
     ) -> list[CompletionItem]:
         from launcher.settings import load_settings
 
-        words = complete_job(ctx, param, incomplete)
+        names = complete_job(ctx, param, incomplete)
         if self.uploads:
             here = Path(load_settings().local_store)
-            words += [path.stem for path in here.glob(f"*/{incomplete}*.json")]
-        files = [CompletionItem(incomplete, type="file")] * (self.trained and not words)
-        return [*map(CompletionItem, words), *files]
+            names += [path.stem for path in here.glob(f"*/{incomplete}*.json")]
+        files = [CompletionItem(incomplete, type="file")] * (self.trained and not names)
+        return [*map(CompletionItem, names), *files]
 
 
 class Group(Command, click.Group):
@@ -153,11 +153,11 @@ def complete_job(context: click.Context, parameter: click.Parameter, incomplete:
 
     settings = load_settings()
     jobs: list[Any] = [*Listing(settings).local(), *remembered(settings)]
-    words = {word: tail_of(job.job_id) for job in jobs for word in (job.job_id, job.name) if word}
-    names = sorted(words)
+    tails = {name: tail_of(job.job_id) for job in jobs for name in (job.job_id, job.name) if name}
+    names = {*tails}
     if parameter.name == "group":
-        names = sorted({word.removesuffix(tail) for word, tail in words.items() if tail})
-    return [name for name in ["latest", *names] if name.startswith(incomplete)]
+        names = {name.removesuffix(tail) for name, tail in tails.items() if tail}
+    return [name for name in ["latest", *sorted(names)] if name.startswith(incomplete)]
 
 
 def complete_preset(
@@ -179,18 +179,18 @@ def complete_hyperparameter(
 
 
 def pairs(
-    context: click.Context | None, parameter: click.Parameter, words: tuple[str, ...]
+    context: click.Context | None, parameter: click.Parameter, typed: tuple[str, ...]
 ) -> dict[str, str]:
     """Parse ('n_layer=6',) to {'n_layer': '6'}; an option callback."""
     option, values = parameter.opts[0], dict[str, str]()
     sets = option in ("--set", "--sweep")
-    for word in words:
-        name, equals, value = word.partition("=")
+    for each in typed:
+        name, equals, value = each.partition("=")
         name, problem = name.replace("-", "_") if sets else name, ""
-        if not word or (sets and equals and not value):
-            problem = f"{option} {word}".strip() + " is empty; give a value, or leave it out"
+        if not each or (sets and equals and not value):
+            problem = f"{option} {each}".strip() + " is empty; give a value, or leave it out"
         elif not equals or not name:
-            problem = f"{option} {word}: must be name=value"
+            problem = f"{option} {each}: must be name=value"
         elif name in values:
             problem = f"{option} {name}: given twice ({values[name]!r} and {value!r})"
         if problem:
@@ -200,22 +200,22 @@ def pairs(
 
 
 def lists(
-    context: click.Context | None, parameter: click.Parameter, words: tuple[str, ...]
+    context: click.Context | None, parameter: click.Parameter, typed: tuple[str, ...]
 ) -> dict[str, list[str]]:
     """Parse ('n_layer=4,6',) to {'n_layer': ['4', '6']}; an option callback."""
-    values = {name: value.split(",") for name, value in pairs(context, parameter, words).items()}
+    values = {name: value.split(",") for name, value in pairs(context, parameter, typed).items()}
     for name, each in values.items():
         if "" in each or len({as_number(value) for value in each}) < len(each):
             raise InputError(f"--sweep {name}={','.join(each)}: a value is empty or given twice")
     return values
 
 
-def as_number(word: str) -> float | str:
+def as_number(value: str) -> float | str:
     """1e-3 and 0.001 are the same value."""
     try:
-        return float(word)
+        return float(value)
     except ValueError:
-        return word
+        return value
 
 
 def can_ask(settled: bool) -> None:

@@ -66,6 +66,13 @@ def explain(description: JobDescription, settings: Settings) -> str:
     return f"{outcome}{f': {reason}' if reason else ''}; {next_step(description, settings)}"
 
 
+def tell_end(description: JobDescription, settings: Settings, *good: str) -> None:
+    """Print how a job ended, or raise ServiceError unless that is one of the good states."""
+    if description.status not in good:
+        raise ServiceError(explain(description, settings))
+    note(explain(description, settings))
+
+
 def next_step(description: JobDescription, settings: Settings) -> str:
     """The likely next command for a job that has ended."""
     from launcher.text.corpus import read_manifest
@@ -176,11 +183,11 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, default=asdict))
 
 
-def print_table(rows: Sequence[Sequence[str]], err: bool = False) -> None:
+def print_table(rows: Sequence[Sequence[str]], err: bool = False, align: str = "<") -> None:
     """Print rows with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        cells = (f"{cell:{align}{width}}" for cell, width in zip(row, widths, strict=True))
         click.echo(shown("  ".join(cells).rstrip()), err=err)
 
 

@@ -98,13 +98,13 @@ def record_of(group: str, settings: Settings) -> Path:
     return settings.home / "sweeps" / f"{group}.json"
 
 
-def recorded_as(word: str, settings: Settings) -> str | None:
-    """The id of the sweep of this machine that a word means: its id or its name."""
-    if record_of(word, settings).exists():
-        return word
+def recorded_as(reference: str, settings: Settings) -> str | None:
+    """The id of the sweep of this machine that has this id or name."""
+    if record_of(reference, settings).exists():
+        return reference
     for path in record_of("*", settings).parent.glob("*.json"):
         with suppress(ServiceError):  # a damaged one is not this one
-            record = storage.read_document(str(path), Sweep)
-            if record is not None and record.job.name == word:
+            sweep = read_record(path.stem, settings)
+            if sweep is not None and sweep.job.name == reference:
                 return path.stem
     return None

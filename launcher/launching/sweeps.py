@@ -60,16 +60,14 @@ def alone(group: str, settings: Settings) -> IO[str]:
     return lock
 
 
-def stop_mark(job_id: str, group: str, place: str, settings: Settings) -> str:
+def stop_mark(group: str, place: str, settings: Settings) -> str:
     """The file that says whether a sweep may start jobs. `run`: it may; any other content, or no
     file: it may not. It is deleted with the sweep. Any machine may stop or delete a sweep, so for
-    SageMaker the file is in the store.
-
-    place: where the files of a job of the sweep are.
+    SageMaker the file is in the store, beside `place`, which holds the files of one of its jobs.
     """
     if not place.startswith("s3://"):
         return str(record_of(group, settings).with_suffix(".stop"))
-    return storage.join(place.removesuffix(job_id), group, "stop")
+    return storage.join(place.rstrip("/").rpartition("/")[0], group, "stop")
 
 
 def find_sweep(reference: str, settings: Settings, everyone: bool = False) -> tuple[str, Tries]:
@@ -172,10 +170,8 @@ def plan_sweep(
         InputError, ServiceError: a job cannot run, as for `prepare`; nothing was started.
     """
     given = {*request.hyperparameters, *["seed"] * (seeds > 1)}
-    if request.resume is not None:
-        raise InputError(
-            "continues one job", "sweep-of-one", "resume", request.resume, job_id=request.resume
-        )
+    if (job_id := request.resume) is not None:
+        raise InputError("continues one job", "sweep-of-one", "resume", job_id, job_id=job_id)
     if both := values.keys() & given:
         raise InputError("is given twice", "swept-and-set", "sweep", min(both))
     if request.is_local and parallel > 1 and request.processes_per_instance is None:
@@ -315,12 +311,11 @@ class SweepPlan:
 
     def write_mark(self) -> None:
         """Write the file that says that this sweep may start jobs."""
-        for job in [each[0] for each in self.tries.values()][:1]:
-            place = self.backend.places(job.job_id)[0]
-            self.mark = stop_mark(job.job_id, self.group, place, self.settings)
-        for plan in list(self.plans.values())[:1]:
-            self.mark = stop_mark(plan.job_id, self.group, plan.place, self.settings)
-        if self.mark:
+        places = [plan.place for plan in self.plans.values()]
+        if started := [each[0].job_id for each in self.tries.values() if not places]:
+            places = [self.backend.places(started[0])[0]]
+        for place in places[:1]:
+            self.mark = stop_mark(self.group, place, self.settings)
             storage.write_text(self.mark, "run", self.settings)
 
     def is_stopped(self) -> bool:
@@ -372,7 +367,7 @@ def stop_all(group: str, tries: Tries, settings: Settings) -> list[JobDescriptio
                     backend.stop(now.job_id)
     finally:
         place = backend.places(newest[0].job_id)[0]
-        storage.write_text(stop_mark(newest[0].job_id, group, place, settings), "stop", settings)
+        storage.write_text(stop_mark(group, place, settings), "stop", settings)
     return running
 
 
