@@ -72,7 +72,7 @@ def aws_session(settings: Settings) -> Any:
     except BotoCoreError as error:
         raise InputError(f"{error}; `aws configure list-profiles` shows the profiles") from None
     if settings.offline:
-        session.client = not_asked
+        session.client = session.get_credentials = not_asked
     return session
 
 

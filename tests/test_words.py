@@ -28,7 +28,6 @@ LEFT = {
     "launching/texts.py",
     "local/backend.py",
     "machines.py",
-    "sagemaker/backend.py",
     "sagemaker/cost.py",
     "sagemaker/deploy.py",
     "sagemaker/stack.py",

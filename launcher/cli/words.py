@@ -29,6 +29,8 @@ REMEDIES: dict[str, str] = {
     "no-store": "create one with `{sm} infra deploy`, or set --store or SM_NANOGPT_STORE to"
     " s3://bucket/prefix",
     "read-less": "use more text, or --set max_steps={steps} to read it {n} times",
+    "sdk-differs": "install the version in constraints.txt, or uninstall the package `sagemaker`:"
+    " without it, the planned request is sent",
     "store-on-s3": "set --store or SM_NANOGPT_STORE to s3://bucket/prefix",
     "train-on-cpu": "--set device=cpu trains without them",
     "cost-unconfirmed": "set a ceiling with --max-cost, where the price is known, or pass --yes",

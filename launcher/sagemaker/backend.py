@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any
 
@@ -120,21 +121,28 @@ class SageMakerBackend:
     def check(self, job: TrainingJob) -> Placement:
         """The role, image and keys of a job. A dry run, which asks nobody, has placeholders."""
         store, role = self.settings.data_store, self.settings.role
-        for instance in job.instances:
-            if "volume_size" in job.given() and machines.has_local_storage(instance):
-                problem = f"{instance} has local disks and takes no volume"
-                raise InputError(problem, field="volume_size", value=job.volume_size)
+        gpu = machines.looks_like_gpu(job.instance)
+        image = job.image_uri or machines.training_image(self.region, job.pytorch_version, gpu)
+        key = job.kms_key or self.settings.kms_key or None
+        disks = [name for name in job.instances if machines.has_local_storage(name)]
+        stack, refused = remembered(self.settings, self.region), None
+        if "volume_size" in job.given() and disks:
+            problem = f"{disks[0]} has local disks and takes no volume"
+            refused = InputError(problem, field="volume_size", value=job.volume_size)
+        elif not store.startswith("s3://"):
+            refused = InputError(f"SageMaker cannot read {store}", "store-on-s3")
+        elif unfit := machines.problem(image, job.instance, job.launcher):
+            refused = InputError(unfit)
+        elif job.subnets and stack and stack.role == role and not stack.vpc:
+            problem = f"the role of stack {stack.name} may not join a VPC"
+            subnets = ",".join(job.subnets)
+            refused = InputError(problem, "allow-vpc", field="subnets", value=subnets)
+        if refused is not None:
+            raise refused
         # The processes must share the batch evenly on each type whose GPUs are known.
         gpus = [n for instance in job.instances if (n := machines.gpus_of(instance)) is not None]
         job.config(math.lcm(*(job.instance_count * max(1, n) for n in gpus)))
-        if not store.startswith("s3://"):
-            raise InputError(f"SageMaker cannot read {store}", "store-on-s3")
-        key = job.kms_key or self.settings.kms_key or None
-        gpu = machines.looks_like_gpu(job.instance)
-        image = job.image_uri or machines.training_image(self.region, job.pytorch_version, gpu)
         hyperparameters = sendable_hyperparameters(job)
-        if unfit := machines.problem(image, job.instance, job.launcher):
-            raise InputError(unfit)
         machines.log_image(image)
         if not sdk_version():
             logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
@@ -143,10 +151,6 @@ class SageMakerBackend:
                 "NCCL_DEBUG has no effect: SageMaker's toolkit sets it to WARN for torchrun, and"
                 " keeps it for pytorchddp"
             )
-        stack = remembered(self.settings, self.region)
-        if job.subnets and stack and stack.role == role and not stack.vpc:
-            problem = f"the role of stack {stack.name} may not join a VPC"
-            raise InputError(problem, "allow-vpc", field="subnets", value=",".join(job.subnets))
         try:
             owner = self.caller().owner
             self.check_regions(job)
@@ -165,7 +169,7 @@ class SageMakerBackend:
             hyperparameters=hyperparameters,
             kms_key=key,
             # AWS refuses a key for local disks, which are always encrypted.
-            volume_kms_key=None if all(map(machines.has_local_storage, job.instances)) else key,
+            volume_kms_key=None if len(disks) == len(job.instances) else key,
         )
 
     def check_regions(self, job: TrainingJob) -> None:
@@ -195,26 +199,37 @@ class SageMakerBackend:
 
         SageMaker checks the values, at once and before it bills anything.
         """
-        request = create_request(job_id, job, placement)
-        # In a dry run the SDK, which takes seconds to import, would make the same.
-        if placement.owner == OWNER_PLACEHOLDER or not sdk_version():
-            return request
-        from launcher.sagemaker import estimator
+        return create_request(job_id, job, placement)
+
+    def check_sdk(
+        self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
+    ) -> None:
+        """Build the SDK's estimator, where its version 2 is installed, and let it make the request.
+
+        Raises ServiceError if it would not send what was shown, priced and agreed to.
+        """
+        if not (version := sdk_version()):
+            return
+        from launcher.sagemaker import estimator  # takes seconds
 
         made = estimator.create_request(job_id, job, placement)
         if odd := sorted(n for n in {*made, *request} if made.get(n) != request.get(n)):
-            logger.warning(f"a dry run shows other values of {', '.join(odd)} than the SDK sends")
-        return made
+            raise ServiceError(
+                f"version {version} of the SageMaker SDK would send another {', '.join(odd)} than"
+                " was planned, so nothing was sent",
+                "sdk-differs",
+            )
 
     def submit(
         self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
     ) -> None:
+        """Send the request that was planned, after the files that the job needs."""
+        self.check_sdk(job_id, job, placement, request)
         launched = Launched(self.caller(), self.region, job_id, job.name, job.summary)
-        try:
+        with ExitStack() as unless_sent:
+            unless_sent.callback(self.remove_files, job_id, placement)
             self.send_files(job_id, job, placement)
-        except BaseException:
-            self.remove_files(job_id, placement)
-            raise
+            unless_sent.pop_all()
         refused = False
         try:
             with service_errors("CreateTrainingJob"):
@@ -229,12 +244,12 @@ class SageMakerBackend:
                         return
                 except ServiceError:
                     clear = False
-            if not clear:
-                raise ServiceError(str(error), "job-may-exist", job_id=job_id) from None
-            refused = True
-            if answer["Error"]["Code"] != "ResourceInUse":  # the files of an existing job
+            refused = clear
+            if not refused:
+                error = ServiceError(str(error), "job-may-exist", job_id=job_id)
+            elif answer["Error"]["Code"] != "ResourceInUse":  # the files of an existing job
                 self.remove_files(job_id, placement)
-            raise
+            raise error from None
         finally:
             if not refused:  # the job may exist, also if Ctrl-C came before the answer
                 caller.remember(launched, self.settings)
