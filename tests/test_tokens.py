@@ -22,7 +22,7 @@ from unittest.mock import Mock
 import launching
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import SMALL, metrics, run, words
 
@@ -675,13 +675,17 @@ def fast(request, words_of):
 
 
 @given(st.lists(st.text(st.sampled_from(KINDS)) | st.text(), max_size=5))
+@settings(deadline=None)
 def test_the_fast_encoding_has_the_librarys_ids(fast, pieces):
     assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
 
 
 def test_every_character_has_the_librarys_ids(fast):
     codes = (code for code in range(1, 0x20000) if not 0xD800 <= code < 0xE000)
-    pieces = [f"a{c}b {c}{c}1\n{c}" for c in map(chr, codes)]
+    lines = [f"a{c}b {c}{c}1\n{c}" for c in map(chr, codes)]
+    # Few long pieces take a fifth of the time. A piece's end matters to spaces alone.
+    pieces = ["".join(lines[i : i + 64]) for i in range(0, len(lines), 64)]
+    pieces += [line for line in lines if line[-1].isspace()]
     assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
 
 
