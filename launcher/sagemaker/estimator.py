@@ -41,8 +41,8 @@ CONFIG = {
 def quiet_sdk() -> Iterator[None]:
     """Silence the SDK, and restore the loggers that its import sets up.
 
-    It would validate CONFIG in fifty look-ups (2 s), and make a TensorBoard client from boto3's
-    default session, which fails if the default profile's login has expired.
+    It would validate CONFIG at its start and in fifty look-ups (2 s), and make a TensorBoard client
+    from boto3's default session, which fails if the default profile's login has expired.
     """
     os.environ.setdefault("DISABLE_JUMPSTART_LOGGING", "1")  # it warns of expired credentials
     os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
@@ -53,7 +53,8 @@ def quiet_sdk() -> Iterator[None]:
             logger.setLevel(logging.WARNING)
         try:
             with (
-                patch("sagemaker.utils.validate_sagemaker_config"),
+                patch("sagemaker.session.validate_sagemaker_config", lambda config: None),
+                patch("sagemaker.utils.validate_sagemaker_config", lambda config: None),
                 patch("sagemaker.estimator.TensorBoardApp"),
             ):
                 yield
