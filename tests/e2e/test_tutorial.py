@@ -49,6 +49,9 @@ def test_the_notebook_of_the_tutorial_runs(shell, tmp_path):
     client.execute()
     printed = "".join(str(cell.get("outputs")) for cell in notebook.cells)
     assert "step=10/10" in printed
+    assert "Plan(job_id=" in printed
+    assert "<th>cost</th>" in printed
+    assert "<polyline" in printed
     assert "model.safetensors" in printed
-    (sampled,) = notebook.cells[-1]["outputs"]
-    assert len(sampled["text"]) > 600
+    sampled = notebook.cells[-1]["outputs"]
+    assert sum(len(each["text"]) for each in sampled) > 600
