@@ -200,16 +200,16 @@ class Job:
 class Plan:
     """A job that is complete, checked and priced. Nothing has been sent yet.
 
-    job has every choice made. request is what CreateTrainingJob gets; empty on this machine.
-    worst_cost, if the job runs to its time limit, and ceiling are in USD; None: unknown, or none.
+    job has every choice made; request is what CreateTrainingJob gets, empty on this machine. In
+    USD, worst_cost is for a job that runs to its time limit, None if its price is unknown.
     """
 
     job_id: str
     job: TrainingJob = field(repr=False)
-    request: dict[str, Any] = field(repr=False)
+    request: Mapping[str, Any] = field(repr=False)
     worst_cost: float | None
     ceiling: float | None
-    _ready: launching.Plan = field(repr=False)
+    _plan: launching.Plan = field(repr=False)
     _settings: Settings = field(repr=False)
 
     def submit(self, confirmed: bool = False) -> Job:
@@ -223,7 +223,7 @@ class Plan:
             chosen = None if self.job.origin("max_cost") else self.job.max_cost
             check_confirmed(self.worst_cost or math.inf, chosen, self._settings)
         with byte_progress("upload") as progress:
-            return Job(self._ready.submit(progress), self._settings)
+            return Job(self._plan.submit(progress), self._settings)
 
 
 def with_full_ids(request: Request, settings: Settings) -> Request:
@@ -243,11 +243,10 @@ def prepare(request: Request, settings: Settings | None = None) -> Plan:
     job. Raises InputError if the job cannot run.
     """
     settings = settings or load_settings()
-    ready = launching.prepare(with_full_ids(request, settings), settings)
-    job = ready.job
-    ceiling = None if job.is_local else ceiling_of(job, settings)
-    most = ceiling.amount if ceiling else None
-    return Plan(ready.job_id, job, {**ready.request}, job.worst_cost, most, ready, settings)
+    plan = launching.prepare(with_full_ids(request, settings), settings)
+    job, limit = plan.job, None if plan.job.is_local else ceiling_of(plan.job, settings)
+    ceiling = limit.amount if limit else None
+    return Plan(plan.job_id, job, plan.request, job.worst_cost, ceiling, plan, settings)
 
 
 def launch(request: Request, settings: Settings | None = None, confirmed: bool = False) -> Job:

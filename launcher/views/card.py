@@ -23,7 +23,8 @@ def card(job: JobDescription, curve: Curve | None) -> str:
         "best loss": f"{now['best_loss']:.4f}" if "best_loss" in now else "",
         "cost": "" if job.cost is None else usd(job.cost),
     }
-    rows = (f"<tr><th>{name}</th><td style='text-align:left'>{escape(v)}</td></tr>" for name, v in facts.items() if v)
+    left = "<td style='text-align: left'>"
+    rows = (f"<tr><th>{n}</th>{left}{escape(v)}</td></tr>" for n, v in facts.items() if v)
     return f"<table>{''.join(rows)}</table>{drawing(curve) if curve else ''}"
 
 
