@@ -143,7 +143,7 @@ DEEP = b"[" * 100_000
         ("a.parquet", parquet([{"text": 1}]), ("row 1", "`text` is no text")),
         ("a.parquet", TWINS, ("two columns", "`text`")),
         ("a.csv", b"text,text\na,b\n", ("two columns", "`text`")),
-        ("a.jsonl", b'{\n"text": "a"\n}\n', (":1: ", "on one line: `jq -c . FILE`")),
+        ("a.jsonl", b'{\n"text": "a"\n}\n', (":1: ", "on one line, ", "`jq -c . FILE`")),
         ("a.json", b'[{"title": "a", "mapping": {}}]', ("item 1", "ChatGPT's own export")),
         ("a.parquet", b"PAR1" + b"x" * 100, ("damaged",)),
         ("a.parquet", parquet([{"text": "a" * 9999}], compression=None)[:5000], ("damaged",)),

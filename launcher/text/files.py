@@ -67,7 +67,8 @@ def find_files(
             for path in below:
                 file = look(path, encoding, column, plain=added.match(path, root))
                 if file.format.needs_tokens and not tokens:
-                    raise InputError(f"{path}: is {file.format.name}", **to_tokens(path))
+                    given = shlex.quote(str(path))
+                    raise InputError(f"{path}: is {file.format.name}", "needs-tokens", path=given)
                 within = path.relative_to(root) if folder else Path(path.name)
                 within = within if alone else root.resolve().name / within if folder else within
                 files.append(replace(file, name=name_in_upload(within, names)))
@@ -150,7 +151,7 @@ def left_out(files: Sequence[Path], root: Path) -> list[tuple[str, dict[str, str
     for kind, n in Counter(kind_of.values()).most_common():
         known, how, facts = named(one[kind]), "", dict[str, str]()
         if known and known.read:
-            facts = to_tokens(root)
+            facts = dict(code="needs-tokens", path=shlex.quote(str(root)))
         elif known:
             how = f"; {known.advice.format(path='FILE', stem='NAME')}"
         elif not is_binary(one[kind]):
@@ -163,11 +164,6 @@ def left_out(files: Sequence[Path], root: Path) -> list[tuple[str, dict[str, str
 def is_binary(path: Path) -> bool:
     with path.open("rb") as file:
         return b"\0" in file.read(512)
-
-
-def to_tokens(path: Path) -> dict[str, str]:
-    """The code and facts for files of records."""
-    return dict(code="needs-tokens", path=shlex.quote(str(path)))
 
 
 def name_in_upload(within: Path, taken: set[str]) -> str:

@@ -82,12 +82,10 @@ def json_lines(file: IO[bytes], path: str) -> Records:
 
 
 def not_json(place: str, line: bytes, error: Exception) -> InputError:
-    if len(line) > LONGEST_RECORD:
-        return InputError(f"{place}: the line is longer than 64 MiB; split it")
     if isinstance(error, UnicodeDecodeError):
         return not_text(place, line, error.start)
     column, why = getattr(error, "colno", 1), getattr(error, "msg", error)
-    hint = "a record must be on one line: `jq -c . FILE`"
+    hint = "a record must be on one line, of at most 64 MiB: `jq -c . FILE`"
     return InputError(f"{place}: not JSON at column {column} ({why}); {hint}")
 
 

@@ -111,13 +111,13 @@ def encode(
     ):
         width = array(code).itemsize
         hashes = array("q", map(hash, contents(ids, ends, range(len(ends)), width)))
+        parts = {"train": [0], "val": [1]} if counts.documents == 1 else split(ends, hashes)
         if copies := len(hashes) - len(set(hashes)):
             kind = "conversations" if counts.chats else "documents"
             logger.info(
                 f"{copies:,} of {counts.documents:,} {kind} are copies; each is in the same part as"
                 " its original"
             )
-        parts = {"train": [0], "val": [1]} if counts.documents == 1 else split(ends, hashes)
         for name, part in parts.items():
             shards = write_shards(directory, name, ids, ends, part, width)
             meta[name] = {"tokens": sum(s["tokens"] for s in shards), "shards": shards}
@@ -130,9 +130,9 @@ def encode(
     answers = {name: min(needed[n] for n in part) for name, part in parts.items() if needed}
     train, val = meta["train"]["tokens"], meta["val"]["tokens"]
     logger.info(f"tokenizer: {train:,} tokens to train on, {val:,} to validate on")
-    if (part := val / (train + val)) > 2 * VALIDATION_FRACTION:
+    if (share := val / (train + val)) > 2 * VALIDATION_FRACTION:
         logger.warning(
-            f"{part:.0%} of the tokens are for validation: each document is whole, and longer than"
+            f"{share:.0%} of the tokens are for validation: each document is whole, and longer than"
             " a tenth of the text"
         )
     return {
