@@ -32,7 +32,6 @@ LEFT = {
     "sagemaker/deploy.py",
     "sagemaker/stack.py",
     "source.py",
-    "text/corpus.py",
 }
 
 

@@ -266,19 +266,12 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
     return upload if whole else None
 
 
-def is_there(uri: str, settings: Settings) -> bool:
-    """Whether an upload is complete at a URI. A dry run does not ask, and takes it as missing."""
-    with suppress(NotAsked):
-        return find_upload(uri, settings) is not None
-    return False
-
-
-def may_be_there(uri: str, settings: Settings) -> bool:
-    """As is_there, but a dry run takes it as complete."""
+def is_there(uri: str, settings: Settings, unasked: bool = False) -> bool:
+    """Whether an upload is complete at a URI; `unasked` if a dry run does not ask."""
     try:
         return find_upload(uri, settings) is not None
     except NotAsked:
-        return True
+        return unasked
 
 
 def read_manifest(uri: str, settings: Settings) -> Upload | None:
@@ -297,7 +290,7 @@ def located(word: str, settings: Settings) -> str:
         return word
     stores = [settings.local_store, with_store(settings).data_store]
     for uri in [storage.to_uri(storage.join(store, "data", word)) for store in stores]:
-        if may_be_there(uri, settings):
+        if is_there(uri, settings, unasked=True):
             return uri
     raise InputError(f"there is no upload {word}", "no-upload")
 
@@ -317,7 +310,7 @@ def last_upload(settings: Settings) -> str:
     uris = [uri for each, uri in last.items() if each in places or not settings.store]
     problem = f"nothing was uploaded to {settings.data_store} from here"
     for uri in uris[-1:]:
-        if may_be_there(uri, settings):
+        if is_there(uri, settings, unasked=True):
             return uri
         problem = f"the last upload, {uri}, is deleted or incomplete"
     raise InputError(problem, "no-upload")
