@@ -84,31 +84,31 @@ def pattern_of(document: dict[str, Any]) -> str | None:
 
 
 def fast_encoding(
-    document: dict[str, Any], tokenizer: Tokenizer, words: Sequence[bytes]
+    document: dict[str, Any], tokenizer: Tokenizer, contents: Sequence[bytes]
 ) -> Encoding | None:
     """The tokenizer in tiktoken, which is four times as fast; None if it might find other ids.
 
-    tiktoken merges the pair whose word has the lowest id, the library the pair that comes first in
-    its list of merges. That is the same if the merges make the words in the order of their ids, and
-    each word, by itself, becomes its own id.
+    tiktoken merges the pair that makes the lowest id, the library the pair that comes first in its
+    list of merges. That is the same if the merges make the ids in their order, and the bytes of
+    each id, by themselves, become that id.
     """
     pattern, model = pattern_of(document), document["model"]
     if pattern is None or model["type"] != "BPE" or model.get("ignore_merges"):
         return None
-    ids = {word: id for id, word in enumerate(words) if word}
+    ids = {content: id for id, content in enumerate(contents) if content}
     pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
-    merged = {model["vocab"][word]: word for word in map("".join, pairs)}
+    merged = {model["vocab"][token]: token for token in map("".join, pairs)}
     if (
         not all(token["special"] for token in document["added_tokens"])
         or list(merged) != sorted(merged)
         or len(merged) != len(model["merges"])
         or {*merged, *(ids.get(bytes([byte])) for byte in range(256))} != set(ids.values())
-        or any([t.id for t in tokenizer.model.tokenize(w)] != [id] for id, w in merged.items())
+        or any([t.id for t in tokenizer.model.tokenize(s)] != [id] for id, s in merged.items())
     ):
         return None
     import tiktoken
 
-    return tiktoken.Encoding("words", pat_str=pattern, mergeable_ranks=ids, special_tokens={})
+    return tiktoken.Encoding("ours", pat_str=pattern, mergeable_ranks=ids, special_tokens={})
 
 
 def is_utf8(text: str) -> bool:
@@ -119,15 +119,15 @@ def is_utf8(text: str) -> bool:
 class Encoder:
     """Turns text into ids, as bytes of the type `code`, in threads on all cores.
 
-    words holds the bytes of each id: text must come back from them.
+    contents holds the bytes of each id: text must come back from them.
     """
 
-    def __init__(self, content: str, words: Sequence[bytes], code: str) -> None:
-        self.tokenizer, self.words, self.code = published_tokenizer(content), words, code
-        normalizer, document = self.tokenizer.normalizer, json.loads(content)
+    def __init__(self, document: str, contents: Sequence[bytes], code: str) -> None:
+        self.tokenizer, self.contents, self.code = published_tokenizer(document), contents, code
+        normalizer = self.tokenizer.normalizer
         # Qwen's changes é of two characters to é of one, which is the same text.
         self.same = str if normalizer is None else normalizer.normalize_str
-        self.fast = fast_encoding(document, self.tokenizer, words)
+        self.fast = fast_encoding(json.loads(document), self.tokenizer, contents)
 
     def encode(self, pieces: Sequence[str]) -> list[bytes]:
         """The ids of each piece. A long one is encoded in parts."""
@@ -139,7 +139,7 @@ class Encoder:
         else:
             found = self.ask(pieces)
         for piece, ids in zip(pieces, found, strict=True):
-            back = b"".join(map(self.words.__getitem__, ids))
+            back = b"".join(map(self.contents.__getitem__, ids))
             if back != piece.encode():
                 raise InputError(lost(piece, back.decode(errors="replace")), "text-changes")
         return [array(self.code, ids).tobytes() for ids in found]
