@@ -174,9 +174,13 @@ class Job:
 
     def delete(self, keep_model: bool = False) -> None:
         """Delete the job and its files, here and on S3; keep_model: but for its fetched model."""
-        if keep_model:
-            self.model()
-        _, places = tracking.places_of(self.id, self.settings)
+        from launcher.models.fetch import download, place_of
+
+        description, places = tracking.places_of(self.id, self.settings)
+        if keep_model:  # as it is now: model() would do with the copy of a job without an answer
+            with byte_progress("fetch") as progress:
+                place = place_of(description, self.settings)
+                download(description, place, self.settings, progress)
         tracking.delete(self.id, places[keep_model:], self.settings)
         self._last = None
 
