@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -171,30 +172,21 @@ def routes(players: Sequence[Player]) -> list[Route]:
             return problem(404, f"no model {name!r}", "model_not_found")
         return JSONResponse(entry(name))
 
-    async def chat(request: HTTPRequest) -> Response:
-        return await complete(request, WantedChat)
-
-    async def text(request: HTTPRequest) -> Response:
-        return await complete(request, WantedText)
-
     async def complete(request: HTTPRequest, kind: type[WantedChat] | type[WantedText]) -> Response:
         try:
             wanted = kind.model_validate_json(await request.body())
             if wanted.model not in by_name:
-                there = ", ".join(by_name)
-                return problem(
-                    404, f"no model {wanted.model!r}; there is {there}", "model_not_found"
-                )
+                said = f"no model {wanted.model!r}; there is {', '.join(by_name)}"
+                return problem(404, said, "model_not_found")
             player = by_name[wanted.model]
             answer, tokens = begin(player, wanted)
         except ClientDisconnect:
             return Response()
         except ValidationError as error:
             return problem(400, reason(error))
-        except TooLong as error:
-            return problem(400, str(error), "context_length_exceeded")
         except InputError as error:
-            return problem(400, str(error))
+            long = isinstance(error, TooLong)
+            return problem(400, str(error), "context_length_exceeded" if long else None)
         if wanted.stream:
             usage = bool(wanted.stream_options and wanted.stream_options.include_usage)
             return Queued(events(answer, tokens, usage), player.lock, "text/event-stream")
@@ -213,8 +205,8 @@ def routes(players: Sequence[Player]) -> list[Route]:
     return [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", text, methods=["POST"]),
+        Route("/v1/chat/completions", partial(complete, kind=WantedChat), methods=["POST"]),
+        Route("/v1/completions", partial(complete, kind=WantedText), methods=["POST"]),
     ]
 
 

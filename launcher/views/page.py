@@ -76,9 +76,8 @@ def points(report: Report) -> Iterator[dict[str, Any]]:
             factor = run.best["bits_per_byte"] / run.best["val_loss"]
         times = dict(zip((row["step"] for row in run.curve.rows), run.times, strict=False))
         for series, name in SERIES.items():
-            rows = [row for row in run.curve.rows if name in row]
-            for row in rows:
-                point = {
+            for row in (row for row in run.curve.rows if name in row):
+                yield {
                     "run": run.label,
                     "series": series,
                     "color": run.label if several else series,
@@ -88,10 +87,8 @@ def points(report: Report) -> Iterator[dict[str, Any]]:
                     "drawn": row[name] * factor,
                     "rate": row.get("learning_rate"),
                     "speed": row.get("tokens_per_second"),
+                    **({"time": times[row["step"]] / unit} if times else {}),
                 }
-                if times:
-                    point["time"] = times[row["step"]] / unit
-                yield point
 
 
 def results(report: Report) -> list[dict[str, Any]]:
@@ -188,18 +185,14 @@ def finished(chart: Any) -> dict[str, Any]:
     spec: dict[str, Any] = chart.to_dict()
     del spec["$schema"]  # an address, which nothing here reads
     lines = dict.fromkeys(("gridColor", "domainColor", "tickColor"), "var(--line)")
-    words = {
-        "labelColor": "var(--muted)",
-        "titleColor": "var(--muted)",
-        "titleFontWeight": "normal",
-    }
-    fonts = {"labelFontSize": 12, "titleFontSize": 12}
+    texts = dict.fromkeys(("labelColor", "titleColor"), "var(--muted)")
+    fonts = {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
     above = {"titleAngle": 0, "titleAlign": "left", "titleX": -40, "titleY": -16}
     spec["config"] = {
         "background": "transparent",
         "font": FONT,
         "view": {"stroke": None},
-        "axis": {**lines, **words, **fonts, "labelOverlap": "greedy"},
+        "axis": {**lines, **texts, **fonts, "labelOverlap": "greedy"},
         "axisX": {"grid": False, "titlePadding": 8, "tickCount": {"expr": "ceil(width / 90)"}},
         "axisY": {**above, "domain": False, "ticks": False, "tickCount": 5, "minExtent": 40},
     }
@@ -244,15 +237,10 @@ def page(report: Report, repeat: Callable[[TrainingJob], str] | None = None) -> 
         "results": results(report),
         "titles": titles,
     }
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    folder = FileSystemLoader(Path(__file__).parent)
+    templates = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    filters = {"plain": plain, "when": when, "span": span, "usd": usd}
-    templates.filters.update(filters)
+    templates.filters.update(plain=plain, when=when, span=span, usd=usd)
     return templates.get_template("report.html").render(
         report=report,
         runs=report.runs,

@@ -48,10 +48,9 @@ class Run:
         found = (SIZE.match(line) for line in self.log)
         return next((match.groupdict() for match in found if match), {})
 
-    def logged(self, word: str) -> str:
-        """The rest of the first line of the log that starts with a word."""
-        lines = (line.removeprefix(word).strip() for line in self.log if line.startswith(word))
-        return next(lines, "")
+    def logged(self, begin: str) -> str:
+        """The rest of the first line of the log that begins so."""
+        return next((line[len(begin) :].strip() for line in self.log if line.startswith(begin)), "")
 
     @property
     def unit(self) -> str:
@@ -109,19 +108,15 @@ class Run:
     @property
     def configuration(self) -> dict[str, Any]:
         """What two runs may differ in."""
-        d, places = self.description, (self.job.data, self.job.validation, self.job.init_from)
-        data, validation, start = (
-            str(p).rstrip("/").rpartition("/")[2] if p else "" for p in places
-        )
-        others = {
+        d, job = self.description, self.job
+        places = {"data": job.data, "validation": job.validation, "init_from": job.init_from}
+        return {
+            **d.hyperparameters,
             "instance": d.instance,
             "instance_count": d.instance_count,
-            "data": data,
-            "validation": validation,
-            "init_from": start,
+            **{name: (at or "").rstrip("/").rpartition("/")[2] for name, at in places.items()},
             "script": self.script_sha256[:12],
         }
-        return {**d.hyperparameters, **others}
 
 
 @dataclass(frozen=True)
@@ -135,8 +130,8 @@ class Report:
 
     @property
     def unit(self) -> str:
-        words = f"loss (nats per {self.runs[0].unit.removesuffix('s')})"
-        return "bits per byte" if self.per_byte else words
+        of_tokens = f"loss (nats per {self.runs[0].unit.removesuffix('s')})"
+        return "bits per byte" if self.per_byte else of_tokens
 
     @property
     def title(self) -> str:
