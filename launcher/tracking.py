@@ -23,13 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
-    """Describe a job, with its cost.
-
-    Raises:
-        ServiceError: there is no such job.
-    """
+    """Describe a job, with its cost."""
     settings = settings or load_settings()
-    return with_cost(find(job_id, settings)[1], settings)
+    return with_costs([find(job_id, settings)[1]], settings)[0]
 
 
 def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobDescription]:
@@ -56,10 +52,6 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
     return priced
 
 
-def with_cost(description: JobDescription, settings: Settings) -> JobDescription:
-    return with_costs([description], settings)[0]
-
-
 def with_record(description: JobDescription, settings: Settings) -> JobDescription:
     """The description with name and summary, which SageMaker tells only in lists; they are in the
     job's record."""
@@ -84,10 +76,6 @@ def logs(
 
     With follow, wait for new lines until the job ends, also through a network outage. With raw,
     include the lines of the SageMaker toolkit. With tail, yield only so many of the last lines.
-
-    Raises:
-        InputError: tail and follow are both given.
-        ServiceError: there is no such job.
     """
     if follow and tail is not None:
         raise InputError("cannot be combined with follow", field="tail", value=tail)
@@ -95,11 +83,7 @@ def logs(
 
 
 def metrics(job_id: str, settings: Settings | None = None, with_samples: bool = False) -> Curve:
-    """The training curve of a job so far, with the samples of its log if asked.
-
-    Raises:
-        ServiceError: there is no such job, or what holds its curve cannot be read.
-    """
+    """The training curve of a job so far, with the samples of its log if asked."""
     return curve_of(find(job_id, settings or load_settings())[0], job_id, with_samples)
 
 
@@ -115,9 +99,6 @@ def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
 
     A local job first writes a checkpoint. SageMaker kills a job within two minutes and does not
     signal it, so its last periodic checkpoint remains.
-
-    Raises:
-        ServiceError: there is no such job, or it has ended.
     """
     backend, description = find(job_id, settings or load_settings())
     if not description.is_running:
@@ -129,12 +110,7 @@ def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
 def wait(
     job_id: str, settings: Settings | None = None, timeout: float | None = None
 ) -> JobDescription:
-    """Wait until a job ends and return its description.
-
-    Raises:
-        ServiceError: there is no such job, it was deleted, it still runs after `timeout` seconds,
-            or SageMaker was unreachable for minutes.
-    """
+    """Wait until a job ends and return its description."""
     deadline = time.monotonic() + (math.inf if timeout is None else timeout)
     settings = settings or load_settings()
     backend, description = find(job_id, settings)
@@ -149,7 +125,7 @@ def wait(
         ask = partial(backend.describe, job_id)
         now = ask() if description.instance == "local" else patiently(ask, job_id, deadline)
         description = now or find(job_id, settings)[1]  # which says that it is gone
-    return with_cost(description, settings)
+    return description
 
 
 @dataclass(frozen=True)
