@@ -32,6 +32,8 @@ from launcher.launching.records import Sweep, grid, read_record, record_of, trie
 from launcher.launching.sweeps import find_sweep, plan_left, prepare_member, ranking, stop_all
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker.cost import CeilingTooLow
+from launcher.source import Source
+from launcher.text import corpus
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
 LOCAL = ("launch", "--instance", "local")
@@ -120,7 +122,7 @@ def ran(home, monkeypatch):
         def with_costs(found: list[JobDescription], settings: Settings) -> list[JobDescription]:
             return [replace(job, cost=cost) for job in found]
 
-        def prepare(job: Request, settings: Settings, job_id: str) -> Prepared:
+        def prepare(job: Request, settings: Settings, job_id: str, texts: Any) -> Prepared:
             prepared.append(job)
             if job.resume in used_up:
                 raise CeilingTooLow("even a run of 60 s costs more")
@@ -394,6 +396,26 @@ def test_the_ceiling_holds_for_the_sum(launch):
     assert [r["HyperParameters"]["n_layer"] for r in requests] == ["2", "2", "4", "4"]
     limits = {r["StoppingCondition"]["MaxRuntimeInSeconds"] for r in requests}
     assert limits == {1956}  # 2556 s for 1 USD at 1.408 USD an hour, of which 600 s are kept back
+
+
+def test_a_sweep_reads_its_text_and_its_folder_once(launch, tmp_path, monkeypatch):
+    folder = launching.edited(tmp_path / "my", ('"a set of hyper', '"one set of hyper'))
+    reads = Counter[str]()
+
+    def counted(owner: Any, name: str) -> None:
+        read = getattr(owner, name)
+
+        def count(*arguments: Any) -> Any:
+            reads[name] += 1
+            return read(*arguments)
+
+        monkeypatch.setattr(owner, name, count)
+
+    counted(corpus, "survey")
+    counted(Source, "read")
+    ran = launch("n_layer=2,4", "--seeds", "2", "--entry-point", str(folder), "--dry-run").good
+    assert len(json.loads(ran.out)) == 4
+    assert reads == {"survey": 1, "read": 1}
 
 
 def test_a_sweep_shows_its_cost_and_ranks(cloud, launch, cli, home, monkeypatch):

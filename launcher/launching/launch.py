@@ -293,7 +293,8 @@ def with_folder(request: Request) -> Request:
     if request.entry_point is None:
         source = request.source
     else:
-        source = Source.read(storage.path_of(request.entry_point).absolute())
+        place = storage.path_of(request.entry_point).absolute()
+        source = request._source or Source.read(place)
         source.check()
         request = request.model_copy(update={"entry_point": source.directory})
     request._source = source

@@ -125,10 +125,12 @@ def prepare_member(
     settings: Settings,
     job_id: str,
     tries: Sequence[JobDescription] = (),
+    first: Plan | None = None,
 ) -> Plan:
     """The member's next job, checked. It continues the last try if that left a checkpoint.
 
-    Its cost ceiling is its share of that of the sweep, which includes all its tries.
+    Its cost ceiling is its share of that of the sweep, which includes all its tries. first: the
+    plan of another member, with the same texts and folder, which are not read again.
 
     Raises:
         CeilingTooLow: its tries have used up its share.
@@ -153,7 +155,16 @@ def prepare_member(
         given["max_cost"] = share - spent
     if sweep.job.name is not None:
         given["name"] = f"{sweep.job.name}{tail_of(job_id)}"
-    return prepare(Request(**given), settings, job_id)
+    request, texts = Request(**given), None
+    if first is not None:
+        texts = {
+            name: channel
+            for name in ("data", "validation")
+            for channel in first.channels
+            if channel.uri == getattr(first.job, name)
+        }
+        request._source = None if request.resume else first.job.source
+    return prepare(request, settings, job_id, texts)
 
 
 def plan_sweep(
@@ -206,10 +217,10 @@ def plan_left(group: str, sweep: Sweep, settings: Settings, tries: Tries) -> Swe
     """Check and price what is left of a sweep. tries: its jobs so far."""
     plans, limited = dict[int, Plan](), dict[int, CeilingTooLow]()
     for number in sweep.left(tries):
-        earlier = tries.get(number, [])
+        earlier, first = tries.get(number, []), next(iter(plans.values()), None)
         try:
             job_id = next_id(group, number, earlier)
-            plans[number] = prepare_member(sweep, number, settings, job_id, earlier)
+            plans[number] = prepare_member(sweep, number, settings, job_id, earlier, first)
         except CeilingTooLow as limit:
             if not earlier:
                 raise
@@ -324,7 +335,7 @@ class SweepPlan:
         return patiently(read, self.group) != b"run"
 
     def start(self, number: int) -> Progress:
-        """Start a member's next job. Raises OverQuota, or as `Plan.go`."""
+        """Start a member's next job. Raises OverQuota, or as `Plan.submit`."""
         plan = self.plans[number]
         if isinstance(plan.backend, LocalBackend):
             plan.backend.parallel = self.sweep.parallel
