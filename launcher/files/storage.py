@@ -291,12 +291,7 @@ def fingerprint(uri: str, settings: Settings | None = None) -> str:
 
 
 def read_document(uri: str, kind: type[T], settings: Settings | None = None) -> T | None:
-    """Read a JSON document (see launcher.files.documents); None if there is none.
-
-    Raises:
-        Damaged: it does not fit `kind`.
-        ServiceError: it cannot be read.
-    """
+    """Read a JSON document; None if there is none. Raises Damaged if it does not fit `kind`."""
     content = read_bytes(uri, settings)
     return None if content is None else parse(content, kind, uri)
 

@@ -23,9 +23,7 @@ EXAMPLE = (
 def turns_of(record: Any, place: str) -> list[str] | None:
     """The turns of a conversation, each as `role\\ncontent`; None if the record is none.
 
-    Raises:
-        InputError: a message is no text that a model can learn, or the assistant says nothing; the
-            error starts with `place`.
+    Raises InputError, which starts with `place`, if a model cannot learn from it.
     """
     try:
         messages = messages_of(record)

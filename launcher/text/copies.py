@@ -65,10 +65,6 @@ def copied(
     `-` is standard input. `hf://datasets/OWNER/NAME[@REVISION][/PATH]` and `s3://bucket/key` name a
     file, a folder with all that is below it, or by `*` several files. Errors and warnings give the
     names as here.
-
-    Raises:
-        InputError: nothing is there, or it is another kind of URL.
-        ServiceError: the Hub or S3 refuses, or cannot be reached, or the disk is full.
     """
     copies = list[Copy]()
 

@@ -119,11 +119,8 @@ def upload_data(
 def with_store(settings: Settings) -> Settings:
     """The settings, with the stack's store if they have none and there is a stack.
 
-    If AWS cannot be asked, the text stays on this machine and a launch uploads it later.
-
-    Raises:
-        InputError: the store is a bucket of another region than the one that is set.
-        Missing: the stack that the user named does not exist.
+    If AWS cannot be asked, the text stays on this machine and a launch uploads it later. Raises
+    InputError if the store is in another region, and Missing if there is no stack of the name.
     """
     if settings.store.startswith("s3://") and (session := aws_session(settings)).region_name:
         region = session.region_name
@@ -231,12 +228,7 @@ def find_words(word: str, settings: Settings) -> Words:
 def send(
     upload: Upload, files: Sequence[File], settings: Settings, progress: Progress = lambda n: None
 ) -> None:
-    """Put a surveyed upload into the store, unless it is there.
-
-    Raises:
-        InputError: the text has changed since it was surveyed.
-        ServiceError: the store failed.
-    """
+    """Put a surveyed upload into the store, unless it is there. Raises InputError if it changed."""
     if not upload.uploaded:
         return
     storage.expect(progress, upload.size)
@@ -298,10 +290,8 @@ def located(word: str, settings: Settings) -> str:
 def last_upload(settings: Settings) -> str:
     """The URI of the last upload from this machine, which a launch takes unless another is named.
 
-    It went to the store that is set, or was kept here because AWS could not be asked.
-
-    Raises:
-        InputError: nothing was uploaded, or it is deleted or incomplete.
+    It went to the store that is set, or was kept here because AWS could not be asked. Raises
+    InputError if there is none, or it is deleted or incomplete.
     """
     places = {place(settings.data_store)}
     if storage.local_path(settings.data_store) is None:

@@ -49,11 +49,7 @@ def find_files(
 
     include adds plain text by patterns of names, or of paths below a folder, and exclude leaves out
     files or folders. What else is left out is logged. Without tokens, only plain text is taken.
-    fill is called with files before they are opened.
-
-    Raises:
-        InputError: there is no text, it cannot be read, it is of a format that is refused, a name
-            is not UTF-8, or a pattern matches nothing.
+    fill is called with files before they are opened. Raises InputError.
     """
     added, skipped = Globs("include", include), Globs("exclude", exclude)
     files, names, alone = list[File](), set[str](), len(paths) == 1
@@ -177,10 +173,7 @@ def name_in_upload(within: Path, taken: set[str]) -> str:
 
 
 def read_plain(name: str, files: Sequence[File]) -> tuple[Counts, list[File]]:
-    """Read every file as train.py would. Returns also the files without empty and equal ones.
-
-    Raises InputError if all are too short together; name is in its message.
-    """
+    """Read every file as train.py would. Returns also the files without empty and equal ones."""
     counts, digest, vocabulary = Counts(), hashlib.sha256(), set[str]()
     kept, seen, aside = list[File](), set[bytes](), Counter[str]()
     for file in files:

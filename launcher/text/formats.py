@@ -282,11 +282,7 @@ def documents(files: Sequence[File], found: Counts) -> Iterator[Iterator[str]]:
     """Each document, as pieces of at most PIECE characters. Fills in `found` on the way.
 
     A file of plain text is a document, and so is each record of others; empty ones are left out.
-    The pieces of a conversation are its turns.
-
-    Raises:
-        InputError: a file cannot be read, or is not UTF-8, or a record is no document, or only some
-            are conversations.
+    The pieces of a conversation are its turns. Raises InputError.
     """
     digest = hashlib.sha256()
     for file in files:

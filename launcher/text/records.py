@@ -33,10 +33,7 @@ def document_of(record: Any, place: str, column: str = TEXT) -> tuple[bool, Iter
     """Whether a record is a conversation, and its turns or pieces of its text.
 
     `column` is the field of the text. If it is not the default, it comes before a conversation in
-    other fields, and may hold one itself, as a list of messages.
-
-    Raises:
-        InputError: the record is neither; the error starts with `place`.
+    other fields, and may hold one itself, as a list of messages. Raises InputError.
     """
     fields = record if isinstance(record, dict) else {}
     text = fields.get(column)

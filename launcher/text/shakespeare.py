@@ -27,10 +27,7 @@ def first_text(settings: Settings | None = None) -> Path:
     """Tiny Shakespeare, as a file in the cache: downloaded once, and verified by its SHA-256.
 
     Many networks reach a package index and little else. There it is Python's language reference,
-    which comes with Python.
-
-    Raises:
-        ServiceError: the download failed, and this Python comes without its reference.
+    which comes with Python; without it, this raises ServiceError.
     """
     cache = (settings or load_settings()).cache_dir
     shakespeare = cache / "shakespeare.txt"

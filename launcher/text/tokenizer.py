@@ -57,8 +57,7 @@ def fingerprint(tokenizer: data.Tokenizer) -> str:
 def open_words(path: Path) -> Words:
     """The tokenizer in a tokenizer.json, or in a directory as of Hugging Face or of a model.
 
-    Raises:
-        InputError: there is none, or it is not of BPE over bytes or of characters.
+    Raises InputError if there is none, or it is not of BPE over bytes or of characters.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     try:

@@ -67,17 +67,10 @@ def encode(
     directory: Path,
     progress: Progress = lambda n: None,
 ) -> dict[str, Any]:
-    """Write the documents as tokens into an empty directory.
+    """Write the documents as tokens into an empty directory; returns fields of their Upload.
 
-    A single document is cut, its last tenth is the one for validation.
-
-    Returns:
-        What an Upload says of them, by its fields: files, tokens, vocabulary_size, contexts,
-        answers.
-
-    Raises:
-        InputError: the text has changed since it was surveyed, or does not come back from the
-            tokenizer.
+    A single document is cut, its last tenth is the one for validation. Raises InputError if the
+    text has changed since it was surveyed, or does not come back from the tokenizer.
     """
     words = separated(words) if counts.chats else words
     size = len(words.tokenizer)
