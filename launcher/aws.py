@@ -1,4 +1,4 @@
-"""AWS sessions and clients, and errors of AWS as one line that says what to do."""
+"""AWS sessions and clients, and errors of AWS as one line with a code."""
 
 from __future__ import annotations
 
@@ -20,39 +20,26 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOGIN = "`aws login`, `aws sso login` or `aws configure`"
-
-CAPACITY = "AWS has no capacity now; try later, or name several types with --instance TYPE,TYPE,..."
-EXPIRED = f"the AWS credentials have expired; renew them with {LOGIN}"
-REJECTED = "AWS rejects the credentials; check AWS_PROFILE or the keys"
-DENIED = "not allowed; ask for the permission, or use another AWS_PROFILE"
-THROTTLED = "AWS is throttling; wait a minute and try again"
-REGION = "it is in another region; set --region"
-NETWORK = "check the region's name and the network"
-# A signature contains its time.
-CLOCK = "the clock of this machine is wrong, so AWS rejects its signatures; correct it"
-CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")
-QUOTA = "request an increase in the Service Quotas console, or use another --instance"
-# What to do, by a part of AWS's error code or of the exception's name; the first that fits.
-REMEDIES = {
+# What an error is, by a part of AWS's code or of the exception's name; the first that fits. The
+# command line has words for each.
+CODES = {
     "LoginInsufficientPermissions": "",
-    "Expired|TokenRefresh|TokenRetrieval|SSO|UnauthorizedException|Login": EXPIRED,
-    "Credential": f"no AWS credentials: run {LOGIN}",
-    "MissingDependency": "the package awscrt is missing: install sm-nanogpt again",  # `aws login`
-    "TooSkewed": CLOCK,
-    "Signature|InvalidAccessKey|InvalidClientToken|InvalidToken|UnrecognizedClient": REJECTED,
-    "Denied|AllAccessDisabled|NotAuthorized|Unauthorized": DENIED,
-    # S3 answers HEAD with only a number.
-    "400": f"AWS rejects the request; if the credentials have expired, renew them with {LOGIN}",
-    "403": "not allowed, or the credentials are wrong; check AWS_PROFILE and the keys, ask for the"
-    " permission, or use another store",
-    "301|Redirect|AuthorizationHeaderMalformed|IllegalLocationConstraint": REGION,
-    "RequestLimitExceeded|SlowDown|Throttl|TooManyRequests": THROTTLED,
-    "Capacity": CAPACITY,
-    "ResourceLimitExceeded": QUOTA,
-    "NoSuchBucket": "there is no such bucket; check the name of the store",
-    "EndpointConnection|ConnectTimeout|ClientConnector": NETWORK,
+    "Expired|TokenRefresh|TokenRetrieval|SSO|UnauthorizedException|Login": "aws-expired",
+    "Credential": "aws-no-credentials",
+    "MissingDependency": "aws-crt",  # `aws login` needs it
+    "TooSkewed": "aws-clock",
+    "Signature|InvalidAccessKey|InvalidClientToken|InvalidToken|UnrecognizedClient": "aws-rejected",
+    "Denied|AllAccessDisabled|NotAuthorized|Unauthorized": "aws-denied",
+    "400": "aws-400",  # S3 answers HEAD with only a number
+    "403": "aws-403",
+    "301|Redirect|AuthorizationHeaderMalformed|IllegalLocationConstraint": "aws-elsewhere",
+    "RequestLimitExceeded|SlowDown|Throttl|TooManyRequests": "aws-throttled",
+    "Capacity": "aws-capacity",
+    "ResourceLimitExceeded": "aws-quota",
+    "NoSuchBucket": "aws-no-bucket",
+    "EndpointConnection|ConnectTimeout|ClientConnector": "aws-network",
 }
+CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")  # a signature has its time
 PATIENCE_SECONDS = 300.0  # without an answer, until watching a job fails
 AGAIN_SECONDS = 5.0
 
@@ -70,7 +57,7 @@ def aws_session(settings: Settings) -> Any:
             profile_name=settings.profile or None, region_name=settings.aws_region or None
         )
     except BotoCoreError as error:
-        raise InputError(f"{error}; `aws configure list-profiles` shows the profiles") from None
+        raise InputError(str(error), "other-profile") from None
     if settings.offline:
         session.client = session.get_credentials = not_asked
     return session
@@ -101,7 +88,7 @@ def check_region(session: Any) -> str:
     """The session's region."""
     region = str(session.region_name or "")
     if not region:
-        raise InputError("no region: set --region, SM_NANOGPT_REGION or AWS_REGION")
+        raise InputError("no region is set", "no-region")
     known = [
         name
         for partition in session.get_available_partitions()
@@ -131,7 +118,7 @@ def check_bucket(client: Any, uri: str, field: str, region: str) -> None:
     there = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region", region)
     if there != region:
         problem = f"is in {there}, and SageMaker in {region} cannot use it"
-        raise InputError(problem, "other-region", field=field, value=uri, region=there)
+        raise InputError(problem, "other-region", field, uri, there=there, here=region)
 
 
 class Missing(ServiceError):
@@ -156,8 +143,12 @@ class Denied(ServiceError):
 
 def failure(what: str, error: BaseException) -> ServiceError:
     """Turn an exception of boto3 or s3fs, raised in `what`, into an error of one line."""
-    kind = {QUOTA: OverQuota, DENIED: Denied}.get(remedy_of(error), ServiceError)
-    return (Unreachable if is_outage(error) else kind)(f"{what}: {why(error)}")
+    code = kind_of(error)
+    kind = {"aws-quota": OverQuota, "aws-denied": Denied}.get(code, ServiceError)
+    aws_code, _ = code_and_message(cause_of(error))
+    return (Unreachable if is_outage(error) else kind)(
+        f"{what}: {why(error)}", code, aws_code=aws_code
+    )
 
 
 def is_outage(error: BaseException) -> bool:
@@ -169,7 +160,7 @@ def is_outage(error: BaseException) -> bool:
     lost = {"botocore.exceptions.ConnectionError", "botocore.exceptions.HTTPClientError"}
     answer = getattr(cause_of(error), "response", None) or {}
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    throttled = status == 429 or remedy_of(error) == THROTTLED
+    throttled = status == 429 or kind_of(error) == "aws-throttled"
     return bool(names & lost) or throttled or status >= 500
 
 
@@ -189,13 +180,13 @@ def patiently(ask: Callable[[], T], job_id: str, deadline: float = math.inf) -> 
                 logger.info(f"{error}; retrying (a running job continues meanwhile)")
             if not lost or now >= until:  # credentials have expired, for one
                 problem = f"{error}; a running job continues and is billed"
-                raise ServiceError(problem, "job-goes-on", job_id=job_id) from None
+                raise ServiceError(problem, "job-goes-on", job_id=job_id) from error
         time.sleep(min(AGAIN_SECONDS, max(0.0, until - time.monotonic())))
 
 
 @contextmanager
 def service_errors(call: str) -> Iterator[None]:
-    """Turn botocore's exceptions in `call` into a ServiceError of one line that says what to do.
+    """Turn botocore's exceptions in `call` into a ServiceError of one line.
 
     Raises:
         Missing: AWS says that the thing does not exist.
@@ -219,8 +210,7 @@ def is_missing(code: str, message: str) -> bool:
     """Whether an error says that a thing does not exist. SageMaker and CloudFormation have no code
     for that."""
     return (
-        code in ("404", "NoSuchBucket", "NoSuchEntity", "ResourceNotFound")
-        or code == "ResourceNotFoundException"
+        re.fullmatch("404|NoSuchBucket|NoSuchEntity|ResourceNotFound(Exception)?", code) is not None
         or (code, message[:28]) == ("ValidationException", "Requested resource not found")
         or (code == "ValidationError" and message.endswith("does not exist"))
     )
@@ -236,22 +226,18 @@ def code_and_message(error: BaseException) -> tuple[str, str]:
     return str(details.get("Code", "")), " ".join(str(details.get("Message", "")).split())
 
 
-def remedy_of(error: BaseException) -> str:
-    """What to do about an exception of boto3 or s3fs, or ''."""
+def kind_of(error: BaseException) -> str:
+    """What an exception of boto3 or s3fs is, as one of CODES, or ''."""
     code, message = code_and_message(cause_of(error))
     if any(sign in message for sign in CLOCK_MESSAGES):
-        return CLOCK
+        return "aws-clock"
     name = code or type(cause_of(error)).__name__
-    return next((remedy for sign, remedy in REMEDIES.items() if re.search(sign, name)), "")
+    return next((kind for sign, kind in CODES.items() if re.search(sign, name)), "")
 
 
 def why(error: BaseException) -> str:
-    """The message of an exception of boto3 or s3fs, and what to do, in one line."""
-    cause, remedy = cause_of(error), remedy_of(error)
+    """The message of an exception of boto3 or s3fs, in one line."""
+    cause = cause_of(error)
     code, message = code_and_message(cause)
     text = message or " ".join(str(cause).split()) or type(cause).__name__
-    if remedy == QUOTA and (found := re.search(r"'[^']+' is \d+", text)):
-        return f"the account's quota {found[0]}: {remedy} ({text})"
-    if remedy == NETWORK:
-        return f"{text}; {remedy}"
-    return f"{remedy} ({text})" if remedy else f"{text} ({code})" if code else text
+    return f"{text} ({code})" if code and code not in text else text

@@ -1,7 +1,7 @@
 """Check whether this machine and the AWS account are ready for a job.
 
-Each check is a function. It returns what it found, raises `CheckWarning` for a warning, and
-InputError or ServiceError for a failure, whose text says what to do.
+Each check is a function. It returns what it found, as a text if all is well; an InputError or a
+ServiceError in it is a failure.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.aws import QUOTA, aws_session, check_bucket, check_region, make_client, service_errors
-from launcher.errors import InputError, ServiceError
+from launcher.aws import aws_session, check_bucket, check_region, make_client, service_errors
+from launcher.errors import LauncherError, ServiceError
 from launcher.files import storage
 from launcher.job import Request
 from launcher.launching.launch import prepare
@@ -29,22 +29,23 @@ from launcher.tracking import wait
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 
 TRAINING_SECONDS = 300  # for a run that takes ten
-WITHOUT_GPU = (  # for new accounts
-    "`sm-nanogpt launch --instance ml.m5.xlarge --preset quick --max-cost 0.20` needs no GPU"
-)
-
-
-class CheckWarning(Exception):
-    """Something may be wrong, or could not be checked."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """result is OK, WARNING or FAILURE."""
+    """result is OK, WARNING or FAILURE; error says what to do."""
 
-    check: str
     result: str
     text: str
+    check: str = ""
+    error: LauncherError | None = None
+
+
+def found(result: str, text: str, code: str = "") -> Finding:
+    return Finding(result, text, error=LauncherError(text, code))
+
+
+Found = str | Finding
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Context:
 # -- this machine ----------------------------------------------------------------------------------
 
 
-def check_training(context: Context) -> str:
+def check_training(context: Context) -> Found:
     """Train a tiny model for a few steps, as a normal job, in a temporary home."""
     tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, max_steps=3, eval_interval=3)
     # 1 to 8, 10, 12, 14, 15 and 16 GPUs can share this batch evenly.
@@ -85,23 +86,20 @@ def check_training(context: Context) -> str:
         try:
             ended = wait(job_id, settings, timeout=TRAINING_SECONDS)
         except ServiceError:
-            raise ServiceError(f"a tiny model did not train within {TRAINING_SECONDS} s") from None
+            return found(FAILURE, f"a tiny model did not train within {TRAINING_SECONDS} s")
         finally:
             # The job outlives this process, and its home is deleted next.
             LocalBackend(settings).stop(job_id)
             wait(job_id, settings)
     if ended.status != "Completed":
-        raise ServiceError(
-            f"{ended.failure_reason or ended.status}; `sm-nanogpt launch --instance local` shows"
-            " the full log"
-        )
+        return found(FAILURE, ended.failure_reason or ended.status, code="try-locally")
     return f"a tiny model trained here in {time.monotonic() - began:.0f} s"
 
 
 # -- the account -----------------------------------------------------------------------------------
 
 
-def check_credentials(context: Context) -> str:
+def check_credentials(context: Context) -> Found:
     """The profile and the region are known, and AWS knows the caller."""
     context.session = aws_session(context.settings)
     context.region = check_region(context.session)
@@ -109,72 +107,65 @@ def check_credentials(context: Context) -> str:
         return f"{context.client('sts').get_caller_identity()['Arn']}, in {context.region}"
 
 
-def check_stack(context: Context) -> str:
+def check_stack(context: Context) -> Found:
     configured = bool(context.settings.store and context.settings.role)
     try:
         stack = context.stack = find_stack(context.settings, context.session)
     except ServiceError as error:
         if configured:
-            raise CheckWarning(f"not checked: {error}") from None
+            return Finding(WARNING, f"not checked: {error}", error=error)
         raise
     if stack is None:
         if configured:
             return "none, and none is needed: store and role are set"
-        raise CheckWarning("none: `sm-nanogpt infra deploy` creates a bucket and a role")
+        return found(WARNING, "none", code="deploy-stack")
     if not is_whole(stack.status):
-        raise CheckWarning(f"{stack.name} is {stack.status}: `sm-nanogpt infra show` shows why")
+        return found(WARNING, f"{stack.name} is {stack.status}", code="show-stack")
     return f"{stack.name} is {stack.status}"
 
 
 # -- what a job needs ------------------------------------------------------------------------------
 
 
-def check_role(context: Context) -> str:
+def check_role(context: Context) -> Found:
     """The execution role that jobs get."""
     context.role = context.settings.role or (context.stack.role if context.stack else "")
     context.role = context.role or notebook_role(context.client)
     if not context.role:
-        raise InputError(
-            "no execution role: create one with `sm-nanogpt infra deploy`, or set --role"
-        )
+        return found(FAILURE, "no execution role", code="no-role")
     return context.role
 
 
-def check_store(context: Context) -> str:
+def check_store(context: Context) -> Found:
     """The store is in the region of the jobs; write and delete an empty object there."""
     context.store = context.settings.store or (context.stack.store if context.stack else "")
     if not context.store:
-        raise InputError(
-            "no store: create one with `sm-nanogpt infra deploy`, or set"
-            " --store or SM_NANOGPT_STORE to s3://bucket/prefix"
-        )
+        return found(FAILURE, "no store is set", code="no-store")
     if not context.store.startswith("s3://"):
-        raise InputError(
-            f"SageMaker cannot read {context.store}: set --store to s3://bucket/prefix"
-        )
+        return found(FAILURE, f"SageMaker cannot read {context.store}", code="store-on-s3")
     check_bucket(context.client("s3"), context.store, "store", context.region)
     place = storage.join(context.store, "data", f"doctor-{secrets.token_hex(4)}.txt")
     storage.write_bytes(place, b"", context.settings)
     try:
         storage.remove(place, context.settings)
     except ServiceError as error:
-        raise CheckWarning(f"{place} was written, and could not be deleted: {error}") from None
+        text = f"{place} was written, and could not be deleted: {error}"
+        return Finding(WARNING, text, error=error)
     return f"{context.store} is writable"
 
 
-def check_price(context: Context) -> str:
+def check_price(context: Context) -> Found:
     assert context.instance is not None
     prices = Prices(context.settings, context.region, context.session)
     price = prices.of(context.instance)
     quoted = "" if price is None else f"{usd(price.per_hour)} an hour, by {price.source}"
     if prices.trouble:
-        raise CheckWarning(f"{prices.trouble}{f'; {quoted}' if quoted else ''}")
-    if price is None:
-        raise CheckWarning(f"the price of {context.instance} in {context.region} is unknown")
-    return quoted
+        return found(WARNING, "; ".join(filter(None, (prices.trouble, quoted))))
+    unknown = f"the price of {context.instance} in {context.region} is unknown"
+    return quoted or found(WARNING, unknown)
 
 
-def check_quota(context: Context) -> str:
+def check_quota(context: Context) -> Found:
     """The instances that training jobs may use: of one type, or of all types with GPUs."""
     use = " for training job usage"
     try:
@@ -191,24 +182,23 @@ def check_quota(context: Context) -> str:
                 if quota["QuotaName"].endswith(use) and "spot" not in quota["QuotaName"]
             }
     except ServiceError as error:
-        raise CheckWarning(f"could not check the quotas of instances: {error}") from None
+        return Finding(WARNING, f"could not check the quotas of instances: {error}", error=error)
     if not context.instance:
         gpus = {name: n for name, n in values.items() if n >= 1 and looks_like_gpu(name)}
         if not gpus:
-            raise CheckWarning(
-                f"no instance with GPUs is allowed: {QUOTA}; meanwhile, {WITHOUT_GPU}"
-            )
+            return found(WARNING, "no instance with GPUs is allowed", code="no-gpus-yet")
         return ", ".join(f"{n:g} x {name}" for name, n in sorted(gpus.items()))
-    name = f"{context.instance}{use}"
-    if context.instance not in values:
-        raise CheckWarning(f"the account has no quota {name!r}")
-    if values[context.instance] < 1:
-        first = f"; meanwhile, {WITHOUT_GPU}" if looks_like_gpu(context.instance) else ""
-        raise InputError(f"{name!r} is 0: {QUOTA}{first}")
-    return f"{name!r} is {values[context.instance]:g}"
+    name, n = f"{context.instance}{use}", values.get(context.instance)
+    if n is None:
+        return found(WARNING, f"the account has no quota {name!r}")
+    if n < 1:
+        if looks_like_gpu(context.instance):
+            return found(FAILURE, f"{name!r} is 0", code="no-gpus-yet")
+        return found(FAILURE, f"{name!r} is 0", code="aws-quota")
+    return f"{name!r} is {n:g}"
 
 
-Checks = dict[str, Callable[[Context], str]]  # by name
+Checks = dict[str, Callable[[Context], Found]]  # by name
 
 
 def checks(settings: Settings, instance: str | None, train: bool) -> Checks:
@@ -229,11 +219,13 @@ def run_checks(
     context = Context(settings, instance)
     for name, check in checks(settings, instance, train).items():
         try:
-            yield Finding(name, OK, check(context))
-        except CheckWarning as warning:
-            yield Finding(name, WARNING, str(warning))
-        except (InputError, ServiceError) as error:
+            result = check(context)
+        except LauncherError as error:
             ends = name in ("credentials", "stack")  # the checks after it need it
-            yield Finding(name, FAILURE, f"{error}{'; what needs it is not checked' * ends}")
+            text = f"{error}{'; what needs it is not checked' * ends}"
+            yield Finding(FAILURE, text, name, error)
             if ends:
                 return
+        else:
+            made = Finding(OK, result) if isinstance(result, str) else result
+            yield replace(made, check=name)

@@ -220,7 +220,7 @@ def test_two_stacks_have_nothing_in_common(deployed, cli):
     ("words", "fact"),
     [
         ("infra deploy --yes", "--region"),
-        ("infra show --stack my_stack", "--stack='my_stack'"),
+        ("infra show --stack my_stack", "--stack my_stack: must match"),
         ("--profile nope infra deploy", "profile (nope)"),  # before it asks for --yes
         ("--profile nope infra destroy", "profile (nope)"),
     ],
@@ -434,14 +434,14 @@ def test_a_launch_with_a_role_needs_no_readable_stack(caplog, account, emulator)
     caplog.set_level("INFO", "launcher")
     emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
     assert with_stack(settings) == settings
-    assert "DescribeStacks: not allowed" in caplog.messages[-1]
-    with pytest.raises(ServiceError, match="not allowed"):
+    assert "AccessDenied" in caplog.messages[-1]
+    with pytest.raises(ServiceError, match="AccessDenied"):
         with_stack(load_settings())
 
 
 def test_a_stack_must_be_readable_where_it_is_needed(deployed, emulator):
     emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
-    with pytest.raises(ServiceError, match="not allowed"):
+    with pytest.raises(ServiceError, match="AccessDenied"):
         with_stack(load_settings(role=ROLE))
 
 
@@ -460,7 +460,7 @@ def test_a_subnet_needs_a_role_that_may_join_a_vpc(account, cli, text_file):
     launch = (*LAUNCH, str(text_file), *subnet)
     cli("infra", "deploy", "--yes", "--kms")
     for words in ((), ("--dry-run",)):
-        assert cli(*launch, *words).failed(2, "VPC: allow it with `sm-nanogpt infra")
+        assert cli(*launch, *words).failed(2, "VPC; allow it with `sm-nanogpt infra")
     assert cli("--role", ROLE, *launch, "--dry-run").code == 0
     ran = cli("infra", "deploy", "--yes", "--vpc")
     assert ("kms key:" in ran.out, "vpc:" in ran.out) == (True, True)

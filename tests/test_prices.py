@@ -84,7 +84,7 @@ def test_a_type_without_a_price_is_requested_once_a_day(service, home):
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (None, "not allowed"),
+        (None, "no (AccessDenied"),
         ({"PriceList": ["{}"]}, ""),
         ({"PriceList": [json.dumps({"product": {"attributes": {"usagetype": TRAIN}}})]}, ""),
         ({"PriceList": ["5"]}, ""),

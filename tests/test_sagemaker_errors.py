@@ -21,7 +21,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from launcher import ServiceError, Settings
-from launcher.aws import Unreachable, service_errors, why
+from launcher.aws import Unreachable, failure, service_errors
+from launcher.cli.words import sentence
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered
 from launcher.settings import load_settings
@@ -56,7 +57,7 @@ def answer(code: str, message: str = "no") -> ClientError:
     ],
 )
 def test_each_error_of_aws_names_its_remedy(error, remedy):
-    assert remedy in why(error)
+    assert remedy in sentence(failure("GetObject", error))
 
 
 def test_a_bug_is_not_blamed_on_the_network():
@@ -70,7 +71,7 @@ def test_a_bug_is_not_blamed_on_the_network():
     [
         ("EXPIRED", (), "have expired"),
         ("WRONG", (), "AWS_PROFILE or the keys"),
-        ("testing", ("--instance", "ml.g6.48xlarge"), "training job usage' is 0: request"),
+        ("testing", ("--instance", "ml.g6.48xlarge"), "request an increase"),
     ],
 )
 def test_a_launch_refused_by_aws_says_what_to_do(
@@ -323,10 +324,10 @@ def test_without_a_region_local_jobs_are_listed(home, cli, job, monkeypatch):
     monkeypatch.setenv("AWS_CONFIG_FILE", str(home / "aws-config"))
     ran = cli("jobs")
     assert (ran.code, job.job_id in ran.out) == (2, True)  # as where a region is misspelt
-    assert ran.error.startswith("jobs on SageMaker are not listed: no region: ")
+    assert ran.error.startswith("jobs on SageMaker are not listed: no region ")
     for words, fact in (
-        (("status", "nope"), "no region: set --region"),
-        (("launch", "--instance", "ml.g5.xlarge"), "no region: set --region"),
+        (("status", "nope"), "no region is set; set --region"),
+        (("launch", "--instance", "ml.g5.xlarge"), "no region is set; set --region"),
     ):
         assert cli(*words).failed(2, fact)
 

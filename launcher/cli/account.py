@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli.options import JSON, STACK, YES, Command, Group, agree, can_ask, settings_of
-from launcher.cli.show import note, print_fields, print_json, shown, with_options
+from launcher.cli.show import note, print_fields, print_json, shown
+from launcher.cli.words import remedies
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -207,15 +208,15 @@ def doctor_command(
 
     findings = []
     for finding in run_checks(settings, instance, train=not no_train):
-        findings.append(finding)
+        text = "; ".join([finding.text, *remedies(finding.error)])
+        findings.append({"check": finding.check, "result": finding.result, "text": text})
         if not as_json:
-            line = f"{finding.result:<8} {finding.check + ':':<15} {with_options(finding.text)}"
-            click.echo(shown(line))
+            click.echo(shown(f"{finding.result:<8} {finding.check + ':':<15} {text}"))
             sys.stdout.flush()
     if as_json:
         print_json(findings)
     if not (instance or settings.reaches_aws):
         note("AWS was not checked: no region, profile or keys are set")
-    failed = [finding.check for finding in findings if finding.result == FAILURE]
+    failed = [finding["check"] for finding in findings if finding["result"] == FAILURE]
     if failed:
         raise ServiceError(f"failed: {', '.join(failed)}")

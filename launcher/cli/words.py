@@ -14,8 +14,12 @@ from launcher.errors import LauncherError
 if TYPE_CHECKING:
     from launcher.job import JobDescription
 
+LOGIN = "`aws login`, `aws sso login` or `aws configure`"
+CAPACITY = "AWS has no capacity now; try later, or name several types with --instance TYPE,TYPE,..."
+
 # What to do, by the code of an error or of a log record. `{sm}` is `sm-nanogpt` with the options
-# that the user gave before the command; the other fields are the facts of the error.
+# that the user gave before the command, `{option}` the one of the error's field; the other fields
+# are the facts of the error.
 REMEDIES: dict[str, str] = {
     # launching, jobs
     "allow-vpc": "allow it with `{sm} infra deploy --vpc`, or set another --role",
@@ -70,13 +74,34 @@ REMEDIES: dict[str, str] = {
     "own-text": "to train on a text of your own: `{sm} upload-data FILE`",
     "no-upload": "`{sm} data` lists uploads, and `{sm} upload-data FILE` makes one",
     # settings, AWS
-    "other-region": "set --region {region}, or name a place in the job's region",
+    "try-locally": "`{sm} launch --instance local` shows the full log",
+    "deploy-stack": "`{sm} infra deploy` creates a bucket and a role",
+    "show-stack": "`{sm} infra show` shows why",
+    "no-gpus-yet": "request an increase in the Service Quotas console; meanwhile,"
+    " `{sm} launch --instance ml.m5.xlarge --preset quick --max-cost 0.20` needs no GPU",
+    "aws-expired": f"the AWS credentials have expired: renew them with {LOGIN}",
+    "aws-no-credentials": f"no AWS credentials: run {LOGIN}",
+    "aws-crt": "the package awscrt is missing: install sm-nanogpt again",
+    "aws-clock": "the clock of this machine is wrong, so AWS rejects its signatures; correct it",
+    "aws-rejected": "AWS rejects the credentials: check AWS_PROFILE or the keys",
+    "aws-denied": "not allowed: ask for the permission, or use another AWS_PROFILE",
+    "aws-400": f"if the credentials have expired, renew them with {LOGIN}",
+    "aws-403": "not allowed, or the credentials are wrong: check AWS_PROFILE and the keys, ask for"
+    " the permission, or use another store",
+    "aws-elsewhere": "it is in another region: set --region",
+    "aws-throttled": "AWS is throttling: wait a minute and try again",
+    "aws-capacity": CAPACITY,
+    "aws-quota": "request an increase in the Service Quotas console, or use another --instance",
+    "aws-no-bucket": "there is no such bucket: check the name of the store",
+    "aws-network": "check the region's name and the network",
+    "no-region": "set --region, SM_NANOGPT_REGION or AWS_REGION",
+    "other-profile": "`aws configure list-profiles` shows the profiles",
+    "other-region": "set --region {there}, or {option} to a place in {here}",
 }
 
 # What to do, by a part of the reason why a job failed or stopped.
 REASONS = {
-    "CapacityError": "AWS has no capacity now; try later, or name several types with --instance"
-    " TYPE,TYPE,...",
+    "CapacityError": CAPACITY,
     "Data download failed": "allow the execution role to read the store",
     "MaxRuntimeExceeded": "raise --max-run, or --max-cost if that set the limit",
     "MaxWaitTimeExceeded": "raise --max-wait, or use --on-demand",
@@ -131,9 +156,18 @@ def reason_of(description: JobDescription) -> str | None:
     return reason
 
 
+def remedies(error: BaseException | None) -> list[str]:
+    """What to do about an error, and about those that it was raised from."""
+    found = []
+    while isinstance(error, LauncherError):
+        found.append(remedy(error.code, {**error.facts, "option": option(error.field)}))
+        error = error.__cause__
+    return list(dict.fromkeys(filter(None, found)))
+
+
 def sentence(error: LauncherError) -> str:
     """An error in the words of the command line: its option, what is wrong, what to do."""
     given = option(error.field) if error.field else ""
     given += f" {error.value}" if error.value is not None else ""
     said = f"{given}: {error.problem}" if given else error.problem
-    return "; ".join(filter(None, (said, remedy(error.code, error.facts))))
+    return "; ".join([said, *remedies(error)])
