@@ -8,6 +8,7 @@ seconds since the epoch. Not each row has each value.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -108,17 +109,16 @@ def sketch(points: Sequence[tuple[float, float]], width: int = 60, height: int =
     """
     across, down = 2, 4
     columns, rows = width * across, height * down
-    (left, _), (right, _) = points[0], points[-1]
-    low, high = min(y for _, y in points), max(y for _, y in points)
+    steps, values = zip(*points, strict=True)
+    left, right, low, high = steps[0], steps[-1], min(values), max(values)
     bits = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
     cells = [[0] * width for _ in range(height)]
-    before, index = None, 0
+    before = None
     for column in range(columns):
         x = left + (right - left) * column / (columns - 1)
-        while index + 2 < len(points) and points[index + 1][0] < x:
-            index += 1
-        (x0, y0), (x1, y1) = points[index], points[min(index + 1, len(points) - 1)]
-        y = y0 + (y1 - y0) * min(1.0, (x - x0) / (x1 - x0) if x1 > x0 else 1.0)
+        index = min(max(bisect_left(steps, x), 1), len(points) - 1)
+        (x0, y0), (x1, y1) = points[index - 1], points[index]
+        y = y0 + (y1 - y0) * (min(1.0, (x - x0) / (x1 - x0)) if x1 > x0 else 1.0)
         row = round((high - y) / ((high - low) or 1) * (rows - 1))
         start = row if before is None else before + (row > before) - (row < before)
         for each in range(min(start, row), max(start, row) + 1):

@@ -142,6 +142,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     Example:
       sm-nanogpt status JOB-ID
     """
+    from launcher.curve import seconds_left
     from launcher.tracking import describe, logs, metrics, with_record
 
     settings = settings_of(context)
@@ -159,7 +160,8 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         return
     step, loss, bits = progress_words(d)
     now = d.metrics or {}
-    lines = {
+    left = seconds_left(now, d.hyperparameters) if d.is_running else None
+    fields = {
         "job": d.job_id,
         "name": d.name,
         "settings": d.summary,
@@ -174,32 +176,24 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "best loss": loss or "-",
         "bits/byte": bits,
         "tokens/s": f"{speed:,.0f}" if (speed := now.get("tokens_per_second")) else None,
-        "time left": time_left(d) if d.is_running else None,
+        "time left": None if left is None else str(timedelta(seconds=round(left))),
         "model": d.model_uri,
         "checkpoints": d.checkpoint_uri,
         "billable": billable_words(d),
         "cost": paid_words(d),
         "message": d.message if d.is_running else None,
     }
-    print_fields(lines)
+    print_fields(fields)
     if curve:
         print_curve(curve)
     else:
         note(f"no curve: {trouble}")
     if not d.is_running:
         note(next_step(d, settings))
-    last = list(logs(job_id, settings=settings, tail=10)) if d.status == "Failed" else ()
-    if last:
+    if d.status == "Failed" and (last := [*logs(job_id, settings=settings, tail=10)]):
         click.echo("last lines of its log:")
-    for line in last:
-        click.echo(shown(f"  {line if len(line) <= 200 else line[:199] + '…'}"))
-
-
-def time_left(description: JobDescription) -> str | None:
-    from launcher.curve import seconds_left
-
-    seconds = seconds_left(description.metrics or {}, description.hyperparameters)
-    return None if seconds is None else str(timedelta(seconds=round(seconds)))
+        for line in last:
+            click.echo(shown(f"  {line if len(line) <= 200 else line[:199] + '…'}"))
 
 
 @click.command("metrics", cls=Command)

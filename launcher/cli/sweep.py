@@ -76,7 +76,7 @@ def event(progress: Progress) -> tuple[str, str]:
     d, obstacle = progress.description, progress.obstacle
     if obstacle is not None:
         what = "waits" if isinstance(obstacle, OverQuota) else "is at its cost ceiling"
-        return what, f" ({obstacle})"
+        return what, f" ({sentence(obstacle)})"
     if d is None:
         return f"continues {progress.continued}" if progress.continued else "started", ""
     loss = (d.metrics or {}).get("best_loss")
@@ -88,12 +88,10 @@ def print_ranking(tries: Tries, sweep: Sweep | None, err: bool = False) -> None:
     """Print the configurations of a sweep by their best loss, with its spread over seeds."""
     from launcher.launching.sweeps import ranking
 
-    if sweep is None:  # it was launched from another machine
-        ranks = ranking([each[-1] for _, each in sorted(tries.items())])
-    else:
-        numbers = range(1, len(sweep.members) + 1)
-        found = [tries[n][-1] if tries.get(n) else None for n in numbers]
-        ranks = ranking(found, sweep.members)
+    # Without a record, it was launched from another machine.
+    numbers = range(1, len(sweep.members) + 1) if sweep else sorted(tries)
+    found = [tries[n][-1] if tries.get(n) else None for n in numbers]
+    ranks = ranking(found, sweep.members if sweep else None)
     names = list(ranks[0].values) if ranks else []
     rows = [["RANK", "BEST LOSS", "SPREAD", "JOBS", *names, "BEST JOB"]]
     for place, rank in enumerate(ranks, 1):
