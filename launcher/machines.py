@@ -65,45 +65,39 @@ def sagemaker_types() -> tuple[str, ...]:
     return tuple(model["shapes"]["TrainingInstanceType"]["enum"])
 
 
-def check_instance(name: str) -> None:
-    """Raise InputError unless a name is `local`, a SageMaker type, or may be a newer type.
-
-    AWS adds families more often than sizes, so an unknown size is a typo. Types that the training
-    image does not run on are refused too.
-    """
-    if name == "local":
-        return
-    for pattern, reason in UNSUITABLE.items():
-        if re.match(pattern, name):
-            raise InputError(f"--instance {name}: {reason}")
-    sizes = {each.rpartition(".")[2] for each in sagemaker_types()}
-    if name.startswith("ml.") and name.rpartition(".")[2] in sizes:
-        return
-    known = f"ml.{name.removeprefix('ml.')}"
-    near = did_you_mean(name, ["local"]) or did_you_mean(known, sagemaker_types(), cutoff=0.5)
-    hint = f"; {near}" if near else ""
-    raise InputError(f"--instance {name}: must be local or a SageMaker type{hint}")
-
-
 def types_of(instance: str) -> tuple[str, ...]:
-    """The instance types of `--instance`, separated by commas."""
+    """The instance types that a field names, separated by commas."""
     return tuple(name.strip() for name in instance.split(","))
 
 
 def check_instances(names: Sequence[str]) -> None:
-    """Raise InputError unless SageMaker can choose among these types.
-
-    They share one image, so either all of them have GPUs or none has.
+    """Raise InputError unless each name is `local`, a SageMaker type, or may be a newer type, and
+    SageMaker can choose among them: either all of them have GPUs or none has, for one image.
     """
-    for name in names:
-        check_instance(name)
-    problem = None
+    problem = next(filter(None, map(problem_of, names)), "")
     if len(names) > 1 and "local" in names:
         problem = "local cannot be combined with other types"
     elif len({looks_like_gpu(name) for name in names}) > 1:
-        problem = "types with and without GPUs need different images"
+        problem = problem or "types with and without GPUs need different images"
     if problem:
-        raise InputError(f"--instance {','.join(names)}: {problem}")
+        raise InputError(problem, field="instance", value=",".join(names))
+
+
+def problem_of(name: str) -> str:
+    """Why a name is no type to train on, or ''.
+
+    AWS adds families more often than sizes, so an unknown size is a typo.
+    """
+    if name == "local":
+        return ""
+    sizes = {each.rpartition(".")[2] for each in sagemaker_types()}
+    if unfit := next((why for sign, why in UNSUITABLE.items() if re.match(sign, name)), ""):
+        return unfit
+    if name.startswith("ml.") and name.rpartition(".")[2] in sizes:
+        return ""
+    known = f"ml.{name.removeprefix('ml.')}"
+    close = did_you_mean(name, ["local"]) or did_you_mean(known, sagemaker_types(), cutoff=0.5)
+    return f"must be local or a SageMaker type{f'; {close}' if close else ''}"
 
 
 def log_instance(name: str) -> None:
@@ -290,7 +284,7 @@ def find_image(version: str) -> Image:
             return image
     known = ", ".join(image.version for image in IMAGES)
     raise InputError(
-        f"--pytorch-version {version}: must be one of {known}; --image-uri takes any other image"
+        f"must be one of {known}", "other-image", field="pytorch_version", value=version
     )
 
 
@@ -301,10 +295,7 @@ def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
         if region in regions.split():
             suffix = ".cn" if region.startswith("cn-") else ""
             return f"{account}.dkr.ecr.{region}.amazonaws.com{suffix}/{image.name(gpu)}"
-    raise InputError(
-        f"region {region}: no registry of AWS's training images is known there; --image-uri names"
-        " an image"
-    )
+    raise InputError(f"no registry of AWS's training images is known in {region}", "other-image")
 
 
 def image_of(uri: str) -> Image | None:
@@ -327,14 +318,14 @@ def problem(uri: str, instance: str, launcher: str) -> str | None:
     if kind and (kind[2] != "cpu" or looks_like_gpu(instance)):
         return f"{name_of(uri)} is no SageMaker training image for {instance}"
     if launcher == "pytorchddp" and TORCHRUN_ALONE in instance:
-        return f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}; use --launcher torchrun"
+        return f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}; torchrun runs there"
     image = image_of(uri)
     for name in types_of(instance):
         _, gpu = GPUS.get(name, (0, ""))
         if image and gpu == "V100" and not image.cuda.startswith("12."):
             return (
                 f"{name_of(uri)} has CUDA {image.cuda}, which does not support the V100 of {name};"
-                " use --pytorch-version 2.8.0"
+                " the image of PyTorch 2.8.0 does"
             )
     return None
 

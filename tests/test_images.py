@@ -49,9 +49,7 @@ def test_aws_long_tags_are_known_and_other_images_are_not():
 
 
 def test_a_version_without_an_image_error_lists_the_versions():
-    with pytest.raises(
-        InputError, match=r"--pytorch-version 2\.1: .* 2\.8\.0, .*2\.14\.0; --image"
-    ):
+    with pytest.raises(InputError, match=r"pytorch_version=2\.1: .* 2\.8\.0, .*2\.14\.0"):
         find_image("2.1")
 
 

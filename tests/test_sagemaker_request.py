@@ -359,7 +359,7 @@ def test_each_type_is_known_to_have_gpus_or_not():
     assert set(machines.GPUS) <= set(machines.sagemaker_types())
     for name in machines.sagemaker_types():
         try:
-            machines.check_instance(name)
+            machines.check_instances([name])
         except InputError:
             assert name.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200."))
         else:
@@ -378,7 +378,7 @@ def test_images_come_from_the_registry_of_the_region(region, registry):
     for image in IMAGES:
         uri = machines.training_image(region, image.version, True)
         assert uri == f"{registry}/{image.name(gpu=True)}"
-    with pytest.raises(InputError, match="region eu-nowhere-1"):
+    with pytest.raises(InputError, match="known in eu-nowhere-1"):
         machines.training_image("eu-nowhere-1", DEFAULT_VERSION, True)
 
 

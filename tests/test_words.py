@@ -26,7 +26,6 @@ LEFT = {
     "launching/start.py",
     "launching/texts.py",
     "local/backend.py",
-    "machines.py",
     "sagemaker/cost.py",
     "sagemaker/deploy.py",
     "sagemaker/stack.py",

@@ -197,14 +197,14 @@ def doctor_command(
       sm-nanogpt doctor --instance ml.g5.xlarge
     """
     from launcher.doctor import FAILURE, run_checks
-    from launcher.machines import check_instance
+    from launcher.machines import check_instances
 
     logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings suffice
     settings = settings_of(context)
     if instance == "local" and no_train:
         raise InputError("--no-train leaves nothing to check on this machine")
     if instance:
-        check_instance(instance)
+        check_instances([instance])
 
     findings = []
     for finding in run_checks(settings, instance, train=not no_train):

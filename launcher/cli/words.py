@@ -74,6 +74,7 @@ REMEDIES: dict[str, str] = {
     "own-text": "to train on a text of your own: `{sm} upload-data FILE`",
     "no-upload": "`{sm} data` lists uploads, and `{sm} upload-data FILE` makes one",
     # settings, AWS
+    "other-image": "--image-uri takes any other image",
     "try-locally": "`{sm} launch --instance local` shows the full log",
     "deploy-stack": "`{sm} infra deploy` creates a bucket and a role",
     "show-stack": "`{sm} infra show` shows why",
