@@ -163,9 +163,8 @@ def uri_of(name: str, sha256: str, settings: Settings, kind: str = "data") -> st
     stem = name.partition(".")[0] or name
     slug = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40] or "text"
     content = f"-{sha256[:12]}"
-    return storage.to_uri(
-        storage.join(settings.data_store, kind, slug.removesuffix(content) + content)
-    )
+    name = slug.removesuffix(content) + content
+    return storage.to_uri(storage.join(settings.data_store, kind, name))
 
 
 def send_tokens(

@@ -57,16 +57,18 @@ def find_files(
         "".encode(encoding or "utf-8")
         for root in paths:
             folder = root.is_dir()
-            below = [] if skipped.match(root, root) else [root]
-            below = files_below(root, added, skipped, tokens, alone) if folder else below
+            if folder:
+                below = files_below(root, added, skipped, tokens, alone)
+            else:
+                below = [] if skipped.match(root, root) else [root]
             fill(below)
+            prefix = Path(root.resolve().name if folder and not alone else "")
             for path in below:
                 file = look(path, encoding, column, plain=added.match(path, root))
                 if file.format.needs_tokens and not tokens:
                     given = shlex.quote(str(path))
                     raise InputError(f"{path}: is {file.format.name}", "needs-tokens", path=given)
-                within = path.relative_to(root) if folder else Path(path.name)
-                within = within if alone else root.resolve().name / within if folder else within
+                within = prefix / (path.relative_to(root) if folder else path.name)
                 files.append(replace(file, name=name_in_upload(within, names)))
     except OSError as error:
         raise InputError(f"{error.filename or root}: {error.strerror or error}") from None
@@ -106,11 +108,12 @@ def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool, alone: b
     if not taken and (root / "meta.json").exists():
         lines = [("these are tokens, which a launch takes", dict(code="no-upload"))]
     if not taken:
-        lines = [(f"no text is there; {what}", advice) for what, advice in lines or [("", {})]]
+        lines = [(f"no text is there; {what}", advice) for what, advice in lines]
+        lines = lines or [("no text is there", {})]
     for what, advice in lines:
         if alone and not taken:
-            raise InputError(f"{root}: {what.removesuffix('; ')}", **advice)
-        logger.warning(f"{root}: {what.removesuffix('; ')}", extra=advice)
+            raise InputError(f"{root}: {what}", **advice)
+        logger.warning(f"{root}: {what}", extra=advice)
     return sorted(taken)
 
 
