@@ -26,7 +26,7 @@ import pytest
 from entry_point.config import Config
 from launcher import Request, ServiceError
 from launcher import cli as commands
-from launcher.cli.show import with_options
+from launcher.cli.words import command
 from launcher.files import storage
 from launcher.files.progress import byte_progress
 from launcher.job import LOCAL_FIELDS, option
@@ -462,10 +462,9 @@ def test_hyperparameters_lists_those_of_the_script(cli, tmp_path):
 
 
 def test_a_suggestion_repeats_the_options_before_a_command():
-    command = "status ID"
-    words = {"store": "s3://words", "region": "us-east-1", "profile": "of mine", "role": ""}
-    with click.Context(commands.cli, obj=words):
+    given = {"store": "s3://words", "region": "us-east-1", "profile": "of mine", "role": ""}
+    with click.Context(commands.cli, obj=given):
         said = "--store s3://words --region us-east-1 --profile 'of mine'"
-        assert with_options(f"`sm-nanogpt {command}`") == f"`sm-nanogpt {said} {command}`"
+        assert command("status", "ID") == f"sm-nanogpt {said} status ID"
     with click.Context(commands.cli, obj={}):
-        assert with_options(f"`sm-nanogpt {command}`") == f"`sm-nanogpt {command}`"
+        assert command("status", "ID") == "sm-nanogpt status ID"

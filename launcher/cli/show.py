@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -14,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -39,24 +37,6 @@ def shown(text: str) -> str:
     text = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
     # The end of a message says what to do.
     return text if len(text) <= 1000 else f"{text[:700]} ... {text[-300:]}"
-
-
-def with_options(text: str) -> str:
-    """Add to the commands that a message names the options that the user gave before the command.
-
-    Without --region, for example, they would look for a job in another place.
-    """
-    context = click.get_current_context(silent=True)
-    if context is None:
-        return text
-    root = context.find_root()
-    given = {name: value for name, value in (root.obj or {}).items() if value}
-    if "://" not in given.get("store", "://"):
-        given["store"] = str(Path(given["store"]).expanduser().absolute())
-    options = shlex.join(word for name, value in given.items() for word in (f"--{name}", value))
-    commands = "|".join(getattr(root.command, "commands", ()))
-    more = f"sm-nanogpt {options} " if options else "sm-nanogpt "
-    return re.sub(rf"\bsm-nanogpt (?=(?:{commands})\b)", lambda _: more, text)
 
 
 def explain(description: JobDescription, settings: Settings) -> str:
@@ -94,7 +74,7 @@ def next_step(description: JobDescription, settings: Settings) -> str:
 
 def note(text: str) -> None:
     """Print a message to stderr."""
-    click.echo(shown(with_options(text)), err=True)
+    click.echo(shown(text), err=True)
 
 
 class Screen(logging.Handler):
