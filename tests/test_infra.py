@@ -168,7 +168,7 @@ def test_another_projects_stack_is_left_alone(account, cli, command, status):
     made = client.create_stack(StackName="theirs", TemplateBody=template)
     account.set_status(made["StackId"], status)
     assert cli("infra", command, "--stack", "theirs", "--yes").failed(
-        2, f"theirs ({status}) does not belong"
+        2, f"theirs is {status} and does not belong"
     )
     assert statuses() == [status]
 

@@ -27,8 +27,6 @@ LEFT = {
     "launching/texts.py",
     "local/backend.py",
     "sagemaker/cost.py",
-    "sagemaker/deploy.py",
-    "sagemaker/stack.py",
     "source.py",
 }
 

@@ -77,7 +77,7 @@ REMEDIES: dict[str, str] = {
     "other-image": "--image-uri takes any other image",
     "try-locally": "`{sm} launch --instance local` shows the full log",
     "deploy-stack": "`{sm} infra deploy` creates a bucket and a role",
-    "show-stack": "`{sm} infra show` shows why",
+    "show-stack": "`{sm} infra show` shows its state, and why",
     "no-gpus-yet": "request an increase in the Service Quotas console; meanwhile,"
     " `{sm} launch --instance ml.m5.xlarge --preset quick --max-cost 0.20` needs no GPU",
     "aws-expired": f"the AWS credentials have expired: renew them with {LOGIN}",
@@ -98,6 +98,8 @@ REMEDIES: dict[str, str] = {
     "no-region": "set --region, SM_NANOGPT_REGION or AWS_REGION",
     "other-profile": "`aws configure list-profiles` shows the profiles",
     "other-region": "set --region {there}, or {option} to a place in {here}",
+    "deploy-stack-again": "`{sm} infra deploy` deletes it and creates it again",
+    "name-other-stack": "choose another name with --stack",
 }
 
 # What to do, by a part of the reason why a job failed or stopped.

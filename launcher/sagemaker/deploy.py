@@ -13,7 +13,7 @@ from typing import Any
 from botocore.exceptions import WaiterError
 
 from launcher.aws import Missing, aws_session, check_region, make_client, service_errors
-from launcher.errors import InputError, ServiceError
+from launcher.errors import ServiceError
 from launcher.job import RUNNING
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.stack import (
@@ -23,11 +23,10 @@ from launcher.sagemaker.stack import (
     is_our_stack,
     is_whole,
     no_stack,
-    not_ours,
     outputs_of,
     parameters_of,
-    remedy,
     remember,
+    unusable,
 )
 from launcher.settings import Settings
 
@@ -84,9 +83,7 @@ class Deployment:
         kms adds a key, and vpc allows jobs in a VPC. boundary, an ARN, and role_path are of the
         role. A later plan that leaves them out keeps them. Delete what `left_over` finds first.
         """
-        raw = self.changeable()
-        if raw is not None and raw["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
-            raise ServiceError(f"stack {self.name} is {raw['StackStatus']}: {remedy(raw)}")
+        raw = self.changeable("UPDATE_ROLLBACK_FAILED")
         known = {} if raw is None else parameters_of(raw)  # an older stack lacks some
         given = {
             "Kms": "true" * kms,
@@ -115,13 +112,14 @@ class Deployment:
             return None
         return change_set
 
-    def changeable(self) -> dict[str, Any] | None:
-        """The answer of DescribeStacks if the stack can be changed; None if there is none."""
+    def changeable(self, *but: str) -> dict[str, Any] | None:
+        """The answer of DescribeStacks for a stack that is ours, in no operation, and not in the
+        statuses `but`; None if there is none."""
         raw = describe_stack(self.client, self.name)
-        if raw is not None and not is_our_stack(raw):
-            raise InputError(not_ours(raw))
-        if raw is not None and raw["StackStatus"].endswith("_IN_PROGRESS"):
-            raise ServiceError(f"stack {self.name} is {raw['StackStatus']}; {remedy(raw)}")
+        if raw is not None:
+            busy = raw["StackStatus"].endswith(("_IN_PROGRESS", *but))
+            if busy or not is_our_stack(raw):
+                raise unusable(raw)
         return raw
 
     def read_changes(self, change_set_id: str) -> list[tuple[str, str, str]] | None:
@@ -137,9 +135,8 @@ class Deployment:
         reason = pages[0].get("StatusReason", "")
         if "didn't contain changes" in reason or "No updates are to be performed" in reason:
             return None
-        raise ServiceError(
-            f"CloudFormation cannot change stack {self.name}: {reason or pages[0]['Status']}"
-        )
+        problem = reason or pages[0]["Status"]
+        raise ServiceError(f"CloudFormation cannot change stack {self.name}: {problem}")
 
     def discard(self, change_set: ChangeSet) -> None:
         """Delete a change set, and its stack if that is still empty."""
@@ -230,9 +227,7 @@ class Deployment:
                 self.client.get_waiter(end).wait(StackName=stack_id, WaiterConfig=WAIT)
             raw = describe_stack(self.client, stack_id)
         except (KeyboardInterrupt, ServiceError):
-            logger.info(
-                "CloudFormation continues by itself; `sm-nanogpt infra show` shows its state"
-            )
+            logger.info("CloudFormation continues by itself", extra={"code": "show-stack"})
             raise
         if raw is not None and not is_whole(raw["StackStatus"]):
             raise ServiceError(f"{self.state(raw)}; correct that and {again}")

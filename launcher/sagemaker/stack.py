@@ -22,7 +22,7 @@ from launcher.aws import (
     make_client,
     service_errors,
 )
-from launcher.errors import ServiceError
+from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
 from launcher.settings import Settings
 
@@ -101,9 +101,7 @@ def find_stack(settings: Settings, session: Any) -> Stack | None:
 
 
 def no_stack(settings: Settings, region: str) -> Missing:
-    return Missing(
-        f"there is no stack {settings.stack} in {region}: `sm-nanogpt infra deploy` creates it"
-    )
+    return Missing(f"there is no stack {settings.stack} in {region}", "deploy-stack")
 
 
 def cache_stack(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:
@@ -125,13 +123,12 @@ def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
 
 def read_stack(raw: dict[str, Any]) -> Stack:
     """Raises ServiceError for a stack that is not ours, not complete, or being deleted."""
-    name, status, outputs = raw["StackName"], raw["StackStatus"], outputs_of(raw)
-    if not is_our_stack(raw):
-        raise ServiceError(not_ours(raw))
-    if status.startswith("DELETE") or not {"Store", "RoleArn", "LauncherPolicyArn"} <= set(outputs):
-        raise ServiceError(f"stack {name} is {status} and cannot be used: {remedy(raw)}")
+    status, outputs = raw["StackStatus"], outputs_of(raw)
+    whole = {"Store", "RoleArn", "LauncherPolicyArn"} <= set(outputs)
+    if not is_our_stack(raw) or status.startswith("DELETE") or not whole:
+        raise unusable(raw)
     return Stack(
-        name=name,
+        name=raw["StackName"],
         status=status,
         store=outputs["Store"],
         role=outputs["RoleArn"],
@@ -159,21 +156,17 @@ def is_whole(status: str) -> bool:
     return status.endswith("_COMPLETE") and "ROLLBACK" not in status
 
 
-def not_ours(raw: dict[str, Any]) -> str:
-    return (
-        f"stack {raw['StackName']} ({raw['StackStatus']}) does not belong to sm-nanogpt; choose"
-        " another name with --stack"
-    )
-
-
-def remedy(raw: dict[str, Any]) -> str:
-    """What to do about a stack that cannot be used or changed now."""
+def unusable(raw: dict[str, Any]) -> LauncherError:
+    """The error for a stack that cannot be used or changed now."""
+    stack = f"stack {raw['StackName']} is {raw['StackStatus']}"
+    if not is_our_stack(raw):
+        return InputError(f"{stack} and does not belong to sm-nanogpt", "name-other-stack")
     if raw["StackStatus"].endswith("_IN_PROGRESS"):
-        return "try again when that has ended"
+        return ServiceError(f"{stack}; try again when that has ended")
     if raw["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
-        name = raw["StackName"]
-        return f"first run `aws cloudformation continue-update-rollback --stack-name {name}`"
-    return "`sm-nanogpt infra deploy` deletes it and creates it again"
+        way = f"aws cloudformation continue-update-rollback --stack-name {raw['StackName']}"
+        return ServiceError(f"{stack}; first run `{way}`")
+    return ServiceError(f"{stack}, and cannot be used", "deploy-stack-again")
 
 
 def remember(settings: Settings, region: str, stack: Stack | None) -> None:
