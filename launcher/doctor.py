@@ -111,7 +111,7 @@ def check_stack(context: Context) -> Found:
     configured = bool(context.settings.store and context.settings.role)
     try:
         stack = context.stack = find_stack(context.settings, context.session)
-    except (InputError, ServiceError) as error:
+    except LauncherError as error:
         if configured:
             return Finding(WARNING, f"not checked: {error}", error=error)
         raise

@@ -122,7 +122,7 @@ def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
 
 
 def read_stack(raw: dict[str, Any]) -> Stack:
-    """Raises ServiceError for a stack that is not ours, not complete, or being deleted."""
+    """Raises `unusable` for a stack that is not ours, not complete, or being deleted."""
     status, outputs = raw["StackStatus"], outputs_of(raw)
     whole = {"Store", "RoleArn", "LauncherPolicyArn"} <= set(outputs)
     if not is_our_stack(raw) or status.startswith("DELETE") or not whole:
