@@ -10,10 +10,7 @@ from unittest.mock import Mock
 
 import boto3
 import click
-import cloudformation_service
 import pytest
-from cfnlint import decode
-from cloudsplaining.scan.policy_document import PolicyDocument
 
 from launcher.errors import ServiceError
 from launcher.sagemaker import deploy
@@ -24,7 +21,6 @@ from launcher.text.corpus import last_upload
 NOBODY = "http://127.0.0.1:9"
 ROLE = "arn:aws:iam::123456789012:role/mine"
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge", "--data")
-TEMPLATE: Any = decode.decode(str(deploy.TEMPLATE))[0]
 
 
 @pytest.fixture
@@ -33,6 +29,8 @@ def account(s3, monkeypatch):
     role."""
     monkeypatch.delenv("SM_NANOGPT_STORE")
     monkeypatch.setitem(deploy.WAIT, "Delay", 0.01)
+    import cloudformation_service
+
     with cloudformation_service.repaired() as service:
         yield service
 
@@ -473,19 +471,28 @@ def test_a_subnet_needs_a_role_that_may_join_a_vpc(account, cli, text_file):
 
 
 def test_the_template_matches_the_launcher():
-    assert TEMPLATE["Description"].startswith(DESCRIPTION)
-    resources = TEMPLATE["Resources"].items()
+    from cfnlint import decode
+
+    template: Any = decode.decode(str(deploy.TEMPLATE))[0]
+    assert template["Description"].startswith(DESCRIPTION)
+    resources = template["Resources"].items()
     retained = {name for name, each in resources if each.get("DeletionPolicy") == "Retain"}
     assert retained == {"Bucket", "BucketPolicy", "Key"}  # which `destroy` says it keeps
 
 
-def policy_of(role: str) -> PolicyDocument:
+def policy_of(role: str) -> Any:
     """What a role may do."""
     found = dict(RoleName=role.rpartition("/")[2], PolicyName="training-job")
-    return PolicyDocument(boto3.client("iam").get_role_policy(**found)["PolicyDocument"])
+    return scanned(boto3.client("iam").get_role_policy(**found)["PolicyDocument"])
 
 
-def wide(document: PolicyDocument) -> set[str]:
+def scanned(policy: dict[str, Any]) -> Any:
+    from cloudsplaining.scan.policy_document import PolicyDocument
+
+    return PolicyDocument(policy)
+
+
+def wide(document: Any) -> set[str]:
     return {
         action
         for statement in document.statements
@@ -510,7 +517,7 @@ def test_the_policies_are_narrow(account):
     deletes only checkpoints."""
     stack = deploy_stack(kms=True)
     found = boto3.client("iam").get_policy_version(PolicyArn=stack.policy, VersionId="v1")
-    launcher = PolicyDocument(found["PolicyVersion"]["Document"])
+    launcher = scanned(found["PolicyVersion"]["Document"])
     role = policy_of(stack.role)
     assert wide(role) == {"cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"}
     known = {"pricing:GetProducts", "sagemaker:Search", "servicequotas:ListServiceQuotas"}

@@ -11,7 +11,6 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
-from emulator import Emulator
 from launching import launching
 
 from launcher import InputError, JobDescription, ServiceError, Settings, jobs
@@ -60,7 +59,7 @@ def launch(cloud, money, cli, text_file, monkeypatch):
     return run
 
 
-def limit(service: Emulator, job_id: str) -> int:
+def limit(service: Any, job_id: str) -> int:
     request = service.sagemaker.jobs[job_id].request
     return int(request["StoppingCondition"]["MaxRuntimeInSeconds"])
 

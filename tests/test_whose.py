@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 from access import ACCOUNT
-from emulator import client
 
 from launcher import Settings
 from launcher.finding import full_id
@@ -50,6 +49,8 @@ def test_an_owner_is_a_person_or_else_a_role(arn, owner):
 @functools.cache
 def key_of(url: str, name: str) -> dict[str, str]:
     """The access key of a new IAM user who may do everything."""
+    from emulator import client  # which imports moto's server
+
     iam, everything = client("iam", url), {"Effect": "Allow", "Action": "*", "Resource": "*"}
     policy = json.dumps({"Version": "2012-10-17", "Statement": [everything]})
     iam.create_user(UserName=name)

@@ -8,12 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-from moto.iam.exceptions import NotFoundException
-from moto.iam.models import iam_backends
-from moto.s3.models import s3_backends
-from moto.sts.models import sts_backends
 from policies import allowed
 
+# moto is imported where it is used: tests that need no server import this module too.
 ACCOUNT = "123456789012"
 SAGEMAKER = "SAGEMAKER"  # with this key the service itself asks for a role's credentials
 
@@ -65,6 +62,9 @@ def principal_of(key: str, service: str) -> Principal:
         )
     if key == SAGEMAKER:
         return Principal("sagemaker.amazonaws.com", None)
+    from moto.iam.models import iam_backends
+    from moto.sts.models import sts_backends
+
     iam, sts = iam_backends[ACCOUNT]["aws"], sts_backends[ACCOUNT]["aws"]
     if assumed := sts.get_assumed_role_from_access_key(key):
         role = iam.get_role(assumed.role_arn.rpartition("/")[2])
@@ -92,6 +92,9 @@ def document_of(policy: Any) -> Any:
 
 def role_of(arn: str) -> Any:
     """The role of moto with this ARN, or None."""
+    from moto.iam.exceptions import NotFoundException
+    from moto.iam.models import iam_backends
+
     try:
         role = iam_backends[ACCOUNT]["aws"].get_role(arn.rpartition("/")[2])
     except NotFoundException:
@@ -137,6 +140,8 @@ def key_accesses(access: Access, environ: Mapping[str, Any]) -> Iterator[Access]
 
 def bucket_key(bucket: str) -> str | None:
     """The ARN of the key that encrypts a bucket by default."""
+    from moto.s3.models import s3_backends
+
     found = s3_backends[ACCOUNT]["aws"].buckets.get(bucket)
     rule = ((found and found.encryption) or {}).get("Rule", {})
     rule = rule[0] if isinstance(rule, list) else rule
