@@ -60,8 +60,8 @@ class Job:
     @property
     def _known(self) -> JobDescription:
         last = self._last
-        stale = last is None or last.is_running or last.has_open_pool(time.time())
-        return self.describe() if last is None or stale else last
+        ended = last and not (last.is_running or last.has_open_pool(time.time()))
+        return last if last and ended else self.describe()
 
     @property
     def name(self) -> str | None:
@@ -144,9 +144,7 @@ class Job:
         begin, most = answered(*self._loaded, prompt, max_new_tokens)
         return (begin if isinstance(begin, str) else "") + self._text(begin, most, sampling)
 
-    def chat(
-        self, messages: Sequence[Mapping[str, str]], max_new_tokens: int = 500, **sampling: Any
-    ) -> str:
+    def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> str:
         """The answer to a conversation: [{"role": "user", "content": "Hello"}, ...].
 
         Raises InputError if the model has not learned from conversations.
@@ -154,7 +152,8 @@ class Job:
         from launcher.models.chat import Chat, Message
 
         said = [Message(each["role"], each["content"]) for each in messages]
-        _, ids, most = Chat(*self._loaded).fitting(said, max_new_tokens)
+        most = sampling.pop("max_new_tokens", 500)
+        _, ids, most = Chat(*self._loaded).fitting(said, most)
         return self._text(ids, most, sampling)
 
     def _text(self, begin: str | Sequence[int] | None, most: int, sampling: dict[str, Any]) -> str:
