@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 from launcher.aws import Missing
 from launcher.errors import InputError, ServiceError
+from launcher.files.models import is_path
+from launcher.files.storage import path_of
 from launcher.job import FULL_ID, JOB_ID, WORD, JobDescription, UnreadableJob
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker import caller
@@ -95,15 +97,13 @@ def full_id(reference: str, settings: Settings, acts: bool = False, trained: boo
 
     A part is the start, the end or the time of an id. Only a full id may be that of somebody else's
     job. acts: the job will be changed. It is named first, and SageMaker is always asked. trained:
-    its model will be read, so `latest` is the newest job that has one. A reference to no job is
-    returned unchanged.
-
-    Raises:
-        InputError: several jobs match.
-        InputError, ServiceError: SageMaker does not answer, so another job may be meant.
-        ServiceError: `latest`, and there are no jobs, or the newest one cannot be read.
+    its model will be read, so `latest` is the newest job that has one, and a path of a model may
+    stand for it. A path, and a reference to no job, is returned unchanged. Raises InputError if
+    several jobs match, and ServiceError if another job than that found may be meant.
     """
     if FULL_ID.fullmatch(reference) or not WORD.fullmatch(reference):
+        return reference
+    if trained and (is_path(reference) or path_of(reference).is_file()):
         return reference
     if LocalBackend(settings).describe(reference) is not None:
         return reference

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from launcher import tracking
 from launcher.errors import InputError, LauncherError, ServiceError
-from launcher.files.models import is_path
 from launcher.files.progress import byte_progress
 from launcher.files.storage import write_text
 from launcher.finding import Listing, backend_for, find, full_id
@@ -230,11 +229,11 @@ class Plan:
 
 
 def with_full_ids(request: Request, settings: Settings) -> Request:
-    """The request, with the ids of the jobs that its words mean."""
+    """The request, with full ids of the jobs that it names."""
     ids = {}
     if request.resume is not None:
         ids["resume"] = full_id(request.resume, settings, acts=True)
-    if request.init_from is not None and not is_path(request.init_from):
+    if request.init_from is not None:
         ids["init_from"] = full_id(request.init_from, settings, trained=True)
     return request.model_copy(update=ids)
 
@@ -283,13 +282,13 @@ def sweep(
     return [Job(each.job_id, settings) for each in last]
 
 
-def job(word: str = "latest", settings: Settings | None = None) -> Job:
-    """The job that a word means: a full id, a name, a part of an id, or `latest`.
+def job(reference: str = "latest", settings: Settings | None = None) -> Job:
+    """The job with a full id, a name or a part of an id, or `latest`.
 
     Only a full id may be of somebody else's job; it is not looked for before the job is used.
     """
     settings = settings or load_settings()
-    job_id = full_id(word, settings)
+    job_id = full_id(reference, settings)
     if not FULL_ID.fullmatch(job_id):
         find(job_id, settings)  # says that there is none
     return Job(job_id, settings)

@@ -102,14 +102,10 @@ class Job(click.ParamType[str]):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if ctx is None or ctx.resilient_parsing or value == self.other:
             return value
-        from launcher.files.models import is_path
-        from launcher.files.storage import path_of
         from launcher.finding import full_id
         from launcher.launching.records import recorded_as
         from launcher.text.corpus import NAME
 
-        if self.trained and (is_path(value) or path_of(value).is_file()):
-            return value
         if self.uploads and NAME.fullmatch(Path(value).name):
             return value.rstrip("/")
         settings = settings_of(ctx)
