@@ -215,7 +215,7 @@ class Plan:
     _settings: Settings = field(repr=False)
 
     def submit(self, confirmed: bool = False) -> Job:
-        """Upload the text, and start the job.
+        """Upload the text, and start the job. After an interruption, `job()` finds it if it runs.
 
         Raises:
             Unconfirmed: the job may cost more than the setting ask_above, or its price is unknown;

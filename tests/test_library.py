@@ -190,6 +190,13 @@ def test_a_costly_launch_needs_consent(cloud, request_of, given, worst):
     assert sm.launch(request_of(**given), confirmed=True).id in cloud.sagemaker.jobs
 
 
+def test_a_costly_sweep_needs_consent(cloud, request_of):
+    with pytest.raises(sm.Unconfirmed) as caught:
+        sm.sweep(request_of(max_run=None), {"n_layer": [2, 4]})
+    assert caught.value.worst_cost == pytest.approx(16.6, abs=0.1)
+    assert not cloud.sagemaker.jobs
+
+
 def test_only_a_ceiling_of_this_launch_is_consent(cloud, s3, request_of):
     first = sm.launch(request_of(max_cost=30))
     s3.put_object(Bucket=s3.bucket, Key=CHECKPOINT.format(first), Body=b"x")
