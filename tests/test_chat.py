@@ -25,7 +25,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import launching
-import openai
 import pytest
 import torch
 import torch.nn.functional as F
@@ -851,11 +850,19 @@ def player(directory):
     return Player("mine", *load_model(directory))
 
 
+@pytest.fixture(scope="module")
+def openai():
+    """OpenAI's package, whose import takes a second."""
+    import openai
+
+    return openai
+
+
 @pytest.fixture
-def client(player):
+def client(player, openai):
     """OpenAI's own client of the server, without a socket."""
 
-    def make(key: str = "secret", path: str = "/v1") -> openai.OpenAI:
+    def make(key: str = "secret", path: str = "/v1") -> Any:
         app = make_app([player], "secret", api.routes([player]))
         return openai.OpenAI(
             base_url=f"http://127.0.0.1{path}",
@@ -867,7 +874,7 @@ def client(player):
     return make
 
 
-def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypatch):
+def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypatch, openai):
     monkeypatch.setattr("launcher.views.play.TURN", 0)  # each token is a chunk
     api_client = client()
     (model,) = api_client.models.list().data
@@ -931,7 +938,7 @@ def test_an_answer_ends_where_the_context_does(client, player):
     assert usage.prompt_tokens == size
 
 
-def test_a_model_that_fails_is_an_error_of_the_server(client, monkeypatch):
+def test_a_model_that_fails_is_an_error_of_the_server(client, monkeypatch, openai):
     monkeypatch.setattr("launcher.models.engine.generate", lambda *_, **__: map(int, "x"))
     wish: Any = dict(model="mine", prompt="The")
     with pytest.raises(openai.InternalServerError):
@@ -964,7 +971,7 @@ def test_a_model_that_fails_is_an_error_of_the_server(client, monkeypatch):
         ({"prompt": "a", "logprobs": 1}, 400),
     ],
 )
-def test_a_request_that_cannot_be_met_is_refused(client, changes, status):
+def test_a_request_that_cannot_be_met_is_refused(client, changes, status, openai):
     api = client().completions if "prompt" in changes else client().chat.completions
     asks = {} if "prompt" in changes else {"messages": HELLO}
     with pytest.raises(openai.APIStatusError) as error:
@@ -992,7 +999,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ({"presence_penalty": 0.5}, "presence_penalty: not supported here"),
     ],
 )
-def test_a_refusal_is_a_sentence_of_our_own(client, changes, said):
+def test_a_refusal_is_a_sentence_of_our_own(client, changes, said, openai):
     api = client().completions if "prompt" in changes else client().chat.completions
     asks = {} if "prompt" in changes else {"messages": HELLO}
     with pytest.raises(openai.BadRequestError) as error:
@@ -1001,7 +1008,7 @@ def test_a_refusal_is_a_sentence_of_our_own(client, changes, said):
     assert body["message"].startswith(said)
 
 
-def test_a_message_beyond_the_context_has_the_code_of_openai(client):
+def test_a_message_beyond_the_context_has_the_code_of_openai(client, openai):
     with pytest.raises(openai.BadRequestError) as error:
         client().chat.completions.create(
             model="mine", messages=[{"role": "user", "content": "a " * 10**6}]
@@ -1019,7 +1026,7 @@ def test_any_number_of_stop_strings_is_taken_in_any_order(client):
         assert choice.text == text[:2]
 
 
-def test_a_base_url_without_v1_is_told(client):
+def test_a_base_url_without_v1_is_told(client, openai):
     without = client(path="/")
     for call in (
         without.models.list,
@@ -1029,7 +1036,7 @@ def test_a_base_url_without_v1_is_told(client):
             call()
 
 
-def test_a_wrong_method_is_told_the_right_one(client):
+def test_a_wrong_method_is_told_the_right_one(client, openai):
     with pytest.raises(openai.APIStatusError, match="405") as caught:
         client().get("/chat/completions", cast_to=object)
     assert (caught.value.status_code, caught.value.response.headers["allow"]) == (405, "POST")
@@ -1051,11 +1058,11 @@ def test_only_a_named_origin_may_ask_from_its_pages(player):
 
 
 @pytest.fixture
-def api_of():
+def api_of(openai):
     """OpenAI's own client of a server on a socket."""
     with contextlib.ExitStack() as stack:
 
-        def make(player: Player) -> openai.OpenAI:
+        def make(player: Player) -> Any:
             site = stack.enter_context(served([player]))
             url = f"http://127.0.0.1:{site.port}/v1"
             return openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=60)
@@ -1064,7 +1071,7 @@ def api_of():
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_client_that_leaves_ends_its_answer(api_of, streams):
+def test_a_client_that_leaves_ends_its_answer(api_of, streams, openai):
     api_client = api_of(Player("mine", lively(), tokenizer_of(LETTERS)))
     endless: Any = dict(model="mine", prompt="a", max_tokens=10**9)
     if streams:
@@ -1091,7 +1098,7 @@ def test_twenty_clients_wait_their_turn(api_of, player):
         assert set(pool.map(answer, range(20))) == {alone}
 
 
-def test_a_request_needs_the_key(client):
+def test_a_request_needs_the_key(client, openai):
     with pytest.raises(openai.AuthenticationError):
         client("wrong").models.list()
 
