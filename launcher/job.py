@@ -57,12 +57,6 @@ RUNNING = ("InProgress", "Stopping")
 LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
 
 
-def option(name: str) -> str:
-    """The command-line option for a field."""
-    words = {"subnets": "subnet", "security_group_ids": "security-group", "tags": "tag"}
-    return f"--{words.get(name, name).replace('_', '-')}"
-
-
 # -- what to run -----------------------------------------------------------------------------------
 
 Instances = Annotated[int, Field(ge=1, le=100)]
@@ -132,63 +126,72 @@ class Request(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name, *inner = (str(part) for part in first["loc"])
+            known = {"missing": "is missing", "extra_forbidden": "there is no such field"}
+            problem = known.get(first["type"], must_be(first["msg"]))
+            value = None if first["type"] == "missing" else first["input"]
             if name == "hyperparameters" and inner:
-                name = inner[0]
-            if first["type"] == "missing":
-                raise InputError(f"{name} is missing") from None
-            unknown = first["type"] == "extra_forbidden"
-            problem = "there is no such field" if unknown else must_be(first["msg"])
-            raise InputError(f"{name}={first['input']!r}: {problem}") from None
+                name, problem, value = "", f"{inner[0]}={value!r}: {problem}", None
+            raise InputError(problem, field=name, value=value) from None
 
     @model_validator(mode="after")
     def _refuse_what_aws_refuses(self) -> Self:
         check_instances(self.instances)
-        given = self.given()
+        given, n = self.given(), self.instance_count
         cloud = {name for name in given if given[name] is not False} - LOCAL_FIELDS
         run = self.max_run or (None if self.max_cost else DEFAULT_RUN)
-        problem = None
-        if self.instance is None and self.resume is None:
-            problem = (
-                "--instance is missing: `--instance local` trains on this machine, and"
-                " `--instance ml.g5.12xlarge` on SageMaker"
-            )
-        elif self.is_local and cloud:
-            problem = f"{option(min(cloud))} is for SageMaker, not for --instance local"
-        elif self.is_local and (self.instance_count or 1) > 1:
-            n = self.instance_count
-            problem = (
-                f"--instance-count {n}: this machine is one host;"
-                f" --processes-per-instance {n} starts {n} processes"
-            )
-        elif self.instances and not self.is_local and self.processes_per_instance is not None:
-            problem = (
-                "--processes-per-instance is for --instance local; SageMaker takes one per GPU"
-            )
-        elif self.image_uri is not None and "pytorch_version" in given:
-            problem = (
-                "give --pytorch-version for the AWS image, or --image-uri for another, but not both"
-            )
-        elif self.spot and len(self.instances) > 1:
-            problem = "--spot takes one --instance type; use --on-demand for several"
-        elif self.max_wait is not None and not self.spot:
-            problem = "--max-wait is for --spot jobs"
-        elif self.max_wait is not None and run is not None and self.max_wait < run:
-            problem = f"--max-wait {self.max_wait} must be at least --max-run {run}"
-        elif bool(self.subnets) != bool(self.security_group_ids):
-            problem = "--subnet and --security-group must be given together"
-        for name in self.environment:
-            if name.startswith(("SM_", "SAGEMAKER_")):
-                problem = f"--environment {name}: SageMaker sets it"
-        for name in self.tags:
-            if name.lower().startswith("aws:") or name.startswith(TAG_KEY):
-                problem = f"--tag {name}: this key is not for users"
-        if self.name is not None and not NAME.fullmatch(self.name):
-            problem = (
-                f"--name {self.name}: must be at most 63 letters, digits, dots, dashes and"
-                " underscores, start with a letter or digit, and not be `latest` or like an id"
-            )
-        if problem:
-            raise InputError(problem)
+        set_by_aws = [name for name in self.environment if name.startswith(("SM_", "SAGEMAKER_"))]
+        ours = [k for k in self.tags if k.lower().startswith("aws:") or k.startswith(TAG_KEY)]
+        local, on_sagemaker = self.is_local, bool(self.instances) and not self.is_local
+        here = "must be given: local for this machine, or a type such as ml.g5.12xlarge"
+        rules = [
+            # whether the request is wrong, the field, its value, what is wrong
+            (not (self.instances or self.resume), "instance", None, here),
+            (local and cloud, min(cloud, default=""), None, "is for SageMaker, not for local"),
+            (local and n and n > 1, "instance_count", n, "this machine is one host"),
+            (
+                on_sagemaker and self.processes_per_instance,
+                "processes_per_instance",
+                None,
+                "is for local; SageMaker takes one per GPU",
+            ),
+            (
+                self.image_uri and "pytorch_version" in given,
+                "pytorch_version",
+                self.pytorch_version,
+                "cannot be combined with image_uri, which names another image",
+            ),
+            (
+                self.spot and len(self.instances) > 1,
+                "spot",
+                None,
+                "takes one type of instance; leave it out for several",
+            ),
+            (self.max_wait and not self.spot, "max_wait", None, "is for spot jobs"),
+            (
+                self.max_wait and run and self.max_wait < run,
+                "max_wait",
+                self.max_wait,
+                f"must be at least max_run, {run}",
+            ),
+            (
+                bool(self.subnets) != bool(self.security_group_ids),
+                "subnets" if self.subnets else "security_group_ids",
+                None,
+                f"must be given together with {'security groups' if self.subnets else 'subnets'}",
+            ),
+            (set_by_aws, "environment", min(set_by_aws, default=""), "SageMaker sets it"),
+            (ours, "tags", min(ours, default=""), "this key is not for users"),
+            (
+                self.name and not NAME.fullmatch(self.name),
+                "name",
+                self.name,
+                "must be at most 63 letters, digits, dots, dashes and underscores, start with a"
+                " letter or digit, and not be `latest` or like an id",
+            ),
+        ]
+        for wrong, field_, value, problem in rules:
+            if wrong:
+                raise InputError(problem, field=field_, value=value)
         return self
 
     def given(self) -> dict[str, Any]:
@@ -254,21 +257,18 @@ class Request(BaseModel):
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
         """The script's Config; base replaces the defaults."""
         source, base = self.source, base and dict(base)
-        made = json.dumps([self.preset, self.hyperparameters, world_size, base])
-        if made in source.configs:
-            return source.configs[made]
-        module = source.module("config")
-        names = ["auto", *module.PRESETS]  # auto is a launch's, which then names another
-        if self.preset is not None and self.preset not in names:
-            raise InputError(f"preset={self.preset!r}: must be {choices_for(self.preset, names)}")
+        values = json.dumps([self.preset, self.hyperparameters, base])
         with source.running():
-            try:
-                config = module.make_config(self.hyperparameters, self.preset, base)
-                config.check_world_size(world_size)
-            except module.ConfigError as error:
-                raise InputError(str(error)) from None
-        source.configs[made] = config
-        return config
+            if values not in source.configs:
+                module = source.module("config")
+                names = ["auto", *module.PRESETS]  # auto is a launch's, which then names another
+                if self.preset is not None and self.preset not in names:
+                    known = choices_for(self.preset, names)
+                    raise InputError(f"preset={self.preset!r}: must be {known}")
+                made = module.make_config(self.hyperparameters, self.preset, base)
+                source.configs[values] = made
+            source.configs[values].check_world_size(world_size)
+        return source.configs[values]
 
     def metric_definitions(self) -> list[dict[str, str]]:
         """What SageMaker reads from the log: a name and a pattern each."""
@@ -310,20 +310,18 @@ class TrainingJob(Request):
 
         A job that reached its last step without writing a model may be resumed to write it.
         """
-        module = self.module
         jobs = [
             {"config": asdict(job.config(1)), "corpus_sha256": (job.data, job.validation)}
             for job in (before, self)
         ]
-        try:
-            module.check_resumable(*jobs)
-        except module.ConfigError as error:
-            raise InputError(str(error)) from None
+        with self.source.running():
+            self.module.check_resumable(*jobs)
         step, max_steps = earlier.checkpoint_step or 0, self.config(1).max_steps
         if step > max_steps or (step == max_steps and earlier.model_uri is not None):
             raise InputError(
-                f"max_steps={max_steps}: the earlier job has already reached step {step}; to train"
-                f" further, add `--set max_steps=N` with N above {step}"
+                f"max_steps={max_steps}: the earlier job has already reached step {step}",
+                "train-further",
+                step=step,
             )
 
 

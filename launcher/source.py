@@ -33,7 +33,6 @@ NEEDED = {
     "huggingface": "starting_values load_pretrained model_tensors with_weights write_artefact",
     "model": "GPT",
 }
-START = "start from the folder that `sm-nanogpt copy-script` writes"
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,10 @@ class Source:
             files = {path.name: read_file(path, LARGEST) for path in paths}
         except OSError as error:
             raise InputError(f"{error.filename or directory}: {error.strerror}") from None
-        if "setup.py" in files:
-            raise InputError(f"{directory}: setup.py would be run instead of train.py; remove it")
-        if missing := {"config.py", "train.py"} - files.keys():
-            raise InputError(f"{directory}: has no {min(missing)}; {START}")
+        missing = {"config.py", "train.py"} - files.keys()
+        if missing or "setup.py" in files:
+            problem = f"has no {min(missing)}" if missing else "setup.py would run, not train.py"
+            raise InputError(f"{directory}: {problem}", "copy-folder")
         return cls(directory, files)
 
     @cached_property
@@ -108,23 +107,24 @@ class Source:
         except BaseException as error:  # also SystemExit
             raise self.refusal(error) from error
 
-    def check(self) -> None:
+    def check_complete(self) -> None:
         """Raise InputError unless all that the launcher needs of the folder is there."""
         for name, content in self.files.items():
-            try:
+            with self.running():
                 compile(content, self.directory / name, "exec", dont_inherit=True)
-            except (SyntaxError, ValueError) as error:
-                raise self.refusal(error) from None
         for name, needed in NEEDED.items():
             found = vars(self.module(name)) if f"{name}.py" in self.files else {}
             if missing := set(needed.split()) - found.keys():
                 raise InputError(
-                    f"{self.directory}: not an edited copy of this version's folder ({name}.py has"
-                    f" no {min(missing)}); {START}"
+                    f"{self.directory}: not an edited copy of this version's folder: {name}.py has"
+                    f" no {min(missing)}",
+                    "copy-folder",
                 )
 
     def refusal(self, error: BaseException) -> InputError:
-        """An error of the folder's own code, with its file and line."""
+        """An error that the folder's code raises on purpose, or another with its file and line."""
+        if "TrainingError" in {kind.__name__ for kind in type(error).__mro__}:
+            return InputError(str(error))
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if Path(f.filename).parent == self.directory]
         place = f"{own[-1].filename}:{own[-1].lineno}" if own else str(self.directory)
@@ -145,10 +145,7 @@ class Loader(SourceLoader):
         return str(self.source.directory / f"{file or '__init__'}.py")
 
     def get_data(self, path: str) -> bytes:
-        name = Path(path).name
-        if name not in self.source.files and name != "__init__.py":
-            raise OSError(f"{name} is not in the folder")
-        return self.source.files.get(name, b"")
+        return self.source.files.get(Path(path).name, b"")  # __init__.py may be missing
 
 
 class Finder(MetaPathFinder):
@@ -190,6 +187,6 @@ def find_source(sha256: str, settings: Settings, entry_point: Path | None = None
             return source
     but = f"and {place} is another" if entry_point else "which is not on this machine"
     raise InputError(
-        f"the model belongs to the training folder with SHA-256 {sha256[:12]}..., {but}; name it"
-        " with --entry-point DIR"
+        f"the model belongs to the training folder with SHA-256 {sha256[:12]}..., {but}",
+        "another-folder",
     )

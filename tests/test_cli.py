@@ -26,10 +26,10 @@ import pytest
 from entry_point.config import Config
 from launcher import Request, ServiceError
 from launcher import cli as commands
-from launcher.cli.words import command
+from launcher.cli.words import command, option
 from launcher.files import storage
 from launcher.files.progress import byte_progress
-from launcher.job import LOCAL_FIELDS, option
+from launcher.job import LOCAL_FIELDS
 from launcher.local.backend import write_json
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"

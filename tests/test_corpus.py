@@ -523,7 +523,7 @@ def test_an_earlier_upload_is_named_by_uri_or_path(home, cli, source, text_file)
     name = earlier.rpartition("/")[2]
     ran = cli(*launching.launching("--detach", "--validation", str(source), data=name))
     assert f"data: {earlier}\n" in ran.err
-    assert "warning: --validation is the text to train on" in ran.err
+    assert "warning: validation is the text to train on" in ran.err
     assert len(list((home / "store/data").glob("*/"))) == 2
     assert last_upload(settings) == last  # which a launch's own text is not
 

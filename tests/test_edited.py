@@ -197,7 +197,7 @@ def test_an_edited_model_needs_its_own_script(edited, cli, tmp_path):
     words = ("fetch-and-sample", edited.job_id)
     assert cli(*words, "--entry-point", str(other)).failed(2, f"{other} is another")
     assert cli(*words).failed(2, "--entry-point DIR")
-    with pytest.raises(InputError, match="--entry-point DIR"):
+    with pytest.raises(InputError, match="not on this machine"):
         load_model(edited.directory / "hosts/algo-1/model")
     ran = cli(*words, "--entry-point", str(mine)).good
     assert f"model: {Job(edited.job_id).model(mine)}\n" in ran.err
@@ -391,5 +391,5 @@ def test_copy_script_copies_and_replaces_nothing(cli, tmp_path):
     assert (ran.code, ran.out) == (0, f"{mine}\n")
     assert Source.read(mine).is_packaged
     other.write_text("mine")
-    assert cli("copy-script", str(other)).failed(2, f"{other} exists")
+    assert cli("copy-script", str(other)).failed(2, f"{other}: File exists")
     assert other.read_text() == "mine"

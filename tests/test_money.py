@@ -137,7 +137,7 @@ def test_an_unknown_region_names_the_nearest_one(cloud, cli, text_file, command)
 
 def test_a_local_job_does_not_mention_money(home, cli, text_file, monkeypatch):
     assert cli("launch", "--instance", "local", "--max-cost", "5").failed(
-        2, "--max-cost is for SageMaker"
+        2, "--max-cost: is for SageMaker"
     )
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
     ran = cli(*launching("--detach", data=text_file)).good

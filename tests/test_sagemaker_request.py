@@ -8,23 +8,28 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
+import boto3
 import botocore.session
 import pytest
 import regex
 from botocore.model import ListShape, MapShape, Shape, StructureShape
 
+from entry_point import config
 from entry_point.config import metric_definitions
-from launcher import InputError, Request, Settings, machines
+from launcher import InputError, Request, Settings, machines, source
 from launcher.launching.launch import prepare
 from launcher.machines import DEFAULT_VERSION, IMAGES, find_image
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.estimator import quiet_sdk
 from launcher.settings import load_settings
+from launcher.source import Source
+from launcher.text import corpus
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
@@ -84,6 +89,34 @@ def test_a_dry_run_shows_the_request_that_a_launch_sends(cloud, cli, text_file):
         for request in (sent, shown)
     )
     assert one == other.replace("OWNER-NOT-KNOWN-YET", "root")
+
+
+@pytest.mark.parametrize("words", ["", "--preset auto", "--sweep learning_rate=0.01,0.02"])
+def test_a_dry_run_reads_and_makes_each_thing_once(rehearse, monkeypatch, words):
+    done: list[str] = []
+
+    def counted(place: Any, name: str, what: Callable[..., object]) -> None:
+        original = getattr(place, name)
+
+        def count(*given: Any, **named: Any) -> Any:
+            done.append(f"{name} {what(*given, **named)}")
+            return original(*given, **named)
+
+        monkeypatch.setattr(place, name, count)
+
+    counted(source, "read_file", lambda path, *_: path)
+    counted(boto3.Session, "__init__", lambda *_, **__: "")
+    counted(config, "make_config", lambda *given: given)
+    counted(corpus, "survey", lambda name, *_: name)
+    Source.packaged.cache_clear()
+    assert rehearse(*words.split()).code == 0
+    assert Counter(done).most_common(1)[0][1] == 1, Counter(done)
+    assert {each.split()[0] for each in done} == {
+        "read_file",
+        "__init__",
+        "make_config",
+        "survey",
+    }
 
 
 NETWORK = {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
@@ -223,9 +256,9 @@ tags = {team = "a", cost-center = "7"}
 @pytest.mark.parametrize(
     ("config", "fact"),
     [
-        ('subnets = ["subnet-1"]', "--subnet and --security-group"),
+        ('subnets = ["subnet-1"]', "given together with security groups"),
         ('subnets = "subnet-1"', "config.toml: subnets='subnet-1': "),
-        ("tags = {sm-nanogpt = 'x'}", "from the settings: --tag sm-nanogpt"),
+        ("tags = {sm-nanogpt = 'x'}", "from the settings: tags=sm-nanogpt: "),
     ],
 )
 def test_an_invalid_prescribed_value_names_its_source(home, rehearse, config, fact):
@@ -241,18 +274,18 @@ def many(option: str, n: int) -> str:
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        ("--max-wait 100", "--max-wait is for --spot"),
-        ("--spot --max-wait 100", "--max-wait 100 must be at least --max-run 3600"),
-        ("--spot --max-wait 9999999", "max_wait=9999999: "),
-        ("--keep-alive 3601", "keep_alive=3601: must be at most 3600"),
-        ("--max-run 1", "max_run=1: must be at least 60"),
-        ("--subnet subnet-1", "--subnet and --security-group"),
-        ("--subnet a,b --security-group sg", "subnets='a,b': must match"),
-        ("--subnet a --security-group 'sg 1'", "security_group_ids='sg 1': must match"),
-        ("--kms-key 'my key!'", "kms_key='my key!': must match"),
-        ("--environment a-b=c", "environment='a-b': must match"),
-        ("--tag 'a=x,y;z'", "tags='x,y;z': must match"),
-        ("--tag 'a;b=c'", "tags='a;b': must match"),
+        ("--max-wait 100", "--max-wait: is for spot"),
+        ("--spot --max-wait 100", "--max-wait 100: must be at least max_run, 3600"),
+        ("--spot --max-wait 9999999", "--max-wait 9999999: "),
+        ("--keep-alive 3601", "--keep-alive 3601: must be at most 3600"),
+        ("--max-run 1", "--max-run 1: must be at least 60"),
+        ("--subnet subnet-1", "given together with security groups"),
+        ("--subnet a,b --security-group sg", "--subnet a,b: must match"),
+        ("--subnet a --security-group 'sg 1'", "--security-group sg 1: must match"),
+        ("--kms-key 'my key!'", "--kms-key my key!: must match"),
+        ("--environment a-b=c", "--environment a-b: must match"),
+        ("--tag 'a=x,y;z'", "--tag x,y;z: must match"),
+        ("--tag 'a;b=c'", "--tag a;b: must match"),
         ("--environment SM_HOSTS=[]", "--environment SM_HOSTS: "),
         ("--environment 'NCCL_DEBUG=INFO; reboot'", "NCCL_DEBUG='INFO; reboot'"),
         ("--tag aws:a=b", "--tag aws:a"),
@@ -260,15 +293,15 @@ def many(option: str, n: int) -> str:
         (f"--image-uri {REGISTRY}/pytorch-inference:2.6.0-gpu-py312", NO_TRAINING),
         ("--image-uri pytorch-training:2.9.0-gpu-py312-ubuntu22.04-ec2", NO_TRAINING),
         ("--image-uri pytorch-training:2.9.0-cpu-py312", f"{NO_TRAINING} for"),
-        ("--image-uri mine:1 --pytorch-version 2.8.0", "not both"),
-        ("--processes-per-instance 2", "--processes-per-instance is for --instance local"),
+        ("--image-uri mine:1 --pytorch-version 2.8.0", "cannot be combined with image_uri"),
+        ("--processes-per-instance 2", "--processes-per-instance: is for local"),
         ("--set batch_size=12 --instance ml.g5.xlarge,ml.g5.48xlarge", "8 processes"),
         ("--volume-size 500", "ml.g5.12xlarge has local disks"),
         ("--volume-size 9 --instance ml.m5.xlarge,ml.r5d.large", "ml.r5d.large has local disks"),
         ("--instance ml.p6e-gb200.36xlarge", "Arm"),
         ("--instance ml.g5.12xlrge", "did you mean ml.g5.12xlarge"),
         ("--instance ml.g5.13xlarge", "or ml.g5.12xlarge or"),
-        ("--instance ml.g5.xlarge,ml.g6.xlarge --spot", "--spot takes one --instance type"),
+        ("--instance ml.g5.xlarge,ml.g6.xlarge --spot", "--spot: takes one type"),
         ("--instance ml.g5.xlarge,local", "local cannot be combined"),
         ("--instance ml.g5.xlarge,ml.m5.xlarge", "with and without GPUs"),
         ("--instance ml.g5.xlarge,ml.trn1.2xlarge", "Neuron"),

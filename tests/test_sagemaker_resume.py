@@ -124,8 +124,8 @@ tags = {team = "a", cost = "7"}
 
 def test_resuming_refuses_options_that_the_job_cannot_have(cli, stopped, job):
     refused = cli("launch", "--resume", stopped(*TWO.split()), "--spot")
-    assert refused.failed(2, "--spot takes one --instance type")
-    with pytest.raises(InputError, match="--spot is for SageMaker"):
+    assert refused.failed(2, "--spot: takes one type")
+    with pytest.raises(InputError, match="spot: is for SageMaker"):
         launch(Request(resume=job.job_id, hyperparameters={"max_steps": 12}, spot=True))
     assert len(list((job.home / "jobs").iterdir())) == 1
 

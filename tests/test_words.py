@@ -21,13 +21,7 @@ ROOT = Path(launcher.__file__).parent
 BELOW = sorted(path for path in ROOT.rglob("*.py") if path.parent.name != "cli")
 # Modules that still name commands or options.
 LEFT = {
-    "job.py",
-    "launching/launch.py",
-    "launching/start.py",
-    "launching/texts.py",
-    "local/backend.py",
     "sagemaker/cost.py",
-    "source.py",
 }
 
 

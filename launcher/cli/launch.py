@@ -298,18 +298,19 @@ def launch_command(
     request = Request(**given, hyperparameters={**from_file, **assignments})
     if dry_run:
         settings = settings.for_a_dry_run()
-    if sweep or seeds > 1:
-        if follow is not None:
-            raise InputError(
-                "--follow and --detach are not for sweeps: this command runs until all jobs ended"
-            )
+    swept, problem = bool(sweep or seeds > 1), ""
+    if swept and follow is not None:
+        problem = "--follow and --detach are not for sweeps, which run until all jobs ended"
+    elif parallel and not swept:
+        problem = "--parallel is for jobs of a sweep; add --sweep or --seeds"
+    elif dry_run and request.is_local:
+        problem = "--dry-run shows the request to SageMaker; --instance local sends none"
+    if problem:
+        raise InputError(problem)
+    if swept:
         several = plan_sweep(request, settings, sweep, seeds, parallel or 1)
         run_sweep(several, settings, request.max_cost, yes, dry_run)
         return
-    if parallel:
-        raise InputError("--parallel is for jobs of a sweep; add --sweep or --seeds")
-    if dry_run and request.is_local:
-        raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
     plan = prepare(request, settings)
     job_id, job = plan.job_id, plan.job
     if dry_run:
@@ -374,10 +375,9 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
             with suppress(ServiceError):  # it just ended
                 stop(job_id, settings)
     description = wait(job_id, settings)
-    if description.status == "Stopped" and interrupted:
-        raise KeyboardInterrupt(explain(description, settings))
     if description.status != "Completed":
-        raise ServiceError(explain(description, settings))
+        stopped = description.status == "Stopped" and interrupted
+        raise (KeyboardInterrupt if stopped else ServiceError)(explain(description, settings))
     note(next_step(description, settings))
 
 
@@ -413,12 +413,12 @@ def copy_script_command(directory: Path) -> None:
     """
     from launcher.source import Source
 
-    if directory.exists():
-        raise InputError(f"{directory} exists; name another directory")
     try:
+        directory.mkdir(parents=True)
         Source.packaged().write(directory)
     except OSError as error:
-        raise InputError(f"{directory}: {error.strerror}") from None
+        problem = f"{error.strerror}; name another directory"
+        raise InputError(f"{directory}: {problem}") from None
     click.echo(directory)
     note(
         f"next: edit a file in {directory}, then run"

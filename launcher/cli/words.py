@@ -23,6 +23,9 @@ CAPACITY = "AWS has no capacity now; try later, or name several types with --ins
 REMEDIES: dict[str, str] = {
     # launching, jobs
     "allow-vpc": "allow it with `{sm} infra deploy --vpc`, or set another --role",
+    "copy-folder": "start from the folder that `{sm} copy-script` writes",
+    "needs-ends": "leave it out, or encode the text with `{sm} upload-data PATH --tokenizer bpe`",
+    "train-further": "to train further, add `--set max_steps=N` with N above {step}",
     "encode-for-model": "encode the text with `{sm} upload-data PATH --tokenizer {model}`",
     "idle-gpus": "add `--set device=auto`, or `--set device=cpu` if you mean it",
     "job-may-exist": "`{sm} status {job_id}` shows whether the job exists",

@@ -23,9 +23,6 @@ from launcher.launching.texts import (
     Channel,
     check_texts,
     find_texts,
-    n_training,
-    size_of,
-    with_whole_windows,
 )
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker.backend import SageMakerBackend
@@ -154,8 +151,8 @@ def fill(asked: Request, settings: Settings, known: Mapping[str, Channel] | None
         request.config(1)  # tells of a mistake before a long text is read
     texts = known or find_texts(request, settings, near)
     if request.preset == "auto":
-        request = start.fitted(request, *size_of(texts["data"]))
-    request = with_whole_windows(request, texts["data"])
+        request = start.fitted(request, *start.size_of(texts["data"]))
+    request = start.with_whole_windows(request, texts["data"])
     base = model.name if model else earlier.job.base if earlier else None
     return Draft(asked, complete(request, texts, base), texts, model, earlier, backend, near)
 
@@ -198,12 +195,14 @@ def cloud_settings(backend: SageMakerBackend) -> Settings:
         settings = settings.model_copy(update={"role": role})
     if settings.store:
         return settings
+    missing = InputError("no store is set, and the account has no default bucket", "no-store")
     try:
         bucket = backend.default_bucket()
     except NotAsked as error:
-        raise InputError(f"{error}, and no stack is known here yet", "no-stack-seen") from None
+        bucket = None
+        missing = InputError(f"{error}, and no stack is known here yet", "no-stack-seen")
     if bucket is None:
-        raise InputError("no store is set, and the account has no default bucket", "no-store")
+        raise missing
     store = f"s3://{bucket}/sm-nanogpt"
     logger.info(f"store: {store} (the account's default SageMaker bucket)")
     return settings.model_copy(update={"store": store})
@@ -230,13 +229,14 @@ def find_earlier(request: Request, settings: Settings) -> Earlier | None:
     if request.preset == "auto" or request.init_from is not None:
         raise InputError("preset=auto and init_from are for a new run, without resume")
     backend, description = find(request.resume, settings.that_ask())
+    is_it = f"job {request.resume} is {description.status}"
+    refused = None
     if description.is_running:
-        problem = f"job {request.resume} is {description.status}"
-        raise ServiceError(problem, "job-is-running", job_id=request.resume)
-    if description.checkpoint_uri is None:
-        raise ServiceError(
-            f"job {request.resume} ({description.status}) left no checkpoint to resume from"
-        )
+        refused = ServiceError(is_it, "job-is-running", job_id=request.resume)
+    elif description.checkpoint_uri is None:
+        refused = ServiceError(f"{is_it}, and left no checkpoint to resume from")
+    if refused is not None:
+        raise refused
     return Earlier(backend.job(description.job_id), description, backend)
 
 
@@ -295,7 +295,7 @@ def with_folder(request: Request) -> Request:
     else:
         place = storage.path_of(request.entry_point).absolute()
         source = request._source or Source.read(place)
-        source.check()
+        source.check_complete()
         request = request.model_copy(update={"entry_point": source.directory})
     request._source = source
     return request
@@ -307,14 +307,7 @@ def complete(request: Request, texts: Mapping[str, Channel], base: str | None) -
     places = {name: text.uri for name, text in texts.items()}
     chosen = {**request.given(), **places, "source_sha256": request.source.sha256}
     if not request.is_local:
-        for instance in request.instances:
-            machines.log_instance(instance)
-        default = machines.default_launcher(request.instance or "")
-        if chosen.setdefault("launcher", default) == default != "pytorchddp":
-            logger.info(
-                f"launcher: {default}, since the SageMaker SDK refuses pytorchddp on"
-                f" {machines.TORCHRUN_ALONE}"
-            )
+        chosen.setdefault("launcher", machines.default_launcher(request.instance or ""))
     job = TrainingJob(**chosen, base=base)
     job._inherited, job._source = request._inherited, request._source
     return job.model_copy(update={"summary": summary_of(job)})
@@ -329,13 +322,13 @@ def check(draft: Draft) -> None:
     check_device(job, "device" in draft.asked.hyperparameters, earlier)
     if earlier is not None:
         job.check_resumable(earlier.job, earlier.description)
+    check_texts(draft.texts, config)
     if draft.model is not None:
         for text in draft.texts.values():
             draft.model.check_known(text)
-    check_texts(draft.texts, config)
     if (upload := draft.texts["data"].upload) is not None:
         padding = 1 + upload.chats  # rows of conversations may be half empty
-        start.check_readings(config, n_training(upload) * padding)
+        start.check_readings(config, start.n_training(upload) * padding)
 
 
 def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None:

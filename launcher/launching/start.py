@@ -53,21 +53,21 @@ class InitialModel:
         """
         if (upload := text.upload) is None:
             return
-        problem = ""
+        problem, model, refused = "", self.channel.named, None
         if upload.train_tokens:
             from launcher.text.tokenizer import fingerprint
 
             if upload.tokenizer != fingerprint(self.tokenizer):
-                problem = f"its tokens are not those of {self.channel.named}"
+                problem = f"its tokens are not those of {model}"
         elif self.tokenizer.unit == "tokens":
-            problem = f"it is text, and {self.channel.named} takes tokens"
+            problem = f"it is text, and {model} takes tokens"
         elif unknown := {*upload.vocabulary} - {each.decode() for each in self.tokenizer.words}:
-            known = f"{self.channel.named} does not know: {characters(sorted(unknown))}"
-            raise InputError(f"{text.named}: {known}")
+            known = f"{model} does not know: {characters(sorted(unknown))}"
+            refused = InputError(f"{text.named}: {known}")
         if problem:
-            raise InputError(
-                f"{text.named}: {problem}", "encode-for-model", model=self.channel.named
-            )
+            refused = InputError(f"{text.named}: {problem}", "encode-for-model", model=model)
+        if refused is not None:
+            raise refused
 
 
 def find_model(request: Request, settings: Settings) -> InitialModel:
@@ -89,10 +89,10 @@ def read_model(request: Request, directory: Path) -> tuple[Mapping[str, Scalar],
         values = source.module("huggingface").starting_values(directory, request.hyperparameters)
         return values, source.module("data").read_tokenizer(directory)
     except source.module("errors").TrainingError as error:
-        problem, model = str(error), request.init_from
-        if "that script" in problem:  # of an edited folder
-            raise InputError(problem, "name-script", field="init_from", value=model) from None
-        raise InputError(problem, field="init_from", value=model) from None
+        refused = InputError(str(error), field="init_from", value=request.init_from)
+        if "that script" in str(error):  # of an edited folder
+            refused = InputError(str(error), "name-script")
+        raise refused from None
 
 
 def base_of(named: str) -> str:
@@ -154,6 +154,21 @@ FITTING = {True: ("baby", "small", "gpt2"), False: ("laptop",)}  # on GPUs or no
 SHORT = 200_000  # tokens: the steps of `laptop` read a text of fewer over MOST_IF_REGULARIZED times
 
 
+def n_training(upload: corpus.Upload) -> int:
+    """The tokens to train on, or characters."""
+    return upload.train_tokens or int(0.9 * upload.characters)
+
+
+def size_of(channel: Channel) -> tuple[int, int, bool]:
+    """Tokens to train on, or characters; how many different ones; whether of conversations."""
+    if (upload := channel.upload) is not None:
+        return n_training(upload), upload.vocabulary_size, upload.chats
+    raise InputError(
+        f"{channel.named}: preset=auto needs the length of the text, and knows that of local texts,"
+        " and of uploads unless this is a dry run; name a preset"
+    )
+
+
 def count_parameters(config: Any, vocabulary_size: int) -> int:
     """The parameters of a model, less those of its norms."""
     rows = config.vocab_size or vocabulary_size
@@ -202,3 +217,15 @@ def fitted(request: Request, tokens: int, vocabulary_size: int, chats: bool = Fa
         f" {values['max_steps']} steps of {step} tokens"
     )
     return request
+
+
+def with_whole_windows(request: Request, text: Channel) -> Request:
+    """The request without a preset's short windows, if the text is of conversations."""
+    given = {name.replace("-", "_") for name in request.hyperparameters}
+    chats = text.upload is not None and text.upload.chats
+    short = getattr(request.config(1), "short_windows", 0)
+    if not chats or "short_windows" in given or not short:
+        return request
+    logger.info(f"short_windows=0 (the preset's {short} would cut conversations)")
+    values = {**request.hyperparameters, "short_windows": 0}
+    return request.model_copy(update={"hyperparameters": values})

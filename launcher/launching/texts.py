@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class Channel:
     """The text or model of one channel: the name that the user gave, its URI, files to upload.
 
-    upload is None for text on S3 that `upload-data` did not put there; its length is unknown.
+    upload is None for text on S3 that was not uploaded from here; its length is unknown.
     """
 
     named: str
@@ -44,22 +44,25 @@ def find_channel(location: str, settings: Settings) -> Channel:
         known = corpus.find_upload(uri, settings)
     except NotAsked:
         return Channel(location, uri, None, [])
+    problem = ""
     if known is None and corpus.read_manifest(uri, settings) is not None:
-        raise InputError(f"{location}: a file of this upload is missing; upload the text again")
+        problem = "a file of this upload is missing; upload the text again"
     stays = storage.local_path(settings.data_store) is not None  # the job runs on this machine
     if known is not None and (path is None or stays):
         return Channel(location, uri, replace(known, uploaded=False), [])
-    if path is None:
+    if path is None and not problem:
         there = storage.list_files(uri, settings)
         if "meta.json" not in there and not any(map(is_text, there)):
-            what = "no *.txt or *.md file is there" if there else "nothing is there"
-            raise InputError(f"{location}: {what}")
+            problem = "no *.txt or *.md file is there" if there else "nothing is there"
         # SageMaker copies all objects whose keys begin with the URI of a channel.
-        if is_text(uri) and not stays and (others := storage.namesakes(uri, settings)):
-            raise InputError(
-                f"{location}: SageMaker would also copy {others[0]}, whose name begins the same;"
-                f" copy the text to {uri.rpartition('.')[0]}/ and name that prefix instead"
+        elif is_text(uri) and not stays and (others := storage.namesakes(uri, settings)):
+            problem = (
+                f"SageMaker would also copy {others[0]}, whose name begins the same; copy the text"
+                f" to {uri.rpartition('.')[0]}/ and name that prefix instead"
             )
+    if problem:
+        raise InputError(f"{location}: {problem}")
+    if path is None:
         return Channel(location, uri, None, [])
     # Tokens encoded on this machine before a store on S3 was set.
     if known is not None and known.train_tokens:
@@ -80,87 +83,56 @@ def find_texts(request: Request, settings: Settings, near: Settings) -> dict[str
     return {n: find_channel(corpus.located(text, settings), near) for n, text in named.items()}
 
 
-def n_training(upload: corpus.Upload) -> int:
-    """The tokens to train on, or characters."""
-    return upload.train_tokens or int(0.9 * upload.characters)
-
-
-def size_of(channel: Channel) -> tuple[int, int, bool]:
-    """Tokens to train on, or characters; how many different ones; whether of conversations."""
-    if (upload := channel.upload) is not None:
-        return n_training(upload), upload.vocabulary_size, upload.chats
-    raise InputError(
-        f"{channel.named}: preset=auto needs the length of the text, and knows that of local texts,"
-        " and of uploads unless this is a dry run; name a preset"
-    )
-
-
 def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
     """Raise InputError if a run of this config would refuse the texts. Warn of equal ones."""
     texts = {text.upload.sha256 if text.upload else text.uri for text in channels.values()}
     if len(texts) < len(channels):
-        logger.warning("--validation is the text to train on: val_loss will not show memorizing")
+        logger.warning("validation is the text to train on: val_loss will not show memorizing")
     for name, channel in channels.items():
         if (text := channel.upload) is None:
             continue
-        unit = "tokens" if text.train_tokens else "characters"
-        if text.train_tokens and len(channels) > 1:
-            raise InputError(
-                f"{channel.named}: it holds tokens, with their own validation part; leave out"
-                " --validation, or give two texts"
-            )
+        problem = problem_of(text, config, "" if len(channels) == 1 else name)
+        refused = InputError(f"{channel.named}: {problem}") if problem else None
         if not text.train_tokens and getattr(config, "mask_documents", False):
-            raise InputError(
-                f"{channel.named}: mask_documents needs tokens, whose documents have an end; leave"
-                " it out, or encode the text with `upload-data --tokenizer`"
+            problem = "mask_documents needs tokens, whose documents have an end"
+            refused = InputError(f"{channel.named}: {problem}", "needs-ends")
+        if refused is not None:
+            raise refused
+        if longer := sum(n for context, n in text.contexts.items() if context > config.block_size):
+            logger.warning(
+                f"{longer:,} of {text.documents:,} conversations are longer than"
+                f" block_size={config.block_size}: they end with the last answer that fits, or are"
+                " left out"
             )
-        if 0 < getattr(config, "vocab_size", 0) < text.vocabulary_size:
-            raise InputError(
-                f"{channel.named}: it has {text.vocabulary_size} different {unit}, more than"
-                f" vocab_size={config.vocab_size}"
+
+
+def problem_of(text: corpus.Upload, config: Any, field: str) -> str:
+    """Why a run of this config refuses a text, or ''; field is that of one text of two."""
+    size, unit = config.block_size, "tokens" if text.train_tokens else "characters"
+    if text.train_tokens and field:
+        return "it holds tokens, with their own validation part; leave validation out"
+    if 0 < getattr(config, "vocab_size", 0) < text.vocabulary_size:
+        most = f"vocab_size={config.vocab_size}"
+        return f"it has {text.vocabulary_size} different {unit}, more than {most}"
+    if text.chats and getattr(config, "short_windows", False):
+        return "short_windows cuts conversations; leave it out"
+    for part, needed in text.answers.items():
+        if needed > size:
+            return (
+                f"no conversation in {part} has an answer within block_size={size} tokens; it needs"
+                f" block_size={needed} or more; train the base model with that too"
             )
-        if text.chats:
-            if getattr(config, "short_windows", False):
-                raise InputError(f"{channel.named}: short_windows cuts conversations; leave it out")
-            check_context(channel.named, text, config.block_size)
-        if text.train_tokens:
-            parts = {"training": text.train_tokens, "validation": text.val_tokens}
-        elif len(channels) == 1:
-            n_train = int(text.characters * (1 - config.validation_fraction))
-            parts = {"training": n_train, "validation": text.characters - n_train}
-        else:
-            parts = {"training" if name == "data" else name: text.characters}
-        for part, length in parts.items():
-            if length < config.block_size + 1 and not text.chats:
-                raise InputError(
-                    f"{channel.named}: the {part} text has {length} {unit}, and one window of"
-                    f" block_size={config.block_size} needs {config.block_size + 1}; use more text"
-                    " or a smaller block_size"
-                )
-
-
-def check_context(named: str, chats: corpus.Upload, block_size: int) -> None:
-    """Warn of conversations that are longer than the context. Raise InputError if none fits."""
-    for part, needed in chats.answers.items():
-        if needed > block_size:
-            raise InputError(
-                f"{named}: no conversation in {part} has an answer within block_size={block_size}"
-                f" tokens; it needs block_size={needed} or more; train the base model with that too"
+    if text.train_tokens:
+        parts = {"training": text.train_tokens, "validation": text.val_tokens}
+    elif not field:
+        n_train = int(text.characters * (1 - config.validation_fraction))
+        parts = {"training": n_train, "validation": text.characters - n_train}
+    else:
+        parts = {"training" if field == "data" else field: text.characters}
+    for part, length in parts.items():
+        if length < size + 1 and not text.chats:
+            return (
+                f"the {part} text has {length} {unit}, and one window of block_size={size} needs"
+                f" {size + 1}; use more text or a smaller block_size"
             )
-    if longer := sum(n for context, n in chats.contexts.items() if context > block_size):
-        logger.warning(
-            f"{longer:,} of {chats.documents:,} conversations are longer than"
-            f" block_size={block_size}: they end with the last answer that fits, or are left out"
-        )
-
-
-def with_whole_windows(request: Request, text: Channel) -> Request:
-    """The request without a preset's short windows, if the text is of conversations."""
-    given = {name.replace("-", "_") for name in request.hyperparameters}
-    chats = text.upload is not None and text.upload.chats
-    short = getattr(request.config(1), "short_windows", 0)
-    if not chats or "short_windows" in given or not short:
-        return request
-    logger.info(f"short_windows=0 (the preset's {short} would cut conversations)")
-    values = {**request.hyperparameters, "short_windows": 0}
-    return request.model_copy(update={"hyperparameters": values})
+    return ""

@@ -222,8 +222,7 @@ class LocalBackend:
     def job(self, job_id: str) -> TrainingJob:
         """The job as it was submitted."""
         record = read_document(self.jobs_dir / job_id / "job.json", Record)
-        if record is None:
-            raise ServiceError(f"there is no job {job_id!r}")
+        assert record is not None
         return record.job
 
     def list(

@@ -143,6 +143,13 @@ class SageMakerBackend:
         gpus = [n for instance in job.instances if (n := machines.gpus_of(instance)) is not None]
         job.config(math.lcm(*(job.instance_count * max(1, n) for n in gpus)))
         hyperparameters = sendable_hyperparameters(job)
+        for instance in job.instances:
+            machines.log_instance(instance)
+        if job.launcher == machines.default_launcher(job.instance) != "pytorchddp":
+            logger.info(
+                f"launcher: {job.launcher}, since the SageMaker SDK refuses pytorchddp on"
+                f" {machines.TORCHRUN_ALONE}"
+            )
         machines.log_image(image)
         if not sdk_version():
             logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
