@@ -11,6 +11,7 @@ from typing import Any
 import fsspec
 import launching
 import pytest
+from runs import free_port
 from s3fs import S3FileSystem
 from test_s3_servers import ODD_NAMES, Expecting
 
@@ -215,7 +216,7 @@ def test_a_silent_store_is_distinguished_from_a_refusal(s3, monkeypatch):
     with pytest.raises(ServiceError) as refused:
         storage.write_text("s3://there-is-no-such-bucket/file", "text")
     assert not isinstance(refused.value, Unreachable)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     S3FileSystem.clear_instance_cache()
     with pytest.raises(Unreachable, match=r"^s3://bucket/prefix: .*the network"):
         storage.list_files("s3://bucket/prefix")

@@ -143,9 +143,9 @@ def learn_words(
     # The library looks at no signals: here, Ctrl-C ends the wait for it.
     Thread(target=learn, daemon=True).start()
     try:
-        told = 0
-        while not learned.done():
-            wait([learned], 0.1)
+        told, ended = 0, False
+        while not ended:
+            ended = bool(wait([learned], 0.1).done)
             progress(read.size - told)
             told = read.size
     finally:
