@@ -218,7 +218,7 @@ def test_a_silent_store_is_distinguished_from_a_refusal(s3, monkeypatch):
     assert not isinstance(refused.value, Unreachable)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     S3FileSystem.clear_instance_cache()
-    with pytest.raises(Unreachable, match=r"^s3://bucket/prefix: .*the network"):
+    with pytest.raises(Unreachable, match=r"^s3://bucket/prefix: "):
         storage.list_files("s3://bucket/prefix")
 
 
