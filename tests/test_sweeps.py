@@ -464,7 +464,7 @@ def test_a_continued_sweep_takes_a_larger_ceiling(
 ):
     monkeypatch.setattr(sweeps.SweepPlan, "run", lambda plan: iter(()))
     recorded({"n_layer": "2"}, instance="ml.g5.xlarge", data=str(text_file), max_cost=0.02)
-    assert "0.02 USD (--max-cost) is too low" in cli("launch", "--resume", GROUP).error
+    assert "the ceiling of 0.02 USD is too low" in cli("launch", "--resume", GROUP).error
     assert cli("launch", "--resume", GROUP, "--max-cost", "1").failed(1, "not all jobs")
     record = read_record(GROUP, Settings(home=home))
     assert record is not None and record.job.max_cost == 1

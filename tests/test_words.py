@@ -19,10 +19,6 @@ from launcher.errors import InputError, ServiceError
 
 ROOT = Path(launcher.__file__).parent
 BELOW = sorted(path for path in ROOT.rglob("*.py") if path.parent.name != "cli")
-# Modules that still name commands or options.
-LEFT = {
-    "sagemaker/cost.py",
-}
 
 
 def all_options(command: click.Command) -> Iterator[str]:
@@ -52,8 +48,7 @@ def test_no_message_below_the_cli_names_a_command(path):
         if OPTIONS & set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
         or re.search(rf"`({COMMANDS})\b|sm-nanogpt ({COMMANDS})\b", text)
     ]
-    if str(path.relative_to(ROOT)) not in LEFT:
-        assert found == []
+    assert found == []
 
 
 def codes() -> Iterator[tuple[str, set[str]]]:

@@ -46,7 +46,7 @@ DISK_PER_HOUR = 0.27 / 730
 
 
 class CeilingTooLow(InputError):
-    """Not even the shortest run stays below the cost ceiling."""
+    """The run, even the shortest one or that of max_run, may cost more than the cost ceiling."""
 
 
 class Unconfirmed(InputError):
@@ -56,10 +56,13 @@ class Unconfirmed(InputError):
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The most that a job and those it resumes may cost, in USD, and the option that says so."""
+    """The most that a job and those it resumes may cost, in USD; source says who set it."""
 
     amount: float
     source: str
+
+    def __str__(self) -> str:
+        return f"the ceiling of {usd(self.amount)}{self.source}"
 
 
 def usd(amount: float) -> str:
@@ -105,48 +108,33 @@ def longest_run(amount: float, per_hour: float, keep_alive: int) -> int:
 
 
 def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
-    """The cost ceiling of a job. A lower one in the settings replaces that of a resumed job.
-
-    Raises InputError if --max-cost exceeds the ceiling of the settings.
-    """
-    configured = settings.max_cost
-    lower = configured is not None and job.max_cost is not None and configured < job.max_cost
-    if job.max_cost is None or (lower and job.origin("max_cost")):
-        source = "the configured ceiling, SM_NANOGPT_MAX_COST or max_cost in config.toml"
-        return None if configured is None else Ceiling(configured, source)
-    if configured is not None and job.max_cost > configured:
-        raise InputError(
-            f"--max-cost says {usd(job.max_cost)}, and the configured ceiling (SM_NANOGPT_MAX_COST"
-            f" or max_cost in config.toml) is {usd(configured)}"
-        )
-    return Ceiling(job.max_cost, f"--max-cost{job.origin('max_cost')}")
+    """The cost ceiling of a job. A lower one in the settings replaces that of a resumed job."""
+    asked, configured = job.max_cost, settings.max_cost
+    if configured is None or (asked is not None and asked <= configured):
+        return None if asked is None else Ceiling(asked, job.origin("max_cost"))
+    ceiling = Ceiling(configured, " in SM_NANOGPT_MAX_COST or config.toml")
+    if asked is not None and not job.origin("max_cost"):
+        raise InputError(f"exceeds {ceiling}", field="max_cost", value=f"{asked:g}")
+    return ceiling
 
 
 def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -> TrainingJob:
-    """The job with a time limit that keeps it below the ceiling.
+    """The job with a time limit that keeps it below the ceiling, or CeilingTooLow.
 
     spent is the cost in USD of the jobs that this one resumes.
-
-    Raises:
-        CeilingTooLow: even the shortest run would cost more.
-        InputError: --max-run is too long for the ceiling of the settings.
     """
     keep_alive = job.keep_alive or 0
     longest = longest_run(ceiling.amount - spent, per_hour, keep_alive)
-    parts = ", ".join([f"{usd(per_hour)} an hour", *counted(job, spent)])
-    if longest < SHORTEST_RUN:
-        least = spent + worst_case(per_hour, SHORTEST_RUN, keep_alive)
-        raise CeilingTooLow(
-            f"a cost of {usd(ceiling.amount)} ({ceiling.source}) is too low: even a run"
-            f" of {SHORTEST_RUN} s may cost {usd(least)} ({parts})"
-        )
     if longest >= job.time_limit:
         return job
-    if job.max_run is not None and job.max_cost is None:
-        worst = spent + worst_case(per_hour, job.max_run, keep_alive)
-        raise InputError(
-            f"--max-run {job.max_run}{job.origin('max_run')} may cost {usd(worst)} with {parts}:"
-            f" more than {usd(ceiling.amount)} ({ceiling.source}); use at most --max-run {longest}"
+    run = SHORTEST_RUN if job.max_run is None or job.max_cost is not None else job.max_run
+    if longest < run:
+        worst = usd(spent + worst_case(per_hour, run, keep_alive))
+        whose = job.origin("max_run") if run == job.max_run else ""
+        most = f"; a run of at most {longest} s stays below it" * (longest >= SHORTEST_RUN)
+        parts = ", ".join([f"{usd(per_hour)} an hour", *counted(job, spent)])
+        raise CeilingTooLow(
+            f"{ceiling} is too low: a run of {run} s{whose} may cost {worst} ({parts}){most}"
         )
     return job.model_copy(update={"affordable_run": longest})
 
@@ -201,9 +189,7 @@ def afford(
     if lacking := [instance for instance, price in found.items() if price is None]:
         unknown = f"the price of {' and '.join(lacking)} in {prices.region} is unknown"
         if ceiling is not None:
-            raise InputError(
-                f"{unknown}, so the job may cost more than {usd(ceiling.amount)} ({ceiling.source})"
-            )
+            raise InputError(f"{unknown}, so the job may cost more than {ceiling}")
         logger.info(f"price: {unknown}")
         return job.model_copy(update={"earlier_cost": earlier})
     # SageMaker may choose any of the types, so count the most expensive one.
@@ -226,9 +212,8 @@ def afford(
         f"cost: at most {usd(worst)}, if it runs for {ready.time_limit} s"
         f" (counted: {', '.join(counted(ready, counts))})"
     )
-    if ceiling is not None and ready.time_limit == ready.affordable_run:
-        money = f"{ceiling.source} ({usd(ceiling.amount)})"
-        logger.info(f"time limit: {ready.time_limit} s, from {money}")
+    if ready.time_limit == ready.affordable_run:
+        logger.info(f"time limit: {ready.time_limit} s, from {ceiling}")
     costs = {"worst_cost": worst, "earlier_cost": earlier}
     return ready.model_copy(update={"instance": job.instance, **costs})
 
