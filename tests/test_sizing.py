@@ -10,7 +10,7 @@ import torch
 from entry_point.config import Config, make_config
 from entry_point.model import GPT
 from launcher.job import TrainingJob
-from launcher.launching import start
+from launcher.launching import start, texts
 
 
 def job(instance: str = "ml.g5.12xlarge", preset: str | None = None, **values: Any) -> TrainingJob:
@@ -53,7 +53,7 @@ def test_passes_are_the_fewest_that_keep_the_limit(batch_size, world_size, block
     + [(preset, 1_003_854, 0) for preset in ("cpu", "quick", "laptop", "baby")],
 )
 def test_a_text_that_is_read_too_often_is_warned_about(preset, tokens, steps, caplog):
-    start.check_readings(job("local", preset).config(1), tokens)
+    texts.check_readings(job("local", preset).config(1), tokens)
     assert ("will memorize it" in caplog.text) is bool(steps)
     assert [record.steps for record in caplog.records] == [steps] * bool(steps)
 

@@ -71,7 +71,8 @@ def upload_data_command(
       sm-nanogpt upload-data notes more.txt --include '*.py' --exclude drafts
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
-    from launcher.launching.start import SHORT, n_training
+    from launcher.launching.start import SHORT
+    from launcher.launching.texts import n_training
     from launcher.text.corpus import upload_data
     from launcher.text.shakespeare import first_text
 

@@ -21,8 +21,10 @@ from launcher.launching.records import recorded_as
 from launcher.launching.summary import summary_of
 from launcher.launching.texts import (
     Channel,
+    check_readings,
     check_texts,
     find_texts,
+    n_training,
 )
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker.backend import SageMakerBackend
@@ -322,13 +324,13 @@ def check(draft: Draft) -> None:
     check_device(job, "device" in draft.asked.hyperparameters, earlier)
     if earlier is not None:
         job.check_resumable(earlier.job, earlier.description)
-    check_texts(draft.texts, config)
     if draft.model is not None:
         for text in draft.texts.values():
             draft.model.check_known(text)
+    check_texts(draft.texts, config)
     if (upload := draft.texts["data"].upload) is not None:
         padding = 1 + upload.chats  # rows of conversations may be half empty
-        start.check_readings(config, start.n_training(upload) * padding)
+        check_readings(config, n_training(upload) * padding)
 
 
 def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None:

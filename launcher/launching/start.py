@@ -19,7 +19,7 @@ from launcher.files import storage
 from launcher.files.documents import Scalar
 from launcher.files.models import DOCUMENTS, model_files, no_model
 from launcher.job import FULL_ID, Request
-from launcher.launching.texts import Channel
+from launcher.launching.texts import READINGS, Channel, n_training
 from launcher.machines import GPUS
 from launcher.settings import Settings
 from launcher.text import corpus
@@ -143,20 +143,9 @@ def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Uplo
 # -- size ------------------------------------------------------------------------------------------
 
 
-# Tokens that a parameter is worth (arXiv:2203.15556, table 3), and how often a text may be read
-# before another reading is worth much less than new text (arXiv:2305.16264).
-TOKENS_PER_PARAMETER, READINGS = 20, 4
-# Readings before a warning. `cpu` and `quick` have their best model of texts of 5 to 100 kB at the
-# third to seventh reading; after eleven, val_loss is 30 % higher, after 17, 80 %. `baby`, whose
-# weights decay, reads tiny Shakespeare 16 times, and does not memorize it.
-MOST_READINGS, MOST_IF_REGULARIZED = 8, 20
+TOKENS_PER_PARAMETER = 20  # that a parameter is worth (arXiv:2203.15556, table 3)
 FITTING = {True: ("baby", "small", "gpt2"), False: ("laptop",)}  # on GPUs or not, by size
 SHORT = 200_000  # tokens: the steps of `laptop` read a text of fewer over MOST_IF_REGULARIZED times
-
-
-def n_training(upload: corpus.Upload) -> int:
-    """The tokens to train on, or characters."""
-    return upload.train_tokens or int(0.9 * upload.characters)
 
 
 def size_of(channel: Channel) -> tuple[int, int, bool]:
@@ -173,18 +162,6 @@ def count_parameters(config: Any, vocabulary_size: int) -> int:
     """The parameters of a model, less those of its norms."""
     rows = config.vocab_size or vocabulary_size
     return int(config.matrix_parameters + rows * config.n_embd * (2 - config.tie_embeddings))
-
-
-def check_readings(config: Any, tokens: int) -> None:
-    """Warn if a run of this config reads its text too often."""
-    step = config.batch_size * config.block_size
-    regularized = any(getattr(config, name, 0) for name in ("weight_decay", "dropout"))
-    most = MOST_IF_REGULARIZED if regularized else MOST_READINGS
-    if (readings := config.max_steps * step / tokens) > most:
-        logger.warning(
-            f"the run reads the text {readings:.0f} times, and will memorize it",
-            extra={"code": "read-less", "steps": max(1, READINGS * tokens // step), "n": READINGS},
-        )
 
 
 def fitted(request: Request, tokens: int, vocabulary_size: int, chats: bool = False) -> Request:
