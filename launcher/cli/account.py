@@ -10,7 +10,7 @@ import click
 
 from launcher.cli.options import JSON, STACK, YES, Command, Group, agree, can_ask, settings_of
 from launcher.cli.show import note, print_fields, print_json, shown
-from launcher.cli.words import remedies
+from launcher.cli.words import command, remedies
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def infra_deploy_command(
     made = deployment.execute(planned)
     print_stack(made)
     note(f"to let others launch jobs, attach the policy {made.policy}")
-    note("next: sm-nanogpt upload-data")
+    note(f"next: {command('upload-data')}")
 
 
 @infra_group.command("show")
