@@ -26,11 +26,11 @@ SHORTEST_PART = 4  # characters of an id
 Backend = LocalBackend | SageMakerBackend  # one place where jobs run; both do the same
 
 
-def all_backends(settings: Settings) -> Iterator[Backend]:
+def all_backends(settings: Settings, attempts: int | None = None) -> Iterator[Backend]:
     """Yield the backends, this machine first. SageMaker is set up only when it is reached."""
     yield LocalBackend(settings)
     if settings.reaches_aws:
-        yield SageMakerBackend(settings)
+        yield SageMakerBackend(settings, attempts)
 
 
 def backend_for(instance: str, settings: Settings) -> Backend:
@@ -75,11 +75,13 @@ class Listing:
             self.failure = error
 
 
-def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
-    """The backend of the job with this full id, and its description."""
+def find(
+    job_id: str, settings: Settings, attempts: int | None = None
+) -> tuple[Backend, JobDescription]:
+    """The backend of the job with this full id, and its description; attempts as make_client."""
     asked: list[str] = []
     try:
-        for backend in all_backends(settings) if JOB_ID.fullmatch(job_id) else ():
+        for backend in all_backends(settings, attempts) if JOB_ID.fullmatch(job_id) else ():
             if (description := backend.describe(job_id)) is not None:
                 return backend, description
             asked.append(backend.place)

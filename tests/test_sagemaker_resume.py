@@ -272,7 +272,7 @@ def fetched(s3, cli, launch, finished):
     ("trouble", "said"),
     [
         ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "Could not connect to the endpoint URL"),
-        ({"AWS_ACCESS_KEY_ID": ""}, "no AWS credentials"),
+        ({"AWS_ACCESS_KEY_ID": ""}, "Unable to locate credentials"),
         ({"AWS_DEFAULT_REGION": ""}, "no region"),
         ({"AWS_PROFILE": "nobody"}, "nobody"),
     ],
@@ -290,5 +290,5 @@ def test_an_expired_login_hides_no_fetched_model(cloud, cli, fetched, monkeypatc
     expired = Mock(side_effect=Refusal("ExpiredTokenException", "is expired"))
     monkeypatch.setattr(cloud.sagemaker, "DescribeTrainingJob", expired)
     ran = cli("fetch-and-sample", fetched, "--max-new-tokens", "5").good
-    assert "have expired" in ran.err
-    assert cli("status", fetched).failed(1, "have expired")
+    assert "is expired" in ran.err
+    assert cli("status", fetched).failed(1, "expired")

@@ -51,12 +51,13 @@ def fetch_model(
             damaged.
     """
     settings = settings or load_settings()
+    is_id = FULL_ID.fullmatch(job_id)
+    sums = [*(settings.models_dir / job_id).glob("*/SHA256SUMS")] if is_id else []
     try:
-        _, description = find(job_id, settings)
+        _, description = find(job_id, settings, attempts=2 if sums else None)
         place = place_of(description, settings)
     except (InputError, ServiceError) as error:
-        kept = (settings.models_dir / job_id).glob("*/SHA256SUMS")
-        if not FULL_ID.fullmatch(job_id) or not (sums := list(kept)):
+        if not sums:
             raise
         # The model of the end, and else that of the newest checkpoint.
         place = max(sums, key=lambda s: ("/step-" not in str(s), s.stat().st_mtime)).parent

@@ -81,8 +81,8 @@ class SageMakerBackend:
 
     poll_seconds = 5.0
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, attempts: int | None = None) -> None:
+        self.settings, self.attempts = settings, attempts
         self.session = aws_session(settings)
         self.clients: dict[str, Any] = {}
         # By job; see stream_lines.
@@ -98,7 +98,7 @@ class SageMakerBackend:
 
     def client(self, service: str) -> Any:
         if service not in self.clients:
-            self.clients[service] = make_client(self.session, service, self.region)
+            self.clients[service] = make_client(self.session, service, self.region, self.attempts)
         return self.clients[service]
 
     def caller(self, patient: bool = True) -> Caller:
