@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from entry_point.errors import choices_for
 from launcher.errors import InputError, ServiceError, must_be
 from launcher.files.documents import Scalar
 from launcher.machines import DEFAULT_VERSION, check_instances, types_of
@@ -261,10 +260,6 @@ class Request(BaseModel):
         with source.running():
             if values not in source.configs:
                 module = source.module("config")
-                names = ["auto", *module.PRESETS]  # auto is a launch's, which then names another
-                if self.preset is not None and self.preset not in names:
-                    known = choices_for(self.preset, names)
-                    raise InputError(f"preset={self.preset!r}: must be {known}")
                 made = module.make_config(self.hyperparameters, self.preset, base)
                 source.configs[values] = made
             source.configs[values].check_world_size(world_size)

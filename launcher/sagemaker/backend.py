@@ -1,8 +1,8 @@
-"""The backend for Amazon SageMaker: the SDK makes the request, boto3 does everything else.
+"""The backend for Amazon SageMaker, which asks AWS by boto3.
 
 A job keeps its files below its own prefixes in the store:
 
-    STORE/jobs/JOB-ID/job.json                    the job, for --resume
+    STORE/jobs/JOB-ID/job.json                    the job, as it was submitted
     STORE/jobs/JOB-ID/source/sourcedir.tar.gz     the training folder
     STORE/jobs/JOB-ID/output/model.tar.gz         /opt/ml/model, packed by SageMaker
     STORE/jobs/JOB-ID/output/output.tar.gz
@@ -77,7 +77,7 @@ QUIET_SECONDS = 15.0  # without a line after a job's end until its log is comple
 
 
 class SageMakerBackend:
-    """Runs the jobs of `--instance ml.*`, and does all that LocalBackend does."""
+    """Runs jobs on SageMaker, and does all that LocalBackend does."""
 
     poll_seconds = 5.0
 

@@ -1,8 +1,7 @@
 """The CreateTrainingJob request of a job, as plain data.
 
-Where version 2 of the SageMaker SDK is installed, its PyTorch estimator makes the request, in
-`launcher.sagemaker.estimator`; elsewhere, with version 3 or without an SDK, this module makes the
-same.
+Where version 2 of the SageMaker SDK is installed, its PyTorch estimator has to make the same before
+it is sent, in `launcher.sagemaker.estimator`.
 """
 
 from __future__ import annotations
