@@ -176,7 +176,7 @@ def afford(
 ) -> TrainingJob:
     """The job with a time limit that keeps it below its ceiling. Logs what it may cost."""
     ceiling = ceiling_of(job, settings)
-    found = {instance: prices.of(instance) for instance in job.instances}
+    found = {instance: price for instance in job.instances if (price := prices.of(instance))}
     try:
         earlier = spent()
     except (InputError, ServiceError) as error:
@@ -186,19 +186,16 @@ def afford(
         earlier = None
     if prices.trouble:
         logger.info(prices.trouble)
-    if lacking := [instance for instance, price in found.items() if price is None]:
+    if lacking := [instance for instance in job.instances if instance not in found]:
         unknown = f"the price of {' and '.join(lacking)} in {prices.region} is unknown"
         if ceiling is not None:
             raise InputError(f"{unknown}, so the job may cost more than {ceiling}")
         logger.info(f"price: {unknown}")
         return job.model_copy(update={"earlier_cost": earlier})
     # SageMaker may choose any of the types, so count the most expensive one.
-    on_each = [
-        (job.model_copy(update={"instance": instance}), price)
-        for instance, price in found.items()
-        if price is not None
-    ]
-    dearest, price = max(on_each, key=lambda choice: rate(*choice))
+    on_each = [job.model_copy(update={"instance": instance}) for instance in found]
+    dearest = max(on_each, key=lambda each: rate(each, found[each.instance]))
+    price = found[dearest.instance]
     per_hour = rate(dearest, price)
     counts = 0.0 if ceiling is None or earlier is None else earlier
     ready = dearest if ceiling is None else limited(dearest, per_hour, ceiling, counts)

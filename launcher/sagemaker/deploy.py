@@ -153,13 +153,13 @@ class Deployment:
             # key costs money.
             self.client.execute_change_set(ChangeSetName=change_set.id, RetainExceptOnCreate=True)
         kind = "create" if change_set.creates else "update"
-        self.wait(f"stack_{kind}_complete", change_set.stack_id, "deploy again")
+        self.wait(f"stack_{kind}_complete", change_set.stack_id)
         return self.show()
 
     def show(self) -> Stack:
         """The stack. Logs the state of its last operation, unless that succeeded."""
         raw = describe_stack(self.client, self.name)
-        if raw is not None and is_our_stack(raw) and not is_whole(raw["StackStatus"]):
+        if raw is not None and not is_whole(raw["StackStatus"]):
             logger.info(self.state(raw))
         stack = cache_stack(self.settings, self.region, raw)
         if stack is None:
@@ -216,11 +216,11 @@ class Deployment:
             logger.info(f"detached the launcher policy from {kind.lower()} {name}")
         with service_errors("DeleteStack"):
             self.client.delete_stack(StackName=removal.stack_id)
-        self.wait("stack_delete_complete", removal.stack_id, "delete it again")
+        self.wait("stack_delete_complete", removal.stack_id)
         remember(self.settings, self.region, None)
 
-    def wait(self, end: str, stack_id: str, again: str) -> None:
-        """Wait until the stack is at this end, a waiter's name. A failure advises `again`."""
+    def wait(self, end: str, stack_id: str) -> None:
+        """Wait until the stack is at this end, a waiter's name."""
         logger.info(f"waiting for stack {self.name}; CloudFormation takes a minute or two")
         try:
             with service_errors("DescribeStacks"), suppress(WaiterError):
@@ -230,7 +230,7 @@ class Deployment:
             logger.info("CloudFormation continues by itself", extra={"code": "show-stack"})
             raise
         if raw is not None and not is_whole(raw["StackStatus"]):
-            raise ServiceError(f"{self.state(raw)}; correct that and {again}")
+            raise ServiceError(f"{self.state(raw)}; correct that and try again")
 
     def state(self, raw: dict[str, Any]) -> str:
         """The status of a stack, and the first failure of its last operation if it can be read."""
