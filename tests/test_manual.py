@@ -41,6 +41,12 @@ def smaller(words: list[str]) -> list[str]:
     return [*kept, *sets(**{name: value for name, value in TINY.items() if name not in swept})]
 
 
+def used(later: list[list[str]]) -> bool:
+    """Whether the commands after a launch are about its job, or its text. The end of others is not
+    awaited: a job that was resumed or configured has tests of its own."""
+    return any({"latest", "SWEEP", "UPLOAD"} & {*words} for words in later)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
     monkeypatch.setattr("webbrowser.open", lambda url: True)
@@ -53,13 +59,16 @@ def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
     monkeypatch.setattr("sys.stdin", text_file.open())
     Path("my.toml").write_text("max_steps = 10\n")
     upload = cli("upload-data", "input.txt").out.strip().rpartition("/")[2]
-    for shown in shown_commands(ROOT / f"{page}.md"):
+    commands = shown_commands(ROOT / f"{page}.md")
+    for index, shown in enumerate(commands):
         if ELSEWHERE.isdisjoint(shown) and not any("://" in word for word in shown):
             deletes = shown[0] == "delete"
             names = {"JOB-ID": "latest" if deletes else job.job_id, "SWEEP": "latest"}
             names["UPLOAD"] = upload
             words = smaller([names.get(word, word) for word in shown])
-            ran = cli(*words, *["--yes"] * deletes)
+            words += ["--yes"] * deletes
+            words += ["--detach"] * (shown[0] == "launch" and not used(commands[index + 1 :]))
+            ran = cli(*words)
             assert ran.code == 0, (words, ran.err)
 
 
