@@ -101,3 +101,22 @@ def test_a_remedy_has_the_facts_of_its_error(monkeypatch):
     error = ServiceError("job a is running", "is-running", job_id="a").within("cannot delete")
     assert str(error) == "cannot delete: job a is running"
     assert sentence(error).endswith("; stop it first: `sm-nanogpt stop a`")
+
+
+def test_a_hundred_lines_of_code_have_two_or_three_raise():
+    """A refusal is for what people meet, and for what would cost them money, data, or secrets.
+    Everything else is said where an exception of pydantic, botocore, or torch becomes a line."""
+    raised = written = 0
+    for path in ROOT.rglob("*.py"):
+        source = path.read_text()
+        nodes = list(ast.walk(ast.parse(source)))
+        raised += sum(isinstance(node, ast.Raise) for node in nodes)
+        prose = {
+            number
+            for node in nodes
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        lines = enumerate(map(str.strip, source.splitlines()), start=1)
+        written += sum(bool(line) and line[0] != "#" and n not in prose for n, line in lines)
+    assert raised <= 0.025 * written, (raised, written)
