@@ -159,15 +159,14 @@ def test_a_failed_stack_is_replaced_if_agreed(failed, cli, question, words, answ
 
 
 @pytest.mark.parametrize("status", ["CREATE_COMPLETE", "ROLLBACK_COMPLETE"])
-@pytest.mark.parametrize("command", ["deploy", "destroy"])
+@pytest.mark.parametrize("command", ["deploy", "destroy", "show"])
 def test_another_projects_stack_is_left_alone(account, cli, command, status):
     template = json.dumps({"Resources": {"Theirs": {"Type": "AWS::S3::Bucket"}}})
     client = boto3.client("cloudformation")
     made = client.create_stack(StackName="theirs", TemplateBody=template)
     account.set_status(made["StackId"], status)
-    assert cli("infra", command, "--stack", "theirs", "--yes").failed(
-        2, f"theirs is {status} and does not belong"
-    )
+    ran = cli("infra", command, "--stack", "theirs", *["--yes"] * (command != "show"))
+    assert ran.failed(2, f"theirs is {status} and does not belong", "--stack")
     assert statuses() == [status]
 
 
