@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from launcher.cli.words import command, reason_of, remedy
+from launcher.cli.words import command, reason_of, remedies, remedy
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -85,9 +85,10 @@ class Screen(logging.Handler):
         self.seen: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
+        advice = remedies(getattr(record, "cause", None))  # an error that is no failure here
         if code := getattr(record, "code", ""):
-            text = f"{text}; {remedy(code, vars(record))}"
+            advice.append(remedy(code, vars(record)))
+        text = "; ".join([record.getMessage(), *advice])
         if text not in self.seen:
             self.seen.add(text)
             note(text if record.levelno < logging.WARNING else f"warning: {text}")

@@ -62,7 +62,9 @@ def fetch_model(
         # The model of the end, and else that of the newest checkpoint.
         place = max(sums, key=lambda s: ("/step-" not in str(s), s.stat().st_mtime)).parent
         copy = f"this is the copy of its model on this machine, {place.name}"
-        logger.warning(f"job {job_id} cannot be looked up ({error}); {copy}")
+        logger.warning(
+            f"job {job_id} cannot be looked up ({error}); {copy}", extra={"cause": error}
+        )
         return place
     return download(description, place, settings, progress, entry_point)
 
