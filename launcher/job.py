@@ -142,51 +142,35 @@ class Request(BaseModel):
         ours = [k for k in self.tags if k.lower().startswith("aws:") or k.startswith(TAG_KEY)]
         local, on_sagemaker = self.is_local, bool(self.instances) and not self.is_local
         here = "must be given: local for this machine, or a type such as ml.g5.12xlarge"
-        rules = [
-            # whether the request is wrong, the field, its value, what is wrong
+        per_gpu, longer = (
+            "is for local; SageMaker takes one per GPU",
+            f"must be at least max_run, {run}",
+        )
+        one = "subnets" if self.subnets else "security_group_ids"
+        groups = "security groups" if self.subnets else "subnets"
+        name_rule = (
+            "must be at most 63 letters, digits, dots, dashes and underscores, start with a"
+            " letter or digit, and not be `latest` or like an id"
+        )
+        version, processes = given.get("pytorch_version"), self.processes_per_instance
+        rules: list[tuple[object, str, object, str]] = [  # is it wrong? field, value, problem
             (not (self.instances or self.resume), "instance", None, here),
             (local and cloud, min(cloud, default=""), None, "is for SageMaker, not for local"),
             (local and n and n > 1, "instance_count", n, "this machine is one host"),
-            (
-                on_sagemaker and self.processes_per_instance,
-                "processes_per_instance",
-                None,
-                "is for local; SageMaker takes one per GPU",
-            ),
-            (
-                self.image_uri and "pytorch_version" in given,
-                "pytorch_version",
-                self.pytorch_version,
-                "cannot be combined with image_uri, which names another image",
-            ),
-            (
-                self.spot and len(self.instances) > 1,
-                "spot",
-                None,
-                "takes one type of instance; leave it out for several",
-            ),
+            (on_sagemaker and processes, "processes_per_instance", None, per_gpu),
+            (self.image_uri and version, "pytorch_version", version, "image_uri names another"),
+            (self.spot and len(self.instances) > 1, "spot", None, "takes one type of instance"),
             (self.max_wait and not self.spot, "max_wait", None, "is for spot jobs"),
-            (
-                self.max_wait and run and self.max_wait < run,
-                "max_wait",
-                self.max_wait,
-                f"must be at least max_run, {run}",
-            ),
+            (run and (self.max_wait or run) < run, "max_wait", self.max_wait, longer),
             (
                 bool(self.subnets) != bool(self.security_group_ids),
-                "subnets" if self.subnets else "security_group_ids",
+                one,
                 None,
-                f"must be given together with {'security groups' if self.subnets else 'subnets'}",
+                f"also needs {groups}",
             ),
             (set_by_aws, "environment", min(set_by_aws, default=""), "SageMaker sets it"),
             (ours, "tags", min(ours, default=""), "this key is not for users"),
-            (
-                self.name and not NAME.fullmatch(self.name),
-                "name",
-                self.name,
-                "must be at most 63 letters, digits, dots, dashes and underscores, start with a"
-                " letter or digit, and not be `latest` or like an id",
-            ),
+            (self.name and not NAME.fullmatch(self.name), "name", self.name, name_rule),
         ]
         for wrong, field_, value, problem in rules:
             if wrong:

@@ -256,7 +256,7 @@ tags = {team = "a", cost-center = "7"}
 @pytest.mark.parametrize(
     ("config", "fact"),
     [
-        ('subnets = ["subnet-1"]', "given together with security groups"),
+        ('subnets = ["subnet-1"]', "also needs security groups"),
         ('subnets = "subnet-1"', "config.toml: subnets='subnet-1': "),
         ("tags = {sm-nanogpt = 'x'}", "from the settings: tags=sm-nanogpt: "),
     ],
@@ -279,7 +279,7 @@ def many(option: str, n: int) -> str:
         ("--spot --max-wait 9999999", "--max-wait 9999999: "),
         ("--keep-alive 3601", "--keep-alive 3601: must be at most 3600"),
         ("--max-run 1", "--max-run 1: must be at least 60"),
-        ("--subnet subnet-1", "given together with security groups"),
+        ("--subnet subnet-1", "also needs security groups"),
         ("--subnet a,b --security-group sg", "--subnet a,b: must match"),
         ("--subnet a --security-group 'sg 1'", "--security-group sg 1: must match"),
         ("--kms-key 'my key!'", "--kms-key my key!: must match"),
@@ -293,7 +293,7 @@ def many(option: str, n: int) -> str:
         (f"--image-uri {REGISTRY}/pytorch-inference:2.6.0-gpu-py312", NO_TRAINING),
         ("--image-uri pytorch-training:2.9.0-gpu-py312-ubuntu22.04-ec2", NO_TRAINING),
         ("--image-uri pytorch-training:2.9.0-cpu-py312", f"{NO_TRAINING} for"),
-        ("--image-uri mine:1 --pytorch-version 2.8.0", "cannot be combined with image_uri"),
+        ("--image-uri mine:1 --pytorch-version 2.8.0", "image_uri names another"),
         ("--processes-per-instance 2", "--processes-per-instance: is for local"),
         ("--set batch_size=12 --instance ml.g5.xlarge,ml.g5.48xlarge", "8 processes"),
         ("--volume-size 500", "ml.g5.12xlarge has local disks"),
