@@ -15,6 +15,7 @@ from typing import Any
 
 import botocore.loaders
 import botocore.session
+import hypothesis
 import launching
 import pytest
 import torch
@@ -26,6 +27,10 @@ making_finished: list[Path] = []  # its home, meanwhile
 
 # As many tests run side by side as there are cores.
 torch.set_num_threads(1)
+
+# An example that takes long on a busy machine is no failure.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 # Each session parses the models of services anew, and tests make thousands of sessions. Here these
 # share them, as the clients of one do; moto has its own, since clients change theirs a little.

@@ -44,7 +44,6 @@ from launcher.text import corpus
 quickly = settings(
     max_examples=40,
     derandomize=True,
-    deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -201,7 +201,7 @@ def test_a_stop_string_ends_the_text(site):
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=4)
 
 
-@settings(derandomize=True, deadline=None, database=None)
+@settings(derandomize=True, database=None)
 @given(st.lists(st.text("ab", min_size=1, max_size=4)), STOPS)
 def test_the_stop_string_that_is_complete_first_ends_the_text(pieces, stops):
     """Of two that begin at the same place, the longer one ends it."""

@@ -22,7 +22,7 @@ from unittest.mock import Mock
 import launching
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from runs import SMALL, metrics, run, words
 
@@ -675,7 +675,6 @@ def fast(request, words_of):
 
 
 @given(st.lists(st.text(st.sampled_from(KINDS)) | st.text(), max_size=5))
-@settings(deadline=None)
 def test_the_fast_encoding_has_the_librarys_ids(fast, pieces):
     assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
 
