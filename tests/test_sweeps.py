@@ -453,7 +453,7 @@ def test_a_sweep_shows_its_cost_and_ranks(cloud, launch, cli, home, monkeypatch)
 def test_a_quota_of_one_instance_runs_a_sweep_one_by_one(cloud, launch):
     cloud.sagemaker.quota["ml.g5.xlarge for training job usage"] = 1
     ran = launch("n_layer=2,4", "--parallel", "2").good
-    assert re.findall(r"waits: n_layer=4 \(CreateTrainingJob: the account's quota", ran.err)
+    assert re.findall(r"waits: n_layer=4 \(CreateTrainingJob: .*; request an incr", ran.err)
     assert [job.status for job in cloud.sagemaker.jobs.values()] == ["Completed"] * 2
     cloud.sagemaker.quota["ml.g5.xlarge for training job usage"] = 0
     assert launch("n_layer=2,4").failed(1, "is 0", "request an increase", "launch --resume")
@@ -511,7 +511,7 @@ def test_no_sweep_out_of_reach_is_stopped_or_deleted(cloud, cli, recorded, words
     record = recorded(instance="ml.g5.xlarge")
     cloud.refuse["Search"] = ("ExpiredTokenException", "no")
     assert cli(*words.split(), "--group", GROUP).failed(
-        1, "Search: the AWS credentials have expired"
+        1, "Search: ", "the AWS credentials have expired"
     )
     assert record.exists()
 
