@@ -295,6 +295,7 @@ def test_a_dry_run_asks_nobody_for_the_price(cloud, money, launch):
     ran = launch("--max-cost 5 --dry-run")
     assert json.loads(ran.out)["StoppingCondition"]["MaxRuntimeInSeconds"] == 1938
     assert "by the offline table of 2026-07" in ran.err
+    assert "price list" not in ran.err
     assert not money.calls
     assert not cloud.calls
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import Field
 
-from launcher.aws import make_client, why
+from launcher.aws import NotAsked, make_client, why
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Document
@@ -316,6 +316,8 @@ class Prices:
             )
             per_hour = training_price(found["PriceList"], instance)
             answer = Answer(per_hour=per_hour, day=date.today())
+        except NotAsked:
+            return None
         # A launch must not fail here, whatever a parser raises.
         except Exception as error:
             self.trouble = f"could not ask AWS's price list: {why(error)}"
