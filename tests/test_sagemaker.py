@@ -56,8 +56,8 @@ def test_the_suggested_launch_has_a_ceiling_and_works(cloud, cli, text_file):
 
 
 def test_a_launch_without_an_instance_spends_nothing(cloud, cli, text_file):
-    assert cli("launch", "--data", str(text_file)).failed(2, "--instance local", "--instance ml.")
-    assert cli("launch", "--sweep", "n_layer=1,2").failed(2, "--instance local", "--instance ml.")
+    assert cli("launch", "--data", str(text_file)).failed(2, "--instance: ", "ml.g5.12xlarge")
+    assert cli("launch", "--sweep", "n_layer=1,2").failed(2, "--instance: ", "ml.g5.12xlarge")
     assert not cloud.sagemaker.jobs
 
 
@@ -181,7 +181,7 @@ def test_stop_waits_and_names_the_checkpoint(cloud, s3, cli, launch):
     key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
     s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
     cloud.refuse["StopTrainingJob"] = ("ThrottlingException", "Rate exceeded")
-    assert cli("stop", job_id).error.startswith("StopTrainingJob: AWS is throttling")
+    assert cli("stop", job_id).error.startswith("StopTrainingJob: Rate exceeded")
     del cloud.refuse["StopTrainingJob"]
     ran = cli("stop", job_id).good
     assert f"--resume {job_id}" in ran.err
@@ -344,7 +344,7 @@ def test_a_job_launched_by_another_tool_is_left_alone(cloud, cli, launch):
     request = {**cloud.sagemaker.jobs[launch()].request, "TrainingJobName": "prod-xgb"}
     cloud.sagemaker.CreateTrainingJob(request)
     for command in ("stop", "status", "logs", "fetch-and-sample"):
-        assert cli(command, "prod-xgb").failed(1, "sm-nanogpt did not launch")
+        assert cli(command, "prod-xgb").failed(1, "of another tool")
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
 
 

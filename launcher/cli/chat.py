@@ -184,7 +184,7 @@ def converse(talk: Talk, told: str) -> None:
                         if stopped:
                             break
             except InputError as error:  # a long message, or characters that it does not know
-                note(f"error: {error}")
+                note(f"error: {sentence(error)}")
         if spoke:
             click.echo()
             n += 1

@@ -75,7 +75,7 @@ REMEDIES: dict[str, str] = {
     "download": "`curl -L {url} | {sm} upload-data -` takes what is there",
     "first-text": "without a PATH, `{sm} upload-data` takes tiny Shakespeare",
     "own-text": "to train on a text of your own: `{sm} upload-data FILE`",
-    "no-upload": "`{sm} data` lists uploads, and `{sm} upload-data FILE` makes one",
+    "no-upload": "`{sm} upload-data FILE` makes one, or give --data one of `{sm} data`",
     # settings, AWS
     "other-image": "--image-uri takes any other image",
     "try-locally": "`{sm} launch --instance local` shows the full log",
