@@ -17,6 +17,7 @@ import click
 from launcher.cli.models import ENTRY_POINT, open_model, samples
 from launcher.cli.options import MODEL, Command, settings_of
 from launcher.cli.show import note
+from launcher.cli.words import sentence
 from launcher.errors import InputError, Terminated
 
 if TYPE_CHECKING:
