@@ -164,10 +164,10 @@ def is_outage(error: BaseException) -> bool:
     return bool(names & lost) or throttled or status >= 500
 
 
-def patiently(ask: Callable[[], T], job_id: str, deadline: float = math.inf) -> T:
-    """Call `ask` about a job that is watched, and retry through an outage of minutes.
+def patiently(ask: Callable[[], T], *, job_id: str, code: str, deadline: float = math.inf) -> T:
+    """Call `ask` about a job or a sweep that is watched, and retry through an outage of minutes.
 
-    deadline is in time.monotonic() seconds.
+    code says how it is watched again. deadline is in time.monotonic() seconds.
     """
     until = math.inf
     while True:
@@ -180,7 +180,7 @@ def patiently(ask: Callable[[], T], job_id: str, deadline: float = math.inf) -> 
                 logger.info(f"{error}; retrying (a running job continues meanwhile)")
             if not lost or now >= until:  # credentials have expired, for one
                 problem = f"{error}; a running job continues and is billed"
-                raise ServiceError(problem, "job-goes-on", job_id=job_id) from error
+                raise ServiceError(problem, code, job_id=job_id) from error
         time.sleep(min(AGAIN_SECONDS, max(0.0, until - time.monotonic())))
 
 

@@ -123,7 +123,10 @@ def wait(
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
         time.sleep(backend.poll_seconds)
         ask = partial(backend.describe, job_id)
-        now = ask() if description.instance == "local" else patiently(ask, job_id, deadline)
+        if description.instance == "local":
+            now = ask()
+        else:
+            now = patiently(ask, job_id=job_id, code="job-goes-on", deadline=deadline)
         description = now or find(job_id, settings)[1]  # which says that it is gone
     return description
 

@@ -142,7 +142,9 @@ def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -
         for job_id in list(job_ids):
             ask = partial(state, backends[job_id], job_id, settings)
             is_local = (settings.jobs_dir / job_id).exists()
-            description, curve = ask() if is_local else patiently(ask, job_id)
+            description, curve = (
+                ask() if is_local else patiently(ask, job_id=job_id, code="job-goes-on")
+            )
             boards[job_id].update(curve, description)
             if not (follow and description.is_running):
                 job_ids.remove(job_id)

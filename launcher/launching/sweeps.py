@@ -332,7 +332,7 @@ class SweepPlan:
     def is_stopped(self) -> bool:
         """Whether somebody stopped or deleted the sweep."""
         read = partial(storage.read_bytes, self.mark, self.settings)
-        return patiently(read, self.group) != b"run"
+        return patiently(read, job_id=self.group, code="sweep-goes-on") != b"run"
 
     def start(self, number: int) -> Progress:
         """Start a member's next job. Raises OverQuota, or as `Plan.submit`."""
@@ -346,7 +346,8 @@ class SweepPlan:
     def poll(self, stop: bool) -> Iterator[Progress]:
         """Ask about each job that runs, and stop it if asked. Yields those that have ended."""
         for number, job_id in list(self.running.items()):
-            description = patiently(partial(self.backend.describe, job_id), job_id)
+            ask = partial(self.backend.describe, job_id)
+            description = patiently(ask, job_id=self.group, code="sweep-goes-on")
             if description is None:
                 logger.info(f"job {job_id} was deleted")
                 del self.running[number]

@@ -419,7 +419,9 @@ class SageMakerBackend:
         seen = {}
         heard, ended, pending = time.monotonic(), False, False
         while True:
-            raw, events, seen = patiently(partial(self.news, job_id, seen), job_id)
+            raw, events, seen = patiently(
+                partial(self.news, job_id, seen), job_id=job_id, code="job-goes-on"
+            )
             for _, stream, message in events:
                 yield stream, message
             if events or not ended:  # the last lines come after the end
