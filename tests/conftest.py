@@ -44,9 +44,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Three workers for two cores: tests wait for a third of their time."""
-    return min(8, (3 * (os.cpu_count() or 1) + 1) // 2)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Three workers for two cores: tests wait for a third of their time, if for processes."""
+    cores = os.cpu_count() or 1
+    return cores if config.getoption("--quick") else min(8, (3 * cores + 1) // 2)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
