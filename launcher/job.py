@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -135,47 +135,46 @@ class Request(BaseModel):
     @model_validator(mode="after")
     def _refuse_what_aws_refuses(self) -> Self:
         check_instances(self.instances)
-        given, n = self.given(), self.instance_count
-        cloud = {name for name in given if given[name] is not False} - LOCAL_FIELDS
-        run = self.max_run or (None if self.max_cost else DEFAULT_RUN)
-        set_by_aws = [name for name in self.environment if name.startswith(("SM_", "SAGEMAKER_"))]
-        ours = [k for k in self.tags if k.lower().startswith("aws:") or k.startswith(TAG_KEY)]
-        local, on_sagemaker = self.is_local, bool(self.instances) and not self.is_local
-        here = "must be given: local for this machine, or a type such as ml.g5.12xlarge"
-        per_gpu, longer = (
-            "is for local; SageMaker takes one per GPU",
-            f"must be at least max_run, {run}",
-        )
-        one = "subnets" if self.subnets else "security_group_ids"
-        groups = "security groups" if self.subnets else "subnets"
-        name_rule = (
-            "must be at most 63 letters, digits, dots, dashes and underscores, start with a"
-            " letter or digit, and not be `latest` or like an id"
-        )
-        version, processes = given.get("pytorch_version"), self.processes_per_instance
-        rules: list[tuple[object, str, object, str]] = [  # is it wrong? field, value, problem
-            (not (self.instances or self.resume), "instance", None, here),
-            (local and cloud, min(cloud, default=""), None, "is for SageMaker, not for local"),
-            (local and n and n > 1, "instance_count", n, "this machine is one host"),
-            (on_sagemaker and processes, "processes_per_instance", None, per_gpu),
-            (self.image_uri and version, "pytorch_version", version, "image_uri names another"),
-            (self.spot and len(self.instances) > 1, "spot", None, "takes one type of instance"),
-            (self.max_wait and not self.spot, "max_wait", None, "is for spot jobs"),
-            (run and (self.max_wait or run) < run, "max_wait", self.max_wait, longer),
-            (
-                bool(self.subnets) != bool(self.security_group_ids),
-                one,
-                None,
-                f"also needs {groups}",
-            ),
-            (set_by_aws, "environment", min(set_by_aws, default=""), "SageMaker sets it"),
-            (ours, "tags", min(ours, default=""), "this key is not for users"),
-            (self.name and not NAME.fullmatch(self.name), "name", self.name, name_rule),
-        ]
-        for wrong, field_, value, problem in rules:
-            if wrong:
-                raise InputError(problem, field=field_, value=value)
+        for name, value, problem in self._problems():
+            raise InputError(problem, field=name, value=value)
         return self
+
+    def _problems(self) -> Iterator[tuple[str, object, str]]:
+        """Yield the fields that do not go together, with their values, and why."""
+        given, n = self.given(), self.instance_count or 1
+        run = self.max_run or (0 if self.max_cost else DEFAULT_RUN)
+        if not (self.instances or self.resume):
+            yield "instance", None, "must be given: local, or a type such as ml.g5.12xlarge"
+        if self.is_local:
+            for name in sorted({n for n in given if given[n] is not False} - LOCAL_FIELDS):
+                yield name, None, "is for SageMaker, not for local"
+            if n > 1:
+                yield "instance_count", n, "this machine is one host"
+        elif self.instances and self.processes_per_instance is not None:
+            yield "processes_per_instance", None, "is for local; SageMaker takes one per GPU"
+        if self.image_uri is not None and "pytorch_version" in given:
+            yield "pytorch_version", self.pytorch_version, "image_uri names another image"
+        if self.spot and len(self.instances) > 1:
+            yield "spot", None, "takes one type of instance"
+        if self.max_wait is not None and not self.spot:
+            yield "max_wait", None, "is for spot jobs"
+        if self.max_wait is not None and self.max_wait < run:
+            yield "max_wait", self.max_wait, f"must be at least max_run, {run}"
+        if bool(self.subnets) != bool(self.security_group_ids):
+            name, other = "subnets", "security groups"
+            if not self.subnets:
+                name, other = "security_group_ids", "subnets"
+            yield name, None, f"also needs {other}"
+        for name in self.environment:
+            if name.startswith(("SM_", "SAGEMAKER_")):
+                yield "environment", name, "SageMaker sets it"
+        for name in self.tags:
+            if name.lower().startswith("aws:") or name.startswith(TAG_KEY):
+                yield "tags", name, "this key is not for users"
+        if self.name is not None and not NAME.fullmatch(self.name):
+            rule = "start with a letter or digit, and not be `latest` or like an id"
+            characters = "at most 63 letters, digits, dots, dashes and underscores"
+            yield "name", self.name, f"must be {characters}, {rule}"
 
     def given(self) -> dict[str, Any]:
         """The fields that are not left out."""
