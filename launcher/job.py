@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
+from entry_point.errors import choices_for
 from launcher.errors import InputError, ServiceError, must_be
 from launcher.files.documents import Scalar
 from launcher.machines import DEFAULT_VERSION, check_instances, types_of
@@ -149,11 +150,15 @@ class Request(BaseModel):
             for name in sorted({n for n in given if given[n] is not False} - LOCAL_FIELDS):
                 yield name, None, "is for SageMaker, not for local"
             if n > 1:
-                yield "instance_count", n, "this machine is one host"
+                yield "instance_count", n, "this machine is one host, of several processes"
         elif self.instances and self.processes_per_instance is not None:
             yield "processes_per_instance", None, "is for local; SageMaker takes one per GPU"
         if self.image_uri is not None and "pytorch_version" in given:
-            yield "pytorch_version", self.pytorch_version, "image_uri names another image"
+            yield (
+                "pytorch_version",
+                self.pytorch_version,
+                "is for AWS's image; image_uri names another",
+            )
         if self.spot and len(self.instances) > 1:
             yield "spot", None, "takes one type of instance"
         if self.max_wait is not None and not self.spot:
@@ -243,6 +248,9 @@ class Request(BaseModel):
         with source.running():
             if values not in source.configs:
                 module = source.module("config")
+                if self.preset is not None and self.preset not in module.PRESETS:
+                    choices = choices_for(self.preset, ["auto", *module.PRESETS])
+                    raise InputError(f"preset={self.preset!r}: must be {choices}")
                 made = module.make_config(self.hyperparameters, self.preset, base)
                 source.configs[values] = made
             source.configs[values].check_world_size(world_size)

@@ -198,10 +198,10 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
 
 @click.command("metrics", cls=Command)
 @JOB_ID
-@click.option("--csv", "form", flag_value="csv", help="Print CSV.")
-@click.option("--json", "form", flag_value="json", help="Print JSON.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
+@JSON
 @click.pass_context
-def metrics_command(context: click.Context, job_id: str, form: str | None) -> None:
+def metrics_command(context: click.Context, job_id: str, as_csv: bool, as_json: bool) -> None:
     """Print the rows of a job's training curve. The job may still run.
 
     \b
@@ -210,6 +210,8 @@ def metrics_command(context: click.Context, job_id: str, form: str | None) -> No
     """
     from launcher.tracking import describe, metrics
 
+    if as_csv and as_json:
+        raise InputError("--csv and --json cannot be combined")
     settings = settings_of(context)
     curve = metrics(job_id, settings)
     if not curve.rows:
@@ -218,9 +220,9 @@ def metrics_command(context: click.Context, job_id: str, form: str | None) -> No
     note(f"source: {curve.source}")
     first = ("step", "train_loss", "val_loss", "best_loss", "bits_per_byte")
     names = [n for n in dict.fromkeys((*first, *curve.newest)) if curve.points(n)]
-    if form == "json":
+    if as_json:
         print_json(curve.rows)
-    elif form == "csv":
+    elif as_csv:
         table = csv.DictWriter(sys.stdout, names, lineterminator="\n")
         table.writeheader()
         table.writerows(curve.rows)

@@ -42,8 +42,7 @@ REMEDIES: dict[str, str] = {
     "train-on-cpu": "--set device=cpu trains without them",
     "cost-unconfirmed": "set a ceiling with --max-cost, where the price is known, or pass --yes",
     # finding, tracking, sweeps
-    "no-such-job": "`{sm} jobs` lists the jobs, and `{sm} data` the uploads; a part of an id has at"
-    " least 4 characters",
+    "no-such-job": "`{sm} jobs` lists the jobs, and `{sm} data` the uploads",
     "no-jobs-yet": "`{sm} launch --instance local` starts one",
     "in-another-region": "--region {region}, before the command, finds it",
     "job-is-running": "stop it first: `{sm} stop {job_id}`",

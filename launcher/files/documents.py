@@ -138,9 +138,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(read_file(path, LARGEST).decode())
         json.dumps(values, default=str)  # fails for an integer that is too long for any message
-        return values
+        sections = [name for name, value in values.items() if isinstance(value, dict)]
+        if not sections:
+            return values
+        why = f"has a section, [{sections[0]}]; delete this line"
     except OSError as error:
-        why = error.strerror
+        why = str(error.strerror)
     except (ValueError, RecursionError) as error:
         why = f"not TOML: {error}"
     raise InputError(f"{path}: {why}")
