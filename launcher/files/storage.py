@@ -92,59 +92,47 @@ def reported(uri: str) -> Iterator[None]:
 
 def described(uri: str, error: Exception) -> ServiceError:
     """The error of one line for an exception of a file system."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ServiceError(
-            f"{uri}: this machine's disk is full ({error.strerror}); free some space"
-        )
+    why = ""
     if isinstance(error, OSError) and not error.__cause__:  # a bucket's has one
-        missing = isinstance(error, FileNotFoundError) and "nothing is there"
-        if why := error.strerror or missing:
-            return ServiceError(f"{uri}: {why}")
-    return failure(uri, error)
+        why = error.strerror or "nothing is there" * isinstance(error, FileNotFoundError)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            why = f"this machine's disk is full ({why}); free some space"
+    return ServiceError(f"{uri}: {why}") if why else failure(uri, error)
 
 
 def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
-    """The fsspec file system of a URI and the path in it.
+    """The fsspec file system of a URI and the path in it, where `::` chains no URLs.
 
-    `::` is part of a name here, not fsspec's chain of URLs.
+    For S3 it uses the same credentials and region as boto3: the options override fsspec's own
+    configuration, which boto3 does not read; None means AWS's default.
     """
-    path = local_path(uri)
-    if path is not None:
+    if (path := local_path(uri)) is not None:
         return fsspec.filesystem("file"), str(path)
     settings = settings or load_settings()
     if settings.offline:
         not_asked()
-    options = s3_options(settings)
-    kind = fsspec.get_filesystem_class("s3")
-    return kind(use_listings_cache=False, **options), kind._strip_protocol(uri)
-
-
-def s3_options(settings: Settings) -> dict[str, Any]:
-    """Options that make s3fs use the same credentials and region as boto3.
-
-    They override fsspec's own configuration, which boto3 does not read; None means AWS's default.
-    """
     encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.kms_key}
-    return {
+    kind = fsspec.get_filesystem_class("s3")
+    system = kind(
         **dict.fromkeys(("key", "secret", "token", "username", "password", "endpoint_url")),
-        "anon": False,
-        "profile": settings.profile or None,
-        "client_kwargs": {"region_name": settings.aws_region} if settings.aws_region else {},
-        "config_kwargs": {},
-        "s3_additional_kwargs": encryption if settings.kms_key else {},
-    }
+        anon=False,
+        profile=settings.profile or None,
+        client_kwargs={"region_name": settings.aws_region} if settings.aws_region else {},
+        config_kwargs={},
+        s3_additional_kwargs=encryption if settings.kms_key else {},
+        use_listings_cache=False,
+    )
+    return system, kind._strip_protocol(uri)
 
 
 @contextmanager
-def replacing(path: Path, make_directory: bool = False) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a local file to write atomically.
 
     The content is on the disk before the file gets its name: a power loss leaves no empty file.
     """
     # In the same directory, since a rename across file systems would copy; with a random name,
     # since threads share a process id, and containers may.
-    if make_directory:
-        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
@@ -214,7 +202,7 @@ def write_file(
 
 def by_parts(progress: Progress) -> dict[str, Any]:
     """What makes s3fs move a file by parallel parts, and tell of them."""
-    return told(progress) | dict(chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
+    return dict(**told(progress), chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
 
 
 def told(progress: Progress) -> dict[str, Any]:
@@ -245,7 +233,8 @@ def write_bytes(uri: str, content: bytes, settings: Settings | None = None) -> N
     """Write a small document atomically."""
     with reported(uri):
         if (place := local_path(uri)) is not None:
-            with replacing(place, make_directory=True) as file:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(place) as file:
                 file.write(content)
         else:
             fs, path = file_system(uri, settings)
@@ -282,9 +271,8 @@ def copy(source: str, target: str, settings: Settings | None = None) -> int:
 
 def fingerprint(uri: str, settings: Settings | None = None) -> str:
     """Twelve characters that identify a file's content, from its SHA-256 or its ETag."""
-    path = local_path(uri)
     with reported(uri):
-        if path is not None:
+        if (path := local_path(uri)) is not None:
             return file_sha256(path)[:12]
         fs, key = file_system(uri, settings)
         return hashlib.sha256(str(fs.info(key, refresh=True)["ETag"]).encode()).hexdigest()[:12]
@@ -364,19 +352,17 @@ def fetch(
     if not files:
         raise ServiceError(f"{uri}: nothing is there")
     expect(progress, sum(files.values()))
-    copied = []
     with reported(uri):
         single = fs.isfile(path)
-        for name in files:
-            target = place_below(directory, name, uri)
+        targets = {name: place_below(directory, name, uri) for name in files}
+        for name, target in targets.items():
             source = path if single else f"{path}/{name}"
             if local_path(uri) is None:
                 fs.get_file(source, str(target), **by_parts(progress))
                 check_arrival(fs, source, target)
             else:
                 link_or_copy(Path(source), target, progress)
-            copied.append(target)
-    return copied
+    return list(targets.values())
 
 
 def place_below(directory: Path, name: str, uri: str) -> Path:
