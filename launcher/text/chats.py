@@ -27,13 +27,9 @@ def turns_of(record: Any, place: str) -> list[str] | None:
     """
     try:
         messages = messages_of(record)
-        turns = None if messages is None else turns_in(messages)
-        if turns is None or any(turn.startswith(SPEAKS) for turn in turns):
-            return turns
-        problem = "the assistant says nothing"
+        return None if messages is None else turns_in(messages)
     except InputError as error:
-        problem = str(error)
-    raise InputError(f"{place}: {problem}; a conversation is like {EXAMPLE}")
+        raise InputError(f"{place}: {error}; a conversation is like {EXAMPLE}") from None
 
 
 def may_be_chat(fields: set[str]) -> bool:
@@ -63,14 +59,10 @@ def messages_of(record: Any) -> dict[str, Any] | None:
 
 def pair_of(given: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
     """The messages of a record with a question and an answer."""
-    if (bad := given.get("label") is False or given.get("kto_tag") is False) or given.get(
-        "history"
-    ):
-        raise InputError(
-            f"`{answer}` is labeled as a bad answer, and all are learned"
-            if bad
-            else "`history` is not read; write all of it as `messages`"
-        )
+    if given.get("label") is False or given.get("kto_tag") is False:
+        raise InputError(f"`{answer}` is labeled as a bad answer, and all are learned")
+    if given.get("history"):
+        raise InputError("`history` is not read; write all of it as `messages`")
     asked, answered = given.get(question), given.get(answer)
     if isinstance(asked, list) and isinstance(answered, list):
         return numbered(asked + answered)
@@ -99,6 +91,8 @@ def turns_in(messages: dict[str, Any]) -> list[str]:
         if fault := fault_of(fields, role, text, not turns):
             raise InputError(f"{name} {fault}")
         turns.append(f"{ROLES[role]}\n{text}")
+    if not any(turn.startswith(SPEAKS) for turn in turns):
+        raise InputError("the assistant says nothing")
     return turns
 
 

@@ -10,20 +10,19 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from itertools import chain, count, islice
+from itertools import chain, islice
 from json.decoder import WHITESPACE  # type: ignore[attr-defined]
 from typing import IO, Any
 
 from launcher.errors import InputError, not_installed
 from launcher.files.documents import not_text, read_text
-from launcher.models.encoder import LONGEST
+from launcher.models.encoder import LONGEST as PIECE
+from launcher.models.encoder import is_utf8
 from launcher.text.chats import FIELDS, may_be_chat, turns_of
 
 LONGEST_RECORD = 1 << 26  # bytes, or characters: a record is in memory as a whole
 CHUNK = 1 << 20  # bytes of an array that are read at once
 ROWS = 128  # rows of a Parquet file that are in memory at once
-PIECE = LONGEST  # characters of a piece; a longer one takes longer than its parts
 TEXT = "text"  # the field of the text, unless another is named
 
 Records = Iterator[tuple[str, Any]]
@@ -47,9 +46,7 @@ def document_of(record: Any, place: str, column: str = TEXT) -> tuple[bool, Iter
     if pieces is None and isinstance(text, str):
         pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
     if pieces is not None:
-        with suppress(UnicodeEncodeError):
-            for piece in pieces:
-                piece.encode()
+        if all(map(is_utf8, pieces)):
             return is_chat, iter(pieces)
         error = InputError("half of a surrogate pair in its text")
     elif fields is not record or "mapping" in fields:
@@ -65,25 +62,20 @@ def document_of(record: Any, place: str, column: str = TEXT) -> tuple[bool, Iter
 
 def json_lines(file: IO[bytes], path: str) -> Records:
     """Each line of a stream."""
-    for number in count(1):
-        line = file.readline(LONGEST_RECORD + 1)
-        if not line:
-            return
+    lines = iter(lambda: file.readline(LONGEST_RECORD + 1), b"")
+    for number, line in enumerate(lines, 1):
         if line.isspace():
             continue
+        place = f"{path}:{number}"
         try:
             record = json.loads(line.decode().rstrip())
+        except UnicodeDecodeError as error:
+            raise not_text(place, line, error.start) from None
         except (ValueError, RecursionError) as error:
-            raise not_json(f"{path}:{number}", line, error) from None
-        yield f"{path}:{number}", record
-
-
-def not_json(place: str, line: bytes, error: Exception) -> InputError:
-    if isinstance(error, UnicodeDecodeError):
-        return not_text(place, line, error.start)
-    column, why = getattr(error, "colno", 1), getattr(error, "msg", error)
-    hint = "a record must be on one line, of at most 64 MiB: `jq -c . FILE`"
-    return InputError(f"{place}: not JSON at column {column} ({why}); {hint}")
+            column, why = getattr(error, "colno", 1), getattr(error, "msg", error)
+            hint = "a record must be on one line, of at most 64 MiB: `jq -c . FILE`"
+            raise InputError(f"{place}: not JSON at column {column} ({why}); {hint}") from None
+        yield place, record
 
 
 def json_array(file: IO[bytes], path: str) -> Records:
