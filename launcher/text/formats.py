@@ -201,20 +201,16 @@ def opened(file: File) -> Iterator[Content]:
             converted(io.BufferedReader(plain), file.encoding) as content,
         ):
             yield content
-    except (OSError, EOFError, zlib.error, zstd.ZstdError, UnicodeError) as error:
-        raise unreadable(file, error) from None
-
-
-def unreadable(file: File, error: Exception) -> InputError:
-    """Why a file cannot be read."""
-    if isinstance(error, UnicodeDecodeError):
-        return not_text(file.path, error.object, error.start, error.encoding)
-    if isinstance(error, UnicodeError):  # no byte order mark
-        order = f"{file.encoding}-le or {file.encoding}-be"
-        return InputError(f"{file.path}: {error}; give its encoding as {order}")
-    why = getattr(error, "strerror", "") or f"damaged: {error}"
-    pipe = "; for a pipe, give -" if file.path.is_fifo() else ""
-    return InputError(f"{file.path}: {why}{pipe}")
+    except UnicodeDecodeError as error:
+        raise not_text(file.path, error.object, error.start, error.encoding) from None
+    except UnicodeError as error:  # no byte order mark
+        why = f"give its encoding as {file.encoding}-le or {file.encoding}-be"
+        raise InputError(f"{file.path}: {error}; {why}") from None
+    except (OSError, EOFError, zlib.error, zstd.ZstdError) as error:
+        why = getattr(error, "strerror", "") or f"damaged: {error}"
+        if file.path.is_fifo():
+            why += "; for a pipe, give -"
+        raise InputError(f"{file.path}: {why}") from None
 
 
 @contextmanager
