@@ -36,13 +36,12 @@ class KeyValueCache:
     """
 
     def __init__(self, model: GPT, batch_size: int, positions: int) -> None:
-        self.config, self.dtype = model.config, model.compute_dtype
-        self.device = model.embed.weight.device
-        c = self.config
+        c = self.config = model.config
+        self.dtype, self.device = model.compute_dtype, model.embed.weight.device
         self.size = min(positions, c.block_size)
-        shape = (c.n_layer, batch_size, c.kv_heads, self.size, c.head_width)
-        self.k = torch.zeros(shape, device=self.device, dtype=self.dtype).unbind()
-        self.v = torch.zeros(shape, device=self.device, dtype=self.dtype).unbind()
+        shape = (2, c.n_layer, batch_size, c.kv_heads, self.size, c.head_width)
+        zeros = torch.zeros(shape, device=self.device, dtype=self.dtype)
+        self.k, self.v = (part.unbind() for part in zeros)
         self.length = 0  # positions seen so far
         self.angles: tuple[Tensor, Tensor] | None = None
 
@@ -153,12 +152,8 @@ def attention(
     q, k, v = part.heads(x, cos, sin)
     k, v = cache.update(layer, k, v)
     k, v = repeat_kv(k, q.size(1)), repeat_kv(v, q.size(1))
-    if (
-        x.device.type == "cpu"
-        and q.dtype == torch.float32
-        and q.size(2) == 1
-        and len(q) > FEW_SEQUENCES
-    ):
+    many = q.size(2) == 1 and len(q) > FEW_SEQUENCES
+    if many and x.device.type == "cpu" and q.dtype == torch.float32:
         # For 8 or 16 sequences this is faster than torch's kernel, and keys times queries take half
         # as long as queries times keys.
         y = (k @ (q * q.size(-1) ** -0.5).mT).mT.softmax(dim=-1) @ v
