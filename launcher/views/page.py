@@ -54,14 +54,10 @@ def clock_unit(report: Report) -> tuple[float, str]:
 
 def axes(report: Report) -> dict[str, dict[str, str]]:
     """The x axes that all runs have: title and number format."""
-    known = {
-        "step": {"title": "step", "format": ",.0f"},
-        "tokens": {"title": "tokens", "format": "~s"},
-        "time": {"title": f"wall time ({clock_unit(report)[1]})", "format": ""},
-    }
-    if not all(run.times for run in report.runs):
-        del known["time"]
-    return known
+    known = {"step": ("step", ",.0f"), "tokens": ("tokens", "~s")}
+    if all(run.times for run in report.runs):
+        known["time"] = f"wall time ({clock_unit(report)[1]})", ""
+    return {name: dict(title=title, format=form) for name, (title, form) in known.items()}
 
 
 def points(report: Report) -> Iterator[dict[str, Any]]:
@@ -69,11 +65,9 @@ def points(report: Report) -> Iterator[dict[str, Any]]:
     unit, _ = clock_unit(report)
     several = len(report.runs) > 1
     for run in report.runs:
-        factor = 1.0
-        if report.per_byte:
-            if "bits_per_byte" not in run.best:  # nothing says how many bytes a token has
-                continue
-            factor = run.best["bits_per_byte"] / run.best["val_loss"]
+        if report.per_byte and "bits_per_byte" not in run.best:  # the bytes of a token are unknown
+            continue
+        factor = run.best["bits_per_byte"] / run.best["val_loss"] if report.per_byte else 1.0
         times = dict(zip((row["step"] for row in run.curve.rows), run.times, strict=False))
         for series, name in SERIES.items():
             for row in (row for row in run.curve.rows if name in row):
@@ -118,14 +112,10 @@ def line_plot(report: Report, y: str, title: str, series: Sequence[str]) -> dict
 
     labels, colors, dashes = zip(*styles(report), strict=True)
     scale = alt.Scale(domain=labels, range=colors)
+    axis = alt.Axis(format="~s") if y == "speed" else alt.Axis()
     base = alt.Chart(alt.NamedData("points")).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(format=",.0f"), scale=alt.Scale(nice=False)),
-        y=alt.Y(
-            f"{y}:Q",
-            title=title,
-            axis=alt.Axis(format="~s") if y == "speed" else alt.Axis(),
-            scale=alt.Scale(zero=y == "speed"),
-        ),
+        y=alt.Y(f"{y}:Q", title=title, axis=axis, scale=alt.Scale(zero=y == "speed")),
         color=alt.Color("color:N", scale=scale, legend=None),
     )
     if len(labels) > len(PALETTE) + 1:
@@ -141,14 +131,10 @@ def line_plot(report: Report, y: str, title: str, series: Sequence[str]) -> dict
         if name in series
     ]
     near = alt.selection_point("near", on="pointerover", nearest=True, empty=False)
-    hover = (
-        base.transform_filter(alt.FieldOneOfPredicate(field="series", oneOf=list(SERIES)))
-        .mark_point(filled=True, size=70)
-        .encode(
-            opacity=alt.condition(near, alt.value(1), alt.value(0)), tooltip=alt.Tooltip(f"{y}:Q")
-        )
-        .add_params(near)
-    )
+    seen = alt.condition(near, alt.value(1), alt.value(0))
+    hover = base.transform_filter(alt.FieldOneOfPredicate(field="series", oneOf=list(SERIES)))
+    hover = hover.mark_point(filled=True, size=70).add_params(near)
+    hover = hover.encode(opacity=seen, tooltip=alt.Tooltip(f"{y}:Q"))
     return finished(alt.layer(*layers, hover))
 
 
@@ -159,23 +145,15 @@ def result_plot(report: Report, name: str) -> dict[str, Any]:
     labels, colors, _ = zip(*styles(report), strict=True)
     values = sorted({float(run.configuration[name]) for run in report.runs})
     wide = values[0] > 0 and values[-1] >= 4 * values[0]
-    scale = (
-        alt.Scale(type="log", nice=False, padding=24) if wide else alt.Scale(zero=False, padding=24)
-    )
-    chart = (
-        alt.Chart(alt.NamedData("results"))
-        .mark_point(filled=True, size=110, opacity=1)
-        .encode(
-            x=alt.X(
-                field=name,  # "x:Q" would be read as a type
-                type="quantitative",
-                axis=alt.Axis(values=values, format=".6~g", grid=True),
-                scale=scale,
-            ).title(name),
-            y=alt.Y("loss:Q", title=f"best {report.unit}", scale=alt.Scale(zero=False, padding=12)),
-            color=alt.Color("color:N", scale=alt.Scale(domain=labels, range=colors), legend=None),
-            tooltip=alt.Tooltip("loss:Q"),
-        )
+    how: dict[str, Any] = {"type": "log", "nice": False} if wide else {"zero": False}
+    axis, scale = alt.Axis(values=values, format=".6~g", grid=True), alt.Scale(**how, padding=24)
+    x = alt.X(field=name, type="quantitative")  # "x:Q" would be read as a type
+    chart = alt.Chart(alt.NamedData("results")).mark_point(filled=True, size=110, opacity=1)
+    chart = chart.encode(
+        x=x.title(name).axis(axis).scale(scale),
+        y=alt.Y("loss:Q", title=f"best {report.unit}", scale=alt.Scale(zero=False, padding=12)),
+        color=alt.Color("color:N", scale=alt.Scale(domain=labels, range=colors), legend=None),
+        tooltip=alt.Tooltip("loss:Q"),
     )
     return finished(chart)
 
@@ -202,20 +180,15 @@ def finished(chart: Any) -> dict[str, Any]:
 # -- the page --------------------------------------------------------------------------------------
 
 
-def vega_lite() -> str:
-    """The version of Vega-Lite that Altair writes, as `6.4`."""
-    import altair
-
-    return ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-
-
 @cache
 def javascript() -> str:
     """Vega, Vega-Lite and Vega-Embed, in a scope of their own."""
+    import altair
     import vl_convert
 
+    version = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])  # such as 6.4
     bundle: Any = vl_convert.javascript_bundle  # its type demands a snippet, which is optional
-    return f"(() => {{{bundle(vl_version=vega_lite())}}})();"
+    return f"(() => {{{bundle(vl_version=version)}}})();"
 
 
 def page(report: Report, repeat: Callable[[TrainingJob], str] | None = None) -> str:
@@ -230,13 +203,7 @@ def page(report: Report, repeat: Callable[[TrainingJob], str] | None = None) -> 
     }
     titles = {"loss": report.unit, "rate": "learning rate", "speed": "tokens/s"}
     titles |= {name: axis["title"] for name, axis in axes(report).items()}
-    document = {
-        "plots": plots,
-        "axes": axes(report),
-        "points": list(points(report)),
-        "results": results(report),
-        "titles": titles,
-    }
+    data = {"points": list(points(report)), "results": results(report)}
     folder = FileSystemLoader(Path(__file__).parent)
     templates = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {"sort_keys": False}
@@ -245,7 +212,7 @@ def page(report: Report, repeat: Callable[[TrainingJob], str] | None = None) -> 
         report=report,
         runs=report.runs,
         repeat=repeat,
-        document=document,
+        document={"plots": plots, "axes": axes(report), "titles": titles, **data},
         styles=styles(report),
         javascript=javascript(),
         light=LIGHT,
