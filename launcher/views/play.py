@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import uvicorn
@@ -262,10 +262,7 @@ def make_app(
     inner = Starlette(routes=routes, exception_handlers={404: nothing})
     # Outside of the guard: a browser asks before it sends the key.
     return CORSMiddleware(
-        guarded(inner, key),
-        allow_origins=origins,
-        allow_methods=["*"],
-        allow_headers=["*"],
+        guarded(inner, key), allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
     )
 
 
@@ -298,8 +295,7 @@ def listen(port: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        why = str(error.strerror)
-        raise InputError(why, "port-taken", field="port", value=port) from None
+        raise InputError(f"{error.strerror}", "port-taken", field="port", value=port) from None
 
 
 def make_server(
@@ -309,16 +305,10 @@ def make_server(
     # Leave a core to the browser: where it takes one of two, two threads wait for each other, and
     # a small model made 55 tokens/s instead of 600.
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(players, key, more, origins),
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=0,
-        )
-    )
+    app = make_app(players, key, more, origins)
+    quiet: dict[str, Any] = dict(log_config=None, access_log=False)
+    config = uvicorn.Config(app, lifespan="off", ws="none", timeout_graceful_shutdown=0, **quiet)
+    server = uvicorn.Server(config)
     # It logs as errors the generations that Ctrl-C cancels.
     logging.getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
     return server
