@@ -39,7 +39,16 @@ def first_text(settings: Settings | None = None) -> Path:
         return shakespeare
     # Another file may be the page of a proxy.
     other = "the answer is another file" if isinstance(answer, bytes) else answer
-    return python_reference(cache, f"{SHAKESPEARE_URL}: {getattr(answer, 'reason', other)}")
+    why = f"{SHAKESPEARE_URL}: {getattr(answer, 'reason', other)}"
+    try:
+        from pydoc_data.topics import topics  # of `help()`: half a megabyte of the reference
+    except ImportError:
+        raise ServiceError(why, "own-text") from None
+    what = "took the language reference that comes with Python"
+    logger.warning(f"{why}; {what}", extra={"code": "own-text"})
+    reference = cache / "python-reference.txt"
+    storage.write_bytes(str(reference), "\n\n".join(topics.values()).encode())
+    return reference
 
 
 def is_shakespeare(content: bytes) -> bool:
@@ -66,16 +75,3 @@ def download(url: str) -> bytes | Exception:
         return answer.get(timeout=PATIENCE_SECONDS)
     except queue.Empty:
         return TimeoutError(f"no answer within {PATIENCE_SECONDS:.0f} s")
-
-
-def python_reference(cache: Path, why: str) -> Path:
-    """The topics of Python's `help()`, as a file in the cache: half a megabyte of its reference."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise ServiceError(why, "own-text") from None
-    what = "took the language reference that comes with Python"
-    logger.warning(f"{why}; {what}", extra={"code": "own-text"})
-    reference = cache / "python-reference.txt"
-    storage.write_bytes(str(reference), "\n\n".join(topics.values()).encode())
-    return reference
