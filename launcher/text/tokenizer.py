@@ -92,16 +92,6 @@ def configured_end(file: Path) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def check_characters(words: Words, pieces: Sequence[str]) -> None:
-    """Raises InputError if a text has characters that a tokenizer of characters lacks."""
-    known = {word.decode() for word in words.tokenizer.words}
-    if unknown := sorted(set().union(*pieces) - known):
-        raise InputError(
-            "the text has characters that the tokenizer lacks:"
-            f" {', '.join(map(repr, unknown[:20]))}"
-        )
-
-
 def fitting_size(characters: int) -> int:
     """The largest power of two with 512 characters for each token, from 512 to 16,384."""
     return 1 << min(max((characters // 512).bit_length() - 1, 9), 14)

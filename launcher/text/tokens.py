@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from entry_point.conversations import END_OF_TURN
-from launcher.errors import InputError
+from launcher.errors import InputError, characters
 from launcher.files.storage import Progress, expect
 from launcher.models.chat import SPEAKS, ChatEncoder
 from launcher.models.encoder import Encoder
 from launcher.text.formats import Counts, File, documents
-from launcher.text.tokenizer import KNOWN_ENDS, Words, check_characters
+from launcher.text.tokenizer import KNOWN_ENDS, Words
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +42,12 @@ SHARD_BYTES = 1 << 28
 VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
 SEED = 1337
 
-Batch = list[str | None]  # pieces of text; None stands where a document ends
-
 
 def survey(files: Sequence[File]) -> Counts:
     """Read all documents once, to count them."""
     counts = Counts()
-    for document in documents(files, counts):
-        for _ in document:
-            pass
+    for _ in chain.from_iterable(documents(files, counts)):
+        pass
     if counts.empty:
         total = counts.documents + counts.empty
         logger.warning(f"{counts.empty:,} of {total:,} documents left out: no text")
@@ -107,10 +104,8 @@ def encode(
         parts = {"train": [0], "val": [1]} if counts.documents == 1 else split(ends, hashes)
         if copies := len(hashes) - len(set(hashes)):
             kind = "conversations" if counts.chats else "documents"
-            logger.info(
-                f"{copies:,} of {counts.documents:,} {kind} are copies; each is in the same part as"
-                " its original"
-            )
+            what = "are copies; each is in the same part as its original"
+            logger.info(f"{copies:,} of {counts.documents:,} {kind} {what}")
         for name, part in parts.items():
             shards = write_shards(directory, name, ids, ends, part, width)
             meta[name] = {"tokens": sum(s["tokens"] for s in shards), "shards": shards}
@@ -118,23 +113,18 @@ def encode(
     (directory / "tokenizer.json").write_text(words.content, encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(json.dumps(words.config, indent=2) + "\n")
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-    names = sorted(path.name for path in directory.iterdir())
-    contexts = Counter(length(ends, index) - 2 for index in range(len(needed)))
-    answers = {name: min(needed[n] for n in part) for name, part in parts.items() if needed}
     train, val = meta["train"]["tokens"], meta["val"]["tokens"]
     logger.info(f"tokenizer: {train:,} tokens to train on, {val:,} to validate on")
     if (share := val / (train + val)) > 2 * VALIDATION_FRACTION:
-        logger.warning(
-            f"{share:.0%} of the tokens are for validation: each document is whole, and longer than"
-            " a tenth of the text"
-        )
+        why = "each document is whole, and longer than a tenth of the text"
+        logger.warning(f"{share:.0%} of the tokens are for validation: {why}")
     return {
-        "files": tuple(names),
+        "files": tuple(sorted(path.name for path in directory.iterdir())),
         "train_tokens": train,
         "val_tokens": val,
         "vocabulary_size": size,
-        "contexts": dict(contexts),
-        "answers": answers,
+        "contexts": dict(Counter(length(ends, n) - 2 for n in range(len(needed)))),
+        "answers": {name: min(needed[n] for n in part) for name, part in parts.items() if needed},
     }
 
 
@@ -204,11 +194,13 @@ def write_documents(
     encoder = Encoder(words.content, tokenizer.words, code)
     chat = ChatEncoder(tokenizer, encoder) if code == "i" else None
     end = array(code, [] if tokenizer.end is None else [~tokenizer.end if chat else tokenizer.end])
+    known = {w.decode() for w in tokenizer.words} if tokenizer.unit == "characters" else None
     ends, needed, position = array("Q"), array("Q"), 0
     for batch in batches(whole):
         pieces = [piece for piece in batch if piece is not None]
-        if tokenizer.unit == "characters":
-            check_characters(words, pieces)
+        if known and (unknown := sorted(set().union(*pieces) - known)):
+            lacks = f"characters that the tokenizer lacks: {characters(unknown)}"
+            raise InputError(f"the text has {lacks}")
         each = iter(chat.encode(pieces) if chat else encoder.encode(pieces))
         for piece in batch:
             ids = end.tobytes() if piece is None else next(each)
@@ -223,17 +215,16 @@ def write_documents(
     return ends, needed
 
 
-def batches(whole: Iterator[Iterator[str]]) -> Iterator[Batch]:
+def batches(whole: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
     """Pieces of some BATCH characters together; None stands where a document ends."""
-    batch: Batch = []
-    characters = 0
+    batch, size = list[str | None](), 0
     for document in whole:
         for piece in document:
             batch.append(piece)
-            characters += len(piece)
-            if characters >= BATCH:
+            size += len(piece)
+            if size >= BATCH:
                 yield batch
-                batch, characters = [], 0
+                batch, size = [], 0
         batch.append(None)
     yield batch
 
