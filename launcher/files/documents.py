@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
@@ -28,11 +28,8 @@ LARGEST = 1 << 21
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch: to 9999
-Number = (
-    Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | Annotated[float, Field(allow_inf_nan=False)]
-)
-
-
+Integer = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Number = Integer | Annotated[float, Field(allow_inf_nan=False)]
 Scalar = Number | bool | str
 
 # Those in which people have texts, by Python's names. Among all that it knows, charset_normalizer
@@ -43,9 +40,7 @@ ENCODINGS = (
 )
 
 
-@lru_cache
-def adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+adapter: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
 
 
 class Document(BaseModel):
@@ -112,13 +107,11 @@ def encodings_of(content: bytes) -> list[str]:
 
 def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:
     """Validate a JSON document, as bytes or parsed, as `kind`. Raises Damaged, naming `name`."""
-    known: Any = kind  # as a type is hashable to lru_cache alone
+    fits: TypeAdapter[T] = adapter(kind)
     try:
         if isinstance(content, bytes):
-            value: T = adapter(known).validate_json(content)
-        else:
-            value = adapter(known).validate_python(content)
-        return value
+            return fits.validate_json(content)
+        return fits.validate_python(content)
     except ValidationError as error:
         reason = reason_of(error)
     except InputError as error:  # of a TrainingJob
@@ -130,7 +123,7 @@ def reason_of(error: ValidationError) -> str:
     """The first error, and its place."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = " ".join(".".join(map(str, first["loc"])).split())
-    return f"{place}: {must_be(first['msg'])}" if place else must_be(first["msg"])
+    return f"{place}: {must_be(first['msg'])}".removeprefix(": ")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
