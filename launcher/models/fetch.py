@@ -61,10 +61,9 @@ def fetch_model(
             raise
         # The model of the end, and else that of the newest checkpoint.
         place = max(sums, key=lambda s: ("/step-" not in str(s), s.stat().st_mtime)).parent
+        failed = f"job {job_id} cannot be looked up ({error})"
         copy = f"this is the copy of its model on this machine, {place.name}"
-        logger.warning(
-            f"job {job_id} cannot be looked up ({error}); {copy}", extra={"cause": error}
-        )
+        logger.warning(f"{failed}; {copy}", extra={"cause": error})
         return place
     return download(description, place, settings, progress, entry_point)
 
@@ -74,11 +73,11 @@ def place_of(description: JobDescription, settings: Settings) -> Path:
     job_id, step = description.job_id, description.checkpoint_step
     if description.model_uri is not None:
         return settings.models_dir / job_id / storage.fingerprint(description.model_uri, settings)
-    if step is not None and not description.is_running:
-        return settings.models_dir / job_id / f"step-{step:08d}"
     if description.is_running:
         problem = f"job {job_id} is still {description.status}"
         raise ServiceError(problem, "model-not-yet", job_id=job_id)
+    if step is not None:
+        return settings.models_dir / job_id / f"step-{step:08d}"
     reason = f": {description.failure_reason}" if description.failure_reason else ""
     problem = f"job {job_id} is {description.status}{reason}"
     left = "it left neither a model nor a checkpoint"
@@ -96,16 +95,17 @@ def download(
 
     If the newest checkpoint is damaged, this is the place of an earlier one.
     """
-    job_id, models_dir = description.job_id, settings.models_dir
+    models_dir = settings.models_dir
     if not place.exists():
         with storage.reported(str(models_dir)):
             models_dir.mkdir(parents=True, exist_ok=True)  # on the file system of the result
-            with TemporaryDirectory(
+            scratch = TemporaryDirectory(
                 prefix=".fetch-", dir=models_dir, ignore_cleanup_errors=True
-            ) as scratch:
-                made = Path(scratch) / "model"
+            )
+            with scratch as name:
+                made = Path(name) / "model"
                 if uri := description.model_uri:
-                    (archive,) = storage.fetch(uri, Path(scratch) / "tar", progress, settings)
+                    (archive,) = storage.fetch(uri, made.with_name("tar"), progress, settings)
                     extract(archive, made, uri)
                 else:
                     step = export(description, made, settings, progress, entry_point)
@@ -117,8 +117,8 @@ def download(
                     if not place.is_dir():  # by another process, which was first
                         raise
     if description.model_uri is None:
-        last = f"this is its last checkpoint, {place.name}"
-        logger.warning(f"job {job_id} is {description.status}; {last}")
+        state = f"job {description.job_id} is {description.status}"
+        logger.warning(f"{state}; this is its last checkpoint, {place.name}")
     return place
 
 
