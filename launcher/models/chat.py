@@ -43,9 +43,8 @@ class ChatEncoder:
         try:
             self.begin, self.end = tokenizer.special[TURN], tokenizer.special[END_OF_TURN]
         except KeyError as error:
-            raise InputError(
-                f"the tokenizer has no token {error}, which conversations need", "no-turns"
-            ) from None
+            what = f"the tokenizer has no token {error}, which conversations need"
+            raise InputError(what, "no-turns") from None
         (line_break,) = encoder.encode(["\n"])
         self.line_break = array("i", line_break)
 
@@ -53,12 +52,10 @@ class ChatEncoder:
         """The ids of each turn."""
         for turn, content in zip(turns, self.encoder.encode(turns), strict=True):
             said, learned = array("i", content), turn.startswith(SPEAKS)
-            first, left = 0, len(SPEAKS) if learned else 0
+            first, left = (0, len(SPEAKS)) if learned else (len(said), 0)
             while left > 0:  # a token that begins before the answer is not part of it
                 left -= len(self.tokenizer.word(said[first]))
                 first += 1
-            if not learned:
-                first = len(said)
             ids = array("i", [~self.begin])
             ids.extend(~id for id in said[:first])
             ids.extend(said[first:])

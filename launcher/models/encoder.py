@@ -139,9 +139,13 @@ class Encoder:
         else:
             found = self.ask(pieces)
         for piece, ids in zip(pieces, found, strict=True):
-            back = b"".join(map(self.contents.__getitem__, ids))
-            if back != piece.encode():
-                raise InputError(lost(piece, back.decode(errors="replace")), "text-changes")
+            content = b"".join(map(self.contents.__getitem__, ids))
+            if content != piece.encode():
+                back = content.decode(errors="replace")
+                differ = (n for n, (a, b) in enumerate(zip(piece, back, strict=False)) if a != b)
+                at = next(differ, len(back))
+                what = f"{piece[at : at + 20]!r} decodes to {back[at : at + 20]!r}"
+                raise InputError(f"the tokenizer changes the text: {what}", "text-changes")
         return [array(self.code, ids).tobytes() for ids in found]
 
     def ask(self, pieces: Sequence[str]) -> list[list[int]]:
@@ -154,11 +158,3 @@ def cut(text: str) -> Iterator[list[str]]:
     """A text in parts of LONGEST characters, AT_ONCE at a time."""
     parts = (text[i : i + LONGEST] for i in range(0, len(text) or 1, LONGEST))
     return iter(lambda: list(islice(parts, AT_ONCE)), [])
-
-
-def lost(text: str, back: str) -> str:
-    """Describe the first position where decoding changes the text."""
-    at = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), len(back))
-    return (
-        f"the tokenizer changes the text: {text[at : at + 20]!r} decodes to {back[at : at + 20]!r}"
-    )

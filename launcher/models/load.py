@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,7 @@ from entry_point.container import has_fast_bfloat16
 from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.data import Tokenizer, read_json, read_tokenizer
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
-from entry_point.files import open_file, read_file
+from entry_point.files import read_file
 from entry_point.huggingface import (
     MODEL_FILES,
     MODEL_SHA256,
@@ -36,6 +35,7 @@ from entry_point.huggingface import (
 from entry_point.model import GPT
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, Count, Damaged, Document, Scalar, parse
+from launcher.files.storage import file_sha256
 from launcher.models.chat import difference
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source
@@ -98,10 +98,9 @@ def is_edited(model: GPT) -> bool:
 def is_shaped_as(found: Mapping[str, Any], values: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
     """Whether the packaged config.py makes this config.json of a run's hyperparameters."""
     try:
-        config = known_config(values)
+        expected = hugging_face_config(known_config(values), len(tokenizer), tokenizer.end)
     except (ValueError, ConfigError):
         return False
-    expected = hugging_face_config(config, len(tokenizer), tokenizer.end)
     return all(found.get(key) == value for key, value in expected.items())
 
 
@@ -134,12 +133,12 @@ def own_model(
         except InputError:
             if entry_point is not None or not qwen3:
                 raise
-            logger.warning(
-                f"the folder that trained this model (SHA-256 {training.script_sha256[:12]}...) is"
-                " not on this machine; using the packaged one, which gave the same logits when the"
-                " model was written",
-                extra={"code": "another-folder"},
+            folder = (
+                f"the folder that trained this model (SHA-256 {training.script_sha256[:12]}...)"
             )
+            what = "the packaged one, which gave the same logits when the model was written"
+            missing = f"{folder} is not on this machine; using {what}"
+            logger.warning(missing, extra={"code": "another-folder"})
     with errors_of(source):
         make = known_config if source.is_packaged else source.module("config").make_config
         # An edit may not support the meta device, on which load_pretrained compares shapes first.
@@ -155,8 +154,7 @@ LONGEST_CONTEXT = 4096  # of a published model here, whose memory would grow wit
 def is_published(directory: Path) -> bool:
     """Whether another tool wrote the model in a directory."""
     ours = ("SHA256SUMS", "training.json")
-    there = (directory / "config.json").exists()
-    return there and not any((directory / name).exists() for name in ours)
+    return (directory / "config.json").exists() and not any((directory / n).exists() for n in ours)
 
 
 def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
@@ -184,11 +182,9 @@ def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
 def check_sums(directory: Path) -> None:
     """Raise FormatError unless each file has the checksum in SHA256SUMS."""
     lines = read_file(directory / "SHA256SUMS", LARGEST).decode("ascii").splitlines()
-    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     for name in MODEL_FILES:
-        with open_file(directory / name) as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != sums.get(name):
-                raise FormatError(f"{name} is damaged: its SHA-256 is not that of SHA256SUMS")
+        if f"{file_sha256(directory / name)}  {name}" not in lines:
+            raise FormatError(f"{name} is damaged: its SHA-256 is not that of SHA256SUMS")
 
 
 @contextlib.contextmanager

@@ -122,6 +122,5 @@ def pieces(
                 return
         yield [decoder.decode(b"", final=True) for decoder in decoders]
     except Exception as error:
-        raise ServiceError(
-            f"the script that trained the model fails to sample: {type(error).__name__}: {error}"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise ServiceError(f"the script that trained the model fails to sample: {why}") from error
