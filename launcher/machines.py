@@ -7,7 +7,6 @@ the GPU families has none.
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 import re
@@ -17,8 +16,6 @@ from pathlib import Path
 
 from entry_point.config import Config
 from launcher.errors import InputError, did_you_mean
-
-logger = logging.getLogger(__name__)
 
 _ONE_GPU = dict.fromkeys(("xlarge", "2xlarge", "4xlarge", "8xlarge", "16xlarge"), 1)
 _ONE_TO_EIGHT = {**_ONE_GPU, "12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
@@ -98,12 +95,6 @@ def problem_of(name: str) -> str:
     known = f"ml.{name.removeprefix('ml.')}"
     close = did_you_mean(name, ["local"]) or did_you_mean(known, sagemaker_types(), cutoff=0.5)
     return f"must be local or a SageMaker type{f'; {close}' if close else ''}"
-
-
-def log_instance(name: str) -> None:
-    """Log what a machine has; warn about a type that boto3 does not know."""
-    level = logging.WARNING if gpus_of(name) is None else logging.INFO
-    logger.log(level, describe_instance(name))
 
 
 def describe_instance(name: str) -> str:
@@ -328,12 +319,6 @@ def problem(uri: str, instance: str, launcher: str) -> str | None:
                 " the image of PyTorch 2.8.0 does"
             )
     return None
-
-
-def log_image(uri: str) -> None:
-    """Log the release of a known image."""
-    if image := image_of(uri):
-        logger.info(f"image: {name_of(uri)} (Python {image.python})")
 
 
 def name_of(uri: str) -> str:

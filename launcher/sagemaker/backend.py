@@ -144,13 +144,16 @@ class SageMakerBackend:
         job.config(math.lcm(*(job.instance_count * max(1, n) for n in gpus)))
         hyperparameters = sendable_hyperparameters(job)
         for instance in job.instances:
-            machines.log_instance(instance)
+            unknown = machines.gpus_of(instance) is None
+            level = logging.WARNING if unknown else logging.INFO
+            logger.log(level, machines.describe_instance(instance))
         if job.launcher == machines.default_launcher(job.instance) != "pytorchddp":
             logger.info(
                 f"launcher: {job.launcher}, since the SageMaker SDK refuses pytorchddp on"
                 f" {machines.TORCHRUN_ALONE}"
             )
-        machines.log_image(image)
+        if release := machines.image_of(image):
+            logger.info(f"image: {machines.name_of(image)} (Python {release.python})")
         if not sdk_version():
             logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
         if job.launcher == "torchrun" and "NCCL_DEBUG" in job.environment:
