@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
-    PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
     TomlConfigSettingsSource,
@@ -29,8 +28,6 @@ def config_file() -> Path:
 
 
 PREFIX = "SM_NANOGPT_"
-# Variables that the runner sets for the training script.
-NO_SETTINGS = {"SM_NANOGPT_LAUNCHER"}
 
 # Locations that do not depend on the current directory.
 ABSOLUTE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
@@ -123,14 +120,10 @@ class Settings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, config_file())
+        cls, settings_cls: type[BaseSettings], *_: Any, **sources: Any
+    ) -> tuple[Any, ...]:
+        toml = TomlConfigSettingsSource(settings_cls, config_file())
+        return sources["init_settings"], sources["env_settings"], toml
 
     def for_a_dry_run(self) -> Settings:
         """A copy for dry runs: callers must not contact AWS."""
@@ -263,8 +256,8 @@ def source_of(name: str) -> str:
 def check_variables() -> None:
     """Raise InputError for an SM_NANOGPT_* variable that is no setting, such as a typo."""
     known = [f"{PREFIX}{name.upper()}" for name in Settings.model_fields]
+    fine = {*known, "SM_NANOGPT_LAUNCHER"}  # the runner sets it for the training script
     for name, value in sorted(os.environ.items()):
-        odd = name.upper().startswith(PREFIX) and name.upper() not in {*known, *NO_SETTINGS}
-        if odd and value:
+        if value and name.upper().startswith(PREFIX) and name.upper() not in fine:
             meant = did_you_mean(name.upper(), known, n=1, cutoff=0)
             raise InputError(f"{name}: there is no such setting; {meant}")
