@@ -225,21 +225,15 @@ class Request(BaseModel):
         config = asdict(self.config(1))
         return {name: value for name, value in config.items() if value not in (None, "")}
 
-    def explicit_hyperparameters(
-        self, base: Mapping[str, Scalar] | None = None
-    ) -> dict[str, Scalar]:
+    def explicit_hyperparameters(self, base: Mapping[str, Scalar] | None = None) -> dict[str, Any]:
         """The values of the preset and those given by the user, by field name.
 
         With a base, which holds every field, they override the base.
         """
         config = self.config(1, base)
-        given = {
-            name.replace("-", "_"): value
-            for name, value in self.hyperparameters.items()
-            if value != ""
-        }
-        preset = self.module.PRESETS[self.preset] if self.preset else {}
-        return {name: getattr(config, name) for name in {**preset, **given}}
+        given = (n.replace("-", "_") for n, value in self.hyperparameters.items() if value != "")
+        preset = self.module.PRESETS[self.preset] if self.preset else ()
+        return {name: getattr(config, name) for name in (*preset, *given)}
 
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
         """The script's Config; base replaces the defaults."""
@@ -258,9 +252,8 @@ class Request(BaseModel):
 
     def metric_definitions(self) -> list[dict[str, str]]:
         """What SageMaker reads from the log: a name and a pattern each."""
-        source = self.source
-        with source.running():
-            return list(source.module("config").metric_definitions())
+        with self.source.running():
+            return list(self.module.metric_definitions())
 
 
 class TrainingJob(Request):
