@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import entry_point
 from entry_point.files import read_file
 from launcher.errors import InputError
 from launcher.settings import Settings
@@ -47,10 +48,7 @@ class Source:
     @lru_cache(1)  # Python, too, reads its modules once
     def packaged() -> Source:
         """The folder of this package."""
-        spec = importlib.util.find_spec("entry_point")
-        assert spec is not None
-        assert spec.origin is not None
-        return Source.read(Path(spec.origin).parent)
+        return Source.read(Path(entry_point.__file__).parent)
 
     @classmethod
     def read(cls, place: Path) -> Source:
