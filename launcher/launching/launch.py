@@ -19,13 +19,7 @@ from launcher.job import JobDescription, Request, TrainingJob
 from launcher.launching import start
 from launcher.launching.records import recorded_as
 from launcher.launching.summary import summary_of
-from launcher.launching.texts import (
-    Channel,
-    check_readings,
-    check_texts,
-    find_texts,
-    n_training,
-)
+from launcher.launching.texts import Channel, check_readings, check_texts, find_texts, n_training
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered

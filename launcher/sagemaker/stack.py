@@ -52,9 +52,7 @@ Seen = dict[str, Stack | None]  # stacks.json, by cache_key; None: there was non
 
 
 def with_stack(
-    settings: Settings,
-    names: tuple[str, ...] = ("store", "role", "kms_key"),
-    session: Any = None,
+    settings: Settings, names: tuple[str, ...] = ("store", "role", "kms_key"), session: Any = None
 ) -> Settings:
     """Fill store, role and key that the settings leave open from the stack, if there is one.
 
