@@ -172,14 +172,14 @@ class Job:
 
     def delete(self, keep_model: bool = False) -> None:
         """Delete the job and its files, here and on S3; keep_model: but for its fetched model."""
-        from launcher.models.fetch import download, place_of
+        from launcher.models import fetch
 
         description, places = tracking.places_of(self.id, self.settings)
-        if keep_model:  # as it is now: model() would do with the copy of a job without an answer
+        if keep_model:
             with byte_progress("fetch") as progress:
-                place = place_of(description, self.settings)
-                download(description, place, self.settings, progress)
-        tracking.delete(self.id, places[keep_model:], self.settings)
+                fetch.keep_model(description, self.settings, progress)
+            places = places[1:]
+        tracking.delete(self.id, places, self.settings)
         self._last = None
 
     def resume(self, *, confirmed: bool = False, **changes: Any) -> Job:
@@ -275,6 +275,7 @@ def sweep(
         check_confirmed(plan.worst_cost, request.max_cost, settings)
     with byte_progress("upload") as progress:
         events = plan.submit(progress)
+    logger.info(f"sweep: {plan.group}")
     for each in events:
         logger.info(f"{each.job_id}: {each.description.status if each.description else 'started'}")
     last = [each[-1] for each in plan.tries.values()]
@@ -307,6 +308,8 @@ def jobs(
     """
     if status not in (None, *get_args(Status)):
         raise InputError(f"must be one of {', '.join(get_args(Status))}", "", "status", status)
+    if limit is not None and limit < 0:
+        raise InputError("must be at least 0", field="limit", value=limit)
     settings = settings or load_settings()
     listing = Listing(settings, everyone, name)
     found = list(islice((each for each in listing if status in (None, each.status)), limit))

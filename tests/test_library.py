@@ -41,6 +41,14 @@ def test_a_job_is_held_from_launch_to_its_end(home, text_file):
     assert list(later.metrics()["step"])[-1] == 15
 
 
+def test_a_plan_is_submitted_once(home, text_file):
+    plan = sm.prepare(sm.Request(**TINY_JOB, data=str(text_file)))
+    job = plan.submit().wait()
+    with pytest.raises(sm.InputError, match=f"{job.id} was submitted before"):
+        plan.submit()
+    assert (job.describe().status, job.model().is_dir()) == ("Completed", True)
+
+
 def test_a_sweep_gives_its_jobs_best_first(home, text_file):
     request = sm.Request(**TINY_JOB, data=str(text_file))
     found = sm.sweep(request, {"learning_rate": [1e-9, 0.01]}, parallel=2)
@@ -99,6 +107,14 @@ def test_a_deleted_job_is_gone_and_its_model_may_stay(held, home, keep_model):
         _ = held.status
 
 
+def test_a_job_is_not_deleted_for_a_damaged_model(held):
+    weights = held.model() / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(sm.ServiceError, match="damaged"):
+        held.delete(keep_model=True)
+    assert held.status == "Completed"
+
+
 def test_waiting_for_a_job_that_fails_raises(held, home):
     state = {"status": "Failed", "secondary": "Failed", "reason": "the GPU fell off the bus"}
     write_json(str(home / "jobs" / held.id / "state.json"), state)
@@ -140,6 +156,13 @@ def test_jobs_reads_only_as_many_as_asked(held, job, monkeypatch):
     assert len(read) <= 2  # one more tells which list is older
     assert [each.status for each in sm.jobs(status="Completed")] == ["Completed"]
     assert sm.jobs(name="nobody") == []
+
+
+def test_a_sweep_without_values_and_a_limit_below_zero_are_refused(home, text_file):
+    with pytest.raises(sm.InputError, match="has no values"):
+        sm.sweep(sm.Request(**TINY_JOB, data=str(text_file)), {"learning_rate": []})
+    with pytest.raises(sm.InputError, match="limit=-1"):
+        sm.jobs(limit=-1)
 
 
 def test_a_state_that_no_job_has_is_refused(home):

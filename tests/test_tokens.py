@@ -393,7 +393,7 @@ def test_copies_are_all_in_one_part(field, tmp_path, cli):
 def test_documents_that_are_all_equal_are_refused(tmp_path, cli):
     (tmp_path / "a.jsonl").write_text((json.dumps({"text": FOX}) + "\n") * 30)
     ran = cli("upload-data", str(tmp_path / "a.jsonl"), "--tokenizer", "bpe")
-    assert ran.failed(2, "all documents are equal; give one of them")
+    assert ran.failed(2, "all 30 documents are equal; give one of them")
 
 
 def test_a_large_validation_part_is_a_warning(tmp_path, cli):

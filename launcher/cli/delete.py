@@ -130,7 +130,7 @@ def delete_sweep(reference: str, settings: Settings, keep_model: bool, yes: bool
 
 def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, yes: bool) -> None:
     """Delete jobs after confirmation."""
-    from launcher.models.fetch import download, place_of
+    from launcher.models.fetch import keep_model as fetch
     from launcher.tracking import delete, places_of
 
     found = []
@@ -153,8 +153,7 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
     for description, places in found:
         if keep_model:
             with byte_progress("fetch") as progress:
-                kept = place_of(description, settings)
-                click.echo(download(description, kept, settings, progress))
+                click.echo(fetch(description, settings, progress))
         delete(description.job_id, places, settings)
         note(f"deleted {description.job_id}: {in_units(sum(place.size for place in places))}")
 

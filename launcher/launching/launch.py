@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import permutations
 from typing import Any
 
@@ -34,9 +34,9 @@ PRESCRIBED = ("subnets", "security_group_ids", "network_isolation", "encrypt_tra
 NEW = {"name", "resume", "preset", "hyperparameters"}  # what a job does not take over as it is
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """A job that can be submitted: complete, checked and priced.
+    """A job that can be submitted, once: complete, checked and priced.
 
     request is that of CreateTrainingJob, and empty for a job of this machine. placement is what the
     backend decided; settings have the store and role that the job uses.
@@ -49,6 +49,7 @@ class Plan:
     channels: Sequence[Channel]
     backend: Backend
     settings: Settings
+    submitted: bool = field(default=False, init=False)
 
     def upload(self, progress: storage.Progress = lambda n: None) -> None:
         """Put the texts where the job reads them."""
@@ -63,9 +64,12 @@ class Plan:
 
         After an interruption the job may run, and cost money.
         """
+        if self.submitted:  # again, it would take the files of the job that runs
+            raise InputError(f"the plan of job {self.job_id} was submitted before; make another")
         self.upload(progress)
         with storage.reported(str(self.settings.home)):
             keep(self.job.source, self.settings)  # models and resumed jobs need it
+        self.submitted = True
         self.backend.submit(self.job_id, self.job, self.placement, self.request)
         return self.job_id
 

@@ -15,6 +15,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
+from launcher.aws import Missing
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.storage import Progress
@@ -57,13 +58,13 @@ def fetch_model(
         _, description = find(job_id, settings, attempts=2 if sums else None)
         place = place_of(description, settings)
     except (InputError, ServiceError) as error:
-        if not sums:
+        if not sums or error.code in ("model-not-yet", "no-model-left"):  # AWS has answered
             raise
         # The model of the end, and else that of the newest checkpoint.
         place = max(sums, key=lambda s: ("/step-" not in str(s), s.stat().st_mtime)).parent
-        failed = f"job {job_id} cannot be looked up ({error})"
         copy = f"this is the copy of its model on this machine, {place.name}"
-        logger.warning(f"{failed}; {copy}", extra={"cause": error})
+        why = "is gone" if isinstance(error, Missing) else "cannot be looked up"
+        logger.warning(f"job {job_id} {why} ({error}); {copy}", extra={"cause": error})
         return place
     return download(description, place, settings, progress, entry_point)
 
@@ -82,6 +83,19 @@ def place_of(description: JobDescription, settings: Settings) -> Path:
     problem = f"job {job_id} is {description.status}{reason}"
     left = "it left neither a model nor a checkpoint"
     raise ServiceError(f"{problem}; {left}", "no-model-left", job_id=job_id)
+
+
+def keep_model(description: JobDescription, settings: Settings, progress: Progress) -> Path:
+    """Download the model of a job that will be deleted, and check it: it will be the only copy."""
+    from entry_point.errors import FormatError
+    from launcher.models.load import check_sums
+
+    place = download(description, place_of(description, settings), settings, progress)
+    try:
+        check_sums(place)
+    except (FormatError, OSError) as error:
+        raise ServiceError(f"{place}: {error}; delete this directory, to fetch it again") from None
+    return place
 
 
 def download(

@@ -207,19 +207,13 @@ class SageMakerBackend:
     def request(self, job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
         """The CreateTrainingJob request of a job. Sends nothing; needs no credentials.
 
-        SageMaker checks the values, at once and before it bills anything.
+        SageMaker checks the values, at once and before it bills anything. Where version 2 of the
+        SDK is installed, its estimator has to make the same, but for a dry run. Raises ServiceError
+        if it would send another request than is shown, priced and agreed to.
         """
-        return create_request(job_id, job, placement)
-
-    def check_sdk(
-        self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
-    ) -> None:
-        """Build the SDK's estimator, where its version 2 is installed, and let it make the request.
-
-        Raises ServiceError if it would not send what was shown, priced and agreed to.
-        """
-        if not (version := sdk_version()):
-            return
+        request, version = create_request(job_id, job, placement), sdk_version()
+        if not version or placement.owner == OWNER_PLACEHOLDER:
+            return request
         from launcher.sagemaker import estimator  # takes seconds
 
         made = estimator.create_request(job_id, job, placement)
@@ -229,12 +223,12 @@ class SageMakerBackend:
                 " was planned, so nothing was sent",
                 "sdk-differs",
             )
+        return request
 
     def submit(
         self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
     ) -> None:
         """Send the request that was planned, after the files that the job needs."""
-        self.check_sdk(job_id, job, placement, request)
         launched = Launched(self.caller(), self.region, job_id, job.name, job.summary)
         with ExitStack() as unless_sent:
             unless_sent.callback(self.remove_files, job_id, placement)

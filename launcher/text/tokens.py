@@ -44,10 +44,16 @@ SEED = 1337
 
 
 def survey(files: Sequence[File]) -> Counts:
-    """Read all documents once, to count them."""
-    counts = Counts()
-    for _ in chain.from_iterable(documents(files, counts)):
-        pass
+    """Read all documents once, to count them. Raises InputError also if all are equal."""
+    counts, contents = Counts(), set[int]()
+    for document in documents(files, counts):
+        content = 0
+        for piece in document:
+            content = hash((content, piece))
+        if len(contents) < 2:
+            contents.add(content)
+    if counts.documents > 1 and len(contents) == 1:  # before minutes of learning
+        raise InputError(f"all {counts.documents:,} documents are equal; give one of them")
     if counts.empty:
         total = counts.documents + counts.empty
         logger.warning(f"{counts.empty:,} of {total:,} documents left out: no text")
