@@ -53,7 +53,8 @@ FULL_ID = re.compile(r"sm-nanogpt-(\d{8}-\d{6})-[0-9a-f]{6}(-\d+(-try\d+)?)?")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # for a job
 NAME = re.compile(rf"(?!latest$|sm-nanogpt-){WORD.pattern}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
-RUNNING = ("InProgress", "Stopping")
+STATUSES = ("InProgress", "Stopping", "Completed", "Failed", "Stopped")
+RUNNING = STATUSES[:2]
 LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
 
 

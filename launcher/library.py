@@ -13,14 +13,14 @@ from functools import cached_property
 from html import escape
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from launcher import tracking
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files.progress import byte_progress
 from launcher.files.storage import write_text
 from launcher.finding import Listing, backend_for, find, full_id
-from launcher.job import FULL_ID, JobDescription, Request, TrainingJob
+from launcher.job import FULL_ID, STATUSES, JobDescription, Request, TrainingJob
 from launcher.launching import launch as launching
 from launcher.launching.sweeps import plan_sweep
 from launcher.sagemaker.cost import ceiling_of, check_confirmed
@@ -31,8 +31,6 @@ if TYPE_CHECKING:  # they import torch
     from entry_point.model import GPT
 
 logger = logging.getLogger(__name__)
-
-Status = Literal["InProgress", "Stopping", "Completed", "Failed", "Stopped"]
 
 
 @dataclass(unsafe_hash=True)
@@ -297,7 +295,7 @@ def job(reference: str = "latest", settings: Settings | None = None) -> Job:
 
 def jobs(
     limit: int | None = None,
-    status: Status | None = None,
+    status: str | None = None,
     name: str | None = None,
     everyone: bool = False,
     settings: Settings | None = None,
@@ -306,8 +304,8 @@ def jobs(
 
     Warns of jobs that cannot be read, and if SageMaker cannot be asked.
     """
-    if status not in (None, *get_args(Status)):
-        raise InputError(f"must be one of {', '.join(get_args(Status))}", "", "status", status)
+    if status not in (None, *STATUSES):
+        raise InputError(f"must be one of {', '.join(STATUSES)}", "", "status", status)
     if limit is not None and limit < 0:
         raise InputError("must be at least 0", field="limit", value=limit)
     settings = settings or load_settings()

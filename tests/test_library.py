@@ -167,7 +167,7 @@ def test_a_sweep_without_values_and_a_limit_below_zero_are_refused(home, text_fi
 
 def test_a_state_that_no_job_has_is_refused(home):
     with pytest.raises(sm.InputError) as caught:
-        sm.jobs(status="completed")  # type: ignore[arg-type]
+        sm.jobs(status="completed")
     assert (caught.value.field, caught.value.value) == ("status", "completed")
 
 

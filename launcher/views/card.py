@@ -41,10 +41,12 @@ def drawing(curve: Curve) -> str:
     shapes = []
     for opacity, line in lines.items():
         places = [f"{LEFT + s * across:.1f},{TOP + (high - v) * down:.1f}" for s, v in line]
-        look = f'opacity="{opacity}" fill="none" stroke="currentColor" stroke-width="1.5"'
-        shapes.append(f'<polyline {look} points="{" ".join(places)}"/>')
+        places *= 1 + (len(line) == 1)  # a line from a point to itself is a dot
+        stroke = 'fill="none" stroke="currentColor" stroke-width="1.5" stroke-linecap="round"'
+        shapes.append(f'<polyline opacity="{opacity}" {stroke} points="{" ".join(places)}"/>')
     labels = [(LEFT - 6, TOP + 4, f"{high:.2f}"), (LEFT - 6, HEIGHT - BOTTOM + 4, f"{low:.2f}")]
     labels += [(LEFT + 6, HEIGHT - 8, "0"), (WIDTH - RIGHT, HEIGHT - 8, f"step {last}")]
+    labels += [(WIDTH - RIGHT, TOP + 4, "val_loss strong, train_loss pale")]
     shapes += [f'<text x="{x}" y="{y}">{label}</text>' for x, y, label in labels]
     style = 'fill="currentColor" font-size="11" text-anchor="end"'
     return f'<svg width="{WIDTH}" height="{HEIGHT}" {style}>{"".join(shapes)}</svg>'
