@@ -62,7 +62,7 @@ def rows_of_log(lines: Iterable[str]) -> list[Row]:
     rows: list[Row] = []
     for line in lines:
         if found := LINE.search(line[-LONGEST_LINE:]):
-            values: Row = {name: float(value) for name, value in VALUE.findall(found[2])}
+            values = {name: float(value) for name, value in VALUE.findall(found[2])}
             rows.append({"step": int(found[1]), **values})
     return in_order(rows)
 
@@ -124,11 +124,9 @@ def sketch(points: Sequence[tuple[float, float]], width: int = 60, height: int =
         for each in range(min(start, row), max(start, row) + 1):
             cells[each // down][column // across] |= bits[column % across][each % down]
         before = row
-    lines = []
-    for y, line in enumerate(cells):
-        drawn = "".join(chr(0x2800 + cell) for cell in line)
-        label = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}.get(y, "")
-        lines.append(f"{label:>9} {drawn}".rstrip(" \u2800"))
+    drawn = ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
+    labels = [f"{high:.3f}", *[""] * (height - 2), f"{low:.3f}"]
+    lines = [f"{a:>9} {b}".rstrip(" \u2800") for a, b in zip(labels, drawn, strict=True)]
     return [*lines, f"{'step':>9} {f'{left:g}':<{width - 10}}{f'{right:g}':>10}"]
 
 
