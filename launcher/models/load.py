@@ -18,6 +18,7 @@ import torch
 from pydantic import Field, JsonValue
 from torch import Tensor
 
+from entry_point import huggingface
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config, make_config
 from entry_point.container import has_fast_bfloat16
@@ -25,13 +26,6 @@ from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.data import Tokenizer, read_json, read_tokenizer
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from entry_point.files import read_file
-from entry_point.huggingface import (
-    MODEL_FILES,
-    MODEL_SHA256,
-    hugging_face_config,
-    load_pretrained,
-    starting_values,
-)
 from entry_point.model import GPT
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, Count, Damaged, Document, Scalar, parse
@@ -98,9 +92,10 @@ def is_edited(model: GPT) -> bool:
 def is_shaped_as(found: Mapping[str, Any], values: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
     """Whether the packaged config.py makes this config.json of a run's hyperparameters."""
     try:
-        expected = hugging_face_config(known_config(values), len(tokenizer), tokenizer.end)
+        config = known_config(values)
     except (ValueError, ConfigError):
         return False
+    expected = huggingface.hugging_face_config(config, len(tokenizer), tokenizer.end)
     return all(found.get(key) == value for key, value in expected.items())
 
 
@@ -127,7 +122,7 @@ def own_model(
     except (Damaged, DataError, OSError, ValueError) as error:
         raise FormatError(f"not a model directory of this script: {error}") from None
     source, qwen3 = Source.packaged(), is_shaped_as(config, training.config, tokenizer)
-    if not qwen3 or training.model_sha256 != MODEL_SHA256 or entry_point is not None:
+    if not qwen3 or training.model_sha256 != huggingface.MODEL_SHA256 or entry_point is not None:
         try:
             source = find_source(training.script_sha256, settings or load_settings(), entry_point)
         except InputError:
@@ -159,7 +154,7 @@ def is_published(directory: Path) -> bool:
 
 def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
     """A model of Qwen3's architecture that another tool wrote. Errors as of load_model."""
-    values = starting_values(directory, {})
+    values = huggingface.starting_values(directory, {})
     longest = read_json(directory / "config.json")["max_position_embeddings"]
     config = known_config({**values, "block_size": min(int(longest), LONGEST_CONTEXT)})
     template = read_json(directory / "tokenizer_config.json").get("chat_template")
@@ -175,14 +170,14 @@ def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
         tokenizer.ends |= {*ends} if isinstance(ends, list) else {ends}
     with torch.device("meta"):
         model = GPT(config, len(tokenizer))
-    load_pretrained(model, directory)
+    huggingface.load_pretrained(model, directory)
     return model.eval(), tokenizer
 
 
 def check_sums(directory: Path) -> None:
     """Raise FormatError unless each file has the checksum in SHA256SUMS."""
     lines = read_file(directory / "SHA256SUMS", LARGEST).decode("ascii").splitlines()
-    for name in MODEL_FILES:
+    for name in huggingface.MODEL_FILES:
         if f"{file_sha256(directory / name)}  {name}" not in lines:
             raise FormatError(f"{name} is damaged: its SHA-256 is not that of SHA256SUMS")
 

@@ -104,12 +104,10 @@ def answered(
     return ids, most
 
 
-def pieces(
-    steps: Iterator[torch.Tensor], tokenizer: Tokenizer, num_samples: int
-) -> Iterator[list[str]]:
+def pieces(steps: Iterator[torch.Tensor], tokenizer: Tokenizer, count: int) -> Iterator[list[str]]:
     """The text of each step's ids. Raises ServiceError if an edited script fails."""
-    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_samples)]
-    ended = [False] * num_samples
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(count)]
+    ended = [False] * count
     try:
         for step in steps:
             ids = step.tolist()
