@@ -257,7 +257,7 @@ def test_what_is_sent_is_plain_utf8(road, home, tmp_path, name, content, caplog)
         channel = find_channel(str(tmp_path / name), settings)
         assert channel.upload is not None
         upload = channel.upload
-        corpus.send(upload, channel.sources, settings)
+        corpus.send(upload, channel.sources, settings, lambda n: None)
     (sent,) = stored(upload.uri).iterdir()
     assert sent.read_text() == WORDS
     assert (upload.characters, upload.size) == (len(WORDS), len(WORDS.encode()))

@@ -224,9 +224,7 @@ def find_words(word: str, settings: Settings) -> Words:
     return open_words(storage.path_of(word) if is_here else fetch_model(word, settings))
 
 
-def send(
-    upload: Upload, files: Sequence[File], settings: Settings, progress: Progress = lambda n: None
-) -> None:
+def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Progress) -> None:
     """Put a surveyed upload into the store, unless it is there. Raises InputError if it changed."""
     if not upload.uploaded:
         return
