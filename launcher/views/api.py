@@ -131,19 +131,14 @@ class Answer:
         return "".join(token.text for token in made)
 
     @property
-    def finish(self) -> str:
-        return "length" if self.full else "stop"
-
-    @property
     def usage(self) -> dict[str, int]:
-        total = self.prompt_tokens + self.tokens
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens}
-        return {**counts, "total_tokens": total}
+        return {**counts, "total_tokens": sum(counts.values())}
 
     def body(self, text: str | None, *, chunk: bool, first: bool = False) -> dict[str, Any]:
         """The answer, or a chunk of it; the text None ends it."""
-        ended = not chunk or text is None
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish if ended else None}
+        ended, why = not chunk or text is None, "length" if self.full else "stop"
+        choice: dict[str, Any] = {"index": 0, "finish_reason": why if ended else None}
         chat = self.kind == "chat.completion"
         if chat and chunk:
             role = {"role": "assistant"} if first else {}
@@ -185,8 +180,8 @@ def routes(players: Sequence[Player]) -> list[Route]:
         except ValidationError as error:
             return problem(400, reason(error))
         except InputError as error:
-            long = isinstance(error, TooLong)
-            return problem(400, str(error), "context_length_exceeded" if long else None)
+            code = "context_length_exceeded" if isinstance(error, TooLong) else None
+            return problem(400, str(error), code)
         if wanted.stream:
             usage = bool(wanted.stream_options and wanted.stream_options.include_usage)
             return Queued(events(answer, tokens, usage), player.lock, "text/event-stream")
@@ -217,10 +212,11 @@ def begin(player: Player, wanted: WantedChat | WantedText) -> tuple[Answer, Iter
         most = most if wanted.max_completion_tokens is None else wanted.max_completion_tokens
         messages = [message.plain() for message in wanted.messages]
         _, ids, most = player.chat.fitting(messages, size if most is None else most)
+        kind = "chat.completion"
     else:
         prompt = "".join(wanted.prompt)
         ids = encode(player.tokenizer, prompt, size) if prompt else [player.tokenizer.start]
-        most = 16 if most is None else most
+        kind, most = "text_completion", 16 if most is None else most
     request = SamplingRequest(
         prompt="",
         max_new_tokens=most,
@@ -230,9 +226,7 @@ def begin(player: Player, wanted: WantedChat | WantedText) -> tuple[Answer, Iter
         seed=secrets.randbits(31) if wanted.seed is None else wanted.seed,
         stop=wanted.stop or "",
     )
-    kind = "chat.completion" if isinstance(wanted, WantedChat) else "text_completion"
-    answer = Answer(kind, player.name, len(ids))
-    return answer, stream_tokens(player, request, ids)
+    return Answer(kind, player.name, len(ids)), stream_tokens(player, request, ids)
 
 
 async def events(answer: Answer, tokens: Iterator[Token], usage: bool) -> AsyncIterator[str]:

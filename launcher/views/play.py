@@ -27,13 +27,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import (
-    HTMLResponse,
-    JSONResponse,
-    PlainTextResponse,
-    Response,
-    StreamingResponse,
-)
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
@@ -49,6 +43,7 @@ from launcher.models.sample import stream_samples
 PAGE = Path(__file__).with_name("play.html")
 MOST_LIKELY = 5
 TURN = 0.03  # seconds; at most this, or one token, passes until the server looks at requests
+Likely = tuple[list[tuple[str, float]], int]
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,7 @@ def stream_tokens(
     player: Player, wanted: SamplingRequest, ids: list[int] | None = None
 ) -> Iterator[Token]:
     """Yield the tokens of one text after the ids, or else the prompt, up to wanted.stop."""
-    seen: list[tuple[list[tuple[str, float]], int]] = []
+    seen: list[Likely] = []
     columns = stream_samples(
         player.model,
         player.tokenizer,
@@ -125,9 +120,7 @@ def stream_tokens(
     return until(tokens, [stop for stop in stops if stop])
 
 
-def likely(
-    logits: Tensor, chosen: int, tokenizer: Tokenizer
-) -> tuple[list[tuple[str, float]], int]:
+def likely(logits: Tensor, chosen: int, tokenizer: Tokenizer) -> Likely:
     """The most likely tokens after logits [V], with the chosen one, and its index among them."""
 
     def text(id: int) -> str:
@@ -284,7 +277,8 @@ def guarded(app: ASGIApp, key: str) -> ASGIApp:
             said = "the API key is not the one that the server printed"
             answer = problem(401, said, "invalid_api_key")
             if request.url.path == "/":
-                answer = PlainTextResponse("open the address that the server printed", 401)
+                said = "open the address that the server printed"
+                answer = Response(said, 401, media_type="text/plain")
         await answer(scope, receive, send)
 
     return guard
