@@ -38,6 +38,7 @@ class Board:
         """Add what is new."""
         try:
             from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard.summary import hparams
         except ImportError as error:
             raise not_installed(error.name or "tensorboard", "tensorboard") from None
         with storage.reported(str(self.place)):
@@ -57,15 +58,9 @@ class Board:
                 block = "".join(f"    {line}\n" for line in text.split("\n"))  # of Markdown
                 self.writer.add_text(f"samples/{when.replace(' ', '_')}", block, step)
             self.curve = curve
-            if fresh or not description.is_running:
-                self.add_hyperparameters(description)
+            if fresh or not description.is_running:  # TensorBoard's table of hyperparameters
+                columns, start, end = hparams(description.hyperparameters, {TAGS["val_loss"]: 0})
+                # torch's end of a run always reports success.
+                for summary in (columns, start, *[end] * (description.status == "Completed")):
+                    self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
             self.writer.flush()
-
-    def add_hyperparameters(self, description: JobDescription) -> None:
-        """What TensorBoard's table needs. torch's end of a run always reports success."""
-        from torch.utils.tensorboard.summary import hparams
-
-        assert self.writer is not None
-        columns, start, end = hparams(description.hyperparameters, {TAGS["val_loss"]: 0})
-        for summary in (columns, start, *[end] * (description.status == "Completed")):
-            self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
