@@ -359,7 +359,9 @@ def fetch(
             source = path if single else f"{path}/{name}"
             if local_path(uri) is None:
                 fs.get_file(source, str(target), **by_parts(progress))
-                check_arrival(fs, source, target)
+                size, sha256 = fs.info(source)["size"], fs.metadata(source).get("sha256")
+                if target.stat().st_size != size or (sha256 and file_sha256(target) != sha256):
+                    raise ServiceError(f"s3://{source}: the download is damaged; fetch it again")
             else:
                 link_or_copy(Path(source), target, progress)
     return list(targets.values())
@@ -372,10 +374,3 @@ def place_below(directory: Path, name: str, uri: str) -> Path:
         raise ServiceError(f"{uri}: {name!r} would be written outside of {directory}")
     target.parent.mkdir(parents=True, exist_ok=True)
     return target
-
-
-def check_arrival(fs: Any, source: str, target: Path) -> None:
-    """Raise ServiceError unless a download has the size, and SHA-256 if known, of its source."""
-    size, sha256 = fs.info(source)["size"], fs.metadata(source).get("sha256")
-    if target.stat().st_size != size or (sha256 and file_sha256(target) != sha256):
-        raise ServiceError(f"s3://{source}: the download is damaged; fetch it again")
