@@ -69,7 +69,8 @@ def publish(directory: Path, byte_pairs: Words, tied: bool = False) -> Any:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(directory, max_shard_size="100KB")
     (directory / "tokenizer.json").write_text(byte_pairs.content)
-    (directory / "tokenizer_config.json").write_text(json.dumps(byte_pairs.config))
+    config = {"eos_token": byte_pairs.end_of_text}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return model
 
 
@@ -95,7 +96,7 @@ def loaded(directory: Path) -> GPT:
 def encode(documents: Path, byte_pairs: Words, out: Path) -> None:
     out.mkdir()
     files = find_files([documents], tokens=True)
-    tokens.encode(files, tokens.survey(files), byte_pairs, out)
+    tokens.encode(files, tokens.survey(files), byte_pairs, out, lambda n: None)
 
 
 def without_shape(values: dict[str, Any]) -> dict[str, Any]:

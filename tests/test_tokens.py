@@ -53,7 +53,7 @@ BPE = ("--tokenizer", "bpe", "--vocab-size", "400")
 
 def encode_text(path: Path, words: Words, directory: Path) -> Path:
     files = find_files([path], tokens=True)
-    tokens.encode(files, tokens.survey(files), words, directory)
+    tokens.encode(files, tokens.survey(files), words, directory, lambda n: None)
     return directory
 
 
@@ -612,7 +612,8 @@ def test_a_shard_that_was_replaced_is_not_sent(uploaded, home, tmp_path):
     storage.write_bytes(str(shard), bytes(shard.stat().st_size))
     other = replace(uploaded, uri=f"{(tmp_path / 'other').as_uri()}")
     with pytest.raises(InputError, match="changed"):
-        send(other, [File(name, directory / name) for name in uploaded.files], Settings(home=home))
+        files = [File(name, directory / name) for name in uploaded.files]
+        send(other, files, Settings(home=home), lambda n: None)
     assert not (tmp_path / "other.json").exists()
 
 

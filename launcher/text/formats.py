@@ -227,12 +227,12 @@ def stored(file: File) -> Iterator[Path]:
 
 # -- what may be wrong with a text -----------------------------------------------------------------
 
-ODD = {
-    rb"\xc2[\x80-\x9f]": "control characters (U+0080 to U+009F), as of Windows-1252 that was read"
-    " as Latin-1; upload the original",
-    rb"\xef\xbf\xbd": "U+FFFD, the sign for lost characters; upload the original",
-    rb"\r[^\n]": "carriage returns without line feeds; for line breaks:"
-    r" `tr '\r' '\n' < FILE > NEW-FILE`",
+CONTROLS = "control characters (U+0080 to U+009F), as of Windows-1252 that was read as Latin-1"
+RETURNS = r"carriage returns without line feeds; for line breaks: `tr '\r' '\n' < FILE > NEW-FILE`"
+ODD = {  # with the encoding of the original, where another one may help
+    rb"\xc2[\x80-\x9f]": (f"{CONTROLS}; upload the original", "cp1252"),
+    rb"\xef\xbf\xbd": ("U+FFFD, the sign for lost characters; upload the original", "NAME"),
+    rb"\r[^\n]": (RETURNS, ""),
 }
 
 
@@ -261,13 +261,23 @@ class Counts:
     vocabulary: str = ""  # of a run by characters
     odd: dict[bytes, str] = field(default_factory=dict)
 
+    def counted(self, pieces: Iterator[str], digest: Any, chats: bool, place: str) -> Iterator[str]:
+        for piece in pieces:
+            content = piece.encode()
+            if chats:  # where a turn ends counts too
+                digest.update(len(content).to_bytes(8, "little"))
+            digest.update(content)
+            note_odd(content, place, self.odd)
+            self.characters += len(piece)
+            self.size += len(content)
+            yield piece
+
     def check(self, name: object) -> None:
         """Warn of odd characters. Raise InputError if there is too little text for any run."""
         for pattern, place in self.odd.items():
-            encoding = "cp1252" if "1252" in ODD[pattern] else "NAME"
-            advice = dict(code="give-encoding", encoding=encoding)
-            lost = ODD[pattern].endswith("original")
-            logger.warning(f"{place}: has {ODD[pattern]}", extra=advice if lost else {})
+            what, encoding = ODD[pattern]
+            advice = dict(code="give-encoding", encoding=encoding) if encoding else {}
+            logger.warning(f"{place}: has {what}", extra=advice)
         needed = 10 * (SHORTEST_BLOCK_SIZE + 1)
         if self.characters < needed:
             few = f"{self.characters} characters are too few to train and validate on"
@@ -292,23 +302,9 @@ def documents(files: Sequence[File], found: Counts) -> Iterator[Iterator[str]]:
             if found.chats not in (0, found.documents):
                 what = "some documents are conversations, and others are text"
                 raise InputError(f"{place}: {what}; leave out the files of one kind")
-            yield counted(chain([first], document), digest, found, chats, place)
+            yield found.counted(chain([first], document), digest, chats, place)
             digest.update(b"\0")
     found.sha256 = digest.hexdigest()
-
-
-def counted(
-    pieces: Iterator[str], digest: Any, found: Counts, chats: bool, place: str
-) -> Iterator[str]:
-    for piece in pieces:
-        content = piece.encode()
-        if chats:  # where a turn ends counts too
-            digest.update(len(content).to_bytes(8, "little"))
-        digest.update(content)
-        note_odd(content, place, found.odd)
-        found.characters += len(piece)
-        found.size += len(content)
-        yield piece
 
 
 def documents_of(file: File) -> Iterator[tuple[str, bool, Iterator[str]]]:

@@ -39,15 +39,6 @@ class Words:
     def tokenizer(self) -> data.Tokenizer:
         return data.Tokenizer(json.loads(self.content), self.end_of_text)
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """tokenizer_config.json."""
-        return {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "eos_token": self.end_of_text,
-        }
-
 
 def fingerprint(tokenizer: data.Tokenizer) -> str:
     """A SHA-256 of the bytes that each id stands for."""

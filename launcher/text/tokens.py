@@ -15,7 +15,6 @@ do not share a batch, and the last of them are those for validation, with all th
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import mmap
 import random
@@ -28,7 +27,7 @@ from typing import IO, Any
 
 from entry_point.conversations import END_OF_TURN
 from launcher.errors import InputError, characters
-from launcher.files.storage import Progress, expect
+from launcher.files.storage import Progress, expect, json_bytes
 from launcher.models.chat import SPEAKS, ChatEncoder
 from launcher.models.encoder import Encoder
 from launcher.text.formats import Counts, File, documents
@@ -64,11 +63,7 @@ def survey(files: Sequence[File]) -> Counts:
 
 
 def encode(
-    files: Sequence[File],
-    counts: Counts,
-    words: Words,
-    directory: Path,
-    progress: Progress = lambda n: None,
+    files: Sequence[File], counts: Counts, words: Words, directory: Path, progress: Progress
 ) -> dict[str, Any]:
     """Write the documents as tokens into an empty directory; returns fields of their Upload.
 
@@ -116,9 +111,14 @@ def encode(
             shards = write_shards(directory, name, ids, ends, part, width)
             meta[name] = {"tokens": sum(s["tokens"] for s in shards), "shards": shards}
     unsorted.unlink()
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": words.end_of_text,
+    }
     (directory / "tokenizer.json").write_text(words.content, encoding="utf-8")
-    (directory / "tokenizer_config.json").write_text(json.dumps(words.config, indent=2) + "\n")
-    (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    (directory / "tokenizer_config.json").write_bytes(json_bytes(config))
+    (directory / "meta.json").write_bytes(json_bytes(meta))
     train, val = meta["train"]["tokens"], meta["val"]["tokens"]
     logger.info(f"tokenizer: {train:,} tokens to train on, {val:,} to validate on")
     if (share := val / (train + val)) > 2 * VALIDATION_FRACTION:
