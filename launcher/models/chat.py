@@ -34,8 +34,7 @@ class Message:
 class ChatEncoder:
     """Encodes turns as int32 ids. Ids that the loss leaves out are stored as ~id.
 
-    Raises:
-        InputError: the tokenizer has no tokens for turns.
+    Raises InputError if the tokenizer has no tokens for turns.
     """
 
     def __init__(self, tokenizer: Tokenizer, encoder: Encoder) -> None:
@@ -88,12 +87,9 @@ class Chat:
         The oldest messages after the system's are left out until the rest leaves room for an
         answer. The answer ends where the context does: beyond it, the question would slide out.
 
-        Returns:
-            How many messages are left out, the ids of the rest, and the tokens of an answer.
-
-        Raises:
-            TooLong: the system's and the last message alone do not fit.
-            InputError: a message is not UTF-8 text.
+        Returns how many messages are left out, the ids of the rest, and the tokens of an answer.
+        Raises TooLong if the system's and the last message alone do not fit, and InputError if a
+        message is not UTF-8 text.
         """
         first = int(bool(messages) and messages[0].role == "system")
         room = self.size - min(max_new_tokens, self.size // ROOM) - len(self.speaks)

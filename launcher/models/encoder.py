@@ -28,7 +28,6 @@ LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 QWEN35 = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 PATTERNS = (GPT2, QWEN, LLAMA3, QWEN35, r"[\s\S]")
 
-
 # Characters encoded as one string: tiktoken panics at a million spaces, and ids take far more
 # memory than their text.
 LONGEST = 1 << 18
@@ -47,15 +46,12 @@ def published_tokenizer(content: str) -> Tokenizer:
         document = json.loads(content)
         before, model = document["pre_tokenizer"], document["model"]
         steps = before["pretokenizers"] if before["type"] == "Sequence" else [before]
-        problem = ""
         if (found := document["normalizer"]) not in (None, {"type": "NFC"}):
-            problem = f"has a normalizer, {found['type']}, that may change the text"
+            raise ValueError(f"has a normalizer, {found['type']}, that may change the text")
         for step in steps:
             known = step["pattern"]["Regex"] in PATTERNS if step["type"] == "Split" else True
             if step["type"] not in ("ByteLevel", "Digits", "Split") or not known:
-                problem = f"splits text in an unknown way: {json.dumps(step)}"
-        if problem:
-            raise ValueError(problem)
+                raise ValueError(f"splits text in an unknown way: {json.dumps(step)}")
         kept = ("type", "vocab", "merges", "ignore_merges", "unk_token")
         plain = {
             "version": "1.0",

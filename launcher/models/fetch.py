@@ -51,8 +51,7 @@ def fetch_model(
         ServiceError: there is no such job, it still runs or left nothing, or the archive is
             damaged.
     """
-    settings = settings or load_settings()
-    is_id = FULL_ID.fullmatch(job_id)
+    settings, is_id = settings or load_settings(), FULL_ID.fullmatch(job_id)
     sums = [*(settings.models_dir / job_id).glob("*/SHA256SUMS")] if is_id else []
     try:
         _, description = find(job_id, settings, attempts=2 if sums else None)
@@ -162,12 +161,10 @@ def export(
 
 
 def extract(archive: Path, target: Path, uri: str) -> None:
-    """Unpack an archive of regular files and directories.
+    """Unpack an archive, from `uri`, of regular files and directories.
 
-    Raises:
-        ServiceError: the archive, from `uri`, is damaged, or has absolute paths, `..`, links,
-            devices, too many or too deep members, or far more bytes than its size allows.
-        OSError: the target cannot be written.
+    Raises ServiceError if it is damaged, or has absolute paths, `..`, links, devices, too many or
+    too deep members, or far more bytes than its size allows.
     """
     allowed = LARGEST_RATIO * archive.stat().st_size + RATIO_FREE_BYTES
     target.mkdir()

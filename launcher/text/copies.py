@@ -28,15 +28,12 @@ LOGIN = "run `hf auth login`, or set HF_TOKEN"
 
 @dataclass
 class Copy:
-    """What stands on this machine for a path that a user gave: empty files, until they are filled.
-
-    get is how fsspec copies a file, and files has the key and size of each.
-    """
+    """What stands here for a path that a user gave: empty files, until they are filled."""
 
     given: str
     path: Path
-    get: Any = None
-    files: dict[Path, tuple[str, int]] = field(default_factory=dict)
+    get: Any = None  # fsspec's, which copies a file by its key
+    files: dict[Path, tuple[str, int]] = field(default_factory=dict)  # with their keys and sizes
 
     def fill(self, wanted: Collection[Path], progress: Progress) -> None:
         """Copy some of the files. Raises ServiceError if that fails, or the disk is too small."""

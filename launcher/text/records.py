@@ -23,12 +23,11 @@ from launcher.text.chats import FIELDS, may_be_chat, turns_of
 LONGEST_RECORD = 1 << 26  # bytes, or characters: a record is in memory as a whole
 CHUNK = 1 << 20  # bytes of an array that are read at once
 ROWS = 128  # rows of a Parquet file that are in memory at once
-TEXT = "text"  # the field of the text, unless another is named
 
 Records = Iterator[tuple[str, Any]]
 
 
-def document_of(record: Any, place: str, column: str = TEXT) -> tuple[bool, Iterator[str]]:
+def document_of(record: Any, place: str, column: str = "text") -> tuple[bool, Iterator[str]]:
     """Whether a record is a conversation, and its turns or pieces of its text.
 
     `column` is the field of the text. If it is not the default, it comes before a conversation in
@@ -36,7 +35,7 @@ def document_of(record: Any, place: str, column: str = TEXT) -> tuple[bool, Iter
     """
     fields = record if isinstance(record, dict) else {}
     text = fields.get(column)
-    if column == TEXT or text is None:
+    if column == "text" or text is None:
         pieces = turns_of(record, place)
     else:
         pieces = turns_of(text, place) if isinstance(text, list) else None
@@ -141,7 +140,7 @@ def twins(names: Sequence[str]) -> str:
     return next((f"two columns are called `{n}`" for n in names if n and names.count(n) > 1), "")
 
 
-def parquet(file: IO[bytes], path: str, column: str = TEXT) -> Records:
+def parquet(file: IO[bytes], path: str, column: str = "text") -> Records:
     """Each row of a Parquet file, with those columns that document_of looks at."""
     try:
         import pyarrow

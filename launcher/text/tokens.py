@@ -192,9 +192,8 @@ def write_documents(
 ) -> tuple[array[int], array[int]]:
     """Write the ids of each document and of its end.
 
-    Returns:
-        Where each ends, counted in ids, and for each conversation the context that holds it up to
-        its first answer.
+    Returns where each ends, counted in ids, and for each conversation the context that holds it up
+    to its first answer.
     """
     tokenizer = words.tokenizer
     encoder = Encoder(words.content, tokenizer.words, code)
