@@ -31,16 +31,14 @@ class Run:
     log: Sequence[str] = ()
     data: Upload | None = None
     validation: Upload | None = None
-    script_sha256: str = ""
     label: str = ""
 
     @property
     def short_name(self) -> str:
         """The name, or else the end of the id."""
         job_id = self.description.job_id
-        if self.job.name:
-            return self.job.name
-        return job_id.split("-", 4)[4] if FULL_ID.fullmatch(job_id) else job_id
+        end = job_id.split("-", 4)[4] if FULL_ID.fullmatch(job_id) else job_id
+        return self.job.name or end
 
     @property
     def size(self) -> dict[str, str]:
@@ -115,7 +113,7 @@ class Run:
             "instance": d.instance,
             "instance_count": d.instance_count,
             **{name: (at or "").rstrip("/").rpartition("/")[2] for name, at in places.items()},
-            "script": self.script_sha256[:12],
+            "script": (job.source_sha256 or "")[:12],
         }
 
 
@@ -193,7 +191,6 @@ def read_run(job_id: str, settings: Settings) -> Run:
         log=log,
         data=upload_of(job.data, settings),
         validation=upload_of(job.validation, settings),
-        script_sha256=job.source_sha256 or "",
     )
 
 
