@@ -69,8 +69,8 @@ def publish(directory: Path, byte_pairs: Words, tied: bool = False) -> Any:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(directory, max_shard_size="100KB")
     (directory / "tokenizer.json").write_text(byte_pairs.content)
-    config = {"eos_token": byte_pairs.end_of_text}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": byte_pairs.end_of_text}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
     return model
 
 

@@ -298,10 +298,9 @@ def read_bytes(uri: str, settings: Settings | None = None, largest: int = LARGES
 
 def read_cache(file: Path, kind: type[T]) -> T:
     """Read a cached dict; empty if it is missing or damaged."""
-    try:
+    with suppress(ServiceError):
         return read_document(str(file), kind) or kind()
-    except ServiceError:
-        return kind()
+    return kind()
 
 
 def write_cache(file: Path, known: Mapping[str, Any]) -> None:

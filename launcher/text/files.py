@@ -98,8 +98,9 @@ def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool, alone: b
                 aside[why] += 1
                 folders[:] = [name for name in folders if name != path.name]
             elif path.name not in folders:
-                read = added.match(path, root) or is_read(path, tokens)
-                (taken if read else left).append(path)
+                known = named(path)
+                read = known is PLAIN or (tokens and known is not None and known.read)
+                (taken if added.match(path, root) or read else left).append(path)
     for error in errors:  # which rglob ignores
         raise error
     if aside:
@@ -128,11 +129,6 @@ def reason_to_skip(path: Path, root: Path, skipped: Globs) -> str:
     if path.is_symlink() and not path.is_file():
         return "link to a folder" if path.is_dir() else "broken link"
     return ""
-
-
-def is_read(path: Path, tokens: bool) -> bool:
-    """Whether a file in a folder is read because of its name."""
-    return (known := named(path)) is PLAIN or (tokens and known is not None and known.read != "")
 
 
 def listed(counts: Counter[str]) -> str:
