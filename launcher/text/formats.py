@@ -43,17 +43,13 @@ Content = io.BufferedReader | io.BufferedRandom
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file.
-
-    magic is a pattern of its first bytes. read names the reader in `documents_of`, and is "text"
-    for plain text. Where it is empty, the file is refused, and advice says what to do.
-    """
+    """A kind of file."""
 
     name: str
     suffixes: str
-    magic: bytes = b""
-    read: str = ""
-    advice: str = ""
+    magic: bytes = b""  # a pattern of its first bytes
+    read: str = ""  # the reader in `documents_of`, or "text"; "": the file is refused
+    advice: str = ""  # what to do with a file that is refused
 
     @property
     def needs_tokens(self) -> bool:
@@ -99,18 +95,14 @@ MARKS = {
 
 @dataclass(frozen=True)
 class File:
-    """A file of an upload, and how to read it; by default its bytes as they are.
+    """A file of an upload, and how to read it; by default its bytes as they are."""
 
-    name is its name in the upload, compression one of COMPRESSIONS, encoding a codec of Python,
-    and column the field of its records that holds the text.
-    """
-
-    name: str
+    name: str  # in the upload
     path: Path
     format: Format = PLAIN
-    compression: str = ""
-    encoding: str = ""
-    column: str = "text"
+    compression: str = ""  # one of COMPRESSIONS
+    encoding: str = ""  # a codec of Python
+    column: str = "text"  # the field of its records that holds the text
 
 
 def bare(path: Path) -> Path:

@@ -21,22 +21,17 @@ from launcher.text import corpus
 
 @dataclass(frozen=True)
 class Stored:
-    """An upload in a store.
-
-    size is in bytes; freed are those that no local job links. written is in seconds since the
-    epoch. jobs are the ids of all that read it, newest first, and running those that have not
-    ended. manifest is None, and kind `incomplete`, after an interruption.
-    """
+    """An upload in a store."""
 
     name: str
     uri: str
-    kind: str  # text, tokens, conversations, model
-    size: int
-    freed: int
-    written: float
-    jobs: list[str]
-    running: list[str]
-    manifest: corpus.Upload | None
+    kind: str  # text, tokens, conversations, model; incomplete: after an interruption
+    size: int  # bytes
+    freed: int  # bytes that no local job links
+    written: float  # seconds since the epoch
+    jobs: list[str]  # ids of all that read it, newest first
+    running: list[str]  # those of them that have not ended
+    manifest: corpus.Upload | None  # None: incomplete
 
 
 def uploads(settings: Settings | None = None) -> list[Stored]:

@@ -54,8 +54,11 @@ class Wanted(BaseModel):
     logit_bias: Annotated[dict[str, Any] | None, Field(max_length=0)] = None
 
 
-class Part(BaseModel):
+class Plain(BaseModel):
     type: Literal["text"]
+
+
+class Part(Plain):
     text: str
 
 
@@ -67,10 +70,6 @@ class ChatMessage(BaseModel):
         parts = self.content if isinstance(self.content, list) else []
         text = self.content if isinstance(self.content, str) else "".join(p.text for p in parts)
         return Message("system" if self.role == "developer" else self.role, text)
-
-
-class Plain(BaseModel):
-    type: Literal["text"]
 
 
 class WantedChat(Wanted):

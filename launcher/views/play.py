@@ -88,15 +88,11 @@ class SamplingRequest:
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of text, and the likely tokens at its place with the model's own probabilities.
-
-    `chosen` is the index of the token that was drawn, which follows the most likely ones if it is
-    none of them. likely is empty at the end of a text.
-    """
+    """A piece of text, and the likely tokens at its place with the model's own probabilities."""
 
     text: str
-    likely: Sequence[tuple[str, float]] = ()
-    chosen: int = 0
+    likely: Sequence[tuple[str, float]] = ()  # empty at the end of a text
+    chosen: int = 0  # which one was drawn: the last, if it is none of the most likely
 
 
 def stream_tokens(
