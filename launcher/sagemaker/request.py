@@ -161,31 +161,23 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
     ]
     if job.network_isolation:
         channels.append(input_channel("code", placement.source_uri(job_id), None))
-
-    resources: dict[str, Any] = {
+    types = [{"InstanceType": name} for name in job.instances]
+    resources = {
         "InstanceCount": job.instance_count,
         "VolumeSizeInGB": job.volume_size,
+        **(types[0] if len(types) == 1 else {"InstancePreferences": types}),
+        "VolumeKmsKeyId": placement.volume_kms_key,
+        "KeepAlivePeriodInSeconds": job.keep_alive,
     }
-    if len(job.instances) == 1:
-        resources["InstanceType"] = job.instances[0]
-    else:
-        resources["InstancePreferences"] = [{"InstanceType": name} for name in job.instances]
-    if placement.volume_kms_key:
-        resources["VolumeKmsKeyId"] = placement.volume_kms_key
-    if job.keep_alive:
-        resources["KeepAlivePeriodInSeconds"] = job.keep_alive
-
     stopping = {"MaxRuntimeInSeconds": job.time_limit}
     if job.spot:
         stopping["MaxWaitTimeInSeconds"] = max_wait_of(job)
     elif looks_like_gpu(job.instance):  # of CPUs and spot, AWS ignores it
         stopping["MaxPendingTimeInSeconds"] = LONGEST_PENDING
-
-    output = {"S3OutputPath": storage.join(placement.store, "jobs")}
-    if placement.kms_key:
-        output["KmsKeyId"] = placement.kms_key
+    output = {"S3OutputPath": storage.join(placement.store, "jobs"), "KmsKeyId": placement.kms_key}
+    vpc = {"Subnets": list(job.subnets), "SecurityGroupIds": list(job.security_group_ids)}
     values = {**placement.hyperparameters, **toolkit_parameters(job_id, job, placement)}
-    request: dict[str, Any] = {
+    request = {
         "TrainingJobName": job_id,
         "RoleArn": placement.role,
         "AlgorithmSpecification": {
@@ -195,25 +187,23 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
         },
         "HyperParameters": {name: json.dumps(value) for name, value in values.items()},
         "InputDataConfig": channels,
-        "OutputDataConfig": output,
+        "OutputDataConfig": without_empty(output),
         "CheckpointConfig": {"S3Uri": placement.checkpoint_uri(job_id)},
-        "ResourceConfig": resources,
+        "ResourceConfig": without_empty(resources),
         "StoppingCondition": stopping,
         "ProfilerConfig": {"DisableProfiler": True},
         "Tags": tags_of(job, placement),
+        "Environment": dict(job.environment),
+        "VpcConfig": vpc if job.subnets else None,
+        "EnableNetworkIsolation": job.network_isolation,
+        "EnableInterContainerTrafficEncryption": job.encrypt_traffic,
+        "EnableManagedSpotTraining": job.spot,
     }
-    if job.environment:
-        request["Environment"] = dict(job.environment)
-    if job.subnets:
-        groups = list(job.security_group_ids)
-        request["VpcConfig"] = {"Subnets": list(job.subnets), "SecurityGroupIds": groups}
-    if job.network_isolation:
-        request["EnableNetworkIsolation"] = True
-    if job.encrypt_traffic:
-        request["EnableInterContainerTrafficEncryption"] = True
-    if job.spot:
-        request["EnableManagedSpotTraining"] = True
-    return request
+    return without_empty(request)
+
+
+def without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value not in (None, False, {})}
 
 
 def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
