@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -42,7 +41,7 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
 
 
 def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
-    has_checkpoint = checkpoint_step is not None
+    status, place = raw["TrainingJobStatus"], raw.get("CheckpointConfig", {}).get("S3Uri")
     channels = {
         channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"]
         for channel in raw.get("InputDataConfig", [])
@@ -52,26 +51,28 @@ def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescript
         for name, value in raw.get("HyperParameters", {}).items()
         if not name.startswith("sagemaker_")
     }
-    metrics = {
-        metric["MetricName"]: metric["Value"] for metric in raw.get("FinalMetricDataList", [])
-    }
+    metrics = {each["MetricName"]: each["Value"] for each in raw.get("FinalMetricDataList", [])}
     if "step" in metrics:
         metrics["step"] = int(metrics["step"])
-    secondary = raw.get("SecondaryStatus", raw["TrainingJobStatus"])
+    artifacts = raw.get("ModelArtifacts", {})
+    secondary = raw.get("SecondaryStatus", status)
     transitions = raw.get("SecondaryStatusTransitions", [])
     limits = ("MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Interrupted")
     # An interrupted spot job runs again, so it has not failed.
     reason = in_short(raw.get("FailureReason", "")) or (secondary if secondary in limits else None)
     resources, pool = raw["ResourceConfig"], raw.get("WarmPoolStatus", {})
-    instance, instance_count = machines_of(resources)
-    completed = raw["TrainingJobStatus"] == "Completed"
+    warm_seconds = pool.get("ResourceRetainedBillableTimeInSeconds")
+    # Until SageMaker chooses one of several types, the instance is all of them.
+    candidates = ",".join(each["InstanceType"] for each in resources.get("InstancePreferences", []))
+    chosen = resources.get("SelectedInstanceType") or candidates
+    count = resources.get("SelectedInstanceCount") or resources.get("InstanceCount", 0)
     tags = {tag["Key"]: tag["Value"] for tag in raw.get("Tags", [])}  # only Search tells them
     return JobDescription(
         job_id=raw["TrainingJobName"],
-        status=raw["TrainingJobStatus"],
+        status=status,
         secondary_status=secondary,
-        instance=instance,
-        instance_count=instance_count,
+        instance=chosen or resources.get("InstanceType", ""),
+        instance_count=count,
         volume_size=resources.get("VolumeSizeInGB", 0),  # not required by botocore's model
         created=raw["CreationTime"].timestamp(),
         data=channels.get("training", ""),
@@ -80,35 +81,20 @@ def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescript
         owner=tags.get(OWNER_TAG),
         summary=tags.get(SUMMARY_TAG),
         inputs=tuple(channels.values()),
-        failure_reason=None if raw["TrainingJobStatus"] in RUNNING else reason,
+        failure_reason=None if status in RUNNING else reason,
         message=transitions[-1].get("StatusMessage") if transitions else None,
         started=timestamp(raw.get("TrainingStartTime")),
         ended=timestamp(raw.get("TrainingEndTime")),
         metrics={**metrics, "max_steps": hyperparameters.get("max_steps")} if metrics else None,
-        model_uri=raw.get("ModelArtifacts", {}).get("S3ModelArtifacts") if completed else None,
-        checkpoint_uri=raw["CheckpointConfig"]["S3Uri"] if has_checkpoint else None,
+        model_uri=artifacts.get("S3ModelArtifacts") if status == "Completed" else None,
+        checkpoint_uri=None if checkpoint_step is None else place,
         checkpoint_step=checkpoint_step,
         billable_seconds=raw.get("BillableTimeInSeconds"),
         training_seconds=raw.get("TrainingTimeInSeconds"),
         keep_alive=resources.get("KeepAlivePeriodInSeconds"),
-        warm_pool_seconds=(
-            pool.get("ResourceRetainedBillableTimeInSeconds")
-            if pool.get("Status") != "Available"
-            else None
-        ),
+        warm_pool_seconds=None if pool.get("Status") == "Available" else warm_seconds,
         spot=raw.get("EnableManagedSpotTraining", False),
     )
-
-
-def machines_of(resources: Mapping[str, Any]) -> tuple[str, int]:
-    """The instance type and count of a job's ResourceConfig.
-
-    Until SageMaker chooses one of several types, this is all of them, separated by commas.
-    """
-    preferred = [each["InstanceType"] for each in resources.get("InstancePreferences", [])]
-    instance = resources.get("SelectedInstanceType") or ",".join(preferred)
-    instance = instance or resources.get("InstanceType", "")
-    return instance, resources.get("SelectedInstanceCount") or resources.get("InstanceCount", 0)
 
 
 def in_short(reason: str) -> str:
