@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -31,10 +31,8 @@ from launcher.sagemaker.request import (
 
 ONE_AT_A_TIME = threading.Lock()  # two threads would restore each other's values
 # Instead of files of the user and the machine, whose defaults would change the request.
-CONFIG = {
-    "SchemaVersion": "1.0",
-    "SageMaker": {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}},
-}
+NO_TELEMETRY = {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}}
+CONFIG = {"SchemaVersion": "1.0", "SageMaker": NO_TELEMETRY}
 
 
 @contextmanager
@@ -123,29 +121,21 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
             debugger_hook_config=False,
             sagemaker_session=session,
         )
+        mode = "FastFile" if job.input_mode == "FastFile" else None
         inputs = {
-            name: TrainingInput(
-                uri, input_mode=None if name == "model" or job.input_mode == "File" else "FastFile"
-            )
+            name: TrainingInput(uri, input_mode=None if name == "model" else mode)
             for name, uri in channels_of(job).items()
         }
         estimator.fit(inputs, job_name=job_id, wait=False)
     except ValueError as error:  # the SDK's table of supported combinations
-        raise InputError(
-            f"the SageMaker SDK refuses this job: {' '.join(str(error).split())}"
-        ) from None
-    if len(job.instances) > 1:
-        prefer(job.instances, session.request)
+        problem = " ".join(str(error).split())
+        raise InputError(f"the SageMaker SDK refuses this job: {problem}") from None
+    if len(job.instances) > 1:  # version 2 of the SDK lacks this option
+        resources = session.request["ResourceConfig"]
+        del resources["InstanceType"]
+        resources["InstancePreferences"] = [{"InstanceType": name} for name in job.instances]
+        # Without it, the toolkit configures the network for the type that the job runs on.
+        session.request["HyperParameters"].pop("sagemaker_instance_type", None)
     if looks_like_gpu(job.instance) and not job.spot:  # of CPUs and spot, AWS ignores it
         session.request["StoppingCondition"]["MaxPendingTimeInSeconds"] = LONGEST_PENDING
     return session.request
-
-
-def prefer(instance_types: Sequence[str], request: dict[str, Any]) -> None:
-    """Change the request to run on the first of these types that has capacity; the v2 SDK lacks
-    this option."""
-    resources = request["ResourceConfig"]
-    del resources["InstanceType"]
-    resources["InstancePreferences"] = [{"InstanceType": name} for name in instance_types]
-    # Without it, the toolkit configures the network for the type that the job runs on.
-    request["HyperParameters"].pop("sagemaker_instance_type", None)
