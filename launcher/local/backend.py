@@ -205,7 +205,7 @@ class LocalBackend:
             instance=job.instance,
             instance_count=job.instance_count,
             created=record.created,
-            data=job.data or "",
+            data=job.data,
             hyperparameters=record.hyperparameters,
             name=job.name,
             summary=job.summary,
@@ -332,10 +332,8 @@ def by_launch(path: Path) -> tuple[str, float]:
 def is_held(lock: Path) -> bool:
     """Whether a process holds the lock. Tests it with a shared lock, so readers do not conflict."""
     try:
-        with open_file(lock) as file:
+        with suppress(FileNotFoundError), open_file(lock) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
     except BlockingIOError:
         return True
     return False

@@ -79,9 +79,6 @@ class LocalRun:
     def stopping(self) -> bool:
         return self.stop_requested or (self.directory / "stop").exists()
 
-    def asked_again(self) -> bool:
-        return (self.directory / "stop-now").exists()
-
     def deleted(self) -> bool:
         """Whether the job was deleted; a rank may have recreated its directory."""
         return not (self.directory / "job.json").exists()
@@ -91,11 +88,9 @@ class LocalRun:
     def lay_out(self) -> None:
         (self.directory / "logs").mkdir()
         (self.directory / "output").mkdir()
-        channels = {"training": self.job.data or ""}
-        if self.job.validation is not None:
-            channels["validation"] = self.job.validation
-        if self.job.init_from is not None:
-            channels["model"] = self.job.init_from
+        job = self.job
+        places = {"training": job.data, "validation": job.validation, "model": job.init_from}
+        channels = {channel: uri for channel, uri in places.items() if uri is not None}
         for name in ("input/config", "model", "output/data", "checkpoints"):
             (self.base / name).mkdir(parents=True)
         shutil.copytree(self.directory / "code", self.base / "code")
@@ -116,21 +111,21 @@ class LocalRun:
                 storage.link_or_copy(path, self.base / "checkpoints" / path.name)
 
     def write_config(self, channels: list[str]) -> None:
-        config = self.base / "input" / "config"
         values = {name: json.dumps(value) for name, value in self.record.hyperparameters.items()}
-        write_json(config / "hyperparameters.json", values)
         resources = {
             "current_host": HOST,
             "hosts": [HOST],
             "current_instance_type": "local",
             "network_interface_name": LOOPBACK,
         }
-        write_json(config / "resourceconfig.json", resources)
         copied = {
             "TrainingInputMode": "File",
             "S3DistributionType": "FullyReplicated",
             "RecordWrapperType": "None",
         }
+        config = self.base / "input" / "config"
+        write_json(config / "hyperparameters.json", values)
+        write_json(config / "resourceconfig.json", resources)
         write_json(config / "inputdataconfig.json", dict.fromkeys(channels, copied))
 
     def environment(self) -> dict[str, str]:
@@ -138,7 +133,7 @@ class LocalRun:
 
         Variables that change Python are dropped too, except PYTHONPATH, which may provide torch.
         """
-        base = self.base
+        base, values = self.base, self.record.hyperparameters
         outer = ("SM_", "OMPI_", "PMIX_", "SAGEMAKER_", "TORCHELASTIC_", "PYTHON")
         kept = {
             name: value
@@ -146,8 +141,6 @@ class LocalRun:
             if name == "PYTHONPATH" or not (name.startswith(outer) or name in RENDEZVOUS)
         }
         channels = {path.name: str(path) for path in sorted((base / "input" / "data").iterdir())}
-        values = self.record.hyperparameters
-        arguments = command_line(values)
         return {
             **kept,
             "SAGEMAKER_BASE_DIR": str(base),
@@ -167,7 +160,7 @@ class LocalRun:
             **{f"SM_CHANNEL_{name.upper()}": path for name, path in channels.items()},
             "SM_HPS": json.dumps(values),
             **{f"SM_HP_{name.upper()}": str(value) for name, value in values.items()},
-            "SM_USER_ARGS": json.dumps(arguments),
+            "SM_USER_ARGS": json.dumps(command_line(values)),
             "PYTHONUNBUFFERED": "1",
         }
 
@@ -206,7 +199,7 @@ class LocalRun:
                     kill_at = time.monotonic() + STOP_GRACE_SECONDS
                     self.update(status="Stopping", secondary="Stopping")
                     process.terminate()
-            elif time.monotonic() > kill_at or self.asked_again():
+            elif time.monotonic() > kill_at or (self.directory / "stop-now").exists():
                 stopped.add(-signal.SIGKILL)
                 os.killpg(process.pid, signal.SIGKILL)  # its ranks too
             time.sleep(0.05)
@@ -252,13 +245,9 @@ class LocalRun:
         return None
 
 
-def command_line(hyperparameters: Mapping[str, Any]) -> list[str]:
+def command_line(values: Mapping[str, Any]) -> list[str]:
     """argv as in the SageMaker toolkit: sorted by name, with values as text."""
-    return [
-        word
-        for name in sorted(hyperparameters)
-        for word in (f"--{name}", str(hyperparameters[name]))
-    ]
+    return [word for n in sorted(values) for word in (f"--{n}", str(values[n]))]
 
 
 def main() -> None:
