@@ -78,10 +78,9 @@ def make_client(session: Any, service: str, region: str, attempts: int | None = 
     if attempts or "AWS_MAX_ATTEMPTS" not in os.environ:
         retries["total_max_attempts"] = attempts or 6
     timeouts = {"connect_timeout": 2, "read_timeout": 3} if attempts else {}
+    config = Config(retries=retries, **timeouts)
     with service_errors(service):
-        return session.client(
-            service, region_name=region, config=Config(retries=retries, **timeouts)
-        )
+        return session.client(service, region_name=region, config=config)
 
 
 def check_region(session: Any) -> str:
@@ -145,10 +144,9 @@ def failure(what: str, error: BaseException) -> ServiceError:
     """Turn an exception of boto3 or s3fs, raised in `what`, into an error of one line."""
     code = kind_of(error)
     kind = {"aws-quota": OverQuota, "aws-denied": Denied}.get(code, ServiceError)
+    kind = Unreachable if is_outage(error) else kind
     aws_code, _ = code_and_message(cause_of(error))
-    return (Unreachable if is_outage(error) else kind)(
-        f"{what}: {why(error)}", code, aws_code=aws_code
-    )
+    return kind(f"{what}: {why(error)}", code, aws_code=aws_code)
 
 
 def is_outage(error: BaseException) -> bool:

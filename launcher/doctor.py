@@ -170,11 +170,8 @@ def check_quota(context: Context) -> Found:
     use = " for training job usage"
     try:
         with service_errors("ListServiceQuotas"):
-            pages = (
-                context.client("service-quotas")
-                .get_paginator("list_service_quotas")
-                .paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100})
-            )
+            paginator = context.client("service-quotas").get_paginator("list_service_quotas")
+            pages = paginator.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100})
             values = {
                 quota["QuotaName"].removesuffix(use): quota["Value"]
                 for page in pages
@@ -192,9 +189,8 @@ def check_quota(context: Context) -> Found:
     if n is None:
         return found(WARNING, f"the account has no quota {name!r}")
     if n < 1:
-        if looks_like_gpu(context.instance):
-            return found(FAILURE, f"{name!r} is 0", code="no-gpus-yet")
-        return found(FAILURE, f"{name!r} is 0", code="aws-quota")
+        code = "no-gpus-yet" if looks_like_gpu(context.instance) else "aws-quota"
+        return found(FAILURE, f"{name!r} is 0", code)
     return f"{name!r} is {n:g}"
 
 

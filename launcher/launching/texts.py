@@ -84,11 +84,10 @@ def find_channel(location: str, settings: Settings) -> Channel:
 
 def find_texts(request: Request, settings: Settings, near: Settings) -> dict[str, Channel]:
     """Where the job, whose store is that of `near`, reads its texts, by the job's fields."""
-    data = request.data or corpus.last_upload(settings)
-    named = {
-        name: text for name, text in (("data", data), ("validation", request.validation)) if text
+    named = {"data": request.data or corpus.last_upload(settings), "validation": request.validation}
+    return {
+        n: find_channel(corpus.located(text, settings), near) for n, text in named.items() if text
     }
-    return {n: find_channel(corpus.located(text, settings), near) for n, text in named.items()}
 
 
 def check_texts(channels: Mapping[str, Channel], config: Any) -> None:

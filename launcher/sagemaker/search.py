@@ -12,14 +12,12 @@ from launcher.job import time_of
 
 def search_jobs(client: Any, tags: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """The account's training jobs with these tags, newest first."""
+    filters = [
+        {"Name": f"Tags.{key}", "Operator": "Equals", "Value": value} for key, value in tags.items()
+    ]
     pages = client.get_paginator("search").paginate(
         Resource="TrainingJob",
-        SearchExpression={
-            "Filters": [
-                {"Name": f"Tags.{key}", "Operator": "Equals", "Value": value}
-                for key, value in tags.items()
-            ]
-        },
+        SearchExpression={"Filters": filters},
         SortBy="CreationTime",
         SortOrder="Descending",
     )
