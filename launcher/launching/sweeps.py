@@ -21,18 +21,9 @@ from launcher.files import storage
 from launcher.files.documents import Scalar
 from launcher.finding import Backend, Listing, backend_for, is_part, not_asked
 from launcher.job import FULL_ID, JobDescription, Request
+from launcher.launching import records
 from launcher.launching.launch import Plan, check_name, new_job_id, prepare
-from launcher.launching.records import (
-    Sweep,
-    Tries,
-    grid,
-    next_id,
-    read_record,
-    record_of,
-    tail_of,
-    tries_of,
-    write_record,
-)
+from launcher.launching.records import Sweep, Tries, record_of, tail_of
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker.cost import CeilingTooLow, usd
 from launcher.settings import Settings
@@ -54,9 +45,8 @@ def alone(group: str, settings: Settings) -> IO[str]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ServiceError(
-            f"another command runs sweep {group}", "sweep-is-running", group=group
-        ) from None
+        problem = f"another command runs sweep {group}"
+        raise ServiceError(problem, "sweep-is-running", group=group) from None
     return lock
 
 
@@ -80,18 +70,16 @@ def find_sweep(reference: str, settings: Settings, everyone: bool = False) -> tu
     recorded = (path.stem for path in record_of("*", settings).parent.glob("*.json"))
     ids = {*(job.job_id.removesuffix(tail_of(job.job_id)) for job in members), *recorded}
     groups = sorted(ids, reverse=True)
-    part = (
-        groups[0]
-        if reference == "latest" and groups
-        else reference.removesuffix(tail_of(reference))
-    )
+    part = reference.removesuffix(tail_of(reference))
+    if reference == "latest" and groups:
+        part = groups[0]
     for job in members:
         tail = tail_of(job.job_id)
         if job.name is not None and reference in (job.name, job.name.removesuffix(tail)):
             part = job.job_id.removesuffix(tail)
     matches = [group for group in groups if is_part(part, group)]
-    tries = tries_of(found, matches[0] if matches else "")
-    sweep = None if tries or not matches else read_record(matches[0], settings)
+    tries = records.tries_of(found, matches[0] if matches else "")
+    sweep = None if tries or not matches else records.read_record(matches[0], settings)
     request = sweep.job if sweep else next(iter(tries.values()), [None])[0]
     instance = (request and request.instance) or "local"
     if failure is not None and (part not in groups or instance != "local"):
@@ -111,7 +99,7 @@ def find_sweep(reference: str, settings: Settings, everyone: bool = False) -> tu
 def add_unlisted(group: str, tries: Tries, backend: Backend) -> None:
     """Add the jobs that a list does not have yet. The first tries are made in order."""
     for number in itertools.count(1):
-        while unlisted := backend.describe(next_id(group, number, tries[number])):
+        while unlisted := backend.describe(records.next_id(group, number, tries[number])):
             tries[number].append(unlisted)
         if not tries[number]:
             del tries[number]
@@ -189,7 +177,7 @@ def plan_sweep(
         request = request.model_copy(update={"processes_per_instance": 1})
     if empty := [name for name, each in values.items() if not each]:
         raise InputError("has no values", field="sweep", value=empty[0])
-    members = grid(values, seeds, int(request.hyperparameters.get("seed", 1337)))
+    members = records.grid(values, seeds, int(request.hyperparameters.get("seed", 1337)))
     check_name(request, settings)
     if request.name is not None:  # with the longest tail of its jobs' names
         request.replaced(name=f"{request.name}-{len(members)}-try99")
@@ -203,7 +191,7 @@ def continue_sweep(
     """Check and price the jobs of a sweep of this machine that have not completed."""
     with ExitStack() as unless_planned:
         lock = unless_planned.enter_context(alone(group, settings))
-        if (sweep := read_record(group, settings)) is None:
+        if (sweep := records.read_record(group, settings)) is None:
             raise InputError(f"sweep {group} was not launched from this machine, or was deleted")
         changed: dict[str, Any] = {"parallel": parallel} if parallel else {}
         if max_cost is not None:
@@ -221,7 +209,7 @@ def plan_left(group: str, sweep: Sweep, settings: Settings, tries: Tries) -> Swe
     for number in sweep.left(tries):
         earlier, first = tries.get(number, []), next(iter(plans.values()), None)
         try:
-            job_id = next_id(group, number, earlier)
+            job_id = records.next_id(group, number, earlier)
             plans[number] = prepare_member(sweep, number, settings, job_id, earlier, first)
         except CeilingTooLow as limit:
             if not earlier:
@@ -292,7 +280,7 @@ class SweepPlan:
                 fixed["entry_point"] = keep(first.job.source, self.settings)
             job = self.sweep.job.model_copy(update=fixed)
             self.sweep = self.sweep.model_copy(update={"job": job})
-        write_record(self.group, self.sweep, self.settings)
+        records.write_record(self.group, self.sweep, self.settings)
         return self.run()
 
     def run(self) -> Iterator[Progress]:

@@ -20,17 +20,8 @@ from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any
 
-from launcher import machines
-from launcher.aws import (
-    Missing,
-    NotAsked,
-    aws_session,
-    check_bucket,
-    check_region,
-    make_client,
-    patiently,
-    service_errors,
-)
+from launcher import aws, machines
+from launcher.aws import Missing, NotAsked, aws_session, service_errors
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -94,11 +85,13 @@ class SageMakerBackend:
 
     @cached_property
     def region(self) -> str:
-        return check_region(self.session)
+        return aws.check_region(self.session)
 
     def client(self, service: str) -> Any:
         if service not in self.clients:
-            self.clients[service] = make_client(self.session, service, self.region, self.attempts)
+            self.clients[service] = aws.make_client(
+                self.session, service, self.region, self.attempts
+            )
         return self.clients[service]
 
     def caller(self, patient: bool = True) -> Caller:
@@ -192,7 +185,7 @@ class SageMakerBackend:
             if uri and uri.startswith("s3://")
         }
         for uri, name in buckets.values():
-            check_bucket(self.client("s3"), uri, name, self.region)
+            aws.check_bucket(self.client("s3"), uri, name, self.region)
 
     def price(self, job: TrainingJob, earlier: SageMakerBackend | None) -> TrainingJob:
         """The job with a time limit that keeps it below its ceiling.
@@ -416,7 +409,7 @@ class SageMakerBackend:
         seen = {}
         heard, ended, pending = time.monotonic(), False, False
         while True:
-            raw, events, seen = patiently(
+            raw, events, seen = aws.patiently(
                 partial(self.news, job_id, seen), job_id=job_id, code="job-goes-on"
             )
             for _, stream, message in events:

@@ -15,19 +15,9 @@ from botocore.exceptions import WaiterError
 from launcher.aws import Missing, aws_session, check_region, make_client, service_errors
 from launcher.errors import ServiceError
 from launcher.job import RUNNING
+from launcher.sagemaker import stack as stacks
 from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.stack import (
-    Stack,
-    cache_stack,
-    describe_stack,
-    is_our_stack,
-    is_whole,
-    no_stack,
-    outputs_of,
-    parameters_of,
-    remember,
-    unusable,
-)
+from launcher.sagemaker.stack import Stack
 from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -84,7 +74,7 @@ class Deployment:
         role. A later plan that leaves them out keeps them. Delete what `left_over` finds first.
         """
         raw = self.changeable("UPDATE_ROLLBACK_FAILED")
-        known = {} if raw is None else parameters_of(raw)  # an older stack lacks some
+        known = {} if raw is None else stacks.parameters_of(raw)  # an older stack lacks some
         given = {
             "Kms": "true" * kms,
             "Vpc": "true" * vpc,
@@ -115,11 +105,11 @@ class Deployment:
     def changeable(self, *but: str) -> dict[str, Any] | None:
         """The answer of DescribeStacks for a stack that is ours, in no operation, and not in the
         statuses `but`; None if there is none."""
-        raw = describe_stack(self.client, self.name)
+        raw = stacks.describe_stack(self.client, self.name)
         if raw is not None:
             busy = raw["StackStatus"].endswith(("_IN_PROGRESS", *but))
-            if busy or not is_our_stack(raw):
-                raise unusable(raw)
+            if busy or not stacks.is_our_stack(raw):
+                raise stacks.unusable(raw)
         return raw
 
     def read_changes(self, change_set_id: str) -> list[tuple[str, str, str]] | None:
@@ -142,7 +132,7 @@ class Deployment:
         """Delete a change set, and its stack if that is still empty."""
         with service_errors("DeleteChangeSet"):
             self.client.delete_change_set(ChangeSetName=change_set.id)
-        if change_set.creates and describe_stack(self.client, change_set.stack_id) is None:
+        if change_set.creates and stacks.describe_stack(self.client, change_set.stack_id) is None:
             with service_errors("DeleteStack"):
                 self.client.delete_stack(StackName=change_set.stack_id)
 
@@ -158,12 +148,12 @@ class Deployment:
 
     def show(self) -> Stack:
         """The stack. Logs the state of its last operation, unless that succeeded."""
-        raw = describe_stack(self.client, self.name)
-        if raw is not None and not is_whole(raw["StackStatus"]):
+        raw = stacks.describe_stack(self.client, self.name)
+        if raw is not None and not stacks.is_whole(raw["StackStatus"]):
             logger.info(self.state(raw))
-        stack = cache_stack(self.settings, self.region, raw)
+        stack = stacks.cache_stack(self.settings, self.region, raw)
         if stack is None:
-            raise no_stack(self.settings, self.region)
+            raise stacks.no_stack(self.settings, self.region)
         return stack
 
     def removal(self, only: Collection[str] = ()) -> Removal | None:
@@ -171,7 +161,7 @@ class Deployment:
         raw = self.changeable()
         if raw is None or (only and raw["StackStatus"] not in only):
             return None
-        outputs = outputs_of(raw)
+        outputs = stacks.outputs_of(raw)
         policy, role = outputs.get("LauncherPolicyArn"), outputs.get("RoleArn")
         return Removal(
             stack_id=raw["StackId"],
@@ -217,7 +207,7 @@ class Deployment:
         with service_errors("DeleteStack"):
             self.client.delete_stack(StackName=removal.stack_id)
         self.wait("stack_delete_complete", removal.stack_id)
-        remember(self.settings, self.region, None)
+        stacks.remember(self.settings, self.region, None)
 
     def wait(self, end: str, stack_id: str) -> None:
         """Wait until the stack is at this end, a waiter's name."""
@@ -225,11 +215,11 @@ class Deployment:
         try:
             with service_errors("DescribeStacks"), suppress(WaiterError):
                 self.client.get_waiter(end).wait(StackName=stack_id, WaiterConfig=WAIT)
-            raw = describe_stack(self.client, stack_id)
+            raw = stacks.describe_stack(self.client, stack_id)
         except (KeyboardInterrupt, ServiceError):
             logger.info("CloudFormation continues by itself", extra={"code": "show-stack"})
             raise
-        if raw is not None and not is_whole(raw["StackStatus"]):
+        if raw is not None and not stacks.is_whole(raw["StackStatus"]):
             raise ServiceError(f"{self.state(raw)}; correct that and try again")
 
     def state(self, raw: dict[str, Any]) -> str:
@@ -249,8 +239,6 @@ class Deployment:
 
 def read_change(raw: dict[str, Any]) -> tuple[str, str, str]:
     change = raw["ResourceChange"]
-    replacement = change.get("Replacement")
-    action = "replace" if replacement == "True" else change["Action"].lower()
-    if replacement == "Conditional":
-        action += " or replace"
+    replaces = {"True": "replace", "Conditional": "modify or replace"}
+    action = replaces.get(change.get("Replacement"), change["Action"].lower())
     return action, change["ResourceType"], change["LogicalResourceId"]

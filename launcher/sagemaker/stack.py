@@ -13,15 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.aws import (
-    Denied,
-    Missing,
-    NotAsked,
-    aws_session,
-    check_region,
-    make_client,
-    service_errors,
-)
+from launcher import aws
+from launcher.aws import Denied, Missing, NotAsked, aws_session, service_errors
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
 from launcher.settings import Settings
@@ -90,8 +83,8 @@ def with_stack(
 
 def find_stack(settings: Settings, session: Any) -> Stack | None:
     """The stack of the settings, in one call; None if there is none and the user named none."""
-    region = check_region(session)
-    client = make_client(session, "cloudformation", region, attempts=3)
+    region = aws.check_region(session)
+    client = aws.make_client(session, "cloudformation", region, attempts=3)
     stack = cache_stack(settings, region, describe_stack(client, settings.stack))
     if stack is None and settings.names_stack:
         raise no_stack(settings, region)
