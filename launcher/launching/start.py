@@ -53,7 +53,7 @@ class InitialModel:
         """
         if (upload := text.upload) is None:
             return
-        problem, model, refused = "", self.channel.named, None
+        problem, code, model = "", "encode-for-model", self.channel.named
         if upload.train_tokens:
             from launcher.text.tokenizer import fingerprint
 
@@ -62,12 +62,9 @@ class InitialModel:
         elif self.tokenizer.unit == "tokens":
             problem = f"it is text, and {model} takes tokens"
         elif unknown := {*upload.vocabulary} - {each.decode() for each in self.tokenizer.words}:
-            known = f"{model} does not know: {characters(sorted(unknown))}"
-            refused = InputError(f"{text.named}: {known}")
+            problem, code = f"{model} does not know: {characters(sorted(unknown))}", ""
         if problem:
-            refused = InputError(f"{text.named}: {problem}", "encode-for-model", model=model)
-        if refused is not None:
-            raise refused
+            raise InputError(f"{text.named}: {problem}", code, model=model)
 
 
 def find_model(request: Request, settings: Settings) -> InitialModel:
