@@ -58,8 +58,6 @@ class Context:
     session: Any = None
     region: str = ""
     stack: Stack | None = None
-    role: str = ""
-    store: str = ""
     clients: dict[str, Any] = field(default_factory=dict)
 
     def client(self, service: str) -> Any:
@@ -129,29 +127,27 @@ def check_stack(context: Context) -> Found:
 
 def check_role(context: Context) -> Found:
     """The execution role that jobs get."""
-    context.role = context.settings.role or (context.stack.role if context.stack else "")
-    context.role = context.role or notebook_role(context.client)
-    if not context.role:
-        return found(FAILURE, "no execution role", code="no-role")
-    return context.role
+    role = context.settings.role or (context.stack.role if context.stack else "")
+    role = role or notebook_role(context.client)
+    return role or found(FAILURE, "no execution role", code="no-role")
 
 
 def check_store(context: Context) -> Found:
     """The store is in the region of the jobs; write and delete an empty object there."""
-    context.store = context.settings.store or (context.stack.store if context.stack else "")
-    if not context.store:
+    store = context.settings.store or (context.stack.store if context.stack else "")
+    if not store:
         return found(FAILURE, "no store is set", code="no-store")
-    if not context.store.startswith("s3://"):
-        return found(FAILURE, f"SageMaker cannot read {context.store}", code="store-on-s3")
-    check_bucket(context.client("s3"), context.store, "store", context.region)
-    place = storage.join(context.store, "data", f"doctor-{secrets.token_hex(4)}.txt")
+    if not store.startswith("s3://"):
+        return found(FAILURE, f"SageMaker cannot read {store}", code="store-on-s3")
+    check_bucket(context.client("s3"), store, "store", context.region)
+    place = storage.join(store, "data", f"doctor-{secrets.token_hex(4)}.txt")
     storage.write_bytes(place, b"", context.settings)
     try:
         storage.remove(place, context.settings)
     except ServiceError as error:
         text = f"{place} was written, and could not be deleted: {error}"
         return Finding(WARNING, text, error=error)
-    return f"{context.store} is writable"
+    return f"{store} is writable"
 
 
 def check_price(context: Context) -> Found:

@@ -292,10 +292,8 @@ def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
 def image_of(uri: str) -> Image | None:
     """The release that a URI in any registry names; None if it is unknown."""
     named = re.search(r"(?:^|/)([\w-]+):(\d+\.\d+)(?:\.\d+)?-(?:gpu|cpu|cu\d)", uri)
-    for image in IMAGES:
-        if named and named.groups() == (image.repository, image.minor):
-            return image
-    return None
+    known = {(image.repository, image.minor): image for image in IMAGES}
+    return known.get((named[1], named[2])) if named else None
 
 
 def problem(uri: str, instance: str, launcher: str) -> str | None:

@@ -59,8 +59,6 @@ TAIL_BYTES = 1 << 18  # of a curve: more than a thousand rows
 GONE = (
     "its processes are gone: they were killed, the machine was switched off, or the disk was full"
 )
-NOT_STARTED = "it could not be started"
-
 
 # The runner imports the launcher from the same place as this process, and nothing else there.
 RUNNER = (
@@ -192,7 +190,7 @@ class LocalBackend:
         if status in RUNNING and not alive:
             status, reason = "Failed", GONE
             if there is None:
-                reason = f"{NOT_STARTED}: {last_line(directory / 'runner.log')}"
+                reason = f"it could not be started: {last_line(directory / 'runner.log')}"
         elif status == "InProgress" and (directory / "stop").exists():
             status = "Stopping"
         model = directory / "output" / "model.tar.gz"

@@ -34,10 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds that are billed besides the run, which SageMaker does not limit: a generous allowance (the
 # default image has some 10 GB), not a promise. Very large data takes longer.
-START_SECONDS = 420
-STOP_SECONDS = 120  # between the limit's SIGTERM and SIGKILL
-UPLOAD_SECONDS = 60
-AROUND_SECONDS = START_SECONDS + STOP_SECONDS + UPLOAD_SECONDS
+AROUND_SECONDS = 420 + 120 + 60  # start; from the limit's SIGTERM to SIGKILL; upload
 
 SHORTEST_RUN = 60
 
@@ -281,8 +278,7 @@ class Prices:
 
     def __init__(self, settings: Settings, region: str, session: Any) -> None:
         self.file = settings.home / "prices.json"
-        self.region = region
-        self.session = session
+        self.region, self.session = region, session
         self.trouble = ""  # why AWS could not be asked; it is not asked again
 
     def of(self, instance: str) -> Price | None:
