@@ -433,8 +433,3 @@ def log_pending(description: JobDescription) -> None:
 def checkpoints_among(names: Iterable[str]) -> dict[int, str]:
     """The checkpoints among these file names, by step."""
     return {int(m[1]): name for name in names if (m := CHECKPOINT.fullmatch(name))}
-
-
-def newest_checkpoint(names: Iterable[str]) -> int | None:
-    """The highest step of the checkpoints among these file names."""
-    return max(checkpoints_among(names), default=None)

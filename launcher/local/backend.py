@@ -45,7 +45,7 @@ from launcher.job import (
     JobDescription,
     TrainingJob,
     UnreadableJob,
-    newest_checkpoint,
+    checkpoints_among,
     time_of,
 )
 from launcher.settings import Settings
@@ -56,9 +56,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TAIL_BYTES = 1 << 18  # of a curve: more than a thousand rows
-GONE = (
-    "its processes are gone: they were killed, the machine was switched off, or the disk was full"
-)
+GONE = "its processes are gone: killed, the machine was switched off, or the disk was full"
 
 # The runner imports the launcher from the same place as this process, and nothing else there.
 RUNNER = (
@@ -195,7 +193,8 @@ class LocalBackend:
             status = "Stopping"
         model = directory / "output" / "model.tar.gz"
         checkpoints = directory / CHECKPOINTS
-        step = newest_checkpoint(path.name for path in checkpoints.glob("*.safetensors"))
+        names = (path.name for path in checkpoints.glob("*.safetensors"))
+        step = max(checkpoints_among(names), default=None)
         return JobDescription(
             job_id=job_id,
             status=status,

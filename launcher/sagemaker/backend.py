@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from launcher import aws, machines
-from launcher.aws import Missing, NotAsked, aws_session, service_errors
+from launcher.aws import Missing, NotAsked, aws_session, make_client, service_errors
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -34,8 +34,8 @@ from launcher.job import (
     JobDescription,
     TrainingJob,
     UnreadableJob,
+    checkpoints_among,
     log_pending,
-    newest_checkpoint,
 )
 from launcher.sagemaker import caller, cost
 from launcher.sagemaker.caller import Caller, Launched
@@ -89,9 +89,7 @@ class SageMakerBackend:
 
     def client(self, service: str) -> Any:
         if service not in self.clients:
-            self.clients[service] = aws.make_client(
-                self.session, service, self.region, self.attempts
-            )
+            self.clients[service] = make_client(self.session, service, self.region, self.attempts)
         return self.clients[service]
 
     def caller(self, patient: bool = True) -> Caller:
@@ -309,7 +307,7 @@ class SageMakerBackend:
         ended = raw["TrainingJobStatus"] not in RUNNING
         place = raw["CheckpointConfig"]["S3Uri"]
         names = storage.list_files(place, self.settings) if ended else {}
-        return describe_job(raw, newest_checkpoint(names))
+        return describe_job(raw, max(checkpoints_among(names), default=None))
 
     def job(self, job_id: str) -> TrainingJob:
         raw = self.known(job_id)
