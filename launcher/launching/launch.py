@@ -143,7 +143,8 @@ def fill(asked: Request, settings: Settings, known: Mapping[str, Channel] | None
     request = with_folder(request)
     model = start.find_model(request, near) if asked.init_from is not None else None
     if model is not None:
-        request = model.shape(request)
+        values = {"hyperparameters": model.hyperparameters, "init_from": model.channel.uri}
+        request = request.model_copy(update=values)
     gpu = machines.looks_like_gpu(request.instance or "local")
     if gpu and request.preset is None and not (asked.resume or asked.init_from):
         request = request.model_copy(update={"preset": "baby"})
@@ -250,14 +251,10 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
         The request, and the earlier job as this folder computes it.
     """
     before, description, given = earlier.job, earlier.description, request.given()
-    given.setdefault("instance", before.instance)
-    if (description.instance == "local") != (given["instance"] == "local"):
-        raise InputError(
-            f"cannot read the checkpoints of job {request.resume}, which ran on"
-            f" {description.instance}",
-            field="instance",
-            value=given["instance"],
-        )
+    here = given.setdefault("instance", before.instance)
+    if (description.instance == "local") != (here == "local"):
+        ran = f"job {request.resume}, which ran on {description.instance}"
+        raise InputError(f"cannot read the checkpoints of {ran}", field="instance", value=here)
     if request.entry_point is None and before.entry_point is not None:
         source = find_source(before.source_sha256 or "", settings)
         given["entry_point"] = source.directory
@@ -276,7 +273,7 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
     kept = before.model_dump(include=set(Request.model_fields) - NEW, exclude_defaults=True)
     if given.get("spot", before.spot) != before.spot:  # each belongs to one kind of capacity
         kept.pop("max_wait" if before.spot else "keep_alive", None)
-    if any(map(machines.has_local_storage, machines.types_of(given["instance"]))):
+    if any(map(machines.has_local_storage, machines.types_of(here))):
         kept.pop("volume_size", None)
     for name, other in permutations(("image_uri", "pytorch_version")):
         if name in given:

@@ -41,13 +41,11 @@ class Sweep(Document):
         return [number for number in range(1, len(self.members) + 1) if number not in done]
 
 
-def grid(
-    sweep: Mapping[str, Sequence[Scalar]], seeds: int, first_seed: int
-) -> list[dict[str, Scalar]]:
+def grid(sweep: Mapping[str, Sequence[Scalar]], seeds: int, first: int) -> list[dict[str, Scalar]]:
     """Each combination of the values, with each of `seeds` seeds."""
     values = dict(sweep)
     if seeds > 1:
-        values["seed"] = range(first_seed, first_seed + seeds)
+        values["seed"] = range(first, first + seeds)
     return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
 
 
@@ -68,10 +66,9 @@ def tries_of(found: Iterable[JobDescription | UnreadableJob], group: str) -> Tri
     """The jobs of a sweep among these."""
     tries: Tries = defaultdict(list)
     for job in found:
-        if isinstance(job, JobDescription):
-            name = MEMBER.fullmatch(job.job_id)
-            if name and name[1] == group:
-                tries[int(name[2])].append(job)
+        name = MEMBER.fullmatch(job.job_id)
+        if name and name[1] == group and isinstance(job, JobDescription):
+            tries[int(name[2])].append(job)
     for each in tries.values():
         each.sort(key=lambda job: attempt_of(job.job_id))
     return tries

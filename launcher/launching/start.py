@@ -41,11 +41,6 @@ class InitialModel:
     hyperparameters: Mapping[str, Scalar]
     tokenizer: Tokenizer
 
-    def shape(self, request: Request) -> Request:
-        """The request for a job that starts from the model."""
-        values = {"hyperparameters": self.hyperparameters, "init_from": self.channel.uri}
-        return request.model_copy(update=values)
-
     def check_known(self, text: Channel) -> None:
         """Raise InputError if the model has no ids for a text.
 
