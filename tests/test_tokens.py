@@ -248,6 +248,13 @@ def test_a_vocabulary_that_stays_small_is_explained(tmp_path, cli):
     assert f"vocabulary {learned}\n" in ran.err
 
 
+def test_the_tokenizer_of_an_upload_is_taken_by_its_directory(documents, tmp_path, cli):
+    first = cli("upload-data", str(documents), *BPE).good.out.strip()
+    (tmp_path / "more.txt").write_text(FOX * 100)
+    words = ("--tokenizer", first.removeprefix("file://"))
+    assert cli("upload-data", str(tmp_path / "more.txt"), *words).code == 0
+
+
 def test_transformers_reads_the_same_tokenizer(made, words_of):
     from transformers import AutoTokenizer
 

@@ -97,9 +97,10 @@ def record_of(group: str, settings: Settings) -> Path:
 
 def recorded_as(reference: str, settings: Settings) -> str | None:
     """The id of the sweep of this machine that has this id or name."""
-    if record_of(reference, settings).exists():
+    records = [*record_of("*", settings).parent.glob("*.json")]
+    if reference in [path.stem for path in records]:  # an absolute path would be another file
         return reference
-    for path in record_of("*", settings).parent.glob("*.json"):
+    for path in records:
         with suppress(ServiceError):  # a damaged one is not this one
             sweep = read_record(path.stem, settings)
             if sweep is not None and sweep.job.name == reference:
