@@ -165,7 +165,7 @@ def is_outage(error: BaseException) -> bool:
 def patiently(ask: Callable[[], T], *, job_id: str, code: str, deadline: float = math.inf) -> T:
     """Call `ask` about a job or a sweep that is watched, and retry through an outage of minutes.
 
-    code says how it is watched again. deadline is in time.monotonic() seconds.
+    code says how it is watched again; "": the caller does. deadline is in time.monotonic() seconds.
     """
     until = math.inf
     while True:
@@ -175,7 +175,8 @@ def patiently(ask: Callable[[], T], *, job_id: str, code: str, deadline: float =
             now, lost = time.monotonic(), isinstance(error, Unreachable)
             if lost and until == math.inf:
                 until = min(deadline, now + PATIENCE_SECONDS)
-                logger.info(f"{error}; retrying (a running job continues meanwhile)")
+                goes_on = "retrying (a running job continues meanwhile)"
+                logger.info(f"{error}; {goes_on}", extra={"cause": error})
             if not lost or now >= until:  # credentials have expired, for one
                 problem = f"{error}; a running job continues and is billed"
                 raise ServiceError(problem, code, job_id=job_id) from error

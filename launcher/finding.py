@@ -123,7 +123,8 @@ def full_id(reference: str, settings: Settings, acts: bool = False, trained: boo
     if listing.failure is not None:
         if found is None or not is_certain(reference, found, settings, acts):
             raise listing.failure.within(f"cannot resolve {reference!r} to a full job id")
-        logger.info(f"{listing.failure}; of the jobs of this machine, {reference} is {found.named}")
+        which = f"of the jobs of this machine, {reference} is {found.named}"
+        logger.info(f"{listing.failure}; {which}", extra={"cause": listing.failure})
     elif found is None:
         if latest:
             raise ServiceError(f"you have no jobs yet{not_asked(settings)}", "no-jobs-yet")

@@ -165,7 +165,7 @@ class Request(BaseModel):
         if self.max_wait is not None and not self.spot:
             yield "max_wait", None, "is for spot jobs"
         if self.max_wait is not None and self.max_wait < run:
-            yield "max_wait", self.max_wait, f"must be at least max_run, {run}"
+            yield "max_wait", self.max_wait, f"must be at least the time limit, {run}"
         if bool(self.subnets) != bool(self.security_group_ids):
             name, other = "subnets", "security groups"
             if not self.subnets:

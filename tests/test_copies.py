@@ -200,6 +200,7 @@ def test_standard_input_is_a_file(copied, monkeypatch, tmp_path):
     [
         ("https://a.org/b.txt", "web address"),
         ("gs://bucket/b.txt", "s3://bucket/prefix"),
+        ("- -", "given once"),
         ("hf://me/model", "hf://datasets/OWNER/NAME"),
         ("", "the path is empty"),
     ],

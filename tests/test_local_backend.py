@@ -706,7 +706,7 @@ def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):
         ("--set n_embd=64", 2, "n_embd (from 32 to 64)"),
         ("--set n_layr=1", 2, "did you mean n_layer?"),
         ("--set max_steps=20 --processes-per-instance 3", 2, "batch_size=3 or 6"),
-        ("--preset auto", 2, "are for a new run"),
+        ("--preset auto", 2, "--preset auto: is for a new run"),
         ("--instance ml.g5.xlarge", 2, "which ran on local"),
         ("--resume nope", 1, "`sm-nanogpt jobs`"),
     ],

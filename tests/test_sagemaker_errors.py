@@ -70,7 +70,7 @@ def test_a_bug_is_not_blamed_on_the_network():
     [
         ("EXPIRED", (), "have expired"),
         ("WRONG", (), "AWS_PROFILE or the keys"),
-        ("testing", ("--instance", "ml.g6.48xlarge"), "request an increase"),
+        ("testing", ("--instance", "ml.g6.48xlarge"), "training job usage' is 0"),
     ],
 )
 def test_a_launch_refused_by_aws_says_what_to_do(

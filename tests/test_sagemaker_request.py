@@ -275,7 +275,7 @@ def many(option: str, n: int) -> str:
     ("words", "fact"),
     [
         ("--max-wait 100", "--max-wait: is for spot"),
-        ("--spot --max-wait 100", "--max-wait 100: must be at least max_run, 3600"),
+        ("--spot --max-wait 100", "--max-wait 100: must be at least the time limit, 3600"),
         ("--spot --max-wait 9999999", "--max-wait 9999999: "),
         ("--keep-alive 3601", "--keep-alive 3601: must be at most 3600"),
         ("--max-run 1", "--max-run 1: must be at least 60"),

@@ -375,7 +375,7 @@ def test_a_character_model_tunes_and_resumes(job, text, cli, tmp_path):
     "words, error",
     [
         (("--init-from", "./nothing"), "./nothing: no such directory"),
-        (("--init-from", "{job}", "--resume", "{job}"), "are for a new run"),
+        (("--init-from", "{job}", "--resume", "{job}"), "is for a new run"),
         (("--init-from", "{job}", "--set", "n_layer=3"), "n_layer=3: the initial model has"),
         (("--init-from", "{job}", "--set", "n_layr=3"), "there is no such hyperparameter"),
     ],

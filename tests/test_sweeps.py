@@ -507,10 +507,11 @@ def test_ctrl_c_leaves_a_sweeps_sagemaker_jobs(cloud, launch, cli, monkeypatch):
 
 
 @pytest.mark.parametrize("words", ["stop", "delete --yes"])
-def test_no_sweep_out_of_reach_is_stopped_or_deleted(cloud, cli, recorded, words):
-    record = recorded(instance="ml.g5.xlarge")
+@pytest.mark.parametrize(("instance", "group"), [("ml.g5.xlarge", GROUP), ("local", "latest")])
+def test_no_sweep_out_of_reach_is_stopped_or_deleted(cloud, cli, recorded, words, instance, group):
+    record = recorded(instance=instance)
     cloud.refuse["Search"] = ("ExpiredTokenException", "no")
-    assert cli(*words.split(), "--group", GROUP).failed(
+    assert cli(*words.split(), "--group", group).failed(
         1, "Search: ", "the AWS credentials have expired"
     )
     assert record.exists()

@@ -344,7 +344,7 @@ def test_local_jobs_need_no_aws_to_be_read(job, cli, unreachable, monkeypatch):
 def test_a_job_is_changed_only_if_no_other_can_be_meant(job, cli, unreachable):
     ran = cli("stop", "latest")  # no job of this home is on SageMaker
     assert ran.failed(1, f"{job.job_id} has already ended")
-    assert f"of the jobs of this machine, latest is {job.job_id}\n" in ran.err
+    assert f"of the jobs of this machine, latest is {job.job_id}; " in ran.err
     caller = Caller(ACCOUNT, "user/ada")
     remember(Launched(caller, "us-east-1", "sm-nanogpt-20200101-000000-abcdef"), load_settings())
     assert f"latest is {job.job_id}\n" in cli("status", "latest").good.err

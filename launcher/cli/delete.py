@@ -12,7 +12,7 @@ import click
 
 from launcher.cli.options import GROUP, JSON, YES, Command, Job, agree, can_ask, settings_of
 from launcher.cli.show import moment, note, print_columns, print_json
-from launcher.cli.words import command
+from launcher.cli.words import command, sentence
 from launcher.errors import InputError, ServiceError
 from launcher.files.progress import byte_progress
 
@@ -168,7 +168,7 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
     if failure:
         if unknown or any(each.uri.startswith("s3:") for each in found):
             raise failure  # it may be there, or a running job may read it
-        note(f"{failure}; only what is on this machine will be deleted")
+        note(f"{sentence(failure)}; only what is on this machine will be deleted")
     if unknown:
         raise InputError(f"there is no upload {min(unknown)}: `{command('data')}` lists them")
     for each in found:

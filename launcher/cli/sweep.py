@@ -35,7 +35,8 @@ def run_sweep(
         print_json([each.request for each in plan.plans.values()])
         return
     n, local = len(plan.sweep.members), plan.sweep.job.is_local
-    note(f"sweep: {len(plan.plans)} jobs, {plan.sweep.parallel} at a time")
+    if plan.plans:
+        note(f"sweep: {len(plan.plans)} jobs, {plan.sweep.parallel} at a time")
     if not local:
         worst = plan.worst_cost
         unknown = worst == math.inf

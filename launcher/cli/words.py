@@ -47,7 +47,6 @@ REMEDIES: dict[str, str] = {
     "in-another-region": "--region {region}, before the command, finds it",
     "job-is-running": "stop it first: `{sm} stop {job_id}`",
     "job-goes-on": "`{sm} logs {job_id} --follow` follows it",
-    "sweep-goes-on": "`{sm} launch --resume {job_id}` continues the sweep",
     "sweep-is-running": "let it end, or stop it with `{sm} stop --group {group}`",
     "no-such-sweep": "the id of a sweep is that of its jobs without the number at the end, and"
     " `{sm} launch --sweep KEY=V1,V2` starts one",

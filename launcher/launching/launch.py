@@ -181,7 +181,8 @@ def check_name(request: Request, settings: Settings) -> None:
     if listing.failure is not None:
         if not (request.is_local or isinstance(listing.failure, NotAsked)):
             raise listing.failure
-        logger.info(f"{listing.failure}; of the jobs of this machine, none is named {request.name}")
+        none = f"of the jobs of this machine, none is named {request.name}"
+        logger.info(f"{listing.failure}; {none}", extra={"cause": listing.failure})
 
 
 def cloud_settings(backend: SageMakerBackend) -> Settings:
@@ -227,8 +228,9 @@ def find_earlier(request: Request, settings: Settings) -> Earlier | None:
     """The job that a request resumes, which a dry run looks up too."""
     if request.resume is None:
         return None
-    if request.preset == "auto" or request.init_from is not None:
-        raise InputError("preset=auto and init_from are for a new run, without resume")
+    new = "init_from" if request.init_from is not None else "preset"
+    if new == "init_from" or request.preset == "auto":
+        raise InputError("is for a new run, without resume", field=new, value=getattr(request, new))
     backend, description = find(request.resume, settings.that_ask())
     is_it = f"job {request.resume} is {description.status}"
     refused = None

@@ -48,7 +48,7 @@ class InitialModel:
         """
         if (upload := text.upload) is None:
             return
-        problem, code, model = "", "encode-for-model", self.channel.named
+        problem, model = "", self.channel.named
         if upload.train_tokens:
             from launcher.text.tokenizer import fingerprint
 
@@ -57,9 +57,10 @@ class InitialModel:
         elif self.tokenizer.unit == "tokens":
             problem = f"it is text, and {model} takes tokens"
         elif unknown := {*upload.vocabulary} - {each.decode() for each in self.tokenizer.words}:
-            problem, code = f"{model} does not know: {characters(sorted(unknown))}", ""
+            known = f"{model} does not know: {characters(sorted(unknown))}"
+            raise InputError(f"{text.named}: {known}")
         if problem:
-            raise InputError(f"{text.named}: {problem}", code, model=model)
+            raise InputError(f"{text.named}: {problem}", "encode-for-model", model=model)
 
 
 def find_model(request: Request, settings: Settings) -> InitialModel:

@@ -82,7 +82,8 @@ def find_sweep(reference: str, settings: Settings, everyone: bool = False) -> tu
     sweep = None if tries or not matches else records.read_record(matches[0], settings)
     request = sweep.job if sweep else next(iter(tries.values()), [None])[0]
     instance = (request and request.instance) or "local"
-    if failure is not None and (part not in groups or instance != "local"):
+    # The latest may be one of those that were not listed.
+    if failure is not None and (reference == "latest" or part not in groups or instance != "local"):
         raise failure
     if len(matches) != 1:
         problem = f"{reference!r} matches {len(matches) or 'no'} sweep{'s' * (len(matches) != 1)}"
@@ -322,7 +323,7 @@ class SweepPlan:
     def is_stopped(self) -> bool:
         """Whether somebody stopped or deleted the sweep."""
         read = partial(storage.read_bytes, self.mark, self.settings)
-        return patiently(read, job_id=self.group, code="sweep-goes-on") != b"run"
+        return patiently(read, job_id=self.group, code="") != b"run"
 
     def start(self, number: int) -> Progress:
         """Start a member's next job. Raises OverQuota, or as `Plan.submit`."""
@@ -337,7 +338,7 @@ class SweepPlan:
         """Ask about each job that runs, and stop it if asked. Yields those that have ended."""
         for number, job_id in list(self.running.items()):
             ask = partial(self.backend.describe, job_id)
-            description = patiently(ask, job_id=self.group, code="sweep-goes-on")
+            description = patiently(ask, job_id=self.group, code="")
             if description is None:
                 logger.info(f"job {job_id} was deleted")
                 del self.running[number]

@@ -98,12 +98,11 @@ def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
     for name, channel in channels.items():
         if (text := channel.upload) is None:
             continue
-        problem, code = problem_of(text, config, "" if len(channels) == 1 else name), ""
         if not text.train_tokens and getattr(config, "mask_documents", False):
             problem = "mask_documents needs tokens, whose documents have an end"
-            code = "needs-ends"
-        if problem:
-            raise InputError(f"{channel.named}: {problem}", code)
+            raise InputError(f"{channel.named}: {problem}", "needs-ends")
+        if problem := problem_of(text, config, "" if len(channels) == 1 else name):
+            raise InputError(f"{channel.named}: {problem}")
         if longer := sum(n for context, n in text.contexts.items() if context > config.block_size):
             logger.warning(
                 f"{longer:,} of {text.documents:,} conversations are longer than"

@@ -179,7 +179,8 @@ def afford(
     except (InputError, ServiceError) as error:
         if ceiling is not None:
             raise
-        logger.info(f"cost: that of the earlier jobs is unknown: {error}")
+        unknown = f"cost: that of the earlier jobs is unknown: {error}"
+        logger.info(unknown, extra={"cause": error})
         earlier = None
     if prices.trouble:
         logger.info(prices.trouble)
