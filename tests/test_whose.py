@@ -347,7 +347,7 @@ def test_a_job_is_changed_only_if_no_other_can_be_meant(job, cli, unreachable):
     assert f"of the jobs of this machine, latest is {job.job_id}; " in ran.err
     caller = Caller(ACCOUNT, "user/ada")
     remember(Launched(caller, "us-east-1", "sm-nanogpt-20200101-000000-abcdef"), load_settings())
-    assert f"latest is {job.job_id}\n" in cli("status", "latest").good.err
+    assert f"latest is {job.job_id}; " in cli("status", "latest").good.err
     for words in (("stop", "latest"), ("delete", job.job_id[-6:], "--yes")):
         assert cli(*words).failed(1, "cannot resolve", "to a full job id")
     remember(Launched(caller, "us-east-1", "sm-nanogpt-20990101-000000-abcdef"), load_settings())
