@@ -23,7 +23,11 @@ def settings_of(context: click.Context, **given: str | None) -> Settings:
     from launcher.settings import load_settings
 
     context.obj |= {name: value for name, value in given.items() if value}
-    return load_settings(**context.obj)
+    known = context.meta.setdefault("settings", {})  # with the AWS session that they hold
+    key = tuple(sorted((name, value) for name, value in context.obj.items() if value))
+    if key not in known:
+        known[key] = load_settings(**context.obj)
+    return known[key]
 
 
 class Command(click.Command):
@@ -31,7 +35,7 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # A mistake in the rest of the line is told before a job is looked for.
+        # Check the other parameters first: it may take seconds to look for a job.
         for parameter in self.params:
             parameter.is_eager = not isinstance(parameter.type, Job)
 
