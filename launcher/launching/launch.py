@@ -171,12 +171,10 @@ def check_name(request: Request, settings: Settings) -> None:
     """Raise InputError if a job of the caller, or a sweep of this machine, has the name."""
     if request.name is None:
         return
-    taken = recorded_as(request.name, settings)
     listing = Listing(settings, name=request.name)
     elsewhere = not request.is_local or remembered(settings)
-    for job in listing if elsewhere else listing.local():
-        taken = taken or job.job_id
-    if taken:
+    jobs = iter(listing) if elsewhere else listing.local()
+    if taken := recorded_as(request.name, settings) or next((job.job_id for job in jobs), None):
         raise InputError(f"{taken} has this name", field="name", value=request.name)
     if listing.failure is not None:
         if not (request.is_local or isinstance(listing.failure, NotAsked)):
@@ -197,14 +195,12 @@ def cloud_settings(backend: SageMakerBackend) -> Settings:
         settings = settings.model_copy(update={"role": role})
     if settings.store:
         return settings
-    missing = InputError("no store is set, and the account has no default bucket", "no-store")
     try:
         bucket = backend.default_bucket()
     except NotAsked as error:
-        bucket = None
-        missing = InputError(f"{error}, and no stack is known here yet", "no-stack-seen")
+        raise InputError(f"{error}, and no stack is known here yet", "no-stack-seen") from None
     if bucket is None:
-        raise missing
+        raise InputError("no store is set, and the account has no default bucket", "no-store")
     store = f"s3://{bucket}/sm-nanogpt"
     logger.info(f"store: {store} (the account's default SageMaker bucket)")
     return settings.model_copy(update={"store": store})
@@ -233,13 +229,10 @@ def find_earlier(request: Request, settings: Settings) -> Earlier | None:
         raise InputError("is for a new run, without resume", field=new, value=getattr(request, new))
     backend, description = find(request.resume, settings.that_ask())
     is_it = f"job {request.resume} is {description.status}"
-    refused = None
     if description.is_running:
-        refused = ServiceError(is_it, "job-is-running", job_id=request.resume)
-    elif description.checkpoint_uri is None:
-        refused = ServiceError(f"{is_it}, and left no checkpoint to resume from")
-    if refused is not None:
-        raise refused
+        raise ServiceError(is_it, "job-is-running", job_id=request.resume)
+    if description.checkpoint_uri is None:
+        raise ServiceError(f"{is_it}, and left no checkpoint to resume from")
     return Earlier(backend.job(description.job_id), description, backend)
 
 

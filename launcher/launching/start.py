@@ -82,10 +82,9 @@ def read_model(request: Request, directory: Path) -> tuple[Mapping[str, Scalar],
         values = source.module("huggingface").starting_values(directory, request.hyperparameters)
         return values, source.module("data").read_tokenizer(directory)
     except source.module("errors").TrainingError as error:
-        refused = InputError(str(error), field="init_from", value=request.init_from)
         if "that script" in str(error):  # of an edited folder
-            refused = InputError(str(error), "name-script")
-        raise refused from None
+            raise InputError(str(error), "name-script") from None
+        raise InputError(str(error), field="init_from", value=request.init_from) from None
 
 
 def base_of(named: str) -> str:
