@@ -250,7 +250,7 @@ def prepare(request: Request, settings: Settings | None = None) -> Plan:
 
 
 def launch(request: Request, settings: Settings | None = None, confirmed: bool = False) -> Job:
-    """Start a training job and return it at once. Raises as `prepare` and `Plan.submit`."""
+    """Start a training job and return it at once. Raises what prepare and Plan.submit raise."""
     return prepare(request, settings).submit(confirmed)
 
 

@@ -344,7 +344,7 @@ def test_a_job_launched_by_another_tool_is_left_alone(cloud, cli, launch):
     request = {**cloud.sagemaker.jobs[launch()].request, "TrainingJobName": "prod-xgb"}
     cloud.sagemaker.CreateTrainingJob(request)
     for command in ("stop", "status", "logs", "fetch-and-sample"):
-        assert cli(command, "prod-xgb").failed(1, "of another tool")
+        assert cli(command, "prod-xgb").failed(1, "sm-nanogpt did not launch")
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
 
 

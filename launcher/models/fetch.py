@@ -43,8 +43,8 @@ def fetch_model(
     """Download a job's model, unless it is here, and return its directory.
 
     For a job that failed or was stopped, this is the model of its newest checkpoint. entry_point
-    names the folder that exports it, if its launch kept none here. Of a job that cannot be looked
-    up now, say for want of a network or a login, it is what was fetched before.
+    names the folder that exports it, if its launch kept none here. If the job cannot be
+    looked up, for example without a network or a login, this is the model that was fetched before.
 
     Raises:
         InputError: the folder that exports a checkpoint is not here.

@@ -285,7 +285,7 @@ class SageMakerBackend:
         except Missing:
             return None
         if not ours:
-            raise ServiceError(f"{job_id} is a training job of another tool")
+            raise ServiceError(f"{job_id} is a training job that sm-nanogpt did not launch")
         return raw
 
     def described(self, job_id: str) -> JobDescription | None:
