@@ -25,7 +25,7 @@ To change                                                   open
     the model directory for transformers                    huggingface.py
 
 and, seldom, SageMaker's paths and devices (container.py), processes (distributed.py), CUDA graphs
-(graphs.py), messages (errors.py), faults on purpose (faults.py), opening files (files.py).
+(cuda_graphs.py), messages (errors.py), faults on purpose (faults.py), opening files (files.py).
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ from .container import (
     share_cores,
 )
 from .conversations import END_OF_TURN, Packed
+from .cuda_graphs import PassGraph, record_passes
 from .data import Batches, Corpus, bytes_per_token, evaluate
 from .distributed import Group
 from .errors import TrainingError, counted, first_line, log
 from .faults import fail, read_fault
-from .graphs import PassGraph, record_passes
 from .model import GPT, sample
 from .optim import Optimizer, first_steps, learning_rate_scale, window_length
 
