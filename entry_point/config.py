@@ -7,7 +7,6 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 from .errors import ConfigError, choices_for, counted, nearest_multiples, nearest_name
@@ -243,36 +242,6 @@ PRESETS: dict[str, dict[str, Any]] = {
                  batch_size=480, max_steps=5000, momentum=0.95, weight_decay=0.1, log_interval=10),
 }
 # fmt: on
-
-
-# Each with the format in which it is shown.
-METRICS = {
-    "train_loss": 5,
-    "val_loss": 5,
-    "best_loss": 5,  # the lowest val_loss so far, which is that of the model that is kept
-    "bits_per_byte": 5,  # val_loss per byte of text, comparable between tokenizers
-    "learning_rate": 7,
-    "tokens_per_second": 0,
-}
-
-
-def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:
-    """`step=250/2000 train_loss=1.81234 ... time_left=0:00:12`, which metric regexes read."""
-    words = [f"step={row['step']}/{max_steps}"]
-    words += [f"{name}={row[name]:.{digits}f}" for name, digits in METRICS.items() if name in row]
-    if seconds_left is not None:
-        words.append(f"time_left={duration(seconds_left)}")
-    return " ".join(words)
-
-
-def duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
-
-
-def metric_definitions() -> list[dict[str, str]]:
-    """What SageMaker needs to read the metrics of a log; not anchored, as mpirun tags lines."""
-    number = r"([0-9]+(?:\.[0-9]+)?)"
-    return [{"Name": name, "Regex": f"{name}={number}"} for name in ("step", *METRICS)]
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -19,7 +19,8 @@ To change                                                   open
     the activation, attention, the loss                     model.py
     the learning rate schedule, the optimizers              optim.py
     what a batch is, evaluation, how text is read           data.py
-    the loop, what a log line says                          trainer.py
+    the loop                                                trainer.py
+    the metrics of the log                                  metrics.py
     what is learned of conversations                        conversations.py
     what a checkpoint holds, when one is due                checkpoint.py
     the model directory for transformers                    huggingface.py

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import huggingface
 from .checkpoint import Checkpoints
-from .config import Config, check_resumable, derive_seed, duration, metric_line
+from .config import Config, check_resumable, derive_seed
 from .container import (
     Container,
     Ranks,
@@ -36,6 +36,7 @@ from .data import Batches, Corpus, bytes_per_token, evaluate
 from .distributed import Group
 from .errors import TrainingError, counted, first_line, log
 from .faults import fail, read_fault
+from .metrics import duration, metric_line
 from .model import GPT, sample
 from .optim import Optimizer, first_steps, learning_rate_scale, window_length
 

@@ -254,7 +254,7 @@ class Request(BaseModel):
     def metric_definitions(self) -> list[dict[str, str]]:
         """What SageMaker reads from the log: a name and a pattern each."""
         with self.source.running():
-            return list(self.module.metric_definitions())
+            return list(self.source.module("metrics").metric_definitions())
 
 
 class TrainingJob(Request):

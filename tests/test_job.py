@@ -152,15 +152,17 @@ def test_an_edited_folder_that_cannot_run_is_refused(tmp_path, name, content, re
         Source.read(folder).check_complete()
 
 
-@pytest.mark.parametrize("function", ["make_config", "metric_definitions"])
-def test_an_edited_config_that_raises_names_its_file_and_line(tmp_path, function, capsys):
-    config = launching.edited(tmp_path / "mine") / "config.py"
+@pytest.mark.parametrize(
+    "name, function", [("config", "make_config"), ("metrics", "metric_definitions")]
+)
+def test_an_edited_function_that_raises_names_its_line(tmp_path, name, function, capsys):
+    file = launching.edited(tmp_path / "mine") / f"{name}.py"
     edit = f"\ndef {function}(*given):\n    print('looked at')\n    return 1 / 0\n"
-    config.write_text(config.read_text() + edit)
-    line = config.read_text().count("\n")
-    request = Request(instance="local", entry_point=config.parent)
-    with pytest.raises(InputError, match=rf"mine/config\.py:{line}: ZeroDivisionError: "):
-        request.config(1) if function == "make_config" else request.metric_definitions()
+    file.write_text(file.read_text() + edit)
+    line = file.read_text().count("\n")
+    request = Request(instance="local", entry_point=file.parent)
+    with pytest.raises(InputError, match=rf"mine/{name}\.py:{line}: ZeroDivisionError: "):
+        request.config(1) if name == "config" else request.metric_definitions()
     assert capsys.readouterr().out == ""  # which is for data
 
 

@@ -21,7 +21,7 @@ import regex
 from botocore.model import ListShape, MapShape, Shape, StructureShape
 
 from entry_point import config
-from entry_point.config import metric_definitions
+from entry_point.metrics import metric_definitions
 from launcher import InputError, Request, Settings, machines, source
 from launcher.launching.launch import prepare
 from launcher.machines import DEFAULT_VERSION, IMAGES, find_image

@@ -50,7 +50,7 @@ from runs import (
 
 from entry_point import train
 from entry_point.checkpoint import Checkpoints, read_safetensors
-from entry_point.config import Config, Options, metric_definitions, metric_line
+from entry_point.config import Config, Options
 from entry_point.container import (
     Ranks,
     can_use_graph,
@@ -62,6 +62,7 @@ from entry_point.data import Corpus, evaluate, gather_windows, load_corpus
 from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError, TrainingError
 from entry_point.faults import read_fault
+from entry_point.metrics import metric_definitions, metric_line
 from entry_point.model import GPT
 from entry_point.optim import gradient_of, window_length
 from entry_point.trainer import Trainer

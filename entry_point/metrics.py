@@ -1,0 +1,36 @@
+"""Metrics: the numbers of a step, as a line of the log and as SageMaker reads them from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+# Each with the format in which it is shown.
+METRICS = {
+    "train_loss": 5,
+    "val_loss": 5,
+    "best_loss": 5,  # the lowest val_loss so far, which is that of the model that is kept
+    "bits_per_byte": 5,  # val_loss per byte of text, comparable between tokenizers
+    "learning_rate": 7,
+    "tokens_per_second": 0,
+}
+
+
+def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:
+    """`step=250/2000 train_loss=1.81234 ... time_left=0:00:12`, which metric regexes read."""
+    words = [f"step={row['step']}/{max_steps}"]
+    words += [f"{name}={row[name]:.{digits}f}" for name, digits in METRICS.items() if name in row]
+    if seconds_left is not None:
+        words.append(f"time_left={duration(seconds_left)}")
+    return " ".join(words)
+
+
+def duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def metric_definitions() -> list[dict[str, str]]:
+    """What SageMaker needs to read the metrics of a log; not anchored, as mpirun tags lines."""
+    number = r"([0-9]+(?:\.[0-9]+)?)"
+    return [{"Name": name, "Regex": f"{name}={number}"} for name in ("step", *METRICS)]
