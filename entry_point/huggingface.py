@@ -20,7 +20,8 @@ from .config import Config, parse_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
 from .data import Tokenizer, plain_name, read_json
 from .errors import ConfigError, FormatError, TrainingError, is_out_of_memory
-from .model import GPT, NORM_EPS, activation_name
+from .kernels import NORM_EPS
+from .model import GPT, activation_name
 
 MODEL_FILES = (
     "config.json",
@@ -244,15 +245,17 @@ def write_sums(directory: Path) -> None:
         temporary.write_text(sha256_sums(directory / name for name in MODEL_FILES))
 
 
-def folder_sha256(folder: Path) -> str:
-    """What `sha256sum *.py | sha256sum` prints in a folder, in the C locale."""
-    return hashlib.sha256(sha256_sums(sorted(folder.glob("[!.]*.py"))).encode()).hexdigest()
+def folder_sha256(folder: Path, *names: str) -> str:
+    """What `sha256sum *.py | sha256sum` prints in a folder, in the C locale; or of these names."""
+    files = (f for f in sorted(folder.glob("[!.]*.py")) if not names or f.name in names)
+    return hashlib.sha256(sha256_sums(files).encode()).hexdigest()
 
 
 # The code that made a model: the hash of these files when they were loaded.
-SCRIPT_SHA256 = folder_sha256(Path(__file__).resolve().parent)
-# A model from another recipe, but the same model.py, is computed by the same code.
-MODEL_SHA256 = hashlib.sha256(Path(__file__).with_name("model.py").read_bytes()).hexdigest()
+FOLDER = Path(__file__).resolve().parent
+SCRIPT_SHA256 = folder_sha256(FOLDER)
+# A model from another recipe, but the same kernels.py and model.py, is computed by the same code.
+MODEL_SHA256 = folder_sha256(FOLDER, "kernels.py", "model.py")
 
 
 def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Tensor]) -> GPT:

@@ -6,7 +6,6 @@ RMSNorm, rotary positions, QK-norm, a gated MLP.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -14,133 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import Config, derive_seed
-
-NORM_EPS = 1e-6
-# addcmul needs a tensor here; creating one per call would cost as much as the operation itself.
-NORM_EPS_TENSOR = torch.tensor(NORM_EPS, device="cpu")
+from .kernels import ChunkedLoss, attend, logits_at_once, rms_norm, within_documents
 
 
-def norm_scale(x: Tensor) -> Tensor:
-    """1 / root mean square of the rows of x [..., n], [..., 1], in few operations of a CPU.
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.mlp = MLP(config)
+        self.dropout = config.dropout
+        self.attention_norm, self.mlp_norm = (norm_weight(config, config.n_embd) for _ in range(2))
 
-    In bf16 it is rounded by up to 0.4 %, twice.
-    """
-    lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).float()
-    mean_square = torch.addcmul(NORM_EPS_TENSOR, lengths, lengths, value=1 / x.size(-1))
-    return mean_square.rsqrt_().to(x.dtype)
-
-
-class Norm(torch.autograd.Function):
-    """The norm with its gradient on a CPU, where torch's takes three times as long."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        scale = norm_scale(x)
-        y = x * scale
-        ctx.save_for_backward(y, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        y, scale = ctx.saved_tensors
-        along = (dy * y).sum(-1, keepdim=True)
-        return torch.addcmul(dy, y, along, value=-1 / y.size(-1)).mul_(scale)
-
-
-def norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Root-mean-square norm over the last dimension (arXiv:1910.07467), times the weight."""
-    plain = x.device.type == "cpu" and x.dtype != torch.float16  # in which a length may be infinite
-    if not plain or torch.compiler.is_compiling():
-        y = F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
-    elif torch.is_grad_enabled():
-        y = Norm.apply(x)
-    else:  # to call a Function takes almost as long as the norm of one token
-        y = x * norm_scale(x)
-    return y if weight is None else y * weight.to(y.dtype)
-
-
-def norm_weight(config: Config, n: int) -> nn.Parameter | None:
-    return nn.Parameter(torch.ones(n)) if config.norm_weights else None
-
-
-class Linear(nn.Linear):
-    """y = x W^T with fp32 master weights, computed in the type of x.
-
-    The weight holds n_fused matrices of equal shape, stacked along its rows.
-    """
-
-    def __init__(self, n_in: int, n_out: int, n_fused: int = 1) -> None:
-        super().__init__(n_in, n_out * n_fused, bias=False)
-        self.n_fused = n_fused
-
-    def reset_parameters(self) -> None:
-        """Leaves the weight to GPT.init_weights; a bias, which an edit may add, begins at 0."""
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
-
-
-def rotary(positions: Tensor, config: Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of the rotary angles (arXiv:2104.09864), [positions, head_dim].
-
-    Both halves of head_dim have the same angles; the first half of sin is negative.
-    """
-    n = config.head_width
-    exponents = torch.arange(0, n, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.float()[:, None] * config.rope_theta ** (-exponents / n)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns pairs (i, i + head_dim / 2) of x [..., T, head_dim] by the angles of rotary."""
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
-
-
-def repeat_kv(heads: Tensor, n: int) -> Tensor:
-    """Keys or values [B, n_kv_head, T, head_dim], repeated for n heads (arXiv:2305.13245)."""
-    repeats = n // heads.size(1)
-    return heads if repeats == 1 else heads.repeat_interleave(repeats, dim=1)
-
-
-QUERIES_AT_ONCE = 256
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
-    """Causal scaled dot-product attention of q [B, n_head, T, head_dim] over k, v of n_kv_head.
-
-    A mask, bool [B, 1, T, T], takes the place of the causal one; it is false where no query looks.
-    """
-    B, H, T, D = q.shape
-    k, v = repeat_kv(k, H), repeat_kv(v, H)
-    slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and torch.is_grad_enabled()
-    if not slow or mask is not None:
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, dropout_p=dropout
-        )
-    # There, the backward pass of torch's kernel takes several times as long as two products.
-    q, k, v = (heads.reshape(B * H, T, D) for heads in (q, k, v))
-    rows = []
-    for begin in range(0, T, QUERIES_AT_ONCE):
-        queries = q[:, begin : begin + QUERIES_AT_ONCE]
-        end = begin + queries.size(1)  # no query looks ahead
-        ahead = q.new_full((queries.size(1), end), float("-inf")).triu_(begin + 1)
-        scores = torch.baddbmm(ahead, queries, k[:, :end].mT, alpha=D**-0.5)
-        rows.append(F.dropout(scores.softmax(dim=-1), dropout) @ v[:, :end])
-    return torch.cat(rows, dim=1).view(B, H, T, D)
-
-
-def within_documents(idx: Tensor, end: int, own_end: bool = False) -> Tensor:
-    """True where a query may attend, bool [B, 1, T, T]: within its own document.
-
-    With `own_end`, an `end` closes the document before it; without, it opens the next.
-    """
-    ends = idx == end
-    documents = ends.cumsum(dim=1) - ends.long() * own_end
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril()
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.attention(norm(x, self.attention_norm), cos, sin, mask)
+        x = x + F.dropout(y, self.dropout, self.training)
+        y = self.mlp(norm(x, self.mlp_norm))
+        return x + F.dropout(y, self.dropout, self.training)
 
 
 class Attention(nn.Module):
@@ -174,6 +62,23 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+def rotary(positions: Tensor, config: Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and signed sin of the rotary angles (arXiv:2104.09864), [positions, head_dim].
+
+    Both halves of head_dim have the same angles; the first half of sin is negative.
+    """
+    n = config.head_width
+    exponents = torch.arange(0, n, 2, device=positions.device, dtype=torch.float32)
+    angles = positions.float()[:, None] * config.rope_theta ** (-exponents / n)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns pairs (i, i + head_dim / 2) of x [..., T, head_dim] by the angles of rotary."""
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
+
+
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202)."""
 
@@ -193,75 +98,33 @@ def activation_name() -> str:
     return getattr(MLP.activation, "__name__", type(MLP.activation).__name__)
 
 
-class Block(nn.Module):
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.attention = Attention(config)
-        self.mlp = MLP(config)
-        self.dropout = config.dropout
-        self.attention_norm, self.mlp_norm = (norm_weight(config, config.n_embd) for _ in range(2))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        y = self.attention(norm(x, self.attention_norm), cos, sin, mask)
-        x = x + F.dropout(y, self.dropout, self.training)
-        y = self.mlp(norm(x, self.mlp_norm))
-        return x + F.dropout(y, self.dropout, self.training)
+def norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Root-mean-square norm over the last dimension (arXiv:1910.07467), times the weight."""
+    y = rms_norm(x)
+    return y if weight is None else y * weight.to(y.dtype)
 
 
-LOGITS_AT_ONCE = 1 << 28  # a gigabyte in float32, which compiled kernels never hold
+def norm_weight(config: Config, n: int) -> nn.Parameter | None:
+    return nn.Parameter(torch.ones(n)) if config.norm_weights else None
 
 
-def logits_at_once(device: torch.device) -> int:
-    if device.type == "cuda":
-        return LOGITS_AT_ONCE >> (0 if torch.compiler.is_compiling() else 2)
-    return LOGITS_AT_ONCE >> 4
+class Linear(nn.Linear):
+    """y = x W^T with fp32 master weights, computed in the type of x.
 
-
-class ChunkedLoss(torch.autograd.Function):
-    """The mean cross-entropy of head(x); the whole logits are never in memory.
-
-    Each chunk of rows is turned into its gradients at once (Liger Kernel, arXiv:2410.10989, section
-    3.2), so nothing is computed twice. Inputs: x [N, C], the head's weight [V, C], targets [N];
-    `some_ignored`: negative ones are not learned, and do not count.
+    The weight holds n_fused matrices of equal shape, stacked along its rows.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, some_ignored: bool = False
-    ) -> Tensor:
-        learns = any(ctx.needs_input_grad)
-        total = x.new_zeros((), dtype=torch.float32)
-        dx, dw = torch.empty_like(x), torch.zeros_like(weight) if learns else None
-        cast, n = weight.to(x.dtype), max(1, logits_at_once(x.device) // len(weight))
-        columns = torch.arange(len(weight), device=x.device)
-        learned = targets >= 0 if some_ignored else None  # MPS of some versions has no >= of int64
-        ctx.count = len(x) if learned is None else learned.sum()
-        for begin in range(0, len(x), n):
-            rows, ids = x[begin : begin + n], targets[begin : begin + n, None]
-            logits = (rows @ cast.mT).float()
-            sums = logits.logsumexp(dim=-1, keepdim=True)
-            if learned is None:
-                total -= (logits.gather(1, ids) - sums).sum()
-            else:
-                ids, counts = ids.clamp_min(0), learned[begin : begin + n, None]
-                total -= ((logits.gather(1, ids) - sums) * counts).sum()
-            if dw is not None:  # not yet divided by N, which float16 would round to 0
-                if torch.compiler.is_compiling():  # one kernel, which keeps no float32
-                    d = (logits - sums).exp() - (columns == ids).float()
-                else:
-                    d = logits.sub_(sums).exp_()
-                    d.scatter_add_(1, ids, d.new_full(ids.shape, -1.0))
-                d = (d if learned is None else d * counts).to(x.dtype)
-                dx[begin : begin + n] = d @ cast
-                dw += d.mT @ rows
-        ctx.save_for_backward(dx, dw)
-        return total / ctx.count
+    def __init__(self, n_in: int, n_out: int, n_fused: int = 1) -> None:
+        super().__init__(n_in, n_out * n_fused, bias=False)
+        self.n_fused = n_fused
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        dx, dw = ctx.saved_tensors
-        scale = dy / ctx.count
-        return dx * scale, dw * scale, None, None
+    def reset_parameters(self) -> None:
+        """Leaves the weight to GPT.init_weights; a bias, which an edit may add, begins at 0."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 class GPT(nn.Module):

@@ -16,7 +16,8 @@ In a SageMaker container it needs no arguments except hyperparameters. It reads 
 To change                                                   open
 
     a hyperparameter, a preset, the command line            config.py
-    the activation, attention, the loss                     model.py
+    a layer, the activation, what the model is              model.py
+    how attention, norms and the loss are computed          kernels.py
     the learning rate schedule, the optimizers              optim.py
     what a batch is, evaluation, how text is read           data.py
     the loop                                                trainer.py

@@ -237,14 +237,14 @@ def test_each_edit_is_sampled_and_started_from(edit, write, cli, tmp_path):
         starting_values(made.directory, {})
 
 
-OF_MODEL = ("QUERIES_AT_ONCE = 256", "QUERIES_AT_ONCE = 128")
+OF_KERNELS = ("QUERIES_AT_ONCE = 256", "QUERIES_AT_ONCE = 128")
 OF_SCHEDULE = ("warm * (config.final", "0.9 * warm * (config.final")
 # model.py reads it from the Config, so a model.py that was left alone is not enough.
 OF_WIDTH = ("8 * round(self.n_embd / 3)", "4 * self.n_embd")
 
 
 @pytest.mark.parametrize(
-    ("edit", "packaged"), [(OF_MODEL, False), (OF_SCHEDULE, True), (OF_WIDTH, False)]
+    ("edit", "packaged"), [(OF_KERNELS, False), (OF_SCHEDULE, True), (OF_WIDTH, False)]
 )
 def test_the_package_computes_the_same_model_alone(edit, packaged, write, home):
     """As it is faster, and only then, if the folder is there."""
@@ -253,7 +253,7 @@ def test_the_package_computes_the_same_model_alone(edit, packaged, write, home):
     assert isinstance(load_model(made.directory)[0], GPT) is packaged
 
 
-@pytest.mark.parametrize(("edit", "of_model"), [(OF_MODEL, True), (OF_SCHEDULE, False)])
+@pytest.mark.parametrize(("edit", "of_model"), [(OF_KERNELS, True), (OF_SCHEDULE, False)])
 @pytest.mark.usefixtures("home")
 def test_the_package_computes_qwen3_without_the_folder(edit, of_model, write, caplog):
     assert isinstance(load_model(write(edit).directory)[0], GPT)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from models import SMALL, VOCABULARY_SIZE, ids, lively
 
-from entry_point import model as model_module
 from entry_point.config import Config
-from entry_point.model import GPT, NORM_EPS, Linear, attend, sample
+from entry_point.kernels import NORM_EPS, attend
+from entry_point.model import GPT, Linear, norm, sample
 from entry_point.optim import Muon, Optimizer, gradient_of, learning_rate_scale, orthogonalize, tall
 from launcher.models import engine
 
@@ -43,22 +43,22 @@ def test_the_norm_and_its_gradient_equal_torchs(dtype, tolerance):
     generator = torch.Generator().manual_seed(1)
     dy, x = torch.randn(2, 3, 5, 16, generator=generator).to(dtype)
     x.requires_grad_()
-    y, expected = model_module.norm(x), F.rms_norm(x, (16,), eps=NORM_EPS)
+    y, expected = norm(x), F.rms_norm(x, (16,), eps=NORM_EPS)
     torch.testing.assert_close(y, expected, atol=tolerance, rtol=tolerance)
     with torch.no_grad():
-        assert torch.equal(model_module.norm(x), y)
+        assert torch.equal(norm(x), y)
     gradients = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
     torch.testing.assert_close(*gradients, atol=tolerance, rtol=tolerance)
 
 
 def test_the_norm_handles_a_row_too_long_for_float16():
     x = torch.full((1, 384), 4000.0, dtype=torch.float16)  # 78,000 long
-    torch.testing.assert_close(model_module.norm(x), torch.ones_like(x))
+    torch.testing.assert_close(norm(x), torch.ones_like(x))
 
 
 @pytest.mark.parametrize("queries_at_once", [3, 512])
 def test_bf16_attention_is_close_to_torchs_in_float32(monkeypatch, queries_at_once):
-    monkeypatch.setattr("entry_point.model.QUERIES_AT_ONCE", queries_at_once)
+    monkeypatch.setattr("entry_point.kernels.QUERIES_AT_ONCE", queries_at_once)
     generator = torch.Generator().manual_seed(1)
     q, k, v, dy = torch.randn(4, 2, 3, 7, 8, generator=generator)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -96,7 +96,7 @@ def test_computing_the_loss_in_chunks_does_not_change_it(monkeypatch, dtype, tol
     x, y = ids(3, 8), ids(3, 8, seed=1)
     found = []
     for at_once in (1 << 30, FIVE_ROWS):  # 24 rows make five chunks, one of them short
-        monkeypatch.setattr("entry_point.model.LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr("entry_point.kernels.LOGITS_AT_ONCE", at_once)
         model = lively(changed(tie_embeddings=tied), dtype)
         loss = model(x, y)
         (1024 * loss).backward()  # as by a scaler
@@ -108,7 +108,7 @@ def test_computing_the_loss_in_chunks_does_not_change_it(monkeypatch, dtype, tol
 
 
 def test_the_loss_in_chunks_is_compiled_as_one_graph(monkeypatch):
-    monkeypatch.setattr("entry_point.model.LOGITS_AT_ONCE", FIVE_ROWS)
+    monkeypatch.setattr("entry_point.kernels.LOGITS_AT_ONCE", FIVE_ROWS)
     x, y, model = ids(3, 8), ids(3, 8, seed=1), lively(changed(n_layer=1))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     names, weights = zip(*model.named_parameters(), strict=True)
@@ -118,7 +118,7 @@ def test_the_loss_in_chunks_is_compiled_as_one_graph(monkeypatch):
 
 
 def test_targets_are_compared_only_where_some_are_ignored(monkeypatch):
-    monkeypatch.setattr("entry_point.model.LOGITS_AT_ONCE", FIVE_ROWS)
+    monkeypatch.setattr("entry_point.kernels.LOGITS_AT_ONCE", FIVE_ROWS)
     model, x, y = lively(), ids(3, 8), ids(3, 8, seed=1)
     for chats in (False, True):
         cpu = [torch.profiler.ProfilerActivity.CPU]
@@ -128,7 +128,7 @@ def test_targets_are_compared_only_where_some_are_ignored(monkeypatch):
 
 
 def test_an_evaluation_computes_no_gradients(monkeypatch):
-    monkeypatch.setattr("entry_point.model.LOGITS_AT_ONCE", FIVE_ROWS)
+    monkeypatch.setattr("entry_point.kernels.LOGITS_AT_ONCE", FIVE_ROWS)
     model, x, y = lively(), ids(3, 8), ids(3, 8, seed=1)
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.no_grad(), torch.profiler.profile(activities=cpu) as profile:
@@ -324,8 +324,8 @@ def test_gradients_are_clipped_to_grad_clip():
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     Optimizer(model, config).step(0.0)
-    norm = torch.cat([gradient_of(p).flatten() for p in model.parameters()]).norm()
-    assert float(norm) == pytest.approx(1e-3, rel=1e-3)
+    length = torch.cat([gradient_of(p).flatten() for p in model.parameters()]).norm()
+    assert float(length) == pytest.approx(1e-3, rel=1e-3)
 
 
 # -- the schedule ----------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ def parts(args: Namespace, found: Found) -> None:
     """Gradients, the loss in chunks and sampling, in float32 unless said."""
     import torch
 
-    from entry_point import model as module
+    from entry_point import kernels
     from entry_point.config import Config
     from entry_point.model import GPT
     from entry_point.optim import gradient_of
@@ -287,10 +287,10 @@ def parts(args: Namespace, found: Found) -> None:
     model.compute_dtype = torch.bfloat16  # which has another kernel for attention with a mask
     found.check("gradients within documents, bfloat16", far(gradients(device, 7), on_cpu), 5e-2)
     model.compute_dtype = torch.float32
-    whole, most = gradients(device), module.LOGITS_AT_ONCE
-    module.LOGITS_AT_ONCE = 1 << 15
+    whole, most = gradients(device), kernels.LOGITS_AT_ONCE
+    kernels.LOGITS_AT_ONCE = 1 << 15
     found.check("gradients, loss in chunks against whole", far(gradients(device), whole), 5e-4)
-    module.LOGITS_AT_ONCE = most
+    kernels.LOGITS_AT_ONCE = most
 
     kept: list[torch.Tensor] = []
     prompt = ids[:2, :10].to(device)

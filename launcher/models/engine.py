@@ -14,7 +14,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from entry_point.model import GPT, Attention, Block, Linear, norm, repeat_kv, rotary
+from entry_point.kernels import repeat_kv
+from entry_point.model import GPT, Attention, Block, Linear, norm, rotary
 
 # With so few sequences at once, sampling a token is bound by the reading of the weights, which int8
 # makes smaller (PackedLinear); with more, by the products with the weights and in the attention.

@@ -41,7 +41,7 @@ class Training(Document):
     """training.json."""
 
     script_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    model_sha256: str = ""  # of model.py alone
+    model_sha256: str = ""  # of kernels.py and model.py alone
     config: dict[str, Scalar | None]
 
 
@@ -62,8 +62,8 @@ def load_model(
     A large model computes its products in bfloat16 if the CPU is fast at that, unless it was
     trained with precision=float32. The folder that trained a model of ours computes it:
     entry_point, if given, else the one that its launch kept. The packaged model, which is faster,
-    computes it if both have the same model.py; also if that folder is gone and the model is
-    Qwen3's, which is logged.
+    computes it if both have the same kernels.py and model.py; also if that folder is gone and the
+    model is Qwen3's, which is logged.
 
     Raises:
         ServiceError: the directory holds no model of sm-nanogpt, nor one of Qwen3's architecture.
