@@ -18,10 +18,10 @@ from torch import Tensor
 from .checkpoint import read_safetensors, replacing, write_safetensors
 from .config import Config, parse_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
-from .data import Tokenizer, plain_name, read_json
 from .errors import ConfigError, FormatError, TrainingError, is_out_of_memory
 from .kernels import NORM_EPS
 from .model import GPT, activation_name
+from .text import Tokenizer, plain_name, read_json
 
 MODEL_FILES = (
     "config.json",

@@ -19,7 +19,8 @@ To change                                                   open
     a layer, the activation, what the model is              model.py
     how attention, norms and the loss are computed          kernels.py
     the learning rate schedule, the optimizers              optim.py
-    what a batch is, evaluation, how text is read           data.py
+    what a batch is, evaluation                             data.py
+    how text is read                                        text.py
     the loop                                                trainer.py
     the metrics of the log                                  metrics.py
     what is learned of conversations                        conversations.py
@@ -83,7 +84,6 @@ from entry_point.container import (
     read_container,
     share_cores,
 )
-from entry_point.data import load_corpus
 from entry_point.distributed import Group, end_with_parent, read_ranks, start_ranks
 from entry_point.errors import (
     ConfigError,
@@ -94,6 +94,7 @@ from entry_point.errors import (
     log,
     report_failure,
 )
+from entry_point.text import load_corpus
 from entry_point.trainer import Trainer
 
 

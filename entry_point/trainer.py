@@ -32,13 +32,14 @@ from .container import (
 )
 from .conversations import END_OF_TURN, Packed
 from .cuda_graphs import PassGraph, record_passes
-from .data import Batches, Corpus, bytes_per_token, evaluate
+from .data import Batches, bytes_per_token, evaluate
 from .distributed import Group
 from .errors import TrainingError, counted, first_line, log
 from .faults import fail, read_fault
 from .metrics import duration, metric_line
 from .model import GPT, sample
 from .optim import Optimizer, first_steps, learning_rate_scale, window_length
+from .text import Corpus
 
 # What a rank wants after a step; STOP is a checkpoint, and then the end.
 NOTHING, CHECKPOINT, STOP = range(3)

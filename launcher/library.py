@@ -27,8 +27,8 @@ from launcher.sagemaker.cost import ceiling_of, check_confirmed
 from launcher.settings import Settings, load_settings
 
 if TYPE_CHECKING:  # they import torch
-    from entry_point.data import Tokenizer
     from entry_point.model import GPT
+    from entry_point.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -29,11 +29,12 @@ from launcher.settings import Settings
 LARGEST = 1 << 20  # bytes of a file
 NEEDED = {
     "config": "make_config PRESETS hyperparameter_table check_resumable",
-    "data": "read_tokenizer Tokenizer",
     "errors": "TrainingError",
-    "huggingface": "starting_values load_pretrained model_tensors with_weights write_artefact",
+    "huggingface": "starting_values load_pretrained model_tensors with_weights write_artefact"
+    " Tokenizer",
     "metrics": "metric_definitions",
     "model": "GPT",
+    "text": "read_tokenizer",
 }
 
 

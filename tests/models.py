@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from entry_point.config import Config
-from entry_point.data import Tokenizer, character_tokenizer
 from entry_point.model import GPT
+from entry_point.text import Tokenizer, character_tokenizer
 
 SMALL = Config(n_layer=2, n_head=2, n_embd=16, block_size=8, batch_size=12)
 VOCABULARY_SIZE = 11

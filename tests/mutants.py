@@ -49,7 +49,8 @@ MODULES = {
     "entry_point/checkpoint.py": "test_train_files",
     "entry_point/config.py": "test_train_config test_train_files test_sizing test_docs",
     "entry_point/conversations.py": "test_chat",
-    "entry_point/data.py": "test_train_data test_tokens test_starting test_chat",
+    "entry_point/data.py": "test_train_data test_tokens test_chat",
+    "entry_point/text.py": "test_train_data test_tokens test_starting test_chat",
     "entry_point/optim.py": "test_train_model test_train_loop",
     "entry_point/trainer.py": "test_train_loop test_starting test_edited test_train_topology",
 }

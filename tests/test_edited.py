@@ -108,7 +108,7 @@ def edited(finished_edited, home):
 def module_of(folder: Path) -> SimpleNamespace:
     """What the files of a training folder define, together."""
     source = Source.read(folder)
-    names = ("errors", "config", "data", "model", "huggingface")
+    names = ("errors", "config", "text", "model", "huggingface")
     found = {k: v for name in names for k, v in vars(source.module(name)).items()}
     return SimpleNamespace(**{k: v for k, v in found.items() if not k.startswith("__")})
 

@@ -28,9 +28,10 @@ from runs import SMALL, metrics, run, words
 
 from entry_point.config import Config, Options
 from entry_point.container import Ranks, read_container
-from entry_point.data import Batches, Corpus, character_tokenizer, load_corpus
+from entry_point.data import Batches
 from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError
+from entry_point.text import Corpus, character_tokenizer, load_corpus
 from launcher import InputError, upload_data
 from launcher.files import storage
 from launcher.files.storage import local_path

@@ -58,13 +58,14 @@ from entry_point.container import (
     compiling_pays,
     read_container,
 )
-from entry_point.data import Corpus, evaluate, gather_windows, load_corpus
+from entry_point.data import evaluate, gather_windows
 from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError, TrainingError
 from entry_point.faults import read_fault
 from entry_point.metrics import metric_definitions, metric_line
 from entry_point.model import GPT
 from entry_point.optim import gradient_of, window_length
+from entry_point.text import Corpus, load_corpus
 from entry_point.trainer import Trainer
 from launcher.machines import cores
 from launcher.models.load import own_model

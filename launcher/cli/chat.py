@@ -21,8 +21,8 @@ from launcher.cli.words import sentence
 from launcher.errors import InputError, Terminated
 
 if TYPE_CHECKING:
-    from entry_point.data import Tokenizer
     from entry_point.model import GPT
+    from entry_point.text import Tokenizer
     from launcher.models.chat import Message
 
 HELP = "/reset begins anew, /system TEXT with an instruction; /save FILE writes the conversation"

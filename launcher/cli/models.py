@@ -20,8 +20,8 @@ from launcher.errors import InputError
 from launcher.files.progress import byte_progress
 
 if TYPE_CHECKING:
-    from entry_point.data import Tokenizer
     from entry_point.model import GPT
+    from entry_point.text import Tokenizer
     from launcher.settings import Settings
 
 ENTRY_POINT = click.option(

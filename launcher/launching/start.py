@@ -26,7 +26,7 @@ from launcher.text import corpus
 from launcher.text.formats import File
 
 if TYPE_CHECKING:  # it imports torch
-    from entry_point.data import Tokenizer
+    from entry_point.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def read_model(request: Request, directory: Path) -> tuple[Mapping[str, Scalar],
     source = request.source
     try:
         values = source.module("huggingface").starting_values(directory, request.hyperparameters)
-        return values, source.module("data").read_tokenizer(directory)
+        return values, source.module("text").read_tokenizer(directory)
     except source.module("errors").TrainingError as error:
         if "that script" in str(error):  # of an edited folder
             raise InputError(str(error), "name-script") from None

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, TURN
-from entry_point.data import Tokenizer
 from entry_point.model import GPT
+from entry_point.text import Tokenizer
 from launcher.errors import InputError
 from launcher.models.encoder import Encoder, is_utf8
 

@@ -23,10 +23,10 @@ from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config, make_config
 from entry_point.container import has_fast_bfloat16
 from entry_point.conversations import END_OF_TURN, TURN
-from entry_point.data import Tokenizer, read_json, read_tokenizer
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from entry_point.files import read_file
 from entry_point.model import GPT
+from entry_point.text import Tokenizer, read_json, read_tokenizer
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, Count, Damaged, Document, Scalar, parse
 from launcher.files.storage import file_sha256
@@ -224,7 +224,7 @@ def export_checkpoint(
         export = source.module("huggingface")
         weights = export.model_tensors(tensors)
         config = source.module("config").make_config(saved.config)
-        tokenizer = source.module("data").Tokenizer(saved.tokenizer, saved.end_of_text)
+        tokenizer = export.Tokenizer(saved.tokenizer, saved.end_of_text)
         model = export.with_weights(config, len(tokenizer), weights)
         export.write_artefact(model_dir, model, tokenizer, training, saved.chats)
     return saved.step

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from entry_point.data import Tokenizer
 from entry_point.model import GPT
+from entry_point.text import Tokenizer
 from launcher.errors import InputError, ServiceError, characters
 from launcher.models import engine
 from launcher.models.chat import Chat, Message

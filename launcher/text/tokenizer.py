@@ -12,10 +12,10 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from entry_point import data
 from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.errors import DataError
 from entry_point.files import read_file
+from entry_point.text import LARGEST_JSON, Tokenizer
 from launcher.errors import InputError
 from launcher.files import documents as door
 from launcher.files.storage import Progress
@@ -36,11 +36,11 @@ class Words:
     end_of_text: str | None
 
     @property
-    def tokenizer(self) -> data.Tokenizer:
-        return data.Tokenizer(json.loads(self.content), self.end_of_text)
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(json.loads(self.content), self.end_of_text)
 
 
-def fingerprint(tokenizer: data.Tokenizer) -> str:
+def fingerprint(tokenizer: Tokenizer) -> str:
     """A SHA-256 of the bytes that each id stands for."""
     return hashlib.sha256(repr(tokenizer.words).encode()).hexdigest()
 
@@ -52,7 +52,7 @@ def open_words(path: Path) -> Words:
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        content = read_file(file, data.LARGEST_JSON)
+        content = read_file(file, LARGEST_JSON)
         document = door.parse(content, dict[str, Any], file)
         end = configured_end(file.with_name("tokenizer_config.json"))
         contents = [token["content"] for token in document["added_tokens"] if token["special"]]

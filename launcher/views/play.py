@@ -32,8 +32,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
-from entry_point.data import Tokenizer
 from entry_point.model import GPT
+from entry_point.text import Tokenizer
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import adapter, reason_of
 from launcher.models.chat import Chat, Message
