@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing import connection
@@ -23,8 +24,120 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import Config
-from .container import Container, Ranks, choose_device
+from .container import Container
 from .errors import ConfigError, TrainingError, failure_report, report_failure
+
+JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to come
+LONGEST_WAIT = timedelta(minutes=30)  # for a rank that compiles, evaluates or writes a large model
+STOP_SECONDS = 5.0  # replaces hang_seconds after a signal to stop
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def start_ranks(
+    run_rank: Callable[..., NoReturn], container: Container, n_local: int, device_type: str
+) -> int:
+    """Runs the host's ranks as children of this process, and returns their exit status.
+
+    The first host's parent serves the store at which all ranks meet, so a host that is started
+    alone waits for the others. On Linux, CPU ranks are forked, so that torch is imported once.
+    """
+    n_hosts, first = len(container.hosts), container.hosts.index(container.current_host) * n_local
+    address = os.environ.get("MASTER_ADDR", container.hosts[0]) if n_hosts > 1 else "127.0.0.1"
+    port = int(os.environ.get("MASTER_PORT", "7777")) if n_hosts > 1 else 0
+    if first == 0:
+        try:
+            listener = socket.create_server((address if address.startswith("127.") else "", port))
+        except OSError as error:
+            raise TrainingError(f"port {port}: {error}; MASTER_PORT names another") from None
+        port = listener.getsockname()[1]
+    forks = sys.platform == "linux" and device_type == "cpu"
+    if forks:
+        import_module("torch._dynamo")  # which takes a second; DistributedDataParallel imports it
+    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+    ranks = []
+    for local_rank in range(n_local):
+        env = dict(
+            RANK=str(first + local_rank),
+            WORLD_SIZE=str(n_local * n_hosts),
+            LOCAL_RANK=str(local_rank),
+            LOCAL_WORLD_SIZE=str(n_local),
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            SM_NANOGPT_LAUNCHER=os.environ.get("SM_NANOGPT_LAUNCHER", "train.py"),
+        )
+        ranks.append(context.Process(target=run_rank, args=(env, sys.argv[1:])))
+        ranks[-1].start()
+    if first == 0:  # after the forks, since it starts a thread; it lives as long as the variable
+        _store = dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    signals: list[tuple[int, float]] = []  # that ask the run to stop, and when they came
+
+    def forward(signum: int, frame: Any) -> None:
+        signals.append((signum, time.monotonic()))
+        second = signals[-1][1] - signals[0][1] > 1  # not an echo: a terminal signals all of us
+        for rank in ranks:
+            if rank.is_alive():
+                os.kill(rank.pid, signal.SIGKILL if second else signum)
+        if second:
+            sys.stderr.write("ending now; steps after the newest checkpoint are lost\n")
+            os._exit(128 + signum)
+
+    signal.signal(signal.SIGTERM, forward)
+    signal.signal(signal.SIGINT, forward)
+    while True:
+        codes = [rank.exitcode for rank in ranks]
+        failed = next((i for i, code in enumerate(codes) if code), None)
+        if failed is not None or None not in codes:
+            break
+        connection.wait([r.sentinel for r, code in zip(ranks, codes, strict=True) if code is None])
+    if failed is None:
+        return 0
+    deadline = time.monotonic() + 2
+    for rank in ranks:  # they report their own end, or wait for the rank that failed
+        rank.join(max(0, deadline - time.monotonic()))
+        rank.kill()
+    status = int(ranks[failed].exitcode)
+    if signals:
+        return 128 + signals[0][0]
+    if status > 0:
+        return status
+    # A killed rank cannot report its own end.
+    host, name = container.current_host, signal.Signals(-status).name
+    killed = f"rank {first + failed} on {host} was killed by {name}"
+    killed += " (was there too little memory?)" * (-status == signal.SIGKILL)
+    report_failure(failure_report(TrainingError(killed)))
+    return 128 - status
+
+
+def end_with_parent() -> None:
+    """Asks the kernel to interrupt this process when its parent ends, however it ends (Linux).
+
+    Orphans would continue, and write into the checkpoints of the next run.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():  # it ended before that
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process in the group, as its launcher gave it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
 
 
 def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
@@ -51,110 +164,6 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
             " each would train a model of its own"
         )
     return ranks
-
-
-JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to come
-LONGEST_WAIT = timedelta(minutes=30)  # for a rank that compiles, evaluates or writes a large model
-STOP_SECONDS = 5.0  # replaces hang_seconds after a signal to stop
-
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
-
-class Watchdog:
-    """A thread that ends this process with the name of the rank that hangs.
-
-    Each second it writes to the store how many collective operations this rank has begun (its
-    heartbeats), and how many seconds it may take until the next. A rank hangs if it has not
-    written for hang_seconds, as its process is stopped or its host is gone, or if it is furthest
-    behind and has exceeded its own timeout (at least hang_seconds).
-
-    It counts rounds of its loop instead of reading a clock, so that a suspended laptop is not taken
-    for a hang.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        host: str,
-        hang_seconds: float,
-        server: str,
-    ) -> None:
-        self.store, self.rank, self.world_size, self.host = store, rank, world_size, host
-        self.server = f"{server}, which serves the store of the ranks, gave no sign of life"
-        self.hang_seconds = hang_seconds
-        self.heartbeats, self.timeout = 0, LONGEST_WAIT.total_seconds()
-        self.ended = threading.Event()
-        self.reports: list[list[Any]] = []  # for each rank: round, heartbeats, timeout, host
-        self.silent, self.still = [0] * world_size, [0] * world_size  # seconds without a change
-        # Python runs no signal handler while the main thread waits for another rank in C++.
-        self.signals, wakeup = os.pipe()
-        os.set_blocking(self.signals, False)
-        os.set_blocking(wakeup, False)
-        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
-
-    def run(self) -> None:
-        keys = report_keys(self.world_size)
-        number = 0
-        while not self.ended.is_set():
-            number += 1
-            alarm = threading.Timer(self.hang_seconds + 2, end_hung, [self.server])
-            alarm.daemon = True
-            alarm.start()
-            try:
-                report = [number, self.heartbeats, self.timeout, self.host]
-                self.store.set(keys[self.rank], json.dumps(report))
-                reports = [json.loads(report) for report in self.store.multi_get(keys)]
-            except RuntimeError:
-                return  # the process that served the store is gone, and ends the others
-            finally:
-                alarm.cancel()
-            if hung := self.find_hung(reports):
-                end_hung(hung)
-            self.ended.wait(1)
-
-    def find_hung(self, reports: list[list[Any]]) -> str:
-        """The ranks that hang by this second's reports, and how it shows; '' if none does."""
-        if is_readable(self.signals):
-            self.hang_seconds = min(self.hang_seconds, STOP_SECONDS)
-        for rank, (was, now) in enumerate(zip(self.reports or reports, reports, strict=True)):
-            self.silent[rank] = 0 if now != was else self.silent[rank] + 1
-            self.still[rank] = 0 if now[1] != was[1] else self.still[rank] + 1
-        self.reports = reports
-        names = [f"rank {rank} on {report[3]}" for rank, report in enumerate(reports)]
-        silent = [rank for rank, n in enumerate(self.silent) if n > self.hang_seconds]
-        fewest = min(report[1] for report in reports)
-        last = [rank for rank, report in enumerate(reports) if report[1] == fewest]
-        if silent:
-            hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
-            seconds = max(self.silent[rank] for rank in silent)
-        elif all(self.still[r] > max(reports[r][2], self.hang_seconds) for r in last):
-            hung = f"{', '.join(names[rank] for rank in last)} made no progress"
-            hung += " while the others waited" * (len(last) < len(names))
-            seconds = max(self.still[rank] for rank in last)
-        else:
-            return ""
-        return f"{hung} for {seconds} s (a larger hang_seconds allows more)"
-
-    def end(self) -> None:
-        self.ended.set()
-        self.thread.join(10)
-
-
-def is_readable(pipe: int) -> bool:
-    try:
-        return bool(os.read(pipe, 64))
-    except BlockingIOError:
-        return False
-
-
-def end_hung(why: str) -> NoReturn:
-    """Ends a rank whose main thread waits for a hung one; its launcher then ends all others."""
-    report_failure(failure_report(TrainingError(why)))
-    os._exit(1)
 
 
 class Group:
@@ -328,10 +337,6 @@ def connect(address: str, port: int, serve: bool) -> dist.Store:
     return dist.PrefixStore(f"sm-nanogpt/{attempt}", store)
 
 
-def report_keys(world_size: int) -> list[str]:
-    return [f"watchdog/{rank}" for rank in range(world_size)]
-
-
 def wait_for_all(store: dist.Store, ranks: Ranks, host: str) -> None:
     """Writes this rank's first report for the watchdogs, and waits for those of the others.
 
@@ -349,96 +354,102 @@ def wait_for_all(store: dist.Store, ranks: Ranks, host: str) -> None:
         ) from None
 
 
-def start_ranks(
-    run_rank: Callable[..., NoReturn], config: Config, container: Container, n_local: int
-) -> int:
-    """Runs the host's ranks as children of this process, and returns their exit status.
+def report_keys(world_size: int) -> list[str]:
+    return [f"watchdog/{rank}" for rank in range(world_size)]
 
-    The first host's parent serves the store at which all ranks meet, so a host that is started
-    alone waits for the others. On Linux, CPU ranks are forked, so that torch is imported once.
+
+class Watchdog:
+    """A thread that ends this process with the name of the rank that hangs.
+
+    Each second it writes to the store how many collective operations this rank has begun (its
+    heartbeats), and how many seconds it may take until the next. A rank hangs if it has not
+    written for hang_seconds, as its process is stopped or its host is gone, or if it is furthest
+    behind and has exceeded its own timeout (at least hang_seconds).
+
+    It counts rounds of its loop instead of reading a clock, so that a suspended laptop is not taken
+    for a hang.
     """
-    n_hosts, first = len(container.hosts), container.hosts.index(container.current_host) * n_local
-    address = os.environ.get("MASTER_ADDR", container.hosts[0]) if n_hosts > 1 else "127.0.0.1"
-    port = int(os.environ.get("MASTER_PORT", "7777")) if n_hosts > 1 else 0
-    if first == 0:
-        try:
-            listener = socket.create_server((address if address.startswith("127.") else "", port))
-        except OSError as error:
-            raise TrainingError(f"port {port}: {error}; MASTER_PORT names another") from None
-        port = listener.getsockname()[1]
-    forks = sys.platform == "linux" and choose_device(config, container, n_local) == "cpu"
-    if forks:
-        import_module("torch._dynamo")  # which takes a second; DistributedDataParallel imports it
-    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
-    ranks = []
-    for local_rank in range(n_local):
-        env = dict(
-            RANK=str(first + local_rank),
-            WORLD_SIZE=str(n_local * n_hosts),
-            LOCAL_RANK=str(local_rank),
-            LOCAL_WORLD_SIZE=str(n_local),
-            MASTER_ADDR=address,
-            MASTER_PORT=str(port),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            SM_NANOGPT_LAUNCHER=os.environ.get("SM_NANOGPT_LAUNCHER", "train.py"),
-        )
-        ranks.append(context.Process(target=run_rank, args=(env, sys.argv[1:])))
-        ranks[-1].start()
-    if first == 0:  # after the forks, since it starts a thread; it lives as long as the variable
-        _store = dist.TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
 
-    signals: list[tuple[int, float]] = []  # that ask the run to stop, and when they came
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        host: str,
+        hang_seconds: float,
+        server: str,
+    ) -> None:
+        self.store, self.rank, self.world_size, self.host = store, rank, world_size, host
+        self.server = f"{server}, which serves the store of the ranks, gave no sign of life"
+        self.hang_seconds = hang_seconds
+        self.heartbeats, self.timeout = 0, LONGEST_WAIT.total_seconds()
+        self.ended = threading.Event()
+        self.reports: list[list[Any]] = []  # for each rank: round, heartbeats, timeout, host
+        self.silent, self.still = [0] * world_size, [0] * world_size  # seconds without a change
+        # Python runs no signal handler while the main thread waits for another rank in C++.
+        self.signals, wakeup = os.pipe()
+        os.set_blocking(self.signals, False)
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
 
-    def forward(signum: int, frame: Any) -> None:
-        signals.append((signum, time.monotonic()))
-        second = signals[-1][1] - signals[0][1] > 1  # not an echo: a terminal signals all of us
-        for rank in ranks:
-            if rank.is_alive():
-                os.kill(rank.pid, signal.SIGKILL if second else signum)
-        if second:
-            sys.stderr.write("ending now; steps after the newest checkpoint are lost\n")
-            os._exit(128 + signum)
+    def run(self) -> None:
+        keys = report_keys(self.world_size)
+        number = 0
+        while not self.ended.is_set():
+            number += 1
+            alarm = threading.Timer(self.hang_seconds + 2, end_hung, [self.server])
+            alarm.daemon = True
+            alarm.start()
+            try:
+                report = [number, self.heartbeats, self.timeout, self.host]
+                self.store.set(keys[self.rank], json.dumps(report))
+                reports = [json.loads(report) for report in self.store.multi_get(keys)]
+            except RuntimeError:
+                return  # the process that served the store is gone, and ends the others
+            finally:
+                alarm.cancel()
+            if hung := self.find_hung(reports):
+                end_hung(hung)
+            self.ended.wait(1)
 
-    signal.signal(signal.SIGTERM, forward)
-    signal.signal(signal.SIGINT, forward)
-    while True:
-        codes = [rank.exitcode for rank in ranks]
-        failed = next((i for i, code in enumerate(codes) if code), None)
-        if failed is not None or None not in codes:
-            break
-        connection.wait([r.sentinel for r, code in zip(ranks, codes, strict=True) if code is None])
-    if failed is None:
-        return 0
-    deadline = time.monotonic() + 2
-    for rank in ranks:  # they report their own end, or wait for the rank that failed
-        rank.join(max(0, deadline - time.monotonic()))
-        rank.kill()
-    status = int(ranks[failed].exitcode)
-    if signals:
-        return 128 + signals[0][0]
-    if status > 0:
-        return status
-    # A killed rank cannot report its own end.
-    host, name = container.current_host, signal.Signals(-status).name
-    killed = f"rank {first + failed} on {host} was killed by {name}"
-    killed += " (was there too little memory?)" * (-status == signal.SIGKILL)
-    report_failure(failure_report(TrainingError(killed)))
-    return 128 - status
+    def find_hung(self, reports: list[list[Any]]) -> str:
+        """The ranks that hang by this second's reports, and how it shows; '' if none does."""
+        if is_readable(self.signals):
+            self.hang_seconds = min(self.hang_seconds, STOP_SECONDS)
+        for rank, (was, now) in enumerate(zip(self.reports or reports, reports, strict=True)):
+            self.silent[rank] = 0 if now != was else self.silent[rank] + 1
+            self.still[rank] = 0 if now[1] != was[1] else self.still[rank] + 1
+        self.reports = reports
+        names = [f"rank {rank} on {report[3]}" for rank, report in enumerate(reports)]
+        silent = [rank for rank, n in enumerate(self.silent) if n > self.hang_seconds]
+        fewest = min(report[1] for report in reports)
+        last = [rank for rank, report in enumerate(reports) if report[1] == fewest]
+        if silent:
+            hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
+            seconds = max(self.silent[rank] for rank in silent)
+        elif all(self.still[r] > max(reports[r][2], self.hang_seconds) for r in last):
+            hung = f"{', '.join(names[rank] for rank in last)} made no progress"
+            hung += " while the others waited" * (len(last) < len(names))
+            seconds = max(self.still[rank] for rank in last)
+        else:
+            return ""
+        return f"{hung} for {seconds} s (a larger hang_seconds allows more)"
+
+    def end(self) -> None:
+        self.ended.set()
+        self.thread.join(10)
 
 
-def end_with_parent() -> None:
-    """Asks the kernel to interrupt this process when its parent ends, however it ends (Linux).
+def is_readable(pipe: int) -> bool:
+    try:
+        return bool(os.read(pipe, 64))
+    except BlockingIOError:
+        return False
 
-    Orphans would continue, and write into the checkpoints of the next run.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
-        parent = multiprocessing.parent_process()
-        if parent is not None and not parent.is_alive():  # it ended before that
-            os.kill(os.getpid(), signal.SIGINT)
+
+def end_hung(why: str) -> NoReturn:
+    """Ends a rank whose main thread waits for a hung one; its launcher then ends all others."""
+    report_failure(failure_report(TrainingError(why)))
+    os._exit(1)

@@ -27,8 +27,9 @@ To change                                                   open
     what a checkpoint holds, when one is due                checkpoint.py
     the model directory for transformers                    huggingface.py
 
-and, seldom, SageMaker's paths and devices (container.py), processes (distributed.py), CUDA graphs
-(cuda_graphs.py), messages (errors.py), faults on purpose (faults.py), opening files (files.py).
+and, seldom, SageMaker's hosts and paths (container.py), devices and precision (device.py),
+processes (distributed.py), CUDA graphs (cuda_graphs.py), messages (errors.py), faults on purpose
+(faults.py), opening files (files.py).
 """
 
 from __future__ import annotations
@@ -75,16 +76,15 @@ from entry_point.config import (
     read_options,
     resumed_options,
 )
-from entry_point.container import (
-    Container,
-    Ranks,
+from entry_point.container import Container, read_container
+from entry_point.device import (
+    choose_device,
     keep_freed_memory,
     local_processes,
     rank_device,
-    read_container,
     share_cores,
 )
-from entry_point.distributed import Group, end_with_parent, read_ranks, start_ranks
+from entry_point.distributed import Group, Ranks, end_with_parent, read_ranks, start_ranks
 from entry_point.errors import (
     ConfigError,
     DataError,
@@ -167,7 +167,8 @@ def main(argv: Sequence[str]) -> int:
         n_local = local_processes(config, container, options)
         config.check_world_size(n_local * len(container.hosts))
         if n_local * len(container.hosts) > 1:
-            return start_ranks(run_rank, config, container, n_local)
+            device_type = choose_device(config, container, n_local)
+            return start_ranks(run_rank, container, n_local, device_type)
         ranks = Ranks(0, 1, 0, 1, os.environ.get("SM_NANOGPT_LAUNCHER", "hand"))
     elif options.processes not in (0, ranks.local_world_size):
         raise TrainingError(

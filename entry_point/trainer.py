@@ -20,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from . import huggingface
 from .checkpoint import Checkpoints
 from .config import Config, check_resumable, derive_seed
-from .container import (
-    Container,
-    Ranks,
+from .container import Container
+from .conversations import END_OF_TURN, Packed
+from .cuda_graphs import PassGraph, record_passes
+from .data import Batches, bytes_per_token, evaluate
+from .device import (
     can_use_graph,
     choose_precision,
     compiling_pays,
@@ -30,10 +32,7 @@ from .container import (
     memory_line,
     share_cores,
 )
-from .conversations import END_OF_TURN, Packed
-from .cuda_graphs import PassGraph, record_passes
-from .data import Batches, bytes_per_token, evaluate
-from .distributed import Group
+from .distributed import Group, Ranks
 from .errors import TrainingError, counted, first_line, log
 from .faults import fail, read_fault
 from .metrics import duration, metric_line

@@ -37,10 +37,9 @@ from starlette.testclient import TestClient
 from test_play import LETTERS, served
 
 from entry_point.config import Config
-from entry_point.container import Ranks
 from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, IGNORED, TURN, Packed, pack
 from entry_point.data import Batches, evaluate
-from entry_point.distributed import Group
+from entry_point.distributed import Group, Ranks
 from entry_point.errors import DataError
 from entry_point.text import read_tokenizer
 from launcher import InputError, Job, load_model, stream_samples

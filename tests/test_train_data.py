@@ -12,9 +12,9 @@ import torch
 from models import characters
 
 from entry_point.config import Config, Options
-from entry_point.container import Ranks, read_container
+from entry_point.container import read_container
 from entry_point.data import Batches
-from entry_point.distributed import Group
+from entry_point.distributed import Group, Ranks
 from entry_point.errors import DataError
 from entry_point.text import Corpus, load_corpus
 

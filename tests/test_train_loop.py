@@ -51,15 +51,10 @@ from runs import (
 from entry_point import train
 from entry_point.checkpoint import Checkpoints, read_safetensors
 from entry_point.config import Config, Options
-from entry_point.container import (
-    Ranks,
-    can_use_graph,
-    choose_precision,
-    compiling_pays,
-    read_container,
-)
+from entry_point.container import read_container
 from entry_point.data import evaluate, gather_windows
-from entry_point.distributed import Group
+from entry_point.device import can_use_graph, choose_precision, compiling_pays
+from entry_point.distributed import Group, Ranks
 from entry_point.errors import ConfigError, DataError, TrainingError
 from entry_point.faults import read_fault
 from entry_point.metrics import metric_definitions, metric_line
@@ -730,7 +725,7 @@ def test_one_process_warms_up_only_if_it_compiles(tmp_path, monkeypatch, compile
 def test_only_a_long_run_on_a_gpu_is_compiled_by_default(
     monkeypatch, device, triton, steps, world_size, pays
 ):
-    monkeypatch.setattr("entry_point.container.find_spec", lambda name: triton or None)
+    monkeypatch.setattr("entry_point.device.find_spec", lambda name: triton or None)
     config = Config(max_steps=steps, batch_size=16, block_size=32)
     assert compiling_pays(config, torch.device(device), 30_000, world_size) is pays
 
@@ -1083,10 +1078,10 @@ EARLY = "    device_type = choose_device(config, container, ranks.world_size)\n"
 
 def test_a_warning_is_printed_without_its_class_name(tmp_path, text_file):
     """SageMaker would take that for the reason of a failure."""
-    warning = "    warnings.warn('two\\nlines')\n    raise DataError('none')\n"
+    warning = "    warnings.warn('two\\nlines')\n    raise ConfigError('none')\n"
     command = edited_folder(tmp_path / "train", (EARLY, warning + EARLY))
     end = trained(tmp_path, status=2, data=text_file, processes=1, command=command)
-    assert end.output == "note: two lines\nDataError: none\n"
+    assert end.output == "note: two lines\nConfigError: none\n"
 
 
 def test_a_rank_that_ignores_signals_ends_after_a_failure(tmp_path, text_file):
@@ -1094,11 +1089,11 @@ def test_a_rank_that_ignores_signals_ends_after_a_failure(tmp_path, text_file):
         "    if ranks.rank == 0:\n"
         "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "        time.sleep(600)\n"
-        "    raise DataError('that is enough')\n"
+        "    raise ConfigError('that is enough')\n"
     )
     command = edited_folder(tmp_path / "train", (EARLY, deaf + EARLY))
     end = trained(tmp_path, status=2, data=text_file, processes=2, command=command)
-    assert end.last_line == "DataError: that is enough"
+    assert end.last_line == "ConfigError: that is enough"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone gives memory back so eagerly")

@@ -41,16 +41,9 @@ from runs import (
 
 from entry_point import train
 from entry_point.config import Config, Options
-from entry_point.container import (
-    Container,
-    Ranks,
-    choose_device,
-    local_processes,
-    machine_line,
-    rank_device,
-    read_container,
-)
-from entry_point.distributed import Group, Watchdog, read_ranks, start_ranks
+from entry_point.container import Container, read_container
+from entry_point.device import choose_device, local_processes, machine_line, rank_device
+from entry_point.distributed import Group, Ranks, Watchdog, read_ranks, start_ranks
 from entry_point.errors import ConfigError, DataError, TrainingError, failure_report, report_failure
 from launcher.machines import cores
 
@@ -332,7 +325,7 @@ def test_an_unusable_port_is_named(monkeypatch):
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(TrainingError, match=f"^port {port}: .* MASTER_PORT "):
-            start_ranks(Mock(), Config(device="cpu"), container(current_host="algo-1"), 1)
+            start_ranks(Mock(), container(current_host="algo-1"), 1, "cpu")
 
 
 def test_a_group_error_omits_the_cpp_stack_trace(monkeypatch):

@@ -21,8 +21,8 @@ from torch import Tensor
 from entry_point import huggingface
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config, make_config
-from entry_point.container import has_fast_bfloat16
 from entry_point.conversations import END_OF_TURN, TURN
+from entry_point.device import has_fast_bfloat16
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from entry_point.files import read_file
 from entry_point.model import GPT

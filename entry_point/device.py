@@ -1,0 +1,172 @@
+"""Devices and how many processes share them; threads, memory, precision, compiler and graphs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+from importlib.util import find_spec
+
+import torch
+
+from .config import Config, Options
+from .container import Container
+from .distributed import Ranks
+from .errors import ConfigError, TrainingError, counted
+
+
+def choose_device(config: Config, container: Container, processes: int) -> str:
+    """The type of device: 'cuda' (also for ROCm), 'mps' or 'cpu'. It never falls back silently.
+
+    Raises TrainingError if the chosen device, or a GPU that SageMaker counted, is not available.
+    """
+    if config.device == "cpu":  # without a look at CUDA, which a process must not ask and then fork
+        return "cpu"
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if container.num_gpus and seen != container.num_gpus:
+        raise TrainingError(
+            f"the host has {counted(container.num_gpus, 'GPU')} but torch {torch.__version__} sees"
+            f" {seen}; use a container image for GPUs with a CUDA that the host's driver supports,"
+            " or set device=cpu"
+        )
+    if config.device == "cuda" and not seen:
+        raise TrainingError(
+            f"device=cuda, but torch {torch.__version__} sees no GPU; device=auto runs without one"
+        )
+    if seen and config.device != "mps":
+        return "cuda"
+    mps = torch.backends.mps.is_available()
+    if config.device == "mps" and not mps:
+        raise TrainingError(
+            f"device=mps, but torch {torch.__version__} sees none; device=auto runs without it"
+        )
+    if config.device == "mps" and processes > 1:
+        raise TrainingError(f"device=mps is one device; {processes} processes cannot share it")
+    return "mps" if mps and processes == 1 else "cpu"
+
+
+def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.device:
+    """The device of this rank: on GPUs, one for each rank.
+
+    Raises TrainingError if there is no such device, or not one process for each GPU.
+    """
+    device_type = choose_device(config, container, ranks.world_size)
+    if device_type != "cuda":
+        return torch.device(device_type)
+    gpus = torch.cuda.device_count()
+    if ranks.local_world_size != gpus:
+        raise TrainingError(
+            f"this host has {counted(gpus, 'GPU')}, and {ranks.launcher} started"
+            f" {counted(ranks.local_world_size, 'process')} on it; each GPU takes one"
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def local_processes(config: Config, container: Container, options: Options) -> int:
+    """How many processes this host runs: one per GPU; on a CPU as many as asked for, or one."""
+    device = choose_device(config, container, options.processes or 1)
+    if device == "cpu":
+        return options.processes or options.processes_before or 1
+    if device == "mps":
+        return 1
+    gpus = torch.cuda.device_count()
+    if options.processes not in (0, gpus):
+        raise TrainingError(
+            f"processes={options.processes}, but the host has {counted(gpus, 'GPU')} and each takes"
+            " one process; CUDA_VISIBLE_DEVICES chooses among them"
+        )
+    return gpus
+
+
+def share_cores(processes: int) -> None:
+    """Gives this process as many threads as it has cores, where `processes` share them."""
+    cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+    torch.set_num_threads(max(1, len(cores) // processes))
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep the memory of freed tensors for the next ones.
+
+    By default, glibc returns large blocks to the system, which clears each page again. In some
+    runs that took a fifth of a step.
+    """
+    trim_threshold, mmap_max = -1, -4  # of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
+    if mallopt is not None:
+        mallopt(trim_threshold, -1)  # never return memory at the end of the heap
+        mallopt(mmap_max, 0)  # never map a block on its own: to free it would unmap it
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products of bfloat16."""
+    if device.type == "cpu":
+        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, test, lambda: False)() for test in tests)
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def choose_precision(config: Config, device: torch.device) -> torch.dtype:
+    """The type to compute in; TF32 counts as float32. Raises ConfigError if the device has none."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if config.precision == "tf32" and capability < (8, 0):
+        raise ConfigError(
+            "precision='tf32' needs a GPU of NVIDIA's Ampere or later; auto takes the fastest that"
+            " this device has"
+        )
+    if config.precision != "auto":
+        known = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        return known.get(config.precision, torch.float32)
+    if has_fast_bfloat16(device):
+        return torch.bfloat16
+    # The tensor cores of Volta (V100) and Turing (T4) support only float16.
+    return torch.float16 if capability >= (7, 0) else torch.float32
+
+
+def compiling_pays(config: Config, device: torch.device, parameters: int, world_size: int) -> bool:
+    """Whether the compiler is here, and a rank's work is worth its minute.
+
+    That is a minute at 50 TFLOP/s, of the 70 that an A10G has, with 6 operations per parameter and
+    token (arXiv:2001.08361, section 2.1).
+    """
+    tokens = config.max_steps * config.batch_size * config.block_size / world_size
+    found = device.type == "cuda" and find_spec("triton") is not None
+    return found and 6 * parameters * tokens > 3e15
+
+
+def machine_line(device: torch.device, ranks: Ranks, hosts: int) -> str:
+    """`running on 1 host x 4 NVIDIA A10G = 4 processes in one group (...)`."""
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else device.type.upper()
+    if hosts * ranks.local_world_size == ranks.world_size:
+        machine = f"{ranks.local_world_size} {machine}"
+    return (
+        f"running on {counted(hosts, 'host')} x {machine}"
+        f" = {counted(ranks.world_size, 'process')} in one group (launched by {ranks.launcher};"
+        f" {counted(torch.get_num_threads(), 'CPU thread')} each)"
+    )
+
+
+def can_use_graph(
+    config: Config, device: torch.device, world_size: int, dtype: torch.dtype
+) -> bool:
+    """Whether a CUDA graph may replay the passes of this run.
+
+    With several ranks, gradients would be averaged only after a whole replay. In float16 the scale
+    of the loss changes. `compile=off` executes Python in each step.
+    """
+    single_gpu = world_size == 1 and device.type == "cuda"
+    return single_gpu and config.compile != "off" and dtype != torch.float16
+
+
+def memory_line(device: torch.device, processes: int) -> str:
+    """The most memory so far of this rank's GPU, or of the host's processes, and what there is."""
+    if device.type == "cuda":
+        used = torch.cuda.max_memory_reserved()  # a graph's memory counts as reserved alone
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit * processes
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"memory {used / 2**30:.1f} of {total / 2**30:.1f} GiB"
