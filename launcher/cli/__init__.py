@@ -33,7 +33,7 @@ from launcher.cli.jobs import (
 )
 from launcher.cli.launch import copy_script_command, hyperparameters_command, launch_command
 from launcher.cli.models import fetch_and_sample_command, play_command
-from launcher.cli.options import Group
+from launcher.cli.options import Group, valued
 from launcher.cli.show import logs_shown, note, silence
 from launcher.cli.upload import upload_data_command
 from launcher.cli.views import report_command, track_command
@@ -81,22 +81,18 @@ class Root(Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="sm-nanogpt")
-@click.option(
+@valued(
     "--store",
-    metavar="URL",
-    help="Where to keep data and models: s3://bucket/prefix or a directory. Default:"
+    "URL",
+    "Where to keep data and models: s3://bucket/prefix or a directory. Default:"
     " SM_NANOGPT_STORE, config.toml, or the stack; else ~/.sm-nanogpt/store, or for SageMaker"
     " the account's default bucket.",
 )
-@click.option("--region", metavar="NAME", help="AWS region (default: from the AWS configuration).")
-@click.option("--profile", metavar="NAME", help="AWS profile.")
-@click.option(
-    "--role", metavar="ARN", help="Execution role for SageMaker (default: from the stack)."
-)
-@click.option(
-    "--stack",
-    metavar="NAME",
-    help="CloudFormation stack that provides store and role (default: sm-nanogpt).",
+@valued("--region", "NAME", "AWS region (default: from the AWS configuration).")
+@valued("--profile", "NAME", "AWS profile.")
+@valued("--role", "ARN", "Execution role for SageMaker (default: from the stack).")
+@valued(
+    "--stack", "NAME", "CloudFormation stack that provides store and role (default: sm-nanogpt)."
 )
 @click.option("--debug", is_flag=True, help="Print the traceback of an error.")
 @click.pass_context

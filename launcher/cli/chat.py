@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.models import ENTRY_POINT, open_model, samples
-from launcher.cli.options import MODEL, Command, settings_of
+from launcher.cli.options import MODEL, Command, settings_of, valued
 from launcher.cli.show import note
 from launcher.cli.words import sentence
 from launcher.errors import InputError, Terminated
@@ -31,7 +31,7 @@ Talk = Callable[[str, int], Generator[str]]  # what is typed, and the number of 
 
 @click.command("chat", cls=Command)
 @MODEL
-@click.option("--system", metavar="TEXT", help="Instruct the model before the conversation.")
+@valued("--system", "TEXT", "Instruct the model before the conversation.")
 @samples
 @ENTRY_POINT
 @click.pass_context

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import GROUP, JOB_ID, JSON, Command, Job, settings_of
+from launcher.cli.options import GROUP, JOB_ID, JSON, Command, Job, settings_of, valued
 from launcher.cli.show import (
     following,
     moment,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     type=click.Choice(["InProgress", "Stopping", "Completed", "Failed", "Stopped"]),
     help="Only jobs in this state.",
 )
-@click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Only the newest N jobs.")
+@valued("--limit", "N", "Only the newest N jobs.", type=click.IntRange(min=1))
 @click.option("--everyone", is_flag=True, help="Also the jobs of others in the AWS account.")
 @JSON
 @click.pass_context
@@ -264,9 +264,7 @@ def paid_words(description: JobDescription) -> str | None:
 @click.command("logs", cls=Command)
 @JOB_ID
 @click.option("--follow", is_flag=True, help="Print new lines until the job ends.")
-@click.option(
-    "--tail", metavar="N", type=click.IntRange(min=0), help="Print only the last N lines."
-)
+@valued("--tail", "N", "Print only the last N lines.", type=click.IntRange(min=0))
 @click.option("--raw", is_flag=True, help="Include the lines of the SageMaker toolkit.")
 @click.pass_context
 def logs_command(

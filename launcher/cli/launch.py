@@ -21,6 +21,7 @@ from launcher.cli.options import (
     lists,
     pairs,
     settings_of,
+    valued,
 )
 from launcher.cli.show import (
     explain,
@@ -50,6 +51,7 @@ class CloudOption(click.Option):
 
 
 cloud_option = partial(click.option, cls=CloudOption)
+cloud_valued = partial(valued, cls=CloudOption)
 
 
 class LaunchCommand(Command):
@@ -70,74 +72,55 @@ class LaunchCommand(Command):
 
 
 @click.command("launch", cls=LaunchCommand)
-@click.option(
+@valued(
     "--instance",
-    metavar="TYPE[,TYPE...]",
-    help="SageMaker instance type, or `local` for this machine. With up to five types, the job runs"
+    "TYPE[,TYPE...]",
+    "SageMaker instance type, or `local` for this machine. With up to five types, the job runs"
     " on the first with free capacity (with --resume, by default as in the earlier job).",
 )
-@click.option(
-    "--name",
-    metavar="NAME",
-    help="A name for the job, unique among yours, to use in place of its id.",
-)
-@click.option("--instance-count", metavar="N", type=int, help="Number of hosts (default: 1).")
-@click.option(
+@valued("--name", "NAME", "A name for the job, unique among yours, to use in place of its id.")
+@valued("--instance-count", "N", "Number of hosts (default: 1).", type=int)
+@valued(
     "--processes-per-instance",
-    metavar="K",
+    "K",
+    "With local and no GPU: number of processes (default: the fastest).",
     type=int,
-    help="With local and no GPU: number of processes (default: the fastest).",
 )
-@click.option(
-    "--data",
-    metavar="NAME|URI|PATH",
-    type=click.Path(),
-    help="Text to train on (default: last upload).",
-)
-@click.option(
+@valued("--data", "NAME|URI|PATH", "Text to train on (default: last upload).", type=click.Path())
+@valued(
     "--validation",
-    metavar="NAME|URI|PATH",
+    "NAME|URI|PATH",
+    "Text to validate on (default: the last tenth of the data).",
     type=click.Path(),
-    help="Text to validate on (default: the last tenth of the data).",
 )
-@click.option(
+@valued(
     "--preset",
-    metavar="NAME",
-    shell_complete=complete_preset,
-    help="cpu (default; a minute on a CPU), quick (seconds), laptop (three minutes), baby (default"
+    "NAME",
+    "cpu (default; a minute on a CPU), quick (seconds), laptop (three minutes), baby (default"
     " on SageMaker GPU instances), small, gpt2 (124 M parameters), or auto (by the text's length).",
+    shell_complete=complete_preset,
 )
-@click.option(
-    "--set",
-    "assignments",
-    metavar="KEY=VALUE",
+@valued(
+    "--set assignments",
+    "KEY=VALUE",
+    "Set a hyperparameter; `sm-nanogpt hyperparameters` lists them.",
     multiple=True,
     callback=pairs,
     shell_complete=complete_hyperparameter,
-    help="Set a hyperparameter; `sm-nanogpt hyperparameters` lists them.",
 )
-@click.option(
-    "--config",
-    "config_file",
-    metavar="FILE",
-    type=click.Path(),
-    help="TOML file of hyperparameters.",
-)
-@click.option(
-    "--entry-point", metavar="DIR", type=click.Path(), help="Your edited training folder."
-)
-@click.option(
+@valued("--config config_file", "FILE", "TOML file of hyperparameters.", type=click.Path())
+@valued("--entry-point", "DIR", "Your edited training folder.", type=click.Path())
+@valued(
     "--init-from",
-    metavar="JOB-ID|PATH|URI",
+    "JOB-ID|PATH|URI",
+    "Start from the weights of an earlier job, or of a Hugging Face directory of the Qwen3 family.",
     type=Job(trained=True),
-    help="Start from the weights of an earlier job, or of a Hugging Face directory of the Qwen3"
-    " family.",
 )
-@click.option(
+@valued(
     "--resume",
-    metavar="JOB-ID",
+    "JOB-ID",
+    "Continue from the checkpoints of an earlier job.",
     type=Job(acts=True, sweeps=True),
-    help="Continue from the checkpoints of an earlier job.",
 )
 @click.option(
     "--follow/--detach",
@@ -145,26 +128,26 @@ class LaunchCommand(Command):
     help="Print the log until the job ends (default for local), or return at once (default for"
     " SageMaker).",
 )
-@click.option(
+@valued(
     "--sweep",
-    metavar="KEY=V1,V2,...",
+    "KEY=V1,V2,...",
+    "Launch a job for each value of a hyperparameter; several --sweep make a grid.",
     multiple=True,
     callback=lists,
     shell_complete=complete_hyperparameter,
-    help="Launch a job for each value of a hyperparameter; several --sweep make a grid.",
 )
-@click.option(
+@valued(
     "--seeds",
-    metavar="N",
+    "N",
+    "Launch each job of a sweep with N seeds (default: 1).",
     type=click.IntRange(min=1),
     default=1,
-    help="Launch each job of a sweep with N seeds (default: 1).",
 )
-@click.option(
+@valued(
     "--parallel",
-    metavar="N",
+    "N",
+    "Number of jobs of a sweep that run at a time (default: 1).",
     type=click.IntRange(min=1),
-    help="Number of jobs of a sweep that run at a time (default: 1).",
 )
 @click.option("--dry-run", is_flag=True, help="Print the SageMaker request without sending it.")
 @YES
@@ -173,17 +156,15 @@ class LaunchCommand(Command):
     type=click.Choice(["pytorchddp", "torchrun"]),
     help="How SageMaker starts the ranks (default: pytorchddp; torchrun on ml.p5.48xlarge).",
 )
-@cloud_option(
-    "--pytorch-version", metavar="V", help="PyTorch version of the AWS image (default: 2.12.1)."
-)
-@cloud_option("--image-uri", metavar="URI", help="Use your own container image.")
-@cloud_option("--max-run", metavar="SECONDS", type=int, help="Time limit (default: 3600).")
-@cloud_option(
+@cloud_valued("--pytorch-version", "V", "PyTorch version of the AWS image (default: 2.12.1).")
+@cloud_valued("--image-uri", "URI", "Use your own container image.")
+@cloud_valued("--max-run", "SECONDS", "Time limit (default: 3600).", type=int)
+@cloud_valued(
     "--max-cost",
-    metavar="USD",
-    type=float,
-    help="Stop before the job costs more. Counts the jobs that it resumes; for a sweep, all of its"
+    "USD",
+    "Stop before the job costs more. Counts the jobs that it resumes; for a sweep, all of its"
     " jobs.",
+    type=float,
 )
 @cloud_option(
     "--spot/--on-demand",
@@ -191,18 +172,18 @@ class LaunchCommand(Command):
     help="Spot is cheaper, and resumes after interruptions (default: on demand; with --resume, as"
     " in the earlier job).",
 )
-@cloud_option(
+@cloud_valued(
     "--max-wait",
-    metavar="SECONDS",
+    "SECONDS",
+    "With --spot: limit for waiting and running (default: 2 x max-run, at most 28 days).",
     type=int,
-    help="With --spot: limit for waiting and running (default: 2 x max-run, at most 28 days).",
 )
-@cloud_option("--keep-alive", metavar="SECONDS", type=int, help="Keep a warm pool after the job.")
-@cloud_option(
+@cloud_valued("--keep-alive", "SECONDS", "Keep a warm pool after the job.", type=int)
+@cloud_valued(
     "--volume-size",
-    metavar="GIB",
+    "GIB",
+    "Disk per host, for instance types without local disks (default: 50).",
     type=int,
-    help="Disk per host, for instance types without local disks (default: 50).",
 )
 @cloud_option(
     "--input-mode",
@@ -210,30 +191,26 @@ class LaunchCommand(Command):
     help="Copy the text to each host before the job starts (File, the default), or read it from S3"
     " as the job goes (FastFile).",
 )
-@cloud_option(
+@cloud_valued(
     "--environment",
-    metavar="KEY=VALUE",
+    "KEY=VALUE",
+    "Set an environment variable in the container.",
     multiple=True,
     callback=pairs,
-    help="Set an environment variable in the container.",
 )
-@cloud_option(
-    "--tag", "tags", metavar="KEY=VALUE", multiple=True, callback=pairs, help="Tag the job."
-)
-@cloud_option("--kms-key", metavar="KEY", help="KMS key that encrypts the job's disks and output.")
-@cloud_option(
-    "--subnet",
-    "subnets",
-    metavar="ID",
+@cloud_valued("--tag tags", "KEY=VALUE", "Tag the job.", multiple=True, callback=pairs)
+@cloud_valued("--kms-key", "KEY", "KMS key that encrypts the job's disks and output.")
+@cloud_valued(
+    "--subnet subnets",
+    "ID",
+    "Subnet of your VPC. It must reach S3, by a NAT gateway or an S3 endpoint.",
     multiple=True,
-    help="Subnet of your VPC. It must reach S3, by a NAT gateway or an S3 endpoint.",
 )
-@cloud_option(
-    "--security-group",
-    "security_group_ids",
-    metavar="ID",
+@cloud_valued(
+    "--security-group security_group_ids",
+    "ID",
+    "Required with --subnet. For several hosts, it must allow traffic from itself.",
     multiple=True,
-    help="Required with --subnet. For several hosts, it must allow traffic from itself.",
 )
 @cloud_option(
     "--network-isolation/--no-network-isolation",
@@ -382,12 +359,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
 
 
 @click.command("hyperparameters", cls=Command)
-@click.option(
-    "--entry-point",
-    metavar="DIR",
-    type=click.Path(),
-    help="List those of your edited training folder.",
-)
+@valued("--entry-point", "DIR", "List those of your edited training folder.", type=click.Path())
 def hyperparameters_command(entry_point: str | None) -> None:
     """List what `launch --set` takes: ranges and defaults.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, MODEL, Command, Job, settings_of
+from launcher.cli.options import JSON, MODEL, Command, Job, settings_of, valued
 from launcher.cli.show import note, print_json
 from launcher.cli.words import command
 from launcher.errors import InputError
@@ -24,53 +24,52 @@ if TYPE_CHECKING:
     from entry_point.text import Tokenizer
     from launcher.settings import Settings
 
-ENTRY_POINT = click.option(
+ENTRY_POINT = valued(
     "--entry-point",
-    metavar="DIR",
+    "DIR",
+    "The edited folder that trained the model (default: the copy kept at launch).",
     type=click.Path(exists=True, path_type=Path),
-    help="The edited folder that trained the model (default: the copy kept at launch).",
 )
 
 # The arguments of stream_samples, by their names.
 SAMPLING = (
-    click.option(
+    valued(
         "--max-new-tokens",
-        metavar="N",
+        "N",
+        "Number of tokens to generate (characters, if the model was trained on characters).",
         type=click.IntRange(min=1),
         default=500,
         show_default=True,
-        help="Number of tokens to generate (characters, if the model was trained on characters).",
     ),
-    click.option(
+    valued(
         "--temperature",
-        metavar="T",
+        "T",
+        "Randomness; 0 always takes the most likely token.",
         type=click.FloatRange(min=0),
         default=0.8,
         show_default=True,
-        help="Randomness; 0 always takes the most likely token.",
     ),
-    click.option(
+    valued(
         "--top-k",
-        metavar="K",
+        "K",
+        "Sample from the K most likely tokens (default: all).",
         type=click.IntRange(min=0),
         default=0,
-        help="Sample from the K most likely tokens (default: all).",
     ),
-    click.option(
+    valued(
         "--top-p",
-        metavar="P",
+        "P",
+        "Nucleus sampling: keep the most likely tokens whose probabilities sum to P (default: 1).",
         type=click.FloatRange(min=0, max=1, min_open=True),
         default=1.0,
-        help="Nucleus sampling: keep the most likely tokens whose probabilities sum to P (default:"
-        " 1).",
     ),
-    click.option(
+    valued(
         "--seed",
-        metavar="S",
+        "S",
+        "Random seed; the same seed gives the same text.",
         type=click.IntRange(min=0, max=2**63 - 1),
         default=1337,
         show_default=True,
-        help="Random seed; the same seed gives the same text.",
     ),
 )
 
@@ -82,19 +81,19 @@ def samples(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command("fetch-and-sample", cls=Command)
 @MODEL
-@click.option(
+@valued(
     "--prompt",
-    metavar="TEXT",
-    help="Start of the text (default: a new line, or a new document). A model that has learned from"
+    "TEXT",
+    "Start of the text (default: a new line, or a new document). A model that has learned from"
     " conversations answers it.",
 )
-@click.option(
+@valued(
     "--num-samples",
-    metavar="N",
+    "N",
+    "Number of texts to generate.",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Number of texts to generate.",
 )
 @samples
 @ENTRY_POINT
@@ -197,22 +196,19 @@ def check_origins(
 @click.command("play", cls=Command)
 @MODEL
 @click.argument("other", metavar="[JOB-ID|DIR]", required=False, type=Job(trained=True))
-@click.option(
-    "--port", metavar="N", type=click.IntRange(1, 65535), help="Port (default: a free one)."
-)
-@click.option(
+@valued("--port", "N", "Port (default: a free one).", type=click.IntRange(1, 65535))
+@valued(
     "--api-key",
-    metavar="KEY",
-    help="Key of the page and the API, also as SM_NANOGPT_API_KEY or api_key in config.toml"
+    "KEY",
+    "Key of the page and the API, also as SM_NANOGPT_API_KEY or api_key in config.toml"
     " (default: a new one).",
 )
-@click.option(
-    "--cors",
-    "origins",
-    metavar="ORIGIN",
+@valued(
+    "--cors origins",
+    "ORIGIN",
+    "Let the pages of another origin use the API, as http://localhost:3000. Repeatable.",
     multiple=True,
     callback=check_origins,
-    help="Let the pages of another origin use the API, as http://localhost:3000. Repeatable.",
 )
 @click.option(
     "--open/--no-open",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,14 +241,16 @@ def agree_to_cost(worst: float, max_cost: float | None, settings: Settings, yes:
         agree("Launch?", yes)
 
 
-GROUP = click.option(
-    "--group",
-    metavar="SWEEP",
-    shell_complete=complete_job,
-    help="The jobs of a sweep, by its id or `latest`.",
+def valued(names: str, metavar: str, help: str, **more: Any) -> Callable[[Any], Any]:
+    """An option that takes a value. names: the option, and its parameter if that has another."""
+    return click.option(*names.split(), metavar=metavar, help=help, **more)
+
+
+GROUP = valued(
+    "--group", "SWEEP", "The jobs of a sweep, by its id or `latest`.", shell_complete=complete_job
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID", type=Job())
 MODEL = click.argument("model", metavar="JOB-ID|DIR", type=Job(trained=True))
-STACK = click.option("--stack", metavar="NAME", help="The stack's name (default: sm-nanogpt).")
+STACK = valued("--stack", "NAME", "The stack's name (default: sm-nanogpt).")

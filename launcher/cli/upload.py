@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from launcher.cli.options import JSON, Command, Job, settings_of
+from launcher.cli.options import JSON, Command, Job, settings_of, valued
 from launcher.cli.show import note, print_json
 from launcher.cli.words import command
 from launcher.files.progress import byte_progress
@@ -15,28 +15,24 @@ from launcher.files.progress import byte_progress
 
 @click.command("upload-data", cls=Command)
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path())
-@click.option(
+@valued(
     "--tokenizer",
-    metavar="bpe|PATH|JOB-ID",
-    type=Job(trained=True, other="bpe"),
-    help="Encode the text as tokens: bpe learns them from it; or name a tokenizer.json, a Hugging"
+    "bpe|PATH|JOB-ID",
+    "Encode the text as tokens: bpe learns them from it; or name a tokenizer.json, a Hugging"
     " Face directory, or a job (default: train on characters).",
+    type=Job(trained=True, other="bpe"),
 )
-@click.option(
+@valued(
     "--vocab-size",
-    metavar="N",
-    type=click.IntRange(257, 1 << 20),
-    help="With --tokenizer bpe: number of tokens (default: the characters of the text / 512,"
+    "N",
+    "With --tokenizer bpe: number of tokens (default: the characters of the text / 512,"
     " as a power of two from 512 to 16384).",
+    type=click.IntRange(257, 1 << 20),
 )
-@click.option("--include", metavar="GLOB", multiple=True, help="Plain text too, such as '*.py'.")
-@click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out files or folders.")
-@click.option("--column", metavar="NAME", help="Field of the text in a record (default: text).")
-@click.option(
-    "--encoding",
-    metavar="NAME",
-    help="Read files that are not UTF-8 in this encoding, such as cp1252.",
-)
+@valued("--include", "GLOB", "Plain text too, such as '*.py'.", multiple=True)
+@valued("--exclude", "GLOB", "Leave out files or folders.", multiple=True)
+@valued("--column", "NAME", "Field of the text in a record (default: text).")
+@valued("--encoding", "NAME", "Read files that are not UTF-8 in this encoding, such as cp1252.")
 @JSON
 @click.pass_context
 def upload_data_command(

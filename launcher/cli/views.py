@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import GROUP, Command, Job, settings_of
+from launcher.cli.options import GROUP, Command, Job, settings_of, valued
 from launcher.cli.show import note
 from launcher.cli.words import command, option
 from launcher.errors import InputError, ServiceError
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 @click.command("report", cls=Command)
 @click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, type=Job())
 @GROUP
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
+@valued(
+    "-o --output",
+    "FILE",
+    "File to write (default: report-JOB-ID.html, or report-N-runs.html).",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write (default: report-JOB-ID.html, or report-N-runs.html).",
 )
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
 @click.pass_context
@@ -104,12 +103,12 @@ POLL_SECONDS = 5.0
 
 @click.command("track", cls=Command)
 @click.argument("job_ids", metavar="JOB-ID...", nargs=-1, required=True, type=Job())
-@click.option(
+@valued(
     "--tensorboard",
-    metavar="DIR",
+    "DIR",
+    "Write event files to DIR/JOB-ID.",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write event files to DIR/JOB-ID.",
 )
 @click.option("--follow", is_flag=True, help="Add new rows until the jobs end.")
 @click.pass_context
