@@ -6,21 +6,42 @@
     job = sm.launch(sm.Request(instance="local", data=data.uri, preset="cpu")).wait()
     print(job.sample("ROMEO:"))
 
-docs/python.md tells of all names. Most are imported when they are first used.
+docs/python.md tells of all names. What the caller got wrong raises `InputError`; what failed on the
+way raises `ServiceError`, or one of their kinds.
 """
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import launcher
-from launcher.library import job
+from launcher.aws import Denied, Missing, OverQuota, Unreachable
+from launcher.errors import InputError, ServiceError
+from launcher.files.documents import Damaged
+from launcher.job import JobDescription, Request
+from launcher.library import Job, Plan, job, jobs, launch, prepare, sweep
+from launcher.sagemaker.cost import CeilingTooLow, Unconfirmed
+from launcher.settings import Settings
+from launcher.text.corpus import Upload, upload_data
+from launcher.text.uploads import uploads
 
 if TYPE_CHECKING:
-    from launcher import *  # noqa: F403
+    from launcher.models.load import load_model
+    from launcher.models.sample import stream_samples
 
-__all__ = ["job"]
-__all__ += launcher.__all__
-__getattr__ = launcher.__getattr__
+__all__ = [
+    "CeilingTooLow", "Damaged", "Denied", "InputError", "Job", "JobDescription", "Missing",
+    "OverQuota", "Plan", "Request", "ServiceError", "Settings", "Unconfirmed", "Unreachable",
+    "Upload", "job", "jobs", "launch", "load_model", "prepare", "stream_samples", "sweep",
+    "upload_data", "uploads",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    """Names of modules that import torch, which takes seconds."""
+    modules = {"load_model": "launcher.models.load", "stream_samples": "launcher.models.sample"}
+    if name not in modules:
+        raise AttributeError(f"module 'sm_nanogpt' has no attribute {name!r}")
+    return getattr(import_module(modules[name]), name)

@@ -21,7 +21,7 @@ import pytest
 import runs
 import warm
 
-from launcher import Settings
+from sm_nanogpt import Settings
 
 PROGRAM = (sys.executable, "-c", "from launcher.cli import main; main()")
 

@@ -28,13 +28,13 @@ from entry_point.checkpoint import Checkpoints
 from entry_point.config import make_config
 from entry_point.errors import FormatError
 from entry_point.huggingface import MODEL_FILES, hugging_face_config, write_sums
-from launcher import ServiceError
 from launcher.local.backend import LocalBackend
 from launcher.models import fetch, load
 from launcher.models.fetch import fetch_model
 from launcher.models.load import own_model
 from launcher.settings import load_settings
 from launcher.tracking import describe
+from sm_nanogpt import ServiceError
 
 Member = tuple[tarfile.TarInfo, bytes]
 

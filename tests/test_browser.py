@@ -14,9 +14,9 @@ from test_curves import file_rows
 from test_play import served, site
 from test_report import sibling
 
-from launcher import load_model, stream_samples
 from launcher.models.chat import Message
 from launcher.views.play import Player
+from sm_nanogpt import load_model, stream_samples
 
 __all__ = ["directory", "site", "tuned"]  # fixtures
 

@@ -42,7 +42,6 @@ from entry_point.data import Batches, evaluate
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import DataError
 from entry_point.text import read_tokenizer
-from launcher import InputError, Job, load_model, stream_samples
 from launcher.cli.chat import Conversation, converse
 from launcher.models.chat import Chat, Message, TooLong, difference
 from launcher.models.encoder import LONGEST
@@ -52,6 +51,7 @@ from launcher.text.tokenizer import Words
 from launcher.text.tokens import separated
 from launcher.views import api
 from launcher.views.play import Player, make_app
+from sm_nanogpt import InputError, Job, load_model, stream_samples
 
 END = 99
 STRANGE = (

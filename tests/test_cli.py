@@ -24,13 +24,13 @@ import launching
 import pytest
 
 from entry_point.config import Config
-from launcher import Request, ServiceError
 from launcher import cli as commands
 from launcher.cli.words import command, option
 from launcher.files import storage
 from launcher.files.progress import byte_progress
 from launcher.job import LOCAL_FIELDS
 from launcher.local.backend import write_json
+from sm_nanogpt import Request, ServiceError
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
 GROUPS = {name: g for name, g in commands.cli.commands.items() if isinstance(g, click.Group)}

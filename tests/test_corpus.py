@@ -24,7 +24,6 @@ from unittest.mock import Mock
 import launching
 import pytest
 
-from launcher import InputError, upload_data
 from launcher.files import storage
 from launcher.files.storage import local_path
 from launcher.launching.texts import find_channel
@@ -32,6 +31,7 @@ from launcher.settings import Settings, load_settings
 from launcher.text import corpus
 from launcher.text.corpus import find_upload, last_upload
 from launcher.text.formats import look, pieces_of, zstd
+from sm_nanogpt import InputError, upload_data
 
 URL = "https://127.0.0.1:9/a"
 LONG = "The quick brown fox jumps over the lazy dog.\n" * 100

@@ -13,12 +13,12 @@ import pytest
 from launching import Finished
 from test_sagemaker import TAGGED
 
-from launcher import Settings
 from launcher.cli.show import following
 from launcher.curve import Curve, in_order, rows_of_log, samples_of_log, seconds_left, sketch
 from launcher.files import storage
 from launcher.sagemaker.logs import LOG_GROUP
 from launcher.tracking import metrics
+from sm_nanogpt import Settings
 
 
 def file_rows(job: Finished) -> list[dict[str, Any]]:

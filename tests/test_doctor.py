@@ -14,11 +14,12 @@ import boto3
 import launching
 import pytest
 
-from launcher import JobDescription, Settings, doctor
+from launcher import doctor
 from launcher.doctor import FAILURE, OK, WARNING, Context, Finding
 from launcher.files import storage
 from launcher.sagemaker.stack import Stack
 from launcher.tracking import wait
+from sm_nanogpt import JobDescription, Settings
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 GPU = ("--instance", "ml.g5.12xlarge")

@@ -26,7 +26,6 @@ from entry_point.checkpoint import Checkpoints, write_safetensors
 from entry_point.errors import TrainingError
 from entry_point.files import check_size, open_file
 from entry_point.huggingface import SCRIPT_SHA256, write_artefact, write_sums
-from launcher import InputError, Request, ServiceError
 from launcher.cli.jobs import print_jobs
 from launcher.cli.show import shown
 from launcher.files.documents import LARGEST, parse, read_toml
@@ -40,6 +39,7 @@ from launcher.sagemaker.stack import remembered
 from launcher.settings import load_settings
 from launcher.source import Source
 from launcher.text import corpus
+from sm_nanogpt import InputError, Request, ServiceError
 
 quickly = settings(
     max_examples=40,

@@ -24,9 +24,9 @@ from entry_point.errors import ConfigError
 from entry_point.huggingface import qwen3_logits, starting_values, write_artefact
 from entry_point.model import GPT
 from entry_point.optim import Optimizer
-from launcher import InputError, Job, load_model
 from launcher.models.fetch import fetch_model
 from launcher.source import Source, keep
+from sm_nanogpt import InputError, Job, load_model
 
 HEAD = "logits = F.linear(x, head.weight.to(x.dtype)).float()"
 ACTIVATION = "activation = staticmethod(F.silu)"

@@ -18,8 +18,8 @@ from gguf import GGMLQuantizationType, GGUFReader
 from launching import Finished
 from test_docs import blocks
 
-from launcher import Job, load_model
 from launcher.models.fetch import fetch_model
+from sm_nanogpt import Job, load_model
 
 PAGE = Path(__file__).parent.parent / "docs/export.md"
 

@@ -12,8 +12,8 @@ import first_day
 import pytest
 from first_day import STEPS, Day, Step
 
-from launcher import Settings
 from launcher.sagemaker.caller import Caller, Launched, remember
+from sm_nanogpt import Settings
 
 JOB = "sm-nanogpt-20261124-120000-00000a"
 PAGE = Path(__file__).parents[1] / "docs" / "first-day.md"

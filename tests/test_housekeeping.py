@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from launching import tree
 
-from launcher import Request, Settings
 from launcher.files import storage
 from launcher.launching.records import Sweep, record_of, write_record
+from sm_nanogpt import Request, Settings
 
 
 def test_delete_removes_job_and_fetched_model(job, cli):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from launcher import InputError
 from launcher.machines import (
     DEFAULT_VERSION,
     IMAGES,
@@ -13,6 +12,7 @@ from launcher.machines import (
     image_of,
     problem,
 )
+from sm_nanogpt import InputError
 
 G5 = "ml.g5.12xlarge"
 REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"

@@ -15,11 +15,11 @@ from launching import launching as launch_words
 from entry_point.config import make_config
 from entry_point.errors import ConfigError
 from entry_point.huggingface import folder_sha256
-from launcher import InputError, Request
 from launcher.cli.options import pairs
 from launcher.local.runner import command_line
 from launcher.sagemaker.request import sendable_hyperparameters
 from launcher.source import Source
+from sm_nanogpt import InputError, Request
 
 
 def refusal(**values: object) -> str:

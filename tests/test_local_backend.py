@@ -31,7 +31,6 @@ from launching import ENDLESS, Finished
 import launcher
 from entry_point.config import make_config
 from entry_point.errors import TrainingError, failure_report
-from launcher import InputError, Request, ServiceError, Settings, jobs
 from launcher.files import storage
 from launcher.job import LOCAL_FIELDS, TrainingJob
 from launcher.launching.launch import find_earlier, new_job_id, resumed
@@ -40,6 +39,7 @@ from launcher.local.runner import LocalRun
 from launcher.source import Source, keep
 from launcher.text.corpus import upload_data
 from launcher.tracking import describe, logs, wait
+from sm_nanogpt import InputError, Request, ServiceError, Settings, jobs
 
 START = "    device = rank_device(config, container, ranks)\n"
 CHECKPOINTS = "hosts/algo-1/checkpoints"

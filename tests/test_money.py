@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 from launching import launching
 
-from launcher import InputError, JobDescription, ServiceError, Settings, jobs
 from launcher.cli.show import explain
 from launcher.job import TrainingJob
 from launcher.sagemaker.cost import (
@@ -29,6 +28,7 @@ from launcher.sagemaker.cost import (
     worst_case,
 )
 from launcher.tracking import describe, wait
+from sm_nanogpt import InputError, JobDescription, ServiceError, Settings, jobs
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 TWO = "ml.g6.12xlarge,ml.g5.12xlarge"  # 5.752 and 7.09 USD an hour

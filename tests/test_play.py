@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from models import lively, tokenizer_of
 
 from entry_point.model import GPT
-from launcher import Job, stream_samples
 from launcher.cli.models import about
 from launcher.models.fetch import fetch_model
 from launcher.views import api
 from launcher.views.play import Player, Token, listen, make_server, until
+from sm_nanogpt import Job, stream_samples
 
 ORIGIN = "http://localhost:3000"
 LETTERS = "\nabcdefghi "  # as many as the small models have

@@ -12,8 +12,8 @@ import money_service
 import pytest
 from money_service import TODAY
 
-from launcher import Settings
 from launcher.sagemaker.cost import Price, Prices, offline_price, training_price
+from sm_nanogpt import Settings
 
 TRAIN = "USE1-Train:ml.g5.12xlarge"
 LISTED = Price(7.09, f"AWS's price list of {TODAY}")

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
-from launcher import InputError
 from launcher.text import records
+from sm_nanogpt import InputError
 
 TEXTS = ["a", 'He said "no";\r\nand, "yes"\n', "", "漢字 🙂\u2028\ttab", " [{,}] ", "x" * 200_000]
 CHAT = [{"role": "user", "content": "a\n"}, {"role": "assistant", "content": 'b "c"'}]

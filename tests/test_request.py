@@ -8,11 +8,11 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from launcher import InputError, Settings
 from launcher.job import TrainingJob
 from launcher.sagemaker import estimator
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.request import Placement, create_request, sdk_version
+from sm_nanogpt import InputError, Settings
 
 JOB_ID = "sm-nanogpt-20261125-120000-abcd"
 KEY = "arn:aws:kms:us-east-1:111122223333:key/1"

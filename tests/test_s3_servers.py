@@ -16,9 +16,9 @@ import pytest
 from runs import free_port
 from s3fs import S3FileSystem
 
-from launcher import InputError, ServiceError, Settings, upload_data
 from launcher.files import storage
 from launcher.text.corpus import last_upload
+from sm_nanogpt import InputError, ServiceError, Settings, upload_data
 
 KEY, SECRET = "AKIAEXAMPLE", "secret-of-the-test"
 SIZE = 3 * storage.PART_BYTES + 12345  # more than one part, and not a whole number of them

@@ -15,7 +15,6 @@ import launching
 import pytest
 from access import ACCOUNT
 
-from launcher import JobDescription, jobs
 from launcher.cli.words import reason_of
 from launcher.files import storage
 from launcher.files.storage import local_path
@@ -25,6 +24,7 @@ from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import script_lines
 from launcher.settings import load_settings
 from launcher.source import Source
+from sm_nanogpt import JobDescription, jobs
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 TWO = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge")

@@ -19,13 +19,13 @@ from botocore.utils import generate_login_cache_key
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from launcher import ServiceError, Settings
 from launcher.aws import Unreachable, failure, service_errors
 from launcher.cli.words import sentence
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered
 from launcher.settings import load_settings
 from launcher.tracking import wait
+from sm_nanogpt import ServiceError, Settings
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 

@@ -22,7 +22,7 @@ from botocore.model import ListShape, MapShape, Shape, StructureShape
 
 from entry_point import config
 from entry_point.metrics import metric_definitions
-from launcher import InputError, Request, Settings, machines, source
+from launcher import machines, source
 from launcher.launching.launch import prepare
 from launcher.machines import DEFAULT_VERSION, IMAGES, find_image
 from launcher.sagemaker.backend import SageMakerBackend
@@ -30,6 +30,7 @@ from launcher.sagemaker.estimator import quiet_sdk
 from launcher.settings import load_settings
 from launcher.source import Source
 from launcher.text import corpus
+from sm_nanogpt import InputError, Request, Settings
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"

@@ -12,11 +12,11 @@ import pytest
 from access import Refusal
 from test_sagemaker_request import part
 
-from launcher import InputError, Request, launch
 from launcher.files import storage
 from launcher.machines import find_image
 from launcher.sagemaker.request import source_archive
 from launcher.source import Source
+from sm_nanogpt import InputError, Request, launch
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 TWO = "--instance ml.g5.12xlarge,ml.g6.12xlarge"

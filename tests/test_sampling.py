@@ -11,7 +11,7 @@ import pytest
 from launching import Ran
 from test_edited import EDITS
 
-from launcher import InputError, Job, load_model, stream_samples
+from sm_nanogpt import InputError, Job, load_model, stream_samples
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import InputError
 from launcher.settings import Settings, load_settings
+from sm_nanogpt import InputError
 
 
 def write_config(home: Path, text: str | bytes) -> None:

@@ -24,11 +24,11 @@ from entry_point.huggingface import load_pretrained, starting_values, to_hugging
 from entry_point.model import GPT
 from entry_point.optim import gradient_of
 from entry_point.text import load_corpus
-from launcher import InputError
 from launcher.files.models import INDEX, model_files
 from launcher.text import tokens
 from launcher.text.files import find_files
 from launcher.text.tokenizer import Words, learn_words
+from sm_nanogpt import InputError
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from runs import free_port
 from s3fs import S3FileSystem
 from test_s3_servers import ODD_NAMES, Expecting
 
-from launcher import InputError, ServiceError, upload_data
 from launcher.aws import Unreachable
 from launcher.files import storage
 from launcher.launching.texts import find_channel
 from launcher.settings import load_settings
+from sm_nanogpt import InputError, ServiceError, upload_data
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])

@@ -23,7 +23,6 @@ import pytest
 from launching import until
 from test_whose import sibling
 
-from launcher import Settings
 from launcher.aws import OverQuota
 from launcher.errors import ServiceError
 from launcher.job import JobDescription, Request
@@ -34,6 +33,7 @@ from launcher.local.backend import LocalBackend
 from launcher.sagemaker.cost import CeilingTooLow
 from launcher.source import Source
 from launcher.text import corpus
+from sm_nanogpt import Settings
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
 LOCAL = ("launch", "--instance", "local")

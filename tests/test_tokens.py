@@ -32,7 +32,6 @@ from entry_point.data import Batches
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import ConfigError, DataError
 from entry_point.text import Corpus, character_tokenizer, load_corpus
-from launcher import InputError, upload_data
 from launcher.files import storage
 from launcher.files.storage import local_path
 from launcher.models.encoder import Encoder, published_tokenizer
@@ -43,6 +42,7 @@ from launcher.text.corpus import send
 from launcher.text.files import find_files
 from launcher.text.formats import File, look, pieces_of, zstd
 from launcher.text.tokenizer import END_OF_TEXT, Words, fitting_size, learn_words, open_words
+from sm_nanogpt import InputError, upload_data
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
 FOX = "The quick brown fox jumps over the lazy dog.\n"

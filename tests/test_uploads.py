@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import Settings, uploads
 from launcher.cli import run
 from launcher.files import storage
 from launcher.text import corpus
+from sm_nanogpt import Settings, uploads
 
 
 @pytest.fixture

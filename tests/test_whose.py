@@ -9,12 +9,12 @@ import shutil
 import pytest
 from access import ACCOUNT
 
-from launcher import Settings
 from launcher.finding import full_id
 from launcher.local.backend import write_json
 from launcher.sagemaker.caller import Caller, Launched, owner_of, remember, remembered
 from launcher.sagemaker.search import with_last
 from launcher.settings import load_settings
+from sm_nanogpt import Settings
 
 STS, IAM = f"arn:aws:sts::{ACCOUNT}:", f"arn:aws:iam::{ACCOUNT}:"
 
