@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import ConfigError, choices_for, counted, nearest_multiples, nearest_name
 
@@ -15,10 +17,10 @@ from .errors import ConfigError, choices_for, counted, nearest_multiples, neares
 def hyperparameter(
     default: Any,
     help: str,
-    least: float | None = None,
-    most: float | None = None,
+    least: float = -math.inf,
+    most: float = math.inf,
     *,
-    choices: tuple[str, ...] = (),
+    choices: Sequence[str] = (),
     fixed: bool = False,
     group: str = "",
 ) -> Any:
@@ -36,7 +38,7 @@ TOKENS_PER_PASS = 1 << 14
 class Config:
     """Every hyperparameter: its type, default, allowed range and meaning. The one source of truth.
 
-    Raises ConfigError if a value is out of its range, or two values contradict each other.
+    A value may be text. Raises ConfigError if it is out of its range, or two contradict each other.
     """
 
     n_layer: int = hyperparameter(4, "number of layers", 1, 1024, fixed=True, group="model")
@@ -131,6 +133,7 @@ class Config:
         "seconds between checkpoints; evaluations write one too (0: 60, or longer where writing"
         " would take over 2 % of the time)",
         0,
+        10**9,
     )
 
     hang_seconds: float = hyperparameter(
@@ -152,12 +155,11 @@ class Config:
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            check_range(f, getattr(self, f.name))
+            object.__setattr__(self, f.name, read_value(f, getattr(self, f.name)))
         if not self.head_dim:
             heads = f"n_head={self.n_head} heads of equal and even width"
             self.check_divides("n_embd", 2 * self.n_head, f"cannot be divided into {heads}")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim}: must be even, as rotary positions need")
+        self.check_divides("head_dim", 2, "is not even, as rotary positions need")
         self.check_divides(
             "n_head", self.kv_heads, f"cannot share n_kv_head={self.kv_heads} evenly"
         )
@@ -254,91 +256,75 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             differences.append(f"{f.name} (from {was!r} to {value!r})")
     if saved["corpus_sha256"] != now["corpus_sha256"]:
         differences.append("its text")
+    if saved.get("step", 0) > now["config"]["max_steps"]:
+        differences.append(f"max_steps (to fewer than its {saved['step']} steps)")
     if differences:
         raise ConfigError(
             f"a resumed run cannot change {', '.join(differences)}; leave this out, and a preset"
             " that sets it"
         )
-    step, max_steps = saved.get("step", 0), now["config"]["max_steps"]
-    if step > max_steps:
-        raise ConfigError(
-            f"the checkpoint is at step {step}, past max_steps={max_steps}; give a larger max_steps"
-        )
 
 
-def allowed(f: dataclasses.Field[Any]) -> str:
-    """The values that the field accepts, in words."""
+def whole_number(text: str) -> int:
+    number = float(text)
+    return int(number) if "e" in text.lower() and number.is_integer() else int(text)
+
+
+def truth(text: str) -> bool:
+    return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+
+
+# How to read each type of field, and what to call it.
+TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
+    "int": (whole_number, "a whole number"),
+    "float": (float, "a number"),
+    "bool": (truth, "True or False"),
+    "str": (str, "text"),
+}
+
+
+def read_value(f: dataclasses.Field[Any], given: Any) -> Any:
+    """The value of a field, read from its text. Raises ConfigError unless the field allows it."""
+    m, (read, _) = f.metadata, TYPES[str(f.type)]
+    with suppress(ValueError, KeyError):
+        value = read(str(given))
+        text = f.type == "str"
+        if value in (m["choices"] or [value]) if text else m["least"] <= value <= m["most"]:
+            return value
+    raise ConfigError(f"{f.name}={given!r}: must be {allowed(f, str(given))}")
+
+
+def allowed(f: dataclasses.Field[Any], given: str = "") -> str:
+    """The values that the field allows, in words; of its choices, also the one meant."""
     m = f.metadata
     if m["choices"]:
-        return "one of " + ", ".join(m["choices"])
-    if f.type == "bool":
-        return "True or False"
-    number = "a whole number" if f.type == "int" else "a number"
-    if m["most"] is not None:
+        return choices_for(given, m["choices"])
+    number = TYPES[str(f.type)][1]
+    if m["most"] < math.inf:
         return f"{number} from {m['least']} to {m['most']}"
-    return number if m["least"] is None else f"{number}, at least {m['least']}"
-
-
-FIELD_TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
-
-
-def check_range(f: dataclasses.Field[Any], value: Any) -> None:
-    m = f.metadata
-    wrong = (
-        type(value) not in FIELD_TYPES[str(f.type)]
-        or (isinstance(value, float) and not math.isfinite(value))
-        or (m["choices"] and value not in m["choices"])
-        or (m["least"] is not None and value < m["least"])
-        or (m["most"] is not None and value > m["most"])
-    )
-    if wrong:
-        must = choices_for(str(value), m["choices"]) if m["choices"] else allowed(f)
-        raise ConfigError(f"{f.name}={value!r}: must be {must}")
-
-
-def parse_value(f: dataclasses.Field[Any], text: str) -> Any:
-    """The value of a field from its text form, as on a command line."""
-    try:
-        if f.type == "bool":
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if f.type == "float":
-            return float(text)
-        if f.type == "int":
-            try:
-                return int(text)
-            except ValueError:
-                if float(text).is_integer():  # 1e5
-                    return int(float(text))
-                raise
-    except (ValueError, KeyError):
-        raise ConfigError(f"{f.name}={text!r}: must be {allowed(f)}") from None
-    return text
+    return f"{number}, at least {m['least']}" if m["least"] > -math.inf else number
 
 
 def make_config(
     values: Mapping[str, Any], preset: str | None = None, base: Mapping[str, Any] | None = None
 ) -> Config:
-    """A Config from names and values (text or typed) over a preset over a base over the defaults.
+    """A Config of values (text or typed) over a preset over a base over the defaults.
 
     A name may have `-` instead of `_`. An empty value counts as not given, since SageMaker turns an
     unset hyperparameter into that. Raises ConfigError for an unknown name or a wrong value.
     """
-    if preset is not None and preset not in PRESETS:
-        raise ConfigError(f"preset={preset!r}: must be {choices_for(preset, list(PRESETS))}")
-    known = {f.name: f for f in dataclasses.fields(Config)}
     base, of_preset = base or {}, PRESETS[preset].copy() if preset else {}
     if (values.get("optimizer") or base.get("optimizer")) == "adamw":
         of_preset.pop("learning_rate", None)  # which is for Muon
     chosen = {**base, **of_preset}
+    known = [f.name for f in dataclasses.fields(Config)]
     for key, value in values.items():
-        name = key.replace("-", "_")
-        if name not in known:
+        if (name := key.replace("-", "_")) not in known:
             raise ConfigError(
-                f"{key}={value!r}: there is no such hyperparameter{nearest_name(name, list(known))}"
+                f"{key}={value!r}: there is no such hyperparameter{nearest_name(name, known)}"
             )
-        if value is None or value == "":
-            continue
-        chosen[name] = parse_value(known[name], value) if isinstance(value, str) else value
+        if value not in (None, ""):
+            chosen[name] = value
     return Config(**chosen)
 
 
@@ -354,56 +340,49 @@ class Options:
     )
     resume: str = hyperparameter("", "directory of an earlier run (on every host) to continue")
     processes: int = hyperparameter(
-        0, "processes of a host without GPUs (default: 1, or as before)"
+        0, "processes of a host without GPUs (default: 1, or as before)", 1
     )
-    preset: str = hyperparameter("", "a set of hyperparameters: " + ", ".join(PRESETS))
+    preset: str = hyperparameter(
+        "", "a set of hyperparameters: " + ", ".join(PRESETS), choices=tuple(PRESETS)
+    )
     processes_before: int = 0  # no option: those of the run that --resume continues, on a CPU
 
 
 OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
 
 
-def read_words(argv: Sequence[str]) -> dict[str, str]:
-    """The values on a command line, by name. Names take `-` or `_`; a bare `--flag` is True.
+class CommandLine(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
 
-    Raises ConfigError if a name is unknown, or its value is missing.
-    """
-    types = {f.name: f.type for f in (*OPTIONS, *dataclasses.fields(Config))}
-    given, words = {}, list(argv)
-    while words:
-        option, equals, value = words.pop(0).partition("=")
-        name = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--"):
-            raise ConfigError(
-                f"{option}: there is no such option; name a text with --data {option}"
-            )
-        if name not in types:
-            raise ConfigError(f"{option}: there is no such option{nearest_name(name, [*types])}")
-        if equals:
-            given[name] = value
-        elif words and not words[0].startswith("--"):
-            given[name] = words.pop(0)
-        elif types[name] == "bool":
-            given[name] = "True"
-        else:
-            raise ConfigError(f"{option}: its value is missing")
-    return given
+
+def read_words(argv: Sequence[str]) -> dict[str, str]:
+    """The values on a command line, by name. Names take `-` or `_`; a bare `--flag` is True."""
+    parser = CommandLine(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    fields = {f.name: f for f in (*OPTIONS, *dataclasses.fields(Config))}
+    for name, f in fields.items():
+        flag: dict[str, Any] = dict(nargs="?", const="True") if f.type == "bool" else {}
+        parser.add_argument(
+            *sorted({f"--{name}", f"--{name.replace('_', '-')}"}), dest=name, **flag
+        )
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        option = unknown[0].partition("=")[0]
+        nearest = nearest_name(option.lstrip("-").replace("-", "_"), [*fields])
+        hint = nearest if option.startswith("-") else f"; name a text with --data {option}"
+        raise ConfigError(f"{option}: there is no such option{hint}")
+    return vars(found)
 
 
 def read_options(argv: Sequence[str]) -> tuple[dict[str, str], Options]:
     """The hyperparameters given, as text by name, and the options. Raises ConfigError."""
     given = read_words(argv)
-    words: dict[str, Any] = {f.name: given.pop(f.name, "") for f in OPTIONS}
-    processes = words.pop("processes")
-    if processes and not (processes.isdecimal() and int(processes)):
-        raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
-    options = Options(**words, processes=int(processes or 0))
-    if options.resume and options.init_from:
-        raise ConfigError("--resume continues from a checkpoint: leave out --init-from")
-    if options.resume and options.out:
+    words = {f: given.pop(f.name, "") for f in OPTIONS}
+    options = Options(**{f.name: read_value(f, word) for f, word in words.items() if word})
+    if options.resume and (options.init_from or options.out):
         raise ConfigError(
-            f"--out {options.out}: --resume continues in its own directory; to keep that"
-            " unchanged, resume a copy"
+            "--resume continues a run in its own directory: leave out --init-from and --out (to"
+            " keep the run as it is, resume a copy)"
         )
     return given, options
 
@@ -440,11 +419,8 @@ def hyperparameter_table() -> str:
         if f.metadata["group"]:
             lines += ["", f"hyperparameters of the {f.metadata['group']}:"]
         kept = "; --resume keeps it" * f.metadata["fixed"]
-        help, default = f.metadata["help"], repr(f.default)
-        if f.default == 0 and " (0: " in help:
-            help, _, meaning = help.removesuffix(")").partition(" (0: ")
-            default = f"0, which means {meaning}"
-        lines.append(f"  --{f.name:<28} {help}; {allowed(f)}{kept} (default: {default})")
+        meaning = f"{f.metadata['help']}; {allowed(f)}{kept} (default: {f.default!r})"
+        lines.append(f"  --{f.name:<28} {meaning}")
     return "\n".join(["", *lines])
 
 

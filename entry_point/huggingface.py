@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checkpoint import read_safetensors, replacing, write_safetensors
-from .config import Config, parse_value
+from .config import Config, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
 from .errors import ConfigError, FormatError, TrainingError, is_out_of_memory
 from .kernels import NORM_EPS
@@ -308,7 +308,7 @@ def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]
     values = {name.replace("-", "_"): v for name, v in given.items() if v not in (None, "")}
     for name in values.keys() & shape.keys():
         value = values[name]
-        value = parse_value(fields[name], value) if isinstance(value, str) else value
+        value = read_value(fields[name], value)
         if value != shape[name]:
             raise ConfigError(f"{name}={value!r}: the initial model has {shape[name]!r}")
     defaults = FINE_TUNING.copy()

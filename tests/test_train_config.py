@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 import re
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from runs import SCRIPT, environment
 
 from entry_point.checkpoint import Checkpoints
-from entry_point.config import OPTIONS, PRESETS, Config, Options, check_range, make_config
+from entry_point.config import OPTIONS, PRESETS, Config, Options, make_config, read_value
 from entry_point.errors import ConfigError, nearest_name
 from entry_point.train import main, parse_argv
 
@@ -72,18 +73,18 @@ def test_every_value_survives_its_way_through_argv():
     [
         ("--n_layers 8", r"^--n_layers: .* n_layer\?$"),
         ("--learning-rat 0.1", r"^--learning-rat: .* learning_rate\?$"),
-        ("--n_layer", r"^--n_layer: its value"),
-        ("--n_layer --n_head 2", r"^--n_layer: its value"),
+        ("--n_layer", "--n_layer: expected one argument$"),
+        ("--n_layer --n_head 2", "--n_layer: expected one argument$"),
         ("input.txt", r"^input\.txt: .* --data input\.txt$"),
-        ("--learning_rate -1", r"learning_rate=-1\.0: .* 0 to 1e\+37$"),
+        ("--learning_rate -1", r"learning_rate='-1': .* 0 to 1e\+37$"),
         ("--processes 0", "processes='0': .* at least 1$"),
         ("--processes -1", "processes='-1': .* at least 1$"),
         ("--processes two", "processes='two': .* at least 1$"),
         ("--processes 1.5", r"processes='1\.5': .* at least 1$"),
         ("--preset nosuch", "preset='nosuch': .* cpu, quick, laptop, baby, small, gpt2$"),
         ("--preset babe", r"preset='babe': .* cpu, quick, .* baby\?$"),
-        ("--resume run --init-from model", "--resume .*--init-from$"),
-        ("--resume run --out there", "^--out there: --resume "),
+        ("--resume run --init-from model", "--resume .* leave out --init-from"),
+        ("--resume run --out there", "--resume .* leave out .*--out"),
     ],
 )
 def test_words_that_cannot_be_read_are_refused(words, said):
@@ -100,12 +101,6 @@ def test_words_that_cannot_be_read_are_refused(words, said):
         ("beta2", "0 to 0.999999", [1.0]),
         ("validation_fraction", "0.001 to 0.9", [0.0]),
         ("learning_rate", "0 to 1e+37", [float("nan"), float("inf")]),
-        # What torch's C++ would refuse in words of its own, or what would never end.
-        ("learning_rate", "0 to 1e+37", [1e308]),
-        ("grad_clip", "0 to 1000000000", [1e308]),
-        ("weight_decay", "0 to 10", [1e308]),
-        ("n_hidden", "0 to 262144", [10**30]),
-        ("batch_size", "1 to 1048576", [10**30]),
         ("max_steps", "1 to 1000000000", [10**30]),
         ("tie_embeddings", "True or False", ["maybe"]),
         ("optimizer", "did you mean muon?", ["muom"]),
@@ -123,8 +118,8 @@ def test_an_impossible_value_is_refused(name, allowed, values):
 def test_both_ends_of_a_range_are_allowed():
     for f in FIELDS:
         for end in (f.metadata["least"], f.metadata["most"]):
-            if end is not None:
-                check_range(f, end)
+            if math.isfinite(end):
+                assert read_value(f, end) == end
 
 
 def test_the_smallest_run_is_allowed():
@@ -280,8 +275,8 @@ def test_help_explains_commands_and_hyperparameters(monkeypatch, capsys):
     assert "torchrun --nproc_per_node 4 train.py --data input.txt" in out
     for f in FIELDS:
         (line,) = re.findall(rf"^  --{f.name} .*", out, re.MULTILINE)
-        assert f.metadata["help"].partition(" (0: ")[0] in line
-        assert "default: 0, which means" in line or f"(default: {f.default!r})" in line
+        assert f.metadata["help"] in line
+        assert f"(default: {f.default!r})" in line
 
 
 def test_train_py_alone_asks_for_its_folder(tmp_path):
