@@ -22,11 +22,16 @@ def hyperparameter(
     *,
     choices: Sequence[str] = (),
     fixed: bool = False,
+    shape: bool = False,
     group: str = "",
 ) -> Any:
-    """A field of Config; a `fixed` one stays on resume, `group` begins a section of --help."""
-    metadata = dict(help=help, least=least, most=most, choices=choices, fixed=fixed, group=group)
-    return field(default=default, metadata=metadata)
+    """A field of Config; `group` begins a section of --help.
+
+    A `fixed` one stays on resume. So does one of the model's `shape`, which a run that starts from
+    the model keeps too.
+    """
+    limits = dict(help=help, least=least, most=most, choices=choices, group=group)
+    return field(default=default, metadata={**limits, "fixed": fixed or shape, "shape": shape})
 
 
 # Tokens per forward and backward pass: enough to keep a GPU busy, few enough for `gpt2` to fit an
@@ -41,24 +46,24 @@ class Config:
     A value may be text. Raises ConfigError if it is out of its range, or two contradict each other.
     """
 
-    n_layer: int = hyperparameter(4, "number of layers", 1, 1024, fixed=True, group="model")
-    n_head: int = hyperparameter(2, "number of attention heads", 1, 1024, fixed=True)
+    n_layer: int = hyperparameter(4, "number of layers", 1, 1024, shape=True, group="model")
+    n_head: int = hyperparameter(2, "number of attention heads", 1, 1024, shape=True)
     n_kv_head: int = hyperparameter(
-        0, "number of heads of keys and values (0: n_head)", 0, 1024, fixed=True
+        0, "number of heads of keys and values (0: n_head)", 0, 1024, shape=True
     )
     head_dim: int = hyperparameter(
-        0, "width of an attention head (0: n_embd / n_head)", 0, 1 << 12, fixed=True
+        0, "width of an attention head (0: n_embd / n_head)", 0, 1 << 12, shape=True
     )
-    n_embd: int = hyperparameter(128, "width of the model", 2, 1 << 16, fixed=True)
-    block_size: int = hyperparameter(64, "context length in tokens", 2, 1 << 17, fixed=True)
-    n_hidden: int = hyperparameter(0, "width of an MLP (0: 8/3 of n_embd)", 0, 1 << 18, fixed=True)
-    tie_embeddings: bool = hyperparameter(False, "use the embedding as the head", fixed=True)
-    norm_weights: bool = hyperparameter(False, "learn a weight for each norm", fixed=True)
+    n_embd: int = hyperparameter(128, "width of the model", 2, 1 << 16, shape=True)
+    block_size: int = hyperparameter(64, "context length in tokens", 2, 1 << 17, shape=True)
+    n_hidden: int = hyperparameter(0, "width of an MLP (0: 8/3 of n_embd)", 0, 1 << 18, shape=True)
+    tie_embeddings: bool = hyperparameter(False, "use the embedding as the head", shape=True)
+    norm_weights: bool = hyperparameter(False, "learn a weight for each norm", shape=True)
     rope_theta: float = hyperparameter(
-        10000.0, "base of the rotary positions' wavelengths", 1, 1e12, fixed=True
+        10000.0, "base of the rotary positions' wavelengths", 1, 1e12, shape=True
     )
     vocab_size: int = hyperparameter(
-        0, "rows of embedding and head (0: one for each token)", 0, 1 << 20, fixed=True
+        0, "rows of embedding and head (0: one for each token)", 0, 1 << 20, shape=True
     )
     dropout: float = hyperparameter(0.0, "dropout probability", 0, 0.95)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -336,10 +335,8 @@ def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 f"an edited script trained the initial model (SHA-256 {needed[:12]}...), which is"
                 " not Qwen3's; use that script"
             )
-        of_model = itertools.takewhile(
-            lambda f: f.metadata["group"] in ("model", ""), dataclasses.fields(Config)
-        )
-        return {f.name: trained[f.name] for f in of_model if f.name != "dropout"}, masks
+        fields = dataclasses.fields(Config)
+        return {f.name: trained[f.name] for f in fields if f.metadata["shape"]}, masks
     rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
     stated = {**found, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
     computed = {

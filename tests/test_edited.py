@@ -61,7 +61,7 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "hyperparameter": [
-        (FIELD, f'    softcap: float = hyperparameter(2.0, "of logits")\n{FIELD}'),
+        (FIELD, f'    softcap: float = hyperparameter(2.0, "of logits", shape=True)\n{FIELD}'),
         (
             HEAD,
             f"{HEAD}\n        c = self.config.softcap\n        logits = c * (logits / c).tanh()",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from itertools import takewhile
 from typing import Any
 
 from launcher.job import TrainingJob
@@ -20,8 +19,7 @@ def summary_of(job: TrainingJob) -> str:
     presets = [job.preset] if job.preset else list(module.PRESETS)
     if job.init_from is not None:
         base = source.module("huggingface").FINE_TUNING
-        of_model = takewhile(lambda f: f.metadata["group"] in ("model", ""), fields(module.Config))
-        hidden |= {f.name for f in of_model if f.metadata["fixed"]}
+        hidden |= {f.name for f in fields(module.Config) if f.metadata["shape"]}
         presets = [job.preset or ""]
     values = {name: v for name, v in asdict(job.config(1)).items() if name not in hidden}
 
