@@ -154,6 +154,11 @@ class Config:
         "type of the matrix products (auto: the fastest here of bfloat16, float16 and float32)",
         choices=("auto", "bfloat16", "float16", "tf32", "float32"),
     )
+    reduce_precision: str = hyperparameter(
+        "float32",
+        "type in which gradients are averaged over processes (bfloat16: half the traffic)",
+        choices=("float32", "bfloat16"),
+    )
     compile: str = hyperparameter(
         "auto", "torch.compile (auto: if it pays; off: no graph)", choices=("auto", "on", "off")
     )

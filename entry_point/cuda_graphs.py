@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from .errors import TrainingError, counted, first_line, log
@@ -30,7 +30,8 @@ class PassGraph:
     def __init__(self, run: Run, x: Tensor, y: Tensor, pool: Any) -> None:
         self.inputs = [x.clone(), y.clone(), torch.ones((), device=x.device)]
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
+        # Other threads may use CUDA meanwhile, as NCCL's do.
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.result = run(*self.inputs)
 
     def __call__(self, x: Tensor, y: Tensor, weight: float) -> Tensor:
@@ -43,10 +44,11 @@ class PassGraph:
 
 
 def record_passes(
-    run: Run, passes: Sequence[tuple[Tensor, Tensor, float]], model: nn.Module
-) -> dict[int, PassGraph]:
+    run: Run, passes: Sequence[tuple[Tensor, Tensor, float]], parameters: Sequence[Tensor]
+) -> tuple[dict[int, PassGraph], Tensor | None]:
     """A graph for each length of windows [rows, length] in the passes, if there can be one.
 
+    They add to the gradients of the parameters, which are views of one buffer, the second result.
     The graphs share the memory of the largest pass, and an evaluation needs memory in addition. The
     caller clears the gradients. Raises TrainingError if a pass cannot be recorded, which leaves
     CUDA in no state to go on.
@@ -55,14 +57,13 @@ def record_passes(
     total_memory = torch.cuda.get_device_properties(device).total_memory
     if torch.cuda.max_memory_allocated() > total_memory / 2:
         log(f"{NO_GRAPH}: the run takes over half of the GPU's memory")
-        return {}
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        return {}, None
+    gradients = flat_gradients(parameters)
     try:
         rehearse(run, passes)
     except RuntimeError as error:
         log(f"{NO_GRAPH}: {first_line(error)}")
-        return {}
+        return {}, None
     try:
         pool = torch.cuda.graph_pool_handle()
         graphs = {x.size(1): PassGraph(run, x, y, pool) for x, y, _ in passes}
@@ -71,7 +72,19 @@ def record_passes(
         raise TrainingError(f"no CUDA graph (compile=off needs none): {cause}") from error
     torch.cuda.reset_peak_memory_stats()  # of the rehearsal, which needs more than training
     log(f"recorded {counted(len(graphs), 'CUDA graph')}")
-    return graphs
+    return graphs, gradients
+
+
+def flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
+    """A buffer of zeros, of which each parameter's gradient becomes a view.
+
+    One operation then averages all of them over the ranks. Views begin at multiples of 128 bytes.
+    """
+    ends = list(accumulate(-(-parameter.numel() // 32) * 32 for parameter in parameters))
+    buffer = torch.zeros(ends[-1], device=parameters[0].device)
+    for parameter, begin in zip(parameters, [0, *ends], strict=False):
+        parameter.grad = buffer[begin : begin + parameter.numel()].view_as(parameter)
+    return buffer
 
 
 def rehearse(run: Run, passes: Sequence[tuple[Tensor, Tensor, float]]) -> None:

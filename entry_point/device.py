@@ -148,16 +148,12 @@ def machine_line(device: torch.device, ranks: Ranks, hosts: int) -> str:
     )
 
 
-def can_use_graph(
-    config: Config, device: torch.device, world_size: int, dtype: torch.dtype
-) -> bool:
+def can_use_graph(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a CUDA graph may replay the passes of this run.
 
-    With several ranks, gradients would be averaged only after a whole replay. In float16 the scale
-    of the loss changes. `compile=off` executes Python in each step.
+    In float16 the scale of the loss changes. `compile=off` executes Python in each step.
     """
-    single_gpu = world_size == 1 and device.type == "cuda"
-    return single_gpu and config.compile != "off" and dtype != torch.float16
+    return device.type == "cuda" and config.compile != "off" and dtype != torch.float16
 
 
 def memory_line(device: torch.device, processes: int) -> str:

@@ -251,6 +251,11 @@ class Group:
             dist.all_reduce(tensor)
         return tensor
 
+    def average_(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Averages a tensor over the ranks, in place; it is sent and summed in this type."""
+        if self.world_size > 1:
+            tensor.copy_(self.sum_(tensor.to(dtype))).div_(self.world_size)
+
     def ranks_unlike_first(self, tensors: Iterable[Tensor]) -> list[int]:
         """The ranks on which these tensors have other bits than on rank 0."""
         if self.world_size == 1:

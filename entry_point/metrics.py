@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +17,33 @@ METRICS = {
     "learning_rate": 7,
     "tokens_per_second": 0,
 }
+
+
+class StepTimer:
+    """Seconds per step since `restart`, without pauses."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.steps, self.since = 0, time.perf_counter()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.last = time.perf_counter() - began  # seconds of the last step
+        self.steps += 1
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - began
+
+    @property
+    def seconds_per_step(self) -> float:
+        return (time.perf_counter() - self.since) / self.steps
 
 
 def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:

@@ -21,7 +21,7 @@ To change                                                   open
     the learning rate schedule, the optimizers              optim.py
     what a batch is, evaluation                             data.py
     how text is read                                        text.py
-    the loop                                                trainer.py
+    the loop, and what a step does                          trainer.py, passes.py
     the metrics of the log                                  metrics.py
     what is learned of conversations                        conversations.py
     what a checkpoint holds, when one is due                checkpoint.py

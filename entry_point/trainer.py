@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from . import huggingface
 from .checkpoint import Checkpoints
-from .config import Config, check_resumable, derive_seed
+from .config import Config, check_resumable
 from .container import Container
 from .conversations import END_OF_TURN, Packed
-from .cuda_graphs import PassGraph, record_passes
 from .data import Batches, bytes_per_token, evaluate
-from .device import (
-    can_use_graph,
-    choose_precision,
-    compiling_pays,
-    machine_line,
-    memory_line,
-    share_cores,
-)
+from .device import choose_precision, machine_line, memory_line, share_cores
 from .distributed import Group, Ranks
-from .errors import TrainingError, counted, first_line, log
+from .errors import TrainingError, counted, log
 from .faults import fail, read_fault
-from .metrics import duration, metric_line
+from .metrics import StepTimer, duration, metric_line
 from .model import GPT, sample
-from .optim import Optimizer, first_steps, learning_rate_scale, window_length
+from .optim import Optimizer, learning_rate_scale
+from .passes import Passes, n_parameters
 from .text import Corpus
 
 # What a rank wants after a step; STOP is a checkpoint, and then the end.
@@ -52,7 +40,6 @@ class Trainer:
     def __init__(self, config: Config, container: Container, group: Group, corpus: Corpus) -> None:
         self.config, self.container, self.group, self.corpus = config, container, group, corpus
         self.is_main = group.rank == 0
-        self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.bytes_per_token = bytes_per_token(corpus, config)
         masks = config.mask_documents or corpus.is_chat
@@ -79,78 +66,48 @@ class Trainer:
             torch.set_float32_matmul_precision("high")
         self.model = GPT(config, len(corpus.tokenizer), dtype).to(device)
         self.model.init_weights(config.seed)
-        self.cached_angles = functools.cache(self.model.angles)  # by length of windows
         self.optimizer = Optimizer(self.model, config)
-        self.n_parameters = sum(p.numel() for p in self.model.parameters())
-        pays = compiling_pays(config, device, self.n_parameters, group.world_size)
-        self.compiled = config.compile == "on" or (config.compile == "auto" and pays)
-        # Evaluations use the uncompiled model: compiling it for them takes longer than they do.
-        # One graph for all lengths of windows would break at each attention.
-        net: Any = torch.compile(self.model, dynamic=False) if self.compiled else self.model
-        self.ddp: nn.Module = net
-        if group.world_size > 1:
-            self.ddp = DistributedDataParallel(
-                net,
-                device_ids=[device.index] if device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
-            )
         # Gradients that are small would be 0 in float16, so the loss is scaled up. A step in which
         # they are then infinite is left out and the scale halved; after 2000 good ones it is
         # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self.passes = config.passes(group.world_size)
-        self.records = can_use_graph(config, device, group.world_size, dtype)
-        self.graphs: dict[int, PassGraph] = {}  # by length of windows
+        batches = Batches(corpus.train, config, device)
+        self.passes = Passes(self.model, self.optimizer, self.scaler, batches, group, self.end)
 
     # -- the loop ---------------------------------------------------------------------------------
 
     def run(self) -> bool:
         """Trains to max_steps and writes the artefact; False when a signal ended it before."""
-        config, group = self.config, self.group
+        config, group, timer = self.config, self.group, StepTimer()
         self.restore()
-        began = time.monotonic()
-        # Else there is no bucket to lay out, and nothing to compile or record.
-        if self.ddp is not self.model or self.records:
-            self.warm_up()
-        step_seconds = time.monotonic() - began
-        if self.is_main:  # drop the rows after the checkpoint's step, since those steps come again
-            self.checkpoints.begin_curve(self.metrics)
-        if self.is_main and config.sample_length and self.step == 0:
-            self.log_sample("before training", config.sample_length // 3)
-        if self.container.init_from is not None and self.step == 0:
-            self.log_metrics(evaluates=True)  # of the model as it was
+        with timer.step():
+            self.passes.warm_up()
+        self.begin_log()
         fault = read_fault(os.environ.get("NANOGPT_FAULT", "") if self.step == 0 else "")
-        steps_timed, started = 0, time.perf_counter()
-        first_step, first_started = self.step, started
+        first_step = self.step
+        timer.restart()
         while self.step < config.max_steps:
-            group.allow_seconds(5 * step_seconds)  # so that long steps have enough time
-            began = time.monotonic()
+            group.allow_seconds(5 * timer.last)  # so that long steps have enough time
             if fault[:2] == (group.rank, self.step):
                 fail(fault[2], lambda: bool(self.stop_signal))
-            last = self.step + 1 == config.max_steps
-            evaluates = last or (self.step + 1) % config.eval_interval == 0
-            due = self.is_main and self.checkpoints.due(evaluates, config.checkpoint_seconds)
-            wanted = STOP if self.stop_signal else CHECKPOINT if due else NOTHING
-            agreement = group.async_all_reduce_max(wanted)
-            self.train_step()
-            steps_timed += 1
-            wanted = agreement()
-            step_seconds = time.monotonic() - began
+            with timer.step():
+                answer = group.async_all_reduce_max(self.wanted())
+                self.train_step()
+                wanted = answer()
             if self.is_main and self.step == first_step + 3:
                 group.synchronize()
-                self.log_duration((time.perf_counter() - first_started) / 3)
-            logs = evaluates or self.step % config.log_interval == 0
+                self.log_duration(timer.seconds_per_step)
+            logs = self.evaluates(self.step) or self.step % config.log_interval == 0
             if logs or wanted:
                 group.synchronize()
                 group.allow_seconds(math.inf)  # evaluations and checkpoints may take any time
             if logs:
-                self.log_metrics(evaluates, (time.perf_counter() - started) / steps_timed)
-                steps_timed, started = 0, time.perf_counter()
-            if wanted or last:
-                before = time.perf_counter()
-                self.save_checkpoint()
-                started += time.perf_counter() - before
-            if wanted == STOP and not last:
+                self.log_metrics(self.evaluates(self.step), timer.seconds_per_step)
+                timer.restart()
+            if wanted:
+                with timer.pause():
+                    self.save_checkpoint()
+            if wanted == STOP:
                 if self.is_main:
                     log(f"stopped by a signal; the checkpoint of step {self.step} is written")
                 return False
@@ -161,93 +118,37 @@ class Trainer:
             self.finish()
         return True
 
+    def evaluates(self, step: int) -> bool:
+        return step == self.config.max_steps or step % self.config.eval_interval == 0
+
+    def wanted(self) -> int:
+        """What this rank wants after the next step."""
+        step = self.step + 1
+        if step == self.config.max_steps:
+            return CHECKPOINT
+        if self.stop_signal:
+            return STOP
+        due = self.checkpoints.due(self.evaluates(step), self.config.checkpoint_seconds)
+        return CHECKPOINT if self.is_main and due else NOTHING
+
     def train_step(self) -> None:
         """Updates the weights by one batch."""
-        self.loss_sum += self.forward_backward(self.step)
+        self.loss_sum += self.passes.forward_backward(self.step)
         scale = learning_rate_scale(self.step, self.config)
         self.scaler.step(self.optimizer, scale)  # type: ignore[arg-type]
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not self.graphs)
+        self.passes.zero_grad()
         self.step += 1
         self.steps_summed += 1
 
-    def forward_backward(self, step: int) -> Tensor:
-        """Gradients of the step's batch, averaged over the ranks; returns this rank's mean loss."""
-        config, group = self.config, self.group
-        total = torch.zeros((), device=group.device)
-        for index, (x, y, weight) in enumerate(self.batch(step)):
-            if config.dropout:
-                torch.manual_seed(derive_seed(config.seed, "dropout", step, index, group.rank))
-            # Only the last pass has to average gradients over the ranks.
-            skip_all_reduce = group.world_size > 1 and index < self.passes - 1
-            with self.ddp.no_sync() if skip_all_reduce else nullcontext():  # type: ignore[operator]
-                total += self.graphs.get(x.size(1), self.run_pass)(x, y, weight)
-        return total
-
-    def run_pass(self, x: Tensor, y: Tensor, weight: float | Tensor) -> Tensor:
-        """Adds a pass's gradients, and returns its share of the loss."""
-        angles = self.cached_angles(x.size(1))
-        loss = self.ddp(x, y, angles=angles, end=self.end, chats=self.corpus.is_chat) / self.passes
-        loss = loss * weight
-        self.group.heartbeat()  # what follows waits for the others, in DDP
-        self.scaler.scale(loss).backward()
-        return loss.detach()
-
-    def batch(self, step: int) -> list[tuple[Tensor, Tensor, float]]:
-        """A step's passes: inputs and targets [rows, length], and its share of the loss."""
-        group, shares = self.group, [1.0] * self.passes
-        length = window_length(step, self.config)
-        x, y = self.batches.rows(step, group.rank, group.world_size)
-        # As the inputs of a graph: the compiler makes another model for other strides.
-        x, y = x.reshape(-1, length).contiguous(), y.reshape(-1, length).contiguous()
-        if isinstance(self.corpus.train, Packed):
-            starts = self.batches.window_starts(step)
-            shares = self.corpus.train.loss_shares(
-                starts, group.rank, group.world_size, self.passes
-            )
-        return list(zip(x.chunk(self.passes), y.chunk(self.passes), shares, strict=True))
-
-    def warm_up(self) -> None:
-        """Two steps of each length of windows, whose gradients and buffers are thrown away.
-
-        DDP lays its buckets out anew after its first step, and the order in which gradients are
-        added up follows the layout; after this, a resumed run adds in the same order as one that
-        was never interrupted (on CPUs: on GPUs some kernels add in no fixed order). Compilation
-        happens here too, outside the measured time.
-        """
-        steps = first_steps(self.config)
-        before = [buffer.clone() for buffer in self.model.buffers()]  # of an edit
-        if self.compiled:
-            self.try_compiler(steps)
-        for step in sorted(2 * steps):
-            self.forward_backward(step)
-            self.optimizer.check_gradients()  # DDP itself reports nothing before its next step
-            self.optimizer.zero_grad()
-        if self.records:
-            passes = [self.batch(step)[0] for step in steps]
-            self.graphs = record_passes(self.run_pass, passes, self.model)
-            self.optimizer.zero_grad(set_to_none=not self.graphs)
-        for buffer, value in zip(self.model.buffers(), before, strict=True):
-            buffer.detach().copy_(value)
-
-    def try_compiler(self, steps: Sequence[int]) -> None:
-        """Compiles for the windows of these steps; with compile=auto, trains eagerly if that fails.
-
-        It does so outside of DDP, in which the others would wait for a rank that fails.
-        """
-        ddp = self.ddp if isinstance(self.ddp, DistributedDataParallel) else None
-        with self.group.without_heartbeats(), ddp.no_sync() if ddp else nullcontext():
-            try:
-                for step in steps:
-                    self.forward_backward(step)
-            except Exception as error:  # one that is not the compiler's comes again without it
-                if self.config.compile == "on":
-                    raise
-                torch.compiler.set_stance("force_eager")
-                log(f"note: rank {self.group.rank} does not compile: {first_line(error)}")
-        self.optimizer.zero_grad()
-
-    # -- the log ----------------------------------------------------------------------------------
+    def begin_log(self) -> None:
+        """The rows of steps before this one, a sample, and the loss of the initial model."""
+        if self.is_main:  # drop the rows after the checkpoint's step, since those steps come again
+            self.checkpoints.begin_curve(self.metrics)
+        if self.is_main and self.config.sample_length and self.step == 0:
+            self.log_sample("before training", self.config.sample_length // 3)
+        if self.container.init_from is not None and self.step == 0:
+            self.log_metrics(evaluates=True)
 
     def introduce(self, ranks: Ranks) -> None:
         """Logs where this run computes, its choices, and the sizes of its model and data."""
@@ -260,12 +161,13 @@ class Trainer:
         precision = "tf32" if tf32 else str(self.model.compute_dtype).removeprefix("torch.")
         log(machine_line(device, ranks, hosts))
         log(
-            f"chosen: {precision}, {'compiled' if self.compiled else 'eager'},"
-            f" {counted(self.passes, 'pass')} a step"
+            f"chosen: {precision}, {'compiled' if self.passes.compiled else 'eager'},"
+            f" {counted(self.passes.count, 'pass')} a step"
         )
         log(
-            f"{self.n_parameters:,} parameters; {len(corpus.train):,} {corpus.tokenizer.unit} to"
-            f" train on, {len(corpus.val):,} to validate on, vocabulary {len(corpus.tokenizer):,}"
+            f"{n_parameters(self.model):,} parameters; {len(corpus.train):,}"
+            f" {corpus.tokenizer.unit} to train on, {len(corpus.val):,} to validate on,"
+            f" vocabulary {len(corpus.tokenizer):,}"
         )
         for name, part in (("train", corpus.train), ("val", corpus.val)):
             if isinstance(part, Packed):

@@ -217,7 +217,7 @@ def profiled(
         torch.cuda.reset_peak_memory_stats()
     trainer = trainer_of(text, out, words)
     synchronize, cuda = trainer.group.synchronize, trainer.group.device.type == "cuda"
-    trainer.warm_up()
+    trainer.passes.warm_up()
 
     def seconds(work: Callable[[], object]) -> float:
         synchronize()
@@ -229,7 +229,7 @@ def profiled(
 
     seconds(trainer.train_step)
     whole = seconds(trainer.train_step)
-    trainer.forward_backward(trainer.step)
+    trainer.passes.forward_backward(trainer.step)
     update = seconds(lambda: trainer.optimizer.step(1e-6))
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with torch.profiler.profile(activities=kinds) as profiler:

@@ -1,0 +1,185 @@
+"""The passes of a step: forward, backward, and the average of the gradients over the ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .config import derive_seed
+from .conversations import Packed
+from .cuda_graphs import PassGraph, record_passes
+from .data import Batches
+from .device import can_use_graph, compiling_pays
+from .distributed import Group
+from .errors import first_line, log
+from .model import GPT
+from .optim import Optimizer, first_steps, window_length
+
+
+def average_in_bfloat16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages a bucket of DistributedDataParallel, and sends half as many bytes as it does."""
+    buffer, ranks = bucket.buffer(), dist.get_world_size()
+    work = dist.all_reduce(buffer.bfloat16(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda sent: buffer.copy_(sent.value()[0]).div_(ranks))
+
+
+def n_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class Passes:
+    """Computes the gradients of a step's batch, in passes of equal size.
+
+    DistributedDataParallel averages the gradients of several ranks while the last pass computes.
+    Where a GPU records passes as CUDA graphs, each rank replays those of the bare model, and one
+    all-reduce of all gradients follows the last. Attention does not cross the token `end`.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        optimizer: Optimizer,
+        scaler: torch.amp.GradScaler,
+        batches: Batches,
+        group: Group,
+        end: int | None,
+    ) -> None:
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.batches, self.group, self.end, self.config = batches, group, end, model.config
+        config = model.config
+        self.is_chat = isinstance(batches.tokens, Packed)
+        self.count = config.passes(group.world_size)
+        self.angles = functools.cache(model.angles)  # by length of windows
+        self.reduce_dtype = getattr(torch, config.reduce_precision)
+        pays = compiling_pays(config, group.device, n_parameters(model), group.world_size)
+        self.compiled = config.compile == "on" or (config.compile == "auto" and pays)
+        # Evaluations use the uncompiled model: compiling it for them takes longer than they do.
+        # One graph for all lengths of windows would break at each attention.
+        net: Any = torch.compile(model, dynamic=False) if self.compiled else model
+        self.net: nn.Module = net  # what a pass runs
+        self.records = can_use_graph(config, group.device, model.compute_dtype)
+        self.graphs: dict[int, PassGraph] = {}  # by length of windows
+        self.gradients: Tensor | None = None  # all of them, in one buffer, where there are graphs
+        if not self.records:
+            self.distribute()
+
+    def forward_backward(self, step: int) -> Tensor:
+        """Gradients of the step's batch, averaged over the ranks; returns this rank's mean loss."""
+        config, group = self.config, self.group
+        total = torch.zeros((), device=group.device)
+        for index, (x, y, weight) in enumerate(self.batch(step)):
+            if config.dropout:
+                torch.manual_seed(derive_seed(config.seed, "dropout", step, index, group.rank))
+            with self.no_sync() if index < self.count - 1 else nullcontext():
+                total += self.graphs.get(x.size(1), self.run_pass)(x, y, weight)
+        if self.gradients is not None:  # DistributedDataParallel averages in the last pass
+            group.average_(self.gradients, self.reduce_dtype)
+        return total
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Passes within add to this rank's own gradients."""
+        net = self.net
+        return net.no_sync() if isinstance(net, DistributedDataParallel) else nullcontext()
+
+    def zero_grad(self) -> None:
+        if self.gradients is None:
+            self.optimizer.zero_grad()
+        else:  # graphs add to gradients at their address
+            self.gradients.zero_()
+
+    def run_pass(self, x: Tensor, y: Tensor, weight: float | Tensor) -> Tensor:
+        """Adds a pass's gradients, and returns its share of the loss."""
+        angles = self.angles(x.size(1))
+        loss = self.net(x, y, angles=angles, end=self.end, chats=self.is_chat) / self.count
+        loss = loss * weight
+        self.group.heartbeat()  # what follows waits for the others, in DDP
+        self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def batch(self, step: int) -> list[tuple[Tensor, Tensor, float]]:
+        """A step's passes: inputs and targets [rows, length], and its share of the loss."""
+        group, shares = self.group, [1.0] * self.count
+        length = window_length(step, self.config)
+        x, y = self.batches.rows(step, group.rank, group.world_size)
+        # As the inputs of a graph: the compiler makes another model for other strides.
+        x, y = x.reshape(-1, length).contiguous(), y.reshape(-1, length).contiguous()
+        if isinstance(packed := self.batches.tokens, Packed):
+            starts = self.batches.window_starts(step)
+            shares = packed.loss_shares(starts, group.rank, group.world_size, self.count)
+        return list(zip(x.chunk(self.count), y.chunk(self.count), shares, strict=True))
+
+    def warm_up(self) -> None:
+        """Compiles and records, by steps whose gradients and buffers are thrown away.
+
+        DistributedDataParallel lays its buckets out anew after its first step, and the order in
+        which gradients are added up follows the layout. After two steps of each length of windows,
+        a resumed run adds in the same order as one that was never interrupted (on CPUs: on GPUs
+        some kernels add in no fixed order).
+        """
+        steps = first_steps(self.config)
+        before = [buffer.clone() for buffer in self.model.buffers()]  # of an edit
+        if self.records:
+            self.rehearse(steps)
+            self.record(steps)
+        if self.records and not self.graphs:
+            self.distribute()
+        if not self.graphs and self.net is not self.model:
+            self.rehearse(sorted(2 * steps))
+        for buffer, value in zip(self.model.buffers(), before, strict=True):
+            buffer.detach().copy_(value)
+
+    def rehearse(self, steps: Sequence[int]) -> None:
+        """Compiles for the windows of these steps, and runs them."""
+        if self.compiled:
+            self.try_compiler(steps)
+        for step in steps:
+            self.forward_backward(step)
+            self.optimizer.check_gradients()  # DDP itself reports nothing before its next step
+            self.optimizer.zero_grad()
+
+    def try_compiler(self, steps: Sequence[int]) -> None:
+        """Compiles for the windows of these steps; with compile=auto, trains eagerly if that fails.
+
+        It does so without DDP's all-reduce, in which the others would wait for a rank that fails.
+        """
+        with self.group.without_heartbeats(), self.no_sync():
+            try:
+                for step in steps:
+                    self.forward_backward(step)
+            except Exception as error:  # one that is not the compiler's comes again without it
+                if self.config.compile == "on":
+                    raise
+                torch.compiler.set_stance("force_eager")
+                log(f"note: rank {self.group.rank} does not compile: {first_line(error)}")
+        self.optimizer.zero_grad()
+
+    def record(self, steps: Sequence[int]) -> None:
+        """Records a pass for each length of windows, unless a rank cannot."""
+        passes = [self.batch(step)[0] for step in steps]
+        parameters = list(self.optimizer.parameters.values())
+        with self.group.without_heartbeats():
+            graphs, gradients = record_passes(self.run_pass, passes, parameters)
+        if not self.group.async_all_reduce_max(not graphs)():
+            self.graphs, self.gradients = graphs, gradients
+        self.zero_grad()
+
+    def distribute(self) -> None:
+        """Has DistributedDataParallel average the gradients, while the last pass computes."""
+        device = self.group.device
+        if self.group.world_size > 1:
+            self.net = DistributedDataParallel(
+                self.net,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+            )
+            if self.reduce_dtype == torch.bfloat16:
+                self.net.register_comm_hook(None, lambda _, bucket: average_in_bfloat16(bucket))
