@@ -82,7 +82,10 @@ class Config:
         12, "sequences per optimizer step, over all processes", 1, 1 << 20, fixed=True
     )
     gradient_accumulation_steps: int = hyperparameter(
-        0, "passes over a process's slice of a batch (0: the fewest of at most 16,384 tokens)", 0
+        0,
+        "passes over a process's slice of a batch (0: the fewest of at most 16,384 tokens, or on"
+        " GPUs of 60 GB and more 65,536)",
+        0,
     )
     seed: int = hyperparameter(1337, "seed of initial weights, batches and dropout", 0, fixed=True)
 
@@ -213,9 +216,9 @@ class Config:
         attention = 2 * (self.n_head + self.kv_heads) * self.head_width
         return self.n_layer * self.n_embd * (attention + 3 * self.hidden_dim)
 
-    def passes(self, world_size: int) -> int:
-        """The passes, of one size, in which a process computes its slice of the batch."""
-        rows, limit = self.batch_size // world_size, TOKENS_PER_PASS // self.block_size
+    def passes(self, world_size: int, tokens: int = TOKENS_PER_PASS) -> int:
+        """The passes of equal size, with at most these tokens, of a process's slice of a batch."""
+        rows, limit = self.batch_size // world_size, tokens // self.block_size
         needed = math.ceil(rows / max(1, limit))
         fitting = (n for n in range(needed, rows) if rows % n == 0)
         return self.gradient_accumulation_steps or next(fitting, max(1, rows))

@@ -17,7 +17,7 @@ from .config import derive_seed
 from .conversations import Packed
 from .cuda_graphs import PassGraph, record_passes
 from .data import Batches
-from .device import can_use_graph, compiling_pays
+from .device import can_use_graph, compiling_pays, tokens_per_pass
 from .distributed import Group
 from .errors import first_line, log
 from .model import GPT
@@ -57,7 +57,7 @@ class Passes:
         self.batches, self.group, self.end, self.config = batches, group, end, model.config
         config = model.config
         self.is_chat = isinstance(batches.tokens, Packed)
-        self.count = config.passes(group.world_size)
+        self.count = config.passes(group.world_size, tokens_per_pass(config, group.device))
         self.angles = functools.cache(model.angles)  # by length of windows
         self.reduce_dtype = getattr(torch, config.reduce_precision)
         pays = compiling_pays(config, group.device, n_parameters(model), group.world_size)

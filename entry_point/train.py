@@ -35,6 +35,7 @@ processes (distributed.py), CUDA graphs (cuda_graphs.py), messages (errors.py), 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -200,6 +201,7 @@ def run(argv: Sequence[str]) -> NoReturn:
     It exits with os._exit: at interpreter shutdown, gloo's threads sometimes abort a run that has
     succeeded.
     """
+    gc.disable()  # a rank that stops to look for garbage delays all; save_checkpoint collects it
     try:
         status = main(argv)
     except KeyboardInterrupt:  # before the training began

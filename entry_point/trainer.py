@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import os
 import shutil
@@ -317,6 +318,8 @@ class Trainer:
             best = {f"best.{name}": t for name, t in self.best.items()}
             self.checkpoints.save({**self.tensors(), **best}, self.state(loss_sum))
         self.kept_step = self.step
+        if not gc.isenabled():
+            gc.collect()
 
     def restore(self) -> None:
         """Loads rank 0's newest checkpoint, or else a model to start from, on every rank."""

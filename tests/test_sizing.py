@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from entry_point.config import Config, make_config
+from entry_point.device import tokens_per_pass
 from entry_point.model import GPT
 from launcher.job import TrainingJob
 from launcher.launching import start, texts
@@ -34,6 +36,18 @@ def test_a_pass_has_at_most_16384_tokens(preset, rows, world_size, passes):
     assert (config.batch_size, config.passes(world_size)) == (rows, passes)
     assert rows // world_size // passes * config.block_size <= 16384
     assert make_config({"gradient_accumulation_steps": 2}, preset).passes(1) == 2
+
+
+@pytest.mark.parametrize(
+    "gigabytes, n_layer, n_embd, tokens",
+    [(24, 12, 768, 1 << 14), (85, 12, 768, 1 << 16), (24, 28, 2048, 5812), (85, 28, 2048, 20587)],
+)
+def test_a_pass_on_a_gpu_fits_half_of_its_memory(monkeypatch, gigabytes, n_layer, n_embd, tokens):
+    found = Mock(total_memory=gigabytes * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    config = Config(n_layer=n_layer, n_embd=n_embd)
+    assert tokens_per_pass(config, torch.device("cuda")) == tokens
+    assert tokens_per_pass(config, torch.device("cpu")) == 1 << 14
 
 
 @pytest.mark.parametrize(

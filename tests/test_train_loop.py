@@ -178,8 +178,8 @@ def can_use_graph(*_):
 def graphs_on_cpu(directory: Path, *edits: tuple[str, str]) -> tuple[str, str]:
     """The command of a train.py that replays passes, and adds gradients up once, on CPUs."""
     line = "from .cuda_graphs import PassGraph, record_passes\n"
-    of_devices = "import can_use_graph, compiling_pays"
-    given = (line, GRAPH_ON_CPU), (of_devices, "import compiling_pays")
+    of_devices = "import can_use_graph, compiling_pays, "
+    given = (line, GRAPH_ON_CPU), (of_devices, "import compiling_pays, ")
     return edited_folder(directory, *given, *edits)
 
 
