@@ -360,7 +360,6 @@ GROUP: Edits = (
     ("self.world_size == 1:", "self.world_size == 0:"),
     ("        if ranks.world_size == 1:\n            return\n", ""),
     ("if n_local * len(container.hosts) > 1:", "if True:"),
-    ("world_size == 1 and device", "world_size == 0 and device"),
 )
 # NCCL refuses two ranks on one GPU. gloo allows them, but is correct only in float32.
 TWO: Edits = (
@@ -372,11 +371,18 @@ TWO: Edits = (
 )
 
 
+NO_GRAPH: Edits = (('return device.type == "cuda" and config', "return False and config"),)
+
+
 def nccl(args: Namespace, scratch: Path, found: Found) -> None:
-    """A group of one with NCCL, and two ranks on one GPU with gloo, against one process."""
+    """A group of one with NCCL, and two ranks on one GPU with gloo, against one process.
+
+    Compiled passes are recorded, and one all-reduce averages their gradients; without a graph,
+    DistributedDataParallel does.
+    """
     base = small(args)
     full, half, one = {**base, **FULL}, {**base, **HALF}, "one process"
-    compiled = {**half, **COMPILED}
+    compiled, graph = {**half, **COMPILED}, {**full, "compile": "auto"}
     four = {"gradient_accumulation_steps": 4}
     two = Variant({**full, "processes": 2}) if args.smoke else Variant(full, TWO)
     variants = {
@@ -389,11 +395,18 @@ def nccl(args: Namespace, scratch: Path, found: Found) -> None:
         wide = {**half, "n_embd": 1024, "n_head": 8, "max_steps": 15}  # gradients in many buckets
         variants |= {
             "4 passes": Variant({**full, **four}, GROUP, one, SAME),
-            "compiled": Variant(compiled, GROUP, one, CLOSE),
-            "compiled, 4 passes": Variant({**compiled, **four}, GROUP, one, CLOSE),
-            "compiled, loss in chunks": Variant(compiled, (*GROUP, *CHUNKS), one, CLOSE),
+            "by a graph": Variant(graph, GROUP, one, SAME, says="recorded"),
+            "by a graph, 4 passes": Variant({**graph, **four}, GROUP, one, SAME, says="recorded"),
+            "two ranks by graphs and gloo": Variant(graph, TWO, one, SAME, says="recorded"),
+            "bfloat16 sent": Variant({**full, "reduce_precision": "bfloat16"}, GROUP, one, CLOSE),
+            "compiled": Variant(compiled, GROUP, one, CLOSE, says="recorded"),
+            "compiled, DDP": Variant(compiled, (*GROUP, *NO_GRAPH), one, CLOSE),
+            "compiled, 4 passes": Variant({**compiled, **four}, (*GROUP, *NO_GRAPH), one, CLOSE),
+            "compiled, loss in chunks": Variant(compiled, (*GROUP, *NO_GRAPH, *CHUNKS), one, CLOSE),
             "wide, one process": Variant(wide),
             "wide": Variant(wide, GROUP, "wide, one process", CLOSE),
-            "wide, compiled": Variant({**wide, **COMPILED}, GROUP, "wide, one process", CLOSE),
+            "wide, compiled": Variant(
+                {**wide, **COMPILED}, (*GROUP, *NO_GRAPH), "wide, one process", CLOSE
+            ),
         }
     compare(args, scratch, found, variants)
