@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal, Self
@@ -26,24 +27,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_RUN = 3600  # seconds
 DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
-
-# Fields that local jobs have; the others are for SageMaker only.
-LOCAL_FIELDS = {
-    "name",
-    "instance",
-    "instance_count",
-    "processes_per_instance",
-    "data",
-    "validation",
-    "preset",
-    "hyperparameters",
-    "entry_point",
-    "source_sha256",
-    "init_from",
-    "resume",
-    "base",
-    "summary",
-}
 
 TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # tag of our jobs
 OWNER_TAG, NAME_TAG, SUMMARY_TAG = (f"{TAG_KEY}-{word}" for word in ("owner", "name", "summary"))
@@ -255,6 +238,11 @@ class Request(BaseModel):
         """What SageMaker reads from the log: a name and a pattern each."""
         with self.source.running():
             return list(self.source.module("metrics").metric_definitions())
+
+
+# Those before `launcher`, and three of a TrainingJob; the others are for SageMaker only.
+LOCAL_FIELDS = {*takewhile(lambda name: name != "launcher", Request.model_fields)}
+LOCAL_FIELDS |= {"source_sha256", "base", "summary"}
 
 
 class TrainingJob(Request):

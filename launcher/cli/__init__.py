@@ -20,46 +20,32 @@ from typing import NoReturn
 import click
 from click.shell_completion import shell_complete
 
-from launcher.cli.account import doctor_command, infra_group
-from launcher.cli.chat import chat_command
-from launcher.cli.delete import data_command, delete_command
-from launcher.cli.jobs import (
-    jobs_command,
-    logs_command,
-    metrics_command,
-    status_command,
-    stop_command,
-    wait_command,
-)
-from launcher.cli.launch import copy_script_command, hyperparameters_command, launch_command
-from launcher.cli.models import fetch_and_sample_command, play_command
+from launcher.cli import account, chat, delete, jobs, launch, models, upload, views
 from launcher.cli.options import Group, valued
 from launcher.cli.show import logs_shown, note, silence
-from launcher.cli.upload import upload_data_command
-from launcher.cli.views import report_command, track_command
 from launcher.cli.words import sentence
 from launcher.errors import InputError, LauncherError, Terminated
 
-COMMANDS = {
+COMMANDS: dict[str, list[click.Command]] = {
     "Text and training": [
-        upload_data_command,
-        data_command,
-        launch_command,
-        hyperparameters_command,
-        copy_script_command,
+        upload.upload_data_command,
+        delete.data_command,
+        launch.launch_command,
+        launch.hyperparameters_command,
+        launch.copy_script_command,
     ],
     "Jobs": [
-        jobs_command,
-        status_command,
-        logs_command,
-        metrics_command,
-        wait_command,
-        stop_command,
-        delete_command,
+        jobs.jobs_command,
+        jobs.status_command,
+        jobs.logs_command,
+        jobs.metrics_command,
+        jobs.wait_command,
+        jobs.stop_command,
+        delete.delete_command,
     ],
-    "Models": [fetch_and_sample_command, chat_command, play_command],
-    "Reports": [report_command, track_command],
-    "AWS account": [infra_group, doctor_command],
+    "Models": [models.fetch_and_sample_command, chat.chat_command, models.play_command],
+    "Reports": [views.report_command, views.track_command],
+    "AWS account": [account.infra_group, account.doctor_command],
 }
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -45,21 +45,16 @@ def quiet_sdk() -> Iterator[None]:
     os.environ.setdefault("DISABLE_JUMPSTART_LOGGING", "1")  # it warns of expired credentials
     os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
     root, *of_sdk = map(logging.getLogger, ("root", "sagemaker", "sagemaker.config"))
-    with ONE_AT_A_TIME:
-        levels, handlers = [(each, each.level) for each in (root, *of_sdk)], root.handlers[:]
+    with ONE_AT_A_TIME, ExitStack() as restored:
+        for logger in (root, *of_sdk):
+            restored.callback(logger.setLevel, logger.level)
         for logger in of_sdk:
             logger.setLevel(logging.WARNING)
-        try:
-            with (
-                patch("sagemaker.session.validate_sagemaker_config", lambda config: None),
-                patch("sagemaker.utils.validate_sagemaker_config", lambda config: None),
-                patch("sagemaker.estimator.TensorBoardApp"),
-            ):
-                yield
-        finally:
-            for logger, level in levels:
-                logger.setLevel(level)
-            root.handlers[:] = handlers
+        restored.enter_context(patch.object(root, "handlers", root.handlers[:]))
+        for name in ("session.validate_sagemaker_config", "utils.validate_sagemaker_config"):
+            restored.enter_context(patch(f"sagemaker.{name}"))
+        restored.enter_context(patch("sagemaker.estimator.TensorBoardApp"))
+        yield
 
 
 @service_errors("the SageMaker SDK")
