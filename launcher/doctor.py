@@ -10,17 +10,18 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from launcher.aws import aws_session, check_bucket, check_region, make_client, service_errors
+from launcher.aws import check_bucket, service_errors
 from launcher.errors import LauncherError, ServiceError
 from launcher.files import storage
 from launcher.job import Request
 from launcher.launching.launch import prepare
 from launcher.local.backend import LocalBackend
 from launcher.machines import looks_like_gpu
+from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.cost import Prices, usd
 from launcher.sagemaker.stack import Stack, find_stack, is_whole, notebook_role
 from launcher.settings import Settings
@@ -55,15 +56,11 @@ class Context:
 
     settings: Settings
     instance: str | None = None
-    session: Any = None
-    region: str = ""
     stack: Stack | None = None
-    clients: dict[str, Any] = field(default_factory=dict)
 
-    def client(self, service: str) -> Any:
-        if service not in self.clients:
-            self.clients[service] = make_client(self.session, service, self.region, attempts=2)
-        return self.clients[service]
+    @cached_property
+    def cloud(self) -> SageMakerBackend:
+        return SageMakerBackend(self.settings, attempts=2)
 
 
 # -- this machine ----------------------------------------------------------------------------------
@@ -99,16 +96,15 @@ def check_training(context: Context) -> Found:
 
 def check_credentials(context: Context) -> Found:
     """The profile and the region are known, and AWS knows the caller."""
-    context.session = aws_session(context.settings)
-    context.region = check_region(context.session)
     with service_errors("GetCallerIdentity"):
-        return f"{context.client('sts').get_caller_identity()['Arn']}, in {context.region}"
+        caller = context.cloud.client("sts").get_caller_identity()
+    return f"{caller['Arn']}, in {context.cloud.region}"
 
 
 def check_stack(context: Context) -> Found:
     configured = bool(context.settings.store and context.settings.role)
     try:
-        stack = context.stack = find_stack(context.settings, context.session)
+        stack = context.stack = find_stack(context.settings, context.cloud.session)
     except LauncherError as error:
         if configured:
             return Finding(WARNING, f"not checked: {error}", error=error)
@@ -128,7 +124,7 @@ def check_stack(context: Context) -> Found:
 def check_role(context: Context) -> Found:
     """The execution role that jobs get."""
     role = context.settings.role or (context.stack.role if context.stack else "")
-    role = role or notebook_role(context.client)
+    role = role or notebook_role(context.cloud.client)
     return role or found(FAILURE, "no execution role", code="no-role")
 
 
@@ -139,7 +135,7 @@ def check_store(context: Context) -> Found:
         return found(FAILURE, "no store is set", code="no-store")
     if not store.startswith("s3://"):
         return found(FAILURE, f"SageMaker cannot read {store}", code="store-on-s3")
-    check_bucket(context.client("s3"), store, "store", context.region)
+    check_bucket(context.cloud.client("s3"), store, "store", context.cloud.region)
     place = storage.join(store, "data", f"doctor-{secrets.token_hex(4)}.txt")
     storage.write_bytes(place, b"", context.settings)
     try:
@@ -152,12 +148,12 @@ def check_store(context: Context) -> Found:
 
 def check_price(context: Context) -> Found:
     assert context.instance is not None
-    prices = Prices(context.settings, context.region, context.session)
+    prices = Prices(context.settings, context.cloud.region, context.cloud.session)
     price = prices.of(context.instance)
     quoted = "" if price is None else f"{usd(price.per_hour)} an hour, by {price.source}"
     if prices.trouble:
         return found(WARNING, "; ".join(filter(None, (prices.trouble, quoted))))
-    unknown = f"the price of {context.instance} in {context.region} is unknown"
+    unknown = f"the price of {context.instance} in {prices.region} is unknown"
     return quoted or found(WARNING, unknown)
 
 
@@ -166,7 +162,7 @@ def check_quota(context: Context) -> Found:
     use = " for training job usage"
     try:
         with service_errors("ListServiceQuotas"):
-            paginator = context.client("service-quotas").get_paginator("list_service_quotas")
+            paginator = context.cloud.client("service-quotas").get_paginator("list_service_quotas")
             pages = paginator.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100})
             values = {
                 quota["QuotaName"].removesuffix(use): quota["Value"]

@@ -47,14 +47,6 @@ def examined(cloud, stacks, cli):
     return run
 
 
-@pytest.fixture
-def context(cloud, stacks, home):
-    """A context whose session and region are known already."""
-    home.mkdir()
-    session = boto3.Session(region_name="us-east-1")
-    return Context(Settings(), "ml.g5.12xlarge", session=session, region="us-east-1")
-
-
 def test_doctor_reports_a_healthy_account_as_healthy(examined, s3):
     found = examined()
     assert {result for result, _ in found.values()} == {OK}, found
@@ -179,11 +171,11 @@ def test_the_stack_provides_store_and_role(examined, stacks, s3, monkeypatch):
     assert (result, "ROLLBACK_COMPLETE" in said, "infra show" in said) == (WARNING, True, True)
 
 
-def test_the_role_of_a_sagemaker_notebook_is_found(context, tmp_path, monkeypatch):
+def test_the_role_of_a_sagemaker_notebook_is_found(cloud, tmp_path, monkeypatch):
     monkeypatch.delenv("SM_NANOGPT_ROLE")
     (tmp_path / "metadata.json").write_text(json.dumps({"ExecutionRoleArn": ROLE}))
     monkeypatch.setattr("launcher.sagemaker.stack.NOTEBOOK_METADATA", tmp_path / "metadata.json")
-    assert doctor.check_role(replace(context, settings=Settings())) == ROLE
+    assert doctor.check_role(Context(Settings())) == ROLE
 
 
 @pytest.mark.parametrize(
