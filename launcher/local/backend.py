@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from entry_point.files import open_file
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file
@@ -87,11 +87,7 @@ class State(Document):
     ended: Moment | None = None
 
 
-class Placement(NamedTuple):
-    """How a job uses this machine."""
-
-    processes: int
-    gpus: int
+Placement = tuple[int, int]  # how many processes and GPUs of this machine a job uses
 
 
 class LocalBackend:
@@ -108,7 +104,7 @@ class LocalBackend:
     def check(self, job: TrainingJob) -> Placement:
         """The processes and GPUs of a job."""
         placement = plan_processes(job)
-        job.config(placement.processes)
+        job.config(placement[0])
         return placement
 
     def price(self, job: TrainingJob, earlier: object) -> TrainingJob:
@@ -121,13 +117,13 @@ class LocalBackend:
         self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
     ) -> None:
         """Start a job, as `check` placed it."""
-        directory = self.jobs_dir / job_id
+        directory, (processes, gpus) = self.jobs_dir / job_id, placement
         record = {
             "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
             "hyperparameters": job.all_hyperparameters(),
             "created": time.time(),
-            "processes_per_host": placement.processes,
-            "gpus_per_host": placement.gpus,
+            "processes_per_host": processes,
+            "gpus_per_host": gpus,
             "max_steps": job.config(1).max_steps,
             "resume_from": str(self.jobs_dir / job.resume / CHECKPOINTS) if job.resume else None,
         }
@@ -310,13 +306,13 @@ def plan_processes(job: TrainingJob) -> Placement:
         if requested:
             if requested > cores():
                 logger.info(f"processes: {requested} share {cores()} cores")
-            return Placement(requested, 0)
+            return requested, 0
         mps = config.device != "cpu" and torch.backends.mps.is_available()  # MPS is one device
-        return Placement(1 if mps else cpu_processes(config), 0)
+        return 1 if mps else cpu_processes(config), 0
     if requested not in (None, gpus):
         problem = f"this machine has {gpus} GPUs, and each takes one process"
         raise InputError(problem, "train-on-cpu", field="processes_per_instance", value=requested)
-    return Placement(gpus, gpus)
+    return gpus, gpus
 
 
 def by_launch(path: Path) -> tuple[str, float]:
