@@ -420,7 +420,7 @@ def test_a_stack_is_remembered_by_profile(deployed, monkeypatch):
 
 def test_an_unreadable_memory_is_written_anew(deployed):
     settings = load_settings()
-    settings.last_stacks.write_text('{"us-east-1//sm-nanogpt": {"a": 1}}')
+    (settings.home / "stacks.json").write_text('{"us-east-1//sm-nanogpt": {"a": 1}}')
     assert remembered(settings, "us-east-1") is None
     assert with_stack(settings).store == deployed.store
     assert remembered(settings, "us-east-1") == deployed

@@ -63,6 +63,8 @@ def tag_value(text: str) -> str:
 
 # -- the last job ----------------------------------------------------------------------------------
 
+LAST_LAUNCHED = "last-launched.json"
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -77,7 +79,7 @@ class Launched:
 
 def remembered(settings: Settings) -> list[Launched]:
     """The last job that each caller launched from here in each region."""
-    return storage.read_cache(settings.last_launched, list[Launched])
+    return storage.read_cache(settings.home / LAST_LAUNCHED, list[Launched])
 
 
 def remember(launched: Launched, settings: Settings) -> None:
@@ -85,4 +87,4 @@ def remember(launched: Launched, settings: Settings) -> None:
     place = (launched.caller, launched.region)
     others = [each for each in remembered(settings) if (each.caller, each.region) != place]
     with suppress(ServiceError):  # the job runs, and its id has to be told
-        storage.write_json(str(settings.last_launched), [*others, launched])
+        storage.write_json(str(settings.home / LAST_LAUNCHED), [*others, launched])

@@ -41,7 +41,8 @@ class Stack:
     vpc: bool = False
 
 
-Seen = dict[str, Stack | None]  # stacks.json, by cache_key; None: there was none
+LAST_SEEN = "stacks.json"
+Seen = dict[str, Stack | None]  # what it holds, by cache_key; None: there was none
 
 
 def with_stack(
@@ -162,13 +163,14 @@ def unusable(raw: dict[str, Any]) -> LauncherError:
 
 def remember(settings: Settings, region: str, stack: Stack | None) -> None:
     """Remember a stack, or that there is none."""
-    known = storage.read_cache(settings.last_stacks, Seen)
-    storage.write_cache(settings.last_stacks, {**known, cache_key(settings, region): stack})
+    known = storage.read_cache(settings.home / LAST_SEEN, Seen)
+    storage.write_cache(settings.home / LAST_SEEN, {**known, cache_key(settings, region): stack})
 
 
 def remembered(settings: Settings, region: str | None) -> Stack | None:
     """The stack as last seen from this machine."""
-    return storage.read_cache(settings.last_stacks, Seen).get(cache_key(settings, region))
+    known = storage.read_cache(settings.home / LAST_SEEN, Seen)
+    return known.get(cache_key(settings, region))
 
 
 def cache_key(settings: Settings, region: str | None) -> str:

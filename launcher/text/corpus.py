@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # it imports torch
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")  # of an upload
+LAST_UPLOADS = "last-uploads.json"  # URIs by `place`, the newest last
 TOKENS_VERSION = 5  # of what launcher.text.tokens writes
 
 
@@ -109,10 +110,10 @@ def upload_data(
             send(upload, files, settings, progress)
         else:
             upload = send_tokens(name, files, tokenizer, vocab_size, settings, progress)
-    last = storage.read_cache(settings.last_uploads, dict[str, str])
+    last = storage.read_cache(settings.home / LAST_UPLOADS, dict[str, str])
     last.pop(place(settings.data_store), None)
     last[place(settings.data_store)] = upload.uri  # the newest is the last
-    storage.write_json(str(settings.last_uploads), last)
+    storage.write_json(str(settings.home / LAST_UPLOADS), last)
     return upload
 
 
@@ -293,7 +294,7 @@ def last_upload(settings: Settings) -> str:
     places = {place(settings.data_store)}
     if storage.local_path(settings.data_store) is None:
         places.add(place(settings.local_store))
-    last = storage.read_cache(settings.last_uploads, dict[str, str])
+    last = storage.read_cache(settings.home / LAST_UPLOADS, dict[str, str])
     uris = [uri for each, uri in last.items() if each in places or not settings.store]
     problem = f"nothing was uploaded to {settings.data_store} from here"
     for uri in uris[-1:]:
