@@ -101,9 +101,11 @@ class Settings(BaseSettings):
     @field_validator("store")
     @classmethod
     def _one_place(cls, store: str) -> str:
-        check_location(store)
+        problem = problem_of(store)
         if store and not ABSOLUTE.match(store):
-            raise ValueError("is relative to the current directory; start it with / or ~/")
+            problem = "is relative to the current directory; start it with / or ~/"
+        if problem:
+            raise ValueError(problem)
         return store
 
     @field_validator("role")
@@ -125,17 +127,11 @@ class Settings(BaseSettings):
         toml = TomlConfigSettingsSource(settings_cls, config_file())
         return sources["init_settings"], sources["env_settings"], toml
 
-    def for_a_dry_run(self) -> Settings:
-        """A copy for dry runs: callers must not contact AWS."""
-        offline = self.model_copy()
-        offline._offline = True
-        return offline
-
-    def that_ask(self) -> Settings:
-        """These, to look up an earlier job, which a dry run does too."""
-        asking = self.model_copy()
-        asking._offline = False
-        return asking
+    def that_ask(self, ask: bool = True) -> Settings:
+        """A copy that may ask AWS, as also a dry run does about an earlier job; or may not."""
+        copy = self.model_copy()
+        copy._offline = not ask
+        return copy
 
     @property
     def offline(self) -> bool:
@@ -171,22 +167,6 @@ class Settings(BaseSettings):
         )
 
     @property
-    def last_uploads(self) -> Path:
-        """File of the last upload to each store, by `corpus.place`, the newest last."""
-        return self.home / "last-uploads.json"
-
-    @property
-    def last_launched(self) -> Path:
-        """File of the last job that was launched on SageMaker from here, by account, region and
-        owner."""
-        return self.home / "last-launched.json"
-
-    @property
-    def last_stacks(self) -> Path:
-        """File of the stacks that were last seen, by region, profile and name."""
-        return self.home / "stacks.json"
-
-    @property
     def local_store(self) -> str:
         return str(self.home / "store")
 
@@ -212,18 +192,19 @@ class Settings(BaseSettings):
         return self.home / "cache"
 
 
-def check_location(location: str) -> None:
-    """Raise ValueError for a URL that cannot hold text, such as `s3://` from an unset variable."""
+def problem_of(location: str) -> str:
+    """Why a URL cannot hold text, such as `s3://` from an unset variable, or ''."""
     scheme, _, rest = location.partition(":")
     if scheme == "s3":
         # Buckets from before 2018 may have capitals and underscores.
         if not re.match(r"//[A-Za-z0-9][A-Za-z0-9._-]{2,254}(/|$)", rest):
-            raise ValueError("names no bucket; use s3://bucket/prefix")
+            return "names no bucket; use s3://bucket/prefix"
         if "//" in rest[2:]:  # a valid key, but SageMaker cannot read it
-            raise ValueError("has an empty part, //, which SageMaker cannot read")
+            return "has an empty part, //, which SageMaker cannot read"
     elif not location.startswith("file:///") and (rest[:2] == "//" or scheme in ("arn", "file")):
         how = " (download it first)" if scheme in ("http", "https") else ""
-        raise ValueError(f"use s3://bucket/prefix or a local directory or file{how}")
+        return f"use s3://bucket/prefix or a local directory or file{how}"
+    return ""
 
 
 def load_settings(**given: str | None) -> Settings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import click
@@ -73,19 +74,16 @@ def infra_deploy_command(
         note(f"stack {deployment.name}: nothing to change")
         print_stack(deployment.show())
         return
-    try:
+    with ExitStack() as unless_agreed:
+        unless_agreed.callback(deployment.discard, planned)
         for action, kind, resource in planned.changes:
             note(f"{action:<8} {kind} {resource}")
-        if not dry_run:
-            place = account_and_region(planned.stack_id)
-            agree(f"Make these changes to stack {deployment.name} in {place}?", yes)
-    except BaseException:
-        deployment.discard(planned)
-        raise
-    if dry_run:
-        deployment.discard(planned)
-        note("dry run: nothing was changed")
-        return
+        if dry_run:
+            note("dry run: nothing was changed")
+            return
+        place = account_and_region(planned.stack_id)
+        agree(f"Make these changes to stack {deployment.name} in {place}?", yes)
+        unless_agreed.pop_all()
     made = deployment.execute(planned)
     print_stack(made)
     note(f"to let others launch jobs, attach the policy {made.policy}")

@@ -16,6 +16,7 @@ import click
 
 from launcher.cli.options import GROUP, JOB_ID, JSON, Command, Job, settings_of, valued
 from launcher.cli.show import (
+    at_ctrl_c,
     following,
     moment,
     next_step,
@@ -310,10 +311,8 @@ def wait_command(context: click.Context, job_id: str) -> None:
     from launcher.tracking import wait
 
     settings = settings_of(context)
-    try:
+    with at_ctrl_c("the job keeps running"):
         description = wait(job_id, settings)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the job keeps running") from None
     tell_end(description, settings, "Completed")
 
 

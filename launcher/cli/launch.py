@@ -24,6 +24,7 @@ from launcher.cli.options import (
     valued,
 )
 from launcher.cli.show import (
+    at_ctrl_c,
     explain,
     following,
     next_step,
@@ -274,7 +275,7 @@ def launch_command(
         note(f"{member} continues alone; its sweep continues with `{again}`")
     request = Request(**given, hyperparameters={**from_file, **assignments})
     if dry_run:
-        settings = settings.for_a_dry_run()
+        settings = settings.that_ask(False)
     swept, problem = bool(sweep or seeds > 1), ""
     if swept and follow is not None:
         problem = "--follow and --detach are not for sweeps, which run until all jobs ended"
@@ -296,22 +297,17 @@ def launch_command(
     if not job.is_local:
         # Only a ceiling typed in this command is consent; not one that --resume inherits.
         agree_to_cost(job.worst_cost or math.inf, given.get("max_cost"), settings, yes)
-    try:
-        with byte_progress("upload") as progress:
-            plan.submit(progress)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"`{command('status', job_id)}` shows whether the job was submitted;"
-            f" `{command('stop', job_id)}` stops it"
-        ) from None
+    stops = f"`{command('stop', job_id)}` stops it"
+    shows = f"`{command('status', job_id)}` shows whether the job was submitted"
+    with at_ctrl_c(f"{shows}; {stops}"), byte_progress("upload") as progress:
+        plan.submit(progress)
     try:
         click.echo(job_id)
         sys.stdout.flush()
     except OSError as error:
         silence(sys.stdout)  # else the flush at exit fails too
         raise ServiceError(
-            f"{error.strerror or error}: cannot print the job id, {job_id};"
-            f" `{command('stop', job_id)}` stops it"
+            f"{error.strerror or error}: cannot print the job id, {job_id}; {stops}"
         ) from None
     if link := plan.backend.console_link(job_id):
         note(f"console: {link}")

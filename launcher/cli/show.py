@@ -77,6 +77,15 @@ def note(text: str) -> None:
     click.echo(shown(text), err=True)
 
 
+@contextmanager
+def at_ctrl_c(*words: str) -> Iterator[None]:
+    """Let the line that says `interrupted` say more."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(*error.args, *words) from None
+
+
 class Screen(logging.Handler):
     """Print log records of the library to stderr; each once, though all jobs of a sweep log it."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli.options import GROUP, Command, Job, settings_of, valued
-from launcher.cli.show import note
+from launcher.cli.show import at_ctrl_c, note
 from launcher.cli.words import command, option
 from launcher.errors import InputError, ServiceError
 
@@ -122,11 +122,8 @@ def track_command(
       sm-nanogpt track JOB-ID --tensorboard runs --follow
     """
     settings = settings_of(context)
-    try:
+    with at_ctrl_c(*["the jobs keep running, and the same command adds the rest"] * follow):
         add(list(dict.fromkeys(job_ids)), tensorboard, settings, follow)
-    except KeyboardInterrupt:
-        what = "the jobs keep running, and the same command adds the rest"
-        raise KeyboardInterrupt(*[what] * follow) from None
 
 
 def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -> None:

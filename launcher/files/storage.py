@@ -24,7 +24,7 @@ from entry_point.files import check_size, open_file, read_file
 from launcher.aws import failure, not_asked
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, parse
-from launcher.settings import Settings, check_location, load_settings
+from launcher.settings import Settings, load_settings, problem_of
 
 T = TypeVar("T")
 
@@ -60,10 +60,8 @@ def path_of(word: str | Path) -> Path:
 
 def local_path(location: str) -> Path | None:
     """The path of a local location, or None for S3."""
-    try:
-        check_location(location)
-    except ValueError as error:
-        raise InputError(f"{location}: {error}") from None
+    if problem := problem_of(location):
+        raise InputError(f"{location}: {problem}")
     if location.startswith("file://"):
         return Path(unquote(location.removeprefix("file://")))
     if location.startswith("s3://"):

@@ -49,6 +49,7 @@ class InitialModel:
         if (upload := text.upload) is None:
             return
         problem, model = "", self.channel.named
+        advice = dict(code="encode-for-model", model=model)
         if upload.train_tokens:
             from launcher.text.tokenizer import fingerprint
 
@@ -57,10 +58,9 @@ class InitialModel:
         elif self.tokenizer.unit == "tokens":
             problem = f"it is text, and {model} takes tokens"
         elif unknown := {*upload.vocabulary} - {each.decode() for each in self.tokenizer.words}:
-            known = f"{model} does not know: {characters(sorted(unknown))}"
-            raise InputError(f"{text.named}: {known}")
+            problem, advice = f"{model} does not know: {characters(sorted(unknown))}", {}
         if problem:
-            raise InputError(f"{text.named}: {problem}", "encode-for-model", model=model)
+            raise InputError(f"{text.named}: {problem}", **advice)
 
 
 def find_model(request: Request, settings: Settings) -> InitialModel:

@@ -53,6 +53,7 @@ def find_files(
     """
     added, skipped = Globs("include", include), Globs("exclude", exclude)
     files, names, alone = list[File](), set[str](), len(paths) == 1
+    faults, problem = list[tuple[str, str, str]](), ""
     try:
         "".encode(encoding or "utf-8")
         for root in paths:
@@ -71,14 +72,15 @@ def find_files(
                 within = prefix / (path.relative_to(root) if folder else path.name)
                 files.append(replace(file, name=name_in_upload(within, names)))
     except OSError as error:
-        raise InputError(f"{error.filename or root}: {error.strerror or error}") from None
+        problem = f"{error.filename or root}: {error.strerror or error}"
     except UnicodeEncodeError:
         shown = os.fsencode(path).decode(errors="backslashreplace")
-        raise InputError(f"{shown}: its name is not UTF-8; rename it") from None
+        problem = f"{shown}: its name is not UTF-8; rename it"
     except LookupError:
-        what = "unknown; for example: cp1252, gb18030"
-        raise InputError(what, field="encoding", value=encoding) from None
-    faults = [(g.field, each, "fits no file") for g in (added, skipped) for each in g.unused]
+        faults.append(("encoding", encoding, "unknown; for example: cp1252, gb18030"))
+    if problem:
+        raise InputError(problem)
+    faults += [(g.field, each, "fits no file") for g in (added, skipped) for each in g.unused]
     if column != "text" and files and not any(file.format.needs_tokens for file in files):
         faults.append(("column", column, f"is for records, and {paths[0]} is plain text"))
     for field, value, why in faults:
