@@ -3,8 +3,10 @@
 Examples:
   python examples/benchmarks/precision.py --text input.txt
   python examples/benchmarks/precision.py --text input.txt --against='--compile off'
+  python examples/benchmarks/precision.py --text input.txt --folder ../older/entry_point
 
-Without --ours it trains with --preset cpu --max_steps 500. Both runs of a pair start from the same
+Without --ours it trains with --preset cpu --max_steps 500. --folder compares with the training
+folder of another version, by the same options. Both runs of a pair start from the same
 weights and see the same batches. The loss is that of the finished model, in float32, over the whole
 validation part. The script prints the mean difference and its 95 % interval over the pairs
 (Student's t). A speed-up costs nothing if the interval is narrow and holds 0, or lies below 0.
@@ -27,19 +29,23 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     words = args.ours or BUDGET
     if args.quick:
         words = SHAPES["smoke"] | dict(max_steps=20, eval_windows=4, sample_length=10) | args.ours
-    plain = shlex.join(measure.as_options(args.against))
+    plain = str(args.folder or shlex.join(measure.as_options(args.against)))
 
-    def trained(more: dict[str, str], index: int) -> tuple[float, float]:
-        out = scratch / f"{index}-{'plain' if more else 'shipped'}"
-        seeded = {**words, **more, "seed": args.first_seed + index}
-        measure.output(ours(args.text, out, seeded).process)
+    def trained(side: str, index: int) -> tuple[float, float]:
+        out, seeded = scratch / f"{side}-{index}", {**words, "seed": args.first_seed + index}
+        training = ours(args.text, out, seeded)
+        if side == "other" and args.folder:
+            training = ours(args.text, out, seeded, folder=args.folder)
+        elif side == "other":
+            training = ours(args.text, out, {**seeded, **args.against})
+        measure.output(training.process)
         return our_result(out, args.text)[0], our_seconds(out)
 
     found = measure.alternate(
         args.rounds,
         {
-            "as shipped": lambda index: trained({}, index),
-            plain: lambda index: trained(args.against, index),
+            "as shipped": lambda index: trained("shipped", index),
+            plain: lambda index: trained("other", index),
         },
     )
     (losses, seconds), (plain_losses, plain_seconds) = (
@@ -69,5 +75,6 @@ if __name__ == "__main__":
         metavar="WORDS",
         help="the other side's options for our train.py (default: --precision float32)",
     )
+    parser.add_argument("--folder", type=Path, metavar="PATH", help="another training folder")
     parser.add_argument("--first-seed", type=int, default=2000, metavar="N", help="(default 2000)")
     measure.run(parser, benchmark)

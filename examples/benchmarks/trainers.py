@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,15 @@ class Training:
 # Ours
 
 
-def ours(text: Path, out: Path, words: Words, threads: int | None = None) -> Training:
-    """The shipped command; set threads only to compare numbers of threads."""
-    script = str(ROOT / "entry_point" / "train.py")
+def ours(
+    text: Path,
+    out: Path,
+    words: Words,
+    threads: int | None = None,
+    folder: Path = ROOT / "entry_point",
+) -> Training:
+    """The shipped command, or that of another training folder; threads only to compare numbers."""
+    script = str(folder / "train.py")
     command = [sys.executable, script, "--data", str(text), "--out", str(out), *as_options(words)]
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return Training("ours", Process(command, env=env), re.compile(r"step=(\d+)/"))
@@ -99,7 +105,9 @@ def our_model(out: Path) -> tuple[Any, Any]:
     directory = out / "model"
     tokenizer = read_tokenizer(directory)
     config = json.loads((directory / "training.json").read_text())["config"]
-    model = GPT(Config(**config), len(tokenizer))
+    known = {f.name for f in fields(Config)}  # of another version some may have other names
+    of_both = {name: value for name, value in config.items() if name in known}
+    model = GPT(Config(**of_both), len(tokenizer))
     load_pretrained(model, directory)
     return model.eval(), tokenizer
 
