@@ -312,11 +312,11 @@ def exported(tmp_path: Path) -> str:
     return write_artefact(tmp_path / "model", model, tokenizer_of(words), {})
 
 
-def test_the_check_of_an_export_takes_two_windows(tmp_path, monkeypatch):
+def test_the_check_of_an_export_takes_one_window(tmp_path, monkeypatch):
     computed = Mock(side_effect=qwen3_logits)
     monkeypatch.setattr("entry_point.huggingface.qwen3_logits", computed)
     assert exported(tmp_path) == ""
-    assert [len(call.args[0]) for call in computed.mock_calls] == [64, 64]
+    assert [len(call.args[0]) for call in computed.mock_calls] == [64]
 
 
 @pytest.mark.parametrize(
