@@ -269,8 +269,8 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             differences.append(f"{f.name} (from {was!r} to {value!r})")
     if saved["corpus_sha256"] != now["corpus_sha256"]:
         differences.append("its text")
-    if saved.get("step", 0) > now["config"]["max_steps"]:
-        differences.append(f"max_steps (to fewer than its {saved['step']} steps)")
+    if saved.get("step", 0) > (max_steps := now["config"]["max_steps"]):
+        differences.append(f"max_steps (to {max_steps}, as it is at step {saved['step']})")
     if differences:
         raise ConfigError(
             f"a resumed run cannot change {', '.join(differences)}; leave this out, and a preset"

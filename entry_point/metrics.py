@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -57,6 +58,22 @@ def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float | No
 
 def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
+
+
+def best_lines(rows: Sequence[Mapping[str, Any]], best_step: int) -> Iterator[str]:
+    """Which step's model is kept, and why not the last one's."""
+    # A run that is resumed where it is to end has a second row of its last step.
+    best, last = next(row for row in reversed(rows) if row["step"] == best_step), rows[-1]
+    yield f"best val_loss {best['val_loss']:.5f} at step {best_step}"
+    rose = last["val_loss"] > 1.05 * best["val_loss"]
+    fell = last.get("train_loss", math.inf) < best.get("train_loss", 0.0)
+    if rose and fell and 2 * best_step <= last["step"]:
+        yield (
+            f"note: the run memorized its text: val_loss rose to {last['val_loss']:.5f}, so the"
+            f" model is that of step {best_step}; use more text, or set max_steps={best_step}"
+        )
+    elif best_step < last["step"]:
+        yield f"note: the model is that of step {best_step}; no later val_loss was lower"
 
 
 def metric_definitions() -> list[dict[str, str]]:

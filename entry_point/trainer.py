@@ -23,7 +23,7 @@ from .device import choose_precision, machine_line, memory_line, share_cores
 from .distributed import Group, Ranks
 from .errors import TrainingError, counted, log
 from .faults import fail, read_fault
-from .metrics import StepTimer, duration, metric_line
+from .metrics import StepTimer, best_lines, duration, metric_line
 from .model import GPT, sample
 from .optim import Optimizer, learning_rate_scale
 from .passes import Passes, n_parameters
@@ -252,14 +252,6 @@ class Trainer:
         # The bars distinguish a sample from lines of the log.
         log("\n".join([f"--- sample {when} ---", *(f"| {line}" for line in text.split("\n"))]))
 
-    def memorized(self) -> bool:
-        """Whether val_loss was best in the first half, and rose as train_loss went on falling."""
-        # A run that is resumed where it is to end has a second row of its last step.
-        best = next(row for row in self.metrics if row["step"] == self.best_step)
-        last, early = self.metrics[-1], 2 * best["step"] <= self.step
-        rose = last["val_loss"] > 1.05 * self.best_val_loss
-        return early and rose and last.get("train_loss", math.inf) < best.get("train_loss", 0.0)
-
     # -- state ------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
@@ -385,18 +377,8 @@ class Trainer:
             shutil.copy(self.checkpoints.curve, output_dir / "metrics.jsonl")
         if self.config.sample_length:
             self.log_sample("after training", self.config.sample_length)
-        log(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
-        if self.memorized():
-            log(
-                f"note: the run memorized its text: val_loss rose to"
-                f" {self.metrics[-1]['val_loss']:.5f}, so the model is that of step"
-                f" {self.best_step}; use more text, or set max_steps={self.best_step}"
-            )
-        elif self.best_step < self.step:
-            log(
-                f"note: the model is that of step {self.best_step}; no later evaluation had a lower"
-                " val_loss"
-            )
+        for line in best_lines(self.metrics, self.best_step):
+            log(line)
         if why:
             log(
                 "note: the edited script computes another model than Qwen3, so transformers and"
