@@ -9,8 +9,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,22 @@ class Checkpoints:
         except OSError as error:
             raise TrainingError(f"cannot write {path}: {error.strerror}") from None
 
-    def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        contents: Iterable[Tensor] | None = None,
+    ) -> None:
         """Writes the checkpoint of state["step"], and then drops all but the last two.
 
-        Raises TrainingError if it cannot be written; the earlier ones are untouched.
+        The arguments are those of write_safetensors. Raises TrainingError if it cannot be written;
+        the earlier ones are untouched.
         """
         self.saved_at = time.monotonic()
         step = state["step"]
         with self.writing(self.path(step)) as path:
-            write_safetensors(path, tensors, {"format": "pt", "state": json.dumps(state)})
+            metadata = {"format": "pt", "state": json.dumps(state)}
+            write_safetensors(path, tensors, metadata, contents)
             self.kept = [step, *(kept for kept in self.kept if kept != step)][:2]
             self.prune()
         self.cost = time.monotonic() - self.saved_at
@@ -127,7 +135,7 @@ class Checkpoints:
         """Deletes older checkpoints and curves, and checkpoints that load_latest passed over."""
         kept = {self.curve, *map(self.path, self.kept)}
         found = {*self.files(CHECKPOINTS).values(), *self.files(CURVES).values()}
-        for path in (*(found - kept), *self.directory.glob("*.sagemaker-ignore")):
+        for path in found - kept:
             # If a file goes while SageMaker uploads it, the job may fail; a later call deletes it.
             uploading = path.with_name(f"{path.name}.sagemaker-uploading")
             if not uploading.exists() or uploading.with_suffix(".sagemaker-uploaded").exists():
@@ -180,29 +188,37 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_HEADER = 1_000_000_000
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    contents: Iterable[Tensor] | None = None,
+) -> None:
     """Writes the file whole or not at all: under another name first, flushed to disk, renamed.
 
-    A SHA-256 over header and tensors goes into the metadata.
+    A SHA-256 over header and tensors goes into the metadata. `contents` are the same tensors with
+    their values, if these come one by one from elsewhere; one is in memory at a time.
     """
     header: dict[str, Any] = {}
     end = 0
-    contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    for name, tensor in contents.items():
+    for name, tensor in tensors.items():
         offsets = [end, end := end + tensor.nbytes]
         dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
     digest = header_digest(header, metadata)
-    for tensor in contents.values():
-        digest.update(memory(tensor))
-    header["__metadata__"] = {**metadata, "sha256": digest.hexdigest()}
+    place = b"0" * 64  # of the SHA-256
+    header["__metadata__"] = {**metadata, "sha256": place.decode()}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
-        for tensor in contents.values():
-            file.write(memory(tensor))
+        for tensor in tensors.values() if contents is None else contents:
+            content = tensor.detach().cpu().contiguous()
+            digest.update(memory(content))
+            file.write(memory(content))
+        file.seek(8 + encoded.rindex(place))
+        file.write(digest.hexdigest().encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -211,20 +227,18 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path that is renamed to `path`, for good, when the body succeeds.
 
-    SageMaker uploads all new files in /opt/ml/checkpoints but those with this suffix.
+    SageMaker uploads all new files in /opt/ml/checkpoints but those with this suffix. All files of
+    a directory have one temporary name, so what a killed process leaves is overwritten.
     """
-    temporary = path.with_name(f"{path.name}.sagemaker-ignore")
+    temporary = path.with_name("unfinished.sagemaker-ignore")
     try:
         yield temporary
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
+        temporary.replace(path)
     finally:
-        os.close(directory)
+        temporary.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)
 
 
 def read_safetensors(
@@ -238,51 +252,44 @@ def read_safetensors(
         FormatError: the file is damaged, or has no SHA-256 although it is `sealed` by one.
         OSError: it cannot be read.
     """
-    damaged = f"{path.name} is damaged:"
-    size = path.stat().st_size
     tensors = {}
     with open_file(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(size, largest):
-            raise FormatError(f"{damaged} its header has {length:,} bytes")
         try:
-            header, metadata = parse_header(file.read(length), size - 8 - length)
+            header, metadata = read_header(file, largest)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError):
-            raise FormatError(f"{damaged} its header does not fit it") from None
+            raise FormatError(f"{path.name} is damaged: its header does not fit it") from None
         sha256 = metadata.pop("sha256", None)
-        if sealed and sha256 is None:
-            raise FormatError(f"{damaged} it has no SHA-256")
         digest = header_digest(header, metadata)
         for name, entry in header.items():
-            tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-            if file.readinto(memory(tensor)) != tensor.nbytes:
-                raise FormatError(f"{damaged} it ends early")
-            digest.update(memory(tensor))
-            tensors[name] = tensor
-    if sha256 is not None and digest.hexdigest() != sha256:
-        raise FormatError(f"{damaged} its SHA-256 does not match")
+            tensors[name] = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+            file.readinto(memory(tensors[name]))
+            digest.update(memory(tensors[name]))
+    if sha256 != digest.hexdigest() and (sealed or sha256 is not None):
+        why = "it has no SHA-256" if sha256 is None else "its SHA-256 does not match"
+        raise FormatError(f"{path.name} is damaged: {why}")
     return tensors, metadata
 
 
-def parse_header(encoded: bytes, size: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors' descriptions, in the order of their data of `size` bytes, and the metadata.
+def read_header(file: BufferedReader, largest: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors' descriptions, in the order of their data, and the metadata.
 
     Anybody may have written them, so all that memory is allocated by is checked. Raises ValueError;
     Python and torch may raise other errors.
     """
-    header = json.loads(encoded)
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(min(length, largest)))
     metadata = header.pop("__metadata__", {})
     header = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
+    fits = length <= largest and all(isinstance(word, str) for word in metadata.values())
     end = 0
     for entry in header.values():
         first, last = entry["data_offsets"]
         shape, dtype = entry["shape"], DTYPES[entry["dtype"]]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, first, last))
         torch.empty(shape, dtype=dtype, device="meta")  # fails if torch cannot have it
-        if not whole or first != end or last - first != math.prod(shape) * dtype.itemsize:
-            raise ValueError
+        fits &= all(type(n) is int and n >= 0 for n in (*shape, first, last))
+        fits &= first == end and last - first == math.prod(shape) * dtype.itemsize
         end = last
-    if size != end or not all(isinstance(word, str) for word in metadata.values()):
+    if not fits or 8 + length + end != os.fstat(file.fileno()).st_size:
         raise ValueError
     return header, metadata
 

@@ -217,7 +217,7 @@ def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], objec
     [
         (lambda file, index: file.unlink(), "No such file"),
         (lambda file, index: file.write_bytes(file.read_bytes()[:-1]), "is damaged"),
-        (lambda file, index: file.write_bytes(b"\1\0\0\1" + bytes(1 << 25)), "16,777,217 bytes"),
+        (lambda file, index: file.write_bytes(b"\1\0\0\1" + bytes(1 << 25)), "is damaged"),
         (lambda file, index: index.write_text("{}"), "weight_map"),
         (lambda file, index: index.write_text(index.read_text().replace("model-", "../")), "'../"),
         (lambda file, index: change_tensors(file, lambda t: t.pop(NORM)), f"{NORM} is nothing"),

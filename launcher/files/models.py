@@ -72,15 +72,14 @@ def named_weights(index: Path) -> set[str]:
 
 def is_what_it_says(path: Path) -> bool:
     """Whether a file holds what its name promises."""
-    from entry_point.checkpoint import parse_header
+    from entry_point.checkpoint import read_header
 
     try:
         if path.name in DOCUMENTS:
             found = json.loads(read_file(path, LARGEST))
             return isinstance(found, dict) and DOCUMENTS[path.name] in found
         with open_file(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            parse_header(file.read(min(length, LARGEST)), path.stat().st_size - 8 - length)
+            read_header(file, LARGEST)
         return True
     except (OSError, *NOT_PARSED):
         return False
