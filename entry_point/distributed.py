@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -256,6 +256,17 @@ class Group:
         if self.world_size > 1:
             tensor.copy_(self.sum_(tensor.to(dtype))).div_(self.world_size)
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, which have one shape [...]: [world_size, ...]."""
+        if self.world_size == 1:
+            return tensor[None]
+        self.heartbeat()
+        gathered = tensor.new_empty(self.world_size, *tensor.shape)
+        # As bytes, since gloo cannot send each type.
+        outputs = [output.view(-1).view(torch.uint8) for output in gathered]
+        dist.all_gather(outputs, tensor.view(-1).view(torch.uint8))
+        return gathered
+
     def ranks_unlike_first(self, tensors: Iterable[Tensor]) -> list[int]:
         """The ranks on which these tensors have other bits than on rank 0."""
         if self.world_size == 1:
@@ -267,12 +278,17 @@ class Group:
         first, *others = self.sum_(by_rank).tolist()
         return [rank for rank, other in enumerate(others, start=1) if other != first]
 
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrites each tensor with rank 0's."""
+    def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """The tensor of the rank `source`, written over this rank's, or over zeros for a meta one.
+
+        A tensor on another device is moved to this rank's.
+        """
         self.heartbeat()
+        device = self.device
+        tensor = torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
         if self.world_size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=source)
+        return tensor
 
     def broadcast(self, value: Any) -> Any:
         """Gives rank 0's value to the other ranks, as JSON."""

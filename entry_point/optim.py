@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn as nn
@@ -11,8 +11,15 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .config import Config
+from .distributed import Group
 from .errors import TrainingError
 from .model import GPT, Linear
+
+
+def doublings(config: Config) -> list[int]:
+    """The three steps from which windows are twice as long."""
+    early = config.short_windows * config.max_steps
+    return [math.ceil(n * early / 3) for n in (1, 2, 3)]
 
 
 def window_length(step: int, config: Config) -> int:
@@ -21,17 +28,12 @@ def window_length(step: int, config: Config) -> int:
     Attention over short windows is cheap, and a model learns short distances first
     (arXiv:2108.06084).
     """
-    early = config.short_windows * config.max_steps
-    fraction = step / early if early else 1.0
-    return config.block_size >> (3 - min(3, int(3 * fraction)))
+    return config.block_size >> sum(step < later for later in doublings(config))
 
 
 def first_steps(config: Config) -> list[int]:
     """The first step of each length of windows that comes, in order."""
-    steps = range(config.max_steps)
-    lengths = (config.block_size >> cut for cut in (3, 2, 1, 0))
-    found = {bisect_left(steps, n, key=lambda step: window_length(step, config)) for n in lengths}
-    return sorted(step for step in found if step in steps)
+    return sorted(step for step in {0, *doublings(config)} if step < config.max_steps)
 
 
 def learning_rate_scale(step: int, config: Config) -> float:
@@ -51,15 +53,15 @@ POLAR_EXPRESS = (
 )
 
 
-def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Roughly the nearest semi-orthogonal matrix of each in [n, rows, columns], rows >= columns."""
     # Normalized before rounding: in float16 the gradient itself may be 0.
-    norms = matrices.norm(dim=(-2, -1), keepdim=True)
-    x = (matrices / (norms * 1.02 + 1e-20)).to(dtype)
+    norms = x.norm(dim=(-2, -1), keepdim=True)
+    x = (x / (norms * 1.02 + 1e-20)).to(dtype)
     for a, b, c in POLAR_EXPRESS:
         gram = x.mT @ x
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, x, polynomial, beta=a)
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, gram, beta=a)
     return x
 
 
@@ -74,47 +76,85 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
+# Numbers that a rank orthogonalizes at once: enough to keep a GPU busy (a product of them takes
+# some 40 us on an H100, and its start 5), and few enough to need no more than 270 MB.
+SLICE = 1 << 24
+
+
+def deal(counts: Mapping[str, int], n_slices: int, n_ranks: int) -> list[list[list[str]]]:
+    """The names, in slices, in shares of the ranks; the largest first, to who has the least."""
+    shares: list[list[str]] = [[] for _ in range(n_slices * n_ranks)]
+    for name in sorted(counts, key=counts.__getitem__, reverse=True):
+        min(shares, key=lambda share: sum(counts[other] for other in share)).append(name)
+    return [shares[first : first + n_ranks] for first in range(0, len(shares), n_ranks)]
+
+
 class Muon:
     """Momentum, orthogonalized (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    Matrices of one shape, up to transposition, are stacked and updated together; each of a fused
-    weight is a matrix of its own. Every rank computes all updates. Sharing them would save about
-    3 % of a step of `gpt2` on eight H100 (estimated).
+    Matrices of one shape, up to transposition, are stacked and updated together, slice by slice;
+    each of a fused weight is a matrix of its own. Each rank has a share of the weights of a slice:
+    it keeps their momentum, computes their updates and sends these to the others, since all have
+    the same gradients.
     """
 
-    def __init__(self, weights: Mapping[str, tuple[Tensor, int]], config: Config) -> None:
+    def __init__(
+        self, weights: Mapping[str, tuple[Tensor, int]], config: Config, group: Group
+    ) -> None:
+        self.weights, self.group = weights, group
         self.momentum, self.weight_decay = config.momentum, config.weight_decay
-        by_shape: dict[torch.Size, list[tuple[str, Tensor, int]]] = {}
+        by_shape: dict[torch.Size, dict[str, int]] = {}
         for name, (weight, n_fused) in weights.items():
-            shape = tall(weight, n_fused).shape[1:]
-            by_shape.setdefault(shape, []).append((name, weight, n_fused))
-        self.groups = []
-        for shape, members in by_shape.items():
-            count = sum(n_fused for _, _, n_fused in members)
-            buffer = torch.zeros(count, *shape, device=members[0][1].device)
-            self.groups.append((members, buffer))
+            by_shape.setdefault(tall(weight, n_fused).shape[1:], {})[name] = n_fused
+        # For each slice, the shares of all ranks and the momentum of this one's [n, rows, columns].
+        # Ranks send stacks of one size, n, so smaller shares are padded.
+        self.slices: list[tuple[list[list[str]], Tensor]] = []
+        for shape, counts in by_shape.items():
+            stacks = min(sum(counts.values()) * shape.numel() / SLICE, len(counts))
+            for shares in deal(counts, math.ceil(stacks / group.world_size), group.world_size):
+                n = max(sum(counts[name] for name in names) for names in shares)
+                self.slices.append((shares, torch.zeros(n, *shape, device=group.device)))
+
+    def parts(self, names: Sequence[str], stack: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """The matrices [n_fused, rows, columns] of each weight of a share, which is padded."""
+        counts = [self.weights[name][1] for name in names]
+        return zip(names, stack[: sum(counts)].split(counts), strict=True)
 
     @torch.no_grad()
     def step(self, learning_rate: float, dtype: torch.dtype) -> None:
         """One update of every matrix from its gradient; dtype is that of the orthogonalization."""
-        for members, buffer in self.groups:
-            gradient = torch.cat([tall(gradient_of(w), n_fused) for _, w, n_fused in members])
-            buffer.lerp_(gradient, 1 - self.momentum)
-            update = orthogonalize(gradient.lerp_(buffer, self.momentum), dtype)  # Nesterov
-            parts = update.split([n_fused for _, _, n_fused in members])
-            for (_, weight, n_fused), part in zip(members, parts, strict=True):
-                scale = max(1.0, weight.size(0) / n_fused / weight.size(1)) ** 0.5
-                if self.weight_decay:
-                    weight.mul_(1 - learning_rate * self.weight_decay)
-                tall(weight, n_fused).add_(part, alpha=-learning_rate * scale)
+        for shares, buffer in self.slices:
+            update = orthogonalize(self.average(shares[self.group.rank], buffer), dtype)
+            for names, stack in zip(shares, self.group.all_gather(update), strict=True):
+                for name, part in self.parts(names, stack):
+                    weight, n_fused = self.weights[name]
+                    scale = max(1.0, weight.size(0) / n_fused / weight.size(1)) ** 0.5
+                    if self.weight_decay:
+                        weight.mul_(1 - learning_rate * self.weight_decay)
+                    tall(weight, n_fused).add_(part, alpha=-learning_rate * scale)
+
+    def average(self, names: Sequence[str], buffer: Tensor) -> Tensor:
+        """Adds the gradients of a share to its momentum; returns Nesterov's average of both."""
+        pairs = (self.weights[name] for name in names)
+        gradients = [tall(gradient_of(weight), n_fused) for weight, n_fused in pairs]
+        padding = torch.zeros_like(buffer[sum(map(len, gradients)) :])
+        gradient = torch.cat([*gradients, padding])
+        buffer.lerp_(gradient, 1 - self.momentum)
+        return gradient.lerp_(buffer, self.momentum)
+
+    def owners(self) -> dict[str, int]:
+        """The rank that keeps the momentum of each weight."""
+        shares = ((rank, names) for shares, _ in self.slices for rank, names in enumerate(shares))
+        return {f"momentum.{name}": rank for rank, names in shares for name in names}
 
     def state(self) -> dict[str, Tensor]:
-        state = {}
-        for members, buffer in self.groups:
-            parts = buffer.split([n_fused for _, _, n_fused in members])
-            for (name, _, _), part in zip(members, parts, strict=True):
-                state[f"momentum.{name}"] = part
-        return state
+        """The momentum of each weight; that of other ranks' is on the meta device."""
+        state: dict[str, Tensor] = {}
+        for shares, buffer in self.slices:
+            for rank, names in enumerate(shares):
+                own = buffer if rank == self.group.rank else buffer.to("meta")
+                state.update(self.parts(names, own))
+        return {f"momentum.{name}": state[name] for name in self.weights}
 
 
 class AdamW:
@@ -161,7 +201,7 @@ class AdamW:
 class Optimizer:
     """Muon for the matrices and AdamW for the rest, or AdamW for everything."""
 
-    def __init__(self, model: GPT, config: Config) -> None:
+    def __init__(self, model: GPT, config: Config, group: Group) -> None:
         self.config = config
         self.dtype = model.compute_dtype
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -172,9 +212,11 @@ class Optimizer:
         }
         rest = {name: p for name, p in self.parameters.items() if name not in matrices}
         self.muon: Muon | None = None
+        self.owners: dict[str, int] = {}  # the rank of each tensor of the state that one rank has
         self.adamws: list[tuple[AdamW, float]] = []  # with their peak learning rates
         if config.optimizer == "muon":
-            self.muon = Muon(matrices, config)
+            self.muon = Muon(matrices, config, group)
+            self.owners = self.muon.owners()
             by_peak: dict[float, dict[str, Tensor]] = {}
             for name, parameter in rest.items():
                 untied = parameter is model.embed.weight and model.head is not None
@@ -220,8 +262,8 @@ class Optimizer:
             )
 
     def state(self) -> dict[str, Tensor]:
-        """The state by name; its tensors are the live ones."""
-        state = dict(self.muon.state()) if self.muon is not None else {}
+        """The state by name: the live tensors; what another rank owns is on the meta device."""
+        state = {} if self.muon is None else self.muon.state()
         for one, _ in self.adamws:
             state.update(one.state())
         return state

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Trainer:
             torch.set_float32_matmul_precision("high")
         self.model = GPT(config, len(corpus.tokenizer), dtype).to(device)
         self.model.init_weights(config.seed)
-        self.optimizer = Optimizer(self.model, config)
+        self.optimizer = Optimizer(self.model, config, group)
         # Gradients that are small would be 0 in float16, so the loss is scaled up. A step in which
         # they are then infinite is left out and the scale halved; after 2000 good ones it is
         # doubled. Other types need no scale.
@@ -257,7 +258,8 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """Everything that training changes, by name; the live tensors.
 
-        Those of the model are its parameters, and the buffers that an edited one may have.
+        Those of the model are its parameters, and the buffers that an edited one may have. What
+        another rank has is on the meta device.
         """
         model = self.model.state_dict()
         return {
@@ -306,12 +308,22 @@ class Trainer:
                 f" not those of rank 0; {self.kept()}; unlike hosts may round differently, so use"
                 " hosts of one kind"
             )
+        tensors = self.tensors()
         if self.is_main:
-            best = {f"best.{name}": t for name, t in self.best.items()}
-            self.checkpoints.save({**self.tensors(), **best}, self.state(loss_sum))
+            tensors |= {f"best.{name}": t for name, t in self.best.items()}
+            self.checkpoints.save(tensors, self.state(loss_sum), self.gather(tensors))
+        else:
+            for _ in self.gather(tensors):
+                pass
         self.kept_step = self.step
         if not gc.isenabled():
             gc.collect()
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """Each of self.tensors() from the rank that has it; all ranks go through them together."""
+        for name, tensor in tensors.items():
+            owner = self.optimizer.owners.get(name.removeprefix("optimizer."))
+            yield tensor if owner is None else self.group.broadcast_(tensor, owner)
 
     def restore(self) -> None:
         """Loads rank 0's newest checkpoint, or else a model to start from, on every rank."""
@@ -324,11 +336,13 @@ class Trainer:
             best = [name for name in tensors if name.startswith("best.")]
             self.best = {name.removeprefix("best."): tensors.pop(name) for name in best}
             huggingface.load_tensors(live, tensors)
+            live = {name: tensors[name] if t.is_meta else t for name, t in live.items()}
         elif self.is_main and self.container.init_from is not None:
             huggingface.load_pretrained(self.model, self.container.init_from)
             log(f"started from the weights in {self.container.init_from}")
         state = self.group.broadcast(state)
-        self.group.broadcast_(list(live.values()))
+        for tensor in live.values():
+            self.group.broadcast_(tensor)
         if state is None:
             return
         self.kept_step = self.step = state["step"]

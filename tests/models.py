@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from entry_point.config import Config
+from entry_point.config import Config, Options
+from entry_point.container import read_container
+from entry_point.distributed import Group, Ranks
 from entry_point.model import GPT
+from entry_point.optim import Optimizer
 from entry_point.text import Tokenizer, character_tokenizer
 
 SMALL = Config(n_layer=2, n_head=2, n_embd=16, block_size=8, batch_size=12)
@@ -35,3 +38,13 @@ def lively(config: Config = SMALL, dtype: torch.dtype = torch.float32) -> GPT:
 def ids(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(VOCABULARY_SIZE, shape, generator=generator)
+
+
+def alone() -> Group:
+    """The group of a process that trains alone."""
+    container = read_container({}, Options(data="none"))
+    return Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+
+
+def optimizer_of(model: GPT) -> Optimizer:
+    return Optimizer(model, model.config, alone())

@@ -16,14 +16,13 @@ import pytest
 import runs
 import torch
 from launching import Finished
-from models import characters, tokenizer_of
+from models import characters, optimizer_of, tokenizer_of
 
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config
 from entry_point.errors import ConfigError
 from entry_point.huggingface import qwen3_logits, starting_values, write_artefact
 from entry_point.model import GPT
-from entry_point.optim import Optimizer
 from launcher.models.fetch import fetch_model
 from launcher.source import Source, keep
 from sm_nanogpt import InputError, Job, load_model
@@ -366,7 +365,7 @@ def test_a_frozen_parameter_is_left_as_it_is():
     model.init_weights(1)
     model.embed.weight.requires_grad_(False)
     dict(model.named_parameters())["blocks.0.mlp.down.weight"].requires_grad_(False)
-    optimizer = Optimizer(model, model.config)
+    optimizer = optimizer_of(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])).backward()
     optimizer.step(1.0)

@@ -330,7 +330,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, text, n_ranks):
     with started(arguments, cwd=tmp_path, env=env, command=command) as process:
         wait_for_line(process, "resumed from the checkpoint of step 5")
         wait_for_line(process, "step=10/")
-        half = wait_for_file(host / "checkpoints", "checkpoint-00000010*.sagemaker-ignore")
+        half = wait_for_file(host / "checkpoints", "*.sagemaker-ignore")
         kill(process)
     assert half.exists()
     assert checkpoints.steps() == [5]
@@ -597,7 +597,7 @@ def test_best_weights_are_exported_without_their_checkpoint(
         seen.append(model.embed.weight.detach().clone())
         return next(losses)
 
-    def save(_: Any, state: dict[str, Any]) -> None:
+    def save(tensors: Any, state: dict[str, Any], contents: Any) -> None:
         written.append(state["step"])
         trainer.checkpoints.saved_at, trainer.checkpoints.cost = time.monotonic(), cost
 

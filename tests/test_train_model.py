@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import SMALL, VOCABULARY_SIZE, ids, lively
+from models import SMALL, VOCABULARY_SIZE, alone, ids, lively, optimizer_of
 
 from entry_point.config import Config
 from entry_point.kernels import NORM_EPS, attend
 from entry_point.model import GPT, Linear, norm, sample
-from entry_point.optim import Muon, Optimizer, gradient_of, learning_rate_scale, orthogonalize, tall
+from entry_point.optim import Muon, gradient_of, learning_rate_scale, orthogonalize, tall
 from launcher.models import engine
 
 # -- the forward pass ------------------------------------------------------------------------------
@@ -269,8 +269,10 @@ def test_parts_of_a_fused_matrix_are_updated_separately():
     parts = [matrix.clone() for matrix in matrices]
     for part, gradient in zip(parts, gradients, strict=True):
         part.grad = gradient.clone()
-    Muon({"fused": (fused, 3)}, SMALL).step(0.02, torch.float32)
-    Muon({str(i): (part, 1) for i, part in enumerate(parts)}, SMALL).step(0.02, torch.float32)
+    Muon({"fused": (fused, 3)}, SMALL, alone()).step(0.02, torch.float32)
+    Muon({str(i): (part, 1) for i, part in enumerate(parts)}, SMALL, alone()).step(
+        0.02, torch.float32
+    )
     torch.testing.assert_close(fused, torch.cat(parts), atol=1e-6, rtol=1e-5)
 
 
@@ -284,7 +286,7 @@ def test_the_update_of_a_tall_matrix_is_larger(rows, columns, n_fused, factor):
     gradients = tall(weight.grad.clone(), n_fused)
     assert gradients.size(1) >= gradients.size(2)
     expected = orthogonalize(gradients, torch.float32)
-    Muon({"weight": (weight, n_fused)}, SMALL).step(0.02, torch.float32)
+    Muon({"weight": (weight, n_fused)}, SMALL, alone()).step(0.02, torch.float32)
     torch.testing.assert_close(tall(weight, n_fused), -0.02 * factor * expected)
 
 
@@ -294,7 +296,7 @@ def test_every_weight_is_trained_and_every_state_has_a_name(optimizer, tied):
     config = changed(optimizer=optimizer, tie_embeddings=tied)
     model = lively(config).train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    one = Optimizer(model, config)
+    one = optimizer_of(model)
     for seed in range(2):
         model(ids(12, 8, seed=seed), ids(12, 8, seed=9 + seed)).backward()
         one.step(1.0)
@@ -312,7 +314,7 @@ def test_weight_decay_shrinks_only_the_matrices(optimizer):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    Optimizer(model, config).step(1.0)
+    optimizer_of(model).step(1.0)
     for name, parameter in model.named_parameters():
         shrunk = bool((parameter.abs() < before[name].abs()).all())
         assert shrunk == name.startswith("blocks"), name
@@ -323,7 +325,7 @@ def test_gradients_are_clipped_to_grad_clip():
     model = lively(config)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    Optimizer(model, config).step(0.0)
+    optimizer_of(model).step(0.0)
     length = torch.cat([gradient_of(p).flatten() for p in model.parameters()]).norm()
     assert float(length) == pytest.approx(1e-3, rel=1e-3)
 
