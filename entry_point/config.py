@@ -48,20 +48,14 @@ class Config:
 
     n_layer: int = hyperparameter(4, "number of layers", 1, 1024, shape=True, group="model")
     n_head: int = hyperparameter(2, "number of attention heads", 1, 1024, shape=True)
-    n_kv_head: int = hyperparameter(
-        0, "number of heads of keys and values (0: n_head)", 0, 1024, shape=True
-    )
-    head_dim: int = hyperparameter(
-        0, "width of an attention head (0: n_embd / n_head)", 0, 1 << 12, shape=True
-    )
+    n_kv_head: int = hyperparameter(0, "heads of keys and values (0: n_head)", 0, 1024, shape=True)
+    head_dim: int = hyperparameter(0, "width of a head (0: n_embd/n_head)", 0, 1 << 12, shape=True)
     n_embd: int = hyperparameter(128, "width of the model", 2, 1 << 16, shape=True)
     block_size: int = hyperparameter(64, "context length in tokens", 2, 1 << 17, shape=True)
     n_hidden: int = hyperparameter(0, "width of an MLP (0: 8/3 of n_embd)", 0, 1 << 18, shape=True)
     tie_embeddings: bool = hyperparameter(False, "use the embedding as the head", shape=True)
     norm_weights: bool = hyperparameter(False, "learn a weight for each norm", shape=True)
-    rope_theta: float = hyperparameter(
-        10000.0, "base of the rotary positions' wavelengths", 1, 1e12, shape=True
-    )
+    rope_theta: float = hyperparameter(10000.0, "base of rotary wavelengths", 1, 1e12, shape=True)
     vocab_size: int = hyperparameter(
         0, "rows of embedding and head (0: one for each token)", 0, 1 << 20, shape=True
     )
@@ -69,7 +63,7 @@ class Config:
 
     validation_fraction: float = hyperparameter(
         0.1,
-        "fraction of the text, at its end, for validation, if that has no text of its own",
+        "fraction of the text, at its end, for validation",
         0.001,
         0.9,
         fixed=True,
@@ -82,26 +76,16 @@ class Config:
         12, "sequences per optimizer step, over all processes", 1, 1 << 20, fixed=True
     )
     gradient_accumulation_steps: int = hyperparameter(
-        0,
-        "passes over a process's slice of a batch (0: the fewest of at most 16,384 tokens, or on"
-        " GPUs of 60 GB and more 65,536)",
-        0,
+        0, "passes over a process's slice (0: of 16,384 tokens, or 65,536 on large GPUs)", 0
     )
     seed: int = hyperparameter(1337, "seed of initial weights, batches and dropout", 0, fixed=True)
 
     max_steps: int = hyperparameter(2000, "number of optimizer steps", 1, 10**9, group="schedule")
     optimizer: str = hyperparameter(
-        "muon",
-        "optimizer: muon (of matrices; AdamW for the rest) or adamw (of all parameters)",
-        choices=("muon", "adamw"),
-        fixed=True,
+        "muon", "muon (AdamW for all but matrices) or adamw", choices=("muon", "adamw"), fixed=True
     )
     learning_rate: float = hyperparameter(
-        0.0,
-        "peak learning rate of the matrices; with adamw, of all parameters (0: 0.02 for muon, 0.001"
-        " for adamw)",
-        0,
-        1e37,
+        0.0, "peak, with muon that of the matrices (0: 0.02 for muon, 0.001 for adamw)", 0, 1e37
     )
     embedding_learning_rate: float = hyperparameter(
         0.1, "peak learning rate of the embedding (muon)", 0, 1e37
@@ -121,14 +105,9 @@ class Config:
     beta1: float = hyperparameter(0.8, "decay of AdamW's mean gradient", 0, 0.9999)
     beta2: float = hyperparameter(0.95, "decay of AdamW's mean squared gradient", 0, 0.999999)
     short_windows: float = hyperparameter(
-        0.0,
-        "fraction of the steps, at the start, with windows of block_size/8, then /4, then /2",
-        0,
-        1,
+        0.0, "fraction of the steps, at first, with windows of block_size/8, /4, then /2", 0, 1
     )
-    grad_clip: float = hyperparameter(
-        0.0, "norm at which gradients are clipped (0: none)", 0, 10**9
-    )
+    grad_clip: float = hyperparameter(0.0, "norm to clip gradients at (0: none)", 0, 10**9)
 
     log_interval: int = hyperparameter(50, "steps between metric lines", 1, group="report")
     eval_interval: int = hyperparameter(250, "steps between evaluations", 1)
@@ -137,19 +116,11 @@ class Config:
         300, "tokens sampled after training (a third before)", 0, 10**6
     )
     checkpoint_seconds: float = hyperparameter(
-        0.0,
-        "seconds between checkpoints; evaluations write one too (0: 60, or longer where writing"
-        " would take over 2 % of the time)",
-        0,
-        10**9,
+        0.0, "seconds between checkpoints; evaluations write one too (0: 60 or more)", 0, 10**9
     )
 
     hang_seconds: float = hyperparameter(
-        150.0,
-        "fail if one process makes no progress for this many seconds (and for 5 steps)",
-        5,
-        1800,
-        group="machine",
+        150.0, "fail after this long, and 5 steps, without progress", 5, 1800, group="machine"
     )
     device: str = hyperparameter("auto", "where to compute", choices=("auto", "cuda", "mps", "cpu"))
     precision: str = hyperparameter(
@@ -158,9 +129,7 @@ class Config:
         choices=("auto", "bfloat16", "float16", "tf32", "float32"),
     )
     reduce_precision: str = hyperparameter(
-        "float32",
-        "type in which gradients are averaged over processes (bfloat16: half the traffic)",
-        choices=("float32", "bfloat16"),
+        "float32", "type of the gradients that are sent", choices=("float32", "bfloat16")
     )
     compile: str = hyperparameter(
         "auto", "torch.compile (auto: if it pays; off: no graph)", choices=("auto", "on", "off")
@@ -173,16 +142,12 @@ class Config:
             heads = f"n_head={self.n_head} heads of equal and even width"
             self.check_divides("n_embd", 2 * self.n_head, f"cannot be divided into {heads}")
         self.check_divides("head_dim", 2, "is not even, as rotary positions need")
-        self.check_divides(
-            "n_head", self.kv_heads, f"cannot share n_kv_head={self.kv_heads} evenly"
-        )
+        self.check_divides("n_head", self.kv_heads, f"is no multiple of n_kv_head={self.kv_heads}")
         if self.short_windows:
-            self.check_divides(
-                "block_size", 8, "cannot be divided by eight, as short_windows needs"
-            )
+            self.check_divides("block_size", 8, "is no multiple of 8, as short_windows needs")
         if self.warmup_steps > self.max_steps:
             raise ConfigError(
-                f"warmup_steps={self.warmup_steps} is more than max_steps={self.max_steps}"
+                f"warmup_steps={self.warmup_steps} is over max_steps={self.max_steps}"
             )
         if not self.learning_rate:  # records and reports show the one that is used
             rates = {"muon": 0.02, "adamw": 0.001}
