@@ -259,7 +259,7 @@ class TrainingJob(Request):
     # USD of the jobs that this one resumes, when it was submitted; they may be deleted since.
     earlier_cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     base: str | None = None  # the model of init_from, as people call it: a job's id, or a name
-    summary: str = ""  # as launching.summary says
+    summary: str = ""  # as launch.summary_of says
     spot: bool = False
     volume_size: Gibibytes = 50
     input_mode: InputMode = "File"
@@ -327,7 +327,7 @@ class JobDescription:
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     name: str | None = None
     owner: str | None = None
-    summary: str | None = None  # as launching.summary says
+    summary: str | None = None  # as launch.summary_of says
     inputs: tuple[str, ...] = ()  # URIs of the texts, and of the model that it starts from
     failure_reason: str | None = None
     started: float | None = None

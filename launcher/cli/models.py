@@ -169,7 +169,7 @@ def about(name: str, directory: Path, settings: Settings) -> str:
     """The loss of a model, and its settings; "" for one of another tool."""
     from launcher.files.documents import Damaged, parse
     from launcher.job import TrainingJob
-    from launcher.launching.summary import summary_of
+    from launcher.launching.launch import summary_of
     from launcher.local.backend import LocalBackend
     from launcher.models.load import known_config
 

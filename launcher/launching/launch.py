@@ -18,7 +18,6 @@ from launcher.finding import Backend, Listing, find
 from launcher.job import JobDescription, Request, TrainingJob
 from launcher.launching import start
 from launcher.launching.records import recorded_as
-from launcher.launching.summary import summary_of
 from launcher.launching.texts import Channel, check_readings, check_texts, find_texts, n_training
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker.backend import SageMakerBackend
@@ -73,11 +72,6 @@ class Plan:
         self.backend.submit(self.job_id, self.job, self.placement, self.request)
         return self.job_id
 
-    @property
-    def place(self) -> str:
-        """Where the files of the job are going to be."""
-        return storage.join(self.settings.data_store, "jobs", self.job_id)
-
 
 def prepare(
     request: Request,
@@ -97,7 +91,8 @@ def prepare(
     job = backend.price(job, draft.earlier.backend if draft.earlier else None)
     made = backend.request(job_id, job, placement)
     log_choices(request, job, draft.texts["data"])
-    return Plan(job_id, job, made, placement, draft.channels, backend, draft.settings)
+    channels = [*draft.texts.values(), *([draft.model.channel] if draft.model else [])]
+    return Plan(job_id, job, made, placement, channels, backend, draft.settings)
 
 
 # -- fill what is open -----------------------------------------------------------------------------
@@ -123,10 +118,6 @@ class Draft:
     earlier: Earlier | None
     backend: Backend
     settings: Settings
-
-    @property
-    def channels(self) -> list[Channel]:
-        return [*self.texts.values(), *([self.model.channel] if self.model else [])]
 
 
 def fill(asked: Request, settings: Settings, known: Mapping[str, Channel] | None = None) -> Draft:
@@ -303,6 +294,38 @@ def complete(request: Request, texts: Mapping[str, Channel], base: str | None) -
     job = TrainingJob(**chosen, base=base)
     job._inherited, job._source = request._inherited, request._source
     return job.model_copy(update={"summary": summary_of(job)})
+
+
+def summary_of(job: TrainingJob) -> str:
+    """The preset, or else the nearest one, the hyperparameters that differ from it, whether the
+    training folder is edited, and which model and which job it continues.
+
+    Hyperparameters that an initial model prescribes are left out.
+    """
+    source, hidden = job.source, {"device"}  # which differs by machine
+    module, base = source.module("config"), dict[str, Any]()
+    presets = [job.preset] if job.preset else list(module.PRESETS)
+    if job.init_from is not None:
+        base = source.module("huggingface").FINE_TUNING
+        hidden |= {f.name for f in fields(module.Config) if f.metadata["shape"]}
+        presets = [job.preset or ""]
+    values = {name: v for name, v in asdict(job.config(1)).items() if name not in hidden}
+
+    def words(preset: str) -> list[str]:
+        usual = {**asdict(module.Config()), **module.PRESETS.get(preset, {}), **base}
+        changed = [f"{name}={shortest(v)}" for name, v in values.items() if usual[name] != v]
+        return [*([preset] if preset else []), *changed]
+
+    found = min(map(words, presets), key=len)
+    found += [] if source.is_packaged else ["edited"]
+    found += [f"from {job.base}"] if job.init_from is not None else []
+    found += [f"resumes {job.resume}"] if job.resume is not None else []
+    return " ".join(found)
+
+
+def shortest(value: Any) -> str:
+    """A value as `--set` takes it."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # -- check, without the network --------------------------------------------------------------------

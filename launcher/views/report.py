@@ -12,7 +12,7 @@ from launcher.curve import Curve, Row, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.finding import find
 from launcher.job import FULL_ID, JobDescription, TrainingJob
-from launcher.launching.summary import shortest
+from launcher.launching.launch import shortest
 from launcher.launching.sweeps import Rank, differences, ranking
 from launcher.settings import Settings
 from launcher.text.corpus import Upload, find_upload
