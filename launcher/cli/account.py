@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -40,17 +40,7 @@ def infra_group() -> None:
 @click.option("--role-path", metavar="PATH", help="Path of the role, such as /teams/ml/.")
 @click.option("--dry-run", is_flag=True, help="Show the changes without making them.")
 @YES
-@click.pass_context
-def infra_deploy_command(
-    context: click.Context,
-    stack: str | None,
-    kms: bool,
-    vpc: bool,
-    permissions_boundary: str | None,
-    role_path: str | None,
-    dry_run: bool,
-    yes: bool,
-) -> None:
+def infra_deploy_command(stack: str | None, dry_run: bool, yes: bool, **changes: Any) -> None:
     """Create or update the stack and print its outputs.
 
     \b
@@ -60,7 +50,7 @@ def infra_deploy_command(
     """
     from launcher.sagemaker.deploy import LEFT_OVER, Deployment
 
-    deployment = Deployment(settings_of(context, stack=stack))
+    deployment = Deployment(settings_of(stack=stack))
     can_ask(yes or dry_run)
     if left := deployment.removal(LEFT_OVER):
         note(f"stack {deployment.name} is {left.status}; it has to be deleted first")
@@ -69,7 +59,7 @@ def infra_deploy_command(
             note("dry run: nothing was changed; after that, the stack would be created again")
             return
         remove_stack(deployment, left, yes)
-    planned = deployment.plan(kms, vpc, permissions_boundary or "", role_path or "")
+    planned = deployment.plan(**changes)
     if planned is None:
         note(f"stack {deployment.name}: nothing to change")
         print_stack(deployment.show())
@@ -93,8 +83,7 @@ def infra_deploy_command(
 @infra_group.command("show")
 @STACK
 @JSON
-@click.pass_context
-def infra_show_command(context: click.Context, stack: str | None, as_json: bool) -> None:
+def infra_show_command(stack: str | None, as_json: bool) -> None:
     """Print the outputs of the stack.
 
     \b
@@ -103,7 +92,7 @@ def infra_show_command(context: click.Context, stack: str | None, as_json: bool)
     """
     from launcher.sagemaker.deploy import Deployment
 
-    found = Deployment(settings_of(context, stack=stack)).show()
+    found = Deployment(settings_of(stack=stack)).show()
     if as_json:
         print_json(found)
     else:
@@ -113,8 +102,7 @@ def infra_show_command(context: click.Context, stack: str | None, as_json: bool)
 @infra_group.command("destroy")
 @STACK
 @YES
-@click.pass_context
-def infra_destroy_command(context: click.Context, stack: str | None, yes: bool) -> None:
+def infra_destroy_command(stack: str | None, yes: bool) -> None:
     """Delete the stack. Keeps the bucket, with its data and models, and the KMS key.
 
     \b
@@ -123,7 +111,7 @@ def infra_destroy_command(context: click.Context, stack: str | None, yes: bool) 
     """
     from launcher.sagemaker.deploy import Deployment
 
-    deployment = Deployment(settings_of(context, stack=stack))
+    deployment = Deployment(settings_of(stack=stack))
     can_ask(yes)
     removal = deployment.removal()
     if removal is None:
@@ -157,7 +145,6 @@ def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
 
 
 def account_and_region(arn: str) -> str:
-    """The account and region of an ARN."""
     _, _, _, region, account, _ = arn.split(":", 5)
     return f"account {account}, {region}"
 
@@ -182,10 +169,7 @@ def print_stack(stack: Stack) -> None:
 )
 @click.option("--no-train", is_flag=True, help="Skip training a tiny model.")
 @JSON
-@click.pass_context
-def doctor_command(
-    context: click.Context, instance: str | None, no_train: bool, as_json: bool
-) -> None:
+def doctor_command(instance: str | None, no_train: bool, as_json: bool) -> None:
     """Check this machine and, if it is set up here, the AWS account.
 
     Exit code 1 means that a check failed.
@@ -198,7 +182,7 @@ def doctor_command(
     from launcher.machines import check_instances
 
     logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings suffice
-    settings = settings_of(context)
+    settings = settings_of()
     if instance == "local" and no_train:
         raise InputError("--no-train leaves nothing to check on this machine")
     if instance:

@@ -34,14 +34,7 @@ Talk = Callable[[str, int], Generator[str]]  # what is typed, and the number of 
 @valued("--system", "TEXT", "Instruct the model before the conversation.")
 @samples
 @ENTRY_POINT
-@click.pass_context
-def chat_command(
-    context: click.Context,
-    model: str,
-    system: str | None,
-    entry_point: Path | None,
-    **sampling: Any,
-) -> None:
+def chat_command(model: str, system: str | None, entry_point: Path | None, **sampling: Any) -> None:
     """Talk to a model in the terminal. Ctrl-C ends an answer, and Ctrl-D the conversation.
 
     A model that has learned from conversations answers; any other continues what you type. A line
@@ -53,7 +46,7 @@ def chat_command(
       sm-nanogpt chat JOB-ID
       sm-nanogpt chat JOB-ID --system "Answer in one word." --temperature 0
     """
-    _, loaded, tokenizer = open_model(model, settings_of(context), entry_point)
+    _, loaded, tokenizer = open_model(model, settings_of(), entry_point)
     if tokenizer.chats:
         converse(Conversation(loaded, tokenizer, system, sampling).talk, HELP)
         return

@@ -29,8 +29,7 @@ def in_units(size: float) -> str:
 
 @click.command("data", cls=Command)
 @JSON
-@click.pass_context
-def data_command(context: click.Context, as_json: bool) -> None:
+def data_command(as_json: bool) -> None:
     """List what was uploaded, and which jobs used it.
 
     \b
@@ -40,7 +39,7 @@ def data_command(context: click.Context, as_json: bool) -> None:
     from launcher.text.corpus import last_upload
     from launcher.text.uploads import find_uploads
 
-    settings = settings_of(context)
+    settings = settings_of()
     found, failure = find_uploads(settings)
     (print_json if as_json else print_uploads)(found)
     if failure:
@@ -76,9 +75,8 @@ def print_uploads(found: list[Stored]) -> None:
     "--keep-model", is_flag=True, help="Keep the model on this machine; fetch it first if needed."
 )
 @YES
-@click.pass_context
 def delete_command(
-    context: click.Context, job_ids: tuple[str, ...], group: str | None, keep_model: bool, yes: bool
+    job_ids: tuple[str, ...], group: str | None, keep_model: bool, yes: bool
 ) -> None:
     """Delete jobs with their files and models, or uploads.
 
@@ -94,7 +92,7 @@ def delete_command(
     """
     from launcher.text.corpus import NAME
 
-    settings = settings_of(context)
+    settings = settings_of()
     can_ask(yes)
     if names := {each for each in job_ids if NAME.fullmatch(Path(each).name)}:
         if keep_model or names < set(job_ids):
@@ -129,7 +127,6 @@ def delete_sweep(reference: str, settings: Settings, keep_model: bool, yes: bool
 
 
 def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, yes: bool) -> None:
-    """Delete jobs after confirmation."""
     from launcher.models.fetch import keep_model as fetch
     from launcher.tracking import delete, places_of
 

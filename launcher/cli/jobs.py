@@ -47,14 +47,8 @@ if TYPE_CHECKING:
 @valued("--limit", "N", "Only the newest N jobs.", type=click.IntRange(min=1))
 @click.option("--everyone", is_flag=True, help="Also the jobs of others in the AWS account.")
 @JSON
-@click.pass_context
 def jobs_command(
-    context: click.Context,
-    group: str | None,
-    status: str | None,
-    limit: int | None,
-    everyone: bool,
-    as_json: bool,
+    group: str | None, status: str | None, limit: int | None, everyone: bool, as_json: bool
 ) -> None:
     """List your jobs, newest first.
 
@@ -72,7 +66,7 @@ def jobs_command(
 
     if group is not None and limit is not None:
         raise InputError("--group and --limit cannot be combined: a ranking needs all its jobs")
-    settings = settings_of(context)
+    settings = settings_of()
     listing, tries = Listing(settings, everyone), dict[int, list["JobDescription"]]()
     jobs: Iterable[JobDescription] = listing
     if group is not None:
@@ -135,8 +129,7 @@ def progress_words(description: JobDescription) -> tuple[str | None, str | None,
 @click.command("status", cls=Command)
 @JOB_ID
 @JSON
-@click.pass_context
-def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
+def status_command(job_id: str, as_json: bool) -> None:
     """Show the state of a job.
 
     \b
@@ -146,7 +139,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     from launcher.curve import seconds_left
     from launcher.tracking import describe, logs, metrics, with_record
 
-    settings = settings_of(context)
+    settings = settings_of()
     d = with_record(describe(job_id, settings), settings)
     curve, trouble = None, None
     try:
@@ -201,8 +194,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
 @JOB_ID
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
 @JSON
-@click.pass_context
-def metrics_command(context: click.Context, job_id: str, as_csv: bool, as_json: bool) -> None:
+def metrics_command(job_id: str, as_csv: bool, as_json: bool) -> None:
     """Print the rows of a job's training curve. The job may still run.
 
     \b
@@ -213,7 +205,7 @@ def metrics_command(context: click.Context, job_id: str, as_csv: bool, as_json: 
 
     if as_csv and as_json:
         raise InputError("--csv and --json cannot be combined")
-    settings = settings_of(context)
+    settings = settings_of()
     curve = metrics(job_id, settings)
     if not curve.rows:
         yet = " yet" * describe(job_id, settings).is_running
@@ -267,10 +259,7 @@ def paid_words(description: JobDescription) -> str | None:
 @click.option("--follow", is_flag=True, help="Print new lines until the job ends.")
 @valued("--tail", "N", "Print only the last N lines.", type=click.IntRange(min=0))
 @click.option("--raw", is_flag=True, help="Include the lines of the SageMaker toolkit.")
-@click.pass_context
-def logs_command(
-    context: click.Context, job_id: str, follow: bool, tail: int | None, raw: bool
-) -> None:
+def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None:
     """Print the output of a job's training script.
 
     \b
@@ -280,7 +269,7 @@ def logs_command(
     """
     from launcher.tracking import describe, logs
 
-    settings, silent = settings_of(context), tail != 0
+    settings, silent = settings_of(), tail != 0
     lines = logs(job_id, follow, settings, raw, tail)
     try:
         for line in following(lines, job_id, settings) if follow else lines:
@@ -300,8 +289,7 @@ def logs_command(
 
 @click.command("wait", cls=Command)
 @JOB_ID
-@click.pass_context
-def wait_command(context: click.Context, job_id: str) -> None:
+def wait_command(job_id: str) -> None:
     """Wait until a job ends. Exit code 0 means that it completed.
 
     \b
@@ -310,7 +298,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
     """
     from launcher.tracking import wait
 
-    settings = settings_of(context)
+    settings = settings_of()
     with at_ctrl_c("the job keeps running"):
         description = wait(job_id, settings)
     tell_end(description, settings, "Completed")
@@ -319,8 +307,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
 @click.command("stop", cls=Command)
 @click.argument("job_id", metavar="[JOB-ID]", required=False, type=Job(acts=True))
 @GROUP
-@click.pass_context
-def stop_command(context: click.Context, job_id: str | None, group: str | None) -> None:
+def stop_command(job_id: str | None, group: str | None) -> None:
     """Stop a running job, or all jobs of a sweep. A local job first writes a checkpoint; SageMaker
     keeps the newest one.
 
@@ -331,7 +318,7 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
     """
     from launcher.tracking import stop, wait
 
-    settings = settings_of(context)
+    settings = settings_of()
     if group is not None:
         from launcher.launching.sweeps import find_sweep, stop_all
 

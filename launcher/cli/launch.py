@@ -258,7 +258,7 @@ def launch_command(
 
     from_file = read_toml(Path(config_file)) if config_file else {}
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}
-    settings = settings_of(context)
+    settings = settings_of()
     if "resume" in given and record_of(given["resume"], settings).exists():
         typed = {name for name in context.params if context.get_parameter_source(name) == TYPED}
         if typed - {"resume", "max_cost", "parallel", "yes"}:

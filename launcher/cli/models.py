@@ -98,9 +98,7 @@ def samples(command: Callable[..., None]) -> Callable[..., None]:
 @samples
 @ENTRY_POINT
 @JSON
-@click.pass_context
 def fetch_and_sample_command(
-    context: click.Context,
     model: str,
     prompt: str | None,
     num_samples: int,
@@ -116,7 +114,7 @@ def fetch_and_sample_command(
     Example:
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
-    _, loaded, tokenizer = open_model(model, settings_of(context), entry_point)
+    _, loaded, tokenizer = open_model(model, settings_of(), entry_point)
     from launcher.models.sample import answered, stream_samples
 
     if tokenizer.chats and prompt is None:
@@ -217,9 +215,7 @@ def check_origins(
     help="Open the page in a browser (default: if stdout is a terminal).",
 )
 @ENTRY_POINT
-@click.pass_context
 def play_command(
-    context: click.Context,
     model: str,
     other: str | None,
     port: int | None,
@@ -243,7 +239,7 @@ def play_command(
 
     from launcher.views import api, play
 
-    settings = settings_of(context, api_key=api_key)
+    settings = settings_of(api_key=api_key)
     listener = play.listen(port or 0)
     players = []
     for named in filter(None, (model, other)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
     from launcher.settings import Settings
 
 
-def settings_of(context: click.Context, **given: str | None) -> Settings:
+def settings_of(**given: str | None) -> Settings:
     """The settings; a command's own options override those before the command."""
     from launcher.settings import load_settings
 
+    context = click.get_current_context()
     context.obj |= {name: value for name, value in given.items() if value}
     known = context.meta.setdefault("settings", {})  # with the AWS session that they hold
     key = tuple(sorted((name, value) for name, value in context.obj.items() if value))
@@ -82,6 +84,7 @@ def misplaced(error: click.UsageError, ctx: click.Context) -> InputError | None:
     return None
 
 
+@dataclass(eq=False)
 class Job(click.ParamType[str]):
     """What a user types for a job: an id, a name, a part of an id, or `latest`. Gives the full id.
 
@@ -90,18 +93,12 @@ class Job(click.ParamType[str]):
     names a model elsewhere, stays as it is, and so does `other`.
     """
 
+    acts: bool = False
+    sweeps: bool = False
+    uploads: bool = False
+    trained: bool = False
+    other: str = ""
     name = "job"
-
-    def __init__(
-        self,
-        acts: bool = False,
-        sweeps: bool = False,
-        uploads: bool = False,
-        trained: bool = False,
-        other: str = "",
-    ) -> None:
-        self.acts, self.sweeps, self.uploads = acts, sweeps, uploads
-        self.trained, self.other = trained, other
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if ctx is None or ctx.resilient_parsing or value == self.other:
@@ -112,7 +109,7 @@ class Job(click.ParamType[str]):
 
         if self.uploads and NAME.fullmatch(Path(value).name):
             return value.rstrip("/")
-        settings = settings_of(ctx)
+        settings = settings_of()
         if (group := recorded_as(value, settings)) is not None:
             if self.sweeps:
                 return group

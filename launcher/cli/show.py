@@ -174,7 +174,6 @@ def print_json(value: Any) -> None:
 
 
 def print_table(rows: Sequence[Sequence[str]], err: bool = False, align: str = "<") -> None:
-    """Print rows with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (f"{cell:{align}{width}}" for cell, width in zip(row, widths, strict=True))

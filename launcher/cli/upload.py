@@ -34,9 +34,7 @@ from launcher.files.progress import byte_progress
 @valued("--column", "NAME", "Field of the text in a record (default: text).")
 @valued("--encoding", "NAME", "Read files that are not UTF-8 in this encoding, such as cp1252.")
 @JSON
-@click.pass_context
 def upload_data_command(
-    context: click.Context,
     paths: tuple[str, ...],
     tokenizer: str | None,
     vocab_size: int | None,
@@ -72,7 +70,7 @@ def upload_data_command(
     from launcher.text.corpus import upload_data
     from launcher.text.shakespeare import first_text
 
-    settings = settings_of(context)
+    settings = settings_of()
     paths = paths or (str(first_text(settings)),)
     with byte_progress("tokenize and upload" if tokenizer else "upload") as progress:
         given = {name: value for name, value in options.items() if value}

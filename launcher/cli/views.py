@@ -32,13 +32,8 @@ if TYPE_CHECKING:
     type=click.Path(dir_okay=False, path_type=Path),
 )
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
-@click.pass_context
 def report_command(
-    context: click.Context,
-    job_ids: tuple[str, ...],
-    group: str | None,
-    output: Path | None,
-    opens: bool,
+    job_ids: tuple[str, ...], group: str | None, output: Path | None, opens: bool
 ) -> None:
     """Write a report of jobs, or of a sweep, as one HTML file. Print its path.
 
@@ -54,7 +49,7 @@ def report_command(
     from launcher.views.page import page
     from launcher.views.report import compare, read_runs
 
-    settings = settings_of(context)
+    settings = settings_of()
     if group is not None:
         group, tries = find_sweep(group, settings)
         found = [each[-1] for _, each in sorted(tries.items())]
@@ -111,17 +106,14 @@ POLL_SECONDS = 5.0
     type=click.Path(file_okay=False, path_type=Path),
 )
 @click.option("--follow", is_flag=True, help="Add new rows until the jobs end.")
-@click.pass_context
-def track_command(
-    context: click.Context, job_ids: tuple[str, ...], tensorboard: Path, follow: bool
-) -> None:
+def track_command(job_ids: tuple[str, ...], tensorboard: Path, follow: bool) -> None:
     """Show the curves of jobs in TensorBoard. The jobs may still run.
 
     \b
     Example:
       sm-nanogpt track JOB-ID --tensorboard runs --follow
     """
-    settings = settings_of(context)
+    settings = settings_of()
     with at_ctrl_c(*["the jobs keep running, and the same command adds the rest"] * follow):
         add(list(dict.fromkeys(job_ids)), tensorboard, settings, follow)
 

@@ -122,7 +122,6 @@ OPTIONS = {
 
 
 def option(field: str) -> str:
-    """The command-line option for a field."""
     return OPTIONS.get(field, f"--{field.replace('_', '-')}")
 
 
