@@ -179,17 +179,9 @@ class Settings(BaseSettings):
     def jobs_dir(self) -> Path:
         return self.home / "jobs"
 
-    def kept_source(self, sha256: str) -> Path:
-        """Where a launch from here keeps its training folder, by the folder's SHA-256."""
-        return self.home / "sources" / sha256
-
     @property
     def models_dir(self) -> Path:
         return self.home / "models"
-
-    @property
-    def cache_dir(self) -> Path:
-        return self.home / "cache"
 
 
 def problem_of(location: str) -> str:

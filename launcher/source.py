@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from importlib.abc import MetaPathFinder, SourceLoader
+from importlib.abc import SourceLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -49,7 +49,6 @@ class Source:
     @staticmethod
     @lru_cache(1)  # Python, too, reads its modules once
     def packaged() -> Source:
-        """The folder of this package."""
         return Source.read(Path(entry_point.__file__).parent)
 
     @classmethod
@@ -90,9 +89,8 @@ class Source:
         if self.is_packaged:
             return importlib.import_module(f"entry_point.{name}")
         package = f"user_{self.sha256[:16]}"
-        FINDER.loaders[package] = Loader(package, self)  # the folder may have moved
-        if FINDER not in sys.meta_path:
-            sys.meta_path.append(FINDER)
+        others = [each for each in sys.meta_path if getattr(each, "package", "") != package]
+        sys.meta_path[:] = [*others, Importer(package, self)]  # the folder may have moved
         with self.running():
             return importlib.import_module(f"{package}.{name}")
 
@@ -134,11 +132,21 @@ class Source:
         return InputError(f"{place}: {type(error).__name__}: {words}")
 
 
-class Loader(SourceLoader):
-    """Loads the modules of a folder from memory, so that what runs here is what was hashed."""
+class Importer(SourceLoader):
+    """Imports the modules of a folder as a package of its own, from memory, so that what runs here
+    is what was hashed."""
 
     def __init__(self, package: str, source: Source) -> None:
         self.package, self.source = package, source
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        package, _, file = name.partition(".")
+        if package != self.package or (file and f"{file}.py" not in self.source.files):
+            return None
+        spec = importlib.util.spec_from_loader(name, self, is_package=not file)
+        if spec is not None and not file:
+            spec.submodule_search_locations = []  # else Python would find the files on the disk
+        return spec
 
     def get_filename(self, fullname: str) -> str:
         file = fullname.removeprefix(self.package).removeprefix(".")
@@ -148,29 +156,9 @@ class Loader(SourceLoader):
         return self.source.files.get(Path(path).name, b"")  # __init__.py may be missing
 
 
-class Finder(MetaPathFinder):
-    """Finds the modules of the folders that were read, each folder as a package of its own."""
-
-    def __init__(self) -> None:
-        self.loaders: dict[str, Loader] = {}
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        package, _, file = name.partition(".")
-        loader = self.loaders.get(package)
-        if loader is None or (file and f"{file}.py" not in loader.source.files):
-            return None
-        spec = importlib.util.spec_from_loader(name, loader, is_package=not file)
-        if spec is not None and not file:
-            spec.submodule_search_locations = []  # else Python would find the files on the disk
-        return spec
-
-
-FINDER = Finder()
-
-
 def keep(source: Source, settings: Settings) -> Path:
     """Keep a folder below the home, for the models that it trains. Raises OSError."""
-    kept = settings.kept_source(source.sha256)
+    kept = settings.home / "sources" / source.sha256
     source.write(kept)
     return kept
 
@@ -180,7 +168,7 @@ def find_source(sha256: str, settings: Settings, entry_point: Path | None = None
     packaged = Source.packaged()
     if sha256 == packaged.sha256:
         return packaged
-    place = entry_point or settings.kept_source(sha256)
+    place = entry_point or settings.home / "sources" / sha256
     if entry_point is not None or place.is_dir():
         source = Source.read(place)
         if source.sha256 == sha256:

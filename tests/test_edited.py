@@ -208,7 +208,7 @@ def test_a_stopped_job_is_exported_by_its_script(edited, cli):
     directory = fetch_model(edited.job_id)
     assert directory.name == "step-00000010"
     settings = launching.settings_of(edited.home)
-    kept = settings.kept_source(module_of(edited.directory / "code").SCRIPT_SHA256)
+    kept = settings.home / "sources" / module_of(edited.directory / "code").SCRIPT_SHA256
     model, _ = load_model(directory, settings)
     assert type(model) is module_of(kept).GPT
     assert cli("fetch-and-sample", edited.job_id).good

@@ -100,7 +100,7 @@ def copied(
 @contextmanager
 def temporary(settings: Settings) -> Iterator[Path]:
     """A temporary directory in the cache. Raises ServiceError if the disk is full."""
-    cache = settings.cache_dir
+    cache = settings.home / "cache"
     with storage.reported(str(cache)):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="text-", dir=cache) as directory:

@@ -29,7 +29,7 @@ def first_text(settings: Settings | None = None) -> Path:
     Many networks reach a package index and little else. There it is Python's language reference,
     which comes with Python; without it, this raises ServiceError.
     """
-    cache = (settings or load_settings()).cache_dir
+    cache = (settings or load_settings()).home / "cache"
     shakespeare = cache / "shakespeare.txt"
     if shakespeare.is_file() and is_shakespeare(shakespeare.read_bytes()):
         return shakespeare
