@@ -11,8 +11,7 @@ from access import ACCOUNT
 
 from launcher.finding import full_id
 from launcher.local.backend import write_json
-from launcher.sagemaker.caller import Caller, Launched, owner_of, remember, remembered
-from launcher.sagemaker.search import with_last
+from launcher.sagemaker.caller import Caller, Launched, owner_of, remember, remembered, with_last
 from launcher.settings import load_settings
 from sm_nanogpt import Settings
 

@@ -38,7 +38,7 @@ from launcher.job import (
     log_pending,
 )
 from launcher.sagemaker import caller, cost
-from launcher.sagemaker.caller import Caller, Launched
+from launcher.sagemaker.caller import Caller, Launched, search_jobs, with_last
 from launcher.sagemaker.cost import Prices
 from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
@@ -50,7 +50,6 @@ from launcher.sagemaker.request import (
     sendable_hyperparameters,
     source_archive,
 )
-from launcher.sagemaker.search import search_jobs, with_last
 from launcher.sagemaker.stack import remembered
 from launcher.settings import Settings
 
@@ -93,7 +92,6 @@ class SageMakerBackend:
         return self.clients[service]
 
     def caller(self, patient: bool = True) -> Caller:
-        """Who asks; see `caller_of`."""
         return caller.caller_of(self.session, self.region, patient)
 
     # -- launch -----------------------------------------------------------------------------------
@@ -192,7 +190,8 @@ class SageMakerBackend:
         """
         prices = Prices(self.settings, self.region, self.session)
         asked = earlier or self
-        spent = partial(cost.earlier_cost, job, prices, asked.described, asked.job)
+        describe = partial(asked.describe, asks_s3=False)
+        spent = partial(cost.earlier_cost, job, prices, describe, asked.job)
         return cost.afford(job, self.settings, prices, spent)
 
     def request(self, job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
@@ -288,11 +287,6 @@ class SageMakerBackend:
             raise ServiceError(f"{job_id} is a training job that sm-nanogpt did not launch")
         return raw
 
-    def described(self, job_id: str) -> JobDescription | None:
-        """As `describe`, but asks nothing of S3."""
-        raw = self.raw(job_id)
-        return None if raw is None else describe_job(raw, None)
-
     def known(self, job_id: str) -> dict[str, Any]:
         """As `raw`, but raises ServiceError if there is no such job."""
         raw = self.raw(job_id)
@@ -300,13 +294,13 @@ class SageMakerBackend:
             raise ServiceError(f"there is no job {job_id!r} {self.place}")
         return raw
 
-    def describe(self, job_id: str) -> JobDescription | None:
+    def describe(self, job_id: str, asks_s3: bool = True) -> JobDescription | None:
         raw = self.raw(job_id)
         if raw is None:
             return None
-        ended = raw["TrainingJobStatus"] not in RUNNING
-        place = raw["CheckpointConfig"]["S3Uri"]
-        names = storage.list_files(place, self.settings) if ended else {}
+        place, names = raw["CheckpointConfig"]["S3Uri"], dict[str, int]()
+        if asks_s3 and raw["TrainingJobStatus"] not in RUNNING:
+            names = storage.list_files(place, self.settings)
         return describe_job(raw, max(checkpoints_among(names), default=None))
 
     def job(self, job_id: str) -> TrainingJob:

@@ -1,15 +1,19 @@
-"""Who calls AWS: the owner in a job's tag, and the last job that each launched from here."""
+"""Who calls AWS: the owner in the tag of a job, and the jobs by these tags, newest first."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from launcher.aws import make_client, service_errors
 from launcher.errors import ServiceError
 from launcher.files import storage
+from launcher.job import time_of
 from launcher.settings import Settings
 
 # AWS's tools give such names to sessions, another one for each login: the time, or a task's id.
@@ -88,3 +92,44 @@ def remember(launched: Launched, settings: Settings) -> None:
     others = [each for each in remembered(settings) if (each.caller, each.region) != place]
     with suppress(ServiceError):  # the job runs, and its id has to be told
         storage.write_json(str(settings.home / LAST_LAUNCHED), [*others, launched])
+
+
+# -- their jobs, newest first ----------------------------------------------------------------------
+
+
+def search_jobs(client: Any, tags: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """The account's training jobs with these tags, newest first."""
+    filters = [
+        {"Name": f"Tags.{key}", "Operator": "Equals", "Value": value} for key, value in tags.items()
+    ]
+    pages = client.get_paginator("search").paginate(
+        Resource="TrainingJob",
+        SearchExpression={"Filters": filters},
+        SortBy="CreationTime",
+        SortOrder="Descending",
+    )
+    for page in pages:
+        for result in page["Results"]:
+            yield result["TrainingJob"]
+
+
+def with_last(
+    found: Iterable[dict[str, Any]], job_id: str, ask: Callable[[], Iterator[dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
+    """What Search found, with the last launched job put where its time belongs.
+
+    Search finds a new job only after seconds; `ask` describes it. The jobs of one second stay in
+    the order of Search if it is among them, else it is the newest.
+    """
+    name, placed = itemgetter("TrainingJobName"), False
+    for time, jobs in groupby(found, key=lambda raw: time_of(name(raw))):
+        if placed or time > time_of(job_id):
+            yield from (raw for raw in jobs if name(raw) != job_id)
+            continue
+        second = list(jobs)
+        if job_id not in map(name, second):
+            yield from ask()
+        yield from second
+        placed = True
+    if not placed:
+        yield from ask()

@@ -12,7 +12,7 @@ from typing import Any
 
 from botocore.exceptions import WaiterError
 
-from launcher.aws import Missing, aws_session, check_region, make_client, service_errors
+from launcher.aws import Missing, service_errors
 from launcher.errors import ServiceError
 from launcher.job import RUNNING
 from launcher.sagemaker import stack as stacks
@@ -60,25 +60,28 @@ class Deployment:
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.name = settings, settings.stack
-        session = aws_session(settings)
-        self.region = check_region(session)
-        self.client = make_client(session, "cloudformation", self.region)
-        self.iam = make_client(session, "iam", self.region)
+        self.backend = SageMakerBackend(settings)
+        self.region = self.backend.region
+        self.client, self.iam = map(self.backend.client, ("cloudformation", "iam"))
 
     def plan(
-        self, kms: bool = False, vpc: bool = False, boundary: str = "", role_path: str = ""
+        self,
+        kms: bool = False,
+        vpc: bool = False,
+        permissions_boundary: str | None = None,
+        role_path: str | None = None,
     ) -> ChangeSet | None:
         """Create a change set; None if nothing would change.
 
-        kms adds a key, and vpc allows jobs in a VPC. boundary, an ARN, and role_path are of the
-        role. A later plan that leaves them out keeps them. Delete what `left_over` finds first.
+        kms adds a key, and vpc allows jobs in a VPC; the others, an ARN and a path, are of the
+        role. A later plan that leaves them out keeps them. Delete what is left over first.
         """
         raw = self.changeable("UPDATE_ROLLBACK_FAILED")
         known = {} if raw is None else stacks.parameters_of(raw)  # an older stack lacks some
         given = {
             "Kms": "true" * kms,
             "Vpc": "true" * vpc,
-            "PermissionsBoundary": boundary,
+            "PermissionsBoundary": permissions_boundary,
             "RolePath": role_path,
         }
         parameters: list[dict[str, Any]] = [
@@ -137,7 +140,6 @@ class Deployment:
                 self.client.delete_stack(StackName=change_set.stack_id)
 
     def execute(self, change_set: ChangeSet) -> Stack:
-        """Execute the changes and wait until they end."""
         with service_errors("ExecuteChangeSet"):
             # If the creation fails, also delete what the template retains: it is empty, and a
             # key costs money.
@@ -186,11 +188,10 @@ class Deployment:
         return []
 
     def running_jobs(self, role: str) -> list[str]:
-        """The running jobs that use a role."""
         with service_errors("Search"):
             return [
                 raw["TrainingJobName"]
-                for raw in SageMakerBackend(self.settings).all_raw()
+                for raw in self.backend.all_raw()
                 if raw["TrainingJobStatus"] in RUNNING and raw.get("RoleArn") == role
             ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from datetime import datetime
 from typing import Any
 
 from launcher.errors import ServiceError
@@ -66,6 +65,8 @@ def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescript
     candidates = ",".join(each["InstanceType"] for each in resources.get("InstancePreferences", []))
     chosen = resources.get("SelectedInstanceType") or candidates
     count = resources.get("SelectedInstanceCount") or resources.get("InstanceCount", 0)
+    moments = (raw.get(name) for name in ("TrainingStartTime", "TrainingEndTime"))
+    started, ended = (moment and moment.timestamp() for moment in moments)
     tags = {tag["Key"]: tag["Value"] for tag in raw.get("Tags", [])}  # only Search tells them
     return JobDescription(
         job_id=raw["TrainingJobName"],
@@ -83,8 +84,8 @@ def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescript
         inputs=tuple(channels.values()),
         failure_reason=None if status in RUNNING else reason,
         message=transitions[-1].get("StatusMessage") if transitions else None,
-        started=timestamp(raw.get("TrainingStartTime")),
-        ended=timestamp(raw.get("TrainingEndTime")),
+        started=started,
+        ended=ended,
         metrics={**metrics, "max_steps": hyperparameters.get("max_steps")} if metrics else None,
         model_uri=artifacts.get("S3ModelArtifacts") if status == "Completed" else None,
         checkpoint_uri=None if checkpoint_step is None else place,
@@ -101,7 +102,3 @@ def in_short(reason: str) -> str:
     """A FailureReason in one line: the error of train.py, else all of it."""
     found = CAUSE.search(reason) or EXTRA.search(reason)
     return " ".join((found[1] if found else reason).split())
-
-
-def timestamp(moment: datetime | None) -> float | None:
-    return None if moment is None else moment.timestamp()

@@ -116,11 +116,8 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
             debugger_hook_config=False,
             sagemaker_session=session,
         )
-        mode = "FastFile" if job.input_mode == "FastFile" else None
-        inputs = {
-            name: TrainingInput(uri, input_mode=None if name == "model" else mode)
-            for name, uri in channels_of(job).items()
-        }
+        channels = channels_of(job).items()
+        inputs = {name: TrainingInput(uri, input_mode=mode) for name, (uri, mode) in channels}
         estimator.fit(inputs, job_name=job_id, wait=False)
     except ValueError as error:  # the SDK's table of supported combinations
         problem = " ".join(str(error).split())

@@ -83,12 +83,16 @@ def sdk_version() -> str:
     return sdk.version if whole and sdk.version.startswith("2.") and core.startswith("1.") else ""
 
 
-def channels_of(job: TrainingJob) -> dict[str, str]:
-    """The S3 prefix, or the file, of each channel."""
+def channels_of(job: TrainingJob) -> dict[str, tuple[str, str | None]]:
+    """The S3 prefix, or the file, of each channel, and its input mode, if not that of the job."""
+    mode = "FastFile" if job.input_mode == "FastFile" else None
     places = {"training": job.data, "validation": job.validation, "model": job.init_from}
     # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
     return {
-        name: uri if uri.lower().endswith((".txt", ".md")) else f"{uri.rstrip('/')}/"
+        name: (
+            uri if uri.lower().endswith((".txt", ".md")) else f"{uri.rstrip('/')}/",
+            None if name == "model" else mode,
+        )
         for name, uri in places.items()
         if uri is not None
     }
@@ -154,11 +158,7 @@ def toolkit_parameters(job_id: str, job: TrainingJob, placement: Placement) -> d
 
 def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
     """The CreateTrainingJob request of a job; tests/test_request.py compares it with the SDK's."""
-    mode = "FastFile" if job.input_mode == "FastFile" else None
-    channels = [
-        input_channel(name, uri, None if name == "model" else mode)
-        for name, uri in channels_of(job).items()
-    ]
+    channels = [input_channel(name, *channel) for name, channel in channels_of(job).items()]
     if job.network_isolation:
         channels.append(input_channel("code", placement.source_uri(job_id), None))
     types = [{"InstanceType": name} for name in job.instances]

@@ -162,7 +162,6 @@ def unusable(raw: dict[str, Any]) -> LauncherError:
 
 
 def remember(settings: Settings, region: str, stack: Stack | None) -> None:
-    """Remember a stack, or that there is none."""
     known = storage.read_cache(settings.home / LAST_SEEN, Seen)
     storage.write_cache(settings.home / LAST_SEEN, {**known, cache_key(settings, region): stack})
 
