@@ -84,7 +84,6 @@ def make_client(session: Any, service: str, region: str, attempts: int | None = 
 
 
 def check_region(session: Any) -> str:
-    """The session's region."""
     region = str(session.region_name or "")
     if not region:
         raise InputError("no region is set", "no-region")

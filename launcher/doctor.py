@@ -122,7 +122,6 @@ def check_stack(context: Context) -> Found:
 
 
 def check_role(context: Context) -> Found:
-    """The execution role that jobs get."""
     role = context.settings.role or (context.stack.role if context.stack else "")
     role = role or notebook_role(context.cloud.client)
     return role or found(FAILURE, "no execution role", code="no-role")
@@ -203,7 +202,6 @@ def checks(settings: Settings, instance: str | None, train: bool) -> Checks:
 def run_checks(
     settings: Settings, instance: str | None = None, train: bool = True
 ) -> Iterator[Finding]:
-    """Yield the finding of each check."""
     context = Context(settings, instance)
     for name, check in checks(settings, instance, train).items():
         try:

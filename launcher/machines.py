@@ -280,7 +280,6 @@ def find_image(version: str) -> Image:
 
 
 def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
-    """The URI of AWS's PyTorch training image for GPU or CPU."""
     image = find_image(pytorch_version)
     for account, regions in REGISTRIES.items():
         if region in regions.split():

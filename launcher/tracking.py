@@ -110,7 +110,6 @@ def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
 def wait(
     job_id: str, settings: Settings | None = None, timeout: float | None = None
 ) -> JobDescription:
-    """Wait until a job ends and return its description."""
     deadline = time.monotonic() + (math.inf if timeout is None else timeout)
     settings = settings or load_settings()
     backend, description = find(job_id, settings)

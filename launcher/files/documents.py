@@ -127,7 +127,6 @@ def reason_of(error: ValidationError) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises InputError."""
     try:
         values = tomllib.loads(read_file(path, LARGEST).decode())
         json.dumps(values, default=str)  # fails for an integer that is too long for any message

@@ -60,7 +60,6 @@ def model_files(directory: Path) -> list[Path]:
 
 
 def named_weights(index: Path) -> set[str]:
-    """The files that an index names. Raises InputError."""
     try:
         names = set(json.loads(read_file(index, LARGEST))["weight_map"].values())
         if all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):

@@ -89,7 +89,6 @@ def reported(uri: str) -> Iterator[None]:
 
 
 def described(uri: str, error: Exception) -> ServiceError:
-    """The error of one line for an exception of a file system."""
     why = ""
     if isinstance(error, OSError) and not error.__cause__:  # a bucket's has one
         why = error.strerror or "nothing is there" * isinstance(error, FileNotFoundError)

@@ -86,7 +86,6 @@ def attempt_of(job_id: str) -> int:
 
 
 def next_id(group: str, number: int, tries: Sequence[JobDescription]) -> str:
-    """The id of a member's next try."""
     again = f"-try{attempt_of(tries[-1].job_id) + 1}" if tries else ""
     return f"{group}-{number}{again}"
 

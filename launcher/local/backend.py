@@ -102,7 +102,6 @@ class LocalBackend:
         self.settings = settings
 
     def check(self, job: TrainingJob) -> Placement:
-        """The processes and GPUs of a job."""
         placement = plan_processes(job)
         job.config(placement[0])
         return placement
@@ -116,7 +115,6 @@ class LocalBackend:
     def submit(
         self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
     ) -> None:
-        """Start a job, as `check` placed it."""
         directory, (processes, gpus) = self.jobs_dir / job_id, placement
         record = {
             "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
@@ -213,7 +211,6 @@ class LocalBackend:
         )
 
     def job(self, job_id: str) -> TrainingJob:
-        """The job as it was submitted."""
         record = read_document(self.jobs_dir / job_id / "job.json", Record)
         assert record is not None
         return record.job

@@ -48,7 +48,6 @@ class ChatEncoder:
         self.line_break = array("i", line_break)
 
     def encode(self, turns: Sequence[str]) -> Iterator[bytes]:
-        """The ids of each turn."""
         for turn, content in zip(turns, self.encoder.encode(turns), strict=True):
             said, learned = array("i", content), turn.startswith(SPEAKS)
             first, left = (0, len(SPEAKS)) if learned else (len(said), 0)

@@ -58,7 +58,6 @@ def messages_of(record: Any) -> dict[str, Any] | None:
 
 
 def pair_of(given: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
-    """The messages of a record with a question and an answer."""
     if given.get("label") is False or given.get("kto_tag") is False:
         raise InputError(f"`{answer}` is labeled as a bad answer, and all are learned")
     if given.get("history"):

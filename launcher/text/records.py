@@ -60,7 +60,6 @@ def document_of(record: Any, place: str, column: str = "text") -> tuple[bool, It
 
 
 def json_lines(file: IO[bytes], path: str) -> Records:
-    """Each line of a stream."""
     lines = iter(lambda: file.readline(LONGEST_RECORD + 1), b"")
     for number, line in enumerate(lines, 1):
         if line.isspace():

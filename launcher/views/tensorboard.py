@@ -35,7 +35,6 @@ class Board:
         self.curve = Curve(job_id, "", [])  # what the newest file holds
 
     def update(self, curve: Curve, description: JobDescription) -> None:
-        """Add what is new."""
         try:
             from torch.utils.tensorboard import SummaryWriter
             from torch.utils.tensorboard.summary import hparams
