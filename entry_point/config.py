@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from .errors import ConfigError, choices_for, counted, nearest_multiples, nearest_name
+from .errors import ConfigError, choices_for, counted, nearest_name
 
 
 def hyperparameter(
@@ -156,11 +156,9 @@ class Config:
 
     def check_divides(self, name: str, divisor: int, cannot: str) -> None:
         """Raises ConfigError, with the nearest values that fit, unless the divisor divides it."""
-        if (value := getattr(self, name)) % divisor:
-            raise ConfigError(
-                f"{name}={value} {cannot}; the nearest that fit:"
-                f" {name}={nearest_multiples(value, divisor)}"
-            )
+        if rest := (value := getattr(self, name)) % divisor:
+            nearest = f"{value - rest} or " * (value > rest) + str(value - rest + divisor)
+            raise ConfigError(f"{name}={value} {cannot}; the nearest that fit: {name}={nearest}")
 
     @property
     def head_width(self) -> int:

@@ -88,11 +88,6 @@ def counted(n: int, word: str) -> str:
     return f"{n} {word}" + ("es" if word.endswith("s") else "s") * (n != 1)
 
 
-def nearest_multiples(value: int, of: int) -> str:
-    below = value // of * of
-    return f"{below} or {below + of}" if below else str(of)
-
-
 def nearest_name(name: str, known: Sequence[str]) -> str:
     """', did you mean X?' for the known name most like `name`, or ', known are ...'."""
     short = {"".join(word[:1] for word in other.split("_")): other for other in known}

@@ -173,17 +173,14 @@ def write_artefact(
     training: Mapping[str, Any],
     chats: bool = False,
 ) -> str:
-    """Writes the model (CPU, float32, evaluating) as a directory; SHA256SUMS comes last.
+    """Writes the model (CPU, float32, evaluating) as a directory; returns why it is not Qwen3's.
 
-    One that has learned from conversations, `chats`, gets the template that they are encoded by.
-
-    An edited script's model may not be Qwen3's any more. Its weights are then written under its own
-    names, and config.json has a `model_type` that no other tool takes for one it knows.
-
-    Returns why the model is not Qwen3's; "" if it is.
+    That is "" if it is. The weights of another model, which an edited script may compute, keep
+    their own names, and config.json has a `model_type` that no other tool takes for one it knows.
+    A model that has learned from conversations, `chats`, gets the template that encodes them.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    config, why = model.config, ""
+    config, values, why = model.config, dataclasses.asdict(model.config), ""
     weights: dict[str, Tensor] = model.state_dict()
     try:
         tensors = to_hugging_face(weights, config)
@@ -216,18 +213,13 @@ def write_artefact(
             **({"chat_template": CHAT_TEMPLATE} if chats else {}),
         },
         "generation_config.json": {"eos_token_id": ends} if ends else {},
-        "training.json": {
-            "config": dataclasses.asdict(config),
-            "model_sha256": MODEL_SHA256,
-            **training,
-        },
+        "training.json": {"config": values, "model_sha256": MODEL_SHA256, **training},
         "config.json": document,
     }
     for name, content in documents.items():
         with replacing(directory / name) as temporary:
-            temporary.write_text(
-                json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            text = json.dumps(content, indent=2, ensure_ascii=False)
+            temporary.write_text(f"{text}\n", encoding="utf-8")
     write_sums(directory)
     return why
 
