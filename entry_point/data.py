@@ -85,11 +85,12 @@ def gather_windows(
 def eval_windows(val: Tensor | Shards | Packed, config: Config) -> tuple[Tensor, ...]:
     """Where the windows of an evaluation begin, in chunks. They are spread evenly, not overlapping.
 
-    The chunks do not depend on the number of ranks.
+    There is at least one, and the chunks do not depend on the number of ranks.
     """
     step = stride(val, config)
     available = (len(val) - (step == config.block_size)) // step
-    count = min(config.eval_windows or available, available)
+    limit = max(1, config.eval_tokens // config.block_size) if config.eval_tokens else available
+    count = min(limit, available)
     starts = torch.arange(count) * available // count * step
     return starts.split(max(1, 8192 // config.block_size))
 

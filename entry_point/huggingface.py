@@ -283,6 +283,7 @@ FINE_TUNING: dict[str, Any] = {
     "embedding_learning_rate": 0.005,
     "head_learning_rate": 0.002,
     "max_steps": 500,
+    "eval_tokens": 1 << 17,
 }
 
 

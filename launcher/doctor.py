@@ -70,7 +70,7 @@ def check_training(context: Context) -> Found:
     """Train a tiny model for a few steps, as a normal job, in a temporary home."""
     tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, max_steps=3, eval_interval=3)
     # 1 to 8, 10, 12, 14, 15 and 16 GPUs can share this batch evenly.
-    tiny |= dict(batch_size=1680, eval_windows=2, sample_length=0)
+    tiny |= dict(batch_size=1680, eval_tokens=32, sample_length=0)
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-doctor-") as directory:
         text = Path(directory, "input.txt")
         text.write_text("To be, or not to be, that is the question.\n" * 2000, encoding="utf-8")

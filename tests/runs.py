@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = dict(
     max_steps=10,
     log_interval=5,
     eval_interval=5,
-    eval_windows=64,
+    eval_tokens=2048,
     sample_length=0,
     device="cpu",
 )

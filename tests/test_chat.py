@@ -477,7 +477,7 @@ def loss_of_each_alone(model, ids, end):
 
 
 def test_an_evaluation_in_chunks_is_the_mean_of_each_alone():
-    model, end, config = lively(), 9, replace(SMALL, eval_windows=0)
+    model, end, config = lively(), 9, replace(SMALL, eval_tokens=0)
     long, short = [~1, ~2, *range(3, 9), ~end], [~4, 5, 6, ~end]
     ids = tensor([*long * 1024, *short * 2048])  # two short ones a row, 1024 rows a chunk
     group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), Mock())

@@ -274,7 +274,7 @@ def test_data_unlike_the_initial_model_is_refused(
 
 
 def test_step_0_is_the_model_as_it_was(start, text, tmp_path):
-    values = {"eval_windows": 32, "precision": "float32", "max_steps": 1}
+    values = {"eval_tokens": 1024, "precision": "float32", "max_steps": 1}
     tune(start, text, tmp_path / "out", **values)
     first = metrics(tmp_path / "out/output")[0]
     before = json.loads((start / "training.json").read_text())

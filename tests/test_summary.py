@@ -83,10 +83,10 @@ def test_an_edited_folder_and_its_own_values_are_named(tmp_path):
 def test_jobs_status_and_report_say_what_a_run_was(home, cli, text_file, tmp_path):
     runs.edited_folder(tmp_path / "mine", SCALED)
     how = ("--entry-point", "mine", "--preset", "quick", "--name", "scaled")
-    values = {"mlp_scale": 0.5, "max_steps": 2, "eval_windows": 8, "sample_length": 0}
+    values = {"mlp_scale": 0.5, "max_steps": 2, "eval_tokens": 512, "sample_length": 0}
     words = ("--instance", "local", "--data", str(text_file), *launching.sets(**values))
     job_id = cli("launch", *words, *how).good.out.strip()
-    summary = "quick mlp_scale=0.5 max_steps=2 eval_windows=8 sample_length=0 edited"
+    summary = "quick mlp_scale=0.5 max_steps=2 eval_tokens=512 sample_length=0 edited"
     row = cli("jobs").out.splitlines()[1]
     assert row.startswith(f"{job_id}  scaled ")
     assert sorted(row.split()[-6:]) == sorted(summary.split())

@@ -521,7 +521,7 @@ def test_no_sweep_out_of_reach_is_stopped_or_deleted(cloud, cli, recorded, words
 
 
 def test_a_local_sweep_starts_from_one_latest_model(job, text_file, cli):
-    values = {"sample_length": 0, "eval_windows": 4, "device": "cpu"}
+    values = {"sample_length": 0, "eval_tokens": 256, "device": "cpu"}
     words = ("--init-from", "latest", "--sweep", "max_steps=1,2", "--parallel", "2")
     ran = cli(*LOCAL, "--data", str(text_file), *words, *launching.sets(**values)).good
     assert "RANK  BEST LOSS" in ran.err

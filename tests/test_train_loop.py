@@ -936,9 +936,9 @@ def loss_of(trainer: Trainer) -> float:
     return evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
 
 
-@pytest.mark.parametrize("n_windows, count", [(0, 62), (1, 1), (10, 10), (10**6, 62)])
-def test_every_evaluation_takes_the_same_spread_windows(tmp_path, monkeypatch, n_windows, count):
-    trainer = trainer_of(tmp_path, eval_windows=n_windows)
+@pytest.mark.parametrize("n_tokens, count", [(0, 62), (1, 1), (320, 10), (351, 10), (10**6, 62)])
+def test_every_evaluation_takes_the_same_spread_windows(tmp_path, monkeypatch, n_tokens, count):
+    trainer = trainer_of(tmp_path, eval_tokens=n_tokens)
     seen: list[int] = []
 
     def spy(tokens: Any, places: Any, *where: Any) -> Any:
@@ -960,7 +960,7 @@ def test_every_evaluation_takes_the_same_spread_windows(tmp_path, monkeypatch, n
 
 
 def test_evaluation_is_the_mean_loss_without_dropout(tmp_path):
-    trainer = trainer_of(tmp_path, eval_windows=0, precision="float32", dropout=0.5)
+    trainer = trainer_of(tmp_path, eval_tokens=0, precision="float32", dropout=0.5)
     # The layers begin as nothing, also to dropout.
     trainer.model.load_state_dict(lively(trainer.config).state_dict())
     value = loss_of(trainer)
@@ -976,7 +976,7 @@ def test_evaluation_does_not_depend_on_the_number_of_ranks(tmp_path, text_file):
     probe = (
         "torch.set_num_threads(4 // ranks.world_size)\n"
         "for precision in ('float32', 'bfloat16'):\n"
-        "    how = dict(n_layer=2, n_embd=64, block_size=32, eval_windows=0, batch_size=12)\n"
+        "    how = dict(n_layer=2, n_embd=64, block_size=32, eval_tokens=0, batch_size=12)\n"
         "    trainer = trainer_of(**how, precision=precision)\n"
         "    randomize(trainer.model)\n"
         "    value = train.evaluate(trainer.model, trainer.corpus.val, trainer.config, group)\n"

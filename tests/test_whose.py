@@ -292,11 +292,11 @@ def test_for_a_model_latest_is_the_newest_that_has_one(job, cli, text_file):
     ran = cli("fetch-and-sample", "latest", "--max-new-tokens", "3").good
     assert said in ran.err
     assert f"/models/{job.job_id}/" in ran.err
-    how = ("--data", str(text_file), "--set", "max_steps=1", "--set", "eval_windows=8")
+    how = ("--data", str(text_file), "--set", "max_steps=1", "--set", "eval_tokens=512")
     ran = cli("launch", "--instance", "local", "--init-from", "latest", *how).good
     assert said in ran.err
     told = cli("status", ran.out.strip()).out
-    assert f"settings:    max_steps=1 eval_windows=8 from {job.job_id}\n" in told
+    assert f"settings:    max_steps=1 eval_tokens=512 from {job.job_id}\n" in told
 
 
 def test_an_unreadable_newest_job_is_not_passed_over(job, cli):

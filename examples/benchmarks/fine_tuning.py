@@ -26,7 +26,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     words = {"preset": "cpu"}
     steps = 2000
     if args.quick:
-        words, steps = SHAPES["smoke"] | dict(eval_windows=4, sample_length=10), 20
+        words, steps = SHAPES["smoke"] | dict(eval_tokens=128, sample_length=10), 20
     text = args.text.read_text(encoding="utf-8")
     cut = int(0.7 * len(text))
     old, new = scratch / "old.txt", scratch / "new.txt"

@@ -146,7 +146,7 @@ def compare(args: Namespace, scratch: Path, found: Found, variants: Mapping[str,
 
 # Several chunks of small's batch.
 CHUNKS: Edits = (("LOGITS_AT_ONCE = 1 << 28", "LOGITS_AT_ONCE = 1 << 16"),)
-SHORT = dict(eval_windows=16, eval_interval=10**9, sample_length=0, compile="off")
+SHORT = dict(eval_tokens=1 << 14, eval_interval=10**9, sample_length=0, compile="off")
 FULL, HALF, COMPILED = {"precision": "float32"}, {"precision": "bfloat16"}, {"compile": "on"}
 # Devices and kernels round float32 differently, and Muon amplifies that with each step.
 SAME, CLOSE = 5e-3, 3e-2

@@ -28,7 +28,7 @@ BUDGET = {"preset": "cpu", "max_steps": 500}
 def benchmark(args: Namespace, scratch: Path) -> Report:
     words = args.ours or BUDGET
     if args.quick:
-        words = SHAPES["smoke"] | dict(max_steps=20, eval_windows=4, sample_length=10) | args.ours
+        words = SHAPES["smoke"] | dict(max_steps=20, eval_tokens=128, sample_length=10) | args.ours
     plain = str(args.folder or shlex.join(measure.as_options(args.against)))
 
     def trained(side: str, index: int) -> tuple[float, float]:

@@ -110,7 +110,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 def our_job(args: Namespace, scratch: Path, name: str) -> Process:
     """The command that samples from a finished job, without the options for length and number."""
     words = {**our_shape(name), "batch_size": 2, "max_steps": 1}
-    words |= {"eval_windows": 4, "sample_length": 1, "device": "cpu", **args.ours}
+    words |= {"eval_tokens": 256, "sample_length": 1, "device": "cpu", **args.ours}
     preset = as_options({"preset": words.pop("preset")}) if "preset" in words else []
     sets = [part for word in as_options(words) for part in ("--set", word[2:])]
     launch = [*CLI, "launch", "--instance", "local", "--data", str(args.text), *preset, *sets]

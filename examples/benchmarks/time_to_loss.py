@@ -46,7 +46,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     name = args.shape or ("baby" if measure.torch_and_gpu()[1] else "cpu")
     words, recipe = args.ours or BUDGETS[name], RECIPES[name]
     if args.quick:
-        few = SHAPES["smoke"] | dict(max_steps=20, eval_windows=4, sample_length=10)
+        few = SHAPES["smoke"] | dict(max_steps=20, eval_tokens=128, sample_length=10)
         words = few | args.ours
         recipe = SHAPES["smoke"] | dict(
             eval_iters=1, eval_interval=20, max_iters=20, lr_decay_iters=20

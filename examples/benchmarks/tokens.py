@@ -47,7 +47,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 
     def trained(name: str, steps: int, index: int) -> tuple[float, float]:
         out = scratch / f"{index}-{name}-{steps}"
-        last = {"max_steps": steps, "eval_interval": max(1, steps // 8), "eval_windows": 0}
+        last = {"max_steps": steps, "eval_interval": max(1, steps // 8), "eval_tokens": 0}
         more = {**words, **last, "seed": args.first_seed + index}
         measure.output(ours(texts[name], out, more).process)
         rows = map(json.loads, (out / "output" / "metrics.jsonl").read_text().splitlines())

@@ -40,7 +40,7 @@ TORCHRUN = ("--launcher", "torchrun")
 # On the emulator, whose hosts have no GPU and one slow core, each job trains this.
 EMULATED = (
     "n_layer=1 n_head=2 n_embd=32 block_size=32 batch_size=8 max_steps=10 log_interval=5"
-    " eval_interval=5 eval_windows=32 sample_length=0 device=cpu precision=float32"
+    " eval_interval=5 eval_tokens=1024 sample_length=0 device=cpu precision=float32"
 )
 
 
