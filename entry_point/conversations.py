@@ -9,9 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import Config
-from .errors import DataError
-
 IGNORED = -100  # as cross_entropy and transformers have it
 # ChatML, as Qwen3 has it without tools; launcher/models/chat.py encodes conversations so.
 TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
@@ -78,21 +75,5 @@ class Packed:
     def __len__(self) -> int:
         return self.rows.numel()
 
-    def __getitem__(self, places: Tensor) -> Tensor:
+    def __getitem__(self, places: slice) -> Tensor:
         return self.rows.view(-1)[places]
-
-
-def pack(
-    name: str, ids: Tensor, end: int | None, end_of_turn: int | None, config: Config
-) -> Packed:
-    """The conversations of train or val. Raises DataError if none of them fits."""
-    if config.short_windows:
-        raise DataError("short_windows would cut conversations: set short_windows=0")
-    if end is None or end == end_of_turn:
-        raise DataError("these conversations have no end of their own; upload them again")
-    packed = Packed(ids, end, config.block_size)
-    if not len(packed):
-        raise DataError(
-            f"no conversation in {name} has an answer within block_size={config.block_size} tokens"
-        )
-    return packed

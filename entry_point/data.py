@@ -1,8 +1,9 @@
-"""Batches, and evaluation."""
+"""What a batch is, and what an evaluation is."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 
 import torch
 import torch.nn as nn
@@ -10,79 +11,113 @@ from torch import Tensor
 
 from .config import Config, derive_seed
 from .conversations import IGNORED, Packed
-from .text import Corpus, Shards, unsigned
+from .distributed import Group
+from .text import Corpus, Ids, Shards, unsigned
 
-if TYPE_CHECKING:
-    from .distributed import Group
+PIECE = 1 << 16  # adjacent windows, of 128 MB where each has 1024 tokens of 2 bytes
+POOL = 16 * PIECE  # windows that are shuffled at once; their order takes 8 MB
 
 
 class Batches:
     """Training windows. The batch of a step is a pure function of (seed, step).
 
-    Each epoch starts at a random offset, splits the text into adjacent windows, and visits them in
-    random order. The few tokens that an epoch leaves out at either end are seen in other epochs.
-    Packed conversations are visited row by row.
+    Each epoch starts at a random offset, splits the text into adjacent windows, and visits each
+    once, in random order. The few tokens that an epoch leaves out at either end are seen in other
+    epochs. A text of more than POOL windows is shuffled by pieces first, and then within a pool of
+    16 of them, so that a disk reads a few places at a time. Packed conversations are visited row
+    by row.
     """
 
-    def __init__(
-        self, tokens: Tensor | Shards | Packed, config: Config, device: torch.device
-    ) -> None:
+    def __init__(self, tokens: Ids, config: Config, device: torch.device) -> None:
         self.tokens, self.device = tokens, device
         self.block_size, self.batch_size = config.block_size, config.batch_size
         self.seed = config.seed
         self.stride = stride(tokens, config)
-        n = len(tokens) - 1  # the last character is only ever a target
+        n = len(tokens) - 1  # the last token is only ever a target
         self.windows_per_epoch = max(1, (n - self.block_size + 1) // self.block_size)
         self.offsets = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
         if isinstance(tokens, Packed):
             self.windows_per_epoch, self.offsets = len(tokens) // self.stride, 1
-        self.epoch, self.starts = -1, torch.empty(0, dtype=torch.long)
+        self.newest = lru_cache(1)(self.shuffled)
+        self.thread = ThreadPoolExecutor(1)  # it begins with its first call
+        self.pending: dict[tuple[int, int, int], Future[Tensor]] = {}
+
+    def rows(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+        """This rank's slice of the step's batch: inputs and targets, int64 [rows, block_size]."""
+        read = self.read_ahead if isinstance(self.tokens, Shards) else self.read
+        return inputs_and_targets(read(step, rank, world_size), self.device)
+
+    def read(self, step: int, rank: int, world_size: int) -> Tensor:
+        """The ids of these rows, as they are stored: [rows, block_size + 1]."""
+        rows = self.batch_size // world_size
+        starts = self.window_starts(step)[rank * rows : (rank + 1) * rows]
+        return read_windows(self.tokens, starts, self.block_size)
+
+    def read_ahead(self, step: int, rank: int, world_size: int) -> Tensor:
+        """As `read`. A thread goes on to read the rows of the next step while this one computes.
+
+        It makes no CUDA call, which would break the recording of a graph. What it raises is raised
+        in the step that needs the rows.
+        """
+        found = self.pending.get((step, rank, world_size))
+        found = found or self.thread.submit(self.read, step, rank, world_size)
+        ahead = self.thread.submit(self.read, step + 1, rank, world_size)
+        self.pending = {(step + 1, rank, world_size): ahead}
+        return found.result()
 
     def window_starts(self, step: int) -> Tensor:
         """Where each window of the global batch begins: int64 [batch_size]."""
         parts, index, end = [], step * self.batch_size, (step + 1) * self.batch_size
         while index < end:
             epoch, place = divmod(index, self.windows_per_epoch)
-            if epoch != self.epoch:
-                generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
-                offset = torch.randint(self.offsets, (), generator=generator)
-                order = torch.randperm(self.windows_per_epoch, generator=generator)
-                self.epoch, self.starts = epoch, order.mul_(self.stride).add_(offset)
-            parts.append(self.starts[place : place + end - index])
+            pool, place = divmod(place, POOL)
+            parts.append(self.newest(epoch, pool)[place : place + end - index])
             index += len(parts[-1])
         return torch.cat(parts)
 
-    def rows(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-        """This rank's slice of the step's batch: inputs and targets, int64 [rows, block_size]."""
-        rows = self.batch_size // world_size
-        starts = self.window_starts(step)[rank * rows : (rank + 1) * rows]
-        return gather_windows(self.tokens, starts, self.block_size, self.device)
+    def shuffled(self, epoch: int, pool: int) -> Tensor:
+        """Where the windows of a pool of an epoch begin, in random order: int64 [at most POOL]."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
+        offset = torch.randint(self.offsets, (), generator=generator)
+        count = self.windows_per_epoch
+        windows = torch.arange(min(count, POOL))
+        if count > POOL:  # the pieces begin at a random window; the last may be short
+            first = torch.randint(count, (), generator=generator)
+            pieces = torch.randperm(count // PIECE, generator=generator)
+            pieces = torch.cat([pieces, torch.tensor([count // PIECE])])
+            pieces = pieces[pool * POOL // PIECE : (pool + 1) * POOL // PIECE]
+            windows = (pieces[:, None] * PIECE + torch.arange(PIECE)).flatten()
+            windows = (windows[windows < count] + first) % count
+            generator.manual_seed(derive_seed(self.seed, "epoch", epoch, pool))
+        order = torch.randperm(len(windows), generator=generator)
+        return windows[order] * self.stride + offset
 
 
-def stride(tokens: Tensor | Shards | Packed, config: Config) -> int:
-    """Tokens between the starts of adjacent windows.
-
-    That is block_size for text, where the last target of a window is the first input of the next,
-    and one more for packed rows.
-    """
+def stride(tokens: Ids, config: Config) -> int:
+    """Tokens from one window to the next: in text they share one, and packed rows share none."""
     return config.block_size + isinstance(tokens, Packed)
 
 
-def gather_windows(
-    tokens: Tensor | Shards | Packed, starts: Tensor, block_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the windows at `starts` [n]: int64 [n, block_size] on the device."""
-    windows = tokens[starts[:, None] + torch.arange(block_size + 1)]
+def read_windows(tokens: Ids, starts: Tensor, block_size: int) -> Tensor:
+    """The ids from each of `starts` [n] on, as they are stored: [n, block_size + 1]."""
+    length = block_size + 1
+    if isinstance(tokens, Shards):
+        return torch.stack([tokens[start : start + length] for start in starts.tolist()])
+    return tokens[0 : len(tokens)].unfold(0, length, 1).index_select(0, starts)
+
+
+def inputs_and_targets(windows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of windows as they are stored: int64 [n, block_size] on the device."""
     pinned = device.type == "cuda"  # then the host does not wait for the copy
     windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
-    if isinstance(tokens, Packed):
-        ids = torch.where(windows < 0, ~windows, windows).long()
-        return ids[:, :-1], ids.masked_fill(windows < 0, IGNORED)[:, 1:]
-    windows = unsigned(windows)
-    return windows[:, :-1], windows[:, 1:]
+    ids = unsigned(windows)
+    if windows.dtype != torch.int32:
+        return ids[:, :-1], ids[:, 1:]
+    ignored = ids < 0  # conversations have ~id for what is not learned
+    return torch.where(ignored, ~ids, ids)[:, :-1], ids.masked_fill(ignored, IGNORED)[:, 1:]
 
 
-def eval_windows(val: Tensor | Shards | Packed, config: Config) -> tuple[Tensor, ...]:
+def eval_windows(val: Ids, config: Config) -> tuple[Tensor, ...]:
     """Where the windows of an evaluation begin, in chunks. They are spread evenly, not overlapping.
 
     There is at least one, and the chunks do not depend on the number of ranks.
@@ -97,43 +132,36 @@ def eval_windows(val: Tensor | Shards | Packed, config: Config) -> tuple[Tensor,
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    val: Tensor | Shards | Packed,
-    config: Config,
-    group: Group,
-    end: int | None = None,
+    model: nn.Module, val: Ids, config: Config, group: Group, end: int | None = None
 ) -> float:
-    """Mean loss in nats per learned token over eval_windows; end is as in GPT.forward.
+    """Mean loss in nats per learned token of the eval_windows; end is as in GPT.forward.
 
     Each chunk is computed by one rank, and the chunks are added up in order, so any number of
     ranks gets the same loss from the same weights.
     """
     chunks = eval_windows(val, config)
-    if isinstance(val, Packed):
-        counts = [int(val.learned[chunk // stride(val, config)].sum()) for chunk in chunks]
-    else:
-        counts = [len(chunk) for chunk in chunks]
-    losses = torch.zeros(len(chunks), dtype=torch.float32, device=group.device)
+    sums = torch.zeros(2, len(chunks), device=group.device)
     model.eval()
     for index in range(group.rank, len(chunks), group.world_size):
-        x, y = gather_windows(val, chunks[index], config.block_size, group.device)
-        losses[index] = model(x, y, end=end, chats=isinstance(val, Packed))
+        windows = read_windows(val, chunks[index], config.block_size)
+        x, y = inputs_and_targets(windows, group.device)
+        sums[0, index] = model(x, y, end=end, chats=isinstance(val, Packed))
+        sums[1, index] = (y != IGNORED).sum()
     model.train()
-    per_chunk = group.sum_(losses).tolist()
-    return sum(loss * n for loss, n in zip(per_chunk, counts, strict=True)) / sum(counts)
+    losses, counts = group.sum_(sums).tolist()
+    return sum(loss * n for loss, n in zip(losses, counts, strict=True)) / sum(counts)
 
 
 def bytes_per_token(corpus: Corpus, config: Config) -> float:
-    """The mean number of UTF-8 bytes per token that an evaluation predicts and that is learned.
+    """The mean number of UTF-8 bytes of the learned tokens of the eval_windows.
 
     End-of-document tokens count zero bytes, but their loss still counts.
     """
     lengths = torch.tensor([len(word) for word in corpus.tokenizer.words])
-    chunks = eval_windows(corpus.val, config)
-    cpu = torch.device("cpu")
-    targets = (gather_windows(corpus.val, c, config.block_size, cpu)[1] for c in chunks)
-    if isinstance(corpus.val, Packed):
-        learned = torch.cat([lengths[ids[ids >= 0]] for ids in targets])
-        return learned.double().mean().item()
-    means = [(lengths[ids].double().mean().item(), len(ids)) for ids in targets]
-    return sum(mean * n for mean, n in means) / sum(n for _, n in means)
+    n_bytes = n_tokens = 0
+    for starts in eval_windows(corpus.val, config):
+        windows = read_windows(corpus.val, starts, config.block_size)
+        _, targets = inputs_and_targets(windows, torch.device("cpu"))
+        learned = targets[targets != IGNORED]
+        n_bytes, n_tokens = n_bytes + int(lengths[learned].sum()), n_tokens + len(learned)
+    return n_bytes / n_tokens

@@ -9,10 +9,9 @@ from pathlib import Path
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Opens a regular file to read: a named pipe would block, and a device may never end.
+    """Opens a regular file to read. Raises OSError if it is of another kind, or cannot be opened.
 
-    Raises:
-        OSError: it is of another kind, or cannot be opened.
+    A named pipe would block, and a device may never end.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -20,7 +20,7 @@ from .conversations import CHAT_TEMPLATE, END_OF_TURN
 from .errors import ConfigError, FormatError, TrainingError, is_out_of_memory
 from .kernels import NORM_EPS
 from .model import GPT, activation_name
-from .text import Tokenizer, plain_name, read_json
+from .text import Tokenizer, read_json
 
 MODEL_FILES = (
     "config.json",
@@ -374,10 +374,10 @@ def load_pretrained(model: GPT, directory: Path) -> None:
     index, files = directory / "model.safetensors.index.json", {"model.safetensors"}
     try:
         if index.exists():
-            files = {plain_name(name) for name in read_json(index)["weight_map"].values()}
+            files = {Path(name).name for name in read_json(index)["weight_map"].values()}
         for name in sorted(files):
             tensors |= read_safetensors(directory / name, largest=1 << 24)[0]
-    except (OSError, KeyError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"the weights in {directory} cannot be read: {error}") from None
     if model.head is None:  # published files may hold the tied head too
         tensors.pop("lm_head.weight", None)

@@ -1,12 +1,14 @@
-"""The text: characters, or tokens that `upload-data --tokenizer` made."""
+"""The text as ids: of its characters, or tokens that `upload-data --tokenizer` made."""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from .config import Config
 from .container import Container
-from .conversations import END_OF_TURN, Packed, pack
+from .conversations import END_OF_TURN, Packed
 from .errors import DataError, counted
 from .files import open_file, read_file
 
@@ -25,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text as ids: train and val are 1-D, of the smallest type that holds the vocabulary."""
+    """The text as ids: train and val are of the smallest type that holds the vocabulary."""
 
     tokenizer: Tokenizer
-    train: Tensor | Shards | Packed
-    val: Tensor | Shards | Packed
+    train: Ids
+    val: Ids
     sha256: str
 
     @property
@@ -41,40 +43,40 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     """The tokens in the channel, or else its text by characters.
 
     Raises:
-        DataError: text is missing, unreadable, not UTF-8, or too short.
+        DataError: text is missing, damaged, not UTF-8, or does not fit the config or the model.
         ConfigError: it is not the same on every host.
     """
-    if container.training is None:
+    if (directory := container.training) is None:
         raise DataError("no text: name it with --data FILE")
     start = read_tokenizer(container.init_from) if container.init_from else None
-    tokens = (container.training / "meta.json").exists()
-    if start is not None and start.unit == "tokens" and not tokens:
-        raise DataError(
-            f"the initial model was trained on subword tokens, and this is text; {ENCODE_AGAIN}"
-        )
-    corpus = read_tokens(container, config) if tokens else read_text(container, config, start)
-    if start is not None and corpus.tokenizer.words != start.words:
-        raise DataError(f"the tokens are not those of the initial model; {ENCODE_AGAIN}")
+    encoded = (directory / "meta.json").exists()
+    corpus = read_tokens(directory, config) if encoded else read_text(container, config, start)
     advice = "every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
     group.check_same({"the SHA-256 of the text": corpus.sha256}, advice)
-    if config.mask_documents and corpus.tokenizer.end is None:
-        raise DataError("mask_documents needs tokens, whose documents have an end; leave it out")
-    if 0 < config.vocab_size < len(corpus.tokenizer):
-        raise DataError(
-            f"vocab_size={config.vocab_size}: the text has {len(corpus.tokenizer)} different"
-            f" {corpus.tokenizer.unit}"
-        )
-    for name, part in (("training", corpus.train), ("validation", corpus.val)):
-        if len(part) < config.block_size + 1:
-            raise DataError(
-                f"the {name} text has {len(part)} {corpus.tokenizer.unit}, and one window of"
-                f" block_size={config.block_size} needs {config.block_size + 1};"
-                " add more text, or set a smaller block_size"
-            )
+    if problem := misfit(corpus, container, config, start):
+        raise DataError(problem)
     return corpus
 
 
-ENCODE_AGAIN = "encode the text with its tokenizer, by upload-data --tokenizer"
+def misfit(corpus: Corpus, container: Container, config: Config, start: Tokenizer | None) -> str:
+    """Why a run of this config, from the model of `start`, cannot learn from the text; or ''."""
+    tokenizer, unit, size = corpus.tokenizer, corpus.tokenizer.unit, config.block_size
+    if start is not None and tokenizer.words != start.words:
+        return "the initial model has other tokens; encode it: upload-data --tokenizer MODEL"
+    if unit == "tokens" and container.validation is not None:
+        return "the tokens hold their own validation text; leave out the other channel"
+    if config.mask_documents and tokenizer.end is None:
+        return "mask_documents needs tokens, whose documents have an end; leave it out"
+    if config.short_windows and corpus.is_chat:
+        return "short_windows would cut conversations: set short_windows=0"
+    if 0 < config.vocab_size < len(tokenizer):
+        return f"vocab_size={config.vocab_size}: the text has {len(tokenizer)} different {unit}"
+    for name, part in (("training", corpus.train), ("validation", corpus.val)):
+        if corpus.is_chat and not len(part):
+            return f"no {name} conversation has an answer within block_size={size} tokens"
+        if len(part) < size + 1:
+            return f"the {name} text has {len(part)} {unit}; block_size={size} needs {size + 1}"
+    return ""
 
 
 def read_text(container: Container, config: Config, start: Tokenizer | None) -> Corpus:
@@ -85,18 +87,13 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
     """
     sha256, parts = hashlib.sha256(), []
     for channel in (container.training, container.validation):
-        if channel is None:
-            continue
-        digest = hashlib.sha256()
-        parts.append([piece for path in text_files(channel) for piece in code_points(path, digest)])
-        if not parts[-1]:
-            raise DataError(f"{channel}: no text in it")
-        sha256.update(digest.hexdigest().encode())
-    seen = torch.cat([distinct(part) for part in parts]).unique()
-    characters = [] if start is None else [word.decode() for word in start.words]
-    if any(len(character) != 1 for character in characters):
-        raise DataError("the initial model has words, not characters, and this is text")
-    known = seen if start is None else torch.tensor([*map(ord, characters)])
+        if channel is not None:
+            digest, files = hashlib.sha256(), text_files(channel)
+            parts.append([piece for path in files for piece in code_points(path, digest)])
+            sha256.update(digest.hexdigest().encode())
+    known = seen = distinct(chain(*parts))
+    if start is not None and start.unit == "characters":
+        known = torch.tensor([ord(word.decode()) for word in start.words])
     if unknown := seen[~torch.isin(seen, known)].tolist():
         raise DataError(
             f"the text has {counted(len(unknown), 'character')} that the initial model does not"
@@ -113,15 +110,29 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
     return Corpus(tokenizer, train, rest[0], sha256.hexdigest())
 
 
+LARGEST_TEXT = 2 * 10**9  # bytes; each rank holds all of the text in memory
+
+
 def text_files(path: Path) -> list[Path]:
-    """The file itself, or *.txt and *.md below a directory, sorted. Raises DataError for none."""
-    if path.is_file():
-        return [path]
-    ends = (".txt", ".md")
-    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in ends and p.is_file())
-    if not files:
-        there = "no *.txt or *.md file in it" if path.is_dir() else "no such file or directory"
-        raise DataError(f"{path}: {there}")
+    """The file itself, or *.txt and *.md below a directory, sorted.
+
+    Raises DataError if there is no text, or more than LARGEST_TEXT.
+    """
+    files, problem = [path], ""
+    if not path.is_file():
+        found = (p for p in path.rglob("*") if p.suffix.lower() in (".txt", ".md"))
+        files = sorted(p for p in found if p.is_file())
+    size = sum(file.stat().st_size for file in files)
+    if not path.exists():
+        problem = "no such file or directory"
+    elif not size:
+        problem = "no text in it" if files else "no *.txt or *.md file in it"
+    elif size > LARGEST_TEXT:
+        problem = (
+            f"{size / 1e9:.1f} GB of characters; make tokens of them: upload-data --tokenizer bpe"
+        )
+    if problem:
+        raise DataError(f"{path}: {problem}")
     return files
 
 
@@ -145,15 +156,15 @@ def code_points(path: Path, digest: Any) -> Iterator[Tensor]:
                     ascii_only = text.isascii()
                     codes = bytearray(text, "ascii" if ascii_only else "utf-32-le")
                     yield torch.frombuffer(codes, dtype=torch.uint8 if ascii_only else torch.int32)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        byte = position - len(error.object) + error.start
-        raise DataError(f"{path}: not UTF-8 text (byte {byte})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        problem = getattr(error, "strerror", "")
+        if isinstance(error, UnicodeDecodeError):
+            problem = f"not UTF-8 text (byte {position - len(error.object) + error.start})"
+        raise DataError(f"{path}: {problem}") from None
     digest.update(position.to_bytes(8, "little"))  # the ends of files count too
 
 
-def distinct(pieces: Sequence[Tensor]) -> Tensor:
+def distinct(pieces: Iterable[Tensor]) -> Tensor:
     """The different characters of a text, sorted: int64. torch.unique would sort the whole text."""
     counts = (torch.bincount(piece, minlength=1 << 7) for piece in pieces)
     return torch.cat([count.nonzero().flatten() for count in counts]).unique()
@@ -167,83 +178,68 @@ def look_up(table: Tensor, pieces: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def read_tokens(container: Container, config: Config) -> Corpus:
-    """Maps the shards that `upload-data --tokenizer` wrote; meta.json describes them."""
-    directory = container.training
-    assert directory is not None
-    if container.validation is not None:
-        raise DataError("the tokens hold their own validation text; leave out the other channel")
+def read_tokens(directory: Path, config: Config) -> Corpus:
+    """The tokens that `upload-data --tokenizer` wrote in shards; meta.json describes them.
+
+    Raises DataError if a file is missing, damaged, or of another tokenizer.
+    """
     try:
         meta = read_json(directory / "meta.json")
         tokenizer = Tokenizer(read_json(directory / "tokenizer.json"), meta["end_of_text"])
-        dtypes = {"uint16": torch.int16, "uint32": torch.int32, "int32": torch.int32}
-        dtype, chats = dtypes[meta["dtype"]], meta["dtype"] == "int32"
-        parts = []
-        for name in ("train", "val"):
-            shards = []
-            for shard in meta[name]["shards"]:
-                path = directory / plain_name(shard["name"])
-                shards.append(mapped(path, shard["tokens"], dtype))
-                if not len(shards[-1]) <= len(shards[0]) == len(shards[max(0, len(shards) - 2)]):
-                    raise DataError(f"{path}: only the last shard may be shorter than the others")
-                # Only the first million ids: on FastFile, to read a shard is to download it.
-                first = unsigned(shards[-1][: 1 << 20])
-                if int((first ^ (first >> 63)).max()) >= len(tokenizer):
-                    raise DataError(f"{path} has ids beyond the {len(tokenizer)} of the tokenizer")
-            ends = tokenizer.end, tokenizer.special.get(END_OF_TURN)
-            parts.append(pack(name, torch.cat(shards), *ends, config) if chats else Shards(shards))
-    except OSError as error:
-        raise DataError(f"{error.filename}: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        dtype = {"uint16": torch.int16, "uint32": torch.int32, "int32": torch.int32}[meta["dtype"]]
+        parts: list[Any] = []
+        for part in ("train", "val"):
+            sizes = {Path(shard["name"]).name: shard["tokens"] for shard in meta[part]["shards"]}
+            files = [mapped(directory / n, sizes[n], dtype, len(tokenizer)) for n in sizes]
+            parts.append(Shards(files))
+    except (KeyError, TypeError) as error:
         raise DataError(f"{directory / 'meta.json'} cannot be read: {error!r}") from None
     sha256 = hashlib.sha256((directory / "meta.json").read_bytes()).hexdigest()
+    if meta["dtype"] == "int32":  # of conversations
+        end, size = tokenizer.special[meta["end_of_text"]], config.block_size
+        parts = [Packed(part[0 : len(part)], end, size) for part in parts]
     return Corpus(tokenizer, parts[0], parts[1], sha256)
 
 
-def mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
+def mapped(path: Path, size: int, dtype: torch.dtype, vocabulary: int) -> Tensor:
     """The ids in a file, read from it as they are used. Raises DataError."""
-    if path.stat().st_size != size * dtype.itemsize:
-        raise DataError(f"{path} is damaged: its size is not that in meta.json")
-    try:  # not shared, since a FUSE mount, as FastFile's, may refuse shared maps
-        return torch.from_file(str(path), shared=False, size=size, dtype=dtype)
-    except RuntimeError as error:
-        raise DataError(f"{path}: {error}; --input-mode File copies it first") from None
+    if not path.is_file() or path.stat().st_size != size * dtype.itemsize:
+        raise DataError(f"{path} is missing or damaged: its size is not that in meta.json")
+    # Not shared, since a FUSE mount, as FastFile's, may refuse shared maps.
+    ids = torch.from_file(str(path), shared=False, size=size, dtype=dtype)
+    # Only the first million ids: on FastFile, to read a shard is to download it.
+    first = unsigned(ids[: 1 << 20])
+    if int((first ^ (first >> 63)).max()) >= vocabulary:
+        raise DataError(f"{path} has ids beyond the {vocabulary} of the tokenizer")
+    return ids
 
 
 class Shards:
-    """Ids in files of equal length (but the last), mapped into memory; one sequence, as a tensor.
+    """Ids in mapped files, as one sequence. They are of int32, or of int16, as which uint16 is."""
 
-    They are of int16, which may stand for uint16, or int32.
-    """
-
-    def __init__(self, parts: Sequence[Tensor]) -> None:
-        self.parts, self.each = parts, len(parts[0])
+    def __init__(self, files: Sequence[Tensor]) -> None:
+        self.files, self.ends = files, [*accumulate(map(len, files))]
 
     def __len__(self) -> int:
-        return sum(map(len, self.parts))
+        return sum(map(len, self.files))
 
-    def __getitem__(self, places: Tensor) -> Tensor:
-        found = torch.empty_like(places, dtype=self.parts[0].dtype)
-        shards = places // self.each
-        for index in shards.unique().tolist():
-            here = shards == index
-            found[here] = self.parts[index][places[here] - index * self.each]
-        return found
+    def __getitem__(self, places: slice) -> Tensor:
+        """The ids from start to stop, which may lie in several files."""
+        start, found = places.start, []
+        while start < places.stop:
+            index = bisect(self.ends, start)
+            rest = self.files[index][start - self.ends[index] :]
+            found.append(rest[: places.stop - start])
+            start += len(found[-1])
+        return torch.cat(found)
+
+
+Ids = Tensor | Shards | Packed
 
 
 def unsigned(ids: Tensor) -> Tensor:
     """The ids as int64; int16 stands for uint16."""
     return ids.long() & 0xFFFF if ids.dtype == torch.int16 else ids.long()
-
-
-def plain_name(name: Any) -> str:
-    """The name of a file. Raises DataError if it may lie in another directory."""
-    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
-        raise DataError(f"{name!r} is no plain name of a file")
-    return name
-
-
-MOST_IDS = 1 << 20
 
 
 class Tokenizer:
@@ -260,40 +256,26 @@ class Tokenizer:
         self.document, self.end_of_text, self.chats = document, end_of_text, chats
         try:
             vocab, added = document["model"]["vocab"], document["added_tokens"]
-            special = {token["id"]: token["content"] for token in added if token["special"]}
+            self.unit = {"WordLevel": "characters", "BPE": "tokens"}[document["model"]["type"]]
             if self.unit == "characters":
-                if sorted(vocab.values()) != [*range(len(vocab))]:
-                    raise DataError("tokenizer.json lacks an id, or has one twice")
                 words = {id: word.encode() for word, id in vocab.items()}
             else:
                 byte = byte_characters()
                 plain = (word for word in vocab if byte.keys() >= set(word))
                 words = {vocab[word]: bytes(byte[c] for c in word) for word in plain}
-            words |= {t["id"]: t["content"].encode() for t in added if not t["special"]}
-            size = max([*words, *special]) + 1
-            if size > MOST_IDS:
-                raise DataError(f"tokenizer.json has ids up to {size}")
-            self.words = [b"" if id in special else words.get(id, b"") for id in range(size)]
+            self.special = {token["content"]: token["id"] for token in added if token["special"]}
+            words |= {t["id"]: b"" if t["special"] else t["content"].encode() for t in added}
+            self.words = [words.get(id, b"") for id in range(max(words) + 1)]
+            self.end = self.special[end_of_text] if end_of_text is not None else None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"tokenizer.json cannot be read: {error!r}") from None
-        ends = [id for id, content in special.items() if content == end_of_text]
-        if end_of_text is not None and not ends:
-            raise DataError(f"tokenizer.json has no special token {end_of_text!r}")
-        self.end = ends[0] if ends else None
-        self.special = {content: id for id, content in special.items()}
+            kinds = "BPE over bytes, or of characters"
+            raise DataError(f"tokenizer.json is no tokenizer of {kinds}: {error!r}") from None
         self.ends = {self.end, self.special.get(END_OF_TURN) if chats else None}  # of a text
         first = self.words.index(b"\n") if b"\n" in self.words else 0
         self.start = first if self.end is None else self.end
 
     def __len__(self) -> int:
         return len(self.words)
-
-    @property
-    def unit(self) -> str:
-        units = {"WordLevel": "characters", "BPE": "tokens"}
-        if (model := self.document["model"]["type"]) not in units:
-            raise DataError(f"tokenizer.json is of {model}, and must be of BPE over bytes")
-        return units[model]
 
     def word(self, id: int) -> bytes:
         """The bytes of an id; b"" for a row beyond the vocabulary, as published models have."""
@@ -319,26 +301,21 @@ def character_tokenizer(vocabulary: str) -> dict[str, Any]:
     The format needs an unknown token in the vocabulary, or other tools raise an error for an
     unknown character; a space is the least harmful. Our own sampler refuses such characters.
     """
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": r"[\s\S]"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {character: index for index, character in enumerate(vocabulary)},
-            "unk_token": " " if " " in vocabulary else vocabulary[0],
-        },
-    }
+    vocab = {character: index for index, character in enumerate(vocabulary)}
+    unknown = " " if " " in vocab else vocabulary[0]
+    return dict(
+        version="1.0",
+        truncation=None,
+        padding=None,
+        added_tokens=[],
+        normalizer=None,
+        pre_tokenizer=dict(
+            type="Split", pattern={"Regex": r"[\s\S]"}, behavior="Isolated", invert=False
+        ),
+        post_processor=None,
+        decoder={"type": "Fuse"},
+        model=dict(type="WordLevel", vocab=vocab, unk_token=unknown),
+    )
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
@@ -355,10 +332,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises DataError."""
     try:
         found = json.loads(read_file(path, LARGEST_JSON))
+        problem = "" if isinstance(found, dict) else "holds no JSON object"
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
+        problem = str(error.strerror)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds no JSON object")
+        problem = f"is no JSON: {error}"
+    if problem:
+        raise DataError(f"{path}: {problem}")
     return found

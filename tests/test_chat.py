@@ -36,12 +36,13 @@ from runs import metrics, run, words
 from starlette.testclient import TestClient
 from test_play import LETTERS, served
 
-from entry_point.config import Config
-from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, IGNORED, TURN, Packed, pack
+from entry_point.config import Config, Options
+from entry_point.container import read_container
+from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, IGNORED, TURN, Packed
 from entry_point.data import Batches, evaluate
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import DataError
-from entry_point.text import read_tokenizer
+from entry_point.text import load_corpus, read_tokenizer
 from launcher.cli.chat import Conversation, converse
 from launcher.models.chat import Chat, Message, TooLong, difference
 from launcher.models.encoder import LONGEST
@@ -277,13 +278,11 @@ def test_a_launch_refuses_a_context_that_holds_no_answer(launched, home):
 def test_the_context_that_a_launch_names_is_the_least(launched, tuned):
     _, _, data = tuned
     needed = json.loads(Path(f"{data}.json").read_text())["answers"]
-    tokenizer = read_tokenizer(data)
-    ends = tokenizer.end, tokenizer.special[END_OF_TURN]
+    end: Any = read_tokenizer(data).end
     for part, least in needed.items():
         ids = tensor(memoryview((data / f"{part}-00000.bin").read_bytes()).cast("i"))
-        assert len(pack(part, ids, *ends, Config(block_size=least)))
-        with pytest.raises(DataError):
-            pack(part, ids, *ends, Config(block_size=least - 1))
+        assert len(Packed(ids, end, least))
+        assert not len(Packed(ids, end, least - 1))
 
 
 def test_a_preset_has_no_short_windows_for_conversations(launched, monkeypatch):
@@ -420,13 +419,16 @@ def test_a_long_conversation_ends_with_an_answer_that_fits():
 
 
 @pytest.mark.parametrize(
-    ("end", "changes"),
-    [(END, {"short_windows": 0.5}), (None, {}), (7, {}), (END, {"block_size": 2})],
+    ("values", "said"),
+    [
+        ({"block_size": 128, "short_windows": 0.5}, "short_windows would cut conversations"),
+        ({"block_size": 4}, "no training conversation has an answer within block_size=4"),
+    ],
 )
-def test_conversations_that_cannot_be_packed_are_refused(end, changes):
-    ids = tensor([~1, ~2, ~3, 4, ~(end or END)])
-    with pytest.raises(DataError):
-        pack("train", ids, end, 7, Config(**{"block_size": 8, **changes}))
+def test_conversations_that_cannot_be_packed_are_refused(tuned, values, said):
+    container = read_container({}, Options(data=str(tuned[2])))
+    with pytest.raises(DataError, match=said):
+        load_corpus(container, Config(**values), Mock())
 
 
 @given(st.integers(0, 1000))
@@ -438,7 +440,7 @@ def test_means_of_passes_make_the_mean_of_the_batch(seed):
     packed = Packed(tensor(id for chat in chats for id in chat), END, block_size=9)
     starts = torch.arange(12) * 10 % len(packed)
     losses = torch.rand(12, 9, generator=torch.Generator().manual_seed(seed))
-    learned = packed[starts[:, None] + torch.arange(1, 10)] >= 0
+    learned = packed.rows[starts // 10][:, 1:] >= 0
     wanted = float(losses[learned].mean())
     for world_size, passes in ((1, 1), (2, 3), (4, 1), (3, 2)):
         total = 0.0

@@ -219,7 +219,10 @@ def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], objec
         (lambda file, index: file.write_bytes(file.read_bytes()[:-1]), "is damaged"),
         (lambda file, index: file.write_bytes(b"\1\0\0\1" + bytes(1 << 25)), "is damaged"),
         (lambda file, index: index.write_text("{}"), "weight_map"),
-        (lambda file, index: index.write_text(index.read_text().replace("model-", "../")), "'../"),
+        (
+            lambda file, index: index.write_text(index.read_text().replace("model-", "../")),
+            "qwen/0.*",
+        ),
         (lambda file, index: change_tensors(file, lambda t: t.pop(NORM)), f"{NORM} is nothing"),
     ],
     ids=["missing", "cut", "vast header", "no map", "elsewhere", "other name"],
@@ -253,11 +256,6 @@ def test_the_tuning_rate_of_muon_is_not_for_adamw(start, optimizer, rate):
 def test_data_unlike_the_initial_model_is_refused(
     start, documents, byte_pairs, published, tmp_path
 ):
-    of_words = shutil.copytree(start, tmp_path / "words")
-    document = json.loads((of_words / "tokenizer.json").read_text())
-    vocabulary = document["model"]["vocab"]
-    vocabulary["word"] = vocabulary.pop("a")
-    (of_words / "tokenizer.json").write_text(json.dumps(document))
     strange = tmp_path / "strange.txt"
     strange.write_text("hōllo wūrld\n" * 99)
     encode(documents, byte_pairs, tmp_path / "tokens")
@@ -265,7 +263,6 @@ def test_data_unlike_the_initial_model_is_refused(
         (start, strange, ": 'ō', 'ū'"),
         (start, tmp_path / "tokens", "upload-data --tokenizer"),
         (published, strange, "upload-data --tokenizer"),
-        (of_words, documents, "the initial model has words"),
     ):
         container = read_container({}, Options(data=str(data), init_from=str(model)))
         group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)

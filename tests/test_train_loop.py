@@ -52,7 +52,7 @@ from entry_point import train
 from entry_point.checkpoint import Checkpoints, read_safetensors
 from entry_point.config import Config, Options
 from entry_point.container import read_container
-from entry_point.data import evaluate, gather_windows
+from entry_point.data import evaluate, inputs_and_targets, read_windows
 from entry_point.device import can_use_graph, choose_precision, compiling_pays
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import ConfigError, DataError, TrainingError
@@ -943,9 +943,9 @@ def test_every_evaluation_takes_the_same_spread_windows(tmp_path, monkeypatch, n
 
     def spy(tokens: Any, places: Any, *where: Any) -> Any:
         seen.extend(places.tolist())
-        return gather_windows(tokens, places, *where)
+        return read_windows(tokens, places, *where)
 
-    monkeypatch.setattr("entry_point.data.gather_windows", spy)
+    monkeypatch.setattr("entry_point.data.read_windows", spy)
     first = loss_of(trainer)
     starts = seen.copy()
     torch.manual_seed(5)
@@ -965,7 +965,8 @@ def test_evaluation_is_the_mean_loss_without_dropout(tmp_path):
     trainer.model.load_state_dict(lively(trainer.config).state_dict())
     value = loss_of(trainer)
     assert trainer.model.training  # on which goes with dropout
-    x, y = gather_windows(trainer.corpus.val, torch.arange(62) * 32, 32, torch.device("cpu"))
+    windows = read_windows(trainer.corpus.val, torch.arange(62) * 32, 32)
+    x, y = inputs_and_targets(windows, torch.device("cpu"))
     trainer.model.eval()
     with torch.no_grad():
         assert value == pytest.approx(trainer.model(x, y).item(), rel=1e-5)
