@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .config import Options
-from .errors import ConfigError, DataError, TrainingError
+from .errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -37,47 +37,31 @@ class Container:
 def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], str, str | None]:
     """The job's hosts, which of them this one is, and the network interface between them.
 
-    On hosts after the first, mpirun carries SM_* through /etc/environment, which cuts some of them,
-    so a value that cannot be read is looked up in the file that every host has. Raises
-    TrainingError if neither has it.
+    On hosts after the first, mpirun carries SM_* through /etc/environment, which strips quotes.
+    SM_HOSTS is no JSON there, and the file, which is the same on all hosts, takes its place.
     """
-    try:
-        resources = json.loads(config_file.read_text())
-        hosts = resources["hosts"]
-    except (OSError, ValueError, KeyError, TypeError):
-        resources, hosts = {}, []
+    found = json.loads(config_file.read_text()) if config_file.exists() else {}
     with suppress(KeyError, ValueError):
-        hosts = json.loads(env["SM_HOSTS"]) or hosts
-    current_host = env.get("SM_CURRENT_HOST")
-    if current_host not in hosts:
-        current_host = resources.get("current_host")
-    if current_host is None or current_host not in hosts:
-        raise TrainingError(
-            f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
-            f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
-            f" {'names no other' if config_file.exists() else 'is missing'}"
-        )
-    return hosts, current_host, resources.get("network_interface_name")
+        found.update(hosts=json.loads(env["SM_HOSTS"]), current_host=env["SM_CURRENT_HOST"])
+    return found["hosts"], found["current_host"], found.get("network_interface_name")
 
 
 def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | None, Path | None]:
     """The directories of the text, and of the text for validation and the model to start from.
 
-    Raises DataError if the `training` channel is missing, or a channel is no directory.
+    Raises DataError if the `training` channel is missing.
     """
 
     def channel(name: str) -> Path | None:
-        variable = f"SM_CHANNEL_{name.upper()}"
-        path = Path(env.get(variable) or channels / name)
-        if env.get(variable) and not path.is_dir():
-            raise DataError(f"{variable}={path}: no such directory")
-        return path if path.is_dir() else None
+        if named := env.get(f"SM_CHANNEL_{name.upper()}"):
+            return Path(named)
+        return channels / name if (channels / name).is_dir() else None
 
     training = channel("training")
     if training is None:
-        there = sorted(p.name for p in channels.iterdir()) if channels.is_dir() else []
+        names = sorted(p.name for p in channels.iterdir()) if channels.is_dir() else []
         raise DataError(
-            f"the channel 'training' is missing; the job's channels: {', '.join(there) or 'none'}"
+            f"the channel 'training' is missing; the job's channels: {', '.join(names) or 'none'}"
         )
     return training, channel("validation"), channel("model")
 
@@ -93,9 +77,9 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     by_hand = options.data or options.resume
     inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
     inside = inside or (config_file.exists() and not by_hand)
-    for name in ("data", "resume", "out", "validation", "init_from"):
-        if inside and getattr(options, name):
-            raise ConfigError(f"--{name}: in a container SageMaker sets the paths; leave it out")
+    names = ("data", "resume", "out", "validation", "init_from")
+    if inside and (given := [f"--{name}" for name in names if getattr(options, name)]):
+        raise ConfigError(f"leave out {', '.join(given)}: in a container SageMaker sets the paths")
     if not inside:
         new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
         out = Path(options.resume or options.out or new)

@@ -23,27 +23,26 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
     """
     if config.device == "cpu":  # without a look at CUDA, which a process must not ask and then fork
         return "cpu"
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if container.num_gpus and seen != container.num_gpus:
-        raise TrainingError(
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    mps = torch.backends.mps.is_available()
+    available = {"auto": True, "cuda": gpus > 0, "mps": mps}
+    problem = ""
+    if container.num_gpus and gpus != container.num_gpus:
+        problem = (
             f"the host has {counted(container.num_gpus, 'GPU')} but torch {torch.__version__} sees"
-            f" {seen}; use a container image for GPUs with a CUDA that the host's driver supports,"
+            f" {gpus}; use a container image for GPUs with a CUDA that the host's driver supports,"
             " or set device=cpu"
         )
-    if config.device == "cuda" and not seen:
-        raise TrainingError(
-            f"device=cuda, but torch {torch.__version__} sees no GPU; device=auto runs without one"
+    elif not available[config.device]:
+        problem = (
+            f"device={config.device}, but torch {torch.__version__} sees no such GPU; device=auto"
+            " runs without it"
         )
-    if seen and config.device != "mps":
-        return "cuda"
-    mps = torch.backends.mps.is_available()
-    if config.device == "mps" and not mps:
-        raise TrainingError(
-            f"device=mps, but torch {torch.__version__} sees none; device=auto runs without it"
-        )
-    if config.device == "mps" and processes > 1:
-        raise TrainingError(f"device=mps is one device; {processes} processes cannot share it")
-    return "mps" if mps and processes == 1 else "cpu"
+    if problem:
+        raise TrainingError(problem)
+    if config.device != "auto":
+        return config.device
+    return "cuda" if gpus else "mps" if mps and processes == 1 else "cpu"
 
 
 def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.device:
@@ -58,7 +57,8 @@ def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.dev
     if ranks.local_world_size != gpus:
         raise TrainingError(
             f"this host has {counted(gpus, 'GPU')}, and {ranks.launcher} started"
-            f" {counted(ranks.local_world_size, 'process')} on it; each GPU takes one"
+            f" {counted(ranks.local_world_size, 'process')} on it; each GPU takes one, and"
+            " CUDA_VISIBLE_DEVICES chooses among them"
         )
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
@@ -68,17 +68,9 @@ def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.dev
 def local_processes(config: Config, container: Container, options: Options) -> int:
     """How many processes this host runs: one per GPU; on a CPU as many as asked for, or one."""
     device = choose_device(config, container, options.processes or 1)
-    if device == "cpu":
-        return options.processes or options.processes_before or 1
-    if device == "mps":
-        return 1
-    gpus = torch.cuda.device_count()
-    if options.processes not in (0, gpus):
-        raise TrainingError(
-            f"processes={options.processes}, but the host has {counted(gpus, 'GPU')} and each takes"
-            " one process; CUDA_VISIBLE_DEVICES chooses among them"
-        )
-    return gpus
+    if device == "cuda":
+        return options.processes or torch.cuda.device_count()
+    return options.processes or (device == "cpu" and options.processes_before) or 1
 
 
 def share_cores(processes: int) -> None:

@@ -40,14 +40,13 @@ def failure_report(error: BaseException) -> str:
     known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
     if toolkit and known not in line:
         line += f" [{known}]"  # SageMaker's toolkit knows only the names of Python's own errors
-    if isinstance(error, (TrainingError, KeyboardInterrupt, BrokenPipeError)):
+    if isinstance(error, (TrainingError, BrokenPipeError)):
         return line
     if not toolkit:
         return "".join(traceback.format_tb(error.__traceback__)) + line
     frames = traceback.extract_tb(error.__traceback__)
-    return "\n".join(
-        [*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line]
-    )
+    at = [f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames]
+    return "\n".join([*at, line])
 
 
 def report_failure(failure: str) -> None:
@@ -55,14 +54,10 @@ def report_failure(failure: str) -> None:
 
     Only the first rank to fail writes there; the others may fail because of it.
     """
-    line = failure.rpartition("\n")[2]
-    if "SM_CURRENT_HOST" in os.environ and re.match(r"\w+: ", line):
-        base = Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
-        with (
-            suppress(OSError),
-            (base / "output/failure").open("x", errors="backslashreplace") as file,
-        ):
-            file.write(line)
+    if "SM_CURRENT_HOST" in os.environ:
+        path = Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml") / "output/failure"
+        with suppress(OSError), path.open("x", errors="backslashreplace") as file:
+            file.write(failure.rpartition("\n")[2])
     sys.stderr.write(failure + "\n")
     sys.stderr.flush()
 
