@@ -11,13 +11,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing import connection
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from .config import Config
 from .container import Container
 from .errors import ConfigError, TrainingError, failure_report, report_failure
 
-JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to come
+JOIN_MINUTES = 10  # for all ranks to come
 LONGEST_WAIT = timedelta(minutes=30)  # for a rank that compiles, evaluates or writes a large model
 STOP_SECONDS = 5.0  # replaces hang_seconds after a signal to stop
 
@@ -46,10 +46,7 @@ def start_ranks(
     address = os.environ.get("MASTER_ADDR", container.hosts[0]) if n_hosts > 1 else "127.0.0.1"
     port = int(os.environ.get("MASTER_PORT", "7777")) if n_hosts > 1 else 0
     if first == 0:
-        try:
-            listener = socket.create_server((address if address.startswith("127.") else "", port))
-        except OSError as error:
-            raise TrainingError(f"port {port}: {error}; MASTER_PORT names another") from None
+        listener = socket.create_server((address if address.startswith("127.") else "", port))
         port = listener.getsockname()[1]
     forks = sys.platform == "linux" and device_type == "cpu"
     if forks:
@@ -67,7 +64,8 @@ def start_ranks(
             TORCHELASTIC_USE_AGENT_STORE="True",
             SM_NANOGPT_LAUNCHER=os.environ.get("SM_NANOGPT_LAUNCHER", "train.py"),
         )
-        ranks.append(context.Process(target=run_rank, args=(env, sys.argv[1:])))
+        name = f"rank {first + local_rank} on {container.current_host}"
+        ranks.append(context.Process(target=run_rank, args=(env, sys.argv[1:]), name=name))
         ranks[-1].start()
     if first == 0:  # after the forks, since it starts a thread; it lives as long as the variable
         _store = dist.TCPStore(
@@ -77,44 +75,43 @@ def start_ranks(
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+    return wait_for_ranks(ranks)
 
-    signals: list[tuple[int, float]] = []  # that ask the run to stop, and when they came
+
+def wait_for_ranks(ranks: Sequence[Any]) -> int:
+    """Waits until all processes end or one fails, and returns the exit status of that one.
+
+    The first signal goes on to the ranks; a second kills them.
+    """
+    signals: list[tuple[int, float]] = []  # and when they came
 
     def forward(signum: int, frame: Any) -> None:
         signals.append((signum, time.monotonic()))
         second = signals[-1][1] - signals[0][1] > 1  # not an echo: a terminal signals all of us
+        if second:
+            sys.stderr.write("ending now; steps after the newest checkpoint are lost\n")
         for rank in ranks:
             if rank.is_alive():
                 os.kill(rank.pid, signal.SIGKILL if second else signum)
-        if second:
-            sys.stderr.write("ending now; steps after the newest checkpoint are lost\n")
-            os._exit(128 + signum)
 
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGINT, forward)
-    while True:
-        codes = [rank.exitcode for rank in ranks]
-        failed = next((i for i, code in enumerate(codes) if code), None)
-        if failed is not None or None not in codes:
-            break
-        connection.wait([r.sentinel for r, code in zip(ranks, codes, strict=True) if code is None])
-    if failed is None:
-        return 0
+    running = {rank.sentinel: rank for rank in ranks}
+    while running and not any(rank.exitcode for rank in ranks):
+        for sentinel in connection.wait(list(running)):
+            running.pop(sentinel).join()
+    status, name = next(((rank.exitcode, rank.name) for rank in ranks if rank.exitcode), (0, ""))
     deadline = time.monotonic() + 2
-    for rank in ranks:  # they report their own end, or wait for the rank that failed
+    for rank in running.values():  # they report their own end, or wait for the rank that failed
         rank.join(max(0, deadline - time.monotonic()))
         rank.kill()
-    status = int(ranks[failed].exitcode)
-    if signals:
+    if status and signals:
         return 128 + signals[0][0]
-    if status > 0:
-        return status
-    # A killed rank cannot report its own end.
-    host, name = container.current_host, signal.Signals(-status).name
-    killed = f"rank {first + failed} on {host} was killed by {name}"
-    killed += " (was there too little memory?)" * (-status == signal.SIGKILL)
-    report_failure(failure_report(TrainingError(killed)))
-    return 128 - status
+    if status < 0:
+        killed = f"{name} was killed by {signal.Signals(-status).name}"  # it could not say so
+        killed += " (was there too little memory?)" * (-status == signal.SIGKILL)
+        report_failure(failure_report(TrainingError(killed)))
+    return status if status >= 0 else 128 - status
 
 
 def end_with_parent() -> None:
@@ -143,27 +140,22 @@ class Ranks:
 def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     """torchrun's variables, else Open MPI's; None when nothing launched this process.
 
-    Raises TrainingError if they contradict the number of hosts.
+    Raises TrainingError if the hosts of a job are not in one group.
     """
-    mpi = [f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    if "RANK" in env and "WORLD_SIZE" in env:
-        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
-        names += ["LOCAL_WORLD_SIZE"] if "LOCAL_WORLD_SIZE" in env else []
-    elif mpi[1] in env:
-        names = mpi
-    else:
+    names, launcher = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"], "torchrun"
+    if "WORLD_SIZE" not in env:
+        names = [f"OMPI_COMM_WORLD_{name.replace('WORLD_', '')}" for name in names]
+        launcher = "mpirun"
+    if names[1] not in env:
         return None
-    rank, world_size, local_rank, *rest = (int(env[name]) for name in names)
-    local_world_size = rest[0] if rest else max(1, world_size // n_hosts)
-    launcher = env.get("SM_NANOGPT_LAUNCHER", "mpirun" if mpi[1] in env else "torchrun")
-    ranks = Ranks(rank, world_size, local_rank, local_world_size, launcher)
-    if n_hosts > 1 and ranks.world_size != n_hosts * ranks.local_world_size:
+    rank, world_size, local_rank, local_world_size = (int(env[name]) for name in names)
+    launcher = env.get("SM_NANOGPT_LAUNCHER", launcher)
+    if n_hosts > 1 and world_size != n_hosts * local_world_size:
         raise TrainingError(
-            f"{ranks.launcher} made a group of {ranks.world_size} with"
-            f" {ranks.local_world_size} on this host, but the job has {n_hosts} hosts:"
-            " each would train a model of its own"
+            f"{launcher} made a group of {world_size} with {local_world_size} on this host, but the"
+            f" job has {n_hosts} hosts: each would train a model of its own"
         )
-    return ranks
+    return Ranks(rank, world_size, local_rank, local_world_size, launcher)
 
 
 class Group:
@@ -180,16 +172,19 @@ class Group:
         hang_seconds: float = Config.hang_seconds,
     ) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        self.local_world_size = ranks.local_world_size
-        self.device = device
+        self.local_world_size, self.device = ranks.local_world_size, device
         self.host = container.current_host if container.inside else socket.gethostname()
         self.objects = 0  # how many broadcast has sent
         self.watchdog: Watchdog | None = None
-        if ranks.world_size == 1:
-            return
-        sizes = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")  # else the size is a guess
-        known = container.inside or any(name in os.environ for name in sizes)
-        one_host = known and ranks.local_world_size == ranks.world_size
+        if ranks.world_size > 1:
+            self.join(container, hang_seconds)
+
+    def join(self, container: Container, hang_seconds: float) -> None:
+        """Meets the other ranks at a store, and starts the watchdog.
+
+        Raises TrainingError if a rank does not come, or cannot be reached.
+        """
+        one_host = self.local_world_size == self.world_size
         if interface := LOOPBACK if one_host else container.interface:
             # By default gloo takes the address of the host's name, which may lead nowhere.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -197,35 +192,32 @@ class Group:
         port = int(os.environ.get("MASTER_PORT", "7777"))
         # torchrun and start_ranks serve the store; else rank 0 does.
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        timeout = LONGEST_WAIT + timedelta(minutes=5)  # the watchdog names a rank before
+        cuda = self.device.type == "cuda"
         try:
-            store = connect(address, port, serve=ranks.rank == 0 and not served)
-            self.store = store
-            wait_for_all(store, ranks, self.host)
-            store.set_timeout(LONGEST_WAIT + timedelta(minutes=5))
-            cuda = device.type == "cuda"
+            self.store = connect(address, port, serve=self.rank == 0 and not served)
+            reports = wait_for_all(self.store, self.rank, self.world_size, self.host)
+            self.store.set_timeout(timeout)
             dist.init_process_group(
                 # What is on the CPU travels by gloo, so that flags never wait for a GPU.
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
-                store=store,
-                rank=ranks.rank,
-                world_size=ranks.world_size,
-                timeout=LONGEST_WAIT + timedelta(minutes=5),  # the watchdog names a rank before
-                device_id=device if cuda else None,
+                store=self.store,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timeout,
+                device_id=self.device if cuda else None,
             )
-            first_host = json.loads(store.get(report_keys(1)[0]))[3]
             # A connection of its own, since the main thread may wait on the other.
             store = connect(address, port, serve=False)
         except (RuntimeError, ValueError) as error:
             cause = str(error).partition("Exception raised from")[0]  # C++ frames follow
             raise TrainingError(
-                f"rank {ranks.rank} could not join the group of {ranks.world_size} at"
+                f"rank {self.rank} could not join the group of {self.world_size} at"
                 f" {address}:{port}: {cause} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the"
                 " network interface to use)"
             ) from None
-        server = "the launcher of rank 0" if served else f"rank 0 on {first_host}"
-        self.watchdog = Watchdog(
-            store, ranks.rank, ranks.world_size, self.host, hang_seconds, server
-        )
+        server = "the launcher of rank 0" if served else f"rank 0 on {reports[0].host}"
+        self.watchdog = Watchdog(store, self.rank, reports, hang_seconds, server)
 
     def heartbeat(self) -> None:
         """Every rank calls it at the same points, before it waits for others."""
@@ -350,124 +342,120 @@ class Group:
 
 def connect(address: str, port: int, serve: bool) -> dist.Store:
     """The store at which the ranks meet, as torch's env:// finds it."""
-    store = dist.TCPStore(
-        address, port, is_master=serve, timeout=JOIN_TIMEOUT, wait_for_workers=False
-    )
+    timeout = timedelta(minutes=JOIN_MINUTES)
+    store = dist.TCPStore(address, port, None, serve, timeout, wait_for_workers=False)
     # torchrun's store outlives the ranks, and still has their entries from before a restart.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"sm-nanogpt/{attempt}", store)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"sm-nanogpt/{restart}", store)
 
 
-def wait_for_all(store: dist.Store, ranks: Ranks, host: str) -> None:
-    """Writes this rank's first report for the watchdogs, and waits for those of the others.
+def wait_for_all(store: dist.Store, rank: int, world_size: int, host: str) -> list[Report]:
+    """Writes this rank's first report for the watchdogs, and returns those of all ranks.
 
-    Raises TrainingError if a rank has not come within JOIN_TIMEOUT.
+    Raises TrainingError if a rank has not come within JOIN_MINUTES.
     """
-    keys = report_keys(ranks.world_size)
-    store.set(keys[ranks.rank], json.dumps([0, 0, LONGEST_WAIT.total_seconds(), host]))
+    keys = report_keys(world_size)
+    store.set(keys[rank], json.dumps(Report(0, 0, LONGEST_WAIT.total_seconds(), host)))
     try:
-        store.wait(keys, JOIN_TIMEOUT)
+        store.wait(keys, timedelta(minutes=JOIN_MINUTES))
     except RuntimeError:
         missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-        minutes = int(JOIN_TIMEOUT.total_seconds() // 60)
         raise TrainingError(
-            f"of {ranks.world_size} ranks, these did not come within {minutes} minutes: {missing}"
+            f"of {world_size} ranks, these did not come within {JOIN_MINUTES} minutes: {missing}"
         ) from None
+    return read_reports(store, keys)
+
+
+class Report(NamedTuple):
+    """What a rank writes to the store each second."""
+
+    second: int
+    heartbeats: int  # collective operations that the rank has begun
+    timeout: float  # seconds until the next heartbeat, at most
+    host: str
 
 
 def report_keys(world_size: int) -> list[str]:
     return [f"watchdog/{rank}" for rank in range(world_size)]
 
 
+def read_reports(store: dist.Store, keys: list[str]) -> list[Report]:
+    return [Report(*json.loads(report)) for report in store.multi_get(keys)]
+
+
 class Watchdog:
-    """A thread that ends this process with the name of the rank that hangs.
+    """Two threads that end this process with the name of the rank that hangs.
 
-    Each second it writes to the store how many collective operations this rank has begun (its
-    heartbeats), and how many seconds it may take until the next. A rank hangs if it has not
-    written for hang_seconds, as its process is stopped or its host is gone, or if it is furthest
-    behind and has exceeded its own timeout (at least hang_seconds).
+    Each second, one writes this rank's Report to the store and reads those of the others. A rank
+    hangs if it has not written for hang_seconds, as its process is stopped or its host is gone, or
+    if it is furthest behind and has exceeded its own timeout (at least hang_seconds). The other
+    thread ends this process if the store does not answer.
 
-    It counts rounds of its loop instead of reading a clock, so that a suspended laptop is not taken
-    for a hang.
+    They count seconds by their own rounds instead of a clock, so that a suspended laptop is not
+    taken for a hang.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        host: str,
-        hang_seconds: float,
-        server: str,
+        self, store: dist.Store, rank: int, reports: list[Report], hang_seconds: float, server: str
     ) -> None:
-        self.store, self.rank, self.world_size, self.host = store, rank, world_size, host
-        self.server = f"{server}, which serves the store of the ranks, gave no sign of life"
-        self.hang_seconds = hang_seconds
+        self.store, self.rank, self.reports = store, rank, reports
+        self.hang_seconds, self.server = hang_seconds, server
         self.heartbeats, self.timeout = 0, LONGEST_WAIT.total_seconds()
+        self.silent, self.still = [0] * len(reports), [0] * len(reports)  # seconds without a change
+        self.unanswered = 0  # seconds since the store answered
         self.ended = threading.Event()
-        self.reports: list[list[Any]] = []  # for each rank: round, heartbeats, timeout, host
-        self.silent, self.still = [0] * world_size, [0] * world_size  # seconds without a change
         # Python runs no signal handler while the main thread waits for another rank in C++.
         self.signals, wakeup = os.pipe()
         os.set_blocking(self.signals, False)
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
+        targets = (self.watch_ranks, self.watch_store)
+        self.threads = [threading.Thread(target=target, daemon=True) for target in targets]
+        for thread in self.threads:
+            thread.start()
 
-    def run(self) -> None:
-        keys = report_keys(self.world_size)
-        number = 0
-        while not self.ended.is_set():
-            number += 1
-            alarm = threading.Timer(self.hang_seconds + 2, end_hung, [self.server])
-            alarm.daemon = True
-            alarm.start()
-            try:
-                report = [number, self.heartbeats, self.timeout, self.host]
-                self.store.set(keys[self.rank], json.dumps(report))
-                reports = [json.loads(report) for report in self.store.multi_get(keys)]
-            except RuntimeError:
-                return  # the process that served the store is gone, and ends the others
-            finally:
-                alarm.cancel()
-            if hung := self.find_hung(reports):
-                end_hung(hung)
-            self.ended.wait(1)
+    def watch_ranks(self) -> None:
+        keys, own = report_keys(len(self.reports)), self.reports[self.rank]
+        with suppress(RuntimeError):  # the store's server is gone, as watch_store will say
+            while not self.ended.wait(1):
+                own = Report(own.second + 1, self.heartbeats, self.timeout, own.host)
+                self.store.set(keys[self.rank], json.dumps(own))
+                reports = read_reports(self.store, keys)
+                self.unanswered = 0
+                if hung := self.find_hung(reports):
+                    end_hung(hung)
 
-    def find_hung(self, reports: list[list[Any]]) -> str:
+    def watch_store(self) -> None:
+        while not self.ended.wait(1):
+            with suppress(BlockingIOError):  # as no signal came
+                os.read(self.signals, 64)
+                self.hang_seconds = min(self.hang_seconds, STOP_SECONDS)
+            self.unanswered += 1
+            if self.unanswered > self.hang_seconds + 2:
+                end_hung(f"{self.server}, which serves the ranks' store, gave no sign of life")
+
+    def find_hung(self, reports: list[Report]) -> str:
         """The ranks that hang by this second's reports, and how it shows; '' if none does."""
-        if is_readable(self.signals):
-            self.hang_seconds = min(self.hang_seconds, STOP_SECONDS)
-        for rank, (was, now) in enumerate(zip(self.reports or reports, reports, strict=True)):
+        for rank, (was, now) in enumerate(zip(self.reports, reports, strict=True)):
             self.silent[rank] = 0 if now != was else self.silent[rank] + 1
-            self.still[rank] = 0 if now[1] != was[1] else self.still[rank] + 1
+            self.still[rank] = 0 if now.heartbeats != was.heartbeats else self.still[rank] + 1
         self.reports = reports
-        names = [f"rank {rank} on {report[3]}" for rank, report in enumerate(reports)]
-        silent = [rank for rank, n in enumerate(self.silent) if n > self.hang_seconds]
-        fewest = min(report[1] for report in reports)
-        last = [rank for rank, report in enumerate(reports) if report[1] == fewest]
-        if silent:
-            hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
-            seconds = max(self.silent[rank] for rank in silent)
-        elif all(self.still[r] > max(reports[r][2], self.hang_seconds) for r in last):
-            hung = f"{', '.join(names[rank] for rank in last)} made no progress"
-            hung += " while the others waited" * (len(last) < len(names))
-            seconds = max(self.still[rank] for rank in last)
-        else:
-            return ""
-        return f"{hung} for {seconds} s (a larger hang_seconds allows more)"
+        hung = {rank: n for rank, n in enumerate(self.silent) if n > self.hang_seconds}
+        how = "gave no sign of life"
+        if not hung:
+            fewest = min(report.heartbeats for report in reports)
+            behind = [rank for rank, report in enumerate(reports) if report.heartbeats == fewest]
+            hung = {rank: self.still[rank] for rank in behind}
+            if any(n <= max(reports[rank].timeout, self.hang_seconds) for rank, n in hung.items()):
+                return ""
+            how = "made no progress" + " while the others waited" * (len(hung) < len(reports))
+        names = ", ".join(f"rank {rank} on {reports[rank].host}" for rank in hung)
+        return f"{names} {how} for {max(hung.values())} s (a larger hang_seconds allows more)"
 
     def end(self) -> None:
         self.ended.set()
-        self.thread.join(10)
-
-
-def is_readable(pipe: int) -> bool:
-    try:
-        return bool(os.read(pipe, 64))
-    except BlockingIOError:
-        return False
+        for thread in self.threads:
+            thread.join(10)
 
 
 def end_hung(why: str) -> NoReturn:

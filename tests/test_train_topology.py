@@ -43,7 +43,7 @@ from entry_point import train
 from entry_point.config import Config, Options
 from entry_point.container import Container, read_container
 from entry_point.device import choose_device, local_processes, machine_line, rank_device
-from entry_point.distributed import Group, Ranks, Watchdog, read_ranks, start_ranks
+from entry_point.distributed import Group, Ranks, Report, Watchdog, read_ranks
 from entry_point.errors import ConfigError, DataError, TrainingError, failure_report, report_failure
 from launcher.machines import cores
 
@@ -177,8 +177,8 @@ OPEN_MPI = (
 
 
 def told(*place: object, by: Sequence[str] = TORCHRUN) -> dict[str, str]:
-    """What a launcher tells a process of its place, or the first words of that."""
-    return dict(zip(by, map(str, place), strict=False))
+    """What a launcher tells a process of its place."""
+    return dict(zip(by, map(str, place), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -186,11 +186,10 @@ def told(*place: object, by: Sequence[str] = TORCHRUN) -> dict[str, str]:
     [
         (told(5, 8, 1, 4), Ranks(5, 8, 1, 4, "torchrun")),
         (told(5, 8, 1, 4, by=OPEN_MPI), Ranks(5, 8, 1, 4, "mpirun")),
-        ({**told(5, 8, 1, 4, by=OPEN_MPI), **told(4, 8, 0, 4)}, Ranks(4, 8, 0, 4, "mpirun")),
-        (told(5, 8, 1), Ranks(5, 8, 1, 4, "torchrun")),
+        ({**told(5, 8, 1, 4, by=OPEN_MPI), **told(4, 8, 0, 4)}, Ranks(4, 8, 0, 4, "torchrun")),
         ({"MASTER_ADDR": "algo-1", "MASTER_PORT": "7777"}, None),
     ],
-    ids=["torchrun", "mpirun", "torchrun's before mpirun's", "no local size", "no launcher"],
+    ids=["torchrun", "mpirun", "torchrun's before mpirun's", "no launcher"],
 )
 def test_ranks_come_from_the_launcher(env, ranks):
     assert read_ranks(env, 2) == ranks
@@ -212,13 +211,11 @@ def test_impossible_ranks_are_refused(env, n_hosts, said):
 # -- devices ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place, machine", [((0, 4, 0, 2), "2 CPU"), ((0, 4, 0), "CPU")])
-def test_the_first_line_counts_hosts_and_processes(place, machine):
-    """Without the size of its hosts, where the launcher does not tell it."""
-    ranks = read_ranks(told(*place), 1)
-    assert ranks is not None
-    said = f"running on 2 hosts x {machine} = 4 processes in one group (launched by torchrun;"
-    assert machine_line(torch.device("cpu"), ranks, 2).startswith(said)
+@pytest.mark.parametrize("hosts, machine", [(2, "2 CPU"), (3, "CPU")], ids=["equal", "unequal"])
+def test_the_first_line_counts_hosts_and_processes(hosts, machine):
+    said = f"running on {hosts} hosts x {machine} = 4 processes in one group (launched by torchrun;"
+    ranks = Ranks(0, 4, 0, 2, "torchrun")
+    assert machine_line(torch.device("cpu"), ranks, hosts).startswith(said)
 
 
 @pytest.fixture
@@ -306,20 +303,11 @@ def test_a_run_without_text_names_the_option(monkeypatch, tmp_path):
         train.main([])
 
 
-def test_an_unusable_port_is_named(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", port)
-        with pytest.raises(TrainingError, match=f"^port {port}: .* MASTER_PORT "):
-            start_ranks(Mock(), container(current_host="algo-1"), 1, "cpu")
-
-
 def test_a_group_error_omits_the_cpp_stack_trace(monkeypatch):
     said = "NCCL error\nLast error:\nconnect to host failed\n"
     error = RuntimeError(f"{said}Exception raised from x at y.cpp:9 (most recent call first):\n...")
     monkeypatch.setattr("entry_point.distributed.connect", lambda *_, **__: dist.HashStore())
-    monkeypatch.setattr("entry_point.distributed.wait_for_all", lambda *_: None)
+    monkeypatch.setattr("entry_point.distributed.wait_for_all", lambda *_: [])
     monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=error))
     with pytest.raises(TrainingError) as caught:
         Group(Ranks(0, 2, 0, 2, "hand"), torch.device("cpu"), container())
@@ -563,31 +551,37 @@ def test_the_watchdog_names_the_rank_that_hangs(
     monkeypatch, heartbeats, timeouts, silent, seconds, hung
 ):
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
-    watchdog = Watchdog(dist.HashStore(), 0, 2, "here", 10.0, "rank 0 on here")
+    first = [Report(0, 0, 1800, "here"), Report(0, 0, 1800, "there")]
+    watchdog = Watchdog(dist.HashStore(), 0, first, 10.0, "rank 0 on here")
     found = []
     for second in range(1, seconds + 1):
-        here = [second, heartbeats[0], timeouts[0], "here"]
-        there = [0 if second in silent else second, heartbeats[1], timeouts[1], "there"]
+        here = Report(second, heartbeats[0], timeouts[0], "here")
+        there = Report(0 if second in silent else second, heartbeats[1], timeouts[1], "there")
         found.append(watchdog.find_hung([here, there]))
-    first = next(filter(None, found), "")
-    assert re.match(hung, first) if hung else not first
+    said = next(filter(None, found), "")
+    assert re.match(hung, said) if hung else not said
 
 
-def test_a_store_that_does_not_answer_is_a_hang(monkeypatch):
+@pytest.mark.parametrize("gone", [False, True], ids=["stopped", "gone"])
+def test_a_store_that_does_not_answer_is_a_hang(monkeypatch, gone):
     ended = threading.Event()
     found: list[str] = []
 
     def multi_get(keys: list[str]) -> list[str]:
-        ended.wait(10)
+        if not gone:
+            ended.wait(10)
         raise RuntimeError  # which ends the thread
 
     def end(why: str) -> None:
         found.append(why)
         ended.set()
+        watchdog.ended.set()
 
     monkeypatch.setattr("entry_point.distributed.end_hung", end)
-    watchdog = Watchdog(Mock(multi_get=multi_get), 1, 2, "there", -1.9, "rank 0 on here")
-    watchdog.thread.join(10)
+    reports = [Report(0, 0, 1800, "here"), Report(0, 0, 1800, "there")]
+    watchdog = Watchdog(Mock(multi_get=multi_get), 1, reports, -1.9, "rank 0 on here")
+    assert ended.wait(10)
+    watchdog.end()
     assert [words.partition(",")[0] for words in found] == ["rank 0 on here"]
 
 
