@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import stat
 from io import BufferedReader
 from pathlib import Path
@@ -16,6 +17,11 @@ def open_file(path: Path) -> BufferedReader:
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path.open("rb")
+
+
+def file_sha256(path: Path) -> str:
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_file(path: Path, largest: int) -> bytes:

@@ -18,6 +18,7 @@ from .checkpoint import read_safetensors, replacing, write_safetensors
 from .config import Config, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
 from .errors import ConfigError, FormatError, TrainingError, is_out_of_memory
+from .files import file_sha256
 from .kernels import NORM_EPS
 from .model import GPT, activation_name
 from .text import Tokenizer, read_json
@@ -226,11 +227,7 @@ def write_artefact(
 
 def sha256_sums(files: Iterable[Path]) -> str:
     """What `sha256sum` prints of the files in their folder."""
-    sums = ""
-    for path in files:
-        with path.open("rb") as file:
-            sums += f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n"
-    return sums
+    return "".join(f"{file_sha256(file)}  {file.name}\n" for file in files)
 
 
 def write_sums(directory: Path) -> None:

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 import fsspec
 from pydantic_core import to_jsonable_python
 
-from entry_point.files import check_size, open_file, read_file
+from entry_point.files import check_size, file_sha256, open_file, read_file
 from launcher.aws import failure, not_asked
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, parse
@@ -207,11 +207,6 @@ def told(progress: Progress) -> dict[str, Any]:
     callback = fsspec.Callback()
     callback.relative_update = progress
     return dict(callback=callback)
-
-
-def file_sha256(path: Path) -> str:
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(uri: str, value: Any, settings: Settings | None = None) -> None:

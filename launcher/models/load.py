@@ -24,12 +24,11 @@ from entry_point.config import Config, make_config
 from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.device import has_fast_bfloat16
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
-from entry_point.files import read_file
+from entry_point.files import file_sha256, read_file
 from entry_point.model import GPT
 from entry_point.text import Tokenizer, read_json, read_tokenizer
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, Count, Damaged, Document, Scalar, parse
-from launcher.files.storage import file_sha256
 from launcher.models.chat import difference
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source
