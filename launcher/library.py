@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import tracking
 from launcher.errors import InputError, LauncherError, ServiceError
-from launcher.files.progress import byte_progress
 from launcher.files.storage import write_text
 from launcher.finding import Listing, backend_for, find, full_id
 from launcher.job import FULL_ID, STATUSES, JobDescription, Request, TrainingJob
@@ -122,8 +121,7 @@ class Job:
         """
         from launcher.models.fetch import fetch_model
 
-        with byte_progress("fetch") as progress:
-            return fetch_model(self.id, self.settings, progress, entry_point)
+        return fetch_model(self.id, self.settings, entry_point)
 
     @cached_property
     def _loaded(self) -> tuple[GPT, Tokenizer]:
@@ -174,8 +172,7 @@ class Job:
 
         description, places = tracking.places_of(self.id, self.settings)
         if keep_model:
-            with byte_progress("fetch") as progress:
-                fetch.keep_model(description, self.settings, progress)
+            fetch.keep_model(description, self.settings)
             places = places[1:]
         tracking.delete(self.id, places, self.settings)
         self._last = None
@@ -222,8 +219,7 @@ class Plan:
         if not confirmed and not self.job.is_local:
             chosen = None if self.job.origin("max_cost") else self.job.max_cost
             check_confirmed(self.worst_cost or math.inf, chosen, self._settings)
-        with byte_progress("upload") as progress:
-            return Job(self._plan.submit(progress), self._settings)
+        return Job(self._plan.submit(), self._settings)
 
 
 def with_full_ids(request: Request, settings: Settings) -> Request:
@@ -271,8 +267,7 @@ def sweep(
     plan = plan_sweep(with_full_ids(request, settings), settings, values, seeds, parallel)
     if not confirmed and not request.is_local:
         check_confirmed(plan.worst_cost, request.max_cost, settings)
-    with byte_progress("upload") as progress:
-        events = plan.submit(progress)
+    events = plan.submit()
     logger.info(f"sweep: {plan.group}")
     for each in events:
         logger.info(f"{each.job_id}: {each.description.status if each.description else 'started'}")

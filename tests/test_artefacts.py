@@ -14,6 +14,7 @@ import subprocess
 import tarfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -98,18 +99,26 @@ def refused(job: Finished, cli: Callable[..., Ran]) -> str:
     return ran.error
 
 
-def test_an_archive_is_fetched_once_until_it_changes(job):
-    steps: list[int] = []
-    first = fetch_model(job.job_id, progress=steps.append)
+@pytest.fixture
+def fetched(monkeypatch):
+    """The bytes that come, as the progress bar of a fetch is told."""
+    steps = list[int]()
+    hook = nullcontext(steps.append)
+    monkeypatch.setattr("launcher.models.fetch.byte_progress", lambda label: hook)
+    return steps
+
+
+def test_an_archive_is_fetched_once_until_it_changes(job, fetched):
+    first = fetch_model(job.job_id)
     assert first.parent == job.home / "models" / job.job_id
     assert {path.name for path in first.iterdir()} == {*MODEL_FILES, "SHA256SUMS"}
-    assert sum(steps) == archive_of(job).stat().st_size
+    assert sum(fetched) == archive_of(job).stat().st_size
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=first, check=True)
 
     (first / "mark").touch()
-    assert fetch_model(job.job_id, progress=steps.append) == first
+    assert fetch_model(job.job_id) == first
     assert (first / "mark").exists()
-    assert sum(steps) == archive_of(job).stat().st_size
+    assert sum(fetched) == archive_of(job).stat().st_size
 
     pack(archive_of(job), *members_of(archive_of(job)), regular("note"))
     second = fetch_model(job.job_id)
@@ -356,27 +365,27 @@ def end_as(job: Finished, **state: Any) -> Path:
     return job.directory / "hosts/algo-1/checkpoints"
 
 
-def test_a_failed_job_is_sampled_from_its_last_checkpoint(job, cli):
+def test_a_failed_job_is_sampled_from_its_last_checkpoint(job, cli, fetched):
     end_as(job, status="Failed", reason="RankError: rank 0 was killed")
     ran = cli("fetch-and-sample", job.job_id, "--max-new-tokens", "20")
     assert (ran.code, len(ran.out)) == (0, 21)
     assert "is Failed; this is its last checkpoint, step-00000010" in ran.err
-    fetched: list[int] = []
-    place = fetch_model(job.job_id, progress=fetched.append)
+    fetched.clear()
+    place = fetch_model(job.job_id)
     assert (place.name, fetched) == ("step-00000010", [])
 
 
-def test_only_the_newest_intact_checkpoint_is_downloaded(job, monkeypatch):
+def test_only_the_newest_intact_checkpoint_is_downloaded(job, fetched):
     checkpoints = sorted(end_as(job, status="Stopped").glob("checkpoint-*"))
     assert len(checkpoints) > 1
-    sizes, fetched = [path.stat().st_size for path in checkpoints], list[int]()
-    fetch_model(job.job_id, progress=fetched.append)
+    sizes = [path.stat().st_size for path in checkpoints]
+    fetch_model(job.job_id)
     assert sum(fetched) == sizes[-1]
 
     fetched.clear()
     shutil.rmtree(job.home / "models")
     checkpoints[-1].write_bytes(bytes(sizes[-1]))  # damaged
-    assert fetch_model(job.job_id, progress=fetched.append).name == "step-00000005"
+    assert fetch_model(job.job_id).name == "step-00000005"
     assert sum(fetched) == sum(sizes[-2:])
 
 

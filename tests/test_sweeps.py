@@ -92,13 +92,10 @@ class Prepared:
     job: Request
     job_id: str
     backend: Fake
+    settings: Settings
     channels: Sequence[Any] = ()
 
-    @property
-    def place(self) -> str:
-        return f"/{self.job_id}"
-
-    def upload(self, progress: Any) -> None:
+    def upload(self) -> None:
         pass
 
     def submit(self) -> None:
@@ -126,7 +123,7 @@ def ran(home, monkeypatch):
             prepared.append(job)
             if job.resume in used_up:
                 raise CeilingTooLow("even a run of 60 s costs more")
-            return Prepared(job, job_id, fake)
+            return Prepared(job, job_id, fake, settings)
 
         monkeypatch.setattr(sweeps, "prepare", prepare)
         monkeypatch.setattr(sweeps, "with_costs", with_costs)

@@ -14,7 +14,6 @@ from launcher.cli.options import GROUP, JSON, YES, Command, Job, agree, can_ask,
 from launcher.cli.show import moment, note, print_columns, print_json
 from launcher.cli.words import command, sentence
 from launcher.errors import InputError, ServiceError
-from launcher.files.progress import byte_progress
 
 if TYPE_CHECKING:
     from launcher.settings import Settings
@@ -149,8 +148,7 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
     agree("Delete these files?", yes)
     for description, places in found:
         if keep_model:
-            with byte_progress("fetch") as progress:
-                click.echo(fetch(description, settings, progress))
+            click.echo(fetch(description, settings))
         delete(description.job_id, places, settings)
         note(f"deleted {description.job_id}: {in_units(sum(place.size for place in places))}")
 

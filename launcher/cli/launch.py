@@ -34,7 +34,6 @@ from launcher.cli.show import (
 )
 from launcher.cli.words import command
 from launcher.errors import InputError, ServiceError
-from launcher.files.progress import byte_progress
 
 if TYPE_CHECKING:
     from launcher.settings import Settings
@@ -299,8 +298,8 @@ def launch_command(
         agree_to_cost(job.worst_cost or math.inf, given.get("max_cost"), settings, yes)
     stops = f"`{command('stop', job_id)}` stops it"
     shows = f"`{command('status', job_id)}` shows whether the job was submitted"
-    with at_ctrl_c(f"{shows}; {stops}"), byte_progress("upload") as progress:
-        plan.submit(progress)
+    with at_ctrl_c(f"{shows}; {stops}"):
+        plan.submit()
     try:
         click.echo(job_id)
         sys.stdout.flush()

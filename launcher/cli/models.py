@@ -17,7 +17,6 @@ from launcher.cli.options import JSON, MODEL, Command, Job, settings_of, valued
 from launcher.cli.show import note, print_json
 from launcher.cli.words import command
 from launcher.errors import InputError
-from launcher.files.progress import byte_progress
 
 if TYPE_CHECKING:
     from entry_point.model import GPT
@@ -150,8 +149,7 @@ def open_model(
     if directory.is_dir() and (is_path(place) or not FULL_ID.fullmatch(place)):
         model_files(directory)
     elif JOB_ID.fullmatch(place):
-        with byte_progress("fetch") as progress:
-            directory = fetch_model(place, settings, progress, entry_point)
+        directory = fetch_model(place, settings, entry_point)
     else:  # no job has such an id
         raise no_model(place)
     note(f"model: {directory}")

@@ -12,7 +12,6 @@ from launcher.cli.options import agree_to_cost
 from launcher.cli.show import note, print_json, print_table
 from launcher.cli.words import command, reason_of, sentence
 from launcher.errors import ServiceError
-from launcher.files.progress import byte_progress
 
 if TYPE_CHECKING:
     from launcher.launching.records import Sweep, Tries
@@ -42,8 +41,7 @@ def run_sweep(
         unknown = worst == math.inf
         note(f"cost: {'unknown, as is the price' if unknown else f'at most {usd(worst)} together'}")
         agree_to_cost(worst, max_cost, settings, yes)
-    with byte_progress("upload") as progress:
-        happening = plan.submit(progress)
+    happening = plan.submit()
     click.echo(plan.group)
     sys.stdout.flush()
     again, more = ("launch", "--resume", plan.group), list[str]()

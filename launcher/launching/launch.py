@@ -14,6 +14,7 @@ from launcher import machines
 from launcher.aws import NotAsked
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
+from launcher.files.progress import byte_progress
 from launcher.finding import Backend, Listing, find
 from launcher.job import JobDescription, Request, TrainingJob
 from launcher.launching import start
@@ -50,22 +51,23 @@ class Plan:
     settings: Settings
     submitted: bool = field(default=False, init=False)
 
-    def upload(self, progress: storage.Progress = lambda n: None) -> None:
+    def upload(self) -> None:
         """Put the texts where the job reads them."""
-        for channel in self.channels:
-            if channel.upload is not None:
-                if channel.upload.uploaded and not self.job.is_local:
-                    logger.info(f"upload: {channel.named} to {channel.uri}")
-                corpus.send(channel.upload, channel.sources, self.settings, progress)
+        with byte_progress("upload") as progress:
+            for channel in self.channels:
+                if channel.upload is not None:
+                    if channel.upload.uploaded and not self.job.is_local:
+                        logger.info(f"upload: {channel.named} to {channel.uri}")
+                    corpus.send(channel.upload, channel.sources, self.settings, progress)
 
-    def submit(self, progress: storage.Progress = lambda n: None) -> str:
+    def submit(self) -> str:
         """Upload the texts, start the job, and return its id.
 
         After an interruption the job may run, and cost money.
         """
         if self.submitted:  # again, it would take the files of the job that runs
             raise InputError(f"the plan of job {self.job_id} was submitted before; make another")
-        self.upload(progress)
+        self.upload()
         with storage.reported(str(self.settings.home)):
             keep(self.job.source, self.settings)  # models and resumed jobs need it
         self.submitted = True

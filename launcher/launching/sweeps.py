@@ -263,7 +263,7 @@ class SweepPlan:
         """The ids of the jobs that run, by number."""
         return {n: each[-1].job_id for n, each in self.tries.items() if each[-1].is_running}
 
-    def submit(self, progress: storage.Progress = lambda n: None) -> Iterator[Progress]:
+    def submit(self) -> Iterator[Progress]:
         """Upload the text and record the sweep. Returns an iterator that runs it.
 
         It starts the jobs, `parallel` at a time, until all have ended, and yields each when it
@@ -272,7 +272,7 @@ class SweepPlan:
         the jobs that run keep running.
         """
         for first in list(self.plans.values())[:1]:
-            first.upload(progress)
+            first.upload()
             # What later tries read must be what the first one does, whatever is changed or
             # launched meanwhile, and from any directory.
             names = ("data", "validation", "init_from", "entry_point")

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from launcher.aws import Missing
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
+from launcher.files.progress import byte_progress
 from launcher.files.storage import Progress
 from launcher.finding import find
 from launcher.job import FULL_ID, JobDescription, checkpoints_among
@@ -35,10 +36,7 @@ NOT_TAR = (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError,
 
 
 def fetch_model(
-    job_id: str,
-    settings: Settings | None = None,
-    progress: Progress = lambda n: None,
-    entry_point: Path | None = None,
+    job_id: str, settings: Settings | None = None, entry_point: Path | None = None
 ) -> Path:
     """Download a job's model, unless it is here, and return its directory.
 
@@ -65,7 +63,7 @@ def fetch_model(
         why = "is gone" if isinstance(error, Missing) else "cannot be looked up"
         logger.warning(f"job {job_id} {why} ({error}); {copy}", extra={"cause": error})
         return place
-    return download(description, place, settings, progress, entry_point)
+    return download(description, place, settings, entry_point)
 
 
 def place_of(description: JobDescription, settings: Settings) -> Path:
@@ -84,12 +82,12 @@ def place_of(description: JobDescription, settings: Settings) -> Path:
     raise ServiceError(f"{problem}; {left}", "no-model-left", job_id=job_id)
 
 
-def keep_model(description: JobDescription, settings: Settings, progress: Progress) -> Path:
+def keep_model(description: JobDescription, settings: Settings) -> Path:
     """Download the model of a job that will be deleted, and check it: it will be the only copy."""
     from entry_point.errors import FormatError
     from launcher.models.load import check_sums
 
-    place = download(description, place_of(description, settings), settings, progress)
+    place = download(description, place_of(description, settings), settings)
     try:
         check_sums(place)
     except (FormatError, OSError) as error:
@@ -98,11 +96,7 @@ def keep_model(description: JobDescription, settings: Settings, progress: Progre
 
 
 def download(
-    description: JobDescription,
-    place: Path,
-    settings: Settings,
-    progress: Progress,
-    entry_point: Path | None = None,
+    description: JobDescription, place: Path, settings: Settings, entry_point: Path | None = None
 ) -> Path:
     """Download a job's model to its place, unless it is there; return the place.
 
@@ -110,7 +104,7 @@ def download(
     """
     models_dir = settings.models_dir
     if not place.exists():
-        with storage.reported(str(models_dir)):
+        with storage.reported(str(models_dir)), byte_progress("fetch") as progress:
             models_dir.mkdir(parents=True, exist_ok=True)  # on the file system of the result
             scratch = TemporaryDirectory(
                 prefix=".fetch-", dir=models_dir, ignore_cleanup_errors=True
