@@ -31,8 +31,7 @@ class Batches:
     def __init__(self, tokens: Ids, config: Config, device: torch.device) -> None:
         self.tokens, self.device = tokens, device
         self.block_size, self.batch_size = config.block_size, config.batch_size
-        self.seed = config.seed
-        self.stride = stride(tokens, config)
+        self.seed, self.stride = config.seed, stride(tokens, config)
         n = len(tokens) - 1  # the last token is only ever a target
         self.windows_per_epoch = max(1, (n - self.block_size + 1) // self.block_size)
         self.offsets = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
@@ -100,10 +99,9 @@ def stride(tokens: Ids, config: Config) -> int:
 
 def read_windows(tokens: Ids, starts: Tensor, block_size: int) -> Tensor:
     """The ids from each of `starts` [n] on, as they are stored: [n, block_size + 1]."""
-    length = block_size + 1
     if isinstance(tokens, Shards):
-        return torch.stack([tokens[start : start + length] for start in starts.tolist()])
-    return tokens[0 : len(tokens)].unfold(0, length, 1).index_select(0, starts)
+        return torch.stack([tokens[start : start + block_size + 1] for start in starts.tolist()])
+    return tokens[0 : len(tokens)].unfold(0, block_size + 1, 1).index_select(0, starts)
 
 
 def inputs_and_targets(windows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

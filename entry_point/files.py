@@ -8,6 +8,9 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
+LARGEST_TEXT = 2 * 10**9  # bytes; each rank holds the characters of a text in memory
+TOO_MUCH_TEXT = "over 2 GB of characters; make tokens of them: upload-data --tokenizer bpe"
+
 
 def open_file(path: Path) -> BufferedReader:
     """Opens a regular file to read. Raises OSError if it is of another kind, or cannot be opened.

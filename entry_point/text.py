@@ -19,7 +19,7 @@ from .config import Config
 from .container import Container
 from .conversations import END_OF_TURN, Packed
 from .errors import DataError, counted
-from .files import open_file, read_file
+from .files import LARGEST_TEXT, TOO_MUCH_TEXT, open_file, read_file
 
 if TYPE_CHECKING:
     from .distributed import Group
@@ -62,7 +62,7 @@ def misfit(corpus: Corpus, container: Container, config: Config, start: Tokenize
     """Why a run of this config, from the model of `start`, cannot learn from the text; or ''."""
     tokenizer, unit, size = corpus.tokenizer, corpus.tokenizer.unit, config.block_size
     if start is not None and tokenizer.words != start.words:
-        return "the initial model has other tokens; encode it: upload-data --tokenizer MODEL"
+        return "the initial model has other tokens; encode the text: upload-data --tokenizer MODEL"
     if unit == "tokens" and container.validation is not None:
         return "the tokens hold their own validation text; leave out the other channel"
     if config.mask_documents and tokenizer.end is None:
@@ -110,9 +110,6 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
     return Corpus(tokenizer, train, rest[0], sha256.hexdigest())
 
 
-LARGEST_TEXT = 2 * 10**9  # bytes; each rank holds all of the text in memory
-
-
 def text_files(path: Path) -> list[Path]:
     """The file itself, or *.txt and *.md below a directory, sorted.
 
@@ -128,9 +125,7 @@ def text_files(path: Path) -> list[Path]:
     elif not size:
         problem = "no text in it" if files else "no *.txt or *.md file in it"
     elif size > LARGEST_TEXT:
-        problem = (
-            f"{size / 1e9:.1f} GB of characters; make tokens of them: upload-data --tokenizer bpe"
-        )
+        problem = TOO_MUCH_TEXT
     if problem:
         raise DataError(f"{path}: {problem}")
     return files

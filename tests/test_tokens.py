@@ -594,6 +594,12 @@ def test_a_launch_refuses_what_the_run_would(words, reason, home, uploaded, tmp_
     assert launching.tree(home) == before
 
 
+def test_a_launch_refuses_too_many_characters(text_file, monkeypatch, cli):
+    monkeypatch.setattr("launcher.launching.texts.LARGEST_TEXT", 10_000)
+    ran = cli("launch", "--instance", "local", "--data", str(text_file))
+    assert ran.failed(2, "make tokens of them: upload-data --tokenizer")
+
+
 def test_a_launch_refuses_tokens_without_a_file(uploaded, cli):
     (stored(uploaded.uri) / "val-00000.bin").unlink()
     assert cli("launch", "--instance", "local", "--data", uploaded.uri).failed(

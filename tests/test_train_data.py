@@ -175,7 +175,7 @@ def test_more_characters_than_memory_holds_are_not_read(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", STRANGE)
     os.truncate(path, 2 * 10**9 + 1)
     monkeypatch.setattr(Path, "open", Mock(side_effect=AssertionError))
-    with pytest.raises(DataError, match=r"a\.txt: 2\.0 GB.* upload-data --tokenizer"):
+    with pytest.raises(DataError, match=r"a\.txt: over 2 GB .* upload-data --tokenizer"):
         corpus_of(path)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from entry_point.files import LARGEST_TEXT, TOO_MUCH_TEXT
 from launcher.aws import NotAsked
 from launcher.errors import InputError
 from launcher.files import storage
@@ -116,6 +117,8 @@ def problem_of(text: corpus.Upload, config: Any, field: str) -> str:
     size, unit = config.block_size, "tokens" if text.train_tokens else "characters"
     if text.train_tokens and field:
         return "it holds tokens, with their own validation part; leave validation out"
+    if not text.train_tokens and text.size > LARGEST_TEXT:
+        return TOO_MUCH_TEXT
     if 0 < getattr(config, "vocab_size", 0) < text.vocabulary_size:
         most = f"vocab_size={config.vocab_size}"
         return f"it has {text.vocabulary_size} different {unit}, more than {most}"
