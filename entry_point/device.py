@@ -104,10 +104,7 @@ def choose_precision(config: Config, device: torch.device) -> torch.dtype:
     """The type to compute in; TF32 counts as float32. Raises ConfigError if the device has none."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if config.precision == "tf32" and capability < (8, 0):
-        raise ConfigError(
-            "precision='tf32' needs a GPU of NVIDIA's Ampere or later; auto takes the fastest that"
-            " this device has"
-        )
+        raise ConfigError("precision=tf32 needs NVIDIA's Ampere or later; auto takes the fastest")
     if config.precision != "auto":
         known = {"bfloat16": torch.bfloat16, "float16": torch.float16}
         return known.get(config.precision, torch.float32)

@@ -47,7 +47,7 @@ def start_ranks(
     port = int(os.environ.get("MASTER_PORT", "7777")) if n_hosts > 1 else 0
     if first == 0:
         listener = socket.create_server((address if address.startswith("127.") else "", port))
-        port = listener.getsockname()[1]
+        port, fd = listener.getsockname()[1], listener.detach()
     forks = sys.platform == "linux" and device_type == "cpu"
     if forks:
         import_module("torch._dynamo")  # which takes a second; DistributedDataParallel imports it
@@ -69,11 +69,7 @@ def start_ranks(
         ranks[-1].start()
     if first == 0:  # after the forks, since it starts a thread; it lives as long as the variable
         _store = dist.TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
         )
     return wait_for_ranks(ranks)
 
@@ -261,13 +257,9 @@ class Group:
 
     def ranks_unlike_first(self, tensors: Iterable[Tensor]) -> list[int]:
         """The ranks on which these tensors have other bits than on rank 0."""
-        if self.world_size == 1:
-            return []
         ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}
         bit_sums = [tensor.detach().view(ints[tensor.itemsize]).sum() for tensor in tensors]
-        by_rank = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
-        by_rank[self.rank] = torch.stack(bit_sums).sum()
-        first, *others = self.sum_(by_rank).tolist()
+        first, *others = self.all_gather(torch.stack(bit_sums).sum()).tolist()
         return [rank for rank, other in enumerate(others, start=1) if other != first]
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
@@ -415,11 +407,11 @@ class Watchdog:
             thread.start()
 
     def watch_ranks(self) -> None:
-        keys, own = report_keys(len(self.reports)), self.reports[self.rank]
+        keys, report = report_keys(len(self.reports)), self.reports[self.rank]
         with suppress(RuntimeError):  # the store's server is gone, as watch_store will say
             while not self.ended.wait(1):
-                own = Report(own.second + 1, self.heartbeats, self.timeout, own.host)
-                self.store.set(keys[self.rank], json.dumps(own))
+                report = Report(report.second + 1, self.heartbeats, self.timeout, report.host)
+                self.store.set(keys[self.rank], json.dumps(report))
                 reports = read_reports(self.store, keys)
                 self.unanswered = 0
                 if hung := self.find_hung(reports):

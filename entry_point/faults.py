@@ -27,11 +27,9 @@ def read_fault(text: str) -> tuple[int, int, str]:
 
 def fail(action: str, stopped: Callable[[], bool]) -> None:
     """Raises OSError, kills this process, or hangs until it is asked to stop."""
-    match action:
-        case "raise":
-            raise OSError("NANOGPT_FAULT asked for this error")
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "hang":
-            while not stopped():
-                time.sleep(0.1)
+    if action == "raise":
+        raise OSError("NANOGPT_FAULT asked for this error")
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not stopped():
+        time.sleep(0.1)
