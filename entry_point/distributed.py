@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -313,11 +314,15 @@ class Group:
         return answer
 
     def synchronize(self) -> None:
-        """Waits until the device has finished its work, so that a clock may be read."""
+        """Waits until the device has finished its work, so that a clock may be read.
+
+        What follows, an evaluation or a checkpoint, may take any time.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         elif self.device.type == "mps":
             torch.mps.synchronize()
+        self.allow_seconds(math.inf)
 
     def barrier(self) -> None:
         self.heartbeat()

@@ -21,7 +21,7 @@ METRICS = {
 
 
 class StepTimer:
-    """Seconds per step since `restart`, without pauses."""
+    """Seconds per step since `restart`, without pauses; 0.0 before the first."""
 
     def __init__(self) -> None:
         self.restart()
@@ -44,7 +44,7 @@ class StepTimer:
 
     @property
     def seconds_per_step(self) -> float:
-        return (time.perf_counter() - self.since) / self.steps
+        return (time.perf_counter() - self.since) / self.steps if self.steps else 0.0
 
 
 def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:

@@ -244,11 +244,7 @@ class Optimizer:
         """The parameters, as torch's GradScaler asks for them."""
         return [{"params": list(self.parameters.values())}]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, or else overwrites them by zeros where they are."""
-        if not set_to_none:
-            torch._foreach_zero_([gradient_of(p) for p in self.parameters.values()])
-            return
+    def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
 

@@ -54,6 +54,7 @@ class Trainer:
         self.evaluated_step: int | None = None
         self.best: dict[str, Tensor] = {}  # rank 0's copy of the weights of best_step, on the CPU
         self.metrics: list[dict[str, Any]] = []
+        self.timer = StepTimer()
         device = group.device
         # Since the last metric line: the sum of this rank's losses, and its steps. In float64
         # (which MPS lacks) the sum is exact, so that an interrupted run logs the same numbers.
@@ -80,32 +81,27 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains to max_steps and writes the artefact; False when a signal ended it before."""
-        config, group, timer = self.config, self.group, StepTimer()
+        config, group, timer = self.config, self.group, self.timer
         self.restore()
         with timer.step():
             self.passes.warm_up()
+        timer.restart()
         self.begin_log()
+        timer.restart()
         fault = read_fault(os.environ.get("NANOGPT_FAULT", "") if self.step == 0 else "")
         first_step = self.step
-        timer.restart()
         while self.step < config.max_steps:
             group.allow_seconds(5 * timer.last)  # so that long steps have enough time
             if fault[:2] == (group.rank, self.step):
                 fail(fault[2], lambda: bool(self.stop_signal))
             with timer.step():
-                answer = group.async_all_reduce_max(self.wanted())
+                answer = group.async_all_reduce_max(self.wanted())  # while the step computes
                 self.train_step()
                 wanted = answer()
-            if self.is_main and self.step == first_step + 3:
-                group.synchronize()
-                self.log_duration(timer.seconds_per_step)
-            logs = self.evaluates(self.step) or self.step % config.log_interval == 0
-            if logs or wanted:
-                group.synchronize()
-                group.allow_seconds(math.inf)  # evaluations and checkpoints may take any time
-            if logs:
-                self.log_metrics(self.evaluates(self.step), timer.seconds_per_step)
-                timer.restart()
+            if self.step == first_step + 3:
+                self.log_duration()
+            if self.evaluates(self.step) or self.step % config.log_interval == 0:
+                self.log_metrics(self.evaluates(self.step))
             if wanted:
                 with timer.pause():
                     self.save_checkpoint()
@@ -175,19 +171,23 @@ class Trainer:
             if isinstance(part, Packed):
                 log(f"{name}: {part.summary()}")
 
-    def log_duration(self, seconds_per_step: float) -> None:
+    def log_duration(self) -> None:
         """Logs the time and the memory of a run that has long to go."""
+        self.group.synchronize()
+        seconds_per_step = self.timer.seconds_per_step
         left = (self.config.max_steps - self.step) * seconds_per_step
-        if left > LONG_RUN:
+        if self.is_main and left > LONG_RUN:
             memory = memory_line(self.group.device, self.group.local_world_size)
             log(
                 f"note: {seconds_per_step:.3g} s a step: about {duration(left)} to"
                 f" step {self.config.max_steps:,}; {memory}"
             )
 
-    def log_metrics(self, evaluates: bool, seconds_per_step: float = 0.0) -> None:
+    def log_metrics(self, evaluates: bool) -> None:
         """The metric line of the steps since the last; takes the weights if they are the best."""
         config, group = self.config, self.group
+        group.synchronize()
+        seconds_per_step = self.timer.seconds_per_step
         row: dict[str, Any] = {"step": self.step}
         if self.steps_summed:
             losses = float(group.sum_(self.loss_sum)) / group.world_size
@@ -220,6 +220,7 @@ class Trainer:
                 }
         self.loss_sum.zero_()
         self.steps_summed = 0
+        self.timer.restart()
 
     def check_loss(self, loss: float) -> None:
         self.check_finite(math.isfinite(loss), f"the loss is {loss},")
@@ -298,6 +299,7 @@ class Trainer:
         Raises TrainingError, and writes nothing, if the loss or the weights are not finite, or the
         ranks have other weights.
         """
+        self.group.synchronize()
         loss_sum = float(self.group.sum_(self.loss_sum.clone()))
         self.check_loss(loss_sum)
         finite = all(bool(p.isfinite().all()) for p in self.model.parameters())

@@ -673,7 +673,7 @@ def test_nonfinite_numbers_make_no_checkpoint_and_no_metric(tmp_path, capsys):
     with pytest.raises(TrainingError, match=r"weights .* step 0 is kept"):
         trainer.save_checkpoint()
     trainer.loss_sum.fill_(math.nan)
-    for act in (trainer.save_checkpoint, lambda: trainer.log_metrics(False, 1.0)):
+    for act in (trainer.save_checkpoint, lambda: trainer.log_metrics(False)):
         with pytest.raises(TrainingError, match="the loss is nan, not finite at step 5"):
             act()
     assert trainer.checkpoints.steps() == [0]
@@ -993,13 +993,14 @@ def test_evaluation_does_not_depend_on_the_number_of_ranks(tmp_path, text_file):
 
 def test_a_long_run_says_once_how_long_it_takes(tmp_path, monkeypatch, capsys):
     trainer = trainer_of(tmp_path, max_steps=100)
-    trainer.step = 8
-    trainer.log_duration(10.0)
+    trainer.step, trainer.timer = 8, Mock(seconds_per_step=10.0)
+    trainer.log_duration()
     note = capsys.readouterr().out
     assert note.startswith("note: 10 s a step: about 0:15:20 to step 100; memory ")
     used, there = map(float, re.findall(r"([0-9.]+) (?:of|GiB)", note))
     assert 0 < used < there
-    trainer.log_duration(0.3)  # half a minute for the rest
+    trainer.timer.seconds_per_step = 0.3
+    trainer.log_duration()  # half a minute for the rest
     assert not capsys.readouterr().out
 
     monkeypatch.setattr("entry_point.trainer.LONG_RUN", 0.0)

@@ -478,7 +478,7 @@ def test_one_signal_ends_a_hung_run(text_file, tmp_path):
 
 def test_a_rank_that_waits_for_its_device_forever_is_named(text_file, tmp_path):
     """After hang_seconds, or soon after a signal."""
-    begins = 'so that a clock may be read."""\n'
+    begins = 'a checkpoint, may take any time.\n        """\n'
     hangs = "        if self.rank == 1: print('hangs', flush=True), time.sleep(600)\n"
     command = edited_folder(tmp_path / "train", (begins, begins + hangs))
     with ExitStack() as stack:
