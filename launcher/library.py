@@ -22,8 +22,12 @@ from launcher.finding import Listing, backend_for, find, full_id
 from launcher.job import FULL_ID, STATUSES, JobDescription, Request, TrainingJob
 from launcher.launching import launch as launching
 from launcher.launching.sweeps import plan_sweep
+from launcher.models import fetch
 from launcher.sagemaker.cost import ceiling_of, check_confirmed
 from launcher.settings import Settings, load_settings
+from launcher.views.card import card
+from launcher.views.page import page
+from launcher.views.report import compare, read_runs
 
 if TYPE_CHECKING:  # they import torch
     from entry_point.model import GPT
@@ -119,9 +123,7 @@ class Job:
         For a job that failed or was stopped, the model is that of its newest checkpoint.
         entry_point names the folder that trained it, if its launch kept none here.
         """
-        from launcher.models.fetch import fetch_model
-
-        return fetch_model(self.id, self.settings, entry_point)
+        return fetch.fetch_model(self.id, self.settings, entry_point)
 
     @cached_property
     def _loaded(self) -> tuple[GPT, Tokenizer]:
@@ -159,17 +161,12 @@ class Job:
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write a report as one HTML file (default: report-ID.html), and return its path."""
-        from launcher.views.page import page
-        from launcher.views.report import compare, read_runs
-
         place = Path(path or f"report-{self.id}.html")
         write_text(str(place), page(compare(read_runs([self.id], self.settings))))
         return place
 
     def delete(self, keep_model: bool = False) -> None:
         """Delete the job and its files, here and on S3; keep_model: but for its fetched model."""
-        from launcher.models import fetch
-
         description, places = tracking.places_of(self.id, self.settings)
         if keep_model:
             fetch.keep_model(description, self.settings)
@@ -182,8 +179,6 @@ class Job:
         return launch(Request(resume=self.id, **changes), self.settings, confirmed)
 
     def _repr_html_(self) -> str:
-        from launcher.views.card import card
-
         try:
             now, curve = self.describe(), None
             with suppress(ServiceError):  # that of an old job may have expired

@@ -21,6 +21,7 @@ from launcher.files.models import DOCUMENTS, model_files, no_model
 from launcher.job import FULL_ID, Request
 from launcher.launching.texts import READINGS, Channel, n_training
 from launcher.machines import GPUS
+from launcher.models.fetch import fetch_model
 from launcher.settings import Settings
 from launcher.text import corpus
 from launcher.text.formats import File
@@ -106,8 +107,6 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
                 storage.fetch(storage.join(named, name), Path(temporary), settings=settings)
             yield Path(temporary), named.rstrip("/")
         return
-    from launcher.models.fetch import fetch_model
-
     if path.is_dir():
         model_files(path)
         yield path, None

@@ -48,6 +48,7 @@ from launcher.job import (
     checkpoints_among,
     time_of,
 )
+from launcher.machines import cores, cpu_processes
 from launcher.settings import Settings
 from launcher.source import Source
 
@@ -138,8 +139,6 @@ class LocalBackend:
     def start(self, directory: Path, source: Source, record: dict[str, Any]) -> None:
         """Write the job's record and start its runner."""
         source.write(directory / "code")
-        from launcher.machines import cores
-
         # Take the lock before the job is visible, and pass it on, so that it is held without a gap.
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -294,8 +293,6 @@ def plan_processes(job: TrainingJob) -> Placement:
     """
     config = job.config(1)
     import torch
-
-    from launcher.machines import cores, cpu_processes
 
     requested = job.processes_per_instance
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0

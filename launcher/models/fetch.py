@@ -15,6 +15,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
+from entry_point.errors import FormatError, TrainingError
 from launcher.aws import Missing
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -84,7 +85,6 @@ def place_of(description: JobDescription, settings: Settings) -> Path:
 
 def keep_model(description: JobDescription, settings: Settings) -> Path:
     """Download the model of a job that will be deleted, and check it: it will be the only copy."""
-    from entry_point.errors import FormatError
     from launcher.models.load import check_sums
 
     place = download(description, place_of(description, settings), settings)
@@ -137,7 +137,6 @@ def export(
     entry_point: Path | None,
 ) -> int:
     """Write the newest checkpoint that is intact as a model directory; return its step."""
-    from entry_point.errors import TrainingError
     from launcher.models.load import export_checkpoint, read_checkpoint
 
     uri, problem = str(description.checkpoint_uri), "no checkpoint is there"

@@ -25,6 +25,7 @@ from entry_point.files import open_file
 from launcher.errors import InputError
 from launcher.files.documents import not_text, read_text
 from launcher.files.storage import CHUNK_BYTES
+from launcher.models.encoder import LONGEST as PIECE
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -320,8 +321,6 @@ def documents_of(file: File) -> Iterator[tuple[str, bool, Iterator[str]]]:
 
 def pieces_of(file: File) -> Iterator[str]:
     """Yield a text in pieces, which end at a line break if their second half has one."""
-    from launcher.models.encoder import LONGEST as PIECE
-
     text = ""
     with opened(file) as content:
         for _, part in read_text(content, file.path, PIECE):
