@@ -551,8 +551,8 @@ def shakespeare(monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Home) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,)).start()
         url = f"http://127.0.0.1:{server.server_port}/input.txt"
-        monkeypatch.setattr("launcher.text.shakespeare.SHAKESPEARE_URL", url)
-        monkeypatch.setattr("launcher.text.shakespeare.SHAKESPEARE_SHA256", sha256)
+        monkeypatch.setattr("launcher.text.copies.SHAKESPEARE_URL", url)
+        monkeypatch.setattr("launcher.text.copies.SHAKESPEARE_SHA256", sha256)
         yield asked
         server.shutdown()
 
@@ -586,7 +586,7 @@ def name_server_that_is_silent(*_: Any, **__: Any) -> None:
 def test_without_shakespeare_pythons_own_reference_is_taken(
     trouble, home, cli, shakespeare, black_hole, monkeypatch
 ):
-    module = "launcher.text.shakespeare"
+    module = "launcher.text.copies"
     monkeypatch.setattr(f"{module}.PATIENCE_SECONDS", 0.5)
     urls = {
         "refused": "http://127.0.0.1:9/input.txt",
@@ -614,7 +614,7 @@ def test_without_shakespeare_pythons_own_reference_is_taken(
 
 def test_without_either_text_an_own_one_is_asked_for(cli, monkeypatch):
     url = "http://127.0.0.1:9/input.txt"
-    monkeypatch.setattr("launcher.text.shakespeare.SHAKESPEARE_URL", url)
+    monkeypatch.setattr("launcher.text.copies.SHAKESPEARE_URL", url)
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     ran = cli("upload-data")
     assert ran.failed(1, url, "`sm-nanogpt upload-data FILE`") and not ran.out

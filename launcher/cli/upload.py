@@ -67,8 +67,8 @@ def upload_data_command(
     """
     from launcher.launching.start import SHORT
     from launcher.launching.texts import n_training
+    from launcher.text.copies import first_text
     from launcher.text.corpus import upload_data
-    from launcher.text.shakespeare import first_text
 
     settings = settings_of()
     paths = paths or (str(first_text(settings)),)

@@ -1,22 +1,27 @@
-"""Copies of texts that are not files of this machine: standard input, the Hub's, and S3's."""
+"""Copies of texts that are not files of this machine: standard input, the Hub's, S3's, and tiny
+Shakespeare."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 from launcher.errors import InputError, ServiceError, not_installed
 from launcher.files import storage
 from launcher.files.storage import Progress
-from launcher.settings import Settings
+from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
 readers = logging.getLogger("launcher.text")  # of the modules that read the copies
@@ -24,6 +29,7 @@ readers = logging.getLogger("launcher.text")  # of the modules that read the cop
 HUB = re.compile(r"hf://datasets/(?P<id>[\w.-]+/(?P<name>[\w.-]+))(@[^/]+)?(/.*)?")
 Fill = Callable[[Collection[Path]], None]
 LOGIN = "run `hf auth login`, or set HF_TOKEN"
+T = TypeVar("T")
 
 
 @dataclass
@@ -197,3 +203,67 @@ def hub_errors(given: str) -> Iterator[None]:
         other = ServiceError, f"{' '.join(str(error).split())}; check the network, or {LOGIN}"
         kind, why = next((known[k] for k in known if isinstance(cause, k)), other)
         raise kind(f"{given}: {why}") from None
+
+
+# -- a text for those who have none ----------------------------------------------------------------
+
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+PATIENCE_SECONDS = 5.0
+
+
+def first_text(settings: Settings | None = None) -> Path:
+    """Tiny Shakespeare, as a file in the cache: downloaded once, and verified by its SHA-256.
+
+    Many networks reach a package index and little else. There it is Python's language reference,
+    which comes with Python; without it, this raises ServiceError.
+    """
+    cache = (settings or load_settings()).home / "cache"
+    shakespeare = cache / "shakespeare.txt"
+    if shakespeare.is_file() and is_shakespeare(shakespeare.read_bytes()):
+        return shakespeare
+    try:
+        # A silent name server takes minutes, which no timeout of urllib bounds.
+        content = in_thread(partial(download, SHAKESPEARE_URL)).result(PATIENCE_SECONDS)
+        why = "" if is_shakespeare(content) else "the answer is another file"  # of a proxy
+    except Exception as error:
+        why = str(getattr(error, "reason", error)) or f"no answer within {PATIENCE_SECONDS:.0f} s"
+    if not why:
+        storage.write_bytes(str(shakespeare), content)
+        return shakespeare
+    try:
+        from pydoc_data.topics import topics  # of `help()`: half a megabyte of the reference
+    except ImportError:
+        raise ServiceError(f"{SHAKESPEARE_URL}: {why}", "own-text") from None
+    what = "took the language reference that comes with Python"
+    logger.warning(f"{SHAKESPEARE_URL}: {why}; {what}", extra={"code": "own-text"})
+    reference = cache / "python-reference.txt"
+    storage.write_bytes(str(reference), "\n\n".join(topics.values()).encode())
+    return reference
+
+
+def is_shakespeare(content: bytes) -> bool:
+    return hashlib.sha256(content).hexdigest() == SHAKESPEARE_SHA256
+
+
+def download(url: str) -> bytes:
+    import urllib.request
+
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as response:
+        return bytes(response.read())
+
+
+def in_thread(task: Callable[[], T]) -> Future[T]:
+    """Start a task in a thread for which neither Ctrl-C nor the end of the process waits."""
+    ended = Future[T]()
+
+    def run() -> None:
+        try:
+            ended.set_result(task())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return ended

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 from entry_point.conversations import END_OF_TURN, TURN
@@ -20,6 +21,7 @@ from launcher.errors import InputError
 from launcher.files import documents as door
 from launcher.files.storage import Progress
 from launcher.models.encoder import QWEN35, published_tokenizer
+from launcher.text.copies import in_thread
 from launcher.text.formats import Counts, File, documents
 
 END_OF_TEXT = "<|endoftext|>"
@@ -110,19 +112,11 @@ def learn_words(
         special_tokens=[END_OF_TEXT, TURN, END_OF_TURN],  # of turns, for conversations later
         show_progress=False,
     )
-    read, learned, left = Counts(), Future[None](), Event()
+    read, left = Counts(), Event()
     pieces = chain.from_iterable(documents(files, read))
     some = takewhile(lambda _: read.size <= SAMPLE and not left.is_set(), pieces)
-
-    def learn() -> None:
-        try:
-            tokenizer.train_from_iterator(some, trainer)
-            learned.set_result(None)
-        except BaseException as error:
-            learned.set_exception(error)
-
     # The library looks at no signals: here, Ctrl-C ends the wait for it.
-    Thread(target=learn, daemon=True).start()
+    learned = in_thread(partial(tokenizer.train_from_iterator, some, trainer))
     try:
         told, ended = 0, False
         while not ended:
