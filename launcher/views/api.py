@@ -17,14 +17,13 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from launcher.errors import InputError, ServiceError
+from launcher.errors import ServiceError
 from launcher.files.documents import reason_of
-from launcher.models.chat import Message, TooLong
+from launcher.models.chat import Message
 from launcher.models.sample import encode
 from launcher.views.play import Player, Queued, SamplingRequest, Token, problem, stream_tokens, turn
 
@@ -169,30 +168,22 @@ def routes(players: Sequence[Player]) -> list[Route]:
     async def complete(request: HTTPRequest, kind: type[WantedChat] | type[WantedText]) -> Response:
         try:
             wanted = kind.model_validate_json(await request.body())
-            if wanted.model not in by_name:
-                said = f"no model {wanted.model!r}; there is {', '.join(by_name)}"
-                return problem(404, said, "model_not_found")
-            player = by_name[wanted.model]
-            answer, tokens = begin(player, wanted)
-        except ClientDisconnect:
-            return Response()
         except ValidationError as error:
             return problem(400, reason(error))
-        except InputError as error:
-            code = "context_length_exceeded" if isinstance(error, TooLong) else None
-            return problem(400, str(error), code)
+        if wanted.model not in by_name:
+            said = f"no model {wanted.model!r}; there is {', '.join(by_name)}"
+            return problem(404, said, "model_not_found")
+        player = by_name[wanted.model]
+        answer, tokens = begin(player, wanted)
         if wanted.stream:
             usage = bool(wanted.stream_options and wanted.stream_options.include_usage)
             return Queued(events(answer, tokens, usage), player.lock, "text/event-stream")
         parts = []
-        try:
-            async with player.lock:
-                while made := turn(tokens):
-                    parts.append(answer.said(made))
-                    if await request.is_disconnected():
-                        break
-        except ServiceError as error:  # an edited script fails
-            return problem(500, str(error))
+        async with player.lock:
+            while made := turn(tokens):
+                parts.append(answer.said(made))
+                if await request.is_disconnected():
+                    break
         body = answer.body("".join(parts), chunk=False)
         return JSONResponse({**body, "usage": answer.usage})
 

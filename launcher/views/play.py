@@ -36,7 +36,7 @@ from entry_point.model import GPT
 from entry_point.text import Tokenizer
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import adapter, reason_of
-from launcher.models.chat import Chat, Message
+from launcher.models.chat import Chat, Message, TooLong
 from launcher.models.load import is_edited
 from launcher.models.sample import stream_samples
 
@@ -211,19 +211,12 @@ def make_app(
 
     async def generate(request: HTTPRequest) -> Response:
         player = players[request.path_params["number"]]
-        try:
-            wanted = adapter(SamplingRequest).validate_json(await request.body())
-            dropped, ids = 0, None
-            if wanted.messages is not None:
-                dropped, ids, most = player.chat.fitting(wanted.messages, wanted.max_new_tokens)
-                wanted = replace(wanted, max_new_tokens=most)
-            tokens = stream_tokens(player, wanted, ids)
-        except ClientDisconnect:
-            return Response()
-        except ValidationError as error:
-            return problem(400, reason_of(error))
-        except InputError as error:
-            return problem(400, str(error))
+        wanted = adapter(SamplingRequest).validate_json(await request.body())
+        dropped, ids = 0, None
+        if wanted.messages is not None:
+            dropped, ids, most = player.chat.fitting(wanted.messages, wanted.max_new_tokens)
+            wanted = replace(wanted, max_new_tokens=most)
+        tokens = stream_tokens(player, wanted, ids)
 
         async def lines() -> AsyncIterator[str]:
             try:
@@ -242,13 +235,23 @@ def make_app(
         hint = "" if path.startswith("/v1/") else "; /v1 is missing from the base URL"
         return problem(404, f"{request.method} {path} is not there{hint}")
 
+    async def refused(request: HTTPRequest, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response()
+        said = reason_of(error) if isinstance(error, ValidationError) else str(error)
+        code = "context_length_exceeded" if isinstance(error, TooLong) else None
+        # Of the others, a ServiceError comes where an edited script fails.
+        return problem(500 if isinstance(error, ServiceError) else 400, said, code)
+
     routes = [
         Route("/", page),
         Route("/page/models", models),
         Route("/page/generate/{number:int}", generate, methods=["POST"]),
         *more,
     ]
-    inner = Starlette(routes=routes, exception_handlers={404: nothing})
+    errors = (ClientDisconnect, ValidationError, InputError, ServiceError)
+    handlers: dict[Any, Any] = {404: nothing, **dict.fromkeys(errors, refused)}
+    inner = Starlette(routes=routes, exception_handlers=handlers)
     # Outside of the guard: a browser asks before it sends the key.
     return CORSMiddleware(
         guarded(inner, key), allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
