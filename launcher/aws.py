@@ -184,12 +184,8 @@ def patiently(ask: Callable[[], T], *, job_id: str, code: str, deadline: float =
 
 @contextmanager
 def service_errors(call: str) -> Iterator[None]:
-    """Turn botocore's exceptions in `call` into a ServiceError of one line.
-
-    Raises:
-        Missing: AWS says that the thing does not exist.
-        Unreachable: AWS did not answer.
-    """
+    """Turn botocore's exceptions in `call` into a ServiceError of one line: Missing if AWS says
+    that the thing does not exist, Unreachable if AWS did not answer."""
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
@@ -196,11 +195,6 @@ class Request(BaseModel):
             return self._source
         return Source.packaged() if self.entry_point is None else Source.read(self.entry_point)
 
-    @property
-    def module(self) -> ModuleType:
-        """The training folder's hyperparameters. Raises InputError if it cannot be imported."""
-        return self.source.module("config")
-
     def all_hyperparameters(self) -> dict[str, Scalar]:
         """Every field of the script's Config, for the job's record and the script's arguments.
 
@@ -216,7 +210,7 @@ class Request(BaseModel):
         """
         config = self.config(1, base)
         given = (n.replace("-", "_") for n, value in self.hyperparameters.items() if value != "")
-        preset = self.module.PRESETS[self.preset] if self.preset else ()
+        preset = self.source.module("config").PRESETS[self.preset] if self.preset else ()
         return {name: getattr(config, name) for name in (*preset, *given)}
 
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
@@ -283,7 +277,7 @@ class TrainingJob(Request):
             for job in (before, self)
         ]
         with self.source.running():
-            self.module.check_resumable(*jobs)
+            self.source.module("config").check_resumable(*jobs)
         step, max_steps = earlier.checkpoint_step or 0, self.config(1).max_steps
         if step > max_steps or (step == max_steps and earlier.model_uri is not None):
             raise InputError(

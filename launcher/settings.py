@@ -48,9 +48,7 @@ class Settings(BaseSettings):
 
     home is the directory of everything on this machine: jobs/, models/, cache/, config.toml, and
     store/ unless another store is set. store is `s3://bucket/prefix` or an absolute directory.
-
-    Raises:
-        InputError: a value is invalid, or the config file cannot be read.
+    Raises InputError if a value is invalid, or the config file cannot be read.
     """
 
     model_config = SettingsConfigDict(
@@ -202,9 +200,8 @@ def problem_of(location: str) -> str:
 def load_settings(**given: str | None) -> Settings:
     """Load the settings; arguments override the environment and the config file.
 
-    Raises:
-        InputError: a value is invalid, the config file cannot be read, a variable SM_NANOGPT_* is
-            no setting, or home cannot be written.
+    Raises InputError as Settings, and if a variable SM_NANOGPT_* is no setting, or home cannot be
+    written.
     """
     check_variables()
     words = {name: value for name, value in given.items() if value}

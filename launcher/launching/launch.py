@@ -247,7 +247,8 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
         source = find_source(before.source_sha256 or "", settings)
         given["entry_point"] = source.directory
         request = request.model_copy(update={"entry_point": source.directory})
-    sent, known = description.hyperparameters, {f.name for f in fields(request.module.Config)}
+    config = request.source.module("config").Config
+    sent, known = description.hyperparameters, {f.name for f in fields(config)}
     if unknown := sorted(sent.keys() - known):
         logger.info(
             f"{request.source.directory} has no {', '.join(unknown)};"

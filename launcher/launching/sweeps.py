@@ -119,10 +119,8 @@ def prepare_member(
     """The member's next job, checked. It continues the last try if that left a checkpoint.
 
     Its cost ceiling is its share of that of the sweep, which includes all its tries. first: the
-    plan of another member, with the same texts and folder, which are not read again.
-
-    Raises:
-        CeilingTooLow: its tries have used up its share.
+    plan of another member, with the same texts and folder, which are not read again. Raises
+    CeilingTooLow if its tries have used up its share.
     """
     given = sweep.job.given()
     given["hyperparameters"] = {**sweep.job.hyperparameters, **sweep.members[number - 1]}
@@ -164,10 +162,7 @@ def plan_sweep(
     parallel: int = 1,
 ) -> SweepPlan:
     """Check and price the jobs of a new sweep: each combination of the values, with each of `seeds`
-    seeds, `parallel` jobs at a time.
-
-    Raises:
-        InputError, ServiceError: a job cannot run, as for `prepare`; nothing was started.
+    seeds, `parallel` jobs at a time. Raises as `prepare` if a job cannot run.
     """
     given = {*request.hyperparameters, *["seed"] * (seeds > 1)}
     if (job_id := request.resume) is not None:

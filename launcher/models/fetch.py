@@ -42,13 +42,10 @@ def fetch_model(
     """Download a job's model, unless it is here, and return its directory.
 
     For a job that failed or was stopped, this is the model of its newest checkpoint. entry_point
-    names the folder that exports it, if its launch kept none here. If the job cannot be
-    looked up, for example without a network or a login, this is the model that was fetched before.
-
-    Raises:
-        InputError: the folder that exports a checkpoint is not here.
-        ServiceError: there is no such job, it still runs or left nothing, or the archive is
-            damaged.
+    names the folder that exports it, if its launch kept none here; without either, this raises
+    InputError. If the job cannot be looked up, for example without a network or a login, this is
+    the model that was fetched before. Raises ServiceError if there is no such job, it still runs
+    or left nothing, or the archive is damaged.
     """
     settings, is_id = settings or load_settings(), FULL_ID.fullmatch(job_id)
     sums = [*(settings.models_dir / job_id).glob("*/SHA256SUMS")] if is_id else []
