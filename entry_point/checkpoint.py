@@ -22,6 +22,7 @@ from .errors import ConfigError, FormatError, TrainingError, log
 from .files import open_file
 
 CHECKPOINTS, CURVES = "checkpoint-*.safetensors", "metrics-*.jsonl"
+Contents = Iterable[Tensor] | None
 
 
 class Checkpoints:
@@ -46,26 +47,22 @@ class Checkpoints:
     def claim(self, fresh: bool = False) -> None:
         """Locks the directory against other runs on this machine while this process lives.
 
-        Raises:
-            ConfigError: another run uses it; or it holds a checkpoint, and should be fresh.
-            TrainingError: it cannot be made.
+        Raises ConfigError if another run uses it, or it holds a checkpoint and should be fresh;
+        TrainingError if it cannot be made.
         """
         with self.writing(self.directory):
             self.claimed = os.open(self.directory, os.O_RDONLY)
+        problem = ""
         try:
             fcntl.flock(self.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"another run uses {self.directory.parent}; wait until it ends and resume it, or"
-                " choose another directory"
-            ) from None
+            problem = "is in use by another run; wait until it ends and resume it"
         except OSError:
             pass  # some file systems have no locks
-        if fresh and self.steps():
-            raise ConfigError(
-                f"{self.directory.parent} already holds a run; resume it with --resume, or"
-                " choose another --out"
-            )
+        if fresh and not problem and self.steps():
+            problem = "already holds a run; resume it with --resume"
+        if problem:
+            raise ConfigError(f"{self.directory.parent} {problem}, or choose another --out")
 
     def path(self, step: int) -> Path:
         return self.directory / f"checkpoint-{step:08d}.safetensors"
@@ -89,20 +86,16 @@ class Checkpoints:
             raise TrainingError(f"cannot write {path}: {error.strerror}") from None
 
     def save(
-        self,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-        contents: Iterable[Tensor] | None = None,
+        self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], contents: Contents = None
     ) -> None:
         """Writes the checkpoint of state["step"], and then drops all but the last two.
 
-        The arguments are those of write_safetensors. Raises TrainingError if it cannot be written;
-        the earlier ones are untouched.
+        `contents` is as in write_safetensors. Raises TrainingError if it cannot be written; the
+        earlier ones are untouched.
         """
         self.saved_at = time.monotonic()
-        step = state["step"]
+        step, metadata = state["step"], {"format": "pt", "state": json.dumps(state)}
         with self.writing(self.path(step)) as path:
-            metadata = {"format": "pt", "state": json.dumps(state)}
             write_safetensors(path, tensors, metadata, contents)
             self.kept = [step, *(kept for kept in self.kept if kept != step)][:2]
             self.prune()
@@ -143,13 +136,9 @@ class Checkpoints:
 
     def latest_state(self) -> dict[str, Any]:
         """The state that load_latest gives, unlogged, for --resume. Raises ConfigError for none."""
-        why: object = f"there is no checkpoint to resume from in {self.directory}"
-        try:
-            if loaded := self.load_latest(warn=lambda line: None):
-                return loaded[1]
-        except TrainingError as error:
-            why = error
-        raise ConfigError(f"--resume {self.directory.parent}: {why}")
+        if (loaded := self.load_latest(warn=lambda line: None)) is None:
+            raise ConfigError(f"--resume: there is no checkpoint in {self.directory}")
+        return loaded[1]
 
     def load_latest(
         self, warn: Callable[[str], None] = log
@@ -192,12 +181,12 @@ def write_safetensors(
     path: Path,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
-    contents: Iterable[Tensor] | None = None,
+    contents: Contents = None,
 ) -> None:
     """Writes the file whole or not at all: under another name first, flushed to disk, renamed.
 
-    A SHA-256 over header and tensors goes into the metadata. `contents` are the same tensors with
-    their values, if these come one by one from elsewhere; one is in memory at a time.
+    `contents` are the same tensors with their values, if these come from elsewhere; they are taken
+    and written one by one. A SHA-256 over header and tensors goes into the metadata.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -206,9 +195,8 @@ def write_safetensors(
         dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
     digest = header_digest(header, metadata)
-    place = b"0" * 64  # of the SHA-256
-    header["__metadata__"] = {**metadata, "sha256": place.decode()}
-    encoded = json.dumps(header).encode()
+    place = "0" * 64  # of the SHA-256
+    encoded = json.dumps({**header, "__metadata__": {**metadata, "sha256": place}}).encode()
     encoded += b" " * (-len(encoded) % 8)
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
@@ -217,7 +205,7 @@ def write_safetensors(
             content = tensor.detach().cpu().contiguous()
             digest.update(memory(content))
             file.write(memory(content))
-        file.seek(8 + encoded.rindex(place))
+        file.seek(8 + encoded.rindex(place.encode()))
         file.write(digest.hexdigest().encode())
         file.flush()
         os.fsync(file.fileno())
@@ -246,11 +234,8 @@ def read_safetensors(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors (CPU) and the metadata; a SHA-256 in the metadata is checked.
 
-    largest is the size in bytes that the header may have.
-
-    Raises:
-        FormatError: the file is damaged, or has no SHA-256 although it is `sealed` by one.
-        OSError: it cannot be read.
+    Raises FormatError if the file is damaged, its header has more than `largest` bytes, or it has
+    no SHA-256 although it is `sealed` by one; OSError if it cannot be read.
     """
     tensors = {}
     with open_file(path) as file:

@@ -76,9 +76,9 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-# Numbers that a rank orthogonalizes at once: enough to keep a GPU busy (a product of them takes
-# some 40 us on an H100, and its start 5), and few enough to need no more than 270 MB.
-SLICE = 1 << 24
+# Numbers that a rank orthogonalizes at once: enough to keep a GPU busy (by arithmetic, a product of
+# them takes an H100 20 us, and its start 5), and few enough to need no more than 100 MB.
+SLICE = 1 << 23
 
 
 def deal(counts: Mapping[str, int], n_slices: int, n_ranks: int) -> list[list[list[str]]]:
@@ -93,9 +93,8 @@ class Muon:
     """Momentum, orthogonalized (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
     Matrices of one shape, up to transposition, are stacked and updated together, slice by slice;
-    each of a fused weight is a matrix of its own. Each rank has a share of the weights of a slice:
-    it keeps their momentum, computes their updates and sends these to the others, since all have
-    the same gradients.
+    each of a fused weight is a matrix of its own. All ranks have the same gradients. Each keeps the
+    momentum of its share of a slice, computes its updates, and sends them to the others.
     """
 
     def __init__(
@@ -132,6 +131,7 @@ class Muon:
                     if self.weight_decay:
                         weight.mul_(1 - learning_rate * self.weight_decay)
                     tall(weight, n_fused).add_(part, alpha=-learning_rate * scale)
+            del update, stack, part  # the next slice needs their memory
 
     def average(self, names: Sequence[str], buffer: Tensor) -> Tensor:
         """Adds the gradients of a share to its momentum; returns Nesterov's average of both."""
@@ -143,7 +143,6 @@ class Muon:
         return gradient.lerp_(buffer, self.momentum)
 
     def owners(self) -> dict[str, int]:
-        """The rank that keeps the momentum of each weight."""
         shares = ((rank, names) for shares, _ in self.slices for rank, names in enumerate(shares))
         return {f"momentum.{name}": rank for rank, names in shares for name in names}
 
@@ -164,7 +163,7 @@ class AdamW:
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], config: Config, weight_decay: float
+        self, parameters: Mapping[str, Tensor], weight_decay: float, config: Config
     ) -> None:
         self.parameters, self.config, self.weight_decay = parameters, config, weight_decay
         self.steps, self.exp_avg, self.exp_avg_sq = {}, {}, {}
@@ -222,12 +221,12 @@ class Optimizer:
                 untied = parameter is model.embed.weight and model.head is not None
                 peak = config.embedding_learning_rate if untied else config.head_learning_rate
                 by_peak.setdefault(peak, {})[name] = parameter
-            self.adamws = [(AdamW(named, config, 0.0), peak) for peak, named in by_peak.items()]
+            self.adamws = [(AdamW(named, 0.0, config), peak) for peak, named in by_peak.items()]
         else:
             inner = {name: weight for name, (weight, _) in matrices.items()}
-            for parameters, decay in ((inner, config.weight_decay), (rest, 0.0)):
-                one = AdamW(parameters, config, decay)
-                self.adamws.append((one, config.learning_rate))
+            decays = ((inner, config.weight_decay), (rest, 0.0))
+            peak = config.learning_rate
+            self.adamws = [(AdamW(named, decay, config), peak) for named, decay in decays]
 
     def step(self, scale: float) -> None:
         """One update from the gradients, at `scale` times the peak learning rates."""

@@ -12,7 +12,8 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -212,6 +213,23 @@ def test_a_write_syncs_file_before_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", note)
     write_safetensors(place, TENSORS, {})
     assert synced == [("file", False), ("directory", True)]
+
+
+def test_tensors_are_written_one_by_one(tmp_path):
+    """At most two at once: the next is on its way when the last may still be in memory."""
+    given: list[weakref.ref[torch.Tensor]] = []
+
+    def contents() -> Iterator[torch.Tensor]:
+        for tensor in TENSORS.values():
+            given.append(weakref.ref(content := tensor.clone()))
+            assert sum(reference() is not None for reference in given) <= 2
+            yield content
+
+    described = {name: tensor.to("meta") for name, tensor in TENSORS.items()}
+    write_safetensors(tmp_path / "a", described, {}, contents())
+    assert_same(read_safetensors(tmp_path / "a", sealed=True)[0], TENSORS)
+    write_safetensors(tmp_path / "b", TENSORS, {})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

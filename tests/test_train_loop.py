@@ -284,6 +284,43 @@ def test_ranks_average_gradients_in_float32(tmp_path, text_file):
     assert len({end.output for end in ends}) == 1, ends
 
 
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+def test_shared_updates_have_the_bits_of_one_rank(tmp_path, text_file, n_ranks):
+    """In slices, of weights that are fused, wide and tall."""
+    probe = (
+        "optim = sys.modules['entry_point.optim']\n"
+        "optim.SLICE = 1 << 9\n"
+        "alone = types.SimpleNamespace(rank=0, world_size=1, device=group.device)\n"
+        "alone.all_gather = lambda update: update[None]\n"
+        "generator = torch.Generator().manual_seed(1)\n"
+        "config = train.Config(weight_decay=0.1)\n"
+        "for dtype in (torch.float32, torch.bfloat16):\n"
+        "    shared, whole = {}, {}\n"
+        "    for i, (rows, columns, n) in enumerate(4 * [(48, 16, 3), (16, 16, 1), (86, 16, 2),"
+        " (16, 43, 1)]):\n"
+        "        weight = torch.randn(rows, columns, generator=generator)\n"
+        "        shared[str(i)], whole[str(i)] = (weight.clone(), n), (weight, n)\n"
+        "    muons = [train.Muon(shared, config, group), train.Muon(whole, config, alone)]\n"
+        "    assert len(muons[1].slices) > 10\n"
+        "    for step in range(5):\n"
+        "        for name, (weight, _) in whole.items():\n"
+        "            weight.grad = torch.randn(weight.shape, generator=generator)\n"
+        "            shared[name][0].grad = weight.grad\n"
+        "        for muon in muons:\n"
+        "            muon.step(0.02, dtype)\n"
+        "    assert all(torch.equal(shared[name][0], whole[name][0]) for name in whole)\n"
+        "    ours, theirs = (muon.state() for muon in muons)\n"
+        "    assert list(ours) == list(theirs)\n"
+        "    for name, owner in muons[0].owners().items():\n"
+        "        assert ours[name].shape == theirs[name].shape\n"
+        "        assert ours[name].is_meta == (owner != group.rank)\n"
+        "        assert ours[name].is_meta or torch.equal(ours[name], theirs[name])\n"
+        "    print(len(set(muons[0].owners().values())))\n"
+    )
+    ends = run_ranks(tmp_path, text_file, n_ranks, probe)
+    assert {end.output for end in ends} == {2 * f"{n_ranks}\n"}
+
+
 # -- stopped and launched again --------------------------------------------------------------------
 
 EXACT: dict[str, Any] = dict(n_embd=192, n_head=6, dropout=0.2, short_windows=0.6)
@@ -445,6 +482,39 @@ def test_an_interruption_does_not_change_a_metric(tmp_path, text):
         assert losses_in(f"cut {before}") == expected
 
 
+def test_a_killed_run_resumes_on_any_number_of_ranks(tmp_path, text_file):
+    """With the losses of one that was not interrupted, to rounding, and checkpoints of one form."""
+    how = dict(log_interval=1, weight_decay=0.1, precision="float32")
+    killed = environment(NANOGPT_FAULT="1:6:kill")
+    forms = []
+    for out, status, env in (("calm", 0, None), ("cut", 137, killed)):
+        often = dict(data=text_file, out=out, processes=3, checkpoint_seconds=1e-6)
+        trained(tmp_path, env, status=status, **how, **often)
+    for ranks in (1, 2, 4):
+        out = f"on {ranks}"
+        shutil.copytree(tmp_path / "cut", tmp_path / out)
+        end = run(words(resume=out, processes=ranks), cwd=tmp_path)
+        assert "resumed from the checkpoint of step 6" in end.output
+        losses, expected = (
+            [row["train_loss"] for row in metrics(tmp_path / name / "output")]
+            for name in (out, "calm")
+        )
+        assert furthest(expected, losses) < 1e-5
+        newest, _ = read_safetensors(Checkpoints(tmp_path / out / "checkpoints").path(10))
+        forms.append({name: tensor.shape for name, tensor in newest.items()})
+    assert forms[0] == forms[1] == forms[2]
+
+
+def test_a_disk_full_amid_a_checkpoint_ends_all_ranks(tmp_path, text_file):
+    """The limit on the size of a file is reached when the other rank sends what it owns."""
+    limited = ("bash", "-c", 'ulimit -f 600; exec "$@"', "bash", sys.executable, str(SCRIPT))
+    how: dict[str, Any] = dict(n_embd=64, processes=2, hang_seconds=600, command=limited)
+    end = trained(tmp_path, status=1, data=text_file, out="out", **how)
+    said = r"TrainingError: cannot write .*/checkpoint-00000005\.\w+: File too large"
+    assert re.fullmatch(said, end.last_line)
+    assert not list((tmp_path / "out/checkpoints").glob("checkpoint-*"))
+
+
 def test_outside_sagemaker_only_resume_resumes_a_run(tmp_path, text_file):
     trained(tmp_path, data=text_file, out="mine", processes=3)
     model = tmp_path / "mine/model/model.safetensors"
@@ -466,7 +536,7 @@ def test_a_directory_in_use_by_another_run_is_refused(tmp_path, text_file):
         wait_for_line(process, "step=5/")
         for how in ({"out": "mine", "processes": 2}, {"resume": "mine"}):
             refused = trained(tmp_path, status=2, **long, **how)
-            assert refused.last_line.startswith("ConfigError: another run uses mine; ")
+            assert refused.last_line.startswith("ConfigError: mine is in use by another run; ")
     rows = (tmp_path / "mine/checkpoints/metrics-00000001.jsonl").read_text().splitlines()
     steps = [json.loads(row)["step"] for row in rows[:-1]]  # the last may be cut off by the end
     assert steps == list(range(1, len(steps) + 1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 from typing import Any
 
 import pytest
@@ -288,6 +290,25 @@ def test_the_update_of_a_tall_matrix_is_larger(rows, columns, n_fused, factor):
     expected = orthogonalize(gradients, torch.float32)
     Muon({"weight": (weight, n_fused)}, SMALL, alone()).step(0.02, torch.float32)
     torch.testing.assert_close(tall(weight, n_fused), -0.02 * factor * expected)
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 12), (torch.bfloat16, 10)])
+def test_a_step_of_muon_needs_memory_for_one_slice(tmp_path, monkeypatch, dtype, most):
+    """In bytes for each number of it, however many matrices there are."""
+    monkeypatch.setattr("entry_point.optim.SLICE", 1 << 14)
+    weights = {str(i): (torch.zeros(64, 64), 1) for i in range(64)}
+    for weight, _ in weights.values():
+        weight.grad = torch.ones_like(weight)
+    muon = Muon(weights, SMALL, alone())
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        muon.step(0.02, dtype)
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    changes = [event for event in events if event["name"] == "[memory]"]
+    changes.sort(key=lambda event: event["ts"])
+    peak = max(itertools.accumulate(event["args"]["Bytes"] for event in changes))
+    assert 4 * (1 << 14) < peak < (most + 0.1) * (1 << 14)  # and a little for norms
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
