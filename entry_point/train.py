@@ -84,6 +84,7 @@ from entry_point.device import (
     local_processes,
     rank_device,
     share_cores,
+    tokens_per_pass,
 )
 from entry_point.distributed import Group, Ranks, end_with_parent, read_ranks, start_ranks
 from entry_point.errors import (
@@ -91,6 +92,7 @@ from entry_point.errors import (
     DataError,
     TrainingError,
     failure_report,
+    first_line,
     is_out_of_memory,
     log,
     report_failure,
@@ -180,11 +182,11 @@ def main(argv: Sequence[str]) -> int:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        first = (str(error).strip() or "MemoryError").splitlines()[0]
+        tokens = tokens_per_pass(config, rank_device(config, container, ranks))
         raise TrainingError(
             "set a larger gradient_accumulation_steps (now"
-            f" {config.passes(ranks.world_size)}), or a smaller batch_size, block_size or"
-            f" n_embd; torch says: {first}"
+            f" {config.passes(ranks.world_size, tokens)}), or a smaller batch_size, block_size or"
+            f" n_embd; torch says: {first_line(error)}"
         ) from None
 
 
