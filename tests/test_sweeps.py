@@ -336,7 +336,7 @@ def test_the_last_try_of_a_member_is_its_newest():
         ("--sweep n_layer=1,1", "--sweep n_layer=1,1:"),
         ("--sweep n_layer=1,", "--sweep n_layer=1,:"),
         ("--sweep n-head=1 --sweep n_head=2", "--sweep n_head: given twice ('1' and '2')"),
-        ("--sweep n_layer=1,0", "n_layer=0"),
+        ("--sweep n_layer=1,0", "n_layer='0'"),
         ("--sweep seed=1,2 --resume a-job", "--init-from a-job"),
         ("--sweep n_layer=1,2 --set n-layer=3", "--sweep n_layer: is given twice"),
         ("--sweep seed=1,2 --seeds 2", "--sweep seed: is given twice"),
