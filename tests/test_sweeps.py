@@ -530,7 +530,7 @@ def test_a_local_sweep_starts_from_one_latest_model(job, text_file, cli):
 
 def test_parallel_local_jobs_share_the_cores(home, cli, text_file, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("launcher.machines.cores", lambda: 9)
+    monkeypatch.setattr("launcher.local.backend.cores", lambda: 9)
     started = list[dict[str, str]]()
 
     def popen(*_: Any, env: dict[str, str], **__: Any) -> None:
