@@ -5,6 +5,7 @@ The root-mean-square norm, attention, and the loss in chunks.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -107,12 +108,20 @@ def logits_at_once(device: torch.device) -> int:
     return LOGITS_AT_ONCE >> 4
 
 
+def chunk_size(rows: int, most: int) -> int:
+    """The size of the fewest even chunks of at most `most` rows, in whole tiles of 128 rows."""
+    chunks = math.ceil(rows / max(128, most // 128 * 128))
+    return math.ceil(rows / chunks / 128) * 128
+
+
 class ChunkedLoss(torch.autograd.Function):
     """The mean cross-entropy of head(x); the whole logits are never in memory.
 
     Each chunk of rows is turned into its gradients at once (Liger Kernel, arXiv:2410.10989, section
     3.2), so nothing is computed twice. Inputs: x [N, C], the head's weight [V, C], targets [N];
-    `some_ignored`: negative ones are not learned, and do not count.
+    `some_ignored`: negative ones are not learned, and do not count. The products have a multiple of
+    64 columns, as GPUs are slow at others (nanoGPT pads its vocabulary for it); those beyond V have
+    no probability.
     """
 
     @staticmethod
@@ -120,15 +129,19 @@ class ChunkedLoss(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, some_ignored: bool = False
     ) -> Tensor:
         learns = any(ctx.needs_input_grad)
-        total = x.new_zeros((), dtype=torch.float32)
-        dx, dw = torch.empty_like(x), torch.zeros_like(weight) if learns else None
-        cast, n = weight.to(x.dtype), max(1, logits_at_once(x.device) // len(weight))
-        columns = torch.arange(len(weight), device=x.device)
+        total, V = x.new_zeros((), dtype=torch.float32), len(weight)
+        dx, cast = torch.empty_like(x), weight.to(x.dtype)
+        if V % 64:
+            cast = F.pad(cast, (0, 0, 0, -V % 64))
+        dw = torch.zeros_like(cast, dtype=weight.dtype) if learns else None
+        n = chunk_size(len(x), logits_at_once(x.device) // len(cast))
+        columns = torch.arange(len(cast), device=x.device)
         learned = targets >= 0 if some_ignored else None  # MPS of some versions has no >= of int64
         ctx.count = len(x) if learned is None else learned.sum()
         for begin in range(0, len(x), n):
             rows, ids = x[begin : begin + n], targets[begin : begin + n, None]
             logits = (rows @ cast.mT).float()
+            logits[:, V:] = float("-inf")
             sums = logits.logsumexp(dim=-1, keepdim=True)
             if learned is None:
                 total -= (logits.gather(1, ids) - sums).sum()
@@ -144,7 +157,7 @@ class ChunkedLoss(torch.autograd.Function):
                 d = (d if learned is None else d * counts).to(x.dtype)
                 dx[begin : begin + n] = d @ cast
                 dw += d.mT @ rows
-        ctx.save_for_backward(dx, dw)
+        ctx.save_for_backward(dx, dw if dw is None else dw[:V])
         return total / ctx.count
 
     @staticmethod

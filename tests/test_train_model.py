@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from models import SMALL, VOCABULARY_SIZE, alone, ids, lively, optimizer_of
 
 from entry_point.config import Config
-from entry_point.kernels import NORM_EPS, attend
+from entry_point.kernels import NORM_EPS, attend, chunk_size
 from entry_point.model import GPT, Linear, norm, sample
 from entry_point.optim import Muon, gradient_of, learning_rate_scale, orthogonalize, tall
 from launcher.models import engine
@@ -87,7 +88,8 @@ def test_the_loss_is_the_mean_cross_entropy():
     torch.testing.assert_close(model(x, y), by_hand)
 
 
-FIVE_ROWS = 16 * 5 * VOCABULARY_SIZE  # bytes of their logits
+AT_ONCE = "entry_point.kernels.LOGITS_AT_ONCE"
+FEW = 16  # so few logits that 320 rows make three chunks, one of them short
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -95,10 +97,10 @@ FIVE_ROWS = 16 * 5 * VOCABULARY_SIZE  # bytes of their logits
     "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 4e-3)]
 )
 def test_computing_the_loss_in_chunks_does_not_change_it(monkeypatch, dtype, tolerance, tied):
-    x, y = ids(3, 8), ids(3, 8, seed=1)
+    x, y = ids(40, 8), ids(40, 8, seed=1)
     found = []
-    for at_once in (1 << 30, FIVE_ROWS):  # 24 rows make five chunks, one of them short
-        monkeypatch.setattr("entry_point.kernels.LOGITS_AT_ONCE", at_once)
+    for at_once in (1 << 30, FEW):
+        monkeypatch.setattr(AT_ONCE, at_once)
         model = lively(changed(tie_embeddings=tied), dtype)
         loss = model(x, y)
         (1024 * loss).backward()  # as by a scaler
@@ -109,9 +111,34 @@ def test_computing_the_loss_in_chunks_does_not_change_it(monkeypatch, dtype, tol
         torch.testing.assert_close(chunked, whole, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize(
+    "rows, most, size, count",
+    [
+        (16_384, 5336, 4096, 4),  # gpt2 on a GPU, 50,304 ids
+        (65_536, 5336, 5120, 13),
+        (16_384, 99, 128, 128),
+        (300, 1 << 20, 384, 1),
+    ],
+)
+def test_chunks_of_the_loss_are_even_and_of_whole_tiles(rows, most, size, count):
+    assert chunk_size(rows, most) == size
+    assert math.ceil(rows / size) == count
+    assert size <= max(most, 128) or count == 1
+
+
+def test_a_product_of_the_loss_has_a_multiple_of_64_columns(monkeypatch):
+    monkeypatch.setattr(AT_ONCE, FEW)
+    model, x, y = lively(), ids(40, 8), ids(40, 8, seed=1)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.no_grad(), torch.profiler.profile(activities=cpu, record_shapes=True) as profile:
+        model(x, y)
+    shapes = [event.input_shapes[1] for event in profile.events() if event.name == "aten::mm"]
+    assert shapes[-3:] == [[16, 64]] * 3
+
+
 def test_the_loss_in_chunks_is_compiled_as_one_graph(monkeypatch):
-    monkeypatch.setattr("entry_point.kernels.LOGITS_AT_ONCE", FIVE_ROWS)
-    x, y, model = ids(3, 8), ids(3, 8, seed=1), lively(changed(n_layer=1))
+    monkeypatch.setattr(AT_ONCE, FEW)
+    x, y, model = ids(40, 8), ids(40, 8, seed=1), lively(changed(n_layer=1))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     names, weights = zip(*model.named_parameters(), strict=True)
     found, expected = (torch.autograd.grad(net(x, y), weights) for net in (compiled, model))
@@ -120,7 +147,7 @@ def test_the_loss_in_chunks_is_compiled_as_one_graph(monkeypatch):
 
 
 def test_targets_are_compared_only_where_some_are_ignored(monkeypatch):
-    monkeypatch.setattr("entry_point.kernels.LOGITS_AT_ONCE", FIVE_ROWS)
+    monkeypatch.setattr(AT_ONCE, FEW)
     model, x, y = lively(), ids(3, 8), ids(3, 8, seed=1)
     for chats in (False, True):
         cpu = [torch.profiler.ProfilerActivity.CPU]
@@ -130,14 +157,14 @@ def test_targets_are_compared_only_where_some_are_ignored(monkeypatch):
 
 
 def test_an_evaluation_computes_no_gradients(monkeypatch):
-    monkeypatch.setattr("entry_point.kernels.LOGITS_AT_ONCE", FIVE_ROWS)
-    model, x, y = lively(), ids(3, 8), ids(3, 8, seed=1)
+    monkeypatch.setattr(AT_ONCE, FEW)
+    model, x, y = lively(), ids(40, 8), ids(40, 8, seed=1)
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.no_grad(), torch.profiler.profile(activities=cpu) as profile:
         model(x, y)
     products = [event.name for event in profile.events() if event.name == "aten::mm"]
     layers = sum(isinstance(module, Linear) for module in model.blocks.modules())
-    assert len(products) == layers + 5  # of 24 rows
+    assert len(products) == layers + 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # each by another kernel
