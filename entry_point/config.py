@@ -131,6 +131,9 @@ class Config:
     reduce_precision: str = hyperparameter(
         "float32", "type of the gradients that are sent", choices=("float32", "bfloat16")
     )
+    recompute: bool = hyperparameter(
+        False, "keep each layer's input alone, and compute the rest twice (less memory, slower)"
+    )
     compile: str = hyperparameter(
         "auto", "torch.compile (auto: if it pays; off: no graph)", choices=("auto", "on", "off")
     )

@@ -140,9 +140,12 @@ def machine_line(device: torch.device, ranks: Ranks, hosts: int) -> str:
 def can_use_graph(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a CUDA graph may replay the passes of this run.
 
-    In float16 the scale of the loss changes. `compile=off` executes Python in each step.
+    In float16 the scale of the loss changes. `compile=off` executes Python in each step. To draw
+    the same dropout again, `recompute` reads the random state, which no graph can.
     """
-    return device.type == "cuda" and config.compile != "off" and dtype != torch.float16
+    draws_again = config.recompute and config.dropout > 0
+    may_record = config.compile != "off" and dtype != torch.float16 and not draws_again
+    return device.type == "cuda" and may_record
 
 
 def tokens_per_pass(config: Config, device: torch.device) -> int:

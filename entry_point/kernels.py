@@ -1,16 +1,16 @@
-"""What model.py computes with, as fast as CPUs and large vocabularies ask for.
-
-The root-mean-square norm, attention, and the loss in chunks.
-"""
+"""What model.py computes with: norms and attention, fast on CPUs too, and the loss in chunks."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .config import Config
 
 NORM_EPS = 1e-6
 # addcmul needs a tensor here; creating one per call would cost as much as the operation itself.
@@ -62,20 +62,24 @@ def repeat_kv(heads: Tensor, n: int) -> Tensor:
 
 
 QUERIES_AT_ONCE = 256
+Mask = Any  # None, bool [B, 1, T, T], or a BlockMask, whose import takes a second
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -> Tensor:
     """Causal scaled dot-product attention of q [B, n_head, T, head_dim] over k, v of n_kv_head.
 
-    A mask, bool [B, 1, T, T], takes the place of the causal one; it is false where no query looks.
+    A mask of document_mask takes the place of the causal one.
     """
+    if mask is not None and not isinstance(mask, Tensor):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        y: Tensor = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        return y
     B, H, T, D = q.shape
     k, v = repeat_kv(k, H), repeat_kv(v, H)
     slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and torch.is_grad_enabled()
     if not slow or mask is not None:
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, dropout_p=dropout
-        )
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
     # There, the backward pass of torch's kernel takes several times as long as two products.
     q, k, v = (heads.reshape(B * H, T, D) for heads in (q, k, v))
     rows = []
@@ -88,15 +92,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None 
     return torch.cat(rows, dim=1).view(B, H, T, D)
 
 
-def within_documents(idx: Tensor, end: int, own_end: bool = False) -> Tensor:
-    """True where a query may attend, bool [B, 1, T, T]: within its own document.
+FLEX_DEVICE = "cuda"  # the one whose FlexAttention has a gradient
 
-    With `own_end`, an `end` closes the document before it; without, it opens the next.
+
+def document_mask(idx: Tensor, end: int, own_end: bool, config: Config) -> Mask:
+    """True where a query may attend, bool [B, 1, T, T]: within its own document, not ahead.
+
+    With `own_end`, an `end` closes the document before it; without, it opens the next. Compiled, it
+    is a BlockMask of FlexAttention instead (arXiv:2412.05496), which has no dropout, skips blocks
+    of 128 x 128 that are all false, and in torch 2.6 takes widths of a power of two.
     """
-    ends = idx == end
+    (B, T), ends = idx.shape, idx == end
     documents = ends.cumsum(dim=1) - ends.long() * own_end
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril()
+    mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    fits = T % 128 == 0 and config.head_width in (16, 32, 64, 128, 256) and not config.dropout
+    if not (fits and torch.compiler.is_compiling() and idx.device.type == FLEX_DEVICE):
+        return mask
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def may_attend(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (documents[b, query] == documents[b, key])
+
+    seen = mask.view(B, 1, T // 128, 128, T // 128, 128).sum(dim=(3, 5))
+    blocks = (seen > 0) & (seen < 128 * 128), seen == 128 * 128
+    n, n_full = (which.sum(dim=-1, dtype=torch.int32) for which in blocks)
+    sort = partial(torch.argsort, dim=-1, descending=True, stable=True)
+    at, full = (sort(which.int()).int() for which in blocks)
+    return BlockMask.from_kv_blocks(n, at, n_full, full, BLOCK_SIZE=128, mask_mod=may_attend)
 
 
 LOGITS_AT_ONCE = 1 << 28  # a gigabyte in float32, which compiled kernels never hold
@@ -109,7 +131,7 @@ def logits_at_once(device: torch.device) -> int:
 
 
 def chunk_size(rows: int, most: int) -> int:
-    """The size of the fewest even chunks of at most `most` rows, in whole tiles of 128 rows."""
+    """The size of the fewest even chunks of at most `most` rows, in whole tiles of 128."""
     chunks = math.ceil(rows / max(128, most // 128 * 128))
     return math.ceil(rows / chunks / 128) * 128
 

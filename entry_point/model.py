@@ -6,14 +6,16 @@ RMSNorm, rotary positions, QK-norm, a gated MLP.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .config import Config, derive_seed
-from .kernels import ChunkedLoss, attend, logits_at_once, rms_norm, within_documents
+from .kernels import ChunkedLoss, Mask, attend, document_mask, logits_at_once, rms_norm
 
 
 class Block(nn.Module):
@@ -24,7 +26,7 @@ class Block(nn.Module):
         self.dropout = config.dropout
         self.attention_norm, self.mlp_norm = (norm_weight(config, config.n_embd) for _ in range(2))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask = None) -> Tensor:
         y = self.attention(norm(x, self.attention_norm), cos, sin, mask)
         x = x + F.dropout(y, self.dropout, self.training)
         y = self.mlp(norm(x, self.mlp_norm))
@@ -55,7 +57,7 @@ class Attention(nn.Module):
         q, k = rotate(qk, cos, sin).split((H, K), dim=1)
         return q, k, v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask = None) -> Tensor:
         q, k, v = self.heads(x, cos, sin)
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, dropout, mask)
@@ -190,17 +192,19 @@ class GPT(nn.Module):
         compute them again in every layer. Attention does not cross the id `end`. With `chats`,
         conversations do not see each other's end token, and targets below 0 are ignored.
         """
-        mask = None if end is None else within_documents(idx, end, chats)
+        mask = None if end is None else document_mask(idx, end, chats, self.config)
         cos, sin = angles or self.angles(idx.size(1))
         x = self.embed(idx).to(self.compute_dtype)
-        x = F.dropout(x, self.config.dropout, self.training)
+        x = F.dropout(x, (dropout := self.config.dropout), self.training)
+        recompute = self.config.recompute and torch.is_grad_enabled()
+        twice = partial(checkpoint, use_reentrant=False, preserve_rng_state=dropout > 0)
         for block in self.blocks:
-            x = block(x, cos, sin, mask)
+            x = twice(block, x, cos, sin, mask) if recompute else block(x, cos, sin, mask)
         x = norm(x, self.norm)
         head = self.embed if self.head is None else self.head
         limit = logits_at_once(x.device)
         if targets is not None and targets.numel() * len(head.weight) > limit:
-            # needs_input_grad is True of a parameter even under no_grad.
+            # needs_input_grad is true for a parameter even under no_grad.
             weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
             loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), chats)
             return loss

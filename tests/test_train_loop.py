@@ -225,6 +225,15 @@ def test_gradients_averaged_in_bfloat16_train_alike(tmp_path, text, flat):
     assert 0 < furthest(exact, rounded) < 1e-2
 
 
+def test_ranks_that_compute_layers_twice_train_the_same(tmp_path, text):
+    how: dict[str, Any] = dict(dropout=0.2, gradient_accumulation_steps=2)
+    once, twice = (
+        losses_of(tmp_path / str(value), text, 1, 2, **how, recompute=value)
+        for value in (False, True)
+    )
+    assert once == twice
+
+
 def run_ranks(directory: Path, text_file: Path, world_size: int, probe: str) -> list[Ended]:
     """A probe with the group and the text, as each rank on this machine, as a launcher would."""
     program = directory / "probe.py"
@@ -875,16 +884,18 @@ def test_only_a_long_run_on_a_gpu_is_compiled_by_default(
 
 
 @pytest.mark.parametrize(
-    "device, compiles, dtype, may",
+    "device, how, dtype, may",
     [
-        ("cuda", "auto", torch.bfloat16, True),
-        ("cuda", "auto", torch.float16, False),
-        ("cuda", "off", torch.bfloat16, False),
-        ("cpu", "on", torch.bfloat16, False),
+        ("cuda", {}, torch.bfloat16, True),
+        ("cuda", {}, torch.float16, False),
+        ("cuda", {"compile": "off"}, torch.bfloat16, False),
+        ("cuda", {"recompute": True}, torch.bfloat16, True),
+        ("cuda", {"recompute": True, "dropout": 0.1}, torch.bfloat16, False),
+        ("cpu", {"compile": "on"}, torch.bfloat16, False),
     ],
 )
-def test_only_gpus_that_may_compile_record(device, compiles, dtype, may):
-    assert can_use_graph(Config(compile=compiles), torch.device(device), dtype) is may
+def test_only_gpus_that_may_compile_record(device, how, dtype, may):
+    assert can_use_graph(Config(**how), torch.device(device), dtype) is may
 
 
 @pytest.fixture

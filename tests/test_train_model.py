@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from models import SMALL, VOCABULARY_SIZE, alone, ids, lively, optimizer_of
 
+from entry_point import kernels
 from entry_point.config import Config
 from entry_point.kernels import NORM_EPS, attend, chunk_size
 from entry_point.model import GPT, Linear, norm, sample
@@ -185,6 +186,70 @@ def test_masked_attention_stops_at_the_end_of_a_document(dtype, dropout):
     if not dropout:  # alone in its window, a document's tokens see the same
         alone = model(x[:, 3:], angles=tuple(a[3:8] for a in model.angles(8)), end=0)[0]
         torch.testing.assert_close(alone, model(x, end=0)[0, 3:], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 4])
+@pytest.mark.parametrize("chats", [False, True])
+def test_compiled_attention_within_documents_is_the_dense(monkeypatch, chats, n_kv_head):
+    """Traced as for a GPU, and computed by torch's reference of FlexAttention."""
+    from torch.nn.attention import flex_attention
+
+    # It refuses gradients on a CPU, for which it has no kernel.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(kernels, "FLEX_DEVICE", "cpu")
+    how = dict(n_layer=1, n_head=4, n_kv_head=n_kv_head, n_embd=64, block_size=128)
+    model, x, graphs = lively(changed(**how)).train(), ids(3, 128), []
+    y = x.roll(-1, 1).masked_fill(x == 5, -100) if chats else x.roll(-1, 1)
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=keep, dynamic=False, fullgraph=True)
+    found = []
+    for net in (model, compiled):
+        loss = net(x, y, end=0, chats=chats)
+        found.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
+    assert ["flex_attention" in graph for graph in graphs] == [True]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("own_end", [False, True])
+def test_blocks_without_a_key_to_attend_are_skipped(monkeypatch, own_end):
+    """And those with keys alone are computed without the mask."""
+    config, x = changed(n_embd=64, block_size=512), ids(2, 512).clamp_min(1)
+    x[0, 130], x[1, [200, 300]] = 0, 0
+    mask = kernels.document_mask(x, 0, own_end, config)
+    monkeypatch.setattr(kernels, "FLEX_DEVICE", "cpu")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    blocks = kernels.document_mask(x, 0, own_end, config)
+    cut = mask.unfold(2, 128, 128).unfold(3, 128, 128).flatten(-2)
+    for n, places, expected in (
+        (blocks.kv_num_blocks, blocks.kv_indices, cut.any(-1) & ~cut.all(-1)),
+        (blocks.full_kv_num_blocks, blocks.full_kv_indices, cut.all(-1)),
+    ):
+        listed = torch.arange(4) < n[..., None]
+        assert torch.equal(torch.zeros(cut.shape[:-1]).scatter(-1, places.long(), listed.float()),
+                           expected.float())  # fmt: skip
+    assert not blocks.to_dense().bool().logical_not()[cut.any(-1)].any()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_computed_twice_have_the_same_gradients(dropout, dtype):
+    found, layers = [], []
+    for recompute in (False, True):
+        model = lively(changed(dropout=dropout, recompute=recompute), dtype).train()
+        model.blocks[0].register_forward_pre_hook(lambda *_: layers.append(1))
+        torch.manual_seed(1)
+        loss = model(ids(12, 8), ids(12, 8, seed=1), end=0)
+        found.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
+        with torch.no_grad():
+            model(ids(12, 8))
+    assert len(layers) == 2 + 3  # an evaluation computes them once
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_an_untrained_model_knows_nothing():
