@@ -90,8 +90,7 @@ class Checkpoints:
     ) -> None:
         """Writes the checkpoint of state["step"], and then drops all but the last two.
 
-        `contents` is as in write_safetensors. Raises TrainingError if it cannot be written; the
-        earlier ones are untouched.
+        Raises TrainingError if it cannot be written; the earlier ones are untouched.
         """
         self.saved_at = time.monotonic()
         step, metadata = state["step"], {"format": "pt", "state": json.dumps(state)}
@@ -114,8 +113,7 @@ class Checkpoints:
     def begin_curve(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Begins the curve of this start with the rows before it. Raises TrainingError."""
         self.saved_at = time.monotonic()
-        start = max(self.files(CURVES), default=0) + 1
-        self.curve = self.directory / f"metrics-{start:08d}.jsonl"
+        self.curve = self.directory / f"metrics-{max(self.files(CURVES), default=0) + 1:08d}.jsonl"
         with self.writing(self.curve), replacing(self.curve) as temporary:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -191,9 +189,8 @@ def write_safetensors(
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
-        offsets = [end, end := end + tensor.nbytes]
-        dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name]["data_offsets"] = [end, end := end + tensor.nbytes]
     digest = header_digest(header, metadata)
     place = "0" * 64  # of the SHA-256
     encoded = json.dumps({**header, "__metadata__": {**metadata, "sha256": place}}).encode()
@@ -250,8 +247,8 @@ def read_safetensors(
             file.readinto(memory(tensors[name]))
             digest.update(memory(tensors[name]))
     if sha256 != digest.hexdigest() and (sealed or sha256 is not None):
-        why = "it has no SHA-256" if sha256 is None else "its SHA-256 does not match"
-        raise FormatError(f"{path.name} is damaged: {why}")
+        found = "is missing" if sha256 is None else "does not match"
+        raise FormatError(f"{path.name} is damaged: its SHA-256 {found}")
     return tensors, metadata
 
 

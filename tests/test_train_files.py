@@ -309,7 +309,7 @@ def test_checkpoints_that_are_all_broken_are_an_error(checkpoints):
     spoil(checkpoints.path(10))
     path = checkpoints.path(20)
     path.write_bytes(path.read_bytes().replace(b'"sha256"', b'"sha257"'))
-    with pytest.raises(TrainingError, match=r"every checkpoint in .* no SHA-256"):
+    with pytest.raises(TrainingError, match=r"every checkpoint in .* SHA-256 is missing"):
         checkpoints.load_latest()
 
 
