@@ -185,8 +185,8 @@ def main(argv: Sequence[str]) -> int:
         tokens = tokens_per_pass(config, rank_device(config, container, ranks))
         raise TrainingError(
             "set a larger gradient_accumulation_steps (now"
-            f" {config.passes(ranks.world_size, tokens)}), or a smaller batch_size, block_size or"
-            f" n_embd; torch says: {first_line(error)}"
+            f" {config.passes(ranks.world_size, tokens)}), recompute=True, or a smaller batch_size,"
+            f" block_size or n_embd; torch says: {first_line(error)}"
         ) from None
 
 
