@@ -23,15 +23,7 @@ from launcher.cli.options import (
     settings_of,
     valued,
 )
-from launcher.cli.show import (
-    at_ctrl_c,
-    explain,
-    following,
-    next_step,
-    note,
-    print_json,
-    silence,
-)
+from launcher.cli.show import at_ctrl_c, explain, following, next_step, note, print_json, silence
 from launcher.cli.words import command
 from launcher.errors import InputError, ServiceError
 

@@ -26,11 +26,7 @@ from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file, rows_
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.job import (
-    NAME_TAG,
-    OWNER_TAG,
     RUNNING,
-    TAG_KEY,
-    TAG_VALUE,
     JobDescription,
     TrainingJob,
     UnreadableJob,
@@ -38,14 +34,13 @@ from launcher.job import (
     log_pending,
 )
 from launcher.sagemaker import caller, cost
-from launcher.sagemaker.caller import Caller, Launched, search_jobs, with_last
+from launcher.sagemaker.caller import Caller, Launched, our_tags, search_jobs, with_last
 from launcher.sagemaker.cost import Prices
 from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
 from launcher.sagemaker.request import (
     Placement,
     create_request,
-    our_tags,
     sdk_version,
     sendable_hyperparameters,
     source_archive,
@@ -340,10 +335,8 @@ class SageMakerBackend:
         Search lags, so the job that the caller launched last from here is asked for by its id.
         """
         me = self.caller()
-        tags = {TAG_KEY: TAG_VALUE}
-        tags |= {} if everyone else {OWNER_TAG: me.owner}
-        tags |= {NAME_TAG: name} if name else {}
-        found = filter(is_our_job, search_jobs(self.client("sagemaker"), tags))
+        jobs = search_jobs(self.client("sagemaker"), None if everyone else me.owner, name)
+        found = filter(is_our_job, jobs)
         for last in caller.remembered(self.settings):
             if (last.caller, last.region) == (me, self.region) and name in (None, last.name):
                 return with_last(found, last.job_id, partial(self.unlisted, last))

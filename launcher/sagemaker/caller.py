@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,7 +13,7 @@ from typing import Any
 from launcher.aws import make_client, service_errors
 from launcher.errors import ServiceError
 from launcher.files import storage
-from launcher.job import time_of
+from launcher.job import NAME_TAG, OWNER_TAG, SUMMARY_TAG, TAG_KEY, TAG_VALUE, time_of
 from launcher.settings import Settings
 
 # AWS's tools give such names to sessions, another one for each login: the time, or a task's id.
@@ -65,6 +65,12 @@ def tag_value(text: str) -> str:
     return re.sub(r"[^\w .:/=+@-]", ":", text)[:256]
 
 
+def our_tags(owner: str, name: str | None, summary: str) -> list[dict[str, str]]:
+    tags = {TAG_KEY: TAG_VALUE, OWNER_TAG: owner, SUMMARY_TAG: tag_value(summary)}
+    tags |= {NAME_TAG: name} if name else {}
+    return [{"Key": key, "Value": value} for key, value in tags.items()]
+
+
 # -- the last job ----------------------------------------------------------------------------------
 
 LAST_LAUNCHED = "last-launched.json"
@@ -97,10 +103,13 @@ def remember(launched: Launched, settings: Settings) -> None:
 # -- their jobs, newest first ----------------------------------------------------------------------
 
 
-def search_jobs(client: Any, tags: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """The account's training jobs with these tags, newest first."""
+def search_jobs(client: Any, owner: str | None, name: str | None) -> Iterator[dict[str, Any]]:
+    """The account's training jobs by our tags, or those of an owner or of a name, newest first."""
+    tags = {TAG_KEY: TAG_VALUE, OWNER_TAG: owner, NAME_TAG: name}
     filters = [
-        {"Name": f"Tags.{key}", "Operator": "Equals", "Value": value} for key, value in tags.items()
+        {"Name": f"Tags.{key}", "Operator": "Equals", "Value": value}
+        for key, value in tags.items()
+        if value is not None
     ]
     pages = client.get_paginator("search").paginate(
         Resource="TrainingJob",

@@ -20,19 +20,9 @@ from typing import Any
 
 from launcher.errors import InputError
 from launcher.files import storage
-from launcher.job import (
-    LONGEST_RUN,
-    NAME_TAG,
-    OWNER_TAG,
-    SUMMARY_TAG,
-    TAG_KEY,
-    TAG_VALUE,
-    Request,
-    Scalar,
-    TrainingJob,
-)
+from launcher.job import LONGEST_RUN, Request, Scalar, TrainingJob
 from launcher.machines import looks_like_gpu
-from launcher.sagemaker.caller import tag_value
+from launcher.sagemaker.caller import our_tags
 from launcher.source import Source
 
 CODE_IN_A_CHANNEL = "/opt/ml/input/data/code/sourcedir.tar.gz"
@@ -102,12 +92,6 @@ def tags_of(job: TrainingJob, placement: Placement) -> list[dict[str, str]]:
     """The tags of a job, by which Search finds it, and says what it is."""
     users = [{"Key": key, "Value": value} for key, value in job.tags.items()]
     return [*our_tags(placement.owner, job.name, job.summary), *users]
-
-
-def our_tags(owner: str, name: str | None, summary: str) -> list[dict[str, str]]:
-    tags = {TAG_KEY: TAG_VALUE, OWNER_TAG: owner, SUMMARY_TAG: tag_value(summary)}
-    tags |= {NAME_TAG: name} if name else {}
-    return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
 def mpi_options(environment: Mapping[str, str]) -> str:
