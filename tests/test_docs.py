@@ -230,7 +230,7 @@ def test_imports_run_as_the_architecture_is_drawn():
     paths = [*ROOT.glob("launcher/**/*.py"), *ROOT.glob("entry_point/*.py")]
     files = {name_of(p).removesuffix(".py").replace("/", "."): p for p in paths}
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}
-    del files["launcher"]  # which imports by name, when asked
+    del files["launcher"]  # which imports none of them
     row = {}
     for module in files:
         name = module.removeprefix("launcher.")
