@@ -32,8 +32,6 @@ JOIN_MINUTES = 10  # for all ranks to come
 LONGEST_WAIT = timedelta(minutes=30)  # for a rank that compiles, evaluates or writes a large model
 STOP_SECONDS = 5.0  # replaces hang_seconds after a signal to stop
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
 
 def start_ranks(
     run_rank: Callable[..., NoReturn], container: Container, n_local: int, device_type: str
@@ -181,8 +179,9 @@ class Group:
 
         Raises TrainingError if a rank does not come, or cannot be reached.
         """
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
         one_host = self.local_world_size == self.world_size
-        if interface := LOOPBACK if one_host else container.interface:
+        if interface := loopback if one_host else container.interface:
             # By default gloo takes the address of the host's name, which may lead nowhere.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         address = os.environ.get("MASTER_ADDR") or container.hosts[0]

@@ -192,7 +192,8 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     """The pids of the ranks that a training started on its host, in their order."""
     listed = subprocess.check_output(["ps", "-A", "-o", "pid=", "-o", "ppid="], text=True)
     pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
-    return sorted(pid for pid, parent in pairs if parent == process.pid)
+    ranks = [pid for pid, parent in pairs if parent == process.pid]
+    return sorted(ranks, key=lambda pid: (pid < process.pid, pid))  # the system starts anew at 1
 
 
 def listening(pids: Collection[int]) -> set[str]:
