@@ -83,6 +83,8 @@ class Passes:
                 total += self.graphs.get(x.size(1), self.run_pass)(x, y, weight)
         if self.gradients is not None:  # DistributedDataParallel averages in the last pass
             group.average_(self.gradients, self.reduce_dtype)
+            for buffer in self.model.buffers():  # of an edit; it broadcasts these too
+                group.broadcast_(buffer)
         return total
 
     def no_sync(self) -> AbstractContextManager[None]:

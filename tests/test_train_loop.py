@@ -194,6 +194,18 @@ def test_one_all_reduce_trains_as_ddp_does(tmp_path, text):
     assert furthest(ddp, flat) < 1e-5
 
 
+def test_one_all_reduce_takes_the_buffers_of_rank_0(tmp_path, text):
+    """As DistributedDataParallel does before each step, so that a resumed run goes on the same."""
+    blocks, first = "        self.blocks = ", "        x = norm(x, self.norm)\n"
+    mean = '        self.register_buffer("mean", torch.zeros(()), persistent=False)\n'
+    use = "        if self.training:\n            self.mean.lerp_(x.detach().max().float(), 0.5)\n"
+    use += "        x = x * (1 + self.mean)\n"
+    edits = (blocks, mean + blocks), (first, use + first)
+    ddp = losses_of(tmp_path / "ddp", text, 1, 2, command=edited_folder(tmp_path / "own", *edits))
+    command = graphs_on_cpu(tmp_path / "train", *edits)
+    assert furthest(ddp, losses_of(tmp_path / "flat", text, 1, 2, command=command)) < 1e-5
+
+
 def test_one_all_reduce_resumes_with_the_same_bits(tmp_path, text):
     command = graphs_on_cpu(tmp_path / "train")
     how = {**EXACT, "processes": 3, "command": command}
