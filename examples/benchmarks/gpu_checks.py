@@ -211,6 +211,10 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
             "windows, compiled": Variant({**half, **windows, **COMPILED}, (), "windows", CLOSE),
             "dropout": Variant({**half, **drop}),
             "tied, 4 passes": Variant({**half, **four, **tied}, CHUNKS),
+            "recomputed": Variant({**half, "recompute": True}, (), "bfloat16", SAME),
+            "recomputed, compiled": Variant(
+                {**half, "recompute": True, **COMPILED}, (), "bfloat16, compiled", SAME
+            ),
             # Other dropout masks, so the losses differ as between seeds.
             "dropout, compiled": Variant({**half, **drop, **COMPILED}, (), "dropout", 0.1),
         }
@@ -274,9 +278,9 @@ def parts(args: Namespace, found: Found) -> None:
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
     ids = torch.randint(300, (4, 129), generator=generator)
 
-    def gradients(where: torch.device, end: int | None = None) -> torch.Tensor:
+    def gradients(where: torch.device, end: int | None = None, net: Any = model) -> torch.Tensor:
         model.to(where).zero_grad()
-        model(ids[:, :-1].to(where), ids[:, 1:].to(where), end=end).backward()
+        net(ids[:, :-1].to(where), ids[:, 1:].to(where), end=end).backward()
         return torch.cat([gradient_of(p).flatten().cpu() for p in model.parameters()])
 
     def far(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -285,6 +289,10 @@ def parts(args: Namespace, found: Found) -> None:
     for name, end in (("gradients", None), ("gradients within documents", 7)):
         on_cpu = gradients(torch.device("cpu"), end)
         found.check(f"{name}, device against CPU", far(gradients(device, end), on_cpu), 5e-4)
+    torch.compiler.reset()
+    traced = torch.compile(model, backend="eager" if args.smoke else "inductor", dynamic=False)
+    compiled = gradients(device, 7, traced)  # by FlexAttention, on a GPU
+    found.check("gradients within documents, compiled", far(compiled, on_cpu), 5e-4)
     model.compute_dtype = torch.bfloat16  # which has another kernel for attention with a mask
     found.check("gradients within documents, bfloat16", far(gradients(device, 7), on_cpu), 5e-2)
     model.compute_dtype = torch.float32
