@@ -17,7 +17,7 @@ from runs import SCRIPT, environment
 
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import OPTIONS, PRESETS, Config, Options, make_config, read_value
-from entry_point.errors import ConfigError, nearest_name
+from entry_point.errors import ConfigError, TrainingError, nearest_name
 from entry_point.train import main, parse_argv
 
 FIELDS = dataclasses.fields(Config)
@@ -212,18 +212,18 @@ def test_resuming_takes_missing_values_from_the_checkpoint(tmp_path, checkpoints
 def test_resuming_needs_an_intact_checkpoint(tmp_path, checkpoints):
     resume = ["--resume", str(tmp_path)]
 
-    def assert_refused(said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
+    def assert_refused(said: str, error: type[TrainingError] = ConfigError) -> None:
+        with pytest.raises(error, match=said):
             parse_argv(resume)
 
-    assert_refused(f"--resume {tmp_path}: there is no checkpoint")
+    assert_refused(f"--resume: there is no checkpoint in {tmp_path}")
     save(checkpoints, 5, dropout=0.5)
     save(checkpoints, 9, dropout=0.4)
     newest = checkpoints.path(9)
     newest.write_bytes(newest.read_bytes().replace(b'dropout\\": 0.4', b'dropout\\": 0.1'))
     assert parse_argv(resume)[0].dropout == 0.5
     checkpoints.path(5).write_bytes(b"cut")
-    assert_refused(f"--resume {tmp_path}: every checkpoint .* damaged")
+    assert_refused(f"every checkpoint in {tmp_path}.* damaged", TrainingError)
     save(checkpoints, 10, mine=3)
     assert_refused(r"other hyperparameters \(mine\)")
 
