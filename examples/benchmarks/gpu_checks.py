@@ -366,20 +366,19 @@ def waits(args: Namespace, scratch: Path, found: Found, words: Mapping[str, Any]
 GROUP: Edits = (
     ("world_size > 1", "world_size > 0"),
     ("self.world_size == 1:", "self.world_size == 0:"),
-    ("        if ranks.world_size == 1:\n            return\n", ""),
     ("if n_local * len(container.hosts) > 1:", "if True:"),
 )
 # NCCL refuses two ranks on one GPU. gloo allows them, but is correct only in float32.
 TWO: Edits = (
     ("if ranks.local_world_size != gpus:", "if False:"),
     ('torch.device("cuda", ranks.local_rank)', 'torch.device("cuda", 0)'),
-    ("    return gpus\n", "    return 2\n"),
+    ("return options.processes or torch.cuda.device_count()", "return 2"),
     ('"cpu:gloo,cuda:nccl" if cuda', '"gloo" if cuda'),
-    ("device_id=device if cuda else None", "device_id=None"),
+    ("device_id=self.device if cuda else None", "device_id=None"),
 )
 
 
-NO_GRAPH: Edits = (('return device.type == "cuda" and config', "return False and config"),)
+NO_GRAPH: Edits = (('return device.type == "cuda" and may_record', "return False"),)
 
 
 def nccl(args: Namespace, scratch: Path, found: Found) -> None:
