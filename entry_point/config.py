@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from .errors import ConfigError, choices_for, counted, nearest_name
 
@@ -334,27 +333,28 @@ class Options:
 OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
 
 
-class CommandLine(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def read_words(argv: Sequence[str]) -> dict[str, str]:
     """The values on a command line, by name. Names take `-` or `_`; a bare `--flag` is True."""
-    parser = CommandLine(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    fields = {f.name: f for f in (*OPTIONS, *dataclasses.fields(Config))}
-    for name, f in fields.items():
-        flag: dict[str, Any] = dict(nargs="?", const="True") if f.type == "bool" else {}
-        parser.add_argument(
-            *sorted({f"--{name}", f"--{name.replace('_', '-')}"}), dest=name, **flag
-        )
-    found, unknown = parser.parse_known_args(argv)
-    if unknown:
-        option = unknown[0].partition("=")[0]
-        nearest = nearest_name(option.lstrip("-").replace("-", "_"), [*fields])
-        hint = nearest if option.startswith("-") else f"; name a text with --data {option}"
-        raise ConfigError(f"{option}: there is no such option{hint}")
-    return vars(found)
+    types = {f.name: f.type for f in (*OPTIONS, *dataclasses.fields(Config))}
+    given, words, problem = dict[str, str](), list(argv), ""
+    while words and not problem:
+        option, equals, value = words.pop(0).partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("-"):
+            problem = f"there is no such option; name a text with --data {option}"
+        elif name not in types:
+            problem = "there is no such option" + nearest_name(name.lstrip("_"), [*types])
+        elif equals:
+            given[name] = value
+        elif words and not words[0].startswith("--"):  # it may be a negative number
+            given[name] = words.pop(0)
+        elif types[name] == "bool":
+            given[name] = "True"
+        else:
+            problem = "its value is missing"
+    if problem:
+        raise ConfigError(f"{option}: {problem}")
+    return given
 
 
 def read_options(argv: Sequence[str]) -> tuple[dict[str, str], Options]:
