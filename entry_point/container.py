@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .config import Options
-from .errors import ConfigError, DataError
+from .errors import ConfigError, DataError, TrainingError
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,13 @@ def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], st
     """The job's hosts, which of them this one is, and the network interface between them.
 
     On hosts after the first, mpirun carries SM_* through /etc/environment, which strips quotes.
-    SM_HOSTS is no JSON there, and the file, which is the same on all hosts, takes its place.
+    SM_HOSTS is no JSON there, so the file takes its place. Raises TrainingError without both.
     """
     found = json.loads(config_file.read_text()) if config_file.exists() else {}
     with suppress(KeyError, ValueError):
         found.update(hosts=json.loads(env["SM_HOSTS"]), current_host=env["SM_CURRENT_HOST"])
+    if found.get("current_host") not in found.get("hosts", []):
+        raise TrainingError("name this host in SM_HOSTS and SM_CURRENT_HOST, or unset all SM_*")
     return found["hosts"], found["current_host"], found.get("network_interface_name")
 
 

@@ -38,6 +38,8 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
             f"device={config.device}, but torch {torch.__version__} sees no such GPU; device=auto"
             " runs without it"
         )
+    elif config.device == "mps" and processes > 1:
+        problem = f"device=mps is one device; {processes} processes cannot share it"
     if problem:
         raise TrainingError(problem)
     if config.device != "auto":

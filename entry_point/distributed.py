@@ -138,7 +138,7 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     Raises TrainingError if the hosts of a job are not in one group.
     """
     names, launcher = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"], "torchrun"
-    if "WORLD_SIZE" not in env:
+    if not {"RANK", "WORLD_SIZE"} <= env.keys():
         names = [f"OMPI_COMM_WORLD_{name.replace('WORLD_', '')}" for name in names]
         launcher = "mpirun"
     if names[1] not in env:
@@ -257,6 +257,8 @@ class Group:
 
     def ranks_unlike_first(self, tensors: Iterable[Tensor]) -> list[int]:
         """The ranks on which these tensors have other bits than on rank 0."""
+        if self.world_size == 1:
+            return []
         ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}
         bit_sums = [tensor.detach().view(ints[tensor.itemsize]).sum() for tensor in tensors]
         first, *others = self.all_gather(torch.stack(bit_sums).sum()).tolist()

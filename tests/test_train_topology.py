@@ -125,6 +125,21 @@ def test_missing_or_broken_variables_have_defaults(base, broken):
     assert read(base, **broken) == container(base)
 
 
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        {"SM_MODEL_DIR": "model"},
+        {"SM_HOSTS": '["algo-1"]'},
+        {"SM_HOSTS": "[]", "SM_CURRENT_HOST": "algo-1"},
+        {"SM_HOSTS": '["algo-3", "algo-4"]', "SM_CURRENT_HOST": "algo-9"},
+    ],
+)
+def test_a_host_that_is_not_named_is_refused(base, hosts):
+    (base / "input/config/resourceconfig.json").unlink()
+    with pytest.raises(TrainingError, match=r"SM_HOSTS .* SM_CURRENT_HOST"):
+        read(base, **hosts)
+
+
 def test_a_named_channel_is_not_left_out(base, tmp_path):
     """The reader of the text says that it is missing."""
     assert read(base, SM_CHANNEL_VALIDATION=str(tmp_path / "none")).validation == tmp_path / "none"
@@ -187,9 +202,11 @@ def told(*place: object, by: Sequence[str] = TORCHRUN) -> dict[str, str]:
         (told(5, 8, 1, 4), Ranks(5, 8, 1, 4, "torchrun")),
         (told(5, 8, 1, 4, by=OPEN_MPI), Ranks(5, 8, 1, 4, "mpirun")),
         ({**told(5, 8, 1, 4, by=OPEN_MPI), **told(4, 8, 0, 4)}, Ranks(4, 8, 0, 4, "torchrun")),
+        ({**told(5, 8, 1, 4, by=OPEN_MPI), "WORLD_SIZE": "8"}, Ranks(5, 8, 1, 4, "mpirun")),
         ({"MASTER_ADDR": "algo-1", "MASTER_PORT": "7777"}, None),
+        ({"WORLD_SIZE": "8"}, None),
     ],
-    ids=["torchrun", "mpirun", "torchrun's before mpirun's", "no launcher"],
+    ids=["torchrun", "mpirun", "torchrun's before mpirun's", "no rank", "no launcher", "a size"],
 )
 def test_ranks_come_from_the_launcher(env, ranks):
     assert read_ranks(env, 2) == ranks
@@ -242,6 +259,14 @@ def test_a_missing_device_is_refused(gpus, device, counted, seen, said):
     gpus(seen)
     with pytest.raises(TrainingError, match=said):
         choose_device(Config(device=device), container(num_gpus=counted), 1)
+
+
+def test_mps_is_not_shared(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    options, here = Options(processes=2), container(num_gpus=0)
+    assert local_processes(Config(), here, options) == 2  # on the CPU
+    with pytest.raises(TrainingError, match="mps is one device; 2 processes"):
+        local_processes(Config(device="mps"), here, options)
 
 
 def test_device_cpu_asks_for_no_gpu(monkeypatch):
