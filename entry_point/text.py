@@ -75,7 +75,8 @@ def misfit(corpus: Corpus, container: Container, config: Config, start: Tokenize
         if corpus.is_chat and not len(part):
             return f"no {name} conversation has an answer within block_size={size} tokens"
         if len(part) < size + 1:
-            return f"the {name} text has {len(part)} {unit}; block_size={size} needs {size + 1}"
+            few = f"the {name} text has {len(part)} {unit}; block_size={size} needs {size + 1}"
+            return f"{few}: add more text, or set a smaller block_size"
     return ""
 
 
@@ -120,7 +121,7 @@ def text_files(path: Path) -> list[Path]:
         found = (p for p in path.rglob("*") if p.suffix.lower() in (".txt", ".md"))
         files = sorted(p for p in found if p.is_file())
     size = sum(file.stat().st_size for file in files)
-    if not path.exists():
+    if not (path.is_file() or path.is_dir()):
         problem = "no such file or directory"
     elif not size:
         problem = "no text in it" if files else "no *.txt or *.md file in it"

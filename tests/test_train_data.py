@@ -153,6 +153,7 @@ def test_a_path_without_text_is_refused(tmp_path, monkeypatch):
         (write(tmp_path / "a.txt", ""), "no text"),
         (tmp_path / "empty", r"no \*\.txt or \*\.md file"),
         (tmp_path / "none.txt", "no such file"),
+        (Path("/dev/zero"), "no such file"),
     ):
         with pytest.raises(DataError, match=f"^{path}: {said}"):
             corpus_of(path)
@@ -164,7 +165,9 @@ def test_a_path_without_text_is_refused(tmp_path, monkeypatch):
 
 def test_a_part_shorter_than_one_window_is_an_error(tmp_path):
     path = write(tmp_path / "a.txt", "a" * 85)
-    with pytest.raises(DataError, match=r"validation text has 9 .* block_size=9 needs 10"):
+    with pytest.raises(
+        DataError, match=r"validation text has 9 .* block_size=9 needs 10: add more"
+    ):
         corpus_of(path, block_size=9)
     corpus_of(path, block_size=8)
     with pytest.raises(DataError, match=r"training text has 8 .* block_size=8 needs 9"):
