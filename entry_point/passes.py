@@ -132,8 +132,6 @@ class Passes:
         if self.records:
             self.rehearse(steps)
             self.record(steps)
-        if self.records and not self.graphs:
-            self.distribute()
         if not self.graphs and self.net is not self.model:
             self.rehearse(sorted(2 * steps))
         for buffer, value in zip(self.model.buffers(), before, strict=True):
@@ -165,12 +163,14 @@ class Passes:
         self.optimizer.zero_grad()
 
     def record(self, steps: Sequence[int]) -> None:
-        """Records a pass for each length of windows, unless a rank cannot."""
+        """Records a pass for each length of windows; if a rank cannot, all go on without."""
         passes = [self.batch(step)[0] for step in steps]
         parameters = list(self.optimizer.parameters.values())
         with self.group.without_heartbeats():
             graphs, gradients = record_passes(self.run_pass, passes, parameters)
-        if not self.group.async_all_reduce_max(not graphs)():
+        if self.group.async_all_reduce_max(not graphs)():
+            self.distribute()
+        else:
             self.graphs, self.gradients = graphs, gradients
         self.zero_grad()
 

@@ -192,7 +192,6 @@ def main(argv: Sequence[str]) -> int:
 
 def run_rank(env: Mapping[str, str], argv: Sequence[str]) -> NoReturn:
     """The whole life of a process that start_ranks starts."""
-    end_with_parent()
     os.environ.update(env)
     run(argv)
 

@@ -103,9 +103,9 @@ class LocalBackend:
         self.settings = settings
 
     def check(self, job: TrainingJob) -> Placement:
-        placement = plan_processes(job)
-        job.config(placement[0])
-        return placement
+        processes, gpus = plan_processes(job)
+        job.config(processes)
+        return processes, gpus
 
     def price(self, job: TrainingJob, earlier: object) -> TrainingJob:
         return job  # it costs nothing
