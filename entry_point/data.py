@@ -105,7 +105,7 @@ def read_windows(tokens: Ids, starts: Tensor, block_size: int) -> Tensor:
 
 
 def inputs_and_targets(windows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of windows as they are stored: int64 [n, block_size] on the device."""
+    """The inputs and targets of stored windows: int64 [n, block_size] on the device."""
     pinned = device.type == "cuda"  # then the host does not wait for the copy
     windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
     ids = unsigned(windows)

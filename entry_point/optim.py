@@ -82,7 +82,7 @@ SLICE = 1 << 23
 
 
 def deal(counts: Mapping[str, int], n_slices: int, n_ranks: int) -> list[list[list[str]]]:
-    """The names, in slices, in shares of the ranks; the largest first, to who has the least."""
+    """For each slice, the names in each rank's share; the largest first, to the smallest share."""
     shares: list[list[str]] = [[] for _ in range(n_slices * n_ranks)]
     for name in sorted(counts, key=counts.__getitem__, reverse=True):
         min(shares, key=lambda share: sum(counts[other] for other in share)).append(name)

@@ -101,7 +101,7 @@ def refused(job: Finished, cli: Callable[..., Ran]) -> str:
 
 @pytest.fixture
 def fetched(monkeypatch):
-    """The bytes that come, as the progress bar of a fetch is told."""
+    """The numbers of bytes that the progress bar of a fetch gets."""
     steps = list[int]()
     hook = nullcontext(steps.append)
     monkeypatch.setattr("launcher.models.fetch.byte_progress", lambda label: hook)

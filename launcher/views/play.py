@@ -240,7 +240,7 @@ def make_app(
             return Response()
         said = reason_of(error) if isinstance(error, ValidationError) else str(error)
         code = "context_length_exceeded" if isinstance(error, TooLong) else None
-        # Of the others, a ServiceError comes where an edited script fails.
+        # An edited script that fails raises ServiceError; the other errors are the client's.
         return problem(500 if isinstance(error, ServiceError) else 400, said, code)
 
     routes = [
