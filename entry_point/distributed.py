@@ -244,16 +244,24 @@ class Group:
         if self.world_size > 1:
             tensor.copy_(self.sum_(tensor.to(dtype))).div_(self.world_size)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks, which have one shape [...]: [world_size, ...]."""
+    def async_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts to send a tensor of one shape [...] to all ranks, and to get theirs.
+
+        Call the result for those of all ranks: [world_size, ...].
+        """
         if self.world_size == 1:
-            return tensor[None]
+            return lambda: tensor[None]
         self.heartbeat()
         gathered = tensor.new_empty(self.world_size, *tensor.shape)
         # As bytes, since gloo cannot send each type.
         outputs = [output.view(-1).view(torch.uint8) for output in gathered]
-        dist.all_gather(outputs, tensor.view(-1).view(torch.uint8))
-        return gathered
+        work = dist.all_gather(outputs, tensor.view(-1).view(torch.uint8), async_op=True)
+
+        def answer() -> Tensor:
+            work.wait()
+            return gathered
+
+        return answer
 
     def ranks_unlike_first(self, tensors: Iterable[Tensor]) -> list[int]:
         """The ranks on which these tensors have other bits than on rank 0."""
@@ -261,7 +269,7 @@ class Group:
             return []
         ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}
         bit_sums = [tensor.detach().view(ints[tensor.itemsize]).sum() for tensor in tensors]
-        first, *others = self.all_gather(torch.stack(bit_sums).sum()).tolist()
+        first, *others = self.async_all_gather(torch.stack(bit_sums).sum())().tolist()
         return [rank for rank, other in enumerate(others, start=1) if other != first]
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:

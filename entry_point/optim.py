@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn as nn
@@ -122,16 +122,28 @@ class Muon:
     @torch.no_grad()
     def step(self, learning_rate: float, dtype: torch.dtype) -> None:
         """One update of every matrix from its gradient; dtype is that of the orthogonalization."""
+        sent: list[tuple[list[list[str]], Callable[[], Tensor]]] = []
         for shares, buffer in self.slices:
             update = orthogonalize(self.average(shares[self.group.rank], buffer), dtype)
-            for names, stack in zip(shares, self.group.all_gather(update), strict=True):
-                for name, part in self.parts(names, stack):
-                    weight, n_fused = self.weights[name]
-                    scale = max(1.0, weight.size(0) / n_fused / weight.size(1)) ** 0.5
-                    if self.weight_decay:
-                        weight.mul_(1 - learning_rate * self.weight_decay)
-                    tall(weight, n_fused).add_(part, alpha=-learning_rate * scale)
-            del update, stack, part  # the next slice needs their memory
+            sent.append((shares, self.group.async_all_gather(update)))
+            del update
+            # A slice travels while the next one is computed; more of them would need more memory.
+            if len(sent) > 1 or self.group.world_size == 1:
+                self.apply(*sent.pop(0), learning_rate)
+        for shares, updates in sent:
+            self.apply(shares, updates, learning_rate)
+
+    def apply(
+        self, shares: list[list[str]], updates: Callable[[], Tensor], learning_rate: float
+    ) -> None:
+        """Updates the weights of a slice, once its updates [world_size, n, ...] have arrived."""
+        for names, stack in zip(shares, updates(), strict=True):
+            for name, part in self.parts(names, stack):
+                weight, n_fused = self.weights[name]
+                scale = max(1.0, weight.size(0) / n_fused / weight.size(1)) ** 0.5
+                if self.weight_decay:
+                    weight.mul_(1 - learning_rate * self.weight_decay)
+                tall(weight, n_fused).add_(part, alpha=-learning_rate * scale)
 
     def average(self, names: Sequence[str], buffer: Tensor) -> Tensor:
         """Adds the gradients of a share to its momentum; returns Nesterov's average of both."""

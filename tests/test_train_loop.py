@@ -312,7 +312,7 @@ def test_shared_updates_have_the_bits_of_one_rank(tmp_path, text_file, n_ranks):
         "optim = sys.modules['entry_point.optim']\n"
         "optim.SLICE = 1 << 9\n"
         "alone = types.SimpleNamespace(rank=0, world_size=1, device=group.device)\n"
-        "alone.all_gather = lambda update: update[None]\n"
+        "alone.async_all_gather = lambda update: lambda: update[None]\n"
         "generator = torch.Generator().manual_seed(1)\n"
         "config = train.Config(weight_decay=0.1)\n"
         "for dtype in (torch.float32, torch.bfloat16):\n"
