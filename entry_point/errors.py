@@ -84,10 +84,12 @@ def counted(n: int, word: str) -> str:
 
 
 def nearest_name(name: str, known: Sequence[str]) -> str:
-    """', did you mean X?' for the known name most like `name`, or ', known are ...'."""
+    """', did you mean X?' for a slip in the name X, or up to three names that are a little like
+    `name`; else ', known are ...'."""
     short = {"".join(word[:1] for word in other.split("_")): other for other in known}
-    close = [short[name]] if name in short else difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {close[0]}?" if close else f", known are {', '.join(known)}"
+    close = [short[name]] if name in short else difflib.get_close_matches(name, known, 1, 0.8)
+    close = close or difflib.get_close_matches(name, known)
+    return f", did you mean {' or '.join(close)}?" if close else f", known are {', '.join(known)}"
 
 
 def choices_for(value: str, choices: Sequence[str]) -> str:

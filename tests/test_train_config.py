@@ -157,8 +157,17 @@ def test_an_indivisible_batch_names_the_nearest(batch_size, passes, world_size, 
         config.check_world_size(world_size)
 
 
-def test_a_name_may_end_in_an_underscore():
-    assert nearest_name("lamda_", ["lambda_", "n__layer"]) == ", did you mean lambda_?"
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("lamda_", "lambda_"),
+        ("eval_windows", "short_windows or eval_tokens"),
+        ("sw", "short_windows"),
+    ],
+)
+def test_a_slip_names_one_hyperparameter_else_up_to_three(name, meant):
+    known = ["lambda_", "n__layer", "eval_tokens", "short_windows"]
+    assert nearest_name(name, known) == f", did you mean {meant}?"
 
 
 # -- presets and the dataclass itself --------------------------------------------------------------
