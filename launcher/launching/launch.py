@@ -6,9 +6,9 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher import machines
 from launcher.aws import NotAsked
@@ -90,7 +90,7 @@ def prepare(
     check(draft)
     job, backend = draft.job, draft.backend
     placement: Any = backend.check(job)
-    job = backend.price(job, draft.earlier.backend if draft.earlier else None)
+    job = backend.price(job, draft.earlier)
     made = backend.request(job_id, job, placement)
     log_choices(request, job, draft.texts["data"])
     channels = [*draft.texts.values(), *([draft.model.channel] if draft.model else [])]
@@ -100,13 +100,11 @@ def prepare(
 # -- fill what is open -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Earlier:
+class Earlier(NamedTuple):
     """A job that another one resumes: as it was submitted, and how it stands."""
 
     job: TrainingJob
     description: JobDescription
-    backend: Any
 
 
 @dataclass(frozen=True)
@@ -226,7 +224,7 @@ def find_earlier(request: Request, settings: Settings) -> Earlier | None:
         raise ServiceError(is_it, "job-is-running", job_id=request.resume)
     if description.checkpoint_uri is None:
         raise ServiceError(f"{is_it}, and left no checkpoint to resume from")
-    return Earlier(backend.job(description.job_id), description, backend)
+    return Earlier(backend.job(description.job_id), description)
 
 
 def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Request, Earlier]:
@@ -271,7 +269,7 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
         given[name] = {**kept[name], **given[name]}
     after = Request(**{**kept, **given, "preset": None, "hyperparameters": hyperparameters})
     after._inherited = frozenset(kept) - frozenset(given)
-    return after, replace(earlier, job=before)
+    return after, Earlier(before, description)
 
 
 def with_folder(request: Request) -> Request:

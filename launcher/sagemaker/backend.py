@@ -179,15 +179,12 @@ class SageMakerBackend:
         for uri, name in buckets.values():
             aws.check_bucket(self.client("s3"), uri, name, self.region)
 
-    def price(self, job: TrainingJob, earlier: SageMakerBackend | None) -> TrainingJob:
-        """The job with a time limit that keeps it below its ceiling.
-
-        earlier is the backend of the jobs that it resumes, which a dry run looks up too.
-        """
+    def price(
+        self, job: TrainingJob, earlier: tuple[TrainingJob, JobDescription] | None
+    ) -> TrainingJob:
+        """The job with a time limit that keeps it below its ceiling. earlier: what it resumes."""
         prices = Prices(self.settings, self.region, self.session)
-        asked = earlier or self
-        describe = partial(asked.describe, asks_s3=False)
-        spent = partial(cost.earlier_cost, job, prices, describe, asked.job)
+        spent = cost.earlier_cost(*earlier, prices) if earlier else 0.0
         return cost.afford(job, self.settings, prices, spent)
 
     def request(self, job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 from pydantic import Field
 
 from launcher.aws import NotAsked, make_client, why
-from launcher.errors import InputError, ServiceError
+from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import Document
 from launcher.job import JobDescription, Price, TrainingJob
@@ -136,52 +135,32 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
     return job.model_copy(update={"affordable_run": longest})
 
 
-def earlier_cost(
-    job: TrainingJob,
-    prices: Prices,
-    describe: Callable[[str], JobDescription | None],
-    record: Callable[[str], TrainingJob],
-) -> float:
-    """The cost in USD of the jobs that this one resumes.
+def earlier_cost(record: TrainingJob, job: JobDescription, prices: Prices) -> float | None:
+    """The cost in USD of a job that is resumed, and of those that it resumed, which its record has.
 
-    For a deleted job, or one without a readable record, and those before it, this is what the next
-    job's record says. Others may write to the store, so it is at least what SageMaker knows.
+    None: it is unknown.
     """
-    total, now, chain = 0.0, time.time(), list[str]()
-    while (job_id := job.resume) is not None:
-        earlier = describe(job_id)
-        price = prices.of(earlier.instance) if earlier and earlier.is_placed else None
-        unknown = earlier.is_placed if earlier else job.earlier_cost is None
-        if job_id in chain or (price is None and unknown):
-            raise InputError(f"the cost of the earlier job {job_id} is unknown")
-        cost = cost_of(earlier, price, now) if earlier and price else 0.0
-        try:
-            resumed = record(job_id)
-        except ServiceError as error:
-            if job.earlier_cost is None:
-                raise
-            known = f"with the jobs before it, it cost {usd(job.earlier_cost)}"
-            logger.info(f"{error}; {known}, by the record of {chain[-1]}")
-            return total + max(cost, job.earlier_cost)
-        total, job = total + cost, resumed
-        chain.append(job_id)
-    return total
+    before = 0.0 if record.resume is None else record.earlier_cost
+    price = prices.of(job.instance) if job.is_placed else None
+    if before is None or (price is None and job.is_placed):
+        return None
+    return before + (cost_of(job, price, time.time()) if price else 0.0)
 
 
 def afford(
-    job: TrainingJob, settings: Settings, prices: Prices, spent: Callable[[], float]
+    job: TrainingJob, settings: Settings, prices: Prices, earlier: float | None
 ) -> TrainingJob:
-    """The job with a time limit that keeps it below its ceiling. Logs what it may cost."""
+    """The job with a time limit that keeps it below its ceiling. Logs what it may cost.
+
+    earlier is the cost in USD of the jobs that it resumes.
+    """
     ceiling = ceiling_of(job, settings)
     found = {instance: price for instance in job.instances if (price := prices.of(instance))}
-    try:
-        earlier = spent()
-    except (InputError, ServiceError) as error:
+    if earlier is None:
+        unknown = f"the cost of the earlier job {job.resume} is unknown"
         if ceiling is not None:
-            raise
-        unknown = f"cost: that of the earlier jobs is unknown: {error}"
-        logger.info(unknown, extra={"cause": error})
-        earlier = None
+            raise InputError(unknown)
+        logger.info(unknown)
     if prices.trouble:
         logger.info(prices.trouble)
     if lacking := [instance for instance in job.instances if instance not in found]:
