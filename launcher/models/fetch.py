@@ -167,7 +167,6 @@ def extract(archive: Path, target: Path, uri: str) -> None:
             for count, member in enumerate(tar):
                 if problem := objection(member, count):
                     raise Refused(problem)
-                stream.spend(member.size, ahead=True)
                 path = target / member.name
                 if member.isdir():
                     path.mkdir(parents=True, exist_ok=True)
@@ -195,14 +194,11 @@ class Bounded(io.RawIOBase):
     def __init__(self, file: gzip.GzipFile, allowed: int) -> None:
         self.file, self.left = file, allowed
 
-    def spend(self, n: int, ahead: bool = False) -> None:
-        if not 0 <= n <= self.left:
-            raise Refused(f"it unpacks to over {LARGEST_RATIO} times its size")
-        self.left -= 0 if ahead else n
-
     def read(self, n: int = -1) -> bytes:
-        content = self.file.read(n if 0 <= n <= storage.CHUNK_BYTES else storage.CHUNK_BYTES)
-        self.spend(len(content))
+        content = self.file.read(n)  # tarfile reads by 10 kB
+        self.left -= len(content)
+        if self.left < 0:
+            raise Refused(f"it unpacks to over {LARGEST_RATIO} times its size")
         return content
 
 
@@ -214,7 +210,7 @@ def objection(member: tarfile.TarInfo, count: int) -> str:
     if member.issym() or member.islnk():
         return f"{member.name!r} is a link"
     # The holes of a sparse file take no space in the archive.
-    if member.issparse() or not (member.isreg() or member.isdir()):
+    if member.issparse() or member.size < 0 or not (member.isreg() or member.isdir()):
         return f"{member.name!r} is not a regular file"
     if count >= LARGEST_COUNT or len(path.parts) > LARGEST_DEPTH:
         return "too many files, or too deep directories"
