@@ -147,15 +147,13 @@ def copy_file(
 ) -> None:
     """Copy a regular file atomically, as private and as old as it is. Raises OSError."""
     with open_file(source) as file, replacing(target) as out:
-        facts = os.fstat(file.fileno())
         while chunk := file.read(CHUNK_BYTES):
             out.write(chunk)
             progress(len(chunk))
         out.flush()
-        mode = os.fstat(out.fileno()).st_mode & facts.st_mode & (0o555 | writable)
         with suppress(PermissionError):  # of a file system without modes
-            os.fchmod(out.fileno(), mode)
-        os.utime(out.fileno(), ns=(facts.st_atime_ns, facts.st_mtime_ns))
+            shutil.copystat(source, out.name)
+            os.fchmod(out.fileno(), os.fstat(file.fileno()).st_mode & (0o555 | writable))
 
 
 def link_or_copy(source: Path, target: Path, progress: Progress = lambda n: None) -> None:
