@@ -201,7 +201,6 @@ def test_each_option_is_in_the_request(dry, words, expected):
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        ("--instance ml.p5.48xlarge", "launcher: torchrun"),
         ("--launcher torchrun --environment NCCL_DEBUG=INFO", "warning: NCCL_DEBUG has no effect"),
         ("--instance ml.g6f.xlarge", "boto3 knows no training instance ml.g6f.xlarge"),
     ],

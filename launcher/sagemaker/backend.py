@@ -132,11 +132,6 @@ class SageMakerBackend:
             unknown = machines.gpus_of(instance) is None
             level = logging.WARNING if unknown else logging.INFO
             logger.log(level, machines.describe_instance(instance))
-        if job.launcher == machines.default_launcher(job.instance) != "pytorchddp":
-            logger.info(
-                f"launcher: {job.launcher}, since the SageMaker SDK refuses pytorchddp on"
-                f" {machines.TORCHRUN_ALONE}"
-            )
         if release := machines.image_of(image):
             logger.info(f"image: {machines.name_of(image)} (Python {release.python})")
         if not sdk_version():
