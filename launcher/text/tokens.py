@@ -19,7 +19,7 @@ import logging
 import mmap
 import random
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -43,16 +43,9 @@ SEED = 1337
 
 
 def survey(files: Sequence[File]) -> Counts:
-    """Read all documents once, to count them. Raises InputError also if all are equal."""
-    counts, contents = Counts(), set[int]()
-    for document in documents(files, counts):
-        content = 0
-        for piece in document:
-            content = hash((content, piece))
-        if len(contents) < 2:
-            contents.add(content)
-    if counts.documents > 1 and len(contents) == 1:  # before minutes of learning
-        raise InputError(f"all {counts.documents:,} documents are equal; give one of them")
+    """Read all documents once, to count them."""
+    counts = Counts()
+    deque(chain.from_iterable(documents(files, counts)), maxlen=0)
     if counts.empty:
         total = counts.documents + counts.empty
         logger.warning(f"{counts.empty:,} of {total:,} documents left out: no text")
@@ -154,8 +147,8 @@ def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
     lengths = Counter[int]()
     for index, copy in enumerate(hashes):
         lengths[copy] += length(ends, index)
-    if len(lengths) == 1:  # also for texts that only the tokenizer takes as equal
-        raise InputError("all documents are equal; give one of them")
+    if len(lengths) == 1:
+        raise InputError(f"all {len(ends):,} documents are equal; give one of them")
     wanted = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
     val, tokens = set[int](), 0
     for copy in map(hashes.__getitem__, reversed(order)):
