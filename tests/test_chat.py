@@ -44,7 +44,7 @@ from entry_point.distributed import Group, Ranks
 from entry_point.errors import DataError
 from entry_point.text import load_corpus, read_tokenizer
 from launcher.cli.chat import Conversation, converse
-from launcher.models.chat import Chat, Message, TooLong, difference
+from launcher.models.chat import Chat, Message, TooLong
 from launcher.models.encoder import LONGEST
 from launcher.models.load import export_checkpoint, own_model, published_model, read_checkpoint
 from launcher.text.chats import turns_of
@@ -808,9 +808,9 @@ def test_a_published_model_directory_chats(chat, directory, tmp_path):
     transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(published)
     ran = chat("What is 3 + 3?", model=str(published))
     assert (ran.code, ran.out) == (0, chat("What is 3 + 3?").out)
-    assert "template" not in ran.err
+    assert "chat template" not in ran.err
     (published / "chat_template.jinja").write_text(THINKING)
-    assert "removes the <think> of earlier" in chat("Hi?", model=str(published)).err
+    assert "not the model's own" in chat("Hi?", model=str(published)).err
     for ends in ([7, 8], 7):
         (published / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         assert 7 in published_model(published)[1].ends
@@ -825,23 +825,6 @@ THINKING = CHAT_TEMPLATE.replace(
     "message['content']",
     "(message.content if loop.last else message.content.split('</think>')[-1].lstrip())",
 )
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}a{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "found"),
-    [
-        (CHAT_TEMPLATE, ""),
-        (THINKING, "<think>"),
-        (f"<|im_start|>system\nBe good.<|im_end|>\n{CHAT_TEMPLATE}", "unlike"),
-        (THINKING.replace("<|im_start|>", "<|other|>"), "unlike"),
-        (ENDLESS, "unlike"),
-        ("{{ ('a' * 3000000000)|length }}", "unlike"),
-    ],
-)
-def test_where_another_chat_template_differs_is_said(template, found):
-    assert found in difference(template)
-    assert bool(difference(template)) == bool(found)
 
 
 # -- the API ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, TURN
+from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.model import GPT
 from entry_point.text import Tokenizer
 from launcher.errors import InputError
@@ -117,16 +117,3 @@ class Chat:
             raise InputError("the message is not UTF-8 text")
         (turn,) = self.encoder.encode([text])
         return [id if id >= 0 else ~id for id in array("i", turn)]
-
-
-# Of Qwen3's chat template, which writes ChatML but drops the thoughts of earlier answers.
-DROPS_THOUGHTS = "content.split('</think>')[-1]"
-
-
-def difference(template: str) -> str:
-    """How a model's own chat template differs from ours, by its text: it may run without end."""
-    if template == CHAT_TEMPLATE:
-        return ""
-    if TURN in template and DROPS_THOUGHTS in template:
-        return "like Qwen3's, removes the <think> of earlier answers, which the model sees here"
-    return "is unlike the ChatML that is used here; answers may be worse"

@@ -21,7 +21,7 @@ from torch import Tensor
 from entry_point import huggingface
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config, make_config
-from entry_point.conversations import END_OF_TURN, TURN
+from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, TURN
 from entry_point.device import has_fast_bfloat16
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from entry_point.files import file_sha256, read_file
@@ -29,7 +29,6 @@ from entry_point.model import GPT
 from entry_point.text import Tokenizer, read_json, read_tokenizer
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, Count, Damaged, Document, Scalar, parse
-from launcher.models.chat import difference
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source
 
@@ -161,8 +160,8 @@ def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
         template = read_file(own, LARGEST).decode()
     tokenizer = read_tokenizer(directory)
     chats = bool(template) and {TURN, END_OF_TURN} <= tokenizer.special.keys()
-    if chats and (found := difference(str(template))):
-        logger.info(f"chat template: this model's own {found}")
+    if chats and template != CHAT_TEMPLATE:
+        logger.info("chat template: ChatML as here, not the model's own; answers may be worse")
     tokenizer = Tokenizer(tokenizer.document, tokenizer.end_of_text, chats)
     if (generation := directory / "generation_config.json").exists():
         ends = read_json(generation).get("eos_token_id") or []
