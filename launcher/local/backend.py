@@ -127,14 +127,12 @@ class LocalBackend:
             "resume_from": str(self.jobs_dir / job.resume / CHECKPOINTS) if job.resume else None,
         }
         try:
-            self.start(directory, job.source, record)
-        except OSError as error:
+            with storage.reported(str(directory)):
+                self.start(directory, job.source, record)
+        except ServiceError:
             if not (directory / "job.json").exists():
                 shutil.rmtree(directory, ignore_errors=True)
-            raise ServiceError(
-                f"{directory}: {error.strerror or error}, so the job was not started; delete old"
-                " jobs, or set SM_NANOGPT_HOME to another directory"
-            ) from None
+            raise
 
     def start(self, directory: Path, source: Source, record: dict[str, Any]) -> None:
         """Write the job's record and start its runner."""
