@@ -137,11 +137,7 @@ class Request(BaseModel):
         elif self.instances and self.processes_per_instance is not None:
             yield "processes_per_instance", None, "is for local; SageMaker takes one per GPU"
         if self.image_uri is not None and "pytorch_version" in given:
-            yield (
-                "pytorch_version",
-                self.pytorch_version,
-                "is for AWS's image; image_uri names another",
-            )
+            yield "pytorch_version", None, "is for AWS's image; image_uri names another"
         if self.spot and len(self.instances) > 1:
             yield "spot", None, "takes one type of instance"
         if self.max_wait is not None and not self.spot:
