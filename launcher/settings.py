@@ -125,10 +125,10 @@ class Settings(BaseSettings):
         toml = TomlConfigSettingsSource(settings_cls, config_file())
         return sources["init_settings"], sources["env_settings"], toml
 
-    def that_ask(self, ask: bool = True) -> Settings:
-        """A copy that may ask AWS, as also a dry run does about an earlier job; or may not."""
+    def with_offline(self, offline: bool) -> Settings:
+        """A copy for a dry run; or for what that asks all the same, such as an earlier job."""
         copy = self.model_copy()
-        copy._offline = not ask
+        copy._offline = offline
         return copy
 
     @property

@@ -479,10 +479,10 @@ def test_a_shared_store_gives_this_machines_upload(tmp_path, s3, source, text_fi
     with pytest.raises(InputError, match=r"nothing was uploaded to .* from here"):
         last_upload(mine)
     stayed = upload_data(text_file, mine.model_copy(update={"store": ""})).uri
-    assert last_upload(mine) == last_upload(mine.that_ask(False)) == stayed
+    assert last_upload(mine) == last_upload(mine.with_offline(True)) == stayed
     ours = upload_data(text_file, mine).uri
     upload_data(source, other)
-    assert last_upload(mine) == last_upload(mine.that_ask(False)) == ours
+    assert last_upload(mine) == last_upload(mine.with_offline(True)) == ours
     assert last_upload(other) == theirs
 
 
@@ -490,7 +490,7 @@ def test_an_upload_to_another_directory_is_not_taken(tmp_path, home, text_file):
     """Text stays in this machine's own store only where S3 cannot be asked."""
     upload_data(text_file, Settings(home=home))
     other = Settings(home=home, store=str(tmp_path / "other"))
-    for settings in (other, other.that_ask(False)):
+    for settings in (other, other.with_offline(True)):
         with pytest.raises(InputError, match=r"nothing was uploaded to .*other from here"):
             last_upload(settings)
 

@@ -266,7 +266,7 @@ def launch_command(
         note(f"{member} continues alone; its sweep continues with `{again}`")
     request = Request(**given, hyperparameters={**from_file, **assignments})
     if dry_run:
-        settings = settings.that_ask(False)
+        settings = settings.with_offline(True)
     swept, problem = bool(sweep or seeds > 1), ""
     if swept and follow is not None:
         problem = "--follow and --detach are not for sweeps, which run until all jobs ended"

@@ -218,7 +218,7 @@ def find_earlier(request: Request, settings: Settings) -> Earlier | None:
     new = "init_from" if request.init_from is not None else "preset"
     if new == "init_from" or request.preset == "auto":
         raise InputError("is for a new run, without resume", field=new, value=getattr(request, new))
-    backend, description = find(request.resume, settings.that_ask())
+    backend, description = find(request.resume, settings.with_offline(False))
     is_it = f"job {request.resume} is {description.status}"
     if description.is_running:
         raise ServiceError(is_it, "job-is-running", job_id=request.resume)

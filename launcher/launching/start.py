@@ -67,7 +67,7 @@ class InitialModel:
 def find_model(request: Request, settings: Settings) -> InitialModel:
     """The model that a request names, by a job's id, a directory or a URI, and its channel."""
     reference = str(request.init_from)
-    with opened(reference, settings.that_ask()) as (directory, uri):
+    with opened(reference, settings.with_offline(False)) as (directory, uri):
         values, tokenizer = read_model(request, directory)
         channel = Channel(reference, uri or storage.to_uri(directory), None, [])
         if uri is None and storage.local_path(settings.data_store) is None:
