@@ -183,8 +183,8 @@ ARGUMENTS = {"": ["jobs"], **{name: ["some-job"] for name in NAMED}}
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["upload-data", ""], "PATH"),
-        (["status", ""], "JOB-ID"),
+        (["upload-data", ""], "upload-data"),
+        (["jobs", "--group="], "--group="),
         *(
             ([*command.split(), option, "", *ARGUMENTS.get(command, [])], option)
             for command in ["", *COMMANDS]
@@ -196,7 +196,7 @@ def test_an_empty_argument_does_not_mean_the_default(cli, home, text_file, words
     (home.parent / "input.txt").write_bytes(text_file.read_bytes())
     ran = cli(*words)
     assert (ran.code, ran.out) == (2, "")
-    assert ran.error.startswith(f"{named} is empty")
+    assert ran.error.startswith(f"what follows {named} is empty")
     assert not home.exists()
 
 

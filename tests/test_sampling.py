@@ -80,7 +80,7 @@ def test_only_the_end_of_a_long_prompt_counts(job):
     ("option", "named"),
     [
         ("--prompt=The ☃ and the \x07", "'\\x07', '☃'"),
-        ("--prompt=", "--prompt is empty"),
+        ("--prompt=", "--prompt= is empty"),
         ("--max-new-tokens=0", "'--max-new-tokens': 0 "),
         ("--num-samples=0", "'--num-samples': 0 "),
         ("--temperature=-1", "'--temperature': -1"),

@@ -10,11 +10,13 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import NoReturn
 
 import click
@@ -114,6 +116,10 @@ def run(arguments: list[str] | None = None) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):
             # Escape what the terminal's encoding lacks, so that the rest is printed.
             sys.stdout.reconfigure(errors="backslashreplace")
+        for before, word in pairwise(["sm-nanogpt", *words]):
+            if re.fullmatch("(--[a-z-]+=)?", word):  # as an unset shell variable gives
+                problem = f"what follows {word or before} is empty"
+                raise InputError(f"{problem}; give a value, or leave it out")
         # cli.main would treat a closed pipe as a failure.
         with (
             signals_as_ctrl_c(),

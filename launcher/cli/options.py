@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ def settings_of(**given: str | None) -> Settings:
 
 
 class Command(click.Command):
-    """A command that refuses empty values, which come from unset shell variables."""
+    """A command that says where an option belongs, and takes either jobs or a sweep."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,34 +43,16 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            typed, _, _ = self.make_parser(ctx).parse_args(list(args))
-            helps = self.get_help_option(ctx)
-            # Resilient means that a shell asks for completions.
-            if not (ctx.resilient_parsing or (helps and helps.name in typed)):
-                self.check(typed)
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
         except click.UsageError as error:
             error.ctx = error.ctx or ctx  # click omits it for an option without value
             raise misplaced(error, ctx) or error from None
-
-    def check(self, typed: Mapping[str, Any]) -> None:
-        """Refuse an empty value, and both or neither of jobs and a sweep."""
-        problem, names = "", {parameter.name for parameter in self.params}
-        for parameter in self.params:
-            value = typed.get(parameter.name or "")
-            if value == "" or (isinstance(value, list | tuple) and "" in value):
-                argument = isinstance(parameter, click.Argument)
-                named = (argument and parameter.metavar) or parameter.opts[0]
-                without = "" if parameter.required else ", or leave it out"
-                problem = problem or f"{named.strip('[].')} is empty; give a value{without}"
-        either = names & {"job_id", "job_ids", "group"}
         given = [
-            name for name in either if isinstance(typed.get(name), str | tuple) and typed[name]
+            bool(v) for name, v in ctx.params.items() if name in ("job_id", "job_ids", "group")
         ]
-        if len(either) == 2 and len(given) != 1:
-            problem = problem or "give a JOB-ID, or --group with the id of a sweep"
-        if problem:
-            raise InputError(problem)
+        if len(given) == 2 and sum(given) != 1 and not ctx.resilient_parsing:
+            raise InputError("give a JOB-ID, or --group with the id of a sweep")
+        return rest
 
 
 def misplaced(error: click.UsageError, ctx: click.Context) -> InputError | None:
@@ -184,8 +166,8 @@ def pairs(
     for each in typed:
         name, equals, value = each.partition("=")
         name, problem = name.replace("-", "_") if sets else name, ""
-        if not each or (sets and equals and not value):
-            problem = f"{option} {each}".strip() + " is empty; give a value, or leave it out"
+        if sets and equals and not value:
+            problem = f"{option} {each} is empty; give a value, or leave it out"
         elif not equals or not name:
             problem = f"{option} {each}: must be name=value"
         elif name in values:
