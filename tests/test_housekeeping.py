@@ -70,7 +70,7 @@ def test_delete_does_not_follow_a_link(job, cli, tmp_path, kept):
 def test_delete_asks_first(job, cli, monkeypatch):
     ran = cli("delete", job.job_id)
     assert (ran.code, "--yes" in ran.error) == (2, True)
-    monkeypatch.setattr("launcher.cli.delete.can_ask", lambda yes: None)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("click.confirm", lambda *_, **__: False)
     assert cli("delete", job.job_id).code == 1
     assert job.directory.exists()

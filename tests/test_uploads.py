@@ -82,7 +82,7 @@ def test_delete_of_an_upload_keeps_the_jobs_that_read_it(cli, reader, upload):
 def test_delete_of_an_upload_asks_first(cli, upload, monkeypatch):
     assert cli("delete", name_of(upload)).failed(2, "--yes")
     asked = list[str]()
-    monkeypatch.setattr("launcher.cli.delete.can_ask", lambda yes: None)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("click.confirm", lambda question, **_: asked.append(question))
     assert cli("delete", name_of(upload)).code == 1
     assert "MB" in asked[0] or "kB" in asked[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, STACK, YES, Command, Group, agree, can_ask, settings_of
+from launcher.cli.options import JSON, STACK, YES, Command, Group, agree, settings_of
 from launcher.cli.show import note, print_fields, print_json, shown
 from launcher.cli.words import command, remedies
 from launcher.errors import InputError, ServiceError
@@ -51,7 +51,6 @@ def infra_deploy_command(stack: str | None, dry_run: bool, yes: bool, **changes:
     from launcher.sagemaker.deploy import LEFT_OVER, Deployment
 
     deployment = Deployment(settings_of(stack=stack))
-    can_ask(yes or dry_run)
     if left := deployment.removal(LEFT_OVER):
         note(f"stack {deployment.name} is {left.status}; it has to be deleted first")
         if dry_run:
@@ -112,7 +111,6 @@ def infra_destroy_command(stack: str | None, yes: bool) -> None:
     from launcher.sagemaker.deploy import Deployment
 
     deployment = Deployment(settings_of(stack=stack))
-    can_ask(yes)
     removal = deployment.removal()
     if removal is None:
         note(f"nothing to delete: there is no stack {deployment.name} in {deployment.region}")

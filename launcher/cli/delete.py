@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import GROUP, JSON, YES, Command, Job, agree, can_ask, settings_of
+from launcher.cli.options import GROUP, JSON, YES, Command, Job, agree, settings_of
 from launcher.cli.show import moment, note, print_columns, print_json
 from launcher.cli.words import command, sentence
 from launcher.errors import InputError, ServiceError
@@ -92,7 +92,6 @@ def delete_command(
     from launcher.text.corpus import NAME
 
     settings = settings_of()
-    can_ask(yes)
     if names := {each for each in job_ids if NAME.fullmatch(Path(each).name)}:
         if keep_model or names < set(job_ids):
             raise InputError("delete uploads without --keep-model, and jobs in another command")

@@ -197,15 +197,16 @@ def as_number(value: str) -> float | str:
         return value
 
 
-def can_ask(settled: bool) -> None:
-    """Raise InputError if a question is due and stdin is not a terminal."""
-    if not settled and not sys.stdin.isatty():
-        raise InputError("this is not an interactive terminal; pass --yes to confirm")
-
-
 def agree(question: str, yes: bool) -> None:
-    """Ask for confirmation; without it, end the command with exit code 1."""
-    if not yes and not click.confirm(question, err=True):
+    """Ask for confirmation; without it, end the command with exit code 1.
+
+    Raises InputError if stdin is not a terminal.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise InputError("this is not an interactive terminal; pass --yes to confirm")
+    if not click.confirm(question, err=True):
         note("not confirmed; nothing was changed")
         raise click.exceptions.Exit(1)
 
