@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,52 +29,27 @@ ENTRY_POINT = valued(
     type=click.Path(exists=True, path_type=Path),
 )
 
-# The arguments of stream_samples, by their names.
-SAMPLING = (
-    valued(
-        "--max-new-tokens",
-        "N",
-        "Number of tokens to generate (characters, if the model was trained on characters).",
-        type=click.IntRange(min=1),
-        default=500,
-        show_default=True,
-    ),
-    valued(
-        "--temperature",
-        "T",
-        "Randomness; 0 always takes the most likely token.",
-        type=click.FloatRange(min=0),
-        default=0.8,
-        show_default=True,
-    ),
-    valued(
-        "--top-k",
-        "K",
-        "Sample from the K most likely tokens (default: all).",
-        type=click.IntRange(min=0),
-        default=0,
-    ),
-    valued(
-        "--top-p",
+# Some arguments of stream_samples: their metavars, defaults, types, and what they do.
+SAMPLING: dict[str, tuple[str, float, click.ParamType, str]] = {
+    "--max-new-tokens": ("N", 500, click.IntRange(1), "Tokens (or characters) to generate."),
+    "--temperature": ("T", 0.8, click.FloatRange(0), "Randomness; 0 takes the most likely token."),
+    "--top-k": ("K", 0, click.IntRange(0), "Sample from the K most likely tokens (0: all)."),
+    "--top-p": (
         "P",
-        "Nucleus sampling: keep the most likely tokens whose probabilities sum to P (default: 1).",
-        type=click.FloatRange(min=0, max=1, min_open=True),
-        default=1.0,
+        1.0,
+        click.FloatRange(0, 1, min_open=True),
+        "Sample from the most likely tokens whose probabilities sum to P.",
     ),
-    valued(
-        "--seed",
-        "S",
-        "Random seed; the same seed gives the same text.",
-        type=click.IntRange(min=0, max=2**63 - 1),
-        default=1337,
-        show_default=True,
-    ),
-)
+    "--seed": ("S", 1337, click.IntRange(0, 2**63 - 1), "The same seed gives the same text."),
+}
 
 
 def samples(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of SAMPLING to a command, which takes them as **sampling."""
-    return reduce(lambda decorated, option: option(decorated), reversed(SAMPLING), command)
+    for name, (metavar, default, kind, text) in reversed(SAMPLING.items()):
+        more = {"default": default, "type": kind, "show_default": True}
+        command = valued(name, metavar, text, **more)(command)
+    return command
 
 
 @click.command("fetch-and-sample", cls=Command)
