@@ -1,7 +1,7 @@
 """Check whether this machine and the AWS account are ready for a job.
 
-Each check is a function. It returns what it found, as a text if all is well; an InputError or a
-ServiceError in it is a failure.
+Each check is a function. It returns what it found, as a text, if all is well, and raises a Doubt of
+what may be wrong, or another LauncherError for what is.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from launcher.aws import check_bucket, service_errors
-from launcher.errors import LauncherError, ServiceError
+from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
 from launcher.job import Request
-from launcher.launching.launch import prepare
+from launcher.launching.launch import cloud_settings, prepare
 from launcher.local.backend import LocalBackend
 from launcher.machines import looks_like_gpu
 from launcher.sagemaker.backend import SageMakerBackend
@@ -32,21 +32,18 @@ OK, WARNING, FAILURE = "ok", "warning", "failure"
 TRAINING_SECONDS = 300  # for a run that takes ten
 
 
+class Doubt(LauncherError):
+    """What may be wrong, or could not be checked."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """result is OK, WARNING or FAILURE; error says what to do."""
 
+    check: str
     result: str
     text: str
-    check: str = ""
     error: LauncherError | None = None
-
-
-def found(result: str, text: str, code: str = "") -> Finding:
-    return Finding(result, text, error=LauncherError(text, code))
-
-
-Found = str | Finding
 
 
 @dataclass
@@ -66,7 +63,7 @@ class Context:
 # -- this machine ----------------------------------------------------------------------------------
 
 
-def check_training(context: Context) -> Found:
+def check_training(context: Context) -> str:
     """Train a tiny model for a few steps, as a normal job, in a temporary home."""
     tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, max_steps=3, eval_interval=3)
     # 1 to 8, 10, 12, 14, 15 and 16 GPUs can share this batch evenly.
@@ -80,83 +77,73 @@ def check_training(context: Context) -> Found:
         job_id = prepare(request, settings).submit()
         try:
             ended = wait(job_id, settings, timeout=TRAINING_SECONDS)
-        except ServiceError:
-            return found(FAILURE, f"a tiny model did not train within {TRAINING_SECONDS} s")
         finally:
             # The job outlives this process, and its home is deleted next.
             LocalBackend(settings).stop(job_id)
             wait(job_id, settings)
     if ended.status != "Completed":
-        return found(FAILURE, ended.failure_reason or ended.status, code="try-locally")
+        raise ServiceError(ended.failure_reason or ended.status, "try-locally")
     return f"a tiny model trained here in {time.monotonic() - began:.0f} s"
 
 
 # -- the account -----------------------------------------------------------------------------------
 
 
-def check_credentials(context: Context) -> Found:
+def check_credentials(context: Context) -> str:
     """The profile and the region are known, and AWS knows the caller."""
     with service_errors("GetCallerIdentity"):
         caller = context.cloud.client("sts").get_caller_identity()
     return f"{caller['Arn']}, in {context.cloud.region}"
 
 
-def check_stack(context: Context) -> Found:
-    configured = bool(context.settings.store and context.settings.role)
-    try:
-        stack = context.stack = find_stack(context.settings, context.cloud.session)
-    except LauncherError as error:
-        if configured:
-            return Finding(WARNING, f"not checked: {error}", error=error)
-        raise
+def check_stack(context: Context) -> str:
+    if context.settings.store and context.settings.role:
+        return "none is needed: store and role are set"
+    stack = context.stack = find_stack(context.settings, context.cloud.session)
     if stack is None:
-        if configured:
-            return "none, and none is needed: store and role are set"
-        return found(WARNING, "none", code="deploy-stack")
+        raise Doubt("none", "deploy-stack")
     if not is_whole(stack.status):
-        return found(WARNING, f"{stack.name} is {stack.status}", code="show-stack")
+        raise Doubt(f"{stack.name} is {stack.status}", "show-stack")
     return f"{stack.name} is {stack.status}"
 
 
 # -- what a job needs ------------------------------------------------------------------------------
 
 
-def check_role(context: Context) -> Found:
+def check_role(context: Context) -> str:
     role = context.settings.role or (context.stack.role if context.stack else "")
     role = role or notebook_role(context.cloud.client)
-    return role or found(FAILURE, "no execution role", code="no-role")
+    if not role:
+        raise InputError("no execution role", "no-role")
+    return role
 
 
-def check_store(context: Context) -> Found:
+def check_store(context: Context) -> str:
     """The store is in the region of the jobs; write and delete an empty object there."""
-    store = context.settings.store or (context.stack.store if context.stack else "")
-    if not store:
-        return found(FAILURE, "no store is set", code="no-store")
+    store = cloud_settings(context.cloud).store
     if not store.startswith("s3://"):
-        return found(FAILURE, f"SageMaker cannot read {store}", code="store-on-s3")
+        raise InputError(f"SageMaker cannot read {store}", "store-on-s3")
     check_bucket(context.cloud.client("s3"), store, "store", context.cloud.region)
     place = storage.join(store, "data", f"doctor-{secrets.token_hex(4)}.txt")
     storage.write_bytes(place, b"", context.settings)
     try:
         storage.remove(place, context.settings)
     except ServiceError as error:
-        text = f"{place} was written, and could not be deleted: {error}"
-        return Finding(WARNING, text, error=error)
+        raise Doubt(f"{place} was written, and could not be deleted: {error}") from error
     return f"{store} is writable"
 
 
-def check_price(context: Context) -> Found:
+def check_price(context: Context) -> str:
     assert context.instance is not None
     prices = Prices(context.settings, context.cloud.region, context.cloud.session)
     price = prices.of(context.instance)
-    quoted = "" if price is None else f"{usd(price.per_hour)} an hour, by {price.source}"
-    if prices.trouble:
-        return found(WARNING, "; ".join(filter(None, (prices.trouble, quoted))))
-    unknown = f"the price of {context.instance} in {prices.region} is unknown"
-    return quoted or found(WARNING, unknown)
+    if prices.trouble or price is None:
+        unknown = f"the price of {context.instance} in {prices.region} is unknown"
+        raise Doubt(prices.trouble or unknown)
+    return f"{usd(price.per_hour)} an hour, by {price.source}"
 
 
-def check_quota(context: Context) -> Found:
+def check_quota(context: Context) -> str:
     """The instances that training jobs may use: of one type, or of all types with GPUs."""
     use = " for training job usage"
     try:
@@ -170,48 +157,42 @@ def check_quota(context: Context) -> Found:
                 if quota["QuotaName"].endswith(use) and "spot" not in quota["QuotaName"]
             }
     except ServiceError as error:
-        return Finding(WARNING, f"could not check the quotas of instances: {error}", error=error)
+        raise Doubt(f"could not check the quotas of instances: {error}") from error
     if not context.instance:
         gpus = {name: n for name, n in values.items() if n >= 1 and looks_like_gpu(name)}
         if not gpus:
-            return found(WARNING, "no instance with GPUs is allowed", code="no-gpus-yet")
+            raise Doubt("no instance with GPUs is allowed", "no-gpus-yet")
         return ", ".join(f"{n:g} x {name}" for name, n in sorted(gpus.items()))
     name, n = f"{context.instance}{use}", values.get(context.instance)
     if n is None:
-        return found(WARNING, f"the account has no quota {name!r}")
+        raise Doubt(f"the account has no quota {name!r}")
     if n < 1:
         code = "no-gpus-yet" if looks_like_gpu(context.instance) else "aws-quota"
-        return found(FAILURE, f"{name!r} is 0", code)
+        raise ServiceError(f"{name!r} is 0", code)
     return f"{name!r} is {n:g}"
-
-
-Checks = dict[str, Callable[[Context], Found]]  # by name
-
-
-def checks(settings: Settings, instance: str | None, train: bool) -> Checks:
-    """What to check: this machine, unless `train` is off; the account, unless the instance is
-    `local` or none is named and no AWS account is configured."""
-    chosen: Checks = {"local training": check_training} if train else {}
-    if instance == "local" or not (instance or settings.reaches_aws):
-        return chosen
-    chosen |= {"credentials": check_credentials, "quota": check_quota}
-    chosen |= {"price": check_price} if instance else {}
-    return {**chosen, "stack": check_stack, "role": check_role, "store": check_store}
 
 
 def run_checks(
     settings: Settings, instance: str | None = None, train: bool = True
 ) -> Iterator[Finding]:
+    """Check this machine, unless `train` is off; and the account, unless the instance is `local`,
+    or none is named and no AWS account is configured."""
+    checks: dict[str, Callable[[Context], str]] = (
+        {"local training": check_training} if train else {}
+    )
+    if instance != "local" and (instance or settings.reaches_aws):
+        checks |= {"credentials": check_credentials, "quota": check_quota}
+        checks |= {"price": check_price} if instance else {}
+        checks |= {"stack": check_stack, "role": check_role, "store": check_store}
     context = Context(settings, instance)
-    for name, check in checks(settings, instance, train).items():
+    for name, check in checks.items():
         try:
-            result = check(context)
+            yield Finding(name, OK, check(context))
+        except Doubt as error:
+            yield Finding(name, WARNING, str(error), error)
         except LauncherError as error:
             ends = name in ("credentials", "stack")  # the checks after it need it
             text = f"{error}{'; what needs it is not checked' * ends}"
-            yield Finding(FAILURE, text, name, error)
+            yield Finding(name, FAILURE, text, error)
             if ends:
                 return
-        else:
-            made = Finding(OK, result) if isinstance(result, str) else result
-            yield replace(made, check=name)

@@ -15,11 +15,12 @@ import launching
 import pytest
 
 from launcher import doctor
-from launcher.doctor import FAILURE, OK, WARNING, Context, Finding
+from launcher.doctor import FAILURE, OK, WARNING, Context
 from launcher.files import storage
+from launcher.sagemaker import stack
 from launcher.sagemaker.stack import Stack
 from launcher.tracking import wait
-from sm_nanogpt import JobDescription, Settings
+from sm_nanogpt import JobDescription, ServiceError, Settings
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 GPU = ("--instance", "ml.g5.12xlarge")
@@ -30,7 +31,8 @@ STACK = Stack("sm-nanogpt", "CREATE_COMPLETE", "", ROLE, None, "")
 def stacks(monkeypatch):
     """The stack that is found, if there is one in here."""
     found: list[Stack] = []
-    monkeypatch.setattr(doctor, "find_stack", lambda settings, session: next(iter(found), None))
+    for module in (doctor, stack):
+        monkeypatch.setattr(module, "find_stack", lambda settings, session: next(iter(found), None))
     return found
 
 
@@ -118,7 +120,7 @@ def test_the_trial_run_uses_no_file_of_the_user(home, cold, tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_text("raise SystemExit('shadowed')\n")
     assert Path.cwd() == tmp_path
-    assert "a tiny model trained here" in str(doctor.check_training(Context(Settings(), "local")))
+    assert "a tiny model trained here" in doctor.check_training(Context(Settings(), "local"))
     assert not list(home.iterdir())
 
 
@@ -133,16 +135,16 @@ def test_a_slow_trial_run_is_stopped_first(home, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "wait", noted)
     monkeypatch.setattr(doctor, "TRAINING_SECONDS", 0.1)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    found = doctor.check_training(Context(Settings(), "local"))
-    assert isinstance(found, Finding) and "did not train within 0.1 s" in found.text
+    with pytest.raises(ServiceError, match=r"is still \w+ after 0\.1 s"):
+        doctor.check_training(Context(Settings(), "local"))
     assert waited_for == ["Stopped"]
     assert not list(tmp_path.glob("sm-nanogpt-doctor-*"))
 
 
 def test_a_failed_trial_run_says_why(home, cold, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    found = doctor.check_training(Context(Settings(), "local"))
-    assert isinstance(found, Finding) and "could not be started" in found.text
+    with pytest.raises(ServiceError, match="could not be started"):
+        doctor.check_training(Context(Settings(), "local"))
 
 
 def test_missing_credentials_skip_dependent_checks(examined, monkeypatch):
