@@ -30,14 +30,10 @@ from launcher.views.play import Player, Queued, SamplingRequest, Token, problem,
 Most = Annotated[int, Field(ge=1)] | None
 
 
-class Options(BaseModel):
-    include_usage: bool = False
-
-
 class Wanted(BaseModel):
     """What both kinds of request have."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False, extra="allow")
 
     model: str
     max_tokens: Most = None
@@ -46,18 +42,11 @@ class Wanted(BaseModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
-    stream_options: Options | None = None
-    n: Literal[1, None] = 1
-    frequency_penalty: Literal[0, None] = None
-    presence_penalty: Literal[0, None] = None
-    logit_bias: Annotated[dict[str, Any] | None, Field(max_length=0)] = None
+    stream_options: dict[str, Any] | None = None
 
 
-class Plain(BaseModel):
+class Part(BaseModel):
     type: Literal["text"]
-
-
-class Part(Plain):
     text: str
 
 
@@ -74,36 +63,31 @@ class ChatMessage(BaseModel):
 class WantedChat(Wanted):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Most = None
-    tools: Annotated[list[Any] | None, Field(max_length=0)] = None
-    functions: Annotated[list[Any] | None, Field(max_length=0)] = None
-    response_format: Plain | None = None
-    logprobs: Literal[False, None] = None
 
 
 class WantedText(Wanted):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)] = ""
-    echo: Literal[False, None] = None
-    best_of: Literal[1, None] = None
-    suffix: Literal["", None] = None
-    logprobs: Literal[None] = None
+    logprobs: None = None  # a number; 0 asks for some too
 
 
-REFUSALS = {
-    "content": "must be text, as a string or as parts of type text; images and null are not taken",
-    "prompt": "must be one text, not several and not ids",
-    "stop": "must be a string or a list of strings",
-}
+# What cannot be done here; and the values that ask for nothing, besides 0 and what is empty.
 MISSING = (
     *("tools", "functions", "n", "best_of", "frequency_penalty", "presence_penalty", "logit_bias"),
     *("logprobs", "response_format", "echo", "suffix"),
 )
+USUAL: dict[str, Any] = {"n": 1, "best_of": 1, "response_format": {"type": "text"}}
+LEAVE_OUT = "not supported here; leave it out"
+REFUSALS = {
+    "content": "must be text, as a string or as parts of type text; images and null are not taken",
+    "prompt": "must be one text, not several and not ids",
+    "stop": "must be a string or a list of strings",
+    "logprobs": LEAVE_OUT,
+}
 
 
 def reason(error: ValidationError) -> str:
     """The first thing that is wrong, in a sentence of ours where its field has one."""
     names = [str(each) for each in error.errors()[0]["loc"]]
-    if names and names[0] in MISSING:
-        return f"{names[0]}: not supported here; leave it out"
     for n, name in enumerate(names, 1):
         if name in REFUSALS:
             return f"{'.'.join(names[:n])}: {REFUSALS[name]}"
@@ -170,13 +154,16 @@ def routes(players: Sequence[Player]) -> list[Route]:
             wanted = kind.model_validate_json(await request.body())
         except ValidationError as error:
             return problem(400, reason(error))
+        for name, value in (wanted.model_extra or {}).items():
+            if name in MISSING and value and value != USUAL.get(name):
+                return problem(400, f"{name}: {LEAVE_OUT}")
         if wanted.model not in by_name:
             said = f"no model {wanted.model!r}; there is {', '.join(by_name)}"
             return problem(404, said, "model_not_found")
         player = by_name[wanted.model]
         answer, tokens = begin(player, wanted)
         if wanted.stream:
-            usage = bool(wanted.stream_options and wanted.stream_options.include_usage)
+            usage = bool((wanted.stream_options or {}).get("include_usage"))
             return Queued(events(answer, tokens, usage), player.lock, "text/event-stream")
         parts = []
         async with player.lock:
