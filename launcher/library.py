@@ -53,8 +53,7 @@ class Job:
 
     def describe(self) -> JobDescription:
         """The state of the job now, with its cost, name and settings."""
-        found = tracking.describe(self.id, self.settings)
-        self._last = tracking.with_record(found, self.settings)
+        self._last = tracking.describe(self.id, self.settings)
         return self._last
 
     @property

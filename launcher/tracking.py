@@ -13,7 +13,7 @@ from launcher.aws import aws_session, check_region, patiently
 from launcher.curve import Curve, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.finding import Backend, backend_for, find
+from launcher.finding import Backend, find
 from launcher.job import JobDescription, Price, log_pending
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
@@ -23,9 +23,21 @@ logger = logging.getLogger(__name__)
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
-    """Describe a job, with its cost."""
+    """Describe a job, with its cost, name and settings.
+
+    SageMaker tells the last two only in lists; they are in the job's record.
+    """
     settings = settings or load_settings()
-    return with_costs([find(job_id, settings)[1]], settings)[0]
+    backend, description = find(job_id, settings)
+    description = with_costs([description], settings)[0]
+    if description.summary is not None:
+        return description
+    try:
+        job = backend.job(job_id)
+    except ServiceError as error:
+        logger.info(f"name and settings are not known: {error}")
+        return description
+    return replace(description, name=job.name, summary=job.summary)
 
 
 def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobDescription]:
@@ -50,19 +62,6 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
     if unknown:
         logger.info(f"the price of {' and '.join(unknown)} in {prices.region} is unknown")
     return priced
-
-
-def with_record(description: JobDescription, settings: Settings) -> JobDescription:
-    """The description with name and summary, which SageMaker tells only in lists; they are in the
-    job's record."""
-    if description.summary is not None:
-        return description
-    try:
-        job = backend_for(description.instance, settings).job(description.job_id)
-    except ServiceError as error:
-        logger.info(f"name and settings are not known: {error}")
-        return description
-    return replace(description, name=job.name, summary=job.summary)
 
 
 def logs(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     type=click.Choice(["InProgress", "Stopping", "Completed", "Failed", "Stopped"]),
     help="Only jobs in this state.",
 )
-@valued("--limit", "N", "Only the newest N jobs.", type=click.IntRange(min=1))
+@valued("--limit", "N", "Only the newest N jobs.")
 @click.option("--everyone", is_flag=True, help="Also the jobs of others in the AWS account.")
 @JSON
 def jobs_command(
@@ -94,13 +92,14 @@ def jobs_command(
 
 def print_jobs(found: list[JobDescription], everyone: bool) -> None:
     from launcher.sagemaker.cost import usd
+    from launcher.views.card import progress
 
     if not found:
         note(f"no jobs yet: {command('launch', '--instance', 'local')}")
         return
     columns: dict[str, list[str | None]] = defaultdict(list)
     for d in found:
-        step, loss, bits = progress_words(d)
+        step, loss, bits = progress(d)
         columns["JOB-ID"].append(d.job_id)
         columns["NAME"].append(d.name)
         columns["OWNER"].append(d.owner if everyone else None)
@@ -116,16 +115,6 @@ def print_jobs(found: list[JobDescription], everyone: bool) -> None:
     print_columns(columns)
 
 
-def progress_words(description: JobDescription) -> tuple[str | None, str | None, str | None]:
-    """The step, the best loss, and that loss as bits per byte."""
-    metrics = description.metrics or {}
-    step = f"{metrics['step']:.0f}/{metrics['max_steps']}" if "step" in metrics else None
-    last, bits = metrics.get("val_loss"), metrics.get("bits_per_byte")
-    best = metrics.get("best_loss", last)
-    best_bits = f"{bits * best / last:.4f}" if bits and best and last else None
-    return step, None if best is None else f"{best:.4f}", best_bits
-
-
 @click.command("status", cls=Command)
 @JOB_ID
 @JSON
@@ -136,12 +125,11 @@ def status_command(job_id: str, as_json: bool) -> None:
     Example:
       sm-nanogpt status JOB-ID
     """
-    from launcher.curve import seconds_left
-    from launcher.tracking import describe, logs, metrics, with_record
+    from launcher.tracking import describe, logs, metrics
+    from launcher.views.card import facts
 
     settings = settings_of()
-    d = with_record(describe(job_id, settings), settings)
-    curve, trouble = None, None
+    d, curve, trouble = describe(job_id, settings), None, None
     try:
         curve = metrics(job_id, settings)
     except ServiceError as error:
@@ -152,32 +140,8 @@ def status_command(job_id: str, as_json: bool) -> None:
     if as_json:
         print_json(d)
         return
-    step, loss, bits = progress_words(d)
-    now = d.metrics or {}
-    left = seconds_left(now, d.hyperparameters) if d.is_running else None
-    fields = {
-        "job": d.job_id,
-        "name": d.name,
-        "settings": d.summary,
-        "state": d.state,
-        "reason": reason_of(d),
-        "instance": f"{d.instance_count} x {d.instance}",
-        "created": moment(d.created),
-        "started": moment(d.started),
-        "ended": moment(d.ended),
-        "data": d.data,
-        "step": step or "-",
-        "best loss": loss or "-",
-        "bits/byte": bits,
-        "tokens/s": f"{speed:,.0f}" if (speed := now.get("tokens_per_second")) else None,
-        "time left": None if left is None else str(timedelta(seconds=round(left))),
-        "model": d.model_uri,
-        "checkpoints": d.checkpoint_uri,
-        "billable": billable_words(d),
-        "cost": paid_words(d),
-        "message": d.message if d.is_running else None,
-    }
-    print_fields(fields)
+    times = {"created": moment(d.created), "started": moment(d.started), "ended": moment(d.ended)}
+    print_fields({**facts(d), **times, "reason": reason_of(d)})
     if curve:
         print_curve(curve)
     else:
@@ -227,31 +191,6 @@ def metrics_command(job_id: str, as_csv: bool, as_json: bool) -> None:
             for row in curve.rows
         ]
         print_table([names, *rows], align=">")
-
-
-def billable_words(description: JobDescription) -> str | None:
-    """The seconds that SageMaker bills, and the fraction that spot capacity saved."""
-    billable, trained = description.billable_seconds, description.training_seconds
-    if billable is None:
-        return None
-    saving = f", {1 - billable / trained:.0%} saved by spot" if description.spot and trained else ""
-    return f"{billable} s{saving}"
-
-
-def paid_words(description: JobDescription) -> str | None:
-    """What a job has cost, and the price used."""
-    from launcher.machines import has_local_storage
-    from launcher.sagemaker.cost import usd
-
-    if description.cost is None or description.price is None:
-        return None
-    so_far = " so far (estimated)" if description.is_running else ""
-    if description.has_open_pool(time.time()):
-        so_far = f" so far, including all {description.keep_alive} s of its warm pool"
-    price = f"{usd(description.price.per_hour)} per instance and hour"
-    if not has_local_storage(description.instance):
-        price += " plus its disk"
-    return f"{usd(description.cost)}{so_far}, at {price} ({description.price.source})"
 
 
 @click.command("logs", cls=Command)

@@ -1,11 +1,14 @@
-"""A job in a notebook: its state and its curve, in the colors of the page."""
+"""A job on the screen and in a notebook: what is known about it, and its curve."""
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from html import escape
 
-from launcher.curve import Curve
+from launcher.curve import Curve, seconds_left
 from launcher.job import JobDescription
+from launcher.machines import has_local_storage
 from launcher.sagemaker.cost import usd
 
 WIDTH, HEIGHT = 480, 160  # pixels
@@ -13,19 +16,59 @@ LEFT, RIGHT, TOP, BOTTOM = 50, 10, 12, 28  # the room for labels
 
 
 def card(job: JobDescription, curve: Curve | None) -> str:
-    now = job.metrics or {}
-    facts = {
-        "job": job.named,
+    left = "<td style='text-align: left'>"
+    shown = {n: v for n, v in facts(job).items() if v}
+    rows = (f"<tr><th>{n}</th>{left}{escape(v)}</td></tr>" for n, v in shown.items())
+    return f"<table>{''.join(rows)}</table>{drawing(curve) if curve else ''}"
+
+
+def facts(job: JobDescription) -> dict[str, str | None]:
+    """What there is to know about a job, by its name; None for what is not known."""
+    now, billed, trained = job.metrics or {}, job.billable_seconds, job.training_seconds
+    step, loss, bits = progress(job)
+    left = seconds_left(now, job.hyperparameters) if job.is_running else None
+    saved = f", {1 - billed / trained:.0%} saved by spot" if job.spot and billed and trained else ""
+    return {
+        "job": job.job_id,
+        "name": job.name,
+        "settings": job.summary,
         "state": job.state,
         "reason": job.failure_reason,
         "instance": f"{job.instance_count} x {job.instance}",
-        "step": f"{now['step']:.0f} of {now['max_steps']}" if "step" in now else "",
-        "best loss": f"{now['best_loss']:.4f}" if "best_loss" in now else "",
-        "cost": "" if job.cost is None else usd(job.cost),
+        "data": job.data,
+        "step": step or "-",
+        "best loss": loss or "-",
+        "bits/byte": bits,
+        "tokens/s": f"{speed:,.0f}" if (speed := now.get("tokens_per_second")) else None,
+        "time left": None if left is None else str(timedelta(seconds=round(left))),
+        "model": job.model_uri,
+        "checkpoints": job.checkpoint_uri,
+        "billable": None if billed is None else f"{billed} s{saved}",
+        "cost": cost_words(job),
+        "message": job.message if job.is_running else None,
     }
-    left = "<td style='text-align: left'>"
-    rows = (f"<tr><th>{n}</th>{left}{escape(v)}</td></tr>" for n, v in facts.items() if v)
-    return f"<table>{''.join(rows)}</table>{drawing(curve) if curve else ''}"
+
+
+def progress(job: JobDescription) -> tuple[str | None, str | None, str | None]:
+    """The step, the best loss, and that loss as bits per byte."""
+    metrics = job.metrics or {}
+    step = f"{metrics['step']:.0f}/{metrics['max_steps']}" if "step" in metrics else None
+    last, bits = metrics.get("val_loss"), metrics.get("bits_per_byte")
+    best = metrics.get("best_loss", last)
+    best_bits = f"{bits * best / last:.4f}" if bits and best and last else None
+    return step, None if best is None else f"{best:.4f}", best_bits
+
+
+def cost_words(job: JobDescription) -> str | None:
+    """What a job has cost, and the price used."""
+    if job.cost is None or job.price is None:
+        return None
+    so_far = " so far (estimated)" * job.is_running
+    if job.has_open_pool(time.time()):
+        so_far = f" so far, including all {job.keep_alive} s of its warm pool"
+    disk = "" if has_local_storage(job.instance) else " plus its disk"
+    price = f"{usd(job.price.per_hour)} per instance and hour{disk} ({job.price.source})"
+    return f"{usd(job.cost)}{so_far}, at {price}"
 
 
 def drawing(curve: Curve) -> str:
