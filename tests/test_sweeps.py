@@ -612,9 +612,9 @@ def test_a_sweep_has_a_report_of_jobs_with_a_curve(swept, job, cli):
     curves[0].unlink()
     ran = cli("report", "--group", "latest")
     assert ran.out == f"report-{swept}-2.html\n"
-    assert f"{swept}-1 is left out" in ran.err
+    assert f"{swept}-1 has no curve yet" in ran.err
     curves[1].unlink()
-    assert cli("report", "--group", "latest").failed(1, "no job of this sweep has a curve yet")
+    assert cli("report", "--group", "latest").failed(1, "has no curve yet")
 
 
 def test_an_interrupted_sweep_is_shown_and_resumed(

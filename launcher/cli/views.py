@@ -12,8 +12,8 @@ import click
 
 from launcher.cli.options import GROUP, Command, Job, settings_of, valued
 from launcher.cli.show import at_ctrl_c, note
-from launcher.cli.words import command, option
-from launcher.errors import InputError, ServiceError
+from launcher.cli.words import option
+from launcher.errors import InputError
 
 if TYPE_CHECKING:
     from launcher.curve import Curve
@@ -45,23 +45,13 @@ def report_command(
     """
     from launcher.files.storage import write_text
     from launcher.launching.sweeps import find_sweep
-    from launcher.tracking import metrics
     from launcher.views.page import page
     from launcher.views.report import compare, read_runs
 
     settings = settings_of()
     if group is not None:
         group, tries = find_sweep(group, settings)
-        found = [each[-1] for _, each in sorted(tries.items())]
-        # SageMaker lists the metrics of a running job late; its log has them.
-        drawn = [d for d in found if d.metrics or metrics(d.job_id, settings).rows]
-        job_ids = tuple(d.job_id for d in drawn)
-        if not job_ids:
-            listed = command("jobs", "--group", group)
-            raise ServiceError(f"no job of this sweep has a curve yet; `{listed}` lists them")
-        for d in found:
-            if d not in drawn:
-                note(f"{d.job_id} is left out: it is {d.state} and has no curve yet")
+        job_ids = tuple(each[-1].job_id for _, each in sorted(tries.items()))
     report = compare(read_runs(job_ids, settings))
     several = len(report.runs) > 1
     what = f"{len(report.runs)}-runs" if several else report.runs[0].description.job_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from launcher.launching.sweeps import Rank, differences, ranking
 from launcher.settings import Settings
 from launcher.text.corpus import Upload, find_upload
 from launcher.tracking import with_costs
+
+logger = logging.getLogger(__name__)
 
 SIZE = re.compile(r"(?P<parameters>[\d,]+) parameters; [\d,]+ (?P<unit>\w+) to train on")
 
@@ -171,8 +174,16 @@ class Report:
 
 
 def read_runs(job_ids: Sequence[str], settings: Settings) -> list[Run]:
-    """Read what is known of some jobs, whether they run or have ended."""
-    runs = [read_run(job_id, settings) for job_id in dict.fromkeys(job_ids)]
+    """Read what is known of some jobs, whether they run or have ended. Leaves out those without a
+    curve, and raises ServiceError if none has one."""
+    every = [read_run(job_id, settings) for job_id in dict.fromkeys(job_ids)]
+    runs = [run for run in every if run.curve.rows]
+    for run in every:
+        problem = f"job {run.curve.job_id} has no curve yet; it is {run.description.state}"
+        if not runs:
+            raise ServiceError(problem)
+        if not run.curve.rows:
+            logger.info(f"{problem}, and left out")
     priced = with_costs([run.description for run in runs], settings)
     return [replace(run, description=d) for run, d in zip(runs, priced, strict=True)]
 
@@ -180,10 +191,7 @@ def read_runs(job_ids: Sequence[str], settings: Settings) -> list[Run]:
 def read_run(job_id: str, settings: Settings) -> Run:
     backend, description = find(job_id, settings)
     rows, source = backend.curve(job_id)
-    if not rows:
-        raise ServiceError(f"job {job_id} has no curve yet; it is {description.state}")
-    log = list(backend.logs(job_id, follow=False))
-    job = backend.job(job_id)
+    log, job = list(backend.logs(job_id, follow=False)), backend.job(job_id)
     return Run(
         description=description,
         job=job,
