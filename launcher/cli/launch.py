@@ -16,10 +16,7 @@ from launcher.cli.options import (
     Command,
     Job,
     agree_to_cost,
-    complete_hyperparameter,
-    complete_preset,
-    lists,
-    pairs,
+    complete_config,
     settings_of,
     valued,
 )
@@ -71,34 +68,30 @@ class LaunchCommand(Command):
     " on the first with free capacity (with --resume, by default as in the earlier job).",
 )
 @valued("--name", "NAME", "A name for the job, unique among yours, to use in place of its id.")
-@valued("--instance-count", "N", "Number of hosts (default: 1).", type=int)
+@valued("--instance-count", "N", "Number of hosts (default: 1).")
 @valued(
     "--processes-per-instance",
-    "K",
+    "N",
     "With local and no GPU: number of processes (default: the fastest).",
-    type=int,
 )
-@valued("--data", "NAME|URI|PATH", "Text to train on (default: last upload).", type=click.Path())
+@valued("--data", "NAME|URI|PATH", "Text to train on (default: last upload).")
 @valued(
     "--validation",
     "NAME|URI|PATH",
     "Text to validate on (default: the last tenth of the data).",
-    type=click.Path(),
 )
 @valued(
     "--preset",
     "NAME",
     "cpu (default; a minute on a CPU), quick (seconds), laptop (three minutes), baby (default"
     " on SageMaker GPU instances), small, gpt2 (124 M parameters), or auto (by the text's length).",
-    shell_complete=complete_preset,
+    shell_complete=complete_config,
 )
 @valued(
     "--set assignments",
     "KEY=VALUE",
     "Set a hyperparameter; `sm-nanogpt hyperparameters` lists them.",
-    multiple=True,
-    callback=pairs,
-    shell_complete=complete_hyperparameter,
+    shell_complete=complete_config,
 )
 @valued("--config config_file", "FILE", "TOML file of hyperparameters.", type=click.Path())
 @valued("--entry-point", "DIR", "Your edited training folder.", type=click.Path())
@@ -124,23 +117,10 @@ class LaunchCommand(Command):
     "--sweep",
     "KEY=V1,V2,...",
     "Launch a job for each value of a hyperparameter; several --sweep make a grid.",
-    multiple=True,
-    callback=lists,
-    shell_complete=complete_hyperparameter,
+    shell_complete=complete_config,
 )
-@valued(
-    "--seeds",
-    "N",
-    "Launch each job of a sweep with N seeds (default: 1).",
-    type=click.IntRange(min=1),
-    default=1,
-)
-@valued(
-    "--parallel",
-    "N",
-    "Number of jobs of a sweep that run at a time (default: 1).",
-    type=click.IntRange(min=1),
-)
+@valued("--seeds", "N", "Launch each job of a sweep with N seeds (default: 1).", default=1)
+@valued("--parallel", "N", "Number of jobs of a sweep that run at a time (default: 1).")
 @click.option("--dry-run", is_flag=True, help="Print the SageMaker request without sending it.")
 @YES
 @cloud_option(
@@ -150,13 +130,12 @@ class LaunchCommand(Command):
 )
 @cloud_valued("--pytorch-version", "V", "PyTorch version of the AWS image (default: 2.12.1).")
 @cloud_valued("--image-uri", "URI", "Use your own container image.")
-@cloud_valued("--max-run", "SECONDS", "Time limit (default: 3600).", type=int)
+@cloud_valued("--max-run", "SECONDS", "Time limit (default: 3600).")
 @cloud_valued(
     "--max-cost",
     "USD",
     "Stop before the job costs more. Counts the jobs that it resumes; for a sweep, all of its"
     " jobs.",
-    type=float,
 )
 @cloud_option(
     "--spot/--on-demand",
@@ -168,14 +147,12 @@ class LaunchCommand(Command):
     "--max-wait",
     "SECONDS",
     "With --spot: limit for waiting and running (default: 2 x max-run, at most 28 days).",
-    type=int,
 )
-@cloud_valued("--keep-alive", "SECONDS", "Keep a warm pool after the job.", type=int)
+@cloud_valued("--keep-alive", "SECONDS", "Keep a warm pool after the job.")
 @cloud_valued(
     "--volume-size",
     "GIB",
     "Disk per host, for instance types without local disks (default: 50).",
-    type=int,
 )
 @cloud_option(
     "--input-mode",
@@ -183,26 +160,18 @@ class LaunchCommand(Command):
     help="Copy the text to each host before the job starts (File, the default), or read it from S3"
     " as the job goes (FastFile).",
 )
-@cloud_valued(
-    "--environment",
-    "KEY=VALUE",
-    "Set an environment variable in the container.",
-    multiple=True,
-    callback=pairs,
-)
-@cloud_valued("--tag tags", "KEY=VALUE", "Tag the job.", multiple=True, callback=pairs)
+@cloud_valued("--environment", "KEY=VALUE", "Set an environment variable in the container.")
+@cloud_valued("--tag tags", "KEY=VALUE", "Tag the job.")
 @cloud_valued("--kms-key", "KEY", "KMS key that encrypts the job's disks and output.")
 @cloud_valued(
     "--subnet subnets",
     "ID",
     "Subnet of your VPC. It must reach S3, by a NAT gateway or an S3 endpoint.",
-    multiple=True,
 )
 @cloud_valued(
     "--security-group security_group_ids",
     "ID",
     "Required with --subnet. For several hosts, it must allow traffic from itself.",
-    multiple=True,
 )
 @cloud_option(
     "--network-isolation/--no-network-isolation",

@@ -60,14 +60,7 @@ def samples(command: Callable[..., None]) -> Callable[..., None]:
     "Start of the text (default: a new line, or a new document). A model that has learned from"
     " conversations answers it.",
 )
-@valued(
-    "--num-samples",
-    "N",
-    "Number of texts to generate.",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-)
+@valued("--num-samples", "N", "Number of texts to generate.", default=1, show_default=True)
 @samples
 @ENTRY_POINT
 @JSON

@@ -139,22 +139,17 @@ def complete_job(context: click.Context, parameter: click.Parameter, incomplete:
     return [name for name in ["latest", *sorted(names)] if name.startswith(incomplete)]
 
 
-def complete_preset(
+def complete_config(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[str]:
-    from entry_point.config import PRESETS
-
-    return [name for name in ["auto", *PRESETS] if name.startswith(incomplete)]
-
-
-def complete_hyperparameter(
-    context: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[str]:
+    """Complete a preset or the name of a hyperparameter."""
     from dataclasses import fields
 
-    from entry_point.config import Config
+    from entry_point.config import PRESETS, Config
 
-    return [f"{f.name}=" for f in fields(Config) if f.name.startswith(incomplete)]
+    settable = [f"{field.name}=" for field in fields(Config)]
+    names = ["auto", *PRESETS] if parameter.name == "preset" else settable
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def pairs(
@@ -221,9 +216,23 @@ def agree_to_cost(worst: float, max_cost: float | None, settings: Settings, yes:
         agree("Launch?", yes)
 
 
+# What an option takes, by its metavar.
+KINDS: dict[str, dict[str, Any]] = {
+    "N": {"type": click.IntRange(min=1)},
+    "SECONDS": {"type": int},
+    "GIB": {"type": int},
+    "USD": {"type": float},
+    "NAME|URI|PATH": {"type": click.Path()},
+    "KEY=VALUE": {"multiple": True, "callback": pairs},
+    "KEY=V1,V2,...": {"multiple": True, "callback": lists},
+    "ID": {"multiple": True},
+}
+
+
 def valued(names: str, metavar: str, help: str, **more: Any) -> Callable[[Any], Any]:
     """An option that takes a value. names: the option, and its parameter if that has another."""
-    return click.option(*names.split(), metavar=metavar, help=help, **more)
+    kind = {**KINDS.get(metavar, {}), **more}
+    return click.option(*names.split(), metavar=metavar, help=help, **kind)
 
 
 GROUP = valued(
