@@ -22,29 +22,8 @@ from launcher.views.report import Report, plain
 
 SERIES = {"training": "train_loss", "validation": "val_loss"}
 LINES = (("raw", 1, 0.3), ("training", 1.25, 0.75), ("validation", 2.75, 1.0))  # width, opacity
-# Okabe and Ito's colors, which most color-blind people can tell apart; without yellow, which is too
-# pale on white. From the eighth run on, they return with dashes.
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+N_COLORS = 6  # of runs, in report.html; from the eighth run on, they return with dashes
 DASHES = ((1, 0), (6, 3), (2, 2))
-LIGHT = {
-    **{f"run-{index}": color for index, color in enumerate(PALETTE)},
-    "ink": "#1b2026",
-    "muted": "#59636e",
-    "line": "#dfe3e8",
-    "card": "#f5f7f9",
-    "paper": "#ffffff",
-    "accent": "#0067a3",
-}
-DARK = {
-    **LIGHT,
-    "run-0": "#3d9bd9",  # the same hue, as bright as the others
-    "ink": "#e8ebee",
-    "muted": "#a1abb6",
-    "line": "#313941",
-    "card": "#1d232a",
-    "paper": "#14181d",
-    "accent": "#6cb9ee",
-}
 FONT = "system-ui, 'Helvetica Neue', Helvetica, Arial, sans-serif"
 
 
@@ -100,7 +79,7 @@ def styles(report: Report) -> list[tuple[str, str, list[int]]]:
     """Label, color and dashes of each line."""
     several = len(report.runs) > 1
     labels = [run.label for run in report.runs] if several else list(SERIES)
-    colors = [*(f"var(--run-{index})" for index in range(len(PALETTE))), "var(--ink)"]
+    colors = [*(f"var(--run-{index})" for index in range(N_COLORS)), "var(--ink)"]
     return [
         (label, colors[n % len(colors)], list(DASHES[n // len(colors) % len(DASHES)]))
         for n, label in enumerate(labels)
@@ -119,7 +98,7 @@ def line_plot(report: Report, y: str, title: str, series: Sequence[str]) -> dict
         y=alt.Y(f"{y}:Q", title=title, axis=axis, scale=alt.Scale(zero=y == "speed")),
         color=alt.Color("color:N", scale=scale, legend=None),
     )
-    if len(labels) > len(PALETTE) + 1:
+    if len(labels) > N_COLORS + 1:
         dash = alt.Scale(domain=labels, range=dashes)
         base = base.encode(strokeDash=alt.StrokeDash("color:N", scale=dash, legend=None))
     dot = alt.OverlayMarkDef(filled=True, size=26, opacity=1)  # else a single one is not seen
@@ -216,8 +195,6 @@ def page(report: Report, repeat: Callable[[TrainingJob], str] | None = None) -> 
         document={"plots": plots, "axes": axes(report), "titles": titles, **data},
         styles=styles(report),
         javascript=javascript(),
-        light=LIGHT,
-        dark=DARK,
         font=FONT,
         now=time.time(),
     )
