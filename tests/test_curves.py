@@ -129,7 +129,7 @@ def test_a_followed_job_has_a_bar_and_then_its_curve(job, monkeypatch, capsys):
     assert list(following(iter(lines), job.job_id, Settings(home=job.home))) == lines
     told = capsys.readouterr().err
     assert "100% |" in told
-    assert "step 10/10, val_loss " in told
+    assert "step 10/10, best loss " in told
     assert "val_loss:\n" in told
 
 

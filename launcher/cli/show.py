@@ -11,8 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from datetime import timedelta
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -132,35 +131,32 @@ def print_curve(curve: Curve, err: bool = False) -> None:
 def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator[str]:
     """Yield the lines of a running job's log, above a progress bar if stderr is a terminal.
 
-    The bar shows the losses of the evaluations, the speed, the time left, and the cost so far. At
-    the end of the job it gives way to its curve.
+    The bar shows the best loss, the speed, the time left, and the cost so far. At the end of the
+    job it gives way to its curve.
     """
     if not sys.stderr.isatty():
         yield from lines
         return
     from tqdm import tqdm
 
-    from launcher.curve import Curve, Row, rows_of_log, seconds_left
+    from launcher.curve import Curve, Row, rows_of_log
     from launcher.sagemaker.cost import cost_of, usd
     from launcher.tracking import describe
+    from launcher.views.card import facts
 
-    description = describe(job_id, settings)
-    values, rows = description.hyperparameters, list[Row]()
-    bar = tqdm(total=values.get("max_steps"), bar_format="{percentage:3.0f}% |{bar:20}| {desc}")
-    with bar:
+    description, rows = describe(job_id, settings), list[Row]()
+    total = description.hyperparameters.get("max_steps")
+    now: dict[str, Any] = {"max_steps": total}
+    with tqdm(total=total, bar_format="{percentage:3.0f}% |{bar:20}| {desc}") as bar:
         for line in lines:
             with bar.external_write_mode():
                 yield line
             for row in rows_of_log([line]):
                 rows.append(row)
-                left = seconds_left({**row, "max_steps": bar.total}, values)
-                losses = [float(each["val_loss"]) for each in rows if "val_loss" in each]
-                words = [f"step {row['step']}/{bar.total}"]
-                if losses:
-                    words.append(f"val_loss {losses[-1]:.4f}")
-                words.append(f"{row.get('tokens_per_second', 0):,.0f} tokens/s")
-                if left is not None:
-                    words.append(f"{timedelta(seconds=round(left))} left")
+                now |= row
+                known = facts(replace(description, metrics=now))
+                names = ("step", "best loss", "tokens/s", "time left")
+                words = [f"{name} {known[name]}" for name in names if known[name]]
                 if description.price:
                     words.append(usd(cost_of(description, description.price, time.time())))
                 bar.n = int(row["step"])
