@@ -21,8 +21,6 @@ from launcher.tracking import with_costs
 
 logger = logging.getLogger(__name__)
 
-SIZE = re.compile(r"(?P<parameters>[\d,]+) parameters; [\d,]+ (?P<unit>\w+) to train on")
-
 
 @dataclass(frozen=True)
 class Run:
@@ -43,19 +41,14 @@ class Run:
         end = job_id.split("-", 4)[4] if FULL_ID.fullmatch(job_id) else job_id
         return self.job.name or end
 
-    @property
-    def size(self) -> dict[str, str]:
-        """The number of parameters, and the unit of the text, which the run logs at its start."""
-        found = (SIZE.match(line) for line in self.log)
-        return next((match.groupdict() for match in found if match), {})
-
-    def logged(self, begin: str) -> str:
-        """The rest of the first line of the log that begins so."""
-        return next((line[len(begin) :].strip() for line in self.log if line.startswith(begin)), "")
+    def logged(self, pattern: str) -> str:
+        """The first group of the first line of the log that begins so, or ''."""
+        found = (re.match(pattern, line) for line in self.log)
+        return next((match[1] for match in found if match), "")
 
     @property
     def unit(self) -> str:
-        return self.size.get("unit", "characters")
+        return self.logged(r"[\d,]+ parameters; [\d,]+ (\w+) to train on") or "characters"
 
     @property
     def tokenizer(self) -> str:
