@@ -97,18 +97,15 @@ class Conversation:
         from launcher.files.storage import path_of
 
         name, _, text = line.partition(" ")
-        problem = ""
         match name, text.strip():
             case "/reset", _:
                 self.begin(self.system)
             case "/system", text if text:
                 self.begin(text)
             case "/save", text if text:
-                problem = self.save(path_of(text))
+                self.save(path_of(text))
             case _:
-                problem = HELP
-        if problem:
-            raise InputError(f"{line}: {problem}")
+                raise InputError(f"{line}: {HELP}")
 
     def answer(self, line: str, n: int) -> Generator[str]:
         from launcher.models.chat import Message
@@ -129,18 +126,17 @@ class Conversation:
             if said.strip():  # upload-data refuses an empty message
                 self.messages = [*asked, Message("assistant", said)]
 
-    def save(self, path: Path) -> str:
-        """Add the conversation to a file; return what went wrong."""
+    def save(self, path: Path) -> None:
+        """Add the conversation to a file."""
         if not any(message.role == "assistant" for message in self.messages):
-            return "there is nothing to save"
+            raise InputError(f"{path}: there is nothing to save")
         record = {"messages": [asdict(message) for message in self.messages]}
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         except OSError as error:
-            return str(error.strerror)
+            raise InputError(f"{path}: {error.strerror}") from None
         note(f"saved: {path}")
-        return ""
 
 
 def converse(talk: Talk, told: str) -> None:
