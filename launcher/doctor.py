@@ -1,7 +1,7 @@
 """Check whether this machine and the AWS account are ready for a job.
 
-Each check is a function. It returns what it found, as a text, if all is well, and raises a Doubt of
-what may be wrong, or another LauncherError for what is.
+Each check is a function. It returns what it found: a text if all is well, a Doubt of what may be
+wrong, or another LauncherError for what is. It may raise them too.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ OK, WARNING, FAILURE = "ok", "warning", "failure"
 TRAINING_SECONDS = 300  # for a run that takes ten
 
 
-class Doubt(LauncherError):
+class Doubt(ServiceError):
     """What may be wrong, or could not be checked."""
+
+
+Found = str | LauncherError
 
 
 @dataclass(frozen=True)
 class Finding:
-    """result is OK, WARNING or FAILURE; error says what to do."""
+    """result is OK, WARNING or FAILURE."""
 
     check: str
     result: str
     text: str
-    error: LauncherError | None = None
+    found: Found
 
 
 @dataclass
@@ -63,7 +66,7 @@ class Context:
 # -- this machine ----------------------------------------------------------------------------------
 
 
-def check_training(context: Context) -> str:
+def check_training(context: Context) -> Found:
     """Train a tiny model for a few steps, as a normal job, in a temporary home."""
     tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, max_steps=3, eval_interval=3)
     # 1 to 8, 10, 12, 14, 15 and 16 GPUs can share this batch evenly.
@@ -82,68 +85,69 @@ def check_training(context: Context) -> str:
             LocalBackend(settings).stop(job_id)
             wait(job_id, settings)
     if ended.status != "Completed":
-        raise ServiceError(ended.failure_reason or ended.status, "try-locally")
+        return ServiceError(ended.failure_reason or ended.status, "try-locally")
     return f"a tiny model trained here in {time.monotonic() - began:.0f} s"
 
 
 # -- the account -----------------------------------------------------------------------------------
 
 
-def check_credentials(context: Context) -> str:
+def check_credentials(context: Context) -> Found:
     """The profile and the region are known, and AWS knows the caller."""
     with service_errors("GetCallerIdentity"):
         caller = context.cloud.client("sts").get_caller_identity()
     return f"{caller['Arn']}, in {context.cloud.region}"
 
 
-def check_stack(context: Context) -> str:
+def check_stack(context: Context) -> Found:
     if context.settings.store and context.settings.role:
         return "none is needed: store and role are set"
     stack = context.stack = find_stack(context.settings, context.cloud.session)
     if stack is None:
-        raise Doubt("none", "deploy-stack")
+        return Doubt("none", "deploy-stack")
     if not is_whole(stack.status):
-        raise Doubt(f"{stack.name} is {stack.status}", "show-stack")
+        return Doubt(f"{stack.name} is {stack.status}", "show-stack")
     return f"{stack.name} is {stack.status}"
 
 
 # -- what a job needs ------------------------------------------------------------------------------
 
 
-def check_role(context: Context) -> str:
+def check_role(context: Context) -> Found:
     role = context.settings.role or (context.stack.role if context.stack else "")
     role = role or notebook_role(context.cloud.client)
     if not role:
-        raise InputError("no execution role", "no-role")
+        return InputError("no execution role", "no-role")
     return role
 
 
-def check_store(context: Context) -> str:
+def check_store(context: Context) -> Found:
     """The store is in the region of the jobs; write and delete an empty object there."""
     store = cloud_settings(context.cloud).store
     if not store.startswith("s3://"):
-        raise InputError(f"SageMaker cannot read {store}", "store-on-s3")
+        return InputError(f"SageMaker cannot read {store}", "store-on-s3")
     check_bucket(context.cloud.client("s3"), store, "store", context.cloud.region)
     place = storage.join(store, "data", f"doctor-{secrets.token_hex(4)}.txt")
     storage.write_bytes(place, b"", context.settings)
     try:
         storage.remove(place, context.settings)
     except ServiceError as error:
-        raise Doubt(f"{place} was written, and could not be deleted: {error}") from error
+        problem = f"{place} was written, and could not be deleted: {error}"
+        return Doubt(problem, error.code, **error.facts)
     return f"{store} is writable"
 
 
-def check_price(context: Context) -> str:
+def check_price(context: Context) -> Found:
     assert context.instance is not None
     prices = Prices(context.settings, context.cloud.region, context.cloud.session)
     price = prices.of(context.instance)
     if prices.trouble or price is None:
         unknown = f"the price of {context.instance} in {prices.region} is unknown"
-        raise Doubt(prices.trouble or unknown)
+        return Doubt(prices.trouble or unknown)
     return f"{usd(price.per_hour)} an hour, by {price.source}"
 
 
-def check_quota(context: Context) -> str:
+def check_quota(context: Context) -> Found:
     """The instances that training jobs may use: of one type, or of all types with GPUs."""
     use = " for training job usage"
     try:
@@ -157,18 +161,19 @@ def check_quota(context: Context) -> str:
                 if quota["QuotaName"].endswith(use) and "spot" not in quota["QuotaName"]
             }
     except ServiceError as error:
-        raise Doubt(f"could not check the quotas of instances: {error}") from error
+        problem = f"could not check the quotas of instances: {error}"
+        return Doubt(problem, error.code, **error.facts)
     if not context.instance:
         gpus = {name: n for name, n in values.items() if n >= 1 and looks_like_gpu(name)}
         if not gpus:
-            raise Doubt("no instance with GPUs is allowed", "no-gpus-yet")
+            return Doubt("no instance with GPUs is allowed", "no-gpus-yet")
         return ", ".join(f"{n:g} x {name}" for name, n in sorted(gpus.items()))
     name, n = f"{context.instance}{use}", values.get(context.instance)
     if n is None:
-        raise Doubt(f"the account has no quota {name!r}")
+        return Doubt(f"the account has no quota {name!r}")
     if n < 1:
         code = "no-gpus-yet" if looks_like_gpu(context.instance) else "aws-quota"
-        raise ServiceError(f"{name!r} is 0", code)
+        return ServiceError(f"{name!r} is 0", code)
     return f"{name!r} is {n:g}"
 
 
@@ -177,9 +182,8 @@ def run_checks(
 ) -> Iterator[Finding]:
     """Check this machine, unless `train` is off; and the account, unless the instance is `local`,
     or none is named and no AWS account is configured."""
-    checks: dict[str, Callable[[Context], str]] = (
-        {"local training": check_training} if train else {}
-    )
+    checks: dict[str, Callable[[Context], Found]] = {}
+    checks |= {"local training": check_training} if train else {}
     if instance != "local" and (instance or settings.reaches_aws):
         checks |= {"credentials": check_credentials, "quota": check_quota}
         checks |= {"price": check_price} if instance else {}
@@ -187,12 +191,11 @@ def run_checks(
     context = Context(settings, instance)
     for name, check in checks.items():
         try:
-            yield Finding(name, OK, check(context))
-        except Doubt as error:
-            yield Finding(name, WARNING, str(error), error)
+            found = check(context)
         except LauncherError as error:
-            ends = name in ("credentials", "stack")  # the checks after it need it
-            text = f"{error}{'; what needs it is not checked' * ends}"
-            yield Finding(name, FAILURE, text, error)
-            if ends:
-                return
+            found = error
+        result = OK if isinstance(found, str) else WARNING if isinstance(found, Doubt) else FAILURE
+        ends = result == FAILURE and name in ("credentials", "stack")  # the checks after it need it
+        yield Finding(name, result, f"{found}{'; what needs it is not checked' * ends}", found)
+        if ends:
+            return

@@ -80,7 +80,6 @@ def test_without_an_instance_doctor_names_usable_gpus(cloud, stacks, cli, money)
 def test_without_aws_only_the_machine_is_checked(home, cli):
     ran = cli("doctor", "--no-train").good
     assert (ran.out, "AWS was not checked" in ran.err) == ("", True)
-    assert cli("doctor", "--no-train", "--instance", "local").failed(2, "nothing to check")
     nowhere = cli("doctor", "--no-train", *GPU)
     assert (nowhere.code, "no region" in nowhere.out) == (1, True)
     assert nowhere.out.count("is not checked") == nowhere.out.count("\n") == 1
@@ -120,7 +119,7 @@ def test_the_trial_run_uses_no_file_of_the_user(home, cold, tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_text("raise SystemExit('shadowed')\n")
     assert Path.cwd() == tmp_path
-    assert "a tiny model trained here" in doctor.check_training(Context(Settings(), "local"))
+    assert "a tiny model trained here" in str(doctor.check_training(Context(Settings(), "local")))
     assert not list(home.iterdir())
 
 
@@ -143,8 +142,7 @@ def test_a_slow_trial_run_is_stopped_first(home, tmp_path, monkeypatch):
 
 def test_a_failed_trial_run_says_why(home, cold, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(ServiceError, match="could not be started"):
-        doctor.check_training(Context(Settings(), "local"))
+    assert "could not be started" in str(doctor.check_training(Context(Settings(), "local")))
 
 
 def test_missing_credentials_skip_dependent_checks(examined, monkeypatch):

@@ -160,7 +160,7 @@ def reason_of(description: JobDescription) -> str | None:
     return reason
 
 
-def remedies(error: BaseException | None) -> list[str]:
+def remedies(error: object) -> list[str]:
     """What to do about an error, and about those that it was raised from."""
     found = []
     while isinstance(error, LauncherError):
