@@ -166,7 +166,7 @@ def test_another_projects_stack_is_left_alone(account, cli, command, status):
     client = boto3.client("cloudformation")
     made = client.create_stack(StackName="theirs", TemplateBody=template)
     account.set_status(made["StackId"], status)
-    ran = cli("infra", command, "--stack", "theirs", *["--yes"] * (command != "show"))
+    ran = cli("--stack", "theirs", "infra", command, *["--yes"] * (command != "show"))
     assert ran.failed(2, f"theirs is {status} and does not belong", "--stack")
     assert statuses() == [status]
 
@@ -208,9 +208,9 @@ def test_a_declined_plan_leaves_a_stack_that_others_made(account, pending):
 
 
 def test_two_stacks_have_nothing_in_common(deployed, cli):
-    ran = cli("infra", "deploy", "--stack", "other", "--yes").good
+    ran = cli("--stack", "other", "infra", "deploy", "--yes").good
     assert "next: sm-nanogpt --stack other upload-data" in ran.err
-    other = json.loads(cli("infra", "show", "--stack", "other", "--json").out)
+    other = json.loads(cli("--stack", "other", "infra", "show", "--json").out)
     assert not {other["store"], other["role"], other["policy"]} & set(asdict(deployed).values())
 
 
@@ -218,7 +218,7 @@ def test_two_stacks_have_nothing_in_common(deployed, cli):
     ("words", "fact"),
     [
         ("infra deploy --yes", "--region"),
-        ("infra show --stack my_stack", "--stack my_stack: must match"),
+        ("--stack my_stack infra show", "--stack my_stack: must match"),
         ("--profile nope infra deploy", "profile (nope)"),  # before it asks for --yes
         ("--profile nope infra destroy", "profile (nope)"),
     ],
@@ -289,9 +289,8 @@ def test_destroy_keeps_the_bucket_with_its_texts(deployed, user, cli, text_file)
     bucket = deployed.store.split("/")[2]
     assert ran.code == 0
     for told in (
-        f"keep     the bucket {bucket}",
+        f"keep     the bucket; to delete it: aws s3 rb --force s3://{bucket}",
         "detached the launcher policy from user ci",
-        f"aws s3 rb --force s3://{bucket}",
     ):
         assert told in ran.err
     assert cli("infra", "show").code == 1

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, STACK, YES, Command, Group, agree, settings_of
+from launcher.cli.options import JSON, YES, Command, Group, agree, settings_of
 from launcher.cli.show import note, print_fields, print_json, shown
 from launcher.cli.words import command, remedies
-from launcher.errors import InputError, ServiceError
+from launcher.errors import ServiceError
 
 if TYPE_CHECKING:
     from launcher.sagemaker.deploy import Deployment, Removal
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 def infra_group() -> None:
     """Create the bucket, role and policy that SageMaker needs.
 
-    They form one CloudFormation stack. The other commands read the bucket and
-    the role from it.
+    They form one CloudFormation stack, whose name is --stack before the command. The other commands
+    read the bucket and the role from it.
 
     \b
     Example:
@@ -33,14 +32,13 @@ def infra_group() -> None:
 
 
 @infra_group.command("deploy")
-@STACK
 @click.option("--kms", is_flag=True, help="Encrypt with a KMS key of your own (1 USD a month).")
 @click.option("--vpc", is_flag=True, help="Allow jobs to run in your VPC (--subnet).")
 @click.option("--permissions-boundary", metavar="ARN", help="Policy that bounds the role.")
 @click.option("--role-path", metavar="PATH", help="Path of the role, such as /teams/ml/.")
 @click.option("--dry-run", is_flag=True, help="Show the changes without making them.")
 @YES
-def infra_deploy_command(stack: str | None, dry_run: bool, yes: bool, **changes: Any) -> None:
+def infra_deploy_command(dry_run: bool, yes: bool, **changes: Any) -> None:
     """Create or update the stack and print its outputs.
 
     \b
@@ -50,7 +48,7 @@ def infra_deploy_command(stack: str | None, dry_run: bool, yes: bool, **changes:
     """
     from launcher.sagemaker.deploy import LEFT_OVER, Deployment
 
-    deployment = Deployment(settings_of(stack=stack))
+    deployment = Deployment(settings_of())
     if left := deployment.removal(LEFT_OVER):
         note(f"stack {deployment.name} is {left.status}; it has to be deleted first")
         if dry_run:
@@ -80,9 +78,8 @@ def infra_deploy_command(stack: str | None, dry_run: bool, yes: bool, **changes:
 
 
 @infra_group.command("show")
-@STACK
 @JSON
-def infra_show_command(stack: str | None, as_json: bool) -> None:
+def infra_show_command(as_json: bool) -> None:
     """Print the outputs of the stack.
 
     \b
@@ -91,17 +88,13 @@ def infra_show_command(stack: str | None, as_json: bool) -> None:
     """
     from launcher.sagemaker.deploy import Deployment
 
-    found = Deployment(settings_of(stack=stack)).show()
-    if as_json:
-        print_json(found)
-    else:
-        print_stack(found)
+    found = Deployment(settings_of()).show()
+    (print_json if as_json else print_stack)(found)
 
 
 @infra_group.command("destroy")
-@STACK
 @YES
-def infra_destroy_command(stack: str | None, yes: bool) -> None:
+def infra_destroy_command(yes: bool) -> None:
     """Delete the stack. Keeps the bucket, with its data and models, and the KMS key.
 
     \b
@@ -110,7 +103,7 @@ def infra_destroy_command(stack: str | None, yes: bool) -> None:
     """
     from launcher.sagemaker.deploy import Deployment
 
-    deployment = Deployment(settings_of(stack=stack))
+    deployment = Deployment(settings_of())
     removal = deployment.removal()
     if removal is None:
         note(f"nothing to delete: there is no stack {deployment.name} in {deployment.region}")
@@ -119,9 +112,11 @@ def infra_destroy_command(stack: str | None, yes: bool) -> None:
 
 
 def show_removal(removal: Removal) -> None:
-    for kind, name in (("bucket", removal.bucket), ("key", removal.key)):
-        if name:
-            note(f"keep     the {kind} {name}")
+    if removal.bucket:
+        note(f"keep     the bucket; to delete it: aws s3 rb --force s3://{removal.bucket}")
+    if removal.key:
+        way = f"aws kms schedule-key-deletion --key-id {removal.key}"
+        note(f"keep     the key, which decrypts the bucket; to delete it: {way}")
     for kind, name in removal.holders:
         note(f"detach   the launcher policy from {kind.lower()} {name}")
     for job_id in removal.jobs:
@@ -129,17 +124,10 @@ def show_removal(removal: Removal) -> None:
 
 
 def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
-    """Delete a stack after confirmation, and say how to delete what is kept."""
+    """Delete a stack after confirmation."""
     show_removal(removal)
     agree(f"Delete stack {deployment.name} in {account_and_region(removal.stack_id)}?", yes)
     deployment.destroy(removal)
-    if removal.bucket:
-        note(f"kept the bucket; to delete it: aws s3 rb --force s3://{removal.bucket}")
-    if removal.key:
-        note(
-            "kept the key, which decrypts the bucket; to delete it:"
-            f" aws kms schedule-key-deletion --key-id {removal.key}"
-        )
 
 
 def account_and_region(arn: str) -> str:
@@ -181,18 +169,15 @@ def doctor_command(instance: str | None, no_train: bool, as_json: bool) -> None:
 
     logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings suffice
     settings = settings_of()
-    if instance == "local" and no_train:
-        raise InputError("--no-train leaves nothing to check on this machine")
     if instance:
         check_instances([instance])
 
     findings = []
     for finding in run_checks(settings, instance, train=not no_train):
-        text = "; ".join([finding.text, *remedies(finding.error)])
+        text = "; ".join([finding.text, *remedies(finding.found)])
         findings.append({"check": finding.check, "result": finding.result, "text": text})
         if not as_json:
             click.echo(shown(f"{finding.result:<8} {finding.check + ':':<15} {text}"))
-            sys.stdout.flush()
     if as_json:
         print_json(findings)
     if not (instance or settings.reaches_aws):
