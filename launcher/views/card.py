@@ -11,9 +11,6 @@ from launcher.job import JobDescription
 from launcher.machines import has_local_storage
 from launcher.sagemaker.cost import usd
 
-WIDTH, HEIGHT = 480, 160  # pixels
-LEFT, RIGHT, TOP, BOTTOM = 50, 10, 12, 28  # the room for labels
-
 
 def card(job: JobDescription, curve: Curve | None) -> str:
     left = "<td style='text-align: left'>"
@@ -78,18 +75,13 @@ def drawing(curve: Curve) -> str:
     if len(points) < 2:
         return ""
     last, losses = max(step for step, _ in points) or 1, [loss for _, loss in points]
-    low, high = min(losses), max(losses)
-    across = (WIDTH - LEFT - RIGHT) / last
-    down = (HEIGHT - TOP - BOTTOM) / ((high - low) or 1)
-    shapes = []
+    low, high, shapes = min(losses), max(losses), ""
+    stroke = 'fill="none" stroke="currentColor" stroke-width="1.5" stroke-linecap="round"'
     for opacity, line in lines.items():
-        places = [f"{LEFT + s * across:.1f},{TOP + (high - v) * down:.1f}" for s, v in line]
-        places *= 1 + (len(line) == 1)  # a line from a point to itself is a dot
-        stroke = 'fill="none" stroke="currentColor" stroke-width="1.5" stroke-linecap="round"'
-        shapes.append(f'<polyline opacity="{opacity}" {stroke} points="{" ".join(places)}"/>')
-    labels = [(LEFT - 6, TOP + 4, f"{high:.2f}"), (LEFT - 6, HEIGHT - BOTTOM + 4, f"{low:.2f}")]
-    labels += [(LEFT + 6, HEIGHT - 8, "0"), (WIDTH - RIGHT, HEIGHT - 8, f"step {last}")]
-    labels += [(WIDTH - RIGHT, TOP + 4, "val_loss strong, train_loss pale")]
-    shapes += [f'<text x="{x}" y="{y}">{label}</text>' for x, y, label in labels]
-    style = 'fill="currentColor" font-size="11" text-anchor="end"'
-    return f'<svg width="{WIDTH}" height="{HEIGHT}" {style}>{"".join(shapes)}</svg>'
+        line *= 1 + (len(line) == 1)  # a line from a point to itself is a dot
+        places = " ".join(f"{step},{-loss}" for step, loss in line)
+        fixed = 'vector-effect="non-scaling-stroke"'
+        shapes += f'<polyline opacity="{opacity}" {stroke} {fixed} points="{places}"/>'
+    box = f'viewBox="0 {-high} {last} {high - low or 1}" preserveAspectRatio="none"'
+    said = f"val_loss strong, train_loss pale: {high:.2f} to {low:.2f} in {last} steps"
+    return f'<svg width="480" height="130" overflow="visible" {box}>{shapes}</svg><br>{said}'
