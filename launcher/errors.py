@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import unicodedata
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 # Pydantic's words, and ours.
 WORDS = {
@@ -34,14 +34,13 @@ class LauncherError(Exception):
     ) -> None:
         given = field if value is None else f"{field}={value}"
         super().__init__(f"{given}: {problem}" if field else problem)
-        self.problem, self.code, self.field, self.value = problem, code, field, value
         self.facts = facts
+        vars(self).update(facts)
+        self.problem, self.code, self.field, self.value = problem, code, field, value
 
-    def __getattr__(self, name: str) -> Any:
-        facts = self.__dict__.get("facts", {})
-        if name not in facts:
-            raise AttributeError(f"{type(self).__name__} has no {name}")
-        return facts[name]
+    if TYPE_CHECKING:  # the facts are attributes
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def within(self, context: str) -> Self:
         """The same error with more to its message: `context: ...`."""
