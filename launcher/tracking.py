@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from launcher.aws import aws_session, check_region, patiently
 from launcher.curve import Curve, samples_of_log
@@ -15,11 +16,13 @@ from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.finding import Backend, find
 from launcher.job import JobDescription, Price, log_pending
+from launcher.local.backend import LocalBackend
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
 from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
@@ -120,13 +123,16 @@ def wait(
         if time.monotonic() > deadline:
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
         time.sleep(backend.poll_seconds)
-        ask = partial(backend.describe, job_id)
-        if description.instance == "local":
-            now = ask()
-        else:
-            now = patiently(ask, job_id=job_id, code="job-goes-on", deadline=deadline)
+        now = watched(backend, job_id, partial(backend.describe, job_id), deadline)
         description = now or find(job_id, settings)[1]  # which says that it is gone
     return description
+
+
+def watched(backend: Backend, job_id: str, ask: Callable[[], T], deadline: float = math.inf) -> T:
+    """What `ask` says of a job that one waits for; on SageMaker also through an outage."""
+    if isinstance(backend, LocalBackend):
+        return ask()
+    return patiently(ask, job_id=job_id, code="job-goes-on", deadline=deadline)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,32 +106,29 @@ def track_command(job_ids: tuple[str, ...], tensorboard: Path, follow: bool) -> 
     """
     settings = settings_of()
     with at_ctrl_c(*["the jobs keep running, and the same command adds the rest"] * follow):
-        add(list(dict.fromkeys(job_ids)), tensorboard, settings, follow)
+        add(job_ids, tensorboard, settings, follow)
 
 
-def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -> None:
+def add(job_ids: Iterable[str], directory: Path, settings: Settings, follow: bool) -> None:
     """Bring the event files up to date; with follow, until the jobs end."""
-    from launcher.aws import patiently
     from launcher.finding import find
+    from launcher.tracking import watched
     from launcher.views.tensorboard import Board
 
     boards = {job_id: Board(directory, job_id) for job_id in job_ids}
     backends = {job_id: find(job_id, settings)[0] for job_id in job_ids}
-    while job_ids:
-        for job_id in list(job_ids):
-            ask = partial(state, backends[job_id], job_id, settings)
-            is_local = (settings.jobs_dir / job_id).exists()
-            description, curve = (
-                ask() if is_local else patiently(ask, job_id=job_id, code="job-goes-on")
-            )
-            boards[job_id].update(curve, description)
+    while boards:
+        for job_id, board in list(boards.items()):
+            backend = backends[job_id]
+            ask = partial(state, backend, job_id, settings)
+            description, curve = watched(backend, job_id, ask)
+            board.update(curve, description)
             if not (follow and description.is_running):
-                job_ids.remove(job_id)
-                step = int(curve.rows[-1]["step"]) if curve.rows else 0
+                del boards[job_id]
+                step = int(curve.newest.get("step", 0))
                 note(f"{job_id}: {len(curve.rows)} rows to step {step}; {description.state}")
-                click.echo(boards[job_id].place)
-        if job_ids:
-            time.sleep(POLL_SECONDS)
+                click.echo(board.place)
+        time.sleep(POLL_SECONDS * bool(boards))
 
 
 def state(backend: Backend, job_id: str, settings: Settings) -> tuple[JobDescription, Curve]:
