@@ -156,30 +156,26 @@ def status_command(job_id: str, as_json: bool) -> None:
 
 @click.command("metrics", cls=Command)
 @JOB_ID
-@click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
-@JSON
-def metrics_command(job_id: str, as_csv: bool, as_json: bool) -> None:
+@click.option("--csv", "form", flag_value="csv", help="Print CSV.")
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+def metrics_command(job_id: str, form: str | None) -> None:
     """Print the rows of a job's training curve. The job may still run.
 
     \b
     Example:
       sm-nanogpt metrics JOB-ID --csv > curve.csv
     """
-    from launcher.tracking import describe, metrics
+    from launcher.tracking import metrics
 
-    if as_csv and as_json:
-        raise InputError("--csv and --json cannot be combined")
-    settings = settings_of()
-    curve = metrics(job_id, settings)
+    curve = metrics(job_id, settings_of())
     if not curve.rows:
-        yet = " yet" * describe(job_id, settings).is_running
-        raise ServiceError(f"job {job_id} has written no metrics{yet}")
+        raise ServiceError(f"job {job_id} has written no metrics")
     note(f"source: {curve.source}")
     first = ("step", "train_loss", "val_loss", "best_loss", "bits_per_byte")
-    names = [n for n in dict.fromkeys((*first, *curve.newest)) if curve.points(n)]
-    if as_json:
+    names = [n for n in dict.fromkeys((*first, *curve.newest)) if n in curve.newest]
+    if form == "json":
         print_json(curve.rows)
-    elif as_csv:
+    elif form == "csv":
         table = csv.DictWriter(sys.stdout, names, lineterminator="\n")
         table.writeheader()
         table.writerows(curve.rows)
