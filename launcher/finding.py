@@ -128,9 +128,6 @@ def full_id(reference: str, settings: Settings, acts: bool = False, trained: boo
     elif found is None:
         if latest:
             raise ServiceError(f"you have no jobs yet{not_asked(settings)}", "no-jobs-yet")
-        if len(reference) < SHORTEST_PART:
-            part = f"a part of an id has at least {SHORTEST_PART} characters"
-            raise InputError(f"no job of yours is named {reference!r}, and {part}")
         return reference
     else:
         if latest:

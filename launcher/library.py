@@ -295,8 +295,6 @@ def jobs(
     """
     if status not in (None, *STATUSES):
         raise InputError(f"must be one of {', '.join(STATUSES)}", "", "status", status)
-    if limit is not None and limit < 0:
-        raise InputError("must be at least 0", field="limit", value=limit)
     settings = settings or load_settings()
     listing = Listing(settings, everyone, name)
     found = list(islice((each for each in listing if status in (None, each.status)), limit))

@@ -271,9 +271,7 @@ def test_a_job_is_played_until_ctrl_c(job):
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 0
         assert process.stdout.read() == ""
-        told = process.stderr.read()
-        assert "Traceback" not in told
-        assert told.splitlines()[-1] == "ended"
+        assert "Traceback" not in process.stderr.read()
 
 
 def test_a_key_of_ones_own_is_kept(job):

@@ -263,7 +263,6 @@ def launch_command(
         plan.submit()
     try:
         click.echo(job_id)
-        sys.stdout.flush()
     except OSError as error:
         silence(sys.stdout)  # else the flush at exit fails too
         raise ServiceError(

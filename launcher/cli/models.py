@@ -219,4 +219,3 @@ def play_command(
         webbrowser.open(url)
     with suppress(KeyboardInterrupt):
         play.make_server(players, key, api.routes(players), origins).run(sockets=[listener])
-    note("ended")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -43,7 +42,6 @@ def run_sweep(
         agree_to_cost(worst, max_cost, settings, yes)
     happening = plan.submit()
     click.echo(plan.group)
-    sys.stdout.flush()
     again, more = ("launch", "--resume", plan.group), list[str]()
     try:
         for each in happening:
