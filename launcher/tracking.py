@@ -15,7 +15,7 @@ from launcher.curve import Curve, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.finding import Backend, find
-from launcher.job import JobDescription, Price, log_pending
+from launcher.job import JobDescription, log_pending
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
@@ -45,24 +45,21 @@ def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
 
 def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobDescription]:
     """The descriptions with the cost of each SageMaker job whose price is known."""
-    if all(description.instance == "local" for description in found):
+    placed = {each.instance for each in found if each.is_placed} - {"local"}
+    if not placed:
         return list(found)
     session = aws_session(settings)
     prices = Prices(settings, check_region(session), session)
-    known: dict[str, Price | None] = {"local": None}
+    known = {instance: prices.of(instance) for instance in sorted(placed)}
     priced = []
     for description in found:
-        if description.is_placed and description.instance not in known:
-            known[description.instance] = prices.of(description.instance)
-        price = known.get(description.instance)
-        if price is not None:
+        if (price := known.get(description.instance)) is not None:
             spent = cost.cost_of(description, price, time.time())
             description = replace(description, cost=spent, price=price)
         priced.append(description)
     if prices.trouble:
         logger.info(prices.trouble)
-    unknown = sorted(name for name, price in known.items() if price is None and name != "local")
-    if unknown:
+    if unknown := [name for name, price in known.items() if price is None]:
         logger.info(f"the price of {' and '.join(unknown)} in {prices.region} is unknown")
     return priced
 
