@@ -128,21 +128,18 @@ def open_model(
     return directory, model, tokenizer
 
 
-def about(name: str, directory: Path, settings: Settings) -> str:
+def about(directory: Path) -> str:
     """The loss of a model, and its settings; "" for one of another tool."""
     from launcher.files.documents import Damaged, parse
     from launcher.job import TrainingJob
     from launcher.launching.launch import summary_of
-    from launcher.local.backend import LocalBackend
     from launcher.models.load import known_config
 
     try:
         made = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
         values = asdict(known_config(made["config"]))
         job = TrainingJob(instance="local", data=str(directory), hyperparameters=values)
-        known = LocalBackend(settings).describe(name)  # which tells what the job started from
-        summary = (known.summary if known else "") or summary_of(job)
-        return f"val_loss {made['val_loss']:.4f} at step {made['step']}; {summary}"
+        return f"val_loss {made['val_loss']:.4f} at step {made['step']}; {summary_of(job)}"
     except (OSError, Damaged, KeyError, TypeError, InputError):
         return ""
 
@@ -204,13 +201,13 @@ def play_command(
 
     from launcher.views import api, play
 
-    settings = settings_of(api_key=api_key)
+    settings = settings_of()
     listener = play.listen(port or 0)
     players = []
     for named in filter(None, (model, other)):
         directory, loaded, tokenizer = open_model(named, settings, entry_point)
-        players.append(play.Player(named, loaded, tokenizer, about(named, directory, settings)))
-    at, key = listener.getsockname()[1], settings.api_key or secrets.token_urlsafe()
+        players.append(play.Player(named, loaded, tokenizer, about(directory)))
+    at, key = listener.getsockname()[1], api_key or settings.api_key or secrets.token_urlsafe()
     url = f"http://127.0.0.1:{at}/?token={quote(key, safe='')}"
     click.echo(url)
     note("open this address in a browser; Ctrl-C ends the page")
