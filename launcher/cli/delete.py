@@ -109,17 +109,16 @@ def delete_sweep(reference: str, settings: Settings, keep_model: bool, yes: bool
     from launcher.launching.records import record_of
     from launcher.launching.sweeps import alone, find_sweep, stop_mark
 
-    group, marks = find_sweep(reference, settings)[0], []
+    group, mark = find_sweep(reference, settings)[0], ""
     with alone(group, settings):
         tries = find_sweep(group, settings)[1]  # a command may have just started another
         every = [job for each in tries.values() for job in each]
         for job in every[:1]:
             place = backend_for(job.instance, settings).places(job.job_id)[0]
-            marks = [stop_mark(group, place, settings)]
+            mark = stop_mark(group, place, settings)
         delete_jobs([job.job_id for job in every], settings, keep_model, yes)
-        for mark in marks:
-            if mark.startswith("s3://"):
-                remove(mark, settings)
+        if mark:
+            remove(mark, settings)
         for path in record_of("*", settings).parent.glob(f"{group}.*"):
             path.unlink()
 
