@@ -176,6 +176,8 @@ def message_of(error: Exception) -> str:
     if isinstance(error, click.ClickException):
         text = " ".join(error.format_message().split())
         if context := getattr(error, "ctx", None):
+            if isinstance(error, click.NoSuchOption) and context.command is launch.launch_command:
+                text += " Hyperparameters need --set NAME=VALUE"
             text = f"{text.rstrip('.')}; `{context.command_path} --help` shows what there is"
         return text
     if isinstance(error, LauncherError):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from launcher.cli.options import (
     YES,
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from launcher.settings import Settings
 
 
-TYPED = click.core.ParameterSource.COMMANDLINE
-
-
 def how_to_follow(job_id: str) -> str:
     return f"`{command('logs', job_id, '--follow')}` follows it"
 
@@ -45,13 +43,6 @@ cloud_valued = partial(valued, cls=CloudOption)
 
 class LaunchCommand(Command):
     """A command whose help lists these options in a section of their own."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            message = f"No such option {error.option_name}; hyperparameters need --set NAME=VALUE."
-            raise click.NoSuchOption(error.option_name, message, error.possibilities, ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, cloud in (("Options", False), ("Options for SageMaker only", True)):
@@ -220,7 +211,11 @@ def launch_command(
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}
     settings = settings_of()
     if "resume" in given and record_of(given["resume"], settings).exists():
-        typed = {name for name in context.params if context.get_parameter_source(name) == TYPED}
+        typed = {
+            n
+            for n in context.params
+            if context.get_parameter_source(n) == ParameterSource.COMMANDLINE
+        }
         if typed - {"resume", "max_cost", "parallel", "yes"}:
             raise InputError(
                 f"{given['resume']} is a sweep, which continues as it was launched: besides"

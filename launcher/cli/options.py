@@ -19,17 +19,15 @@ if TYPE_CHECKING:
     from launcher.settings import Settings
 
 
-def settings_of(**given: str | None) -> Settings:
-    """The settings; a command's own options override those before the command."""
+def settings_of() -> Settings:
+    """The settings, which a command reads once: they hold the session of AWS."""
     from launcher.settings import load_settings
 
     context = click.get_current_context()
-    context.obj |= {name: value for name, value in given.items() if value}
-    known = context.meta.setdefault("settings", {})  # with the AWS session that they hold
-    key = tuple(sorted((name, value) for name, value in context.obj.items() if value))
-    if key not in known:
-        known[key] = load_settings(**context.obj)
-    return known[key]
+    if "settings" not in context.meta:
+        context.meta["settings"] = load_settings(**context.obj)
+    settings: Settings = context.meta["settings"]
+    return settings
 
 
 class Command(click.Command):
