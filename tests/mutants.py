@@ -45,7 +45,7 @@ MODULES = {
     "launcher/models/fetch.py": "test_artefacts test_documents",
     "launcher/models/load.py": "test_artefacts test_chat test_sampling",
     "launcher/views/api.py": "test_chat",
-    "launcher/cli/chat.py": "test_chat",
+    "launcher/cli/models.py": "test_chat test_play",
     "entry_point/checkpoint.py": "test_train_files",
     "entry_point/config.py": "test_train_config test_train_files test_sizing test_docs",
     "entry_point/conversations.py": "test_chat",

@@ -43,7 +43,7 @@ from entry_point.data import Batches, evaluate
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import DataError
 from entry_point.text import load_corpus, read_tokenizer
-from launcher.cli.chat import Conversation, converse
+from launcher.cli.models import Conversation, converse
 from launcher.models.chat import Chat, Message, TooLong
 from launcher.models.encoder import LONGEST
 from launcher.models.load import export_checkpoint, own_model, published_model, read_checkpoint
