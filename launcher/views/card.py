@@ -76,7 +76,7 @@ def drawing(curve: Curve) -> str:
         return ""
     last, losses = max(step for step, _ in points) or 1, [loss for _, loss in points]
     low, high, shapes = min(losses), max(losses), ""
-    stroke = 'fill="none" stroke="currentColor" stroke-width="1.5" stroke-linecap="round"'
+    stroke = 'fill="none" stroke="currentColor" stroke-width="2.5" stroke-linecap="round"'
     for opacity, line in lines.items():
         line *= 1 + (len(line) == 1)  # a line from a point to itself is a dot
         places = " ".join(f"{step},{-loss}" for step, loss in line)
