@@ -87,7 +87,7 @@ def delete_command(
     Example:
       sm-nanogpt delete JOB-ID --keep-model
       sm-nanogpt delete --group latest
-      sm-nanogpt delete input-84e5be9fc420
+      sm-nanogpt delete input-3270fd896e2e
     """
     from launcher.text.corpus import NAME
 
