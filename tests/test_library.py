@@ -62,7 +62,7 @@ def test_a_job_gives_its_log_curve_model_and_text(held):
     frame = held.metrics()
     assert list(frame.columns[:3]) == ["step", "train_loss", "val_loss"]
     assert frame["val_loss"].min() == held.describe().metrics["best_loss"]
-    model, tokenizer = sm.load_model(held.model())
+    model, tokenizer = sm.load_model(str(held.model()))
     text = held.sample("The ", 20, seed=3)
     pieces = sm.stream_samples(model, tokenizer, "The ", 20, seed=3)
     assert text == "The " + "".join(piece for (piece,) in pieces)

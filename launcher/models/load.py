@@ -53,7 +53,7 @@ class Saved(Training):
 
 
 def load_model(
-    directory: Path, settings: Settings | None = None, entry_point: Path | None = None
+    directory: str | Path, settings: Settings | None = None, entry_point: Path | None = None
 ) -> tuple[GPT, Tokenizer]:
     """Load a model (CPU, float32 weights) and its tokenizer.
 
@@ -67,6 +67,7 @@ def load_model(
         ServiceError: the directory holds no model of sm-nanogpt, nor one of Qwen3's architecture.
         InputError: the model needs the folder that trained it, and that is not here.
     """
+    directory = Path(directory)
     published = is_published(directory)
     try:
         if published:
@@ -126,11 +127,9 @@ def own_model(
         except InputError:
             if entry_point is not None or not qwen3:
                 raise
-            folder = (
-                f"the folder that trained this model (SHA-256 {training.script_sha256[:12]}...)"
-            )
+            folder = f"the folder that trained it (SHA-256 {training.script_sha256[:12]}...)"
             what = "the packaged one, which gave the same logits when the model was written"
-            missing = f"{folder} is not on this machine; using {what}"
+            missing = f"{directory}: {folder} is not on this machine; using {what}"
             logger.warning(missing, extra={"code": "another-folder"})
     with errors_of(source):
         make = known_config if source.is_packaged else source.module("config").make_config
