@@ -104,9 +104,9 @@ def check_stack(context: Context) -> Found:
         return "none is needed: store and role are set"
     stack = context.stack = find_stack(context.settings, context.cloud.session)
     if stack is None:
-        return Doubt("none", "deploy-stack")
+        return Doubt("none", code="deploy-stack")
     if not is_whole(stack.status):
-        return Doubt(f"{stack.name} is {stack.status}", "show-stack")
+        return Doubt(f"{stack.name} is {stack.status}", code="show-stack")
     return f"{stack.name} is {stack.status}"
 
 
@@ -166,7 +166,7 @@ def check_quota(context: Context) -> Found:
     if not context.instance:
         gpus = {name: n for name, n in values.items() if n >= 1 and looks_like_gpu(name)}
         if not gpus:
-            return Doubt("no instance with GPUs is allowed", "no-gpus-yet")
+            return Doubt("no instance with GPUs is allowed", code="no-gpus-yet")
         return ", ".join(f"{n:g} x {name}" for name, n in sorted(gpus.items()))
     name, n = f"{context.instance}{use}", values.get(context.instance)
     if n is None:
