@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .causality import find_leak
 from .checkpoint import read_safetensors, replacing, write_safetensors
 from .config import Config, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
@@ -113,6 +115,7 @@ def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str
 # Largest difference by rounding, as a fraction of the largest logit. Measured: 1e-6 in `cpu`, 2e-6
 # in 12 layers of 768; the mildest edit tried (no QK-norm, 10 steps) makes 1e-2.
 LOGIT_TOLERANCE = 1e-4
+LONGEST_WINDOW = 1024  # as the logits of longer windows can fill the memory
 
 
 @torch.inference_mode()
@@ -122,12 +125,41 @@ def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str,
     One window shows an edit, and all GPUs wait meanwhile. Raises TrainingError if the logits
     differ, as config.json then describes another model.
     """
-    T = min(model.config.block_size, 1024)  # the logits of longer windows can fill the memory
-    ids = torch.arange(T) % config["vocab_size"]
+    T, V = min(model.config.block_size, LONGEST_WINDOW), config["vocab_size"]
+    ids = torch.arange(T) * max(1, V // T) % V
     own = model(ids[None])[0]
     difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
     if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
         raise TrainingError(f"its logits differ from Qwen3's by {difference:.2g}")
+
+
+def check_causality(model: GPT, tokenizer: Tokenizer, chats: bool) -> None:
+    """Looks for a leak in random ids (CPU, float32). Raises TrainingError if there is one.
+
+    It makes 64 cuts in `cpu`, 4 in `laptop`, and 2 where there are over 12 million parameters
+    (1,024 tokens). That shows what leaks at many positions, as an edit by mistake does.
+    """
+    T, parameters = min(model.config.block_size, LONGEST_WINDOW), model.parameters()
+    operations = 4 * T * sum(parameter.numel() for parameter in parameters)  # of a cut
+    n_cuts = max(2, min(4096 // T, int(1e11 / operations)))
+    end = tokenizer.end if chats or model.config.mask_documents else None
+    windows = torch.randint(len(tokenizer), (n_cuts, T), generator=torch.Generator().manual_seed(1))
+    logits = partial(model, end=end, chats=chats)
+    if leak := find_leak(logits, windows, len(tokenizer), seed=1, n_cuts=n_cuts):
+        raise TrainingError(f"not causal: {leak}")
+
+
+def why_not(check: Callable[[], None]) -> str:
+    """Why a check of a model fails, or ''. Raises an error that tells of too little memory."""
+    try:
+        check()
+    except TrainingError as error:
+        return str(error)
+    except Exception as error:  # an edited model may have other parts, or another shape
+        if is_out_of_memory(error):
+            raise
+        return f"it cannot be compared: {type(error).__name__}: {error}"
+    return ""
 
 
 def hugging_face_config(
@@ -173,26 +205,26 @@ def write_artefact(
     tokenizer: Tokenizer,
     training: Mapping[str, Any],
     chats: bool = False,
-) -> str:
-    """Writes the model (CPU, float32, evaluating) as a directory; returns why it is not Qwen3's.
+) -> tuple[str, str]:
+    """Writes the model (CPU, float32, evaluating) as a directory.
 
-    That is "" if it is. The weights of another model, which an edited script may compute, keep
-    their own names, and config.json has a `model_type` that no other tool takes for one it knows.
-    A model that has learned from conversations, `chats`, gets the template that encodes them.
+    Returns why it is not Qwen3's, and why it is not causal; each is "" if it is. The weights of
+    another model, which an edited script may compute, keep their own names, and config.json has a
+    `model_type` that no other tool takes for one it knows. A model that has learned from
+    conversations, `chats`, gets the template that encodes them.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    config, values, why = model.config, dataclasses.asdict(model.config), ""
+    config, values = model.config, dataclasses.asdict(model.config)
     weights: dict[str, Tensor] = model.state_dict()
-    try:
-        tensors = to_hugging_face(weights, config)
-        document = hugging_face_config(config, len(tokenizer), tokenizer.end)
+    tensors: dict[str, Tensor] = {}
+    document: dict[str, Any] = {}
+
+    def export() -> None:
+        tensors.update(to_hugging_face(weights, config))
+        document.update(hugging_face_config(config, len(tokenizer), tokenizer.end))
         check_export(model, tensors, document)
-    except TrainingError as error:
-        why = str(error)
-    except Exception as error:  # an edited model may have other parts, or another shape
-        if is_out_of_memory(error):
-            raise
-        why = f"it cannot be compared: {type(error).__name__}: {error}"
+
+    why, leak = why_not(export), why_not(lambda: check_causality(model, tokenizer, chats))
     if why:
         tensors = weights
         document = {
@@ -214,7 +246,13 @@ def write_artefact(
             **({"chat_template": CHAT_TEMPLATE} if chats else {}),
         },
         "generation_config.json": {"eos_token_id": ends} if ends else {},
-        "training.json": {"config": values, "model_sha256": MODEL_SHA256, **training},
+        "training.json": {
+            "config": values,
+            "model_sha256": MODEL_SHA256,
+            "causal": not leak,
+            "leak": leak,
+            **training,
+        },
         "config.json": document,
     }
     for name, content in documents.items():
@@ -222,7 +260,7 @@ def write_artefact(
             text = json.dumps(content, indent=2, ensure_ascii=False)
             temporary.write_text(f"{text}\n", encoding="utf-8")
     write_sums(directory)
-    return why
+    return why, leak
 
 
 def sha256_sums(files: Iterable[Path]) -> str:

@@ -26,6 +26,7 @@ To change                                                   open
     what is learned of conversations                        conversations.py
     what a checkpoint holds, when one is due                checkpoint.py
     the model directory for transformers                    huggingface.py
+    how it is found out that a model looks ahead            causality.py
 
 and, seldom, SageMaker's hosts and paths (container.py), devices and precision (device.py),
 processes (distributed.py), CUDA graphs (cuda_graphs.py), messages (errors.py), faults on purpose

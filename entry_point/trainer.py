@@ -385,7 +385,7 @@ class Trainer:
         }
         model_dir, output_dir = self.container.model_dir, self.container.output_dir
         with self.checkpoints.writing(model_dir):
-            why = huggingface.write_artefact(
+            why, leak = huggingface.write_artefact(
                 model_dir, best, self.corpus.tokenizer, training, self.corpus.is_chat
             )
         with self.checkpoints.writing(output_dir):
@@ -400,4 +400,6 @@ class Trainer:
                 "note: the edited script computes another model than Qwen3, so transformers and"
                 f" vLLM cannot load it, and sm-nanogpt can: {why}"
             )
+        if leak:
+            log(f"warning: {leak}; val_loss means nothing")
         log(f"model written to {model_dir}")

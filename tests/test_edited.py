@@ -124,9 +124,9 @@ def write(tmp_path):
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.4)
         training = {"script_sha256": module.SCRIPT_SHA256}
-        why = module.write_artefact(directory, model, tokenizer_of(VOCABULARY), training)
+        why, leak = module.write_artefact(directory, model, tokenizer_of(VOCABULARY), training)
         return SimpleNamespace(
-            folder=folder, module=module, model=model, directory=directory, why=why
+            folder=folder, module=module, model=model, directory=directory, why=why, leak=leak
         )
 
     return write
@@ -308,14 +308,15 @@ def exported(tmp_path: Path) -> str:
     words = "".join(map(chr, range(1000, 6000)))
     model = GPT(Config(), len(words)).eval()
     model.init_weights(1)
-    return write_artefact(tmp_path / "model", model, tokenizer_of(words), {})
+    return write_artefact(tmp_path / "model", model, tokenizer_of(words), {})[0]
 
 
-def test_the_check_of_an_export_takes_one_window(tmp_path, monkeypatch):
+def test_an_export_is_checked_by_ids_of_the_whole_vocabulary(tmp_path, monkeypatch):
     computed = Mock(side_effect=qwen3_logits)
     monkeypatch.setattr("entry_point.huggingface.qwen3_logits", computed)
     assert exported(tmp_path) == ""
-    assert [len(call.args[0]) for call in computed.mock_calls] == [64]
+    (ids,) = (call.args[0] for call in computed.mock_calls)
+    assert (len(ids), int(ids.max())) == (64, 63 * (5000 // 64))
 
 
 @pytest.mark.parametrize(

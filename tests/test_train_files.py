@@ -478,6 +478,7 @@ def test_the_artefact_says_what_it_was_trained_with(artefact, trained):
     assert training["metrics"] == json.loads(rows[-1])
     assert training["val_loss"] == training["metrics"]["val_loss"]
     assert training["config"]["n_embd"] == 64
+    assert training["causal"] is True
     assert len(training["corpus_sha256"]) == 64
 
 

@@ -1,0 +1,199 @@
+"""Whether a model looks ahead: edits that leak later tokens, and edits that do not."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import launching
+import pytest
+import runs
+import torch
+import torch.nn.functional as F
+from models import tokenizer_of
+from test_edited import EDITS, HEAD, module_of
+from torch import Tensor
+
+from entry_point.causality import Leak, find_leak
+
+V = 11
+EMBEDDED = "        x = self.embed(idx).to(self.compute_dtype)\n"
+BLOCK = "        y = self.attention(norm(x, self.attention_norm), cos, sin, mask)\n"
+LAYERS = "        for block in self.blocks:\n"
+ATTENTION = "        dropout = self.dropout if self.training else 0.0\n"
+LAST = "        x = norm(x, self.norm)\n"
+SLOW = "    if not slow or mask is not None:\n"
+KERNEL = "q, k, v, mask, dropout, is_causal=mask is None"
+
+
+def after(anchor: str, code: str) -> tuple[str, str]:
+    return anchor, f"{anchor}        {code}\n"
+
+
+def before(anchor: str, code: str) -> tuple[str, str]:
+    return anchor, f"        {code}\n{anchor}"
+
+
+LEAKS: dict[str, tuple[str, str]] = {
+    "no mask": (KERNEL, "q, k, v, mask, dropout, is_causal=False"),
+    "mask off by one": (KERNEL, "q, k, v, q.new_ones(T, T).bool().tril(1), dropout"),
+    "shift": after(EMBEDDED, "x = x + 0.1 * x.roll(-1, 1)"),
+    "window mean": before(BLOCK, "x = x - x.mean(1, keepdim=True)"),
+    "normalizer over time": after(EMBEDDED, "x = x / x.square().mean((1, 2), keepdim=True).sqrt()"),
+    "largest over time": before(BLOCK, "x = x / x.abs().amax((1, 2), keepdim=True)"),
+    "a thousandth of a value": before(ATTENTION, "v = v + 1e-3 * v.roll(-1, 2)"),
+    "one of ten positions": after(
+        EMBEDDED, "x = x + x.roll(-1, 1) * (torch.arange(x.size(1)) % 10 == 3)[:, None]"
+    ),
+    "second layer": (
+        LAYERS,
+        "        for index, block in enumerate(self.blocks):\n"
+        "            x = x + 0.1 * (index == 1) * x.roll(-1, 1)\n",
+    ),
+    "after 100 tokens": after(
+        EMBEDDED, "x = torch.cat((x[:, :100], x[:, 100:] + x[:, 100:].roll(-1, 1)), dim=1)"
+    ),
+    "centered convolution": before(LAST, "x = x + F.avg_pool1d(x.mT, 3, 1, 1).mT"),
+    "tokens chosen over time": before(
+        BLOCK, "x = x * (x[..., :1] >= x[..., :1].median(1, True)[0])"
+    ),
+    "sum from the end": after(EMBEDDED, "x = x + 0.01 * x.flip(1).cumsum(1).flip(1)"),
+    "keys of the next token": before(ATTENTION, "k = k + 0.1 * k.roll(-1, 2)"),
+}
+HONEST: dict[str, list[tuple[str, str]]] = {
+    **{name: edits for name, edits in EDITS.items() if name != "buffers"},
+    "linear biases of attention": [  # as ALiBi
+        (
+            SLOW,
+            "    mask = (torch.arange(T) - torch.arange(T)[:, None]).float()\n"
+            f"    mask = mask.masked_fill(mask > 0, -torch.inf)\n{SLOW}",
+        )
+    ],
+    "smear of the previous token": [
+        after(EMBEDDED, "x = x + 0.3 * F.pad(x, (0, 0, 1, -1))"),
+    ],
+    "convolution over the past": [
+        before(BLOCK, "x = x + F.avg_pool1d(F.pad(x.mT, (3, 0)), 4, 1).mT")
+    ],
+    "long convolution": [  # by Fourier transforms, whose rounding moves earlier positions
+        before(
+            BLOCK,
+            "n = 2 * x.size(1); decay = torch.fft.rfft(0.8 ** torch.arange(n // 2), n)[:, None]; "
+            "x = x + torch.fft.irfft(torch.fft.rfft(x, n, 1) * decay, n, 1)[:, : n // 2]",
+        )
+    ],
+    "mean over the past": [
+        before(BLOCK, "x = x + x.cumsum(1) / torch.arange(1, x.size(1) + 1)[:, None]")
+    ],
+    "masked columns": [(HEAD, f"{HEAD}\n        logits[..., 9:] = -torch.inf")],
+    "bfloat16": [before(LAYERS, "x, cos, sin = x.bfloat16(), cos.bfloat16(), sin.bfloat16()")],
+    "layers in parallel": [("y = self.mlp(norm(x, self.mlp_norm))", "y = self.mlp(x)")],
+    "window of 8 tokens": [
+        (KERNEL, "q, k, v, q.new_ones(T, T).bool().tril().triu(-7), dropout"),
+    ],
+}
+
+
+@pytest.fixture
+def leak_of(tmp_path):
+    """The leak of a small model of an edited folder, none of whose parts is idle."""
+
+    def leak_of(*edits: tuple[str, str], n_cuts: int = 64, **values: Any) -> Leak | None:
+        module = module_of(launching.edited(tmp_path / "mine", *edits))
+        values = {"n_layer": 2, "n_embd": 32, "block_size": 128, **values}
+        model = module.GPT(module.make_config(values), V).eval()
+        generator = torch.Generator().manual_seed(2)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+        windows = torch.randint(V, (8, 128), generator=generator)
+        return find_leak(model, windows, V, seed=1, n_cuts=n_cuts)
+
+    return leak_of
+
+
+@pytest.mark.parametrize("edit", LEAKS)
+def test_a_model_that_looks_ahead_is_found(edit, leak_of):
+    leak = leak_of(LEAKS[edit])
+    assert leak is not None
+    assert leak.source is not None
+    assert leak.source > leak.position
+
+
+@pytest.mark.parametrize("edit", HONEST)
+def test_an_honest_edit_has_no_leak(edit, leak_of):
+    assert leak_of(*HONEST[edit]) is None
+
+
+@pytest.mark.parametrize("values", [{"n_kv_head": 1}, {"tie_embeddings": True}, {"vocab_size": 64}])
+def test_the_packaged_model_has_no_leak(values, leak_of):
+    assert leak_of(**values) is None
+
+
+def test_a_mask_of_documents_that_looks_ahead_is_found(tmp_path):
+    """In the mask that a run of the config trains and evaluates with."""
+    folder = launching.edited(
+        tmp_path / "mine", ("documents[:, None, None, :]).tril()", "documents[:, None, None, :])")
+    )
+    module, tokenizer = module_of(folder), tokenizer_of("abcdefghijk")
+    for masks in (False, True):
+        model = module.GPT(module.make_config({"mask_documents": masks}), len(tokenizer)).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        tokenizer.end = 3
+        why = module.why_not(lambda model=model: module.check_causality(model, tokenizer, False))
+        assert why.startswith("not causal: ") is masks
+
+
+def test_a_run_says_that_its_model_looks_ahead(text_file, tmp_path):
+    command = runs.edited_folder(tmp_path / "mine", LEAKS["shift"])
+    end = runs.run(
+        runs.words(**launching.TINY, data=text_file, out="out"), cwd=tmp_path, command=command
+    )
+    assert end.status == 0
+    said = re.search("\nwarning: (not causal: .*); val_loss means nothing\n", end.output)
+    training = json.loads((tmp_path / "out/model/training.json").read_text())
+    assert said is not None
+    assert (training["causal"], training["leak"]) == (False, said[1])
+
+
+def next_at(distance: int) -> Any:
+    """A model that knows the token so many places ahead, near the end of the window none."""
+    return lambda ids: 3.0 * F.one_hot(F.pad(ids, (0, distance))[:, distance:], V).float()
+
+
+@pytest.mark.parametrize("distance", [1, 2, 40])
+def test_a_leak_names_the_position_and_its_source(distance):
+    leak = find_leak(next_at(distance), torch.randint(V, (4, 64)), V, seed=3, n_cuts=64)
+    assert leak is not None
+    assert leak.source == leak.position + distance
+    assert leak.difference == pytest.approx(3.0)
+
+
+def uncertain(ids: Tensor) -> Tensor:
+    return torch.rand(*ids.shape, V)
+
+
+def of_batch(ids: Tensor) -> Tensor:
+    return F.one_hot(ids, V).float() + ids.float().mean(0)[:, None] * torch.arange(V)
+
+
+@pytest.mark.parametrize("model", [uncertain, of_batch])
+def test_a_leak_of_no_later_token_says_so(model):
+    leak = find_leak(model, torch.randint(V, (4, 16)), V, seed=3, n_cuts=16)
+    assert "more than earlier tokens" in str(leak)
+
+
+def test_nan_counts_as_moved():
+    def model(ids: Tensor) -> Tensor:
+        return (
+            F.one_hot(ids, V).float() * torch.where(ids.roll(-1, 1) == 3, torch.nan, 1)[..., None]
+        )
+
+    assert find_leak(model, torch.randint(V, (4, 16)), V, seed=3, n_cuts=64) is not None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_smallest_windows_can_be_tested(size):
+    windows = torch.zeros(1, 2, dtype=torch.long)
+    assert find_leak(lambda ids: torch.zeros(*ids.shape, size), windows, size, 1) is None
