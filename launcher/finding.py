@@ -88,7 +88,7 @@ def find(
     except InputError as error:
         place = f"{LocalBackend.place}, and SageMaker cannot be asked"
         raise error.within(f"there is no job {job_id!r} {place}") from None
-    kept = sorted((settings.models_dir / job_id).glob("*")) if asked else []  # of a deleted job
+    kept = sorted((settings.models_dir / job_id).glob("*/")) if asked else []  # of a deleted job
     where = f" {' or '.join(asked)}{not_asked(settings)}" if asked else ""
     model = f"; its model is in {kept[0]}" if kept else ""
     raise Missing(f"there is no job {job_id!r}{where}{model}", "no-such-job", job_id=job_id)

@@ -32,6 +32,7 @@ from launcher.views.report import compare, read_runs
 if TYPE_CHECKING:  # they import torch
     from entry_point.model import GPT
     from entry_point.text import Tokenizer
+    from launcher.judge.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +158,18 @@ class Job:
 
         pieces = stream_samples(*self._loaded, begin, most, **sampling)
         return "".join(piece for (piece,) in pieces)
+
+    def eval(self, *texts: str | Path) -> Evaluation:
+        """What the model is worth on texts, which are as for `upload_data`.
+
+        Raises InputError if it cannot read them, and ServiceError if it looks ahead.
+        """
+        from launcher.judge.evaluate import evaluate
+        from launcher.judge.texts import read_texts
+
+        paths = [*map(str, texts)]
+        found = read_texts(paths, self.settings)
+        return evaluate(self.id, self.model(), ", ".join(paths), found, self.settings)
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write a report as one HTML file (default: report-ID.html), and return its path."""

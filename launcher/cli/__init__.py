@@ -22,7 +22,7 @@ from typing import NoReturn
 import click
 from click.shell_completion import shell_complete
 
-from launcher.cli import account, delete, jobs, launch, models, upload, views
+from launcher.cli import account, delete, evaluate, jobs, launch, models, upload, views
 from launcher.cli.options import Group, valued
 from launcher.cli.show import logs_shown, note, silence
 from launcher.cli.words import sentence
@@ -45,7 +45,12 @@ COMMANDS: dict[str, list[click.Command]] = {
         jobs.stop_command,
         delete.delete_command,
     ],
-    "Models": [models.fetch_and_sample_command, models.chat_command, models.play_command],
+    "Models": [
+        models.fetch_and_sample_command,
+        models.chat_command,
+        models.play_command,
+        evaluate.eval_command,
+    ],
     "Reports": [views.report_command, views.track_command],
     "AWS account": [account.infra_group, account.doctor_command],
 }

@@ -13,6 +13,7 @@ from launcher.curve import Curve, Row, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.finding import find
 from launcher.job import FULL_ID, JobDescription, TrainingJob
+from launcher.judge.evaluation import Evaluation, kept
 from launcher.launching.launch import shortest
 from launcher.launching.sweeps import Rank, differences, ranking
 from launcher.settings import Settings
@@ -32,6 +33,7 @@ class Run:
     log: Sequence[str] = ()
     data: Upload | None = None
     validation: Upload | None = None
+    judged: Sequence[Evaluation] = ()
     label: str = ""
 
     @property
@@ -192,6 +194,7 @@ def read_run(job_id: str, settings: Settings) -> Run:
         log=log,
         data=upload_of(job.data, settings),
         validation=upload_of(job.validation, settings),
+        judged=kept(job_id, settings),
     )
 
 

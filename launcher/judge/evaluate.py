@@ -1,0 +1,177 @@
+"""What a model is worth on a text: its loss, what stands beside it, and what it gives away."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entry_point.causality import find_leak
+from entry_point.text import Tokenizer, read_tokenizer
+from launcher.errors import LauncherError, ServiceError
+from launcher.files.storage import Progress, expect
+from launcher.judge import anchors
+from launcher.judge.evaluation import Evaluation, Passage, keep, spread, total
+from launcher.judge.probes import Question, asked, exposed
+from launcher.judge.score import (
+    MANY,
+    PASSAGE,
+    WORST,
+    by_document,
+    document,
+    loss_of,
+    passages,
+    score,
+    windows,
+)
+from launcher.judge.texts import Encoded, Text, Training, encode, job_of, training_of
+from launcher.judge.worker import Worker
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+CUTS, LONG_CUTS, SHORT = 448, 64, 256  # of windows of SHORT tokens, and of the whole context
+AGAIN = 16  # windows that another process computes again
+ROUNDING = 1e-3  # nats by which it may differ
+SAMPLES, SLOW_SAMPLES, LENGTH = 100, 10, 500  # an edited model keeps no keys and values
+MEMORY = 0.5  # overlap from which a loss measures memory
+
+
+def evaluate(
+    named: str,
+    directory: Path,
+    paths: str,
+    texts: Sequence[Text],
+    settings: Settings,
+    entry_point: Path | None = None,
+    canaries: Sequence[str] = (),
+    questions: Sequence[Question] = (),
+    progress: Progress = lambda n: None,
+) -> Evaluation:
+    """Judge the model in a directory, which is that of the job `named`, or of another tool.
+
+    The evaluation of a job's model is kept beside it, for reports.
+
+    Raises:
+        InputError: the model does not know a character of the text, or no conversations.
+        ServiceError: it looks ahead, learns between windows, or fails.
+    """
+    tokenizer = read_tokenizer(directory)
+    encoded, training = encode(texts, tokenizer), text_behind(named, directory, settings)
+    expect(progress, sum(len(each.ids) for each in encoded))
+    with Worker(directory, settings, entry_point) as worker:
+        found = exposed(worker, tokenizer, canaries)
+        answers = asked(worker, questions)
+        check_causal(worker, torch.cat([each.ids for each in encoded]), len(tokenizer))
+        with Worker(directory, settings, entry_point) as other:
+            nats = judged(worker, other, encoded, tokenizer, progress)
+        n = SLOW_SAMPLES if worker.edited else SAMPLES
+        beside = compared(worker, training, encoded, tokenizer, n) if training else {}
+    whole = [document(each, loss) for each, loss in zip(encoded, nats, strict=True)]
+    parts = whole if len(whole) >= MANY else cut(encoded, nats, PASSAGE)
+    everything = total(whole)
+    made = Evaluation(
+        model=named,
+        text=paths,
+        size=everything.size,
+        tokens=everything.tokens,
+        bits_per_byte=everything.bits_per_byte,
+        half=spread(parts),
+        unit="documents" if parts is whole else f"passages of {PASSAGE:,} bytes",
+        perplexity=math.exp(everything.nats / everything.tokens),
+        xz=anchors.xz(b"".join(each.content for each in encoded)),
+        samples=f"{n} samples of {LENGTH} {tokenizer.unit}",
+        worst=worst(cut(encoded, nats, WORST))[:3],
+        canaries=found,
+        answers=answers,
+        cuts=CUTS + LONG_CUTS,
+        parts=parts,
+        documents=worst(whole),
+        **dict.fromkeys(("ngram", "validation", "overlap", "copied")) | beside,
+    )
+    content = b"\0".join(each.content for each in encoded)
+    keep(made, hashlib.sha256(content).hexdigest()[:12], settings)
+    return made
+
+
+def text_behind(named: str, directory: Path, settings: Settings) -> Training | None:
+    """The text that a model has learned from; None, and a warning, if it cannot be had."""
+    why = "no job of this machine made this model"
+    try:
+        if job_id := job_of(named, directory, settings):
+            return training_of(job_id, directory, settings)
+    except LauncherError as error:
+        why = str(error)
+    logger.warning(f"{named}: without its training text, what needs that is left out ({why})")
+    return None
+
+
+def check_causal(worker: Worker, ids: Tensor, vocabulary_size: int) -> None:
+    """Raise ServiceError if the logits depend on later tokens."""
+    for longest, cuts in ((SHORT, CUTS), (worker.block_size, LONG_CUTS)):
+        size = min(longest, worker.block_size)
+        n = max(2, len(ids) // size)
+        rows = ids.repeat(-(-n * size // len(ids)))[: n * size].view(n, size)
+        if leak := find_leak(worker.logits, rows, vocabulary_size, 0, cuts):
+            raise ServiceError(f"not causal: {leak}; its val_loss means nothing")
+
+
+def judged(
+    worker: Worker,
+    other: Worker,
+    encoded: Sequence[Encoded],
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> list[Tensor]:
+    """The losses of each document. Raises ServiceError if a window's depend on those before it."""
+    parts = windows(encoded, tokenizer.start, worker.block_size)
+    nats = score(worker, parts, progress)
+    some = range(len(parts) - 1, -1, -max(1, len(parts) // AGAIN))  # in another order
+    again = score(other, [parts[index] for index in some])
+    for index, loss in zip(some, again, strict=True):
+        if (by := float((loss - nats[index]).abs().max())) > ROUNDING:
+            what = f"losses depend on other windows (by {by:.2g} nats)"
+            raise ServiceError(f"not causal: {what}; its val_loss means nothing")
+    return by_document(parts, nats, len(encoded))
+
+
+def compared(
+    worker: Worker,
+    training: Training,
+    encoded: Sequence[Encoded],
+    tokenizer: Tokenizer,
+    n_samples: int,
+) -> dict[str, Any]:
+    """What the training text tells: of the text, of the model's validation text, and of samples."""
+    own = encode([training.validation], tokenizer)
+    losses = loss_of(worker, own, tokenizer.start)
+    samples = worker.sample([None], num_samples=n_samples, max_new_tokens=LENGTH)
+    contents = [as_tensor(each.content) for each in encoded]
+    overlap = anchors.overlap(training.content, contents)
+    if overlap > MEMORY:
+        logger.warning(f"{overlap:.0%} of the bytes stand in the training text: this tests memory")
+    return dict(
+        validation=document(own[0], losses[0]).bits_per_byte,
+        ngram=anchors.ngram(training.content, torch.cat(contents)),
+        overlap=overlap,
+        copied=anchors.longest_run(training.content, [as_tensor(s.encode()) for s in samples]),
+    )
+
+
+def as_tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def cut(encoded: Sequence[Encoded], nats: Sequence[Tensor], least: int) -> list[Passage]:
+    return [part for e, x in zip(encoded, nats, strict=True) for part in passages(e, x, least)]
+
+
+def worst(parts: Sequence[Passage]) -> list[Passage]:
+    """The parts of most bits per byte first; then those that are too short to tell."""
+    return sorted(parts, key=lambda part: (part.size < WORST // 2, -part.bits_per_byte))

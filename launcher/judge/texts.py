@@ -1,0 +1,159 @@
+"""The texts that a model is judged on, as documents; and the text that it has learned from."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from entry_point.errors import DataError
+from entry_point.text import Ids, Tokenizer, read_text, read_tokens, unsigned
+from launcher.errors import InputError, ServiceError
+from launcher.files import storage
+from launcher.finding import find
+from launcher.job import FULL_ID
+from launcher.models.chat import ChatEncoder
+from launcher.models.encoder import Encoder
+from launcher.settings import Settings
+from launcher.text.copies import copied, temporary
+from launcher.text.files import find_files
+from launcher.text.formats import documents_of
+
+MOST_BYTES = 1 << 28  # of the text to train on, with which others are compared
+VALIDATION_BYTES = 1 << 17  # of the model's own validation text that are scored
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document: its place, such as notes.txt, and its pieces or turns."""
+
+    place: str
+    pieces: Sequence[str]
+    is_chat: bool = False
+
+    @property
+    def content(self) -> bytes:
+        return "".join(self.pieces).encode()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A document's ids [n], which of them count, bool [n], the bytes of each [n], and of all."""
+
+    text: Text
+    ids: Tensor
+    counts: Tensor
+    widths: Tensor
+    content: bytes
+
+    @property
+    def size(self) -> int:
+        """The bytes that count: of a conversation, those of the answers."""
+        return int(self.widths[self.counts].sum()) if self.text.is_chat else len(self.content)
+
+
+def read_texts(
+    paths: Sequence[str], settings: Settings, encoding: str = "", column: str = "text"
+) -> list[Text]:
+    """The documents of what `upload_data` takes, without empty ones. Raises InputError."""
+    found = list[Text]()
+    with copied(paths, settings) as (here, fill):
+        files = find_files(here, tokens=True, encoding=encoding, column=column, fill=fill)
+        for place, is_chat, pieces in (each for file in files for each in documents_of(file)):
+            for copy, given in zip(here, paths, strict=True):
+                place = place.replace(str(copy), str(given))
+            if any(whole := list(pieces)):
+                found.append(Text(place, whole, is_chat))
+    if not found:
+        raise InputError(f"{', '.join(paths)}: no text is there")
+    return found
+
+
+def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
+    """The ids of each text. Raises InputError if the model does not know one of its characters."""
+    if tokenizer.unit == "characters":
+        known = {word.decode() for word in tokenizer.words}
+        for text in texts:
+            check_known(text.place, "".join(text.pieces), known)
+    encoder = Encoder(json.dumps(tokenizer.document), tokenizer.words, "i")
+    chat = ChatEncoder(tokenizer, encoder) if any(text.is_chat for text in texts) else encoder
+    widths, encoded = torch.tensor([len(word) for word in tokenizer.words]), list[Encoded]()
+    for text in texts:
+        way = chat if text.is_chat else encoder
+        ids = torch.tensor(array("i", b"".join(way.encode(text.pieces))), dtype=torch.int64)
+        plain = ids ^ (ids >> 63)  # ~id does not count
+        encoded.append(Encoded(text, plain, ids >= 0, widths[plain], text.content))
+    return encoded
+
+
+def check_known(place: str, text: str, known: set[str]) -> None:
+    """Raise InputError if a text has characters that a model has never seen."""
+    if unknown := set(text) - known:
+        at = min(map(text.index, unknown))
+        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+        share = sum(map(text.count, unknown)) / len(text)
+        what = f"the model does not know {share:.2%} of its characters"
+        first = f"the first is {text[at]!r} at {line}:{column}"
+        raise InputError(f"{place}: {what} ({first}); a model of tokens reads any text")
+
+
+# -- the text that a model has learned from --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """The first MOST_BYTES of a text to train on, uint8 [n], and the start of its validation."""
+
+    content: Tensor
+    validation: Text
+
+
+def job_of(named: str, directory: Path, settings: Settings) -> str | None:
+    """The id of the job whose model is in a directory, if it was fetched here."""
+    names = (named, directory.absolute().parent.name)
+    return next((n for n in names if FULL_ID.fullmatch(n) and directory.is_dir()), None)
+
+
+def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
+    """Download the text of a job, whose model is in a directory.
+
+    Raises ServiceError or InputError if it is gone.
+    """
+    job = find(job_id, settings)[0].job(job_id)
+    config = json.loads((directory / "training.json").read_bytes())["config"]
+    with temporary(settings) as place:
+        here = SimpleNamespace(training=None, validation=None)
+        for name, uri in {"training": job.data, "validation": job.validation}.items():
+            if uri is not None:
+                storage.fetch(uri, place / name, settings=settings)
+                setattr(here, name, place / name)
+        values = SimpleNamespace(**{"validation_fraction": 0.1, **config})
+        try:
+            if (here.training / "meta.json").exists():
+                corpus = read_tokens(here.training, values)  # type: ignore[arg-type]
+            else:
+                corpus = read_text(here, values, None)  # type: ignore[arg-type]
+        except DataError as error:
+            raise ServiceError(str(error)) from None
+        content = bytearray().join(pieces(corpus.train, corpus.tokenizer.words, MOST_BYTES))
+        own = b"".join(pieces(corpus.val, corpus.tokenizer.words, VALIDATION_BYTES))
+    validation = Text("validation", [own.decode(errors="ignore")])
+    return Training(torch.frombuffer(content, dtype=torch.uint8), validation)
+
+
+def pieces(ids: Ids, words: Sequence[bytes], most: int) -> Iterator[bytes]:
+    """The bytes of a text, but for those after `most`."""
+    for at in range(0, len(ids), 1 << 20):
+        some = ids[at : min(at + (1 << 20), len(ids))]
+        some = unsigned(some) if some.dtype == torch.int16 else some.long()
+        piece = b"".join(map(words.__getitem__, (some ^ (some >> 63)).tolist()))[:most]
+        yield piece
+        most -= len(piece)
+        if not most:
+            return

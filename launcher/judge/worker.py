@@ -1,0 +1,158 @@
+"""A process of its own that computes a model, and the judge's end of it.
+
+The folder that trained a model is its user's code, and may be wrong or dishonest. It runs in the
+worker alone: the judge sends ids and gets logits, as bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from launcher.errors import LauncherError, ServiceError
+from launcher.settings import Settings, load_settings
+
+# The worker imports the launcher from the same place as this process, and nothing else there.
+WORKER = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); import launcher, entry_point;"
+    " del sys.path[0]; from launcher.judge.worker import main; main(*sys.argv[1:])"
+)
+PASS_TOKENS, PASS_LOGITS = 1 << 13, 1 << 24  # the most of one pass; the logits take 64 MB
+
+
+class Worker:
+    """A model in a process of its own, which computes in float32 on the CPU.
+
+    block_size is its context, size the number of its logits; chats: it has learned from
+    conversations; edited: an edited folder computes it. Raises ServiceError if it fails.
+    """
+
+    block_size: int
+    size: int
+    chats: bool
+    edited: bool
+
+    def __init__(self, directory: Path, settings: Settings, entry_point: Path | None) -> None:
+        self.directory = directory
+        root, folder = Path(__file__).parents[2].absolute(), str(entry_point or "")
+        self.pipe, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(theirs.fileno()), str(directory), folder, str(root)],
+            # Threads that wait do not keep the judge's from their cores.
+            env={"GOMP_SPINCOUNT": "5000", **os.environ, "SM_NANOGPT_HOME": str(settings.home)},
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        vars(self).update(json.loads(self.receive()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.wait()
+
+    def receive(self) -> bytes:
+        try:
+            if not (problem := self.pipe.recv_bytes()):
+                return self.pipe.recv_bytes()
+            raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
+        except (EOFError, OSError):
+            ended = f"its process ended with {self.process.wait()}; was there too little memory?"
+            raise ServiceError(f"{self.directory}: {ended}") from None
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Logits, float32 [n, T, size], of ids [n, T]."""
+        self.pipe.send_bytes(json.dumps({"shape": ids.shape}).encode())
+        self.pipe.send_bytes(ids.int().contiguous().numpy().tobytes())
+        content = bytearray(self.receive())
+        if len(content) != 4 * ids.numel() * self.size:
+            raise ServiceError(f"{self.directory}: its logits change their shape")
+        return torch.frombuffer(content, dtype=torch.float32).view(*ids.shape, self.size)
+
+    def passes(self, windows: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+        """The logits [n, T, size] of some windows at a time, padded to T, after their indices."""
+        order = sorted(range(len(windows)), key=lambda index: -len(windows[index]))
+        while order:
+            T = len(windows[order[0]])
+            n = max(1, min(PASS_TOKENS, PASS_LOGITS // self.size) // T)
+            now, order = order[:n], order[n:]
+            rows = [windows[index] for index in now]
+            yield now, self.logits(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+
+    def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
+        """Texts after each prompt: messages of a conversation, or None, for the start of a text."""
+        self.pipe.send_bytes(json.dumps({"prompts": prompts, "sampling": sampling}).encode())
+        texts: list[str] = json.loads(self.receive())
+        return texts
+
+
+# -- the worker's end ------------------------------------------------------------------------------
+
+
+def main(fd: str, directory: str, folder: str) -> None:
+    """Answer requests until the judge leaves: each answer is an empty message, then its content."""
+    pipe = Connection(int(fd))
+    try:
+        for answer in answers(pipe, Path(directory), Path(folder) if folder else None):
+            pipe.send_bytes(b"")
+            pipe.send_bytes(answer)
+    except (EOFError, BrokenPipeError):
+        pass
+    except Exception as error:
+        kind = "" if isinstance(error, LauncherError) else f"{type(error).__name__}: "
+        pipe.send_bytes(f"{kind}{error}".encode() or b"?")
+
+
+def answers(pipe: Connection, directory: Path, folder: Path | None) -> Iterator[bytes]:
+    from launcher.models.engine import for_sampling
+    from launcher.models.load import is_edited, load_model
+
+    model, tokenizer = load_model(directory, load_settings(), folder)
+    model.compute_dtype = torch.float32
+    edited, net = is_edited(model), model
+    if not edited:  # its products take half the time, and give the same to rounding
+        net = for_sampling(model, PASS_TOKENS, torch.float32)
+    with torch.inference_mode():
+        size = net(torch.zeros(1, 1, dtype=torch.int64)).size(-1)
+        facts = dict(block_size=model.config.block_size, size=size)
+        yield json.dumps({**facts, "chats": tokenizer.chats, "edited": edited}).encode()
+        while True:
+            request = json.loads(pipe.recv_bytes())
+            if shape := request.get("shape"):
+                ids = torch.frombuffer(bytearray(pipe.recv_bytes()), dtype=torch.int32).view(shape)
+                yield net(ids.long()).float().contiguous().numpy().tobytes()
+            else:
+                texts = sampled(model, tokenizer, request["prompts"], **request["sampling"])
+                yield json.dumps(texts).encode()
+
+
+def sampled(
+    model: Any, tokenizer: Any, prompts: Sequence[Any], max_new_tokens: int, **sampling: Any
+) -> list[str]:
+    from launcher.models.chat import Chat, Message
+    from launcher.models.sample import stream_samples
+
+    texts = list[str]()
+    for prompt in prompts:
+        most = max_new_tokens
+        if prompt and tokenizer.chats:
+            _, prompt, most = Chat(model, tokenizer).fitting([Message(**m) for m in prompt], most)
+        elif prompt:  # which a base model continues
+            prompt = "".join(f"{message['content']}\n" for message in prompt)
+        columns = stream_samples(model, tokenizer, prompt, most, **sampling)
+        texts += ["".join(pieces) for pieces in zip(*columns, strict=True)]
+    return texts
