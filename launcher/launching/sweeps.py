@@ -66,17 +66,16 @@ def find_sweep(reference: str, settings: Settings, everyone: bool = False) -> tu
     """
     listing = Listing(settings, everyone or FULL_ID.fullmatch(reference) is not None)
     found, failure = list(listing), listing.failure
-    members = [job for job in found if tail_of(job.job_id)]
-    recorded = (path.stem for path in record_of("*", settings).parent.glob("*.json"))
-    ids = {*(job.job_id.removesuffix(tail_of(job.job_id)) for job in members), *recorded}
-    groups = sorted(ids, reverse=True)
+    ids = {path.stem for path in record_of("*", settings).parent.glob("*.json")}
     part = reference.removesuffix(tail_of(reference))
+    for job in found:
+        if tail := tail_of(job.job_id):
+            ids.add(group := job.job_id.removesuffix(tail))
+            if job.name is not None and reference in (job.name, job.name.removesuffix(tail)):
+                part = group
+    groups = sorted(ids, reverse=True)
     if reference == "latest" and groups:
         part = groups[0]
-    for job in members:
-        tail = tail_of(job.job_id)
-        if job.name is not None and reference in (job.name, job.name.removesuffix(tail)):
-            part = job.job_id.removesuffix(tail)
     matches = [group for group in groups if is_part(part, group)]
     tries = records.tries_of(found, matches[0] if matches else "")
     sweep = None if tries or not matches else records.read_record(matches[0], settings)
@@ -175,8 +174,6 @@ def plan_sweep(
         raise InputError("has no values", field="sweep", value=empty[0])
     members = records.grid(values, seeds, int(request.hyperparameters.get("seed", 1337)))
     check_name(request, settings)
-    if request.name is not None:  # with the longest tail of its jobs' names
-        request.replaced(name=f"{request.name}-{len(members)}-try99")
     sweep = Sweep(job=request, members=members, parallel=parallel)
     return plan_left(new_job_id(), sweep, settings, {})
 
