@@ -33,7 +33,7 @@ def prices(region: str = "us-east-1", session: Any = "new") -> Prices:
     return Prices(Settings(), region, boto3.Session() if session == "new" else session)
 
 
-def keep(home: Path, per_hour: float | None, days: int, region: str = "us-east-1") -> str:
+def keep(home: Path, per_hour: float, days: int, region: str = "us-east-1") -> str:
     """Writes an old answer; returns its date."""
     day = (TODAY - timedelta(days=days)).isoformat()
     entry = {"ml.g5.12xlarge": {"per_hour": per_hour, "day": day}}
@@ -61,24 +61,17 @@ def test_the_price_list_is_requested_once_a_week(service, home):
     assert service.operations() == ["GetProducts"] * 3
 
 
-@pytest.mark.parametrize("asked", [True, False])
-@pytest.mark.parametrize(
-    ("region", "old", "known"),
-    [("us-east-1", 6.0, TABLE), ("us-east-1", 8.0, None), ("eu-west-1", 6.0, None)],
-)
-def test_the_higher_of_old_price_and_table_counts(service, home, asked, region, old, known):
+@pytest.mark.parametrize("session", ["new", None])
+def test_an_old_price_counts_if_there_is_no_other(service, home, session):
     service.refuse["GetProducts"] = ("AccessDeniedException", "no")
-    day = keep(home, old, 80, region)
-    found = prices(region, "new" if asked else None).of("ml.g5.12xlarge")
-    assert found == (known or Price(old, f"AWS's price list of {day}"))
+    day = keep(home, 6.0, 80)
+    found = prices(session=session).of("ml.g5.12xlarge")
+    assert found == Price(6.0, f"AWS's price list of {day}")
 
 
-def test_a_type_without_a_price_is_requested_once_a_day(service, home):
-    for _ in range(2):
-        assert prices().of("ml.p5.48xlarge") is None
-    assert service.operations() == ["GetProducts"]
-    keep(home, None, days=1)
-    assert prices().of("ml.g5.12xlarge") == LISTED
+def test_a_type_without_a_price_is_not_remembered(service, home):
+    assert prices().of("ml.p5.48xlarge") is None
+    assert not (home / "prices.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,6 @@ def counted(job: TrainingJob, earlier: float) -> list[str]:
 
 ENDPOINT_REGION = "us-east-1"
 FRESH = timedelta(days=7)
-UNKNOWN_FRESH = timedelta(days=1)
 
 # USD an hour in us-east-1, as last seen in answers of the price list.
 OFFLINE_REGION, OFFLINE_MONTH = "us-east-1", "2026-07"
@@ -234,20 +233,14 @@ OFFLINE = {
 
 
 class Answer(Document):
-    """What the price list said on a day: USD per hour, or None for no price."""
+    """What the price list said on a day, in USD per hour."""
 
-    per_hour: float | None = Field(gt=0, lt=1e6)
+    per_hour: float = Field(gt=0, lt=1e6)
     day: date
 
     @property
     def is_fresh(self) -> bool:
-        lasts = UNKNOWN_FRESH if self.per_hour is None else FRESH
-        return timedelta() <= date.today() - self.day < lasts
-
-    @property
-    def price(self) -> Price | None:
-        source = f"AWS's price list of {self.day}"
-        return None if self.per_hour is None else Price(self.per_hour, source)
+        return timedelta() <= date.today() - self.day < FRESH
 
 
 Answers = dict[str, dict[str, Answer]]  # prices.json: by region and instance type
@@ -268,14 +261,12 @@ class Prices:
         asks = self.session is not None and not self.trouble
         if asks and not (answer and answer.is_fresh):
             answer = self.ask(instance) or answer
-        listed = answer.price if answer else None
-        if answer and answer.is_fresh and listed:
-            return listed
-        known = [price for price in (listed, offline_price(instance, self.region)) if price]
-        return max(known, key=lambda price: price.per_hour, default=None)
+        if answer is None:
+            return offline_price(instance, self.region)
+        return Price(answer.per_hour, f"AWS's price list of {answer.day}")
 
     def ask(self, instance: str) -> Answer | None:
-        """Ask the price list and keep its answer; on failure set `trouble` and return None."""
+        """Ask the price list and keep its price, if it has one; on failure set `trouble`."""
         filters = {"regionCode": self.region, "instanceName": instance}
         try:
             partition = self.session.get_partition_for_region(self.region)
@@ -291,6 +282,8 @@ class Prices:
                 MaxResults=100,
             )
             per_hour = training_price(found["PriceList"], instance)
+            if per_hour is None:
+                return None
             answer = Answer(per_hour=per_hour, day=date.today())
         except NotAsked:
             return None
