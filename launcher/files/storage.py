@@ -32,10 +32,9 @@ CHUNK_BYTES = 1 << 22
 PART_BYTES = 1 << 24
 PARALLEL_PARTS = 8
 TEMPORARY = ".tmp"  # suffix of files that are being written
-# In /opt/ml/checkpoints, files that are being written end in the first, which SageMaker does not
+# In /opt/ml/checkpoints, files that are being written end in *-ignore, which SageMaker does not
 # upload. It makes the others beside a file that it uploads.
-IGNORED = ".sagemaker-ignore"
-NO_CONTENT = (TEMPORARY, IGNORED, ".sagemaker-uploading", ".sagemaker-uploaded")
+NO_CONTENT = (TEMPORARY, ".sagemaker-ignore", ".sagemaker-uploading", ".sagemaker-uploaded")
 
 Progress = Callable[[int], object]  # gets the number of bytes since the last call
 

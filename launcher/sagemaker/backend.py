@@ -110,20 +110,17 @@ class SageMakerBackend:
         image = job.image_uri or machines.training_image(self.region, job.pytorch_version, gpu)
         key = job.kms_key or self.settings.kms_key or None
         disks = [name for name in job.instances if machines.has_local_storage(name)]
-        stack, refused = remembered(self.settings, self.region), None
+        stack = remembered(self.settings, self.region)
         if "volume_size" in job.given() and disks:
             problem = f"{disks[0]} has local disks and takes no volume"
-            refused = InputError(problem, field="volume_size", value=job.volume_size)
-        elif not store.startswith("s3://"):
-            refused = InputError(f"SageMaker cannot read {store}", "store-on-s3")
-        elif unfit := machines.problem(image, job.instance, job.launcher):
-            refused = InputError(unfit)
-        elif job.subnets and stack and stack.role == role and not stack.vpc:
+            raise InputError(problem, field="volume_size", value=job.volume_size)
+        if not store.startswith("s3://"):
+            raise InputError(f"SageMaker cannot read {store}", "store-on-s3")
+        if unfit := machines.problem(image, job.instance, job.launcher):
+            raise InputError(unfit)
+        if job.subnets and stack and stack.role == role and not stack.vpc:
             problem = f"the role of stack {stack.name} may not join a VPC"
-            subnets = ",".join(job.subnets)
-            refused = InputError(problem, "allow-vpc", field="subnets", value=subnets)
-        if refused is not None:
-            raise refused
+            raise InputError(problem, "allow-vpc", "subnets", ",".join(job.subnets))
         # The processes must share the batch evenly on each type whose GPUs are known.
         gpus = [n for instance in job.instances if (n := machines.gpus_of(instance)) is not None]
         job.config(math.lcm(*(job.instance_count * max(1, n) for n in gpus)))
@@ -134,8 +131,6 @@ class SageMakerBackend:
             logger.log(level, machines.describe_instance(instance))
         if release := machines.image_of(image):
             logger.info(f"image: {machines.name_of(image)} (Python {release.python})")
-        if not sdk_version():
-            logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
         if job.launcher == "torchrun" and "NCCL_DEBUG" in job.environment:
             logger.warning(
                 "NCCL_DEBUG has no effect: SageMaker's toolkit sets it to WARN for torchrun, and"
@@ -282,12 +277,12 @@ class SageMakerBackend:
             raise ServiceError(f"there is no job {job_id!r} {self.place}")
         return raw
 
-    def describe(self, job_id: str, asks_s3: bool = True) -> JobDescription | None:
+    def describe(self, job_id: str) -> JobDescription | None:
         raw = self.raw(job_id)
         if raw is None:
             return None
         place, names = raw["CheckpointConfig"]["S3Uri"], dict[str, int]()
-        if asks_s3 and raw["TrainingJobStatus"] not in RUNNING:
+        if raw["TrainingJobStatus"] not in RUNNING:
             names = storage.list_files(place, self.settings)
         return describe_job(raw, max(checkpoints_among(names), default=None))
 
