@@ -205,7 +205,7 @@ SPECIAL = [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE]
 def test_a_hostile_archive_is_refused(reason, members, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "RATIO_FREE_BYTES", 1 << 20)  # a bomb need not be a big one
     pack(tmp_path / "archive", *members)
-    with pytest.raises(ServiceError, match=f"^uri is (refused|damaged): .*{reason}"):
+    with pytest.raises(ServiceError, match=f"^uri is damaged, or no model: .*{reason}"):
         fetch.extract(tmp_path / "archive", tmp_path / "model", "uri")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["archive", "model"]
 
@@ -217,7 +217,7 @@ def test_a_hostile_archive_is_refused(reason, members, tmp_path, monkeypatch):
         ("uri is damaged", bytes(5000)),
         ("uri is damaged", gzip.compress(cut_sparse_header())),
         ("uri is damaged", gzip.compress(claim(1 << 60) + bytes(1024))),
-        ("uri is (refused|damaged)", gzip.compress(claim(-1) + bytes(1024))),
+        ("uri is damaged", gzip.compress(claim(-1) + bytes(1024))),
     ],
     ids=["html", "zeros", "sparse", "impossible", "negative"],
 )
@@ -234,7 +234,7 @@ def test_archives_cut_or_flipped_anywhere_are_refused(tmp_path):
     content = archive.read_bytes()
     for place in range(len(content)):
         archive.write_bytes(content[:place])
-        with pytest.raises(ServiceError, match="is damaged: "):
+        with pytest.raises(ServiceError, match="is damaged, or no model: "):
             fetch.extract(archive, tmp_path / f"cut-{place}", "uri")
         flipped = bytearray(content)
         flipped[place] ^= 1 << chance.randrange(8)

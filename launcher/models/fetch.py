@@ -166,7 +166,7 @@ def extract(archive: Path, target: Path, uri: str) -> None:
         ):
             for count, member in enumerate(tar):
                 if problem := objection(member, count):
-                    raise Refused(problem)
+                    raise ValueError(problem)
                 path = target / member.name
                 if member.isdir():
                     path.mkdir(parents=True, exist_ok=True)
@@ -179,13 +179,8 @@ def extract(archive: Path, target: Path, uri: str) -> None:
             while stream.read(storage.CHUNK_BYTES):  # reads the checksum at the end
                 pass
     # The last two: a name is there twice, or below a file.
-    except (*NOT_TAR, Refused, RecursionError, FileExistsError, NotADirectoryError) as error:
-        what = "refused" if isinstance(error, Refused) else "damaged"
-        raise ServiceError(f"{uri} is {what}: {error}") from None
-
-
-class Refused(Exception):
-    """An archive holds what no model does."""
+    except (*NOT_TAR, RecursionError, FileExistsError, NotADirectoryError) as error:
+        raise ServiceError(f"{uri} is damaged, or no model: {error}") from None
 
 
 class Bounded(io.RawIOBase):
@@ -198,7 +193,7 @@ class Bounded(io.RawIOBase):
         content = self.file.read(n)  # tarfile reads by 10 kB
         self.left -= len(content)
         if self.left < 0:
-            raise Refused(f"it unpacks to over {LARGEST_RATIO} times its size")
+            raise ValueError(f"it unpacks to over {LARGEST_RATIO} times its size")
         return content
 
 
