@@ -149,14 +149,10 @@ def cpu_processes(config: Config) -> int:
     if 6 * config.matrix_parameters * config.batch_size * config.block_size < 3e11:
         return 1
     shares = config.batch_size // max(1, config.gradient_accumulation_steps)
-    at_once = min(cores() // (chosen_threads() or 1), 8)
+    # OMP_NUM_THREADS has a number for each level of nesting.
+    threads = re.match(r"\s*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))
+    at_once = min(cores() // int(threads[1] if threads else 1), 8)
     return next((n for n in range(at_once, 1, -1) if shares % n == 0), 1)
-
-
-def chosen_threads() -> int:
-    """The first number in OMP_NUM_THREADS, which has one for each level of nesting; else 0."""
-    number = re.match(r"\s*(\d+)", os.environ.get("OMP_NUM_THREADS", ""))
-    return int(number[1]) if number else 0
 
 
 def cores() -> int:

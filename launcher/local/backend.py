@@ -296,8 +296,6 @@ def plan_processes(job: TrainingJob) -> Placement:
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     if not gpus:
         if requested:
-            if requested > cores():
-                logger.info(f"processes: {requested} share {cores()} cores")
             return requested, 0
         mps = config.device != "cpu" and torch.backends.mps.is_available()  # MPS is one device
         return 1 if mps else cpu_processes(config), 0
