@@ -124,20 +124,6 @@ def test_an_upload_goes_to_s3_below_the_prefix_once(s3, emulator, cli, text_file
 
 
 @pytest.mark.parametrize(
-    ("body", "metadata"), [(b"conten", True), (b"content", False)], ids=["size", "sha256"]
-)
-def test_an_upload_altered_on_its_way_to_s3_is_refused(s3, tmp_path, monkeypatch, body, metadata):
-    async def put(fs: Any, source: str, path: str, **options: Any) -> None:
-        said = options["Metadata"] if metadata else {}
-        s3.put_object(Bucket=s3.bucket, Key="file", Body=body, Metadata=said)
-
-    (tmp_path / "file").write_bytes(b"content")
-    monkeypatch.setattr(S3FileSystem, "_put_file", put)
-    with pytest.raises(ServiceError, match="the upload is damaged"):
-        storage.write_file(tmp_path / "file", f"s3://{s3.bucket}/file")
-
-
-@pytest.mark.parametrize(
     ("arrives", "metadata"),
     [(b"content", {"sha256": "0" * 64}), (b"conten", {})],  # what others put there has no SHA-256
     ids=["sha256", "size"],

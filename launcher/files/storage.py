@@ -176,8 +176,7 @@ def write_file(
     """Upload a local file atomically.
 
     In a store on this machine it cannot be written again, since jobs link it. S3 receives parallel
-    parts, each with a checksum; the object's metadata holds the SHA-256 of the file, and its size
-    is checked afterwards.
+    parts, each with a checksum; the object's metadata holds the SHA-256 of the file.
     """
     if (place := local_path(uri)) is not None:
         with reported(uri):
@@ -188,10 +187,6 @@ def write_file(
     sha256 = file_sha256(source)
     with reported(uri):
         fs.put_file(str(source), path, Metadata={"sha256": sha256}, **by_parts(progress))
-        arrived = fs.info(path, refresh=True)
-        there = (arrived["size"], fs.metadata(path, refresh=True).get("sha256"))
-    if there != (source.stat().st_size, sha256):
-        raise ServiceError(f"{uri}: the upload is damaged; upload it again")
 
 
 def by_parts(progress: Progress) -> dict[str, Any]:
