@@ -40,6 +40,7 @@ SHARD_BYTES = 1 << 28
 # The part kept for validation: a tenth, but no more tokens than an evaluation can use.
 VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
 SEED = 1337
+Pieces = Iterator[list[str | None]]
 
 
 def survey(files: Sequence[File]) -> Counts:
@@ -70,13 +71,11 @@ def encode(
     whole = documents(files, again)
     if counts.chats == 1:
         raise InputError("one conversation is too little to train and validate on")
-    if counts.documents == 1:
-        cut = int(counts.characters * (1 - VALIDATION_FRACTION))
-        whole = (part for document in whole for part in halves(document, cut))
+    cut = int(counts.characters * (1 - VALIDATION_FRACTION)) if counts.documents == 1 else 0
     expect(progress, counts.size)
     unsorted = directory / "unsorted"
     with unsorted.open("wb") as file:
-        ends, needed = write_documents(whole, words, code, file, progress)
+        ends, needed = write_documents(batches(whole, cut), words, code, file, progress)
     if again.sha256 != counts.sha256:
         raise InputError("the text changed while it was read; upload it again")
     meta: dict[str, Any] = {
@@ -162,26 +161,8 @@ def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
     }
 
 
-def halves(document: Iterator[str], cut: int) -> Iterator[Iterator[str]]:
-    """The first `cut` characters of a document, and the rest; to be read in this order."""
-    rest: list[str] = []
-
-    def first() -> Iterator[str]:
-        left = cut
-        for piece in document:
-            if left < len(piece):
-                yield piece[:left]
-                rest.append(piece[left:])
-                return
-            left -= len(piece)
-            yield piece
-
-    yield first()
-    yield chain(rest, document)
-
-
 def write_documents(
-    whole: Iterator[Iterator[str]], words: Words, code: str, file: IO[bytes], progress: Progress
+    batched: Pieces, words: Words, code: str, file: IO[bytes], progress: Progress
 ) -> tuple[array[int], array[int]]:
     """Write the ids of each document and of its end.
 
@@ -194,7 +175,7 @@ def write_documents(
     end = array(code, [] if tokenizer.end is None else [~tokenizer.end if chat else tokenizer.end])
     known = {w.decode() for w in tokenizer.words} if tokenizer.unit == "characters" else None
     ends, needed, position = array("Q"), array("Q"), 0
-    for batch in batches(whole):
+    for batch in batched:
         pieces = [piece for piece in batch if piece is not None]
         if known and (unknown := sorted(set().union(*pieces) - known)):
             lacks = f"characters that the tokenizer lacks: {characters(unknown)}"
@@ -213,12 +194,16 @@ def write_documents(
     return ends, needed
 
 
-def batches(whole: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
-    """Pieces of some BATCH characters together; None stands where a document ends."""
+def batches(whole: Iterator[Iterator[str]], cut: int) -> Pieces:
+    """Pieces of some BATCH characters together; None stands where a document ends.
+
+    The first one ends after `cut` characters too, if that is not 0.
+    """
     batch, size = list[str | None](), 0
     for document in whole:
         for piece in document:
-            batch.append(piece)
+            batch += [piece[:cut], None, piece[cut:]] if 0 < cut <= len(piece) else [piece]
+            cut -= len(piece)
             size += len(piece)
             if size >= BATCH:
                 yield batch
