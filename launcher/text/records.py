@@ -10,8 +10,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator
-from itertools import chain, islice
-from json.decoder import WHITESPACE  # type: ignore[attr-defined]
+from itertools import chain
 from typing import IO, Any
 
 from launcher.errors import InputError, not_installed
@@ -21,7 +20,7 @@ from launcher.models.encoder import is_utf8
 from launcher.text.chats import FIELDS, may_be_chat, turns_of
 
 LONGEST_RECORD = 1 << 26  # bytes, or characters: a record is in memory as a whole
-CHUNK = 1 << 20  # bytes of an array that are read at once
+CHUNK = 1 << 20  # bytes of a file that are read at once
 ROWS = 128  # rows of a Parquet file that are in memory at once
 
 Records = Iterator[tuple[str, Any]]
@@ -77,36 +76,13 @@ def json_lines(file: IO[bytes], path: str) -> Records:
 
 
 def json_array(file: IO[bytes], path: str) -> Records:
-    """Each item of an array, of which some megabytes at a time are in memory."""
-    parts = (part for _, part in read_text(file, path, CHUNK))
-    decode, skip = json.JSONDecoder().raw_decode, WHITESPACE.match
-    text, end, lines = "", 0, 0  # read up to `end`, after so many lines
-    number, sign = 1, "["
-    while True:
-        place = f"{path}, item {number}"
-        try:
-            begin = skip(text, end).end()
-            if number > 1 and text.startswith("]", begin):
-                break
-            inner = skip(text, text.index(sign, begin, begin + 1) + 1).end()
-            if number == 1 and text.startswith("]", inner):
-                begin = inner
-                break
-            item, after = decode(text, inner)
-        except (ValueError, RecursionError) as error:  # wrong, or not yet read as a whole
-            rest = text[end:]
-            more = "".join(islice(parts, 1 + len(rest) // CHUNK))
-            if not more or len(rest) > LONGEST_RECORD:
-                line = lines + 1 + text.count("\n", 0, getattr(error, "pos", begin))
-                why = getattr(error, "msg", f"expecting '{sign}', or nested too deep")
-                raise InputError(f"{place}: not JSON at line {line} ({why})") from None
-            lines += text.count("\n", 0, end)
-            text, end = rest + more, 0
-        else:
-            yield place, item
-            number, sign, end = number + 1, ",", after
-    if text[begin + 1 :].strip() or any(part.strip() for part in parts):
-        raise InputError(f"{path}: more than one JSON array")
+    """Each item of an array, which is in memory as a whole."""
+    try:
+        items = json.loads("".join(part for _, part in read_text(file, path, CHUNK)))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON ({error})") from None
+    for number, item in enumerate(items, 1):
+        yield f"{path}, item {number}", item
 
 
 def table(file: IO[bytes], path: str, delimiter: str) -> Records:
