@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from entry_point.causality import find_leak
-from entry_point.text import Tokenizer, read_tokenizer
+from entry_point.conversations import IGNORED
 from launcher.errors import LauncherError, ServiceError
 from launcher.files.storage import Progress, expect
 from launcher.judge import anchors
@@ -23,9 +23,8 @@ from launcher.judge.score import (
     MANY,
     PASSAGE,
     WORST,
-    by_document,
     document,
-    loss_of,
+    losses,
     passages,
     score,
     windows,
@@ -62,17 +61,17 @@ def evaluate(
         InputError: the model does not know a character of the text, or no conversations.
         ServiceError: it looks ahead, learns between windows, or fails.
     """
-    tokenizer = read_tokenizer(directory)
-    encoded, training = encode(texts, tokenizer), text_behind(named, directory, settings)
-    expect(progress, sum(len(each.ids) for each in encoded))
     with Worker(directory, settings, entry_point) as worker:
-        found = exposed(worker, tokenizer, canaries)
-        answers = asked(worker, questions)
-        check_causal(worker, torch.cat([each.ids for each in encoded]), len(tokenizer))
+        encoded = encode(texts, worker.tokenizer)
+        found, answers = exposed(worker, canaries), asked(worker, questions)
+        training = text_behind(named, directory, settings)
+        check_causal(worker, torch.cat([each.ids for each in encoded]))
+        expect(progress, sum(len(each.ids) for each in encoded))
+        nats = losses(worker, encoded, progress)
         with Worker(directory, settings, entry_point) as other:
-            nats = judged(worker, other, encoded, tokenizer, progress)
+            check_memory(other, encoded, torch.cat(nats))
         n = SLOW_SAMPLES if worker.edited else SAMPLES
-        beside = compared(worker, training, encoded, tokenizer, n) if training else {}
+        beside = compared(worker, training, encoded, n) if training else {}
     whole = [document(each, loss) for each, loss in zip(encoded, nats, strict=True)]
     parts = whole if len(whole) >= MANY else cut(encoded, nats, PASSAGE)
     everything = total(whole)
@@ -86,7 +85,7 @@ def evaluate(
         unit="documents" if parts is whole else f"passages of {PASSAGE:,} bytes",
         perplexity=math.exp(everything.nats / everything.tokens),
         xz=anchors.xz(b"".join(each.content for each in encoded)),
-        samples=f"{n} samples of {LENGTH} {tokenizer.unit}",
+        samples=f"{n} samples of {LENGTH} {worker.tokenizer.unit}",
         worst=worst(cut(encoded, nats, WORST))[:3],
         canaries=found,
         answers=answers,
@@ -112,52 +111,40 @@ def text_behind(named: str, directory: Path, settings: Settings) -> Training | N
     return None
 
 
-def check_causal(worker: Worker, ids: Tensor, vocabulary_size: int) -> None:
+def check_causal(worker: Worker, ids: Tensor) -> None:
     """Raise ServiceError if the logits depend on later tokens."""
     for longest, cuts in ((SHORT, CUTS), (worker.block_size, LONG_CUTS)):
         size = min(longest, worker.block_size)
         n = max(2, len(ids) // size)
         rows = ids.repeat(-(-n * size // len(ids)))[: n * size].view(n, size)
-        if leak := find_leak(worker.logits, rows, vocabulary_size, 0, cuts):
+        if leak := find_leak(worker.logits, rows, len(worker.tokenizer), 0, cuts):
             raise ServiceError(f"not causal: {leak}; its val_loss means nothing")
 
 
-def judged(
-    worker: Worker,
-    other: Worker,
-    encoded: Sequence[Encoded],
-    tokenizer: Tokenizer,
-    progress: Progress,
-) -> list[Tensor]:
-    """The losses of each document. Raises ServiceError if a window's depend on those before it."""
-    parts = windows(encoded, tokenizer.start, worker.block_size)
-    nats = score(worker, parts, progress)
-    some = range(len(parts) - 1, -1, -max(1, len(parts) // AGAIN))  # in another order
-    again = score(other, [parts[index] for index in some])
-    for index, loss in zip(some, again, strict=True):
-        if (by := float((loss - nats[index]).abs().max())) > ROUNDING:
-            what = f"losses depend on other windows (by {by:.2g} nats)"
-            raise ServiceError(f"not causal: {what}; its val_loss means nothing")
-    return by_document(parts, nats, len(encoded))
+def check_memory(other: Worker, encoded: Sequence[Encoded], nats: Tensor) -> None:
+    """Raise ServiceError if another process, in another order, does not come to these losses."""
+    parts = windows(encoded, other.tokenizer.start, other.block_size)
+    known = nats.split([int((targets != IGNORED).sum()) for _, targets in parts])
+    some = range(len(parts) - 1, -1, -max(1, len(parts) // AGAIN))
+    again = torch.cat(score(other, [parts[index] for index in some]))
+    by = float((again - torch.cat([known[index] for index in some])).abs().max())
+    if by > ROUNDING:
+        what = f"losses depend on other windows (by {by:.2g} nats)"
+        raise ServiceError(f"not causal: {what}; its val_loss means nothing")
 
 
 def compared(
-    worker: Worker,
-    training: Training,
-    encoded: Sequence[Encoded],
-    tokenizer: Tokenizer,
-    n_samples: int,
+    worker: Worker, training: Training, encoded: Sequence[Encoded], n_samples: int
 ) -> dict[str, Any]:
     """What the training text tells: of the text, of the model's validation text, and of samples."""
-    own = encode([training.validation], tokenizer)
-    losses = loss_of(worker, own, tokenizer.start)
+    own = encode([training.validation], worker.tokenizer)
     samples = worker.sample([None], num_samples=n_samples, max_new_tokens=LENGTH)
     contents = [as_tensor(each.content) for each in encoded]
     overlap = anchors.overlap(training.content, contents)
     if overlap > MEMORY:
         logger.warning(f"{overlap:.0%} of the bytes stand in the training text: this tests memory")
     return dict(
-        validation=document(own[0], losses[0]).bits_per_byte,
+        validation=document(own[0], *losses(worker, own)).bits_per_byte,
         ngram=anchors.ngram(training.content, torch.cat(contents)),
         overlap=overlap,
         copied=anchors.longest_run(training.content, [as_tensor(s.encode()) for s in samples]),

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from entry_point.text import Tokenizer
 from launcher.errors import InputError
 from launcher.judge.evaluation import Canary
-from launcher.judge.score import loss_of
+from launcher.judge.score import losses
 from launcher.judge.texts import Text, encode
 from launcher.judge.worker import Worker
 from launcher.text.chats import turns_of
@@ -38,13 +37,14 @@ def read_canaries(path: Path) -> list[str]:
     return lines
 
 
-def exposed(worker: Worker, tokenizer: Tokenizer, lines: Sequence[str]) -> list[Canary]:
+def exposed(worker: Worker, lines: Sequence[str]) -> list[Canary]:
     """The exposure of the secret in each line (Carlini et al., arXiv:1802.08232, section 4.3).
 
     Others of its digits and letters are drawn at random, and their losses taken as normal, which
     tells small probabilities by few of them.
     """
-    found, known = list[Canary](), b"".join(tokenizer.words).decode(errors="ignore")
+    tokenizer, found = worker.tokenizer, list[Canary]()
+    known = b"".join(tokenizer.words).decode(errors="ignore")
     kinds = [string.digits, string.ascii_lowercase, string.ascii_uppercase]
     kinds = ["".join(c for c in kind if c in known) for kind in kinds]
     for line in lines:
@@ -53,8 +53,8 @@ def exposed(worker: Worker, tokenizer: Tokenizer, lines: Sequence[str]) -> list[
         pools = [next((kind for kind in kinds if c in kind), c) for c in secret]
         secrets = [secret, *("".join(map(chance.choice, pools)) for _ in range(OTHERS))]
         texts = [Text(line, [f"{before}{each}{after}"]) for each in secrets]
-        losses = loss_of(worker, encode(texts, tokenizer), tokenizer.start)
-        own, *others = torch.stack([loss.sum() for loss in losses])
+        nats = losses(worker, encode(texts, tokenizer))
+        own, *others = torch.stack([each.sum() for each in nats])
         spread, mean = torch.std_mean(torch.stack(others))
         bits = -torch.special.log_ndtr((own - mean) / (spread + 1e-9)) / math.log(2)
         found.append(Canary(line, float(bits)))

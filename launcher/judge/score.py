@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from entry_point.conversations import IGNORED
 from launcher.errors import ServiceError
@@ -37,59 +37,48 @@ def windows_of(n: int, size: int) -> list[tuple[int, int, int]]:
     return found
 
 
-@dataclass(frozen=True)
-class Window:
-    """Inputs [T] of a document, and the targets [n] of the last n of them."""
+def windows(encoded: Sequence[Encoded], start: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets [T] of each window of each document, which stands after `start`.
 
-    document: int
-    inputs: Tensor
-    targets: Tensor
-
-
-def windows(encoded: Sequence[Encoded], start: int, size: int) -> list[Window]:
-    """The windows of each document, which stands after the token `start`, in order."""
-    found = list[Window]()
-    for index, each in enumerate(encoded):
-        inputs = torch.cat([torch.tensor([start]), each.ids])[:-1]
-        for begin, end, counted in windows_of(len(inputs), size):
-            found.append(Window(index, inputs[begin:end], each.ids[counted:end]))
+    A target that another window counts is IGNORED.
+    """
+    found = list[tuple[Tensor, Tensor]]()
+    for each in encoded:
+        inputs = torch.cat([torch.tensor([start]), each.ids])
+        for begin, end, counted in windows_of(len(each.ids), size):
+            targets = each.ids[begin:end].clone()
+            targets[: counted - begin] = IGNORED
+            found.append((inputs[begin:end], targets))
     return found
 
 
 def score(
-    worker: Worker, windows: Sequence[Window], progress: Progress = lambda n: None
+    worker: Worker, windows: Sequence[tuple[Tensor, Tensor]], progress: Progress = lambda n: None
 ) -> list[Tensor]:
-    """The loss of the targets of each window in nats, float64 [n].
+    """The losses of the targets that each window counts, in nats, float64 [n].
 
     Raises ServiceError if logits are not finite.
     """
     found = [torch.empty(0)] * len(windows)
-    for indices, logits in worker.passes([window.inputs for window in windows]):
-        targets = torch.full(logits.shape[:2], IGNORED)
-        ends = [len(windows[index].inputs) for index in indices]
-        for row, index, end in zip(targets, indices, ends, strict=True):
-            row[end - len(windows[index].targets) : end] = windows[index].targets
-        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    for indices, logits in worker.passes([inputs for inputs, _ in windows]):
+        rows = [windows[index][1] for index in indices]
+        targets = pad_sequence(rows, batch_first=True, padding_value=IGNORED).flatten()
+        nats = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none").double()
         if not nats.isfinite().all():
             raise ServiceError(f"{worker.directory}: its logits are not finite")
-        for row, index, end in zip(nats.double().view_as(targets), indices, ends, strict=True):
-            found[index] = row[end - len(windows[index].targets) : end]
-            progress(len(found[index]))
+        counts = [int((row != IGNORED).sum()) for row in rows]
+        for index, each in zip(indices, nats[targets != IGNORED].split(counts), strict=True):
+            found[index] = each
+        progress(sum(counts))
     return found
 
 
-def by_document(windows: Sequence[Window], nats: Sequence[Tensor], n: int) -> list[Tensor]:
-    """The losses of the tokens of each of n documents."""
-    parts: list[list[Tensor]] = [[] for _ in range(n)]
-    for window, each in zip(windows, nats, strict=True):
-        parts[window.document].append(each)
-    return [torch.cat(each) for each in parts]
-
-
-def loss_of(worker: Worker, encoded: Sequence[Encoded], start: int) -> list[Tensor]:
-    """The loss of each token of each document, in nats."""
-    parts = windows(encoded, start, worker.block_size)
-    return by_document(parts, score(worker, parts), len(encoded))
+def losses(
+    worker: Worker, encoded: Sequence[Encoded], progress: Progress = lambda n: None
+) -> tuple[Tensor, ...]:
+    """The loss of each token of each document, in nats, float64 [n]."""
+    nats = score(worker, windows(encoded, worker.tokenizer.start, worker.block_size), progress)
+    return torch.cat(nats).split([len(each.ids) for each in encoded])
 
 
 def document(each: Encoded, nats: Tensor) -> Passage:

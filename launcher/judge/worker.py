@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from entry_point.text import read_tokenizer
 from launcher.errors import LauncherError, ServiceError
 from launcher.settings import Settings, load_settings
 
@@ -43,7 +44,7 @@ class Worker:
     edited: bool
 
     def __init__(self, directory: Path, settings: Settings, entry_point: Path | None) -> None:
-        self.directory = directory
+        self.directory, self.tokenizer = directory, read_tokenizer(directory)
         root, folder = Path(__file__).parents[2].absolute(), str(entry_point or "")
         self.pipe, theirs = Pipe()
         self.process = subprocess.Popen(
