@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from launcher.aws import Missing
 from launcher.errors import InputError, ServiceError
@@ -24,13 +25,6 @@ logger = logging.getLogger(__name__)
 
 SHORTEST_PART = 4  # characters of an id
 Backend = LocalBackend | SageMakerBackend  # one place where jobs run; both do the same
-
-
-def all_backends(settings: Settings, attempts: int | None = None) -> Iterator[Backend]:
-    """Yield the backends, this machine first. SageMaker is set up only when it is reached."""
-    yield LocalBackend(settings)
-    if settings.reaches_aws:
-        yield SageMakerBackend(settings, attempts)
 
 
 def backend_for(instance: str, settings: Settings) -> Backend:
@@ -80,8 +74,11 @@ def find(
 ) -> tuple[Backend, JobDescription]:
     """The backend of the job with this full id, and its description; attempts as make_client."""
     asked: list[str] = []
+    kinds: list[Callable[[Settings], Backend]] = [LocalBackend]
+    kinds += [partial(SageMakerBackend, attempts=attempts)] * settings.reaches_aws
     try:
-        for backend in all_backends(settings, attempts) if JOB_ID.fullmatch(job_id) else ():
+        for kind in kinds if JOB_ID.fullmatch(job_id) else ():
+            backend = kind(settings)
             if (description := backend.describe(job_id)) is not None:
                 return backend, description
             asked.append(backend.place)

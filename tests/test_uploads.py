@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import run
 from launcher.files import storage
 from launcher.text import corpus
 from sm_nanogpt import Settings, uploads
@@ -162,12 +161,3 @@ def test_no_upload_on_s3_goes_while_its_jobs_are_unknown(cloud, s3, cli, text_fi
     cloud.refuse.clear()
     words = ["--instance", "ml.m5.xlarge", "--preset", "quick", "--max-cost", "1"]
     assert f"data: {uri}\n" in cli("launch", *words, "--data", name_of(uri)).good.err
-
-
-def test_a_shell_completes_uploads_after_delete(upload, monkeypatch, capsys):
-    monkeypatch.setenv("COMP_WORDS", "sm-nanogpt delete inp")
-    monkeypatch.setenv("COMP_CWORD", "2")
-    monkeypatch.setenv("_SM_NANOGPT_COMPLETE", "bash_complete")
-    capsys.readouterr()
-    assert run([]) == 0
-    assert name_of(upload) in capsys.readouterr().out

@@ -73,21 +73,17 @@ def jobs_command(
             tries = {n: each for n, each in tries.items() if each[-1].status == status}
         jobs = [each[-1] for each in tries.values()]
     found = list(islice((d for d in jobs if status in (None, d.status)), limit))
-    unreadable, failure = listing.unreadable, listing.failure
-    for job in unreadable:
+    for job in listing.unreadable:
         note(f"job {job.job_id} is left out: {job.error}")
-    try:
-        found = with_costs(found, settings)
-    except (InputError, ServiceError) as error:
-        failure = failure or error
+    found = with_costs(found, settings)
     if as_json:
         print_json(found)
     elif group is not None:
         print_ranking(tries, None if status else read_record(group, settings))
-    elif found or not (failure or unreadable or status):
+    elif found or not (listing.failure or listing.unreadable or status):
         print_jobs(found, everyone)
-    if failure is not None:
-        raise failure
+    if listing.failure is not None:
+        raise listing.failure
 
 
 def print_jobs(found: list[JobDescription], everyone: bool) -> None:
@@ -129,11 +125,11 @@ def status_command(job_id: str, as_json: bool) -> None:
     from launcher.views.card import facts
 
     settings = settings_of()
-    d, curve, trouble = describe(job_id, settings), None, None
+    d, curve = describe(job_id, settings), None
     try:
         curve = metrics(job_id, settings)
     except ServiceError as error:
-        trouble = error
+        note(f"no curve: {error}")
     if d.is_running and curve and curve.rows:  # SageMaker gives the newest values late
         total = {"max_steps": d.hyperparameters.get("max_steps")}
         d = replace(d, metrics={**total, **(d.metrics or {}), **curve.newest})
@@ -144,8 +140,6 @@ def status_command(job_id: str, as_json: bool) -> None:
     print_fields({**facts(d), **times, "reason": reason_of(d)})
     if curve:
         print_curve(curve)
-    else:
-        note(f"no curve: {trouble}")
     if not d.is_running:
         note(next_step(d, settings))
     if d.status == "Failed" and (last := [*logs(job_id, settings=settings, tail=10)]):

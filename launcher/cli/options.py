@@ -101,12 +101,7 @@ class Job(click.ParamType[str]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        from launcher.settings import load_settings
-
         names = complete_job(ctx, param, incomplete)
-        if self.uploads:
-            here = Path(load_settings().local_store)
-            names += [path.stem for path in here.glob(f"*/{incomplete}*.json")]
         files = [CompletionItem(incomplete, type="file")] * (self.trained and not names)
         return [*map(CompletionItem, names), *files]
 

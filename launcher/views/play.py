@@ -42,6 +42,7 @@ from launcher.models.sample import stream_samples
 
 PAGE = Path(__file__).with_name("play.html")
 MOST_LIKELY = 5
+NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")  # of a SamplingRequest
 TURN = 0.03  # seconds; at most this, or one token, passes until the server looks at requests
 Likely = tuple[list[tuple[str, float]], int]
 
@@ -104,12 +105,8 @@ def stream_tokens(
         player.model,
         player.tokenizer,
         ids or wanted.prompt or None,
-        wanted.max_new_tokens,
-        temperature=wanted.temperature,
-        top_k=wanted.top_k,
-        top_p=wanted.top_p,
-        seed=wanted.seed,
         watch=lambda logits, ids: seen.append(likely(logits[0], int(ids[0]), player.tokenizer)),
+        **{name: getattr(wanted, name) for name in NUMBERS},
     )
     tokens = (Token(piece, *seen.pop()) if seen else Token(piece) for (piece,) in columns)
     stops = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop

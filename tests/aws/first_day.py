@@ -60,7 +60,7 @@ class Ended:
 def execute(words: tuple[str, ...], environment: Mapping[str, str]) -> tuple[int, str, str]:
     """Runs sm-nanogpt; returns its exit code, stdout and stderr."""
     done = subprocess.run(
-        [sys.executable, "-m", "launcher.cli", *words],
+        [sys.executable, "-c", "from launcher.cli import main; main()", *words],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
