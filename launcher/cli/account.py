@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -136,15 +137,8 @@ def account_and_region(arn: str) -> str:
 
 
 def print_stack(stack: Stack) -> None:
-    lines = {
-        "stack": f"{stack.name} ({stack.status})",
-        "store": stack.store,
-        "role": stack.role,
-        "kms key": stack.kms_key,
-        "vpc": "allowed" if stack.vpc else None,
-        "policy": stack.policy,
-    }
-    print_fields(lines)
+    known = {name: value for name, value in asdict(stack).items() if value}
+    print_fields({name.replace("_", " "): str(value) for name, value in known.items()})
 
 
 @click.command("doctor", cls=Command)

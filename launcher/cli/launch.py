@@ -22,15 +22,11 @@ from launcher.cli.options import (
     valued,
 )
 from launcher.cli.show import at_ctrl_c, explain, following, next_step, note, print_json, silence
-from launcher.cli.words import command
+from launcher.cli.words import command, remedy
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.settings import Settings
-
-
-def how_to_follow(job_id: str) -> str:
-    return f"`{command('logs', job_id, '--follow')}` follows it"
 
 
 class CloudOption(click.Option):
@@ -270,7 +266,7 @@ def launch_command(
     else:
         chats = any(channel.upload and channel.upload.chats for channel in plan.channels)
         then = command("chat" if chats else "fetch-and-sample", job_id)
-        note(f"{how_to_follow(job_id)}; when it has completed: {then}")
+        note(f"{remedy('job-goes-on', {'job_id': job_id})}; when it has completed: {then}")
 
 
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
@@ -290,7 +286,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         if not interrupted:
             silence(sys.stderr)
         if not stops:
-            note(f"the job keeps running; {how_to_follow(job_id)}")
+            note(f"the job keeps running; {remedy('job-goes-on', {'job_id': job_id})}")
             return
         if find(job_id, settings)[1].is_running:
             stop(job_id, settings)

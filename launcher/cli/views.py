@@ -69,9 +69,10 @@ def report_command(
 
 def launch_again(job: TrainingJob) -> str:
     """The command that repeats a job. Values of its environment may be secret."""
-    # What no new run has, or none takes.
-    left = {"affordable_run", "worst_cost", "earlier_cost", "name", "base", "summary"}
-    given = job.model_dump(exclude_defaults=True, exclude=left | {"instance", "source_sha256"})
+    from launcher.job import Request
+
+    asked = Request.model_fields.keys() - {"name", "instance"}
+    given = job.model_dump(exclude_defaults=True, include=asked)
     lines = [f"sm-nanogpt launch --instance {job.instance}"]
     for name, value in given.items():
         if name == "environment":

@@ -137,7 +137,8 @@ def until(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
         held.append(token)
         text = "".join(each.text for each in held)
         found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
-        begun = (begins(stop, text) for stop in stops)
+        ends = ((n, stop[:n]) for stop in stops for n in range(min(len(stop), len(text)) + 1))
+        begun = (n for n, begin in ends if text.endswith(begin))
         free = min(found)[1] if found else len(text) - max(begun, default=0)
         while held and len(held[0].text) <= free:
             free -= len(held[0].text)
@@ -147,12 +148,6 @@ def until(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
                 yield replace(held[0], text=held[0].text[:free])
             return
     yield from held
-
-
-def begins(stop: str, text: str) -> int:
-    """How many characters of `stop` the text ends with."""
-    longest = range(min(len(stop), len(text)), 0, -1)
-    return next((n for n in longest if text.endswith(stop[:n])), 0)
 
 
 def turn(tokens: Iterator[Token]) -> list[Token]:
@@ -168,9 +163,7 @@ def turn(tokens: Iterator[Token]) -> list[Token]:
 class Queued(StreamingResponse):
     """Lines that wait for a lock, and hold it until they end."""
 
-    def __init__(
-        self, lines: AsyncIterator[str], lock: asyncio.Lock, kind: str = "application/x-ndjson"
-    ) -> None:
+    def __init__(self, lines: AsyncIterator[str], lock: asyncio.Lock, kind: str) -> None:
         super().__init__(lines, media_type=kind)
         self.lock = lock
 
@@ -223,7 +216,7 @@ def make_app(
             except ServiceError as error:  # an edited script fails
                 yield f"{json.dumps({'error': str(error)})}\n"
 
-        answer = Queued(lines(), player.lock)
+        answer = Queued(lines(), player.lock, "application/x-ndjson")
         answer.headers["x-dropped"] = str(dropped)  # messages that the model does not see
         return answer
 
