@@ -182,8 +182,7 @@ class Job:
         description, places = tracking.places_of(self.id, self.settings)
         if keep_model:
             fetch.keep_model(description, self.settings)
-            places = places[1:]
-        tracking.delete(self.id, places, self.settings)
+        tracking.delete(self.id, [*places][keep_model:], self.settings)
         self._last = None
 
     def resume(self, *, confirmed: bool = False, **changes: Any) -> Job:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Places = dict[str, dict[str, int]]  # bytes by file, by directory or prefix
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
@@ -132,22 +133,8 @@ def watched(backend: Backend, job_id: str, ask: Callable[[], T], deadline: float
     return patiently(ask, job_id=job_id, code="job-goes-on", deadline=deadline)
 
 
-@dataclass(frozen=True)
-class Place:
-    """A directory or prefix, and the number and bytes of the files below it."""
-
-    uri: str
-    files: int
-    size: int
-
-
-def measured(uri: str, settings: Settings) -> Place:
-    sizes = storage.list_files(uri, settings).values()
-    return Place(uri, len(sizes), sum(sizes))
-
-
-def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, list[Place]]:
-    """A job, and where its files are, its fetched models first."""
+def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, Places]:
+    """A job, and its files with their bytes by place, its fetched models first."""
     backend, description = find(job_id, settings)
     if description.is_running:
         raise ServiceError(f"job {job_id} is {description.status}", "job-is-running", job_id=job_id)
@@ -161,15 +148,15 @@ def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, list[Pla
             problem = f"{path} is a link; remove it by hand"
     if problem:
         raise ServiceError(problem)
-    return description, [measured(uri, settings) for uri in locations]
+    return description, {uri: storage.list_files(uri, settings) for uri in locations}
 
 
-def delete(job_id: str, places: list[Place], settings: Settings) -> None:
-    """Delete these files of a job, and then the job.
+def delete(job_id: str, places: Iterable[str], settings: Settings) -> None:
+    """Delete the files of a job in these places, and then the job.
 
     After an interruption the job is still there, and can be deleted again.
     """
     backend = find(job_id, settings)[0]
     for place in places:
-        storage.remove(place.uri, settings)
+        storage.remove(place, settings)
     backend.forget(job_id)

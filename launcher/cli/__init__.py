@@ -161,15 +161,15 @@ def signals_as_ctrl_c() -> Iterator[None]:
     An ignored signal stays ignored, as `nohup` expects.
     """
     before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    before = {sign: handler for sign, handler in before.items() if handler is not signal.SIG_IGN}
 
     def interrupt(*_: object) -> NoReturn:
         for sign in before:
             signal.signal(sign, signal.SIG_IGN)  # `timeout` sends it twice
         raise Terminated
 
-    for sign, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(sign, interrupt)
+    for sign in before:
+        signal.signal(sign, interrupt)
     try:
         yield
     finally:

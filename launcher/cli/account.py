@@ -53,7 +53,6 @@ def infra_deploy_command(dry_run: bool, yes: bool, **changes: Any) -> None:
     if left := deployment.removal(LEFT_OVER):
         note(f"stack {deployment.name} is {left.status}; it has to be deleted first")
         if dry_run:
-            show_removal(left)
             note("dry run: nothing was changed; after that, the stack would be created again")
             return
         remove_stack(deployment, left, yes)

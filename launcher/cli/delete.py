@@ -136,19 +136,20 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
                     f"job {job_id} is {description.status} and has no model to keep; leave out"
                     " --keep-model"
                 )
-            places = places[1:]
+            del places[next(iter(places))]  # of its fetched models
         found.append((description, places))
     for description, places in found:
         note(f"{description.named}, {description.status}:")
-        for place in places:
-            if place.files:
-                note(f"  {in_units(place.size):>8} in {place.files} files: {place.uri}")
+        for place, sizes in places.items():
+            if sizes:
+                note(f"  {in_units(sum(sizes.values())):>8} in {len(sizes)} files: {place}")
     agree("Delete these files?", yes)
     for description, places in found:
         if keep_model:
             click.echo(fetch(description, settings))
         delete(description.job_id, places, settings)
-        note(f"deleted {description.job_id}: {in_units(sum(place.size for place in places))}")
+        freed = sum(size for sizes in places.values() for size in sizes.values())
+        note(f"deleted {description.job_id}: {in_units(freed)}")
 
 
 def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:

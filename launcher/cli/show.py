@@ -10,14 +10,14 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from launcher.cli.words import command, reason_of, remedies, remedy
-from launcher.errors import InputError, ServiceError
+from launcher.errors import ServiceError
 
 if TYPE_CHECKING:
     from launcher.curve import Curve
@@ -54,14 +54,12 @@ def tell_end(description: JobDescription, settings: Settings, *good: str) -> Non
 
 def next_step(description: JobDescription, settings: Settings) -> str:
     """The likely next command for a job that has ended."""
-    from launcher.text.corpus import read_manifest
+    from launcher.views.report import upload_of
 
     job_id = description.job_id
     if description.status == "Completed":
-        chats = False
-        with suppress(InputError, ServiceError):  # the data may be gone
-            upload = read_manifest(description.data, settings)
-            chats = upload is not None and upload.chats
+        upload = upload_of(description.data, settings)
+        chats = upload is not None and upload.chats
         return f"next: {command('chat' if chats else 'fetch-and-sample', job_id)}"
     if description.checkpoint_uri is not None:
         return (

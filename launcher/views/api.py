@@ -195,10 +195,8 @@ def begin(player: Player, wanted: WantedChat | WantedText) -> tuple[Answer, Iter
         ids = encode(player.tokenizer, prompt, size) if prompt else [player.tokenizer.start]
         kind, most = "text_completion", 16 if most is None else most
     request = SamplingRequest(
-        prompt="",
         max_new_tokens=most,
         temperature=1.0 if wanted.temperature is None else wanted.temperature,
-        top_k=0,
         top_p=1.0 if wanted.top_p is None else wanted.top_p,
         seed=secrets.randbits(31) if wanted.seed is None else wanted.seed,
         stop=wanted.stop or "",

@@ -77,13 +77,13 @@ class Player:
 class SamplingRequest:
     """What the page asks for; stream_samples checks the numbers' ranges."""
 
-    prompt: str  # "": a new text
     max_new_tokens: int
     temperature: Annotated[float, Field(allow_inf_nan=False)]
-    top_k: int
     top_p: float
     seed: int
     stop: str | list[str]  # the text ends before any of them
+    top_k: int = 0
+    prompt: str = ""  # "": a new text
     messages: list[Message] | None = None  # a conversation to answer, in place of the prompt
 
 

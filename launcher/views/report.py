@@ -17,7 +17,7 @@ from launcher.judge.evaluation import Evaluation, kept
 from launcher.launching.launch import shortest
 from launcher.launching.sweeps import Rank, differences, ranking
 from launcher.settings import Settings
-from launcher.text.corpus import Upload, find_upload
+from launcher.text.corpus import Upload, read_manifest
 from launcher.tracking import with_costs
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ def read_run(job_id: str, settings: Settings) -> Run:
 def upload_of(uri: str | None, settings: Settings) -> Upload | None:
     """The manifest of a data set; None if it is gone, or was never uploaded."""
     try:
-        return find_upload(uri, settings) if uri else None
+        return read_manifest(uri, settings) if uri else None
     except (InputError, ServiceError):
         return None
 
