@@ -18,7 +18,7 @@ from entry_point.kernels import repeat_kv
 from entry_point.model import GPT, Attention, Block, Linear, norm, rotary
 
 # With so few sequences at once, sampling a token is bound by the reading of the weights, which int8
-# makes smaller (PackedLinear); with more, by the products with the weights and in the attention.
+# makes smaller (PackedLinear).
 FEW_SEQUENCES = 4
 # A model with so many numbers in its matrices gains from packing: below, calling oneDNN takes
 # longer than reading them.
@@ -153,13 +153,7 @@ def attention(
     q, k, v = part.heads(x, cos, sin)
     k, v = cache.update(layer, k, v)
     k, v = repeat_kv(k, q.size(1)), repeat_kv(v, q.size(1))
-    many = q.size(2) == 1 and len(q) > FEW_SEQUENCES
-    if many and x.device.type == "cpu" and q.dtype == torch.float32:
-        # For 8 or 16 sequences this is faster than torch's kernel, and keys times queries take half
-        # as long as queries times keys.
-        y = (k @ (q * q.size(-1) ** -0.5).mT).mT.softmax(dim=-1) @ v
-    else:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1)
     return part.out(y.transpose(1, 2).flatten(2))
 
 
