@@ -73,18 +73,17 @@ def stream_samples(
 
 def encode(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
     """The ids of a prompt; of one that is longer than a context of `size`, those of its end."""
-    of_tokens, problem = tokenizer.unit == "tokens", ""
-    known = {} if of_tokens else {word.decode(): n for n, word in enumerate(tokenizer.words)}
+    problem, known = "", set[str]()
+    if tokenizer.unit == "characters":
+        known = {word.decode() for word in tokenizer.words}
     if not prompt:
         problem = "is empty; leave it out to start with a new text"
     elif not is_utf8(prompt):
         problem = "is not UTF-8 text"
-    elif not of_tokens and (unknown := sorted(set(prompt) - set(known))):
+    elif known and (unknown := sorted({*prompt} - known)):
         problem = f"has characters that the model has never seen: {characters(unknown)}"
     if problem:
         raise InputError(f"the prompt {problem}")
-    if not of_tokens:
-        return [known[character] for character in prompt[-size:]]
     end = prompt[-size * max(map(len, tokenizer.words)) :]  # at least `size` tokens
     published = published_tokenizer(json.dumps(tokenizer.document))
     ids: list[int] = published.encode(end, add_special_tokens=False).ids
