@@ -128,9 +128,9 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
         worst = usd(spent + worst_case(per_hour, run, keep_alive))
         whose = job.origin("max_run") if run == job.max_run else ""
         most = f"; a run of at most {longest} s stays below it" * (longest >= SHORTEST_RUN)
-        parts = ", ".join([f"{usd(per_hour)} an hour", *counted(job, spent)])
         raise CeilingTooLow(
-            f"{ceiling} is too low: a run of {run} s{whose} may cost {worst} ({parts}){most}"
+            f"{ceiling} is too low: a run of {run} s{whose} may cost {worst}"
+            f" ({usd(per_hour)} an hour, {counted(spent)}){most}"
         )
     return job.model_copy(update={"affordable_run": longest})
 
@@ -184,7 +184,7 @@ def afford(
     logger.info(f"price: {total} an hour{each}, by {price.source}{spot}{of_which}")
     logger.info(
         f"cost: at most {usd(worst)}, if it runs for {ready.time_limit} s"
-        f" (counted: {', '.join(counted(ready, counts))})"
+        f" (counted: {counted(counts)})"
     )
     if ready.time_limit == ready.affordable_run:
         logger.info(f"time limit: {ready.time_limit} s, from {ceiling}")
@@ -192,16 +192,10 @@ def afford(
     return ready.model_copy(update={"instance": job.instance, **costs})
 
 
-def counted(job: TrainingJob, earlier: float) -> list[str]:
+def counted(earlier: float) -> str:
     """What the estimate includes besides the run."""
-    parts = [f"an allowance of {AROUND_SECONDS} s for start-up, stop and upload"]
-    if not has_local_storage(job.instance):
-        parts.append("disks")
-    if job.keep_alive:
-        parts.append(f"{job.keep_alive} s of warm pool")
-    if earlier:
-        parts.append(f"{usd(earlier)} of the earlier jobs")
-    return parts
+    before = f", {usd(earlier)} of the earlier jobs" if earlier else ""
+    return f"an allowance of {AROUND_SECONDS} s for start-up, stop and upload{before}"
 
 
 # -- prices ----------------------------------------------------------------------------------------
