@@ -145,10 +145,8 @@ class Request(BaseModel):
         if self.max_wait is not None and self.max_wait < run:
             yield "max_wait", self.max_wait, f"must be at least the time limit, {run}"
         if bool(self.subnets) != bool(self.security_group_ids):
-            name, other = "subnets", "security groups"
-            if not self.subnets:
-                name, other = "security_group_ids", "subnets"
-            yield name, None, f"also needs {other}"
+            name = "subnets" if self.subnets else "security_group_ids"
+            yield name, None, "subnets and security groups need each other"
         for name in self.environment:
             if name.startswith(("SM_", "SAGEMAKER_")):
                 yield "environment", name, "SageMaker sets it"

@@ -256,7 +256,7 @@ tags = {team = "a", cost-center = "7"}
 @pytest.mark.parametrize(
     ("config", "fact"),
     [
-        ('subnets = ["subnet-1"]', "also needs security groups"),
+        ('subnets = ["subnet-1"]', "subnets and security groups need each other"),
         ('subnets = "subnet-1"', "config.toml: subnets='subnet-1': "),
         ("tags = {sm-nanogpt = 'x'}", "from the settings: tags=sm-nanogpt: "),
     ],
@@ -279,7 +279,7 @@ def many(option: str, n: int) -> str:
         ("--spot --max-wait 9999999", "--max-wait 9999999: "),
         ("--keep-alive 3601", "--keep-alive 3601: must be at most 3600"),
         ("--max-run 1", "--max-run 1: must be at least 60"),
-        ("--subnet subnet-1", "also needs security groups"),
+        ("--subnet subnet-1", "subnets and security groups need each other"),
         ("--subnet a,b --security-group sg", "--subnet a,b: must match"),
         ("--subnet a --security-group 'sg 1'", "--security-group sg 1: must match"),
         ("--kms-key 'my key!'", "--kms-key my key!: must match"),
