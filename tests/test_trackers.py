@@ -1,15 +1,13 @@
-"""Curves in TensorBoard and MLflow: each value once, however often a job is tracked."""
+"""Curves in TensorBoard and MLflow: each value once, however often a job is sent there."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import launching
 import pytest
@@ -19,12 +17,13 @@ from tensorboard.backend.event_processing import plugin_event_accumulator as eve
 from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.tensor_util import make_ndarray
 from test_sagemaker import TAGGED
+from to_tensorboard import Board, write
 
-from launcher.cli import views as track
+from launcher import tracking
+from launcher.aws import Unreachable
 from launcher.curve import Curve, Row
 from launcher.files import storage
 from launcher.job import JobDescription
-from launcher.views.tensorboard import Board
 
 Points = dict[str, list[tuple[int, float]]]
 TAGS = {"loss/train": "train_loss", "loss/val": "val_loss", "bits_per_byte": "bits_per_byte"}
@@ -67,9 +66,8 @@ def first_files(monkeypatch):
 
 
 @pytest.fixture
-def tracked(cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(track, "POLL_SECONDS", 0.1)
-    return partial(cli, "track", "--tensorboard", str(tmp_path / "runs"))
+def board(tmp_path):
+    return Board(tmp_path / "a-job")
 
 
 @pytest.fixture
@@ -85,28 +83,22 @@ def launched(cloud, cli, text_file):
     return launch
 
 
-def test_each_row_is_drawn_once_however_often_tracked(job, tracked, tmp_path):
+def test_each_row_is_drawn_once_however_often_written(job, tmp_path, capsys):
     file, whole = curve_file(job), curve_file(job).read_text()
     for text in (whole.splitlines(keepends=True)[0], whole, whole):
         file.write_text(text)
-        ran = tracked("latest")
-        assert (ran.code, ran.out) == (0, f"{tmp_path / 'runs' / job.job_id}\n"), ran.err
-        assert same(drawn(tmp_path / "runs" / job.job_id), rows(job))
+        write(["latest"], tmp_path)
+        assert capsys.readouterr() == (f"{tmp_path / job.job_id}\n", "")
+        assert same(drawn(tmp_path / job.job_id), rows(job))
 
 
-def test_a_named_pipe_among_the_event_files_hangs_nothing(job, tracked, tmp_path):
-    (tmp_path / "runs" / job.job_id).mkdir(parents=True)
-    os.mkfifo(tmp_path / "runs" / job.job_id / "events.out.tfevents.1.pipe")
-    assert tracked(job.job_id).code == 0
-
-
-def test_tensorboard_has_times_hparams_and_samples(job, tracked, tmp_path):
+def test_tensorboard_has_times_hparams_and_samples(job, tmp_path):
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     with (job.directory / "logs/job.log").open("a") as log:
         log.write("--- sample after training ---\n| To be\n|   or not\n")
-    tracked(job.job_id)
-    shown = events(tmp_path / "runs" / job.job_id)
+    write([job.job_id], tmp_path)
+    shown = events(tmp_path / job.job_id)
     times = [event.wall_time for event in shown.Tensors("loss/train")]
     assert times == [row["time"] for row in rows(job)]
     (text,) = shown.Tensors("samples/after_training/text_summary")
@@ -145,61 +137,51 @@ def described(status: str = "InProgress", **values: Any) -> JobDescription:
     return JobDescription("a-job", status, status, "local", 1, 9e8, "file:///data", **values)
 
 
-def test_a_resumed_run_replaces_the_later_steps(tmp_path):
+def test_a_resumed_run_replaces_the_later_steps(board):
     resumed = curve_of((5, 4.0), (10, 3.5), (12, 3.0))
-    board = Board(tmp_path, "a-job")
     for curve in (curve_of((5, 4.0)), curve_of((5, 4.0), (10, 3.0), (15, 2.0)), resumed):
-        board.update(curve, described())
-    assert same(drawn(tmp_path / "a-job"), list(resumed.rows))
-    assert len(list((tmp_path / "a-job").iterdir())) == 2
+        board.update(described(), curve)
+    assert same(drawn(board.place), list(resumed.rows))
+    assert len(list(board.place.iterdir())) == 2
 
 
-def test_a_row_of_a_log_gets_the_time_it_was_first_seen(tmp_path):
+def test_a_row_of_a_log_gets_the_time_it_was_first_seen(board):
     rows: list[Row] = [{"step": 5, "val_loss": 4.0}, {"step": 6, "val_loss": 3.0}]
-    board = Board(tmp_path, "a-job")
-    board.update(Curve("a-job", "", rows[:1]), described())
-    board.update(Curve("a-job", "", rows), replace(described("Completed"), ended=9e8))
+    board.update(described(), Curve("a-job", "", rows[:1]))
+    board.update(replace(described("Completed"), ended=9e8), Curve("a-job", "", rows))
     first, second = (event.wall_time for event in events(board.place).Tensors("loss/val"))
     assert first == pytest.approx(time.time(), abs=60)
     assert second == 9e8
 
 
-def test_following_adds_rows_until_the_job_ends(home, text_file, cli, tracked, tmp_path):
+def test_following_adds_rows_until_the_job_ends(home, text_file, cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("to_tensorboard.POLL_SECONDS", 0.1)
     words = launching.launching("--detach", data=text_file, max_steps=30)
     job_id = cli(*words).out.strip()
-    ran = tracked(job_id, "--follow")
-    assert (ran.code, ran.err) == (0, f"{job_id}: 6 rows to step 30; Completed\n")
-    assert same(drawn(tmp_path / "runs" / job_id), rows(Finished(home, job_id)))
+    write([job_id], tmp_path, follow=True)
+    assert same(drawn(tmp_path / job_id), rows(Finished(home, job_id)))
+    assert rows(Finished(home, job_id))[-1]["step"] == 30
 
 
-def test_a_job_on_sagemaker_gets_all_digits_at_its_end(launched, s3, tracked, tmp_path):
+def test_a_job_on_sagemaker_gets_all_digits_at_its_end(launched, s3, tmp_path, monkeypatch):
+    monkeypatch.setattr("to_tensorboard.POLL_SECONDS", 0.1)
     job_id = launched((-2, "step=5/10 val_loss=2.5"))
-    assert tracked(job_id).code == 0
-    assert events(tmp_path / "runs" / job_id).Tensors("loss/val")[0].step == 5
+    write([job_id], tmp_path)
+    assert events(tmp_path / job_id).Tensors("loss/val")[0].step == 5
     rows = b'{"step": 5, "val_loss": 2.5000123, "time": 9e8}\n{"step": 10, "val_loss": 2.25}\n'
     checkpoints = f"s3://{s3.bucket}/some/prefix/checkpoints/{job_id}"
     storage.write_bytes(f"{checkpoints}/metrics-00000001.jsonl", rows)
-    ran = tracked(job_id, "--follow")
-    assert ran.code == 0, ran.err
-    points = events(tmp_path / "runs" / job_id).Tensors("loss/val")
+    write([job_id], tmp_path, follow=True)
+    points = events(tmp_path / job_id).Tensors("loss/val")
     found = [(p.step, round(make_ndarray(p.tensor_proto).item(), 6)) for p in points]
     assert found == [(5, 2.500012), (10, 2.25)]
     assert points[0].wall_time == 9e8
 
 
-def test_following_asks_for_each_part_of_a_log_once(cloud, launched, tracked):
-    job_id = launched(*[(i / 5 - 2, f"step={i + 1}/9 val_loss=2") for i in range(9)])
-    ran = tracked(job_id, "--follow")
-    assert ran.code == 0, ran.err
-    assert f"{job_id}: " in ran.err
-    asked = [body for operation, body in cloud.calls if operation == "GetLogEvents"]
-    assert len([body for body in asked if "nextToken" not in body]) == 1
-
-
-def test_a_missing_library_names_its_install_command(job, cli, monkeypatch):
-    for loaded in [each for each in sys.modules if each.startswith("torch.utils.tensorboard")]:
-        monkeypatch.delitem(sys.modules, loaded)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    ran = cli("track", job.job_id, "--tensorboard", "here")
-    assert ran.code == 2
-    assert "'.[tensorboard]'" in ran.error
+def test_following_goes_on_after_an_outage(job, tmp_path, monkeypatch, capsys):
+    answers = Mock(side_effect=[Unreachable("no answer"), tracking.describe(job.job_id)])
+    monkeypatch.setattr("to_tensorboard.POLL_SECONDS", 0)
+    monkeypatch.setattr("launcher.tracking.describe", answers)
+    write([job.job_id], tmp_path, follow=True)
+    assert capsys.readouterr().err.startswith("no answer; ")
+    assert same(drawn(tmp_path / job.job_id), rows(job))

@@ -1,0 +1,83 @@
+"""Write the curves of jobs for TensorBoard: to_tensorboard.py JOB-ID... --directory runs [--follow]
+
+It needs `pip install tensorboard`. The jobs may still run; with --follow, it adds rows until they
+end. Each call writes a new event file in runs/JOB-ID, which replaces the older ones, and so does a
+run that resumed from an earlier step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+import sm_nanogpt as sm
+from launcher.curve import Curve
+from launcher.tracking import metrics
+
+TAGS = {"train_loss": "loss/train", "val_loss": "loss/val", "best_loss": "loss/best"}
+NOTHING = Curve("", "", [])
+POLL_SECONDS = 10.0
+
+
+@dataclass
+class Board:
+    """The event files of a job, and what the newest of them holds."""
+
+    place: Path
+    writer: SummaryWriter | None = None
+    written: Curve = NOTHING
+
+    def update(self, job: sm.JobDescription, curve: Curve) -> None:
+        columns, start, end = hparams(job.hyperparameters, {TAGS["val_loss"]: 0})
+        table = [end] * (job.status == "Completed")  # torch's end always reports success
+        known = len(self.written.rows)
+        if self.writer is None or curve.rows[:known] != self.written.rows:
+            self.writer = SummaryWriter(str(self.place), purge_step=0)  # replaces older files
+            table = [columns, start, *table]
+            self.written, known = NOTHING, 0
+        for row in curve.rows[known:]:  # those of a log have no time
+            when = row.get("time", job.ended or time.time())
+            for name in row.keys() - {"step", "time"}:
+                self.writer.add_scalar(TAGS.get(name, name), row[name], int(row["step"]), when)
+        for title, text in curve.samples.items() - self.written.samples.items():
+            step = 0 if title.startswith("before") else int(curve.newest.get("step", 0))
+            block = "".join(f"    {line}\n" for line in text.split("\n"))  # of Markdown
+            self.writer.add_text(f"samples/{title.replace(' ', '_')}", block, step)
+        for summary in table:
+            self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
+        self.writer.flush()
+        self.written = curve
+
+
+def write(jobs: Iterable[str], directory: Path, follow: bool = False) -> None:
+    """Bring the event files up to date; with follow, until the jobs end."""
+    boards = {job: Board(directory / job.id) for job in map(sm.job, jobs)}
+    while boards:
+        for job, board in list(boards.items()):
+            try:  # in this order, so that the curve of a job that has ended is complete
+                now, curve = job.describe(), metrics(job.id, with_samples=True)
+            except sm.Unreachable as error:
+                if not follow:
+                    raise
+                print(f"{error}; it is asked again", file=sys.stderr)
+                continue
+            board.update(now, curve)
+            if not (follow and now.is_running):
+                del boards[job]
+                print(board.place)
+        time.sleep(POLL_SECONDS * bool(boards))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("jobs", metavar="JOB-ID", nargs="+")
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--follow", action="store_true")
+    write(**vars(parser.parse_args()))
