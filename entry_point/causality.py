@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .errors import TrainingError
+
+if TYPE_CHECKING:
+    from .model import GPT
+    from .text import Tokenizer
+
 # Nats by which the logarithm of a probability may move. Measured: 0 in float32 and bfloat16, 1.3e-5
 # with convolutions by Fourier transforms; the mildest leak tried, a thousandth of a value, 3e-4.
 TOLERANCE = 1e-4
+LONGEST_WINDOW = 1024  # tokens, as the logits of longer windows can fill the memory
 LEAST = -100.0  # such a logarithm, as a masked one is -inf
 
 
@@ -86,3 +94,18 @@ def find_leak(
             source = end - 1 if cut < end <= T else None
             return Leak(position, source, float(difference[row, position]))
     return None
+
+
+def check_causality(model: GPT, tokenizer: Tokenizer, chats: bool) -> None:
+    """Looks for a leak in random ids (CPU, float32). Raises TrainingError if there is one.
+
+    It makes as many cuts as there are windows, in 2,048 tokens or two windows. That shows a leak at
+    many positions, as an edit by mistake makes it, and takes about a second in `laptop`.
+    """
+    T = min(model.config.block_size, LONGEST_WINDOW)
+    n_cuts = max(2, 2048 // T)
+    end = tokenizer.end if chats or model.config.mask_documents else None
+    windows = torch.randint(len(tokenizer), (n_cuts, T), generator=torch.Generator().manual_seed(1))
+    logits = partial(model, end=end, chats=chats)
+    if leak := find_leak(logits, windows, len(tokenizer), seed=1, n_cuts=n_cuts):
+        raise TrainingError(f"not causal: {leak}")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import ConfigError, choices_for, counted, nearest_name
+from .errors import ConfigError, counted, nearest_name
 
 
 def hyperparameter(
@@ -248,7 +248,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def whole_number(text: str) -> int:
-    number = float(text)
+    number, text = float(text), text.removesuffix(".0")
     return int(number) if "e" in text.lower() and number.is_integer() else int(text)
 
 
@@ -273,14 +273,14 @@ def read_value(f: dataclasses.Field[Any], given: Any) -> Any:
         text = f.type == "str"
         if value in (m["choices"] or [value]) if text else m["least"] <= value <= m["most"]:
             return value
-    raise ConfigError(f"{f.name}={given!r}: must be {allowed(f, str(given))}")
+    raise ConfigError(f"{f.name}={given!r}: must be {allowed(f)}")
 
 
-def allowed(f: dataclasses.Field[Any], given: str = "") -> str:
-    """The values that the field allows, in words; of its choices, also the one meant."""
+def allowed(f: dataclasses.Field[Any]) -> str:
+    """The values that the field allows, in words."""
     m = f.metadata
     if m["choices"]:
-        return choices_for(given, m["choices"])
+        return f"one of {', '.join(m['choices'])}"
     number = TYPES[str(f.type)][1]
     if m["most"] < math.inf:
         return f"{number} from {m['least']} to {m['most']}"

@@ -55,12 +55,16 @@ def record_passes(
     """
     device = passes[0][0].device
     total_memory = torch.cuda.get_device_properties(device).total_memory
-    if torch.cuda.max_memory_allocated() > total_memory / 2:
-        log(f"{NO_GRAPH}: the run takes over half of the GPU's memory")
+    problem = "some weights are not of float32"  # as the one buffer is
+    if all(parameter.dtype == torch.float32 for parameter in parameters):
+        large = torch.cuda.max_memory_allocated() > total_memory / 2
+        problem = "the run takes over half of the GPU's memory" if large else ""
+    if problem:
+        log(f"{NO_GRAPH}: {problem}")
         return {}, None
     gradients = flat_gradients(parameters)
     try:
-        rehearse(run, passes)
+        try_passes(run, passes)
     except RuntimeError as error:
         log(f"{NO_GRAPH}: {first_line(error)}")
         return {}, None
@@ -70,7 +74,7 @@ def record_passes(
     except RuntimeError as error:
         cause = first_line(error.__context__ or error)
         raise TrainingError(f"no CUDA graph (compile=off needs none): {cause}") from error
-    torch.cuda.reset_peak_memory_stats()  # of the rehearsal, which needs more than training
+    torch.cuda.reset_peak_memory_stats()  # of try_passes, which needs more than training
     log(f"recorded {counted(len(graphs), 'CUDA graph')}")
     return graphs, gradients
 
@@ -87,7 +91,7 @@ def flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
     return buffer
 
 
-def rehearse(run: Run, passes: Sequence[tuple[Tensor, Tensor, float]]) -> None:
+def try_passes(run: Run, passes: Sequence[tuple[Tensor, Tensor, float]]) -> None:
     """Runs passes on a stream of their own, as torch asks for before a graph is recorded.
 
     Raises RuntimeError if one waits for the GPU, as `tensor.item()` does, which no graph can.

@@ -40,12 +40,17 @@ def start_ranks(
 
     The first host's parent serves the store at which all ranks meet, so a host that is started
     alone waits for the others. On Linux, CPU ranks are forked, so that torch is imported once.
+    Raises TrainingError if the store's port is taken.
     """
     n_hosts, first = len(container.hosts), container.hosts.index(container.current_host) * n_local
     address = os.environ.get("MASTER_ADDR", container.hosts[0]) if n_hosts > 1 else "127.0.0.1"
     port = int(os.environ.get("MASTER_PORT", "7777")) if n_hosts > 1 else 0
     if first == 0:
-        listener = socket.create_server((address if address.startswith("127.") else "", port))
+        try:
+            listener = socket.create_server((address if address.startswith("127.") else "", port))
+        except OSError as error:
+            why = f"cannot listen at port {port}: {error.strerror}"
+            raise TrainingError(f"{why}; set MASTER_PORT to a free one, on each host") from None
         port, fd = listener.getsockname()[1], listener.detach()
     forks = sys.platform == "linux" and device_type == "cpu"
     if forks:
@@ -135,7 +140,7 @@ class Ranks:
 def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     """torchrun's variables, else Open MPI's; None when nothing launched this process.
 
-    Raises TrainingError if the hosts of a job are not in one group.
+    Raises TrainingError if the hosts of a job are not in one group, ConfigError if one is missing.
     """
     names, launcher = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"], "torchrun"
     if not {"RANK", "WORLD_SIZE"} <= env.keys():
@@ -143,6 +148,8 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
         launcher = "mpirun"
     if names[1] not in env:
         return None
+    if missing := [name for name in names if name not in env]:
+        raise ConfigError(f"{names[1]} is set, so set {', '.join(missing)} too, as torchrun does")
     rank, world_size, local_rank, local_world_size = (int(env[name]) for name in names)
     launcher = env.get("SM_NANOGPT_LAUNCHER", launcher)
     if n_hosts > 1 and world_size != n_hosts * local_world_size:
@@ -306,21 +313,12 @@ class Group:
                 )
 
     def async_all_reduce_max(self, value: int) -> Callable[[], int]:
-        """Starts to find the largest value (0 to 255) of any rank; call the result for the answer.
+        """Starts to find the largest value of any rank; call the result for the answer.
 
         Computation in between hides the time that this takes.
         """
-        if self.world_size == 1:
-            return lambda: value
-        self.heartbeat()
-        tensor = torch.tensor(value, dtype=torch.uint8)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
-
-        def answer() -> int:
-            work.wait()
-            return int(tensor)
-
-        return answer
+        values = self.async_all_gather(torch.tensor(value))
+        return lambda: int(values().max())
 
     def synchronize(self) -> None:
         """Waits until the device has finished its work, so that a clock may be read.

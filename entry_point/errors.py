@@ -90,9 +90,3 @@ def nearest_name(name: str, known: Sequence[str]) -> str:
     close = [short[name]] if name in short else difflib.get_close_matches(name, known, 1, 0.8)
     close = close or difflib.get_close_matches(name, known)
     return f", did you mean {' or '.join(close)}?" if close else f", known are {', '.join(known)}"
-
-
-def choices_for(value: str, choices: Sequence[str]) -> str:
-    """'one of ...' with the choice most like `value`, if any is: `gpu` is not like `cpu`."""
-    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.7)
-    return f"one of {', '.join(choices)}{f', did you mean {close[0]}?' if close else ''}"

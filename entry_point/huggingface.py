@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .causality import find_leak
+from .causality import LONGEST_WINDOW, check_causality
 from .checkpoint import read_safetensors, replacing, write_safetensors
 from .config import Config, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
@@ -115,7 +114,6 @@ def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str
 # Largest difference by rounding, as a fraction of the largest logit. Measured: 1e-6 in `cpu`, 2e-6
 # in 12 layers of 768; the mildest edit tried (no QK-norm, 10 steps) makes 1e-2.
 LOGIT_TOLERANCE = 1e-4
-LONGEST_WINDOW = 1024  # as the logits of longer windows can fill the memory
 
 
 @torch.inference_mode()
@@ -131,22 +129,6 @@ def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str,
     difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
     if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
         raise TrainingError(f"its logits differ from Qwen3's by {difference:.2g}")
-
-
-def check_causality(model: GPT, tokenizer: Tokenizer, chats: bool) -> None:
-    """Looks for a leak in random ids (CPU, float32). Raises TrainingError if there is one.
-
-    It makes 64 cuts in `cpu`, 4 in `laptop`, and 2 where there are over 12 million parameters
-    (1,024 tokens). That shows what leaks at many positions, as an edit by mistake does.
-    """
-    T, parameters = min(model.config.block_size, LONGEST_WINDOW), model.parameters()
-    operations = 4 * T * sum(parameter.numel() for parameter in parameters)  # of a cut
-    n_cuts = max(2, min(4096 // T, int(1e11 / operations)))
-    end = tokenizer.end if chats or model.config.mask_documents else None
-    windows = torch.randint(len(tokenizer), (n_cuts, T), generator=torch.Generator().manual_seed(1))
-    logits = partial(model, end=end, chats=chats)
-    if leak := find_leak(logits, windows, len(tokenizer), seed=1, n_cuts=n_cuts):
-        raise TrainingError(f"not causal: {leak}")
 
 
 def why_not(check: Callable[[], None]) -> str:
@@ -236,6 +218,7 @@ def write_artefact(
     ends = [] if tokenizer.end is None else [tokenizer.end]
     if chats:
         ends.insert(0, tokenizer.special[END_OF_TURN])
+    found = {"model_sha256": MODEL_SHA256, "causal": not leak, "leak": leak}
     documents = {
         "tokenizer.json": tokenizer.document,
         "tokenizer_config.json": {
@@ -246,13 +229,7 @@ def write_artefact(
             **({"chat_template": CHAT_TEMPLATE} if chats else {}),
         },
         "generation_config.json": {"eos_token_id": ends} if ends else {},
-        "training.json": {
-            "config": values,
-            "model_sha256": MODEL_SHA256,
-            "causal": not leak,
-            "leak": leak,
-            **training,
-        },
+        "training.json": {"config": values, **found, **training},
         "config.json": document,
     }
     for name, content in documents.items():

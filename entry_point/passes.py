@@ -57,7 +57,8 @@ class Passes:
         self.batches, self.group, self.end, self.config = batches, group, end, model.config
         config = model.config
         self.is_chat = isinstance(batches.tokens, Packed)
-        self.count = config.passes(group.world_size, tokens_per_pass(config, group.device))
+        count = config.passes(group.world_size, tokens_per_pass(config, group.device))
+        self.count = group.async_all_reduce_max(count)()  # that of the smallest GPU
         self.angles = functools.cache(model.angles)  # by length of windows
         self.reduce_dtype = getattr(torch, config.reduce_precision)
         pays = compiling_pays(config, group.device, n_parameters(model), group.world_size)

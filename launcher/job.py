@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from entry_point.errors import choices_for
 from launcher.errors import InputError, ServiceError, must_be
 from launcher.files.documents import Scalar
 from launcher.machines import DEFAULT_VERSION, check_instances, types_of
@@ -215,8 +214,8 @@ class Request(BaseModel):
             if values not in source.configs:
                 module = source.module("config")
                 if self.preset is not None and self.preset not in module.PRESETS:
-                    choices = choices_for(self.preset, ["auto", *module.PRESETS])
-                    raise InputError(f"preset={self.preset!r}: must be {choices}")
+                    choices = ", ".join(["auto", *module.PRESETS])
+                    raise InputError(f"preset={self.preset!r}: must be one of {choices}")
                 made = module.make_config(self.hyperparameters, self.preset, base)
                 source.configs[values] = made
             source.configs[values].check_world_size(world_size)

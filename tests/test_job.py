@@ -121,7 +121,7 @@ def test_a_new_field_is_for_sagemaker_by_default():
         ({"launcher": "mpirun"}, "launcher=mpirun", "'pytorchddp' or 'torchrun'"),
         ({"hyperparameters": {"n_layer": [1]}}, "n_layer=[1]", "must be a valid"),
         ({"hyperparameters": 3}, "hyperparameters=3", "dictionary"),
-        ({"preset": "babby"}, "preset='babby'", "gpt2, did you mean baby?"),
+        ({"preset": "babby"}, "preset='babby'", "baby, small, gpt2"),
         ({"preset": "fast"}, "preset='fast'", "one of auto, "),
     ],
 )

@@ -52,6 +52,7 @@ from entry_point import train
 from entry_point.checkpoint import Checkpoints, read_safetensors
 from entry_point.config import Config, Options
 from entry_point.container import read_container
+from entry_point.cuda_graphs import record_passes
 from entry_point.data import evaluate, inputs_and_targets, read_windows
 from entry_point.device import can_use_graph, choose_precision, compiling_pays
 from entry_point.distributed import Group, Ranks
@@ -206,6 +207,14 @@ def test_one_all_reduce_takes_the_buffers_of_rank_0(tmp_path, text):
     assert furthest(ddp, losses_of(tmp_path / "flat", text, 1, 2, command=command)) < 1e-5
 
 
+def test_weights_of_another_type_are_not_recorded(monkeypatch, capsys):
+    memory = Mock(return_value=Mock(total_memory=1e9))
+    monkeypatch.setattr("torch.cuda.get_device_properties", memory)
+    weights, x = [torch.zeros(2, dtype=torch.float16)], torch.zeros(1, 1)
+    assert record_passes(Mock(), [(x, x, 1.0)], weights) == ({}, None)
+    assert "not of float32" in capsys.readouterr().out
+
+
 def test_one_all_reduce_resumes_with_the_same_bits(tmp_path, text):
     command = graphs_on_cpu(tmp_path / "train")
     how = {**EXACT, "processes": 3, "command": command}
@@ -303,6 +312,15 @@ def test_ranks_average_gradients_in_float32(tmp_path, text_file):
     )
     ends = run_ranks(tmp_path, text_file, 3, probe)
     assert len({end.output for end in ends}) == 1, ends
+
+
+def test_ranks_make_as_many_passes_as_the_smallest_gpu(tmp_path, text_file):
+    probe = (
+        "passes = sys.modules['entry_point.passes']\n"
+        "passes.tokens_per_pass = lambda *_: (1 << 14, 1 << 7)[group.rank]\n"
+        "print(trainer_of(block_size=64, batch_size=16).passes.count)\n"
+    )
+    assert [end.output for end in run_ranks(tmp_path, text_file, 2, probe)] == ["4\n", "4\n"]
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])

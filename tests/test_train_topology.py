@@ -43,7 +43,7 @@ from entry_point import train
 from entry_point.config import Config, Options
 from entry_point.container import Container, read_container
 from entry_point.device import choose_device, local_processes, machine_line, rank_device
-from entry_point.distributed import Group, Ranks, Report, Watchdog, read_ranks
+from entry_point.distributed import Group, Ranks, Report, Watchdog, read_ranks, start_ranks
 from entry_point.errors import ConfigError, DataError, TrainingError, failure_report, report_failure
 from launcher.machines import cores
 
@@ -218,11 +218,24 @@ def test_ranks_come_from_the_launcher(env, ranks):
         (told(5, 8, 1, 4), 3, "torchrun .* 8 with 4 .* 3 hosts"),
         (told(5, 8, 1, 4, by=OPEN_MPI), 3, "mpirun .* 8 with 4 .* 3 hosts"),
         (told(0, 4, 0, 4), 2, "torchrun .* 4 with 4 .* 2 hosts"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 1, "set LOCAL_RANK, LOCAL_WORLD_SIZE too"),  # as Slurm
     ],
 )
 def test_impossible_ranks_are_refused(env, n_hosts, said):
     with pytest.raises(TrainingError, match=said):
         read_ranks(env, n_hosts)
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch, tmp_path):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        container = Container(
+            True, None, None, None, tmp_path, tmp_path, tmp_path, hosts=("localhost", "b")
+        )
+        with pytest.raises(TrainingError, match=f"at port {port}: .*; set MASTER_PORT"):
+            start_ranks(Mock(), container, 1, "cpu")
 
 
 # -- devices ---------------------------------------------------------------------------------------
