@@ -343,7 +343,7 @@ def test_the_last_try_of_a_member_is_its_newest():
         ("--parallel 2", "--parallel is for jobs of a sweep"),
         ("--seeds 2 --detach", "--follow and --detach"),
         ("--sweep learning_rate=1e-3,0.001", "--sweep learning_rate=1e-3,0.001:"),
-        (f"--seeds 2 --name {'a' * 62}", "-1: must be at most 63"),
+        (f"--seeds 2 --name {'a' * 56}", "-2-try99: must be at most 63"),
     ],
 )
 def test_an_unusable_sweep_starts_no_job(words, fact, cli, home, text_file):

@@ -174,6 +174,8 @@ def plan_sweep(
         raise InputError("has no values", field="sweep", value=empty[0])
     members = records.grid(values, seeds, int(request.hyperparameters.get("seed", 1337)))
     check_name(request, settings)
+    if request.name is not None:  # jobs that continue the sweep have names too
+        request.replaced(name=f"{request.name}-{len(members)}-try99")
     sweep = Sweep(job=request, members=members, parallel=parallel)
     return plan_left(new_job_id(), sweep, settings, {})
 
