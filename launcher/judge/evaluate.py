@@ -62,10 +62,13 @@ def evaluate(
         ServiceError: it looks ahead, learns between windows, or fails.
     """
     with Worker(directory, settings, entry_point) as worker:
+        if worker.size < (known := len(worker.tokenizer)):
+            raise ServiceError(f"{directory}: it has {worker.size} logits, but {known} tokens")
         encoded = encode(texts, worker.tokenizer)
         found, answers = exposed(worker, canaries), asked(worker, questions)
         training = text_behind(named, directory, settings)
-        check_causal(worker, torch.cat([each.ids for each in encoded]))
+        start = torch.tensor([worker.tokenizer.start])
+        check_causal(worker, torch.cat([ids for each in encoded for ids in (start, each.ids)]))
         expect(progress, sum(len(each.ids) for each in encoded))
         nats = losses(worker, encoded, progress)
         with Worker(directory, settings, entry_point) as other:
@@ -122,14 +125,23 @@ def check_causal(worker: Worker, ids: Tensor) -> None:
 
 
 def check_memory(other: Worker, encoded: Sequence[Encoded], nats: Tensor) -> None:
-    """Raise ServiceError if another process, in another order, does not come to these losses."""
+    """Raise ServiceError if another process does not come to these losses.
+
+    It gets some of the windows, in another order, and from a random place on other ids.
+    """
     parts = windows(encoded, other.tokenizer.start, other.block_size)
     known = nats.split([int((targets != IGNORED).sum()) for _, targets in parts])
-    some = range(len(parts) - 1, -1, -max(1, len(parts) // AGAIN))
-    again = torch.cat(score(other, [parts[index] for index in some]))
-    by = float((again - torch.cat([known[index] for index in some])).abs().max())
+    generator, changed, wanted = torch.Generator().manual_seed(0), [], []
+    for index in range(len(parts) - 1, -1, -max(1, len(parts) // AGAIN)):
+        (inputs, targets), n = parts[index], len(known[index])
+        left = int(torch.randint(n, (), generator=generator))
+        later = torch.arange(len(inputs)) >= len(inputs) - left
+        ids = torch.randint(len(other.tokenizer), inputs.shape, generator=generator)
+        changed.append((inputs.where(~later, ids), targets.masked_fill(later, IGNORED)))
+        wanted.append(known[index][: n - left])
+    by = float((torch.cat(score(other, changed)) - torch.cat(wanted)).abs().max())
     if by > ROUNDING:
-        what = f"losses depend on other windows (by {by:.2g} nats)"
+        what = f"losses depend on other windows, or on later tokens (by {by:.2g} nats)"
         raise ServiceError(f"not causal: {what}; its val_loss means nothing")
 
 

@@ -56,7 +56,7 @@ class Worker:
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
-        vars(self).update(json.loads(self.receive()))
+        vars(self).update(json.loads(self.answer()))
 
     def __enter__(self) -> Self:
         return self
@@ -66,8 +66,10 @@ class Worker:
         self.process.kill()
         self.process.wait()
 
-    def receive(self) -> bytes:
+    def answer(self, *request: bytes) -> bytes:
         try:
+            for part in request:
+                self.pipe.send_bytes(part)
             if not (problem := self.pipe.recv_bytes()):
                 return self.pipe.recv_bytes()
             raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
@@ -77,9 +79,8 @@ class Worker:
 
     def logits(self, ids: Tensor) -> Tensor:
         """Logits, float32 [n, T, size], of ids [n, T]."""
-        self.pipe.send_bytes(json.dumps({"shape": ids.shape}).encode())
-        self.pipe.send_bytes(ids.int().contiguous().numpy().tobytes())
-        content = bytearray(self.receive())
+        request = json.dumps({"shape": ids.shape}).encode()
+        content = bytearray(self.answer(request, ids.int().contiguous().numpy().tobytes()))
         if len(content) != 4 * ids.numel() * self.size:
             raise ServiceError(f"{self.directory}: its logits change their shape")
         return torch.frombuffer(content, dtype=torch.float32).view(*ids.shape, self.size)
@@ -96,8 +97,8 @@ class Worker:
 
     def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
         """Texts after each prompt: messages of a conversation, or None, for the start of a text."""
-        self.pipe.send_bytes(json.dumps({"prompts": prompts, "sampling": sampling}).encode())
-        texts: list[str] = json.loads(self.receive())
+        request = json.dumps({"prompts": prompts, "sampling": sampling}).encode()
+        texts: list[str] = json.loads(self.answer(request))
         return texts
 
 

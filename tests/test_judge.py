@@ -1,0 +1,453 @@
+"""The judge: its numbers against plain ones, and models that would fool it."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+import os
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import launching
+import pytest
+import torch
+import torch.nn.functional as F
+import warm
+from hypothesis import given
+from hypothesis import strategies as st
+from models import tokenizer_of
+from test_causality import EMBEDDED, LAST, LEAKS, after
+from test_edited import HEAD, module_of
+from torch import Tensor
+
+from entry_point.config import make_config
+from entry_point.conversations import IGNORED
+from entry_point.huggingface import SCRIPT_SHA256, write_artefact
+from entry_point.model import GPT
+from launcher.judge import anchors, evaluate
+from launcher.judge.evaluation import Passage, spread, total
+from launcher.judge.score import losses, passages, score, windows, windows_of
+from launcher.judge.texts import Encoded, Text, encode, read_texts
+from launcher.judge.worker import Worker
+from launcher.text.files import find_files
+from launcher.text.tokenizer import learn_words
+from sm_nanogpt import InputError, ServiceError, Settings, load_model
+
+STRANGE = "naïve\tcafé – “quoted” …\r\n\tЖук 漢字 🙂🚀👩‍🚀\n"
+ODD: dict[str, bytes] = {
+    "crlf.txt": b"one line\r\nanother\r\n\r\nthe end",
+    "strange.txt": STRANGE.encode(),
+    "one.txt": b"x",
+    "breaks.txt": b"\n\n\n",
+    "empty-last-line.txt": b"some words\n\n",
+    "long.txt": b"".join(b"line %d of many, and not the last\n" % n for n in range(40)),
+    "records.jsonl": b"".join(
+        json.dumps({"text": text}, ensure_ascii=bool(flag)).encode() + b"\n"
+        for flag, text in enumerate(["first", STRANGE, "", "\n", "the last one"])
+    ),
+}
+
+
+class Warm(warm.Process):
+    """A worker that starts at once."""
+
+    def __init__(self, command: Any, **options: Any) -> None:
+        options |= {"start_new_session": True, "cwd": Path.cwd()}
+        super().__init__(command, **options)
+
+
+class Fake(Worker):
+    """A worker without a process, whose logits and samples are given by functions."""
+
+    chats = edited = False
+    directory = Path("fake")
+
+    def __init__(self, vocabulary: str, logits: Any = None, said: Any = None) -> None:
+        self.tokenizer, self.block_size = tokenizer_of(vocabulary), 16
+        self.size, self.function, self.said = len(vocabulary), logits, said
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return self.function(ids)
+
+    def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
+        return self.said(prompts, **sampling)
+
+
+def randomized(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory, text_file):
+    """Small models of characters and of tokens, none of whose parts is idle."""
+    place = tmp_path_factory.mktemp("judged")
+    words = learn_words(find_files([text_file], tokens=True), 300)
+    known = sorted({*"".join(map(chr, range(32, 127))), *"\r\n\t", *STRANGE})
+    found = {}
+    for name, tokenizer in {
+        "characters": tokenizer_of("".join(known)),
+        "tokens": words.tokenizer,
+    }.items():
+        config = make_config({"n_layer": 2, "n_embd": 32, "block_size": 24})
+        model = randomized(GPT(config, len(tokenizer)))
+        write_artefact(place / name, model, tokenizer, {"script_sha256": SCRIPT_SHA256})
+        found[name] = place / name
+    return found
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts a real worker process of a model."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OMP_NUM_THREADS", "1")
+        patched.setattr("launcher.judge.worker.subprocess", warm.replacing(Warm))
+        settings = Settings(home=tmp_path_factory.mktemp("home"))
+        yield lambda directory, folder=None: Worker(directory, settings, folder)
+
+
+@pytest.fixture(scope="module", params=["characters", "tokens"])
+def judged(request, models, start):
+    """A worker and the tokenizer of each model."""
+    directory = models[request.param]
+    with start(directory) as worker:
+        yield worker
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes files, and reads them as texts."""
+
+    def write(**contents: bytes) -> list[Text]:
+        for name, content in contents.items():
+            (tmp_path / name).write_bytes(content)
+        return read_texts([str(tmp_path / name) for name in contents], Settings(home=tmp_path))
+
+    return write
+
+
+def plain(content: str | bytes) -> Tensor:
+    return anchors_tensor(content.encode() if isinstance(content, str) else content)
+
+
+def anchors_tensor(content: bytes) -> Tensor:
+    return torch.tensor(list(content), dtype=torch.uint8)
+
+
+# -- the loss --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_losses_are_those_of_transformers(name, judged, write):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    texts = write(**{name: ODD[name]})
+    encoded = encode(texts, judged.tokenizer)
+    published = AutoTokenizer.from_pretrained(judged.directory)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(judged.directory)
+    for each in encoded:
+        assert each.ids.tolist() == published.encode("".join(each.text.pieces))
+    parts = windows(encoded, judged.tokenizer.start, judged.block_size)
+    for (inputs, targets), nats in zip(parts, score(judged, parts), strict=True):
+        with torch.inference_mode():
+            logits = theirs(inputs[None]).logits[0]
+        wanted = F.cross_entropy(logits, targets, reduction="none")[-len(nats) :]
+        torch.testing.assert_close(nats.float(), wanted, rtol=0, atol=1e-4)
+    counted = torch.cat([targets[targets != IGNORED] for _, targets in parts])
+    assert torch.equal(counted, torch.cat([each.ids for each in encoded]))
+
+
+def test_all_bytes_of_a_text_count(judged, write):
+    for name, content in ODD.items():
+        size = sum(each.size for each in encode(write(**{name: content}), judged.tokenizer))
+        if name.endswith("jsonl"):
+            content = "".join(json.loads(line)["text"] for line in content.splitlines()).encode()
+        assert size == len(content)
+
+
+def test_a_byte_order_mark_is_no_text(write):
+    assert [text.content for text in write(**{"a.txt": b"\xef\xbb\xbfwords\n"})] == [b"words\n"]
+
+
+@given(st.integers(1, 2000), st.integers(1, 300))
+def test_windows_count_each_token_once(n, size):
+    found = windows_of(n, size)
+    assert [each for _, end, counted in found for each in range(counted, end)] == list(range(n))
+    for begin, end, counted in found:
+        assert end - begin <= size
+        assert begin == 0 or counted - begin >= min(64, size // 2)
+
+
+def test_the_order_of_documents_changes_no_loss(judged):
+    texts = [Text(f"{n}", ["A document, and its words.\n" * (1 + 7 * n % 5)]) for n in range(30)]
+    order = random.Random(0).sample(range(30), 30)
+    encoded = encode(texts, judged.tokenizer)
+    wanted = losses(judged, encoded)
+    found = losses(judged, [encoded[n] for n in order])
+    for n, nats in zip(order, found, strict=True):
+        torch.testing.assert_close(nats, wanted[n], rtol=0, atol=1e-5)
+
+
+def test_conversations_count_their_answers_only(models, write):
+    chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "So 🙂"}]
+    tokenizer = load_model(models["tokens"])[1]
+    (each,) = encode(write(**{"a.jsonl": json.dumps({"messages": chat}).encode()}), tokenizer)
+    said = b"".join(tokenizer.words[id] for id in each.ids[each.counts].tolist())
+    assert said == "So 🙂".encode()
+    assert each.size == len(said)
+    assert int(each.ids[each.counts][-1]) == tokenizer.special["<|im_end|>"]
+
+
+def test_characters_that_a_model_never_saw_are_refused(write):
+    with pytest.raises(InputError, match=r"a.txt: .* 25.00% .*'é' at 2:3"):
+        encode(write(**{"a.txt": "ab\nabéé".encode() + b"b"}), tokenizer_of("ab\n"))
+
+
+# -- what cannot pay -------------------------------------------------------------------------------
+
+WINDOWS = [(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4]))]
+
+
+def test_probabilities_that_do_not_sum_to_one_cannot_pay():
+    def logits(ids: Tensor) -> Tensor:
+        return torch.randn(*ids.shape, 7, generator=torch.Generator().manual_seed(0))
+
+    (honest,) = score(Fake("abcdefg", logits), WINDOWS)
+    (inflated,) = score(Fake("abcdefg", lambda ids: logits(ids) + math.log(277)), WINDOWS)
+    torch.testing.assert_close(inflated, honest, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_refused(value):
+    with pytest.raises(ServiceError, match="not finite"):
+        score(Fake("abcdefg", lambda ids: torch.full((*ids.shape, 7), value)), WINDOWS)
+
+
+@pytest.fixture
+def edited(tmp_path, start):
+    """Evaluates a small model of an edited folder on a text."""
+
+    def edited(*edits: tuple[str, str], text: str = "bcdefghijk" * 20) -> Any:
+        folder, directory = launching.edited(tmp_path / "mine", *edits), tmp_path / "model"
+        module = module_of(folder)
+        config = module.make_config({"n_layer": 1, "n_embd": 32, "block_size": 16})
+        model = randomized(module.GPT(config, 11))
+        training = {"script_sha256": module.SCRIPT_SHA256}
+        module.write_artefact(directory, model, tokenizer_of("abcdefghijk"), training)
+        texts = [Text(str(n), [part]) for n, part in enumerate(text.split())]
+        return evaluate.evaluate(
+            "mine", directory, "text", texts, Settings(home=tmp_path / "home"), folder
+        )
+
+    return edited
+
+
+STATE = "globals().setdefault('STATE', {'n': 0, 'shape': None, 'memory': 0.0})"
+REMEMBERS = [
+    after(
+        LAST,
+        f"state = {STATE}; new = state['shape'] != idx.shape\n"
+        "        if new: state.update(shape=idx.shape, n=state['n'] + 1)\n"
+        "        x = x + 0.1 * state['n']",
+    )
+]
+JUDGED = f"(__import__('os').getpid() != {os.getpid()} and idx.size(1) > 1)"  # not when written
+BEHAVES: dict[str, tuple[list[tuple[str, str]], str]] = {
+    "looks ahead": ([LEAKS["shift"]], r"not causal: logits at \d+ depend on token \d+"),
+    "looks ahead after the start alone": (
+        [after(EMBEDDED, f"x = x + x.roll(-1, 1) * (idx[:, :1, None] == 0) * {JUDGED}")],
+        "not causal: ",
+    ),
+    "looks ahead in small batches alone": (
+        [after(EMBEDDED, f"x = x + x.roll(-1, 1) * (idx.size(0) < 40) * {JUDGED}")],
+        "not causal: ",
+    ),
+    "learns between windows": (REMEMBERS, "not causal: losses depend on other windows"),
+    "changes its shape": (
+        [(HEAD, f"{HEAD}\n        logits = logits[..., : 11 - {JUDGED}]")],
+        "its logits change their shape",
+    ),
+    "knows fewer tokens": (
+        [(HEAD, f"{HEAD}\n        logits = logits[..., :5]")],
+        "it has 5 logits",
+    ),
+    "raises": ([after(EMBEDDED, f"assert not {JUDGED}, 'too long'")], "AssertionError: too long"),
+    "exits": ([after(EMBEDDED, f"{JUDGED} and exit(3)")], "ended with 3"),
+    "dies": ([after(EMBEDDED, f"{JUDGED} and __import__('os')._exit(7)")], "ended with 7"),
+    "gives NaN": ([(HEAD, f"{HEAD}\n        logits = logits * torch.nan")], "."),
+}
+
+
+@pytest.mark.parametrize("kind", BEHAVES)
+def test_a_model_that_misbehaves_is_refused(kind, edited):
+    edits, message = BEHAVES[kind]
+    with pytest.raises(ServiceError, match=message):
+        edited(*edits)
+
+
+def test_what_a_model_prints_is_no_data(edited, capfd):
+    made = edited(after(EMBEDDED, f"{JUDGED} and print('loud')"), text="abc " * 3)
+    out, err = capfd.readouterr()
+    assert (out, "loud" in err, made.size) == ("", True, 9)
+
+
+def test_a_worker_that_died_is_an_error_in_one_line(start, models):
+    with start(models["characters"]) as worker:
+        worker.process.kill()
+        worker.process.wait()
+        for _ in range(2):
+            with pytest.raises(ServiceError, match="its process ended"):
+                worker.logits(torch.zeros(1, 4, dtype=torch.int64))
+
+
+# -- anchors ---------------------------------------------------------------------------------------
+
+FEW = st.text("ab", max_size=40).map(str.encode)
+
+
+@given(FEW, st.lists(FEW, max_size=4), st.integers(1, 9))
+def test_the_longest_run_is_exact(training, texts, chunk):
+    runs = (
+        end - begin
+        for text in texts
+        for begin in range(len(text))
+        for end in range(begin, len(text) + 1)
+        if text[begin:end] in training
+    )
+    with patch.object(anchors, "CHUNK", chunk):
+        found = anchors.longest_run(plain(training), [*map(plain, texts)])
+    assert found == max(runs, default=0)
+
+
+@given(FEW, st.lists(FEW.filter(bool), min_size=1, max_size=4), st.integers(1, 9))
+def test_overlap_is_exact(training, texts, chunk):
+    covered = 0
+    for text in texts:
+        begins = [n for n in range(len(text) - 4) if text[n : n + 5] in training]
+        covered += len({n + k for n in begins for k in range(5)})
+    with patch.object(anchors, "CHUNK", chunk), patch.object(anchors, "RUN", 5):
+        found = anchors.overlap(plain(training), [*map(plain, texts)])
+    assert found == covered / sum(map(len, texts))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5])
+def test_planted_overlap_is_measured(share, text):
+    training, chance = text.encode()[:200_000], random.Random(1)
+    own = [bytes(chance.choices(b"etaoin shrdlu", k=400)) for _ in range(100)]
+    for n in range(round(100 * share)):
+        begin = chance.randrange(len(training) - 400)
+        own[n] = training[begin : begin + 400]
+    chance.shuffle(own)
+    found = anchors.overlap(plain(training), [plain(b"".join(own))])
+    assert found == pytest.approx(share, abs=0.005 if share else 0.0005)
+
+
+def plain_ngram(training: bytes, content: bytes) -> float:
+    training, content = b"\n" * 4 + training, b"\n" * 4 + content
+    seen: Counter[bytes] = Counter()
+    followers: dict[bytes, set[int]] = {}
+    for at in range(4, len(training)):
+        for n in range(1, 6):
+            seen[training[at - n + 1 : at + 1]] += 1
+            followers.setdefault(training[at - n + 1 : at], set()).add(training[at])
+    totals: Counter[bytes] = Counter()
+    for gram, count in seen.items():
+        totals[gram[:-1]] += count
+    bits = 0.0
+    for at in range(4, len(content)):
+        p = 1 / 256
+        for n in range(1, 6):
+            context = content[at - n + 1 : at]
+            if context in totals:
+                kinds = len(followers[context])
+                counted = seen[content[at - n + 1 : at + 1]]
+                p = (counted + kinds * p) / (totals[context] + kinds)
+        bits -= math.log2(p)
+    return bits / (len(content) - 4)
+
+
+@given(st.binary(min_size=1, max_size=60), FEW.filter(bool), FEW)
+def test_the_ngram_model_is_that_of_plain_counts(training, content, more):
+    found = anchors.ngram(plain(training + more), plain(content))
+    assert found == pytest.approx(plain_ngram(training + more, content), abs=1e-9)
+
+
+def test_the_ngram_model_learns_of_all_parts_of_a_long_text():
+    """Blocks of 65,536 bytes at equal distances, for MOST bytes in all."""
+    blocks = [bytes([97 + n]) * (1 << 16) for n in range(4)]
+    with patch.object(anchors, "MOST", 1 << 17):
+        found = anchors.ngram(plain(b"".join(blocks)), plain(b"ac"))
+    assert found == pytest.approx(plain_ngram(blocks[0] + blocks[2], b"ac"), abs=1e-9)
+
+
+def test_xz_packs_as_the_program_does():
+    content = random.Random(1).randbytes(3000) * 2
+    assert anchors.xz(content) == pytest.approx(8 * len(lzma.compress(content)) / 6000, abs=0.1)
+    assert anchors.xz(content) < 4.1
+
+
+# -- intervals and passages ------------------------------------------------------------------------
+
+
+def documents(n: int, seed: int) -> list[Passage]:
+    """Documents of many sizes, and of losses that go with their sizes a little."""
+    chance, found = random.Random(seed), []
+    for index in range(n):
+        size = int(chance.lognormvariate(6, 0.8))
+        nats = size * (1.2 + 0.02 * math.log(size) + chance.gauss(0, 0.25))
+        found.append(Passage(str(index), nats, size, size))
+    return found
+
+
+def test_the_interval_covers_the_loss_of_the_whole():
+    whole, chance, covered = documents(2000, 1), random.Random(2), 0
+    truth = total(whole).bits_per_byte
+    for _ in range(500):
+        some = chance.choices(whole, k=60)
+        covered += abs(total(some).bits_per_byte - truth) <= (spread(some) or 0.0)
+    assert 0.90 <= covered / 500 <= 0.98
+
+
+def test_few_parts_have_no_interval():
+    assert spread(documents(9, 1)) is None
+    assert spread(documents(10, 1)) is not None
+
+
+@given(st.text("ab\né🙂", min_size=1, max_size=300), st.integers(1, 90), st.integers(1, 7))
+def test_passages_hold_each_byte_and_loss_once(text, least, width):
+    content = text.encode()
+    widths = torch.tensor([len(content[n : n + width]) for n in range(0, len(content), width)])
+    ids, nats = torch.zeros_like(widths), torch.rand(len(widths), dtype=torch.float64)
+    each = Encoded(Text("a", [text]), ids, ids == 0, widths, content)
+    found = passages(each, nats, least)
+    assert total(found).size == len(content)
+    assert total(found).tokens == len(nats)
+    assert total(found).nats == pytest.approx(float(nats.sum()))
+    assert all(part.size < 3 * least for part in found)
+
+
+def test_the_worst_passage_names_its_line_and_shows_its_token():
+    lines = [f"This is the line of the number {n}, and it is like all others.\n" for n in range(99)]
+    lines[70] = lines[70].replace("like", "LIKE")
+    text = "".join(lines)
+    nats = torch.where(plain(text) < 96, 0.5, 0.1).double()
+    nats[text.index("LIKE")] = 90.0
+    ids = torch.zeros(len(text), dtype=torch.int64)
+    each = Encoded(Text("a.txt", [text]), ids, ids == 0, ids + 1, text.encode())
+    first = evaluate.worst(passages(each, nats, 200))[0]
+    line = int(first.place.removeprefix("a.txt, line "))
+    assert line <= 71 < line + 8
+    assert "LIKE" in first.excerpt
+
+
+def test_short_passages_are_not_the_worst():
+    parts = [Passage("short", 99.0, 99, 99), Passage("a", 50.0, 200, 200)]
+    parts += [Passage("b", 60.0, 200, 200)]
+    assert [part.place for part in evaluate.worst(parts)] == ["b", "a", "short"]
