@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from launcher.aws import aws_session, check_region, patiently
 from launcher.curve import Curve, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.finding import Backend, find
+from launcher.finding import find
 from launcher.job import JobDescription, log_pending
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker import cost
@@ -22,7 +21,6 @@ from launcher.sagemaker.cost import Prices
 from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Places = dict[str, dict[str, int]]  # bytes by file, by directory or prefix
 
 
@@ -84,11 +82,7 @@ def logs(
 
 def metrics(job_id: str, settings: Settings | None = None, with_samples: bool = False) -> Curve:
     """The training curve of a job so far, with the samples of its log if asked."""
-    return curve_of(find(job_id, settings or load_settings())[0], job_id, with_samples)
-
-
-def curve_of(backend: Backend, job_id: str, with_samples: bool = False) -> Curve:
-    """As `metrics`, of a job that runs there. A backend reads no part of a log twice."""
+    backend = find(job_id, settings or load_settings())[0]
     rows, source = backend.curve(job_id)
     samples = samples_of_log(backend.logs(job_id, follow=False)) if with_samples else {}
     return Curve(job_id, source, rows, samples)
@@ -121,16 +115,12 @@ def wait(
         if time.monotonic() > deadline:
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
         time.sleep(backend.poll_seconds)
-        now = watched(backend, job_id, partial(backend.describe, job_id), deadline)
+        ask = partial(backend.describe, job_id)
+        if not isinstance(backend, LocalBackend):  # also through an outage
+            ask = partial(patiently, ask, job_id=job_id, code="job-goes-on", deadline=deadline)
+        now = ask()
         description = now or find(job_id, settings)[1]  # which says that it is gone
     return description
-
-
-def watched(backend: Backend, job_id: str, ask: Callable[[], T], deadline: float = math.inf) -> T:
-    """What `ask` says of a job that one waits for; on SageMaker also through an outage."""
-    if isinstance(backend, LocalBackend):
-        return ask()
-    return patiently(ask, job_id=job_id, code="job-goes-on", deadline=deadline)
 
 
 def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, Places]:

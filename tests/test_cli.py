@@ -81,7 +81,7 @@ def test_help_imports_nothing_heavy(tmp_path):
 def test_light_commands_import_no_torch_aws_or_extra(job, text_file):
     calls = [["hyperparameters"], ["jobs"], ["upload-data", str(text_file)]]
     calls += [[name, job.job_id] for name in ("status", "metrics", "logs", "wait")]
-    extras = {"altair", "vl_convert", "tensorboard"}
+    extras = {"altair", "vl_convert"}
     heavy = {"torch", "boto3", "botocore", "s3fs", "sagemaker", *extras}
     assert not modules_after(job.home, *calls) & heavy
 
@@ -176,7 +176,7 @@ def test_wrong_arguments_name_the_help_to_read(cli, words, command):
 
 
 # What else a command needs, so that an option is looked at.
-NAMED = ["chat", "fetch-and-sample", "play", "track"]
+NAMED = ["chat", "fetch-and-sample", "play"]
 ARGUMENTS = {"": ["jobs"], **{name: ["some-job"] for name in NAMED}}
 
 

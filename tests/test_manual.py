@@ -18,7 +18,6 @@ PAGES = (
     "docs/report",
     "docs/runs",
     "docs/tokens",
-    "docs/trackers",
     "docs/troubleshooting",
 )
 # AWS, servers, compilers, and models of gigabytes have tests of their own.

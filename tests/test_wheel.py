@@ -45,8 +45,7 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path, environment):
 def test_each_import_of_the_product_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    optional = [*extras["data"], *extras["tensorboard"]]
-    declared = {Requirement(each).name for each in [*project["dependencies"], *optional]}
+    declared = {Requirement(each).name for each in [*project["dependencies"], *extras["data"]]}
     own = {"entry_point", "launcher", "backports", "compression"}
     where_it_is = {"pandas"}  # metrics
     brought = {"botocore": "boto3", "pydantic_core": "pydantic", "jinja2": "altair"}

@@ -358,7 +358,6 @@ def test_a_mistake_is_told_before_a_job_is_looked_for(job, cli, home, unreachabl
     for words in (
         "logs latest --tail x",
         "logs latest --raw --tial",
-        "track latest",
         "play latest --cors localhost",
         "fetch-and-sample latest --prompt=",
         "launch --resume latest --init-from latest --set n_layer",

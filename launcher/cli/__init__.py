@@ -41,6 +41,7 @@ COMMANDS: dict[str, list[click.Command]] = {
         jobs.status_command,
         jobs.logs_command,
         jobs.metrics_command,
+        views.report_command,
         jobs.wait_command,
         jobs.stop_command,
         delete.delete_command,
@@ -51,7 +52,6 @@ COMMANDS: dict[str, list[click.Command]] = {
         models.play_command,
         evaluate.eval_command,
     ],
-    "Reports": [views.report_command, views.track_command],
     "AWS account": [account.infra_group, account.doctor_command],
 }
 

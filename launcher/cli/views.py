@@ -1,26 +1,19 @@
-"""The commands `report` and `track`."""
+"""The command `report`."""
 
 from __future__ import annotations
 
 import shlex
-import time
-from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.options import GROUP, Command, Job, settings_of, valued
-from launcher.cli.show import at_ctrl_c, note
 from launcher.cli.words import option
 from launcher.errors import InputError
 
 if TYPE_CHECKING:
-    from launcher.curve import Curve
-    from launcher.finding import Backend
-    from launcher.job import JobDescription, TrainingJob
-    from launcher.settings import Settings
+    from launcher.job import TrainingJob
 
 
 @click.command("report", cls=Command)
@@ -83,59 +76,3 @@ def launch_again(job: TrainingJob) -> str:
             words = [option(name), *[str(each)] * (each is not True)]
             lines.append(shlex.join(words))
     return " \\\n  ".join(lines)
-
-
-POLL_SECONDS = 5.0
-
-
-@click.command("track", cls=Command)
-@click.argument("job_ids", metavar="JOB-ID...", nargs=-1, required=True, type=Job())
-@valued(
-    "--tensorboard",
-    "DIR",
-    "Write event files to DIR/JOB-ID.",
-    required=True,
-    type=click.Path(file_okay=False, path_type=Path),
-)
-@click.option("--follow", is_flag=True, help="Add new rows until the jobs end.")
-def track_command(job_ids: tuple[str, ...], tensorboard: Path, follow: bool) -> None:
-    """Show the curves of jobs in TensorBoard. The jobs may still run.
-
-    \b
-    Example:
-      sm-nanogpt track JOB-ID --tensorboard runs --follow
-    """
-    settings = settings_of()
-    with at_ctrl_c(*["the jobs keep running, and the same command adds the rest"] * follow):
-        add(job_ids, tensorboard, settings, follow)
-
-
-def add(job_ids: Iterable[str], directory: Path, settings: Settings, follow: bool) -> None:
-    """Bring the event files up to date; with follow, until the jobs end."""
-    from launcher.finding import find
-    from launcher.tracking import watched
-    from launcher.views.tensorboard import Board
-
-    boards = {job_id: Board(directory, job_id) for job_id in job_ids}
-    backends = {job_id: find(job_id, settings)[0] for job_id in job_ids}
-    while boards:
-        for job_id, board in list(boards.items()):
-            backend = backends[job_id]
-            ask = partial(state, backend, job_id, settings)
-            description, curve = watched(backend, job_id, ask)
-            board.update(curve, description)
-            if not (follow and description.is_running):
-                del boards[job_id]
-                step = int(curve.newest.get("step", 0))
-                note(f"{job_id}: {len(curve.rows)} rows to step {step}; {description.state}")
-                click.echo(board.place)
-        time.sleep(POLL_SECONDS * bool(boards))
-
-
-def state(backend: Backend, job_id: str, settings: Settings) -> tuple[JobDescription, Curve]:
-    """A job and its curve, in this order, so that the curve of a job that has ended is complete."""
-    from launcher.finding import find
-    from launcher.tracking import curve_of
-
-    description = backend.describe(job_id) or find(job_id, settings)[1]  # says that it is gone
-    return description, curve_of(backend, job_id, with_samples=True)

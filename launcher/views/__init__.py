@@ -1,1 +1,1 @@
-"""What people look at: reports, the page to play with, TensorBoard."""
+"""What people look at: reports and the page to play with."""

@@ -102,7 +102,6 @@ def test_the_policies_allow_only_what_the_commands_need(
     assert sampled.startswith("The")
     command("metrics", longer)
     command("report", longer, "-o", str(tmp_path / "report.html"))
-    command("track", longer, "--tensorboard", str(tmp_path / "events"))
     command("delete", longer, "--yes")
     (upload,) = [e for e in json.loads(command("data", "--json")) if e["jobs"] == [stopped]]
     command("delete", upload["name"], "--yes")
