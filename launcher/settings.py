@@ -88,7 +88,8 @@ class Settings(BaseSettings):
             reason = f"there is no such setting; {meant}" if unknown else must_be(first["msg"])
             if name in values:
                 raise InputError(reason, field=name, value=given) from None
-            raise InputError(f"{source_of(name)}={given!r}: {reason}") from None
+            places = f"{PREFIX}{name.upper()}, or in {config_file()}"
+            raise InputError(f"{name}={given!r} ({places}): {reason}") from None
         except SettingsError as error:
             named = re.search(r'field "(\w+)"', str(error))
             variable = f"{PREFIX}{named[1].upper()}" if named else str(error)
@@ -215,12 +216,6 @@ def load_settings(**given: str | None) -> Settings:
             f"{error.filename}: {error.strerror}; set SM_NANOGPT_HOME to another directory"
         ) from None
     return settings
-
-
-def source_of(name: str) -> str:
-    """The variable or file that a setting comes from."""
-    named = [word for word in os.environ if word.upper() == f"{PREFIX}{name.upper()}"]
-    return next((word for word in named if os.environ[word]), f"{config_file()}: {name}")
 
 
 def check_variables() -> None:

@@ -124,7 +124,7 @@ def test_a_launch_within_its_limits_is_sent(cloud, launch, words, settings):
 def test_a_ceiling_must_be_an_amount_of_money(home, cli, monkeypatch, amount):
     assert cli(*LAUNCH, "--max-cost", amount).failed(2, "max")
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", amount)
-    assert cli("jobs").failed(2, f"SM_NANOGPT_MAX_COST={amount!r}: ")
+    assert cli("jobs").failed(2, f"max_cost={amount!r} (SM_NANOGPT_MAX_COST, ")
 
 
 @pytest.mark.parametrize("command", [LAUNCH, ("jobs",), (*LAUNCH, "--dry-run")])

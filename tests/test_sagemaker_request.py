@@ -257,7 +257,7 @@ tags = {team = "a", cost-center = "7"}
     ("config", "fact"),
     [
         ('subnets = ["subnet-1"]', "subnets and security groups need each other"),
-        ('subnets = "subnet-1"', "config.toml: subnets='subnet-1': "),
+        ('subnets = "subnet-1"', "subnets='subnet-1' (SM_NANOGPT_SUBNETS, "),
         ("tags = {sm-nanogpt = 'x'}", "from the settings: tags=sm-nanogpt: "),
     ],
 )

@@ -53,13 +53,18 @@ def test_words_override_variables_and_these_the_file(home, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "variable", "start", "end"),
     [
-        ("store = 3", "", "{file}: store=3: ", ""),
-        ("max_cost = -1", "", "{file}: max_cost=-1: ", "more than 0"),
-        ('stroe = "s3://bucket"', "", "{file}: stroe='s3://bucket': ", "did you mean store?"),
-        ('[aws]\nregion = "us-east-1"', "", "{file}: aws=", "?"),
+        ("store = 3", "", "store=3 (SM_NANOGPT_STORE, or in {file}): ", ""),
+        ("max_cost = -1", "", "max_cost=-1 (", "more than 0"),
+        ('stroe = "s3://bucket"', "", "stroe='s3://bucket' (", "did you mean store?"),
+        ('[aws]\nregion = "us-east-1"', "", "aws=", "?"),
         ("store = ", "", "{file}: not TOML", ""),
         (b'store = "\xff"', "", "{file}: not TOML", ""),
-        ("max_cost = -1", "MAX_COST=five", "SM_NANOGPT_MAX_COST='five': ", "a valid number"),
+        (
+            "max_cost = -1",
+            "MAX_COST=five",
+            "max_cost='five' (",
+            "a valid number",
+        ),
         ("", "MAXCOST=5", "SM_NANOGPT_MAXCOST: ", "SM_NANOGPT_MAX_COST?"),
     ],
 )
@@ -88,7 +93,7 @@ def test_only_the_command_line_takes_a_relative_store(home, cli, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_STORE", "mystore")
     ran = cli("jobs")
     assert ran.code == 2
-    assert ran.error.startswith("SM_NANOGPT_STORE='mystore': ")
+    assert ran.error.startswith("store='mystore' (SM_NANOGPT_STORE, ")
     assert load_settings(store="mystore").data_store == str(home.parent / "mystore")
     monkeypatch.setenv("SM_NANOGPT_STORE", "~/mystore")
     assert load_settings().data_store == "~/mystore"
