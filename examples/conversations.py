@@ -16,11 +16,10 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher.models.sample import answered, stream_samples
-from sm_nanogpt import Request, Settings, launch, load_model, upload_data
+from sm_nanogpt import Job, Request, Settings, launch, upload_data
 
 BASE = {"n_embd": 192, "n_head": 3, "n_layer": 4, "block_size": 128, "batch_size": 12}
 HELD_OUT = 100  # questions of each kind
@@ -56,25 +55,21 @@ def write_conversations(path: Path, known: Sequence[tuple[str, str]], seed: int)
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def right(directory: Path, asked: Sequence[tuple[str, str]], settings: Settings) -> float:
-    """The fraction of questions that the model answers exactly."""
-    model, tokenizer = load_model(directory, settings)
-    count = 0
-    for question, answer in asked:
-        prompt = question if tokenizer.chats else f"{question}\n"  # which a base model continues
-        begin, most = answered(model, tokenizer, prompt, 20)
-        columns = stream_samples(model, tokenizer, begin, most, temperature=0)
-        said = "".join(piece for (piece,) in columns)
-        first, _, _ = said.strip().partition("\n")  # a base model goes on
-        count += first == answer
-    return count / len(asked)
+def write_questions(path: Path, kinds: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+    """A conversation of each question and its answer, with its kind."""
+    with path.open("w", encoding="utf-8") as file:
+        for kind, (question, answer) in ((k, each) for k, made in kinds.items() for each in made):
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            file.write(json.dumps({"messages": messages, "kind": kind}) + "\n")
 
 
-def trained(request: Request, settings: Settings) -> tuple[Path, str, float]:
-    """The directory of the model, its job, and the seconds that the job took."""
+def trained(request: Request, settings: Settings) -> tuple[Job, float]:
+    """The job when it has ended, and the seconds that it took."""
     began = time.monotonic()
-    job = launch(request, settings).wait()
-    return job.model(), job.id, time.monotonic() - began
+    return launch(request, settings).wait(), time.monotonic() - began
 
 
 def main() -> None:
@@ -95,18 +90,23 @@ def main() -> None:
             data = upload_data(words.text, settings, tokenizer="bpe", vocab_size=512)
             values = {**BASE, "max_steps": words.base_steps, "seed": seed, "sample_length": 0}
             request = Request(instance="local", data=data.uri, preset="cpu", hyperparameters=values)
-            base, base_id, base_seconds = trained(request, settings)
+            base, base_seconds = trained(request, settings)
             kinds = questions(text, seed)
             known = [each for made in kinds.values() for each in made[words.ask :]]
             write_conversations(Path(temporary, "chats.jsonl"), known, seed)
-            chats = upload_data(Path(temporary, "chats.jsonl"), settings, tokenizer=base_id)
+            chats = upload_data(Path(temporary, "chats.jsonl"), settings, tokenizer=base.id)
             values = {"max_steps": words.steps, "seed": seed, "batch_size": 12, "device": "cpu"}
             request = Request(
-                instance="local", data=chats.uri, init_from=base_id, hyperparameters=values
+                instance="local", data=chats.uri, init_from=base.id, hyperparameters=values
             )
-            tuned, _, seconds = trained(request, settings)
-            for kind, made in kinds.items():
-                before, after = (right(each, made[: words.ask], settings) for each in (base, tuned))
+            tuned, seconds = trained(request, settings)
+            new, asked = Path(temporary, "new.txt"), Path(temporary, "asked.jsonl")
+            write_questions(asked, {kind: made[: words.ask] for kind, made in kinds.items()})
+            lines = [f"{q}\n{a}\n" for made in kinds.values() for q, a in made[: words.ask]]
+            new.write_text("".join(lines), encoding="utf-8")  # eval takes a text too
+            found = [job.eval(new, questions=asked).answers for job in (base, tuned)]
+            for kind in kinds:
+                before, after = (right / n for right, n in (answers[kind] for answers in found))
                 row = f"{kind} | {before:.0%} | {after:.0%} | {base_seconds:.0f} | {seconds:.0f}"
                 print(f"| {seed} | {row} |", flush=True)
 

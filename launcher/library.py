@@ -159,17 +159,23 @@ class Job:
         pieces = stream_samples(*self._loaded, begin, most, **sampling)
         return "".join(piece for (piece,) in pieces)
 
-    def eval(self, *texts: str | Path) -> Evaluation:
+    def eval(
+        self, *texts: str | Path, questions: Path | None = None, find: Path | None = None
+    ) -> Evaluation:
         """What the model is worth on texts, which are as for `upload_data`.
 
-        Raises InputError if it cannot read them, and ServiceError if it looks ahead.
+        questions and find name the files of `--questions` and `--find`. Raises InputError if it
+        cannot read them, and ServiceError if the model looks ahead.
         """
         from launcher.judge.evaluate import evaluate
+        from launcher.judge.probes import read_canaries, read_questions
         from launcher.judge.texts import read_texts
 
         paths = [*map(str, texts)]
-        found = read_texts(paths, self.settings)
-        return evaluate(self.id, self.model(), ", ".join(paths), found, self.settings)
+        given = (self.id, self.model(), ", ".join(paths), read_texts(paths, self.settings))
+        lines = read_canaries(find) if find else []
+        asked = read_questions(questions) if questions else []
+        return evaluate(*given, self.settings, canaries=lines, questions=asked)
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write a report as one HTML file (default: report-ID.html), and return its path."""
