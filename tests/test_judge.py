@@ -57,8 +57,7 @@ class Warm(warm.Process):
     """A worker that starts at once."""
 
     def __init__(self, command: Any, **options: Any) -> None:
-        options |= {"start_new_session": True, "cwd": Path.cwd()}
-        super().__init__(command, **options)
+        super().__init__(command, cwd=Path.cwd(), **options)  # asserts a session of its own
 
 
 class Fake(Worker):
@@ -298,6 +297,17 @@ def test_what_a_model_prints_is_no_data(edited, capfd):
     assert (out, "loud" in err, made.size) == ("", True, 9)
 
 
+def test_huge_logits_give_an_infinite_perplexity(edited):
+    made = edited((HEAD, f"{HEAD}\n        logits = logits * 1e30"))
+    assert (made.perplexity, made.bits_per_byte > 1e9) == (math.inf, True)
+
+
+def test_an_evaluation_that_cannot_be_kept_is_still_given(edited, caplog):
+    with patch.object(evaluate, "keep", side_effect=ServiceError("the disk is full")):
+        assert edited().size > 0
+    assert "the disk is full" in caplog.text
+
+
 def test_a_worker_that_died_is_an_error_in_one_line(start, models):
     with start(models["characters"]) as worker:
         worker.process.kill()
@@ -335,6 +345,12 @@ def test_overlap_is_exact(training, texts, chunk):
     with patch.object(anchors, "CHUNK", chunk), patch.object(anchors, "RUN", 5):
         found = anchors.overlap(plain(training), [*map(plain, texts)])
     assert found == covered / sum(map(len, texts))
+
+
+def test_overlap_reads_the_training_text_once():
+    with patch.object(anchors, "found_in", wraps=anchors.found_in) as read:
+        anchors.overlap(plain("a" * 100), [plain("b" * n) for n in range(1, 99)])
+    assert read.call_count == 1
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5])

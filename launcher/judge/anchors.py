@@ -97,9 +97,9 @@ def found_in(training: Tensor, wanted: Tensor, length: int) -> Tensor:
 
 def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
     """The fraction of bytes in runs of RUN bytes or more that the training text has too."""
-    covered = 0
-    for text in texts:
-        begins = found_in(training, hashes(text, RUN), RUN).long()
+    runs, covered = [hashes(text, RUN) for text in texts], 0
+    found = found_in(training, torch.cat(runs), RUN).long()  # reads the training text once
+    for text, begins in zip(texts, found.split([*map(len, runs)]), strict=True):
         edges = torch.zeros(len(text) + 1, dtype=torch.int64)
         edges[: len(begins)] += begins
         edges[RUN : RUN + len(begins)] -= begins

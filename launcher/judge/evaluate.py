@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def evaluate(
         bits_per_byte=everything.bits_per_byte,
         half=spread(parts),
         unit="documents" if parts is whole else f"passages of {PASSAGE:,} bytes",
-        perplexity=math.exp(everything.nats / everything.tokens),
+        perplexity=exp(everything.nats / everything.tokens),
         xz=anchors.xz(b"".join(each.content for each in encoded)),
         samples=f"{n} samples of {LENGTH} {worker.tokenizer.unit}",
         worst=worst(cut(encoded, nats, WORST))[:3],
@@ -98,7 +97,10 @@ def evaluate(
         **dict.fromkeys(("ngram", "validation", "overlap", "copied")) | beside,
     )
     content = b"\0".join(each.content for each in encoded)
-    keep(made, hashlib.sha256(content).hexdigest()[:12], settings)
+    try:
+        keep(made, hashlib.sha256(content).hexdigest()[:12], settings)
+    except LauncherError as error:
+        logger.warning(f"this evaluation will not be in reports: {error}")
     return made
 
 
@@ -161,6 +163,11 @@ def compared(
         overlap=overlap,
         copied=anchors.longest_run(training.content, [as_tensor(s.encode()) for s in samples]),
     )
+
+
+def exp(value: float) -> float:
+    """As math.exp, which raises where this is infinite."""
+    return float(torch.tensor(value, dtype=torch.float64).exp())
 
 
 def as_tensor(content: bytes) -> Tensor:

@@ -54,6 +54,7 @@ class Worker:
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C in the terminal reaches only the judge
         )
         theirs.close()
         vars(self).update(json.loads(self.answer()))
