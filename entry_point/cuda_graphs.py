@@ -55,15 +55,11 @@ def record_passes(
     """
     device = passes[0][0].device
     total_memory = torch.cuda.get_device_properties(device).total_memory
-    problem = "some weights are not of float32"  # as the one buffer is
-    if all(parameter.dtype == torch.float32 for parameter in parameters):
-        large = torch.cuda.max_memory_allocated() > total_memory / 2
-        problem = "the run takes over half of the GPU's memory" if large else ""
-    if problem:
-        log(f"{NO_GRAPH}: {problem}")
+    if torch.cuda.max_memory_allocated() > total_memory / 2:
+        log(f"{NO_GRAPH}: the run takes over half of the GPU's memory")
         return {}, None
-    gradients = flat_gradients(parameters)
     try:
+        gradients = flat_gradients(parameters)  # fails for weights of another type
         try_passes(run, passes)
     except RuntimeError as error:
         log(f"{NO_GRAPH}: {first_line(error)}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
-import sys
 from importlib.util import find_spec
 
 import torch
@@ -163,13 +161,10 @@ def tokens_per_pass(config: Config, device: torch.device) -> int:
     return min(fitting, 4 * TOKENS_PER_PASS if memory > 60e9 else TOKENS_PER_PASS)
 
 
-def memory_line(device: torch.device, processes: int) -> str:
-    """The most memory so far of this rank's GPU, or of the host's processes, and what there is."""
-    if device.type == "cuda":
-        used = torch.cuda.max_memory_reserved()  # a graph's memory counts as reserved alone
-        total = torch.cuda.get_device_properties(device).total_memory
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit * processes
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"memory {used / 2**30:.1f} of {total / 2**30:.1f} GiB"
+def memory_line(device: torch.device) -> str:
+    """`; memory 18.2 of 22.5 GiB`: the most so far of this rank's GPU, and what there is."""
+    if device.type != "cuda":
+        return ""
+    used = torch.cuda.max_memory_reserved()  # a graph's memory counts as reserved alone
+    total = torch.cuda.get_device_properties(device).total_memory
+    return f"; memory {used / 2**30:.1f} of {total / 2**30:.1f} GiB"

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .causality import LONGEST_WINDOW, check_causality
+from .causality import LONGEST_WINDOW, leak_of
 from .checkpoint import read_safetensors, replacing, write_safetensors
 from .config import Config, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
@@ -131,19 +131,6 @@ def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str,
         raise TrainingError(f"its logits differ from Qwen3's by {difference:.2g}")
 
 
-def why_not(check: Callable[[], None]) -> str:
-    """Why a check of a model fails, or ''. Raises an error that tells of too little memory."""
-    try:
-        check()
-    except TrainingError as error:
-        return str(error)
-    except Exception as error:  # an edited model may have other parts, or another shape
-        if is_out_of_memory(error):
-            raise
-        return f"it cannot be compared: {type(error).__name__}: {error}"
-    return ""
-
-
 def hugging_face_config(
     config: Config, vocabulary_size: int, end: int | None = None
 ) -> dict[str, Any]:
@@ -196,17 +183,20 @@ def write_artefact(
     conversations, `chats`, gets the template that encodes them.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    config, values = model.config, dataclasses.asdict(model.config)
+    config, values, why = model.config, dataclasses.asdict(model.config), ""
     weights: dict[str, Tensor] = model.state_dict()
-    tensors: dict[str, Tensor] = {}
-    document: dict[str, Any] = {}
-
-    def export() -> None:
-        tensors.update(to_hugging_face(weights, config))
-        document.update(hugging_face_config(config, len(tokenizer), tokenizer.end))
+    leak = "it cannot be tested whether it looks ahead"
+    try:
+        leak = leak_of(model, tokenizer, chats)
+        tensors = to_hugging_face(weights, config)
+        document = hugging_face_config(config, len(tokenizer), tokenizer.end)
         check_export(model, tensors, document)
-
-    why, leak = why_not(export), why_not(lambda: check_causality(model, tokenizer, chats))
+    except TrainingError as error:
+        why = str(error)
+    except Exception as error:  # an edited model may have other parts, or another shape
+        if is_out_of_memory(error):
+            raise
+        why = f"it cannot be compared: {type(error).__name__}: {error}"
     if why:
         tensors = weights
         document = {

@@ -172,15 +172,14 @@ class Trainer:
                 log(f"{name}: {part.summary()}")
 
     def log_duration(self) -> None:
-        """Logs the time and the memory of a run that has long to go."""
+        """Logs the time, and on a GPU the memory, of a run that has long to go."""
         self.group.synchronize()
         seconds_per_step = self.timer.seconds_per_step
         left = (self.config.max_steps - self.step) * seconds_per_step
         if self.is_main and left > LONG_RUN:
-            memory = memory_line(self.group.device, self.group.local_world_size)
             log(
                 f"note: {seconds_per_step:.3g} s a step: about {duration(left)} to"
-                f" step {self.config.max_steps:,}; {memory}"
+                f" step {self.config.max_steps:,}{memory_line(self.group.device)}"
             )
 
     def log_metrics(self, evaluates: bool) -> None:

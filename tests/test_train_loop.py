@@ -212,7 +212,7 @@ def test_weights_of_another_type_are_not_recorded(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.get_device_properties", memory)
     weights, x = [torch.zeros(2, dtype=torch.float16)], torch.zeros(1, 1)
     assert record_passes(Mock(), [(x, x, 1.0)], weights) == ({}, None)
-    assert "not of float32" in capsys.readouterr().out
+    assert "no CUDA graph" in capsys.readouterr().out
 
 
 def test_one_all_reduce_resumes_with_the_same_bits(tmp_path, text):
@@ -1107,9 +1107,7 @@ def test_a_long_run_says_once_how_long_it_takes(tmp_path, monkeypatch, capsys):
     trainer.step, trainer.timer = 8, Mock(seconds_per_step=10.0)
     trainer.log_duration()
     note = capsys.readouterr().out
-    assert note.startswith("note: 10 s a step: about 0:15:20 to step 100; memory ")
-    used, there = map(float, re.findall(r"([0-9.]+) (?:of|GiB)", note))
-    assert 0 < used < there
+    assert note == "note: 10 s a step: about 0:15:20 to step 100\n"
     trainer.timer.seconds_per_step = 0.3
     trainer.log_duration()  # half a minute for the rest
     assert not capsys.readouterr().out
