@@ -17,7 +17,6 @@ from launcher.cli.options import (
     Command,
     Job,
     agree_to_cost,
-    complete_config,
     settings_of,
     valued,
 )
@@ -72,13 +71,11 @@ class LaunchCommand(Command):
     "NAME",
     "cpu (default; a minute on a CPU), quick (seconds), laptop (three minutes), baby (default"
     " on SageMaker GPU instances), small, gpt2 (124 M parameters), or auto (by the text's length).",
-    shell_complete=complete_config,
 )
 @valued(
     "--set assignments",
     "KEY=VALUE",
     "Set a hyperparameter; `sm-nanogpt hyperparameters` lists them.",
-    shell_complete=complete_config,
 )
 @valued("--config config_file", "FILE", "TOML file of hyperparameters.", type=click.Path())
 @valued("--entry-point", "DIR", "Your edited training folder.", type=click.Path())
@@ -104,7 +101,6 @@ class LaunchCommand(Command):
     "--sweep",
     "KEY=V1,V2,...",
     "Launch a job for each value of a hyperparameter; several --sweep make a grid.",
-    shell_complete=complete_config,
 )
 @valued("--seeds", "N", "Launch each job of a sweep with N seeds (default: 1).", default=1)
 @valued("--parallel", "N", "Number of jobs of a sweep that run at a time (default: 1).")

@@ -101,9 +101,7 @@ class Job(click.ParamType[str]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        names = complete_job(ctx, param, incomplete)
-        files = [CompletionItem(incomplete, type="file")] * (self.trained and not names)
-        return [*map(CompletionItem, names), *files]
+        return [CompletionItem(incomplete, type="file")] * self.trained
 
 
 class Group(Command, click.Group):
@@ -114,35 +112,6 @@ class Group(Command, click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, {"sample": "fetch-and-sample"}.get(cmd_name, cmd_name))
-
-
-def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete `latest`, or the id or name of a job or sweep, without asking AWS."""
-    from launcher.finding import Listing
-    from launcher.launching.records import tail_of
-    from launcher.sagemaker.caller import remembered
-    from launcher.settings import load_settings
-
-    settings = load_settings()
-    jobs: list[Any] = [*Listing(settings).local(), *remembered(settings)]
-    tails = {name: tail_of(job.job_id) for job in jobs for name in (job.job_id, job.name) if name}
-    names = {*tails}
-    if parameter.name == "group":
-        names = {name.removesuffix(tail) for name, tail in tails.items() if tail}
-    return [name for name in ["latest", *sorted(names)] if name.startswith(incomplete)]
-
-
-def complete_config(
-    context: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[str]:
-    """Complete a preset or the name of a hyperparameter."""
-    from dataclasses import fields
-
-    from entry_point.config import PRESETS, Config
-
-    settable = [f"{field.name}=" for field in fields(Config)]
-    names = ["auto", *PRESETS] if parameter.name == "preset" else settable
-    return [name for name in names if name.startswith(incomplete)]
 
 
 def pairs(
@@ -228,9 +197,7 @@ def valued(names: str, metavar: str, help: str, **more: Any) -> Callable[[Any], 
     return click.option(*names.split(), metavar=metavar, help=help, **kind)
 
 
-GROUP = valued(
-    "--group", "SWEEP", "The jobs of a sweep, by its id or `latest`.", shell_complete=complete_job
-)
+GROUP = valued("--group", "SWEEP", "The jobs of a sweep, by its id or `latest`.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID", type=Job())
