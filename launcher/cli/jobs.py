@@ -62,15 +62,13 @@ def jobs_command(
     from launcher.launching.sweeps import find_sweep
     from launcher.tracking import with_costs
 
-    if group is not None and limit is not None:
-        raise InputError("--group and --limit cannot be combined: a ranking needs all its jobs")
+    if group is not None and (limit or status):
+        raise InputError("--group needs all its jobs, so neither --limit nor --status")
     settings = settings_of()
     listing, tries = Listing(settings, everyone), dict[int, list["JobDescription"]]()
     jobs: Iterable[JobDescription] = listing
     if group is not None:
         group, tries = find_sweep(group, settings, everyone)
-        if status:
-            tries = {n: each for n, each in tries.items() if each[-1].status == status}
         jobs = [each[-1] for each in tries.values()]
     found = list(islice((d for d in jobs if status in (None, d.status)), limit))
     for job in listing.unreadable:
@@ -79,7 +77,7 @@ def jobs_command(
     if as_json:
         print_json(found)
     elif group is not None:
-        print_ranking(tries, None if status else read_record(group, settings))
+        print_ranking(tries, read_record(group, settings))
     elif found or not (listing.failure or listing.unreadable or status):
         print_jobs(found, everyone)
     if listing.failure is not None:
