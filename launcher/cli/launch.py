@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,25 +27,7 @@ if TYPE_CHECKING:
     from launcher.settings import Settings
 
 
-class CloudOption(click.Option):
-    """An option of `launch` that applies only to SageMaker."""
-
-
-cloud_option = partial(click.option, cls=CloudOption)
-cloud_valued = partial(valued, cls=CloudOption)
-
-
-class LaunchCommand(Command):
-    """A command whose help lists these options in a section of their own."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, cloud in (("Options", False), ("Options for SageMaker only", True)):
-            chosen = [p for p in self.get_params(ctx) if isinstance(p, CloudOption) is cloud]
-            with formatter.section(title):
-                formatter.write_dl([row for p in chosen if (row := p.get_help_record(ctx))])
-
-
-@click.command("launch", cls=LaunchCommand)
+@click.command("launch", cls=Command)
 @valued(
     "--instance",
     "TYPE[,TYPE...]",
@@ -106,62 +87,62 @@ class LaunchCommand(Command):
 @valued("--parallel", "N", "Number of jobs of a sweep that run at a time (default: 1).")
 @click.option("--dry-run", is_flag=True, help="Print the SageMaker request without sending it.")
 @YES
-@cloud_option(
+@click.option(
     "--launcher",
     type=click.Choice(["pytorchddp", "torchrun"]),
     help="How SageMaker starts the ranks (default: pytorchddp; torchrun on ml.p5.48xlarge).",
 )
-@cloud_valued("--pytorch-version", "V", "PyTorch version of the AWS image (default: 2.12.1).")
-@cloud_valued("--image-uri", "URI", "Use your own container image.")
-@cloud_valued("--max-run", "SECONDS", "Time limit (default: 3600).")
-@cloud_valued(
+@valued("--pytorch-version", "V", "PyTorch version of the AWS image (default: 2.12.1).")
+@valued("--image-uri", "URI", "Use your own container image.")
+@valued("--max-run", "SECONDS", "Time limit (default: 3600).")
+@valued(
     "--max-cost",
     "USD",
     "Stop before the job costs more. Counts the jobs that it resumes; for a sweep, all of its"
     " jobs.",
 )
-@cloud_option(
+@click.option(
     "--spot/--on-demand",
     default=None,
     help="Spot is cheaper, and resumes after interruptions (default: on demand; with --resume, as"
     " in the earlier job).",
 )
-@cloud_valued(
+@valued(
     "--max-wait",
     "SECONDS",
     "With --spot: limit for waiting and running (default: 2 x max-run, at most 28 days).",
 )
-@cloud_valued("--keep-alive", "SECONDS", "Keep a warm pool after the job.")
-@cloud_valued(
+@valued("--keep-alive", "SECONDS", "Keep a warm pool after the job.")
+@valued(
     "--volume-size",
     "GIB",
     "Disk per host, for instance types without local disks (default: 50).",
 )
-@cloud_option(
+@click.option(
     "--input-mode",
     type=click.Choice(["File", "FastFile"]),
     help="Copy the text to each host before the job starts (File, the default), or read it from S3"
     " as the job goes (FastFile).",
 )
-@cloud_valued("--environment", "KEY=VALUE", "Set an environment variable in the container.")
-@cloud_valued("--tag tags", "KEY=VALUE", "Tag the job.")
-@cloud_valued("--kms-key", "KEY", "KMS key that encrypts the job's disks and output.")
-@cloud_valued(
+@valued("--environment", "KEY=VALUE", "Set an environment variable in the container.")
+@valued("--tag tags", "KEY=VALUE", "Tag the job.")
+@valued("--kms-key", "KEY", "KMS key that encrypts the job's disks and output.")
+@valued(
     "--subnet subnets",
     "ID",
     "Subnet of your VPC. It must reach S3, by a NAT gateway or an S3 endpoint.",
 )
-@cloud_valued(
+@valued(
     "--security-group security_group_ids",
     "ID",
     "Required with --subnet. For several hosts, it must allow traffic from itself.",
 )
-@cloud_option(
+@click.option(
     "--network-isolation/--no-network-isolation",
     default=None,
     help="Run the job without network (default: from --resume or config.toml, else off).",
 )
-@cloud_option(
+@click.option(
     "--encrypt-traffic/--no-encrypt-traffic",
     default=None,
     help="Encrypt traffic between hosts, which is slower (default: from --resume or config.toml,"
@@ -181,6 +162,8 @@ def launch_command(
     **fields: Any,
 ) -> None:
     """Start a training job and print its id.
+
+    The options from --launcher on are for SageMaker only.
 
     Ctrl-C stops a local job after it writes a checkpoint. A job on SageMaker keeps running. SIGTERM
     and SIGHUP act as Ctrl-C.
