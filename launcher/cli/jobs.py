@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
@@ -86,27 +85,25 @@ def jobs_command(
 
 def print_jobs(found: list[JobDescription], everyone: bool) -> None:
     from launcher.sagemaker.cost import usd
-    from launcher.views.card import progress
+    from launcher.views.card import facts
 
     if not found:
         note(f"no jobs yet: {command('launch', '--instance', 'local')}")
         return
-    columns: dict[str, list[str | None]] = defaultdict(list)
-    for d in found:
-        step, loss, bits = progress(d)
-        columns["JOB-ID"].append(d.job_id)
-        columns["NAME"].append(d.name)
-        columns["OWNER"].append(d.owner if everyone else None)
-        columns["STATE"].append(d.status)
-        several = f"{d.instance_count} x " * (d.instance_count > 1)
-        columns["INSTANCE"].append(f"{several}{d.instance}")
-        columns["STEP"].append(step)
-        columns["BEST LOSS"].append(loss)
-        columns["BITS/BYTE"].append(bits)
-        columns["COST"].append(None if d.cost is None else usd(d.cost))
-        columns["DATA"].append(d.data.rstrip("/").rpartition("/")[2])
-        columns["SETTINGS"].append(d.summary)
-    print_columns(columns)
+    rows = [
+        {
+            **facts(d),
+            "job-id": d.job_id,
+            "owner": d.owner if everyone else None,
+            "state": d.status,
+            "cost": None if d.cost is None else usd(d.cost),
+            "data": d.data.rstrip("/").rpartition("/")[2],
+        }
+        for d in found
+    ]
+    heads = ["job-id", "name", "owner", "state", "instance", "step", "best loss", "bits/byte"]
+    heads += ["cost", "data", "settings"]
+    print_columns({head.upper(): [row[head] for row in rows] for head in heads})
 
 
 @click.command("status", cls=Command)

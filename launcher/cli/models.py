@@ -96,15 +96,12 @@ def fetch_and_sample_command(
     if as_json:
         print_json([start + "".join(text) for text in zip(*columns, strict=True)])
         return
-    # Stream the first text; print the others after it.
-    others = [start] * (num_samples - 1)
+    texts = [start] * num_samples
     click.echo(start, nl=False)
-    for column in columns:
+    for column in columns:  # the first text as it comes, the others after it
         click.echo(column[0], nl=False)
-        others = [text + piece for text, piece in zip(others, column[1:], strict=True)]
-    click.echo()
-    for text in others:
-        click.echo(f"---\n{text}")
+        texts = [text + piece for text, piece in zip(texts, column, strict=True)]
+    click.echo("".join(f"\n---\n{text}" for text in texts[1:]))
 
 
 def model_directory(place: str, settings: Settings, entry_point: Path | None) -> Path:

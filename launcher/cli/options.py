@@ -123,9 +123,7 @@ def pairs(
     for each in typed:
         name, equals, value = each.partition("=")
         name, problem = name.replace("-", "_") if sets else name, ""
-        if sets and equals and not value:
-            problem = f"{option} {each} is empty; give a value, or leave it out"
-        elif not equals or not name:
+        if not (equals and name) or (sets and not value):
             problem = f"{option} {each}: must be name=value"
         elif name in values:
             problem = f"{option} {name}: given twice ({values[name]!r} and {value!r})"

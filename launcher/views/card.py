@@ -22,7 +22,8 @@ def card(job: JobDescription, curve: Curve | None) -> str:
 def facts(job: JobDescription) -> dict[str, str | None]:
     """What there is to know about a job, by its name; None for what is not known."""
     now, billed, trained = job.metrics or {}, job.billable_seconds, job.training_seconds
-    step, loss, bits = progress(job)
+    last, bits = now.get("val_loss"), now.get("bits_per_byte")
+    best = now.get("best_loss", last)
     left = seconds_left(now, job.hyperparameters) if job.is_running else None
     saved = f", {1 - billed / trained:.0%} saved by spot" if job.spot and billed and trained else ""
     return {
@@ -31,11 +32,11 @@ def facts(job: JobDescription) -> dict[str, str | None]:
         "settings": job.summary,
         "state": job.state,
         "reason": job.failure_reason,
-        "instance": f"{job.instance_count} x {job.instance}",
+        "instance": f"{job.instance_count} x " * (job.instance_count > 1) + job.instance,
         "data": job.data,
-        "step": step or "-",
-        "best loss": loss or "-",
-        "bits/byte": bits,
+        "step": f"{now['step']:.0f}/{now['max_steps']}" if "step" in now else None,
+        "best loss": None if best is None else f"{best:.4f}",
+        "bits/byte": f"{bits * best / last:.4f}" if bits and best and last else None,  # of the best
         "tokens/s": f"{speed:,.0f}" if (speed := now.get("tokens_per_second")) else None,
         "time left": None if left is None else str(timedelta(seconds=round(left))),
         "model": job.model_uri,
@@ -44,16 +45,6 @@ def facts(job: JobDescription) -> dict[str, str | None]:
         "cost": cost_words(job),
         "message": job.message if job.is_running else None,
     }
-
-
-def progress(job: JobDescription) -> tuple[str | None, str | None, str | None]:
-    """The step, the best loss, and that loss as bits per byte."""
-    metrics = job.metrics or {}
-    step = f"{metrics['step']:.0f}/{metrics['max_steps']}" if "step" in metrics else None
-    last, bits = metrics.get("val_loss"), metrics.get("bits_per_byte")
-    best = metrics.get("best_loss", last)
-    best_bits = f"{bits * best / last:.4f}" if bits and best and last else None
-    return step, None if best is None else f"{best:.4f}", best_bits
 
 
 def cost_words(job: JobDescription) -> str | None:
