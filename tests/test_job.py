@@ -231,7 +231,7 @@ def test_an_edited_copy_runs_once_and_prints_nothing(tmp_path, capsys):
         (["--set", "batch_size=7", "--processes-per-instance", "2"], "batch_size=6 or 8"),
         (["--instance-count", "2"], "--instance-count 2: this machine is one host"),
         (["--set", "block_size=60000"], "block_size=60000"),
-        (["--instance-count", "0"], "--instance-count 0: must be at least 1"),
+        (["--instance-count", "0"], "'--instance-count': 0 is not in the range x>=1"),
         (["--entry-point", "missing.py"], "missing.py"),
         (["--instance", "ml.g5.xlarge"], "--region"),
         (["--instance", "g5.xlarge"], "did you mean ml.g5.xlarge"),
