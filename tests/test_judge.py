@@ -29,8 +29,10 @@ from entry_point.config import make_config
 from entry_point.conversations import IGNORED
 from entry_point.huggingface import SCRIPT_SHA256, write_artefact
 from entry_point.model import GPT
+from launcher.cli.evaluate import show
 from launcher.judge import anchors, evaluate
 from launcher.judge.evaluation import Passage, spread, total
+from launcher.judge.probes import read_canaries, read_questions
 from launcher.judge.score import losses, passages, score, windows, windows_of
 from launcher.judge.texts import Encoded, Text, encode, read_texts
 from launcher.judge.worker import Worker
@@ -302,6 +304,12 @@ def test_huge_logits_give_an_infinite_perplexity(edited):
     assert (made.perplexity, made.bits_per_byte > 1e9) == (math.inf, True)
 
 
+def test_a_text_without_an_interval_is_said_to_be_short(edited, capfd):
+    show([edited(text="abc " * 3)])
+    err = capfd.readouterr().err
+    assert ("too short for an interval" in err, "95 %" in err) == (True, False)
+
+
 def test_an_evaluation_that_cannot_be_kept_is_still_given(edited, caplog):
     with patch.object(evaluate, "keep", side_effect=ServiceError("the disk is full")):
         assert edited().size > 0
@@ -467,3 +475,10 @@ def test_short_passages_are_not_the_worst():
     parts = [Passage("short", 99.0, 99, 99), Passage("a", 50.0, 200, 200)]
     parts += [Passage("b", 60.0, 200, 200)]
     assert [part.place for part in evaluate.worst(parts)] == ["b", "a", "short"]
+
+
+@pytest.mark.parametrize("read", [read_canaries, read_questions])
+def test_a_file_without_anything_to_ask_is_refused(read, tmp_path):
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(InputError, match=r"none\.jsonl: no "):
+        read(tmp_path / "none.jsonl")

@@ -34,6 +34,8 @@ def read_canaries(path: Path) -> list[str]:
         if not SECRET.fullmatch(line):
             like = "the part that nobody can guess stands in braces: the code is {8231}"
             raise InputError(f"{path}:{number}: {like}")
+    if not lines:
+        raise InputError(f"{path}: no line is there")
     return lines
 
 
@@ -86,6 +88,8 @@ def read_questions(path: Path) -> list[Question]:
             kind = record.get("kind") if isinstance(record, dict) else None
             answer = messages.pop()["content"].strip()
             found.append(Question(messages, answer, str(kind or "all")))
+    if not found:
+        raise InputError(f"{path}: no conversation is there")
     return found
 
 
