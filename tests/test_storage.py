@@ -123,6 +123,11 @@ def test_an_upload_goes_to_s3_below_the_prefix_once(s3, emulator, cli, text_file
     assert sent() == []
 
 
+def test_an_empty_object_of_s3_is_read_as_an_empty_file(s3):
+    s3.put_object(Bucket=s3.bucket, Key="empty", Body=b"")
+    assert storage.read_bytes(f"s3://{s3.bucket}/empty") == b""
+
+
 @pytest.mark.parametrize(
     ("arrives", "metadata"),
     [(b"content", {"sha256": "0" * 64}), (b"conten", {})],  # what others put there has no SHA-256

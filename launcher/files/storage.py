@@ -278,6 +278,10 @@ def read_bytes(uri: str, settings: Settings | None = None, largest: int = LARGES
             return check_size(bytes(fs.cat_file(path, start=0, end=largest + 1)), largest, uri)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            if "InvalidRange" not in str(error.__cause__):
+                raise
+            return b""  # an empty object has no range of bytes
 
 
 def read_cache(file: Path, kind: type[T]) -> T:
