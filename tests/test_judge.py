@@ -482,3 +482,10 @@ def test_a_file_without_anything_to_ask_is_refused(read, tmp_path):
     (tmp_path / "none.jsonl").write_text("\n")
     with pytest.raises(InputError, match=r"none\.jsonl: no "):
         read(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize("line", ["the code is 8231", "the code is {}", "{?} and {!}", "{東京}"])
+def test_a_line_without_a_secret_to_vary_is_refused(line, tmp_path):
+    (tmp_path / "lines.txt").write_text(f"a {{1}} b\n{line}\n")
+    with pytest.raises(InputError, match=r"lines\.txt:2: "):
+        read_canaries(tmp_path / "lines.txt")

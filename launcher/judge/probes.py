@@ -23,7 +23,7 @@ from launcher.text.formats import JSON, look, opened
 from launcher.text.records import json_array, json_lines
 
 OTHERS = 200  # random secrets beside each
-SECRET = re.compile(r"(.*?)\{(.+?)\}(.*)")
+SECRET = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # to draw others
 
 
 def read_canaries(path: Path) -> list[str]:
@@ -32,7 +32,7 @@ def read_canaries(path: Path) -> list[str]:
         lines = [line for line in content.read().decode().splitlines() if line.strip()]
     for number, line in enumerate(lines, 1):
         if not SECRET.fullmatch(line):
-            like = "the part that nobody can guess stands in braces: the code is {8231}"
+            like = "a secret of digits or letters stands in braces: the code is {8231}"
             raise InputError(f"{path}:{number}: {like}")
     if not lines:
         raise InputError(f"{path}: no line is there")
