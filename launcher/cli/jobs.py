@@ -195,10 +195,15 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
 
     settings, silent = settings_of(), tail != 0
     lines = logs(job_id, follow, settings, raw, tail)
-    with at_ctrl_c(*["the job keeps running"] * follow):
+    try:
         for line in following(lines, job_id, settings) if follow else lines:
             click.echo(line)
             silent = False
+    except KeyboardInterrupt:
+        if not follow:
+            raise
+        note("the job keeps running")
+        return
     if silent and not follow:
         d = describe(job_id, settings)
         yet = " yet" * d.is_running
