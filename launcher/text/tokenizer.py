@@ -11,14 +11,11 @@ from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.errors import DataError
-from entry_point.files import read_file
-from entry_point.text import LARGEST_JSON, Tokenizer
+from entry_point.text import Tokenizer, read_json
 from launcher.errors import InputError
-from launcher.files import documents as door
 from launcher.files.storage import Progress
 from launcher.models.encoder import QWEN35, published_tokenizer
 from launcher.text.copies import in_thread
@@ -53,36 +50,27 @@ def open_words(path: Path) -> Words:
     Raises InputError if there is none, or it is not of BPE over bytes or of characters.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
+    beside = file.with_name("tokenizer_config.json")
     try:
-        content = read_file(file, LARGEST_JSON)
-        document = door.parse(content, dict[str, Any], file)
-        end = configured_end(file.with_name("tokenizer_config.json"))
+        document, config = read_json(file), read_json(beside) if beside.exists() else {}
+    except DataError as error:
+        raise InputError(str(error)) from None
+    try:
+        document["model"].setdefault("type", "BPE")  # GPT-2's own file has none
         contents = [token["content"] for token in document["added_tokens"] if token["special"]]
-        if end is None:
+        end = config.get("eos_token")
+        end = end.get("content") if isinstance(end, dict) else end
+        if not isinstance(end, str):
             end = next((name for name in KNOWN_ENDS if name in contents), None)
-        if "type" not in document["model"]:  # as in GPT-2's own file
-            document["model"]["type"] = "BPE"
-            content = json.dumps(document).encode()
-        words = Words(content.decode(), end)
+        words = Words(json.dumps(document, ensure_ascii=False), end)
         ends = words.tokenizer.unit == "characters" or end is not None
         published_tokenizer(words.content)
         if ends:
             return words
         why = "no token for the end of a text; name one as eos_token in tokenizer_config.json"
-    except OSError as error:
-        why = str(error.strerror)
-    except (DataError, door.Damaged, KeyError, TypeError, ValueError) as error:
+    except (DataError, KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"not a tokenizer of BPE over bytes: {error}"
     raise InputError(f"{file}: {why}")
-
-
-def configured_end(file: Path) -> str | None:
-    """The eos_token of tokenizer_config.json, where it names one."""
-    if not file.exists():
-        return None
-    value = door.parse(read_file(file, door.LARGEST), dict[str, Any], file).get("eos_token")
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
 
 
 def fitting_size(characters: int) -> int:
