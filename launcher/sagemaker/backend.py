@@ -71,8 +71,6 @@ class SageMakerBackend:
         self.settings, self.attempts = settings, attempts
         self.session = aws_session(settings)
         self.clients: dict[str, Any] = {}
-        # By job; see stream_lines.
-        self.read: dict[str, tuple[Sequence[Event], dict[str, str]]] = {}
 
     @property
     def place(self) -> str:
@@ -367,18 +365,11 @@ class SageMakerBackend:
         return lines if tail is None else iter(deque(lines, maxlen=tail))
 
     def stream_lines(self, job_id: str, follow: bool) -> Iterator[tuple[str, str]]:
-        """The CloudWatch events of all hosts in order of time; with follow, until the job ends.
-
-        Without, the events of an earlier call are kept, and only later events are asked for.
-        """
+        """The CloudWatch events of all hosts in order of time; with follow, until the job ends."""
         if not follow:
-            before, seen = self.read.get(job_id, ([], {}))
-            _, events, seen = self.news(job_id, seen)
-            events = sorted([*before, *events], key=lambda event: event[0])
-            self.read[job_id] = events, seen
-            yield from ((stream, message) for _, stream, message in events)
+            yield from ((stream, message) for _, stream, message in self.news(job_id, {})[1])
             return
-        seen = {}
+        seen = dict[str, str]()
         heard, ended, pending = time.monotonic(), False, False
         while True:
             raw, events, seen = aws.patiently(
