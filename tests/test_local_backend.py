@@ -109,7 +109,7 @@ def write_job(
         "max_steps": 10,
         "resume_from": resume_from and str(resume_from),
     }
-    backend.write_json(directory / "job.json", record)
+    storage.write_json(str(directory / "job.json"), record)
 
 
 @contextmanager
@@ -309,13 +309,13 @@ def test_the_installed_command_samples_in_any_directory(pair):
 
 
 def test_a_detached_job_is_in_progress_until_it_ends(home, detach, cli, monkeypatch):
-    write, seen = backend.write_json, list[str]()
+    write, seen = storage.write_json, list[str]()
 
-    def write_and_look(path: Path, value: Any) -> None:
-        write(path, value)
+    def write_and_look(uri: str, value: Any, *settings: Any) -> None:
+        write(uri, value, *settings)
         seen.extend(each.status for each in jobs())
 
-    monkeypatch.setattr(backend, "write_json", write_and_look)
+    monkeypatch.setattr(storage, "write_json", write_and_look)
     job = detach(**launching.TINY)
     assert seen == ["InProgress"]
     ran = cli("logs", job.job_id, "--follow")
@@ -340,7 +340,7 @@ def test_a_followed_log_yields_whole_lines_and_characters(home):
                 with (directory / "logs/job.log").open("ab") as file:
                     file.write(bytes([byte]))
                 time.sleep(0.02)
-            backend.write_json(directory / "state.json", {"status": "Completed"})
+            storage.write_json(str(directory / "state.json"), {"status": "Completed"})
 
         writer = threading.Thread(target=write_slowly)
         writer.start()
@@ -422,7 +422,7 @@ def test_an_impossible_local_launch_starts_nothing(home, cli, words, named):
 
 
 @pytest.mark.parametrize(
-    "failing", ["launcher.local.backend.write_json", "pathlib.Path.write_bytes"]
+    "failing", ["launcher.files.storage.replacing", "pathlib.Path.write_bytes"]
 )
 def test_a_job_that_cannot_be_written_leaves_nothing(home, text_file, cli, monkeypatch, failing):
     assert cli("upload-data", str(text_file)).good
@@ -629,7 +629,7 @@ FAILED = {"status": "Failed", "reason": "OSError: why"}
 def test_stop_and_wait_tell_how_the_job_ended(home, cli, monkeypatch, command, state, code, said):
     def end(seconds: float) -> None:
         if state:
-            backend.write_json(directory / "state.json", state)
+            storage.write_json(str(directory / "state.json"), state)
         else:
             shutil.rmtree(directory, ignore_errors=True)
 

@@ -9,8 +9,8 @@ import shutil
 import pytest
 from access import ACCOUNT
 
+from launcher.files.storage import write_json
 from launcher.finding import full_id
-from launcher.local.backend import write_json
 from launcher.sagemaker.caller import Caller, Launched, owner_of, remember, remembered, with_last
 from launcher.settings import load_settings
 from sm_nanogpt import Settings
@@ -244,7 +244,7 @@ def sibling(job, job_id, **values):
     shutil.copytree(job.directory, place)
     record = json.loads((place / "job.json").read_text())
     record["job"] |= values
-    write_json(place / "job.json", record)
+    write_json(str(place / "job.json"), record)
     return job_id
 
 
@@ -281,7 +281,7 @@ def test_a_part_of_an_id_is_unique_and_not_short(job, home, cli):
 def failed(job, job_id):
     sibling(job, job_id)
     state = {"status": "Failed", "secondary": "Failed", "reason": "DataError: no text"}
-    write_json(job.home / "jobs" / job_id / "state.json", state)
+    write_json(str(job.home / "jobs" / job_id / "state.json"), state)
     return job_id
 
 

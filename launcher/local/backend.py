@@ -140,7 +140,7 @@ class LocalBackend:
         # Take the lock before the job is visible, and pass it on, so that it is held without a gap.
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            write_json(directory / "job.json", record)
+            storage.write_json(str(directory / "job.json"), record)
             root = str(Path(__file__).parents[2].absolute())
             subprocess.Popen(
                 [sys.executable, "-c", RUNNER, str(directory), str(lock.fileno()), root],
@@ -353,9 +353,3 @@ def read_document(path: Path, kind: type[T]) -> T | None:
         return storage.read_document(str(path), kind)
     except Damaged as error:
         raise ServiceError(f"{error}; delete {path.parent} to delete the job") from None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write atomically, since others may read."""
-    with storage.replacing(path) as file:
-        file.write(storage.json_bytes(value))

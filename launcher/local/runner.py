@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.models import model_files
-from launcher.local.backend import HOST, Record, read_document, write_json
+from launcher.local.backend import HOST, Record, read_document
 from launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
@@ -53,7 +53,7 @@ class LocalRun:
     def update(self, **changes: Any) -> None:
         self.state.update(changes)
         if not self.deleted():
-            write_json(self.directory / "state.json", self.state)
+            storage.write_json(str(self.directory / "state.json"), self.state)
 
     def run(self) -> None:
         """Run the job to its end; its final state says how it ended."""
