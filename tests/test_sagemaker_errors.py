@@ -337,8 +337,8 @@ def test_without_a_region_local_jobs_are_listed(home, cli, job, monkeypatch):
 
 @pytest.mark.parametrize(
     ("option", "command"),
-    [("--store", (*LAUNCH, "--data")), ("--data", LAUNCH), ("--store", ("upload-data",))],
-    ids=["store", "data", "upload"],
+    [("--store", (*LAUNCH, "--data")), ("--data", LAUNCH)],
+    ids=["store", "data"],
 )
 def test_a_bucket_of_another_region_is_refused_before_an_upload(
     cloud, s3, cli, text_file, monkeypatch, option, command
