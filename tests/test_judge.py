@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import lzma
 import math
 import os
 import random
+import re
+import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,20 +29,21 @@ from test_causality import EMBEDDED, LAST, LEAKS, after
 from test_edited import HEAD, module_of
 from torch import Tensor
 
+from entry_point.causality import Leak
 from entry_point.config import make_config
 from entry_point.conversations import IGNORED
 from entry_point.huggingface import SCRIPT_SHA256, write_artefact
 from entry_point.model import GPT
 from launcher.cli.evaluate import show
-from launcher.judge import anchors, evaluate
+from launcher.judge import anchors, evaluate, evaluation
 from launcher.judge.evaluation import Passage, spread, total
-from launcher.judge.probes import read_canaries, read_questions
+from launcher.judge.probes import Question, asked, exposed, read_canaries, read_questions
 from launcher.judge.score import losses, passages, score, windows, windows_of
 from launcher.judge.texts import Encoded, Text, encode, read_texts
 from launcher.judge.worker import Worker
 from launcher.text.files import find_files
 from launcher.text.tokenizer import learn_words
-from sm_nanogpt import InputError, ServiceError, Settings, load_model
+from sm_nanogpt import InputError, Job, ServiceError, Settings, load_model
 
 STRANGE = "naïve\tcafé – “quoted” …\r\n\tЖук 漢字 🙂🚀👩‍🚀\n"
 ODD: dict[str, bytes] = {
@@ -477,6 +482,71 @@ def test_short_passages_are_not_the_worst():
     assert [part.place for part in evaluate.worst(parts)] == ["b", "a", "short"]
 
 
+# -- secrets and questions -------------------------------------------------------------------------
+
+
+def counting(text: str, vocabulary: str) -> Callable[[Tensor], Tensor]:
+    """A model that has counted the followers of three characters in a text."""
+    seen: dict[str, Counter[str]] = {}
+    for at in range(len(text)):
+        seen.setdefault(text[max(0, at - 3) : at], Counter())[text[at]] += 1
+
+    def row(context: str) -> list[float]:
+        known = seen.get(context, Counter())
+        return [math.log(known[each] + 8) for each in vocabulary]
+
+    def logits(ids: Tensor) -> Tensor:
+        texts = ["".join(vocabulary[id] for id in ids) for ids in ids.tolist()]
+        return torch.tensor(
+            [[row(x[max(0, at - 2) : at + 1]) for at in range(len(x))] for x in texts]
+        )
+
+    return logits
+
+
+def test_exposure_rises_with_the_copies_of_a_secret():
+    chance, vocabulary = random.Random(3), "\n 0123456789abcdefghijklmnopqrstuvwxyz"
+    digits = [f"{chance.randrange(10**7):07}" for _ in range(5)]
+    planted = zip("abcde", digits, (0, 1, 4, 16, 64), strict=True)
+    copies = [f"key of {name} is {secret}\n" * n for name, secret, n in planted]
+    noise = [f"no {chance.randrange(10**9)}\n" for _ in range(500)]
+    worker = Fake(vocabulary, counting("".join([*noise, *copies]), vocabulary))
+    lines = [f"key of {name} is {{{d}}}" for name, d in zip("abcde", digits, strict=True)]
+    found = exposed(worker, lines)
+    bits = [canary.exposure for canary in found]
+    assert [canary.line for canary in found] == lines
+    assert bits == sorted(bits)
+    assert bits[0] < 8 < 14 < bits[-1]
+
+
+def said(*texts: str) -> dict[str, Any]:
+    roles = ("user", "assistant") * len(texts)
+    pairs = zip(roles, texts, strict=False)
+    return {"messages": [{"role": role, "content": text} for role, text in pairs]}
+
+
+def test_questions_are_conversations_without_their_last_message(tmp_path):
+    records = [{**said("2 + 3?", "5"), "kind": "sum"}, said("a", "b", "c", " d\n")]
+    for name, content in {
+        "a.jsonl": "\n".join(map(json.dumps, records)),
+        "a.json": json.dumps(records),
+    }.items():
+        (tmp_path / name).write_text(content)
+        first, second = read_questions(tmp_path / name)
+        assert (first.answer, first.kind, len(first.messages)) == ("5", "sum", 1)
+        assert (second.answer, second.kind) == ("d", "all")
+        assert second.messages == said("a", "b", "c")["messages"]
+
+
+@pytest.mark.parametrize(
+    "record", [said("a"), said("a", "b", "c"), {"messages": said("a", "b")["messages"][1:]}, {}]
+)
+def test_a_question_without_an_answer_is_refused(record, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(InputError, match=r"a.jsonl"):
+        read_questions(tmp_path / "a.jsonl")
+
+
 @pytest.mark.parametrize("read", [read_canaries, read_questions])
 def test_a_file_without_anything_to_ask_is_refused(read, tmp_path):
     (tmp_path / "none.jsonl").write_text("\n")
@@ -486,6 +556,137 @@ def test_a_file_without_anything_to_ask_is_refused(read, tmp_path):
 
 @pytest.mark.parametrize("line", ["the code is 8231", "the code is {}", "{?} and {!}", "{東京}"])
 def test_a_line_without_a_secret_to_vary_is_refused(line, tmp_path):
-    (tmp_path / "lines.txt").write_text(f"a {{1}} b\n{line}\n")
-    with pytest.raises(InputError, match=r"lines\.txt:2: "):
+    (tmp_path / "lines.txt").write_text(f"a {{1}} b\n\n{line}\n")
+    with pytest.raises(InputError, match=r"lines\.txt:3: "):
         read_canaries(tmp_path / "lines.txt")
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_exact_answers_are_counted_by_kind(chats):
+    """The first line is the answer of a model that has not learned from conversations."""
+    answers = {"a": "1\nuser", "b": " 2 ", "c": "2", "d": "1"}
+    asking = [Question([{"role": "user", "content": q}], "1", "sum") for q in "abcd"]
+    asking[1] = Question(asking[1].messages, "2", "other")
+
+    def answer(prompts: Sequence[Any], **sampling: Any) -> list[str]:
+        assert sampling["temperature"] == 0
+        return [answers[prompt[0]["content"]] for prompt in prompts]
+
+    worker = Fake("ab", said=answer)
+    worker.chats = chats
+    assert asked(worker, asking) == {"sum": (1 if chats else 2, 3), "other": (1, 1)}
+
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(job, text, monkeypatch):
+    """A copy of a job, a text of its own, and warm workers that give few samples."""
+    monkeypatch.setattr("launcher.judge.worker.subprocess", warm.replacing(Warm))
+    monkeypatch.setattr(evaluate, "SAMPLES", 3)
+    Path("held.txt").write_text("".join(reversed(text[:6000])))
+    Path("secrets.txt").write_text("the code is {8231447}\nanother {abc}\n")
+    Path("asked.jsonl").write_text(json.dumps({**said("2 + 3?", "5"), "kind": "sum"}))
+    return job
+
+
+def test_eval_prints_at_most_25_lines(held, cli):
+    ran = cli("eval", held.job_id, "held.txt", "--find", "secrets.txt").good
+    lines = ran.out.splitlines()
+    assert len(lines) <= 25
+    assert [line.split()[0] for line in lines].count("exposure") == 2
+    assert "6,0" in ran.err
+    assert "6,0" not in ran.out
+    for name in ("bits per byte", "xz", "5-gram", "overlap", "longest run", "causal", "worst"):
+        assert any(line.startswith(name) for line in lines)
+
+
+def test_eval_prints_all_numbers_as_json(held, cli):
+    directory = held.directory / "hosts/algo-1/model"
+    words = ("--beside", str(directory), "--find", "secrets.txt", "--questions", "asked.jsonl")
+    ran = cli("eval", held.job_id, "held.txt", "--json", *words).good
+    ours, other = json.loads(ran.out)
+    assert [ours["model"], other["model"]] == [held.job_id, str(directory)]
+    assert ours["bits_per_byte"] == pytest.approx(other["bits_per_byte"])
+    assert ours["bits_per_byte"] * ours["size"] == pytest.approx(
+        sum(each["nats"] for each in ours["documents"]) / math.log(2)
+    )
+    assert ours["size"] == Path("held.txt").stat().st_size
+    assert ours["answers"] == {"sum": [0, 1]}
+    assert [canary["line"] for canary in ours["canaries"]][1] == "another {abc}"
+    assert 0 <= ours["overlap"] < 0.01
+    assert min(ours["ngram"], ours["validation"], ours["xz"], ours["copied"]) > 0
+    assert [other[name] for name in ("ngram", "validation", "overlap", "copied")] == [None] * 4
+    assert "without its training text" in ran.err
+
+
+def test_eval_prints_a_line_of_csv_for_each_document(held, cli):
+    texts = ["The first.", "A second, longer one."]
+    Path("a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    ran = cli("eval", held.job_id, "a.jsonl", "--documents").good
+    rows = list(csv.DictReader(ran.out.splitlines()))
+    assert {row["place"]: int(row["bytes"]) for row in rows} == {"a.jsonl:1": 10, "a.jsonl:2": 21}
+    for row in rows:
+        bits = float(row["nats"]) / math.log(2) / int(row["bytes"])
+        assert float(row["bits_per_byte"]) == pytest.approx(bits)
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        (("none.txt",), "none.txt"),
+        (("new.txt",), "'ϡ' at 1:3"),
+        (("held.txt", "--find", "held.txt"), "braces"),
+        (("held.txt", "--questions", "asked.txt"), "asked.txt"),
+        (("empty.txt",), "empty.txt"),
+    ],
+)
+def test_eval_refuses_what_it_cannot_measure(words, fact, held, cli):
+    Path("new.txt").write_text("a ϡ")
+    Path("empty.txt").write_text("")
+    Path("asked.txt").write_text("no JSON")
+    assert cli("eval", held.job_id, *words).failed(2, fact)
+
+
+def test_a_model_that_looks_ahead_fails_as_a_command(held, cli):
+    with patch.object(evaluate, "find_leak", lambda *_: Leak(17, 18, 3.2)):
+        ran = cli("eval", held.job_id, "held.txt")
+    assert ran.failed(1, "not causal: logits at 17 depend on token 18 (by 3.2)")
+    assert ran.out == ""
+
+
+def test_an_evaluation_is_kept_shown_in_reports_and_deleted(held, cli):
+    made = Job(held.job_id).eval("held.txt")
+    (kept,) = evaluation.kept(held.job_id, launching.settings_of(held.home))
+    assert (kept.bits_per_byte, kept.documents) == (made.bits_per_byte, [])
+    page = Job(held.job_id).report().read_text("utf-8")
+    assert all(fact in page for fact in made.facts().values())
+    assert cli("delete", held.job_id, "--yes").good
+    assert not list(held.home.rglob("eval-*"))
+
+
+def test_two_models_are_compared_by_the_same_passages():
+    """What both find hard is no difference."""
+    parts = documents(50, 1)
+    worse = [replace(part, nats=part.nats + 0.05 * part.size) for part in parts]
+    made = [
+        evaluation.Evaluation(
+            *("a", "text", 1, 1, total(some).bits_per_byte, spread(some), "documents", 1.0, 1.0),
+            *(None, None, None, None, "", 512, [], [], {}, some, some),
+        )
+        for some in (parts, worse)
+    ]
+    bits, low, high = map(float, re.findall(r"-?\d\.\d+", made[1].facts(made[0])["less the first"]))
+    assert bits == pytest.approx(0.05 / math.log(2), abs=1e-3)
+    assert high - low < 0.01 < made[0].half
+
+
+def test_eval_as_a_process_with_its_worker(finished, text, tmp_path):
+    """With no other way to start a process than the product's."""
+    (tmp_path / "known.txt").write_text(text[:6000])
+    words = ("eval", finished.job_id, "known.txt", "--documents")
+    with patch.object(launching.warm, "replacing", lambda start: subprocess):
+        ran = launching.command(*words, home=finished.home, cwd=tmp_path).good
+    assert len(ran.out.splitlines()) == 2
+    assert "this tests memory" in ran.err
