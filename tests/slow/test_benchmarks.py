@@ -27,6 +27,7 @@ NAMES = (
     "benchmarks/fine_tuning",
     "benchmarks/tokens",
     "benchmarks/upload",
+    "benchmarks/judging",
     "tutorials/batch_and_context",
     "tutorials/ladder",
     "tutorials/processes",
