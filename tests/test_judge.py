@@ -298,6 +298,19 @@ def test_a_model_that_misbehaves_is_refused(kind, edited):
         edited(*edits)
 
 
+def test_more_windows_are_computed_again_if_they_are_short():
+    seen = list[int]()
+
+    def logits(ids: Tensor) -> Tensor:
+        seen.append(ids.numel())
+        return torch.zeros(*ids.shape, 2)
+
+    other = Fake("ab", logits)
+    encoded = encode([Text("a", ["ab" * 50_000])], other.tokenizer)
+    evaluate.check_memory(other, encoded, torch.full((100_000,), math.log(2)))
+    assert sum(seen) == pytest.approx(evaluate.AGAIN, rel=0.1)
+
+
 def test_what_a_model_prints_is_no_data(edited, capfd):
     made = edited(after(EMBEDDED, f"{JUDGED} and print('loud')"), text="abc " * 3)
     out, err = capfd.readouterr()

@@ -35,7 +35,7 @@ from launcher.settings import Settings
 logger = logging.getLogger(__name__)
 
 CUTS, LONG_CUTS, SHORT = 448, 64, 256  # of windows of SHORT tokens, and of the whole context
-AGAIN = 16  # windows that another process computes again
+AGAIN, FEWEST = 1 << 14, 16  # tokens, and windows, that another process computes again
 ROUNDING = 1e-3  # nats by which it may differ
 SAMPLES, SLOW_SAMPLES, LENGTH = 100, 10, 500  # an edited model keeps no keys and values
 MEMORY = 0.5  # overlap from which a loss measures memory
@@ -134,7 +134,8 @@ def check_memory(other: Worker, encoded: Sequence[Encoded], nats: Tensor) -> Non
     parts = windows(encoded, other.tokenizer.start, other.block_size)
     known = nats.split([int((targets != IGNORED).sum()) for _, targets in parts])
     generator, changed, wanted = torch.Generator().manual_seed(0), [], []
-    for index in range(len(parts) - 1, -1, -max(1, len(parts) // AGAIN)):
+    n_again = max(FEWEST, AGAIN // other.block_size)
+    for index in range(len(parts) - 1, -1, -max(1, len(parts) // n_again)):
         (inputs, targets), n = parts[index], len(known[index])
         left = int(torch.randint(n, (), generator=generator))
         later = torch.arange(len(inputs)) >= len(inputs) - left
