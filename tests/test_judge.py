@@ -39,7 +39,7 @@ from launcher.judge import anchors, evaluate, evaluation
 from launcher.judge.evaluation import Passage, spread, total
 from launcher.judge.probes import Question, asked, exposed, read_canaries, read_questions
 from launcher.judge.score import losses, passages, score, windows, windows_of
-from launcher.judge.texts import Encoded, Text, encode, read_texts
+from launcher.judge.texts import Encoded, Text, Training, encode, read_texts
 from launcher.judge.worker import Worker
 from launcher.text.files import find_files
 from launcher.text.tokenizer import learn_words
@@ -209,6 +209,8 @@ def test_conversations_count_their_answers_only(models, write):
     assert said == "So 🙂".encode()
     assert each.size == len(said)
     assert int(each.ids[each.counts][-1]) == tokenizer.special["<|im_end|>"]
+    (passage,) = passages(each, torch.ones(len(each.ids)), 200)
+    assert "What?" in passage.excerpt and passage.excerpt.endswith("So 🙂")
 
 
 def test_characters_that_a_model_never_saw_are_refused(write):
@@ -309,6 +311,14 @@ def test_more_windows_are_computed_again_if_they_are_short():
     encoded = encode([Text("a", ["ab" * 50_000])], other.tokenizer)
     evaluate.check_memory(other, encoded, torch.full((100_000,), math.log(2)))
     assert sum(seen) == pytest.approx(evaluate.AGAIN, rel=0.1)
+
+
+def test_a_model_of_conversations_has_no_compressor_beside_it(models):
+    worker = Fake("a", said=lambda prompts, **sampling: ["first"])
+    worker.tokenizer = load_model(models["tokens"])[1]
+    encoded = encode([Text("a", ["user\nWhat?", "assistant\nSo"], True)], worker.tokenizer)
+    found = evaluate.compared(worker, Training(plain("the first"), None), encoded, 1)
+    assert found == {"validation": None, "ngram": None, "overlap": 0, "copied": 5}
 
 
 def test_what_a_model_prints_is_no_data(edited, capfd):

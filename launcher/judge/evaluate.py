@@ -86,7 +86,7 @@ def evaluate(
         half=spread(parts),
         unit="documents" if parts is whole else f"passages of {PASSAGE:,} bytes",
         perplexity=exp(everything.nats / everything.tokens),
-        xz=anchors.xz(b"".join(each.content for each in encoded)),
+        xz=None if has_chats(encoded) else anchors.xz(b"".join(e.content for e in encoded)),
         samples=f"{n} samples of {LENGTH} {worker.tokenizer.unit}",
         worst=worst(cut(encoded, nats, WORST))[:3],
         canaries=found,
@@ -152,18 +152,26 @@ def compared(
     worker: Worker, training: Training, encoded: Sequence[Encoded], n_samples: int
 ) -> dict[str, Any]:
     """What the training text tells: of the text, of the model's validation text, and of samples."""
-    own = encode([training.validation], worker.tokenizer)
+    validation = None
+    if training.validation:
+        own = encode([training.validation], worker.tokenizer)
+        validation = document(own[0], *losses(worker, own)).bits_per_byte
     samples = worker.sample([None], num_samples=n_samples, max_new_tokens=LENGTH)
     contents = [as_tensor(each.content) for each in encoded]
     overlap = anchors.overlap(training.content, contents)
     if overlap > MEMORY:
         logger.warning(f"{overlap:.0%} of the bytes stand in the training text: this tests memory")
     return dict(
-        validation=document(own[0], *losses(worker, own)).bits_per_byte,
-        ngram=anchors.ngram(training.content, torch.cat(contents)),
+        validation=validation,
+        ngram=None if has_chats(encoded) else anchors.ngram(training.content, torch.cat(contents)),
         overlap=overlap,
         copied=anchors.longest_run(training.content, [as_tensor(s.encode()) for s in samples]),
     )
+
+
+def has_chats(encoded: Sequence[Encoded]) -> bool:
+    """Whether not all bytes count, but those of answers: then no compressor compares."""
+    return any(each.text.is_chat for each in encoded)
 
 
 def exp(value: float) -> float:

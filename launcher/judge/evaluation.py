@@ -79,7 +79,7 @@ class Evaluation:
     half: float | None
     unit: str
     perplexity: float
-    xz: float
+    xz: float | None
     ngram: float | None
     validation: float | None
     overlap: float | None
@@ -97,7 +97,7 @@ class Evaluation:
         facts = {
             "bits per byte": of_bits(self.bits_per_byte, self.half),
             "perplexity per token": f"{self.perplexity:.2f}",
-            "xz": f"{self.xz:.3f}",
+            "xz": of_bits(self.xz),
             "5-gram of the training text": of_bits(self.ngram),
             "own validation text": of_bits(self.validation),
             "overlap with the training text": shown(self.overlap, ".1%"),

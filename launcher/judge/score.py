@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -93,7 +94,8 @@ def passages(each: Encoded, nats: Tensor, least: int) -> list[Passage]:
     A conversation is one passage.
     """
     if each.text.is_chat:
-        return [document(each, nats)]
+        said = " ".join(" ".join(each.text.pieces).split())
+        return [replace(document(each, nats), excerpt=said[-2 * SHOWN :])]
     content, ends = each.content, each.widths.cumsum(0)
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), nats.cumsum(0)])
     cuts, line, found = [0], 1, list[Passage]()

@@ -108,10 +108,13 @@ def check_known(place: str, text: str, known: set[str]) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """The first MOST_BYTES of a text to train on, uint8 [n], and the start of its validation."""
+    """The first MOST_BYTES of a text to train on, uint8 [n], and the start of its validation text.
+
+    validation is None for conversations, of which the ids of the answers count alone.
+    """
 
     content: Tensor
-    validation: Text
+    validation: Text | None
 
 
 def job_of(named: str, directory: Path, settings: Settings) -> str | None:
@@ -143,7 +146,7 @@ def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
             raise ServiceError(str(error)) from None
         content = bytearray().join(pieces(corpus.train, corpus.tokenizer.words, MOST_BYTES))
         own = b"".join(pieces(corpus.val, corpus.tokenizer.words, VALIDATION_BYTES))
-    validation = Text("validation", [own.decode(errors="ignore")])
+    validation = None if corpus.is_chat else Text("validation", [own.decode(errors="ignore")])
     return Training(torch.frombuffer(content, dtype=torch.uint8), validation)
 
 
