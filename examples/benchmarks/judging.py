@@ -125,14 +125,15 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     canaries = {n: [canary(chance) for _ in range(5 if n else 100)] for n in TIMES}
     # The last line has all characters of what is judged.
     known = "".join(sorted({*text, *LATIN, *codecs.encode(held, "rot13")}))
-    job = judge.trained("\n".join([*planted(learned, canaries, chance), known, ""]), words)
+    lines = planted(learned, canaries, chance)
+    job = judge.trained("\n".join([*lines, known, ""]), words)
     size = len(held) // OF
     documents = [held[n * size : (n + 1) * size] for n in range(OF)]
     strangers = [[strange(each, kind, chance) for each in documents] for kind in range(KINDS)]
     texts = [*documents, *(each for some in strangers for each in some)]
-    lines = judge.file("\n".join(line for some in canaries.values() for line in some))
+    secrets = judge.file("\n".join(line for some in canaries.values() for line in some))
     records = "\n".join(json.dumps({"text": each}) for each in texts)
-    found = judge.judged(job, judge.file(records, ".jsonl"), "--find", str(lines))
+    found = judge.judged(job, judge.file(records, ".jsonl"), "--find", str(secrets))
     in_order = sorted(found["documents"], key=lambda each: int(each["place"].rpartition(":")[2]))
     parts = [Passage(**each) for each in in_order]
     report = Report(
@@ -154,8 +155,9 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         row = {"": f"exposure of a canary that was planted {n} times, bits"}
         row["found"] = measure.spread([bits[line] for line in some], 1)
         report.rows.append(row if n else {**row, "goal": f"none of 100 has {FALSE_ALARM:g}"})
+    trained = "\n".join(lines[: len(lines) * 8 // 10])  # the last tenth is for validation
     for share in OVERLAPS:
-        mixed = judge.file(overlapping(learned, strangers[1], share, chance))
+        mixed = judge.file(overlapping(trained, strangers[1], share, chance))
         row = {"": f"overlap of {share:.0%}", "found": f"{judge.judged(job, mixed)['overlap']:.2%}"}
         report.rows.append({**row, "goal": "within 0.5 points" if share else "under 0.1 %"})
     report.rows += judge.cost(judge.trained(text, costly), judge.file(text[: 10**6]))
