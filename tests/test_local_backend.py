@@ -250,9 +250,23 @@ def test_a_jobs_directory_matches_a_container(pair):
     assert base.name == "algo-1"
     places = {"checkpoints", "code", "input", "model", "output"}
     assert {path.name for path in base.iterdir()} == places
-    data = base / "input/data"
+    config, data = base / "input/config", base / "input/data"
+    documents = {"hyperparameters.json", "inputdataconfig.json", "resourceconfig.json"}
+    assert launching.tree(config) == documents
     assert launching.tree(data / "training") == {"b.txt", "deep", "deep/a b.txt"}
     assert launching.tree(data / "validation") == {"input.txt"}
+    assert json.loads((config / "resourceconfig.json").read_text()) == {
+        "current_host": "algo-1",
+        "hosts": ["algo-1"],
+        "current_instance_type": "local",
+        "network_interface_name": "lo",
+    }
+    hyperparameters = json.loads((config / "hyperparameters.json").read_text())
+    assert all(isinstance(value, str) for value in hyperparameters.values())
+    assert json.loads(hyperparameters["n_embd"]) == 32
+    channels = json.loads((config / "inputdataconfig.json").read_text())
+    assert set(channels) == {"training", "validation"}
+    assert channels["training"]["S3DistributionType"] == "FullyReplicated"
     for name, source in (("model", "model"), ("output", "output/data")):
         with tarfile.open(pair.directory / "output" / f"{name}.tar.gz") as tar:
             names = set(tar.getnames())

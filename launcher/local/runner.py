@@ -102,12 +102,31 @@ class LocalRun:
                     storage.link_or_copy(path, place / path.name)
             else:
                 storage.fetch(uri, place, settings=self.settings)
+        self.write_config(list(channels))
         if self.record.resume_from is not None:
             source = Path(self.record.resume_from)
             if not any(source.glob("checkpoint-*.safetensors")):
                 raise ServiceError(f"the checkpoints to resume from are missing: {source} has none")
             for path in sorted(source.glob("*.safetensors")):
                 storage.link_or_copy(path, self.base / "checkpoints" / path.name)
+
+    def write_config(self, channels: list[str]) -> None:
+        values = {name: json.dumps(value) for name, value in self.record.hyperparameters.items()}
+        resources = {
+            "current_host": HOST,
+            "hosts": [HOST],
+            "current_instance_type": "local",
+            "network_interface_name": LOOPBACK,
+        }
+        copied = {
+            "TrainingInputMode": "File",
+            "S3DistributionType": "FullyReplicated",
+            "RecordWrapperType": "None",
+        }
+        config = self.base / "input" / "config"
+        write_json(config / "hyperparameters.json", values)
+        write_json(config / "resourceconfig.json", resources)
+        write_json(config / "inputdataconfig.json", dict.fromkeys(channels, copied))
 
     def environment(self) -> dict[str, str]:
         """The variables of the container, without those of an outer SageMaker job or launcher.
