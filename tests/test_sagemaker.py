@@ -16,6 +16,7 @@ import pytest
 from access import ACCOUNT
 
 from launcher.cli.words import reason_of
+from launcher.files import storage
 from launcher.files.storage import local_path
 from launcher.launching.texts import find_channel
 from launcher.sagemaker.backend import SageMakerBackend
@@ -419,6 +420,19 @@ def test_the_tail_of_a_log_is_the_end_of_all_its_lines(cloud, cli, launch, tags)
         for tail in (0, 1, 4, 9, 11, 99):
             ran = cli("logs", job_id, *raw, "--tail", str(tail)).good
             assert ran.out.splitlines() == lines[len(lines) - min(tail, len(lines)) :]
+
+
+@pytest.mark.parametrize("tags", [["", ""], [TAGGED]], ids=["torchrun", "mpirun"])
+def test_the_end_of_a_long_log_is_not_read_from_its_head(cloud, cli, launch, tags):
+    job_id = launch("--instance-count", "2", log=log_of(tags, 300), reason="it broke")
+    cli("wait", job_id)
+    checkpoints = cloud.sagemaker.jobs[job_id].request["CheckpointConfig"]["S3Uri"]
+    storage.write_bytes(f"{checkpoints}metrics-00000001.jsonl", b'{"step": 1}\n')
+    for words in (("logs", job_id, "--tail", "3"), ("status", job_id)):
+        cloud.calls.clear()
+        assert "step=299" in cli(*words).good.out
+        asked = [operation for operation, _ in cloud.calls if operation == "GetLogEvents"]
+        assert len(asked) < 40  # of a hundred pages
 
 
 def test_ctrl_c_leaves_a_job_on_sagemaker_running(cloud, submit, monkeypatch):

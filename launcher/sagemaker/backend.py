@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -38,7 +37,7 @@ from launcher.sagemaker import caller, cost
 from launcher.sagemaker.caller import Caller, Launched, our_tags, search_jobs, with_last
 from launcher.sagemaker.cost import Prices
 from launcher.sagemaker.description import describe_job, is_our_job
-from launcher.sagemaker.logs import LOG_GROUP, Event, lines_of, new_events
+from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
 from launcher.sagemaker.request import (
     Placement,
     create_request,
@@ -361,8 +360,9 @@ class SageMakerBackend:
         self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
     ) -> Iterator[str]:
         """As LocalBackend.logs; raw includes the lines of the SageMaker toolkit."""
-        lines = lines_of(self.stream_lines(job_id, follow), raw)
-        return lines if tail is None else iter(deque(lines, maxlen=tail))
+        if tail is not None:
+            return iter(last_lines(self.client("logs"), job_id, tail, raw))
+        return lines_of(self.stream_lines(job_id, follow), raw)
 
     def stream_lines(self, job_id: str, follow: bool) -> Iterator[tuple[str, str]]:
         """The CloudWatch events of all hosts in order of time; with follow, until the job ends."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from launcher.aws import Missing, service_errors
@@ -18,20 +20,23 @@ START = "Invoking script with the following command:"  # the command is on the n
 NOISE = "ERROR: ld.so: object '/libchangehostname.so' "
 
 
-def lines_of(lines: Iterable[tuple[str, str]], raw: bool) -> Iterator[str]:
+def lines_of(
+    lines: Iterable[tuple[str, str]], raw: bool, running: Collection[str] = ()
+) -> Iterator[str]:
     """Yield the lines of the script, or with raw every line after its host's name."""
     if raw:
         return (f"{stream.rpartition('-')[0]}: {line}" for stream, line in lines)
-    return script_lines(lines)
+    return script_lines(lines, running)
 
 
-def script_lines(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
+def script_lines(lines: Iterable[tuple[str, str]], running: Collection[str] = ()) -> Iterator[str]:
     """Yield the lines of the script, and errors of the toolkit, from pairs (stream, line).
 
-    A stream is HOST-TIME: each start of a spot job has streams of its own. Lines of hosts other
-    than the first start with the host's name.
+    A stream is HOST-TIME: each start of a spot job has streams of its own. In those named by
+    `running` the script has started before the first line. Lines of hosts other than the first
+    start with the host's name.
     """
-    started, at_command = set[str](), set[str]()
+    started, at_command = set(running), set[str]()
     for stream, line in lines:
         host = stream.rpartition("-")[0]
         if tagged := TAGGED.match(line):
@@ -64,19 +69,62 @@ def streams_of(client: Any, job_id: str) -> list[str]:
         return []
 
 
+def pages_of(
+    client: Any, stream: str, token: str | None = None, backward: bool = False
+) -> Iterator[tuple[list[Event], str]]:
+    """Yield the pages after a token, or from one end of a stream to the other, each with the token
+    of the next. A page is in order of time, and may be empty before the last."""
+    direction = "nextBackwardToken" if backward else "nextForwardToken"
+    while True:
+        given = {"nextToken": token} if token else {}
+        with service_errors("GetLogEvents"):
+            page = client.get_log_events(
+                logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=not backward, **given
+            )
+            name, following = stream.partition("/")[2], page[direction]
+            events = [(e["timestamp"], name, e["message"].rstrip("\n")) for e in page["events"]]
+        yield events, following
+        if following == token:  # where a stream ends, it returns the token of the request
+            return
+        token = following
+
+
 def new_events(client: Any, job_id: str, seen: dict[str, str]) -> Iterator[Event]:
-    """Yield each event since `seen`, a token for each stream, which is updated."""
+    """Yield each event since `seen`, which is updated."""
     for stream in streams_of(client, job_id):
-        token, name = seen.get(stream), stream.partition("/")[2]
-        while True:  # a page may be empty before the last
-            given = {"nextToken": token} if token else {}
-            with service_errors("GetLogEvents"):
-                page = client.get_log_events(
-                    logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=True, **given
-                )
-            for event in page["events"]:
-                yield event["timestamp"], name, event["message"].rstrip("\n")
-            seen[stream] = page["nextForwardToken"]
-            if token == seen[stream]:  # where a stream ends, it returns the token of the request
-                break
-            token = seen[stream]
+        for events, token in pages_of(client, stream, seen.get(stream)):
+            yield from events
+            seen[stream] = token
+
+
+def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[Event], bool]:
+    """The last events of a stream, which make `count` lines if it has so many, and whether the
+    script started before them."""
+
+    def starts(events: Iterable[Event]) -> bool:
+        return any(message.startswith(START) for _, _, message in events)
+
+    before = not raw and any(starts(page) for page, _ in pages_of(client, stream))
+    events: list[Event] = []
+    found = 0.0
+    for page, _ in pages_of(client, stream, backward=True):
+        events = [*page, *events]
+        if before and starts(page):
+            before, found = False, -math.inf  # what the toolkit wrote earlier is short
+        running = {stream.partition("/")[2]} if before else ()
+        found += len(list(lines_of([event[1:] for event in page], raw, running)))
+        if found >= count + 2:  # the first two may be the command, which follows START
+            break
+    return events, before
+
+
+def last_lines(client: Any, job_id: str, count: int, raw: bool) -> list[str]:
+    """The last lines of a job, of all streams in order of time. Each is read from its end."""
+    events: list[Event] = []
+    running = set[str]()
+    for stream in streams_of(client, job_id):
+        own, before = last_events(client, stream, count, raw)
+        events += own
+        running |= {stream.partition("/")[2]} if before else set()
+    events.sort(key=lambda event: event[0])
+    return list(deque(lines_of([event[1:] for event in events], raw, running), maxlen=count))
