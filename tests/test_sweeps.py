@@ -111,6 +111,7 @@ def ran(home, monkeypatch):
         stop_at: str = "",
         max_cost: float | None = None,
         cost: float = 0.0,  # of each earlier job
+        used_up: tuple[str, ...] = (),
         sleep: Callable[[float], None] = lambda seconds: None,
     ) -> tuple[Fake, list[Request]]:
         fake, prepared = Fake(*jobs), list[Request]()
@@ -120,6 +121,8 @@ def ran(home, monkeypatch):
 
         def prepare(job: Request, settings: Settings, job_id: str, texts: Any) -> Prepared:
             prepared.append(job)
+            if job.resume in used_up:
+                raise CeilingTooLow("even a run of 60 s costs more")
             return Prepared(job, job_id, fake, settings)
 
         monkeypatch.setattr(sweeps, "prepare", prepare)
@@ -189,9 +192,11 @@ def test_a_stopped_sweep_starts_no_more_jobs(ran):
     assert fake.stopped == list(fake.jobs) == [f"{GROUP}-1", f"{GROUP}-2"]
 
 
-def test_a_job_at_its_ceiling_needs_a_higher_one(ran):
-    with pytest.raises(CeilingTooLow, match=r"cost 2.00 USD.*is 1.00 USD.*max_cost"):
-        ran(described(f"{GROUP}-1", "Failed"), max_cost=4, cost=2)
+def test_a_job_at_its_ceiling_does_not_block_others(ran):
+    stopped = replace(described(f"{GROUP}-1", "Stopped"), checkpoint_uri="s3://x")
+    fake, prepared = ran(stopped, used_up=(stopped.job_id,))
+    assert list(fake.jobs) == [f"{GROUP}-{n}" for n in range(1, 5)]
+    assert len(prepared) == 4
 
 
 def test_all_jobs_are_described_once_a_poll(ran, monkeypatch):

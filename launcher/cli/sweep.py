@@ -26,7 +26,7 @@ def run_sweep(
     Ctrl-C stops local jobs after a checkpoint; jobs on SageMaker keep running.
     """
     from launcher.launching.sweeps import find_sweep, stop_all
-    from launcher.sagemaker.cost import usd
+    from launcher.sagemaker.cost import CeilingTooLow, usd
     from launcher.tracking import wait
 
     if dry_run:
@@ -42,12 +42,14 @@ def run_sweep(
         agree_to_cost(worst, max_cost, settings, yes)
     happening = plan.submit()
     click.echo(plan.group)
-    again = ("launch", "--resume", plan.group)
+    again, more = ("launch", "--resume", plan.group), list[str]()
     try:
         for each in happening:
             number, (what, why) = each.number, event(each)
             values = " ".join(f"{k}={v}" for k, v in plan.sweep.members[number - 1].items())
             note(f"[{number}/{n}] {each.job_id} {what}: {values}{why}")
+            if isinstance(each.obstacle, CeilingTooLow):
+                more = ["--max-cost", "USD"]
     except ServiceError as error:
         raise ServiceError(f"{sentence(error)}; `{command(*again)}` continues the sweep") from None
     except KeyboardInterrupt as error:
@@ -60,15 +62,18 @@ def run_sweep(
         raise KeyboardInterrupt(*error.args, then) from None
     print_ranking(plan.tries, plan.sweep, err=True)
     if sum(each[-1].status == "Completed" for each in plan.tries.values() if each) < n:
-        problem = "not all jobs of the sweep completed"
-        raise ServiceError(f"{problem}; `{command(*again)}` continues it")
+        continues = command(*again, *more)
+        raise ServiceError(f"not all jobs of the sweep completed; `{continues}` continues it")
 
 
 def event(progress: Progress) -> tuple[str, str]:
     """What has happened to a job, and why, for a line of the screen."""
+    from launcher.aws import OverQuota
+
     d, obstacle = progress.description, progress.obstacle
     if obstacle is not None:
-        return "waits", f" ({sentence(obstacle)})"
+        what = "waits" if isinstance(obstacle, OverQuota) else "is at its cost ceiling"
+        return what, f" ({sentence(obstacle)})"
     if d is None:
         return f"continues {progress.continued}" if progress.continued else "started", ""
     loss = (d.metrics or {}).get("best_loss")

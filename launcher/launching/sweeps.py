@@ -137,8 +137,7 @@ def prepare_member(
         spent = sum(each.cost or 0.0 for each in with_costs([*others.values()], settings))
         share = sweep.job.max_cost / len(sweep.members)
         if share <= spent:
-            cost = f"the tries of job {number} cost {usd(spent)}, and its share is {usd(share)}"
-            raise CeilingTooLow(f"{cost}; give the sweep a higher max_cost")
+            raise CeilingTooLow(f"its tries cost {usd(spent)}, and its share is {usd(share)}")
         given["max_cost"] = share - spent
     if sweep.job.name is not None:
         given["name"] = f"{sweep.job.name}{tail_of(job_id)}"
@@ -201,24 +200,29 @@ def continue_sweep(
 
 def plan_left(group: str, sweep: Sweep, settings: Settings, tries: Tries) -> SweepPlan:
     """Check and price what is left of a sweep. tries: its jobs so far."""
-    plans = dict[int, Plan]()
+    plans, limited = dict[int, Plan](), dict[int, CeilingTooLow]()
     for number in sweep.left(tries):
         earlier, first = tries.get(number, []), next(iter(plans.values()), None)
-        job_id = records.next_id(group, number, earlier)
-        plans[number] = prepare_member(sweep, number, settings, job_id, earlier, first)
-    return SweepPlan(group, sweep, settings, tries, plans)
+        try:
+            job_id = records.next_id(group, number, earlier)
+            plans[number] = prepare_member(sweep, number, settings, job_id, earlier, first)
+        except CeilingTooLow as limit:
+            if not earlier:
+                raise
+            limited[number] = limit
+    return SweepPlan(group, sweep, settings, tries, plans, limited)
 
 
 @dataclass
 class Progress:
-    """A job of a sweep for the screen: what it continues when it starts, or how it ended; or the
-    quota of the account that keeps it from being started."""
+    """A job of a sweep for the screen: what it continues when it starts, or how it ended; or what
+    keeps it from being started, its cost ceiling or a quota of the account."""
 
     number: int
     job_id: str
     description: JobDescription | None = None
     continued: str | None = None
-    obstacle: OverQuota | None = None
+    obstacle: CeilingTooLow | OverQuota | None = None
 
 
 @dataclass
@@ -226,7 +230,8 @@ class SweepPlan:
     """A sweep whose jobs are checked and priced.
 
     tries: its jobs so far, which get those that are started. plans: the jobs that are left to
-    start. lock: keeps other commands from running the sweep, if it has jobs.
+    start. limited: why others are not, since their tries have used up their shares of the cost.
+    lock: keeps other commands from running the sweep, if it has jobs.
     """
 
     group: str
@@ -234,6 +239,7 @@ class SweepPlan:
     settings: Settings
     tries: Tries
     plans: dict[int, Plan]
+    limited: dict[int, CeilingTooLow]
     lock: IO[str] | None = None
     mark: str = ""
 
@@ -274,6 +280,8 @@ class SweepPlan:
 
     def run(self) -> Iterator[Progress]:
         with self.lock or alone(self.group, self.settings):
+            for number, limit in self.limited.items():
+                yield Progress(number, self.tries[number][-1].job_id, obstacle=limit)
             left, retry_at, freed, waits = [*self.plans], 0.0, -math.inf, False
             self.write_mark()
             while left or self.running:
