@@ -11,13 +11,14 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from launcher.aws import Missing, NotAsked
+from launcher.aws import Missing, NotAsked, aws_session, check_bucket, make_client
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Count, Damaged
@@ -120,8 +121,12 @@ def with_store(settings: Settings) -> Settings:
     """The settings, with the stack's store if they have none and there is a stack.
 
     If AWS cannot be asked, the text stays on this machine and a launch uploads it later. Raises
-    Missing if there is no stack of the name.
+    InputError if the store is in another region, and Missing if there is no stack of the name.
     """
+    if settings.store.startswith("s3://") and (session := aws_session(settings)).region_name:
+        region = session.region_name
+        with suppress(NotAsked):
+            check_bucket(make_client(session, "s3", region), settings.store, "store", region)
     if settings.store or not settings.reaches_aws:
         return settings
     try:
