@@ -107,6 +107,13 @@ def test_places_are_lines_or_counts_of_items():
     ]
 
 
+def twins() -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), file)
+    return file.getvalue()
+
+
+TWINS = twins()
 DEEP = b"[" * 100_000
 
 
@@ -133,6 +140,8 @@ DEEP = b"[" * 100_000
         ("a.csv", HEAD + b"2\n", (":3: ", "1 cell", "has 2")),
         ("a.parquet", parquet([{"id": 1, "body": "a"}]), (": ", "`text`", "of text: `body`")),
         ("a.parquet", parquet([{"text": 1}]), ("row 1", "`text` is no text")),
+        ("a.parquet", TWINS, ("two columns", "`text`")),
+        ("a.csv", b"text,text\na,b\n", ("two columns", "`text`")),
         ("a.jsonl", b'{\n"text": "a"\n}\n', (":1: ", "on one line, ", "`jq -c . FILE`")),
         ("a.json", b'[{"title": "a", "mapping": {}}]', ("item 1", "ChatGPT's own export")),
         ("a.parquet", b"PAR1" + b"x" * 100, ("damaged",)),

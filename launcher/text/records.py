@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import IO, Any
 
@@ -92,18 +92,27 @@ def table(file: IO[bytes], path: str, delimiter: str) -> Records:
     first = lines.readline()
     delimiter = max(delimiter + ",;\t", key=first.count)
     rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
-    names, line = list[str](), 1
+    names, line, problem = list[str](), 1, ""
     try:
         for row in rows:
             names = names or row
+            problem = twins(names) if row is names else ""
             if row and len(row) != len(names):
-                raise csv.Error(f"{len(row)} cells, but the first row has {len(names)}")
+                problem = f"{len(row)} cells, but the first row has {len(names)}"
+            if problem:
+                break
             if row and row is not names:
                 yield f"{path}:{line}", dict(zip(names, row, strict=True))
             line = rows.line_num + 1
     except csv.Error as error:
-        hint = 'a cell that begins with " ends with ", and each " between is doubled'
-        raise InputError(f"{path}:{line}: {error}; {hint}") from None
+        problem = f'{error}; a cell that begins with " ends with ", and each " between is doubled'
+    if problem:
+        raise InputError(f"{path}:{line}: {problem}")
+
+
+def twins(names: Sequence[str]) -> str:
+    """What is wrong with the names of columns, or ''."""
+    return next((f"two columns are called `{n}`" for n in names if n and names.count(n) > 1), "")
 
 
 def parquet(file: IO[bytes], path: str, column: str = "text") -> Records:
@@ -116,11 +125,14 @@ def parquet(file: IO[bytes], path: str, column: str = "text") -> Records:
     try:
         source = ParquetFile(file, buffer_size=CHUNK, pre_buffer=False)
         names = source.schema_arrow.names
+        problem = twins(names)
         has_text = column in names or may_be_chat(set(names))
         wanted = [name for name in names if not has_text or name in {column, *FIELDS}]
-        batches = source.iter_batches(ROWS, columns=wanted)
+        batches = [] if problem else source.iter_batches(ROWS, columns=wanted)
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, row in enumerate(rows, 1):
             yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: damaged: {error}") from None
+        problem = f"damaged: {error}"
+    if problem:
+        raise InputError(f"{path}: {problem}")
