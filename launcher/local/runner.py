@@ -124,9 +124,9 @@ class LocalRun:
             "RecordWrapperType": "None",
         }
         config = self.base / "input" / "config"
-        write_json(config / "hyperparameters.json", values)
-        write_json(config / "resourceconfig.json", resources)
-        write_json(config / "inputdataconfig.json", dict.fromkeys(channels, copied))
+        storage.write_json(str(config / "hyperparameters.json"), values)
+        storage.write_json(str(config / "resourceconfig.json"), resources)
+        storage.write_json(str(config / "inputdataconfig.json"), dict.fromkeys(channels, copied))
 
     def environment(self) -> dict[str, str]:
         """The variables of the container, without those of an outer SageMaker job or launcher.
