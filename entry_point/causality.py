@@ -106,4 +106,4 @@ def leak_of(model: GPT, tokenizer: Tokenizer, chats: bool) -> str:
     windows = torch.randint(len(tokenizer), (n_cuts, T), generator=torch.Generator().manual_seed(1))
     logits = partial(model, end=end, chats=chats)
     leak = find_leak(logits, windows, len(tokenizer), seed=1, n_cuts=n_cuts)
-    return f"not causal: {leak}" if leak else ""
+    return f"not causal: {leak}; val_loss means nothing" if leak else ""

@@ -400,5 +400,5 @@ class Trainer:
                 f" vLLM cannot load it, and sm-nanogpt can: {why}"
             )
         if leak:
-            log(f"warning: {leak}; val_loss means nothing")
+            log(f"warning: {leak}")
         log(f"model written to {model_dir}")

@@ -150,7 +150,7 @@ def test_a_run_says_that_its_model_looks_ahead(text_file, tmp_path):
         runs.words(**launching.TINY, data=text_file, out="out"), cwd=tmp_path, command=command
     )
     assert end.status == 0
-    said = re.search("\nwarning: (not causal: .*); val_loss means nothing\n", end.output)
+    said = re.search("\nwarning: (not causal: .*; val_loss means nothing)\n", end.output)
     training = json.loads((tmp_path / "out/model/training.json").read_text())
     assert said is not None
     assert (training["causal"], training["leak"]) == (False, said[1])
