@@ -62,7 +62,7 @@ def eval_command(
 ) -> None:
     """Measure what a model is worth on TEXT, which it should not have seen.
 
-    TEXT is what `upload-data` takes. All is in bits per byte, which compare between tokenizers. A
+    TEXT is what `upload-data` takes. Bits per byte compare models of different tokenizers. A
     process of its own computes the model; the loss is computed from its logits outside of it. A
     model that looks ahead is refused.
 
