@@ -208,6 +208,8 @@ def test_conversations_count_their_answers_only(models, write):
     said = b"".join(tokenizer.words[id] for id in each.ids[each.counts].tolist())
     assert said == "So 🙂".encode()
     assert each.size == len(said)
+    learned = b"".join(tokenizer.words[id] for id in each.ids.tolist())
+    assert each.content == learned == "user\nWhat?\nassistant\nSo 🙂\n".encode()
     assert int(each.ids[each.counts][-1]) == tokenizer.special["<|im_end|>"]
     (passage,) = passages(each, torch.ones(len(each.ids)), 200)
     assert "What?" in passage.excerpt and passage.excerpt.endswith("So 🙂")
@@ -336,6 +338,11 @@ def test_a_text_without_an_interval_is_said_to_be_short(edited, capfd):
     show([edited(text="abc " * 3)])
     err = capfd.readouterr().err
     assert ("too short for an interval" in err, "95 %" in err) == (True, False)
+
+
+def test_short_documents_are_the_parts_of_a_text(edited):
+    made = edited(text="abc " * 12)
+    assert (len(made.parts), made.unit) == (12, "documents")
 
 
 def test_an_evaluation_that_cannot_be_kept_is_still_given(edited, caplog):
@@ -540,6 +547,14 @@ def test_exposure_rises_with_the_copies_of_a_secret():
     assert [canary.line for canary in found] == lines
     assert bits == sorted(bits)
     assert bits[0] < 8 < 14 < bits[-1]
+
+
+def test_a_short_secret_has_few_bits():
+    """The likeliest of ten digits has as many bits as there are for ten."""
+    vocabulary = "\n 0123456789 iskey"
+    worker = Fake(vocabulary, counting("key is 7\n" * 500, vocabulary))
+    (found,) = exposed(worker, ["key is {7}"])
+    assert found.exposure == pytest.approx(math.log2(10))
 
 
 def said(*texts: str) -> dict[str, Any]:

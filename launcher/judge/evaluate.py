@@ -84,7 +84,7 @@ def evaluate(
         tokens=everything.tokens,
         bits_per_byte=everything.bits_per_byte,
         half=spread(parts),
-        unit="documents" if parts is whole else f"passages of {PASSAGE:,} bytes",
+        unit="documents" if len(parts) == len(whole) else f"passages of {PASSAGE:,} bytes",
         perplexity=exp(everything.nats / everything.tokens),
         xz=None if has_chats(encoded) else anchors.xz(b"".join(e.content for e in encoded)),
         samples=f"{n} samples of {LENGTH} {worker.tokenizer.unit}",
@@ -108,7 +108,7 @@ def text_behind(named: str, directory: Path, settings: Settings) -> Training | N
     """The text that a model has learned from; None, and a warning, if it cannot be had."""
     why = "no job of this machine made this model"
     try:
-        if job_id := job_of(named, directory, settings):
+        if job_id := job_of(named, directory):
             return training_of(job_id, directory, settings)
     except LauncherError as error:
         why = str(error)

@@ -50,9 +50,9 @@ def spread(parts: Sequence[Passage]) -> float | None:
 
 @dataclass(frozen=True)
 class Canary:
-    """A line with a secret, and in bits how much likelier that is than random ones.
+    """A line with a secret, and its exposure in bits.
 
-    By chance, one in 2**n secrets has n bits.
+    The model finds one of 2**n random secrets as likely as a secret of n bits.
     """
 
     line: str

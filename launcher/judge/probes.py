@@ -44,7 +44,7 @@ def exposed(worker: Worker, lines: Sequence[str]) -> list[Canary]:
     """The exposure of the secret in each line (Carlini et al., arXiv:1802.08232, section 4.3).
 
     Others of its digits and letters are drawn at random, and their losses taken as normal, which
-    tells small probabilities by few of them.
+    tells small probabilities by few of them. The likeliest of n possible secrets has log2(n) bits.
     """
     tokenizer, found = worker.tokenizer, list[Canary]()
     known = b"".join(tokenizer.words).decode(errors="ignore")
@@ -60,7 +60,8 @@ def exposed(worker: Worker, lines: Sequence[str]) -> list[Canary]:
         own, *others = torch.stack([each.sum() for each in nats])
         spread, mean = torch.std_mean(torch.stack(others))
         bits = -torch.special.log_ndtr((own - mean) / (spread + 1e-9)) / math.log(2)
-        found.append(Canary(line, float(bits)))
+        most = math.fsum(math.log2(len(pool)) for pool in pools)
+        found.append(Canary(line, min(float(bits), most)))
     return found
 
 

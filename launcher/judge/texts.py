@@ -39,7 +39,8 @@ class Text:
 
     @property
     def content(self) -> bytes:
-        return "".join(self.pieces).encode()
+        turn_end = "\n" if self.is_chat else ""  # as in what a model learns
+        return "".join(piece + turn_end for piece in self.pieces).encode()
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,10 @@ class Training:
     validation: Text | None
 
 
-def job_of(named: str, directory: Path, settings: Settings) -> str | None:
+def job_of(named: str, directory: Path) -> str | None:
     """The id of the job whose model is in a directory, if it was fetched here."""
     names = (named, directory.absolute().parent.name)
-    return next((n for n in names if FULL_ID.fullmatch(n) and directory.is_dir()), None)
+    return next((name for name in names if FULL_ID.fullmatch(name)), None)
 
 
 def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
