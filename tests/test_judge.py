@@ -656,7 +656,7 @@ def test_eval_prints_all_numbers_as_json(held, cli):
     assert 0 <= ours["overlap"] < 0.01
     assert min(ours["ngram"], ours["validation"], ours["xz"], ours["copied"]) > 0
     assert [other[name] for name in ("ngram", "validation", "overlap", "copied")] == [None] * 4
-    assert "without its training text" in ran.err
+    assert "its training text is not here" in ran.err
 
 
 def test_eval_prints_a_line_of_csv_for_each_document(held, cli):

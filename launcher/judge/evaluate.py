@@ -57,7 +57,8 @@ def evaluate(
     The evaluation of a job's model is kept beside it, for reports.
 
     Raises:
-        InputError: the model does not know a character of the text, or no conversations.
+        InputError: the model does not know a character of the text, or its tokenizer has no
+            tokens for conversations.
         ServiceError: it looks ahead, learns between windows, or fails.
     """
     with Worker(directory, settings, entry_point) as worker:
@@ -112,7 +113,8 @@ def text_behind(named: str, directory: Path, settings: Settings) -> Training | N
             return training_of(job_id, directory, settings)
     except LauncherError as error:
         why = str(error)
-    logger.warning(f"{named}: without its training text, what needs that is left out ({why})")
+    lacking = "no 5-gram, own validation text, overlap, or copied run"
+    logger.warning(f"{named}: {lacking}, as its training text is not here ({why})")
     return None
 
 
