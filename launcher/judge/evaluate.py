@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,12 @@ def text_behind(named: str, directory: Path, settings: Settings) -> Training | N
 
 def check_causal(worker: Worker, ids: Tensor) -> None:
     """Raise ServiceError if the logits depend on later tokens."""
+    seed = secrets.randbits(32)  # which no folder can know
     for longest, cuts in ((SHORT, CUTS), (worker.block_size, LONG_CUTS)):
         size = min(longest, worker.block_size)
         n = max(2, len(ids) // size)
         rows = ids.repeat(-(-n * size // len(ids)))[: n * size].view(n, size)
-        if leak := find_leak(worker.logits, rows, len(worker.tokenizer), 0, cuts):
+        if leak := find_leak(worker.logits, rows, len(worker.tokenizer), seed, cuts):
             raise ServiceError(f"not causal: {leak}; its val_loss means nothing")
 
 

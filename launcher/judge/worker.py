@@ -109,6 +109,8 @@ class Worker:
 def main(fd: str, directory: str, folder: str) -> None:
     """Answer requests until the judge leaves: each answer is an empty message, then its content."""
     pipe = Connection(int(fd))
+    # What a model prints is not lost, although the judge kills its process in the end.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         for answer in answers(pipe, Path(directory), Path(folder) if folder else None):
             pipe.send_bytes(b"")
