@@ -69,7 +69,7 @@ def find_leak(
     others = windows.flatten().roll(windows.numel() // 2).view_as(windows)
     # A cut in each of n_cuts equal parts of the depth.
     depths = torch.randperm(n_cuts, generator=generator) + torch.rand(n_cuts, generator=generator)
-    at_once = max(1, min(8192, (1 << 26) // vocabulary_size) // longest)
+    at_once = max(1, min(4096, (1 << 26) // vocabulary_size) // longest)
     for index, cuts in enumerate(depths.div(n_cuts).split(at_once)):
         T = longest
         if index % 4 == 3:
