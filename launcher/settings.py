@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,16 @@ def check_variables() -> None:
         if value and name.upper().startswith(PREFIX) and name.upper() not in fine:
             meant = did_you_mean(name.upper(), known, n=1, cutoff=0)
             raise InputError(f"{name}: there is no such setting; {meant}")
+
+
+def process_of(module: str, *words: object) -> list[str]:
+    """The command of a process that calls `main` of a module of the launcher with these words.
+
+    It imports the launcher from the same place as this process, and nothing else there.
+    """
+    root = str(Path(__file__).parents[1].absolute())
+    start = (
+        "import sys; sys.path.insert(0, sys.argv.pop()); import launcher, entry_point;"
+        f" del sys.path[0]; from {module} import main; main(*sys.argv[1:])"
+    )
+    return [sys.executable, "-c", start, *map(str, words), root]

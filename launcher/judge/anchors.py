@@ -113,7 +113,6 @@ def longest_run(training: Tensor, texts: Sequence[Tensor]) -> int:
     while low < high:
         length = (low + high + 1) // 2
         wanted = torch.cat([hashes(text, length) for text in texts])
-        low, high = (
-            (length, high) if found_in(training, wanted, length).any() else (low, length - 1)
-        )
+        there = found_in(training, wanted, length).any()
+        low, high = (length, high) if there else (low, length - 1)
     return low

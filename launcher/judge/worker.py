@@ -21,13 +21,8 @@ from torch import Tensor
 
 from entry_point.text import read_tokenizer
 from launcher.errors import LauncherError, ServiceError
-from launcher.settings import Settings, load_settings
+from launcher.settings import Settings, load_settings, process_of
 
-# The worker imports the launcher from the same place as this process, and nothing else there.
-WORKER = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); import launcher, entry_point;"
-    " del sys.path[0]; from launcher.judge.worker import main; main(*sys.argv[1:])"
-)
 # The most of one pass: so many tokens stay in the cache (41k a second of `laptop`, twice as many
 # make 26k), and their logits take 64 MB.
 PASS_TOKENS, PASS_LOGITS = 1 << 12, 1 << 24
@@ -47,10 +42,9 @@ class Worker:
 
     def __init__(self, directory: Path, settings: Settings, entry_point: Path | None) -> None:
         self.directory, self.tokenizer = directory, read_tokenizer(directory)
-        root, folder = Path(__file__).parents[2].absolute(), str(entry_point or "")
         self.pipe, theirs = Pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(theirs.fileno()), str(directory), folder, str(root)],
+            process_of(__name__, theirs.fileno(), directory, entry_point or ""),
             # Threads that wait do not keep the judge's from their cores.
             env={"GOMP_SPINCOUNT": "5000", **os.environ, "SM_NANOGPT_HOME": str(settings.home)},
             stdin=subprocess.DEVNULL,

@@ -25,7 +25,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +48,7 @@ from launcher.job import (
     time_of,
 )
 from launcher.machines import cores, cpu_processes
-from launcher.settings import Settings
+from launcher.settings import Settings, process_of
 from launcher.source import Source
 
 logger = logging.getLogger(__name__)
@@ -58,12 +57,6 @@ T = TypeVar("T")
 
 TAIL_BYTES = 1 << 18  # of a curve: more than a thousand rows
 GONE = "its processes are gone: killed, the machine was switched off, or the disk was full"
-
-# The runner imports the launcher from the same place as this process, and nothing else there.
-RUNNER = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); import launcher, entry_point;"
-    " del sys.path[0]; from launcher.local.runner import main; main()"
-)
 
 
 class Record(Document):
@@ -141,9 +134,8 @@ class LocalBackend:
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
             storage.write_json(str(directory / "job.json"), record)
-            root = str(Path(__file__).parents[2].absolute())
             subprocess.Popen(
-                [sys.executable, "-c", RUNNER, str(directory), str(lock.fileno()), root],
+                process_of("launcher.local.runner", directory, lock.fileno()),
                 cwd=directory,  # it holds nothing to import by mistake
                 env={
                     **os.environ,

@@ -250,9 +250,9 @@ def command_line(values: Mapping[str, Any]) -> list[str]:
     return [word for n in sorted(values) for word in (f"--{n}", str(values[n]))]
 
 
-def main() -> None:
-    directory = Path(sys.argv[1])  # argv[2] is the descriptor that holds the lock
-    run = LocalRun(directory, load_settings())  # those of the launch
+def main(directory: str, lock: str) -> None:
+    """Run the job in a directory; `lock` is the descriptor that holds its lock."""
+    run = LocalRun(Path(directory), load_settings())  # those of the launch
 
     def on_signal(signum: int, frame: Any) -> None:
         run.stop_requested = True
