@@ -99,6 +99,11 @@ def test_an_invalid_or_repeated_assignment_is_refused(words):
         pairs(None, click.Option(["--set"]), words)
 
 
+def test_an_assignment_without_a_value_says_that_it_is_empty():
+    with pytest.raises(InputError, match="--set n_layer= is empty; give a value, or leave it out"):
+        pairs(None, click.Option(["--set"]), ("n_layer=",))
+
+
 def test_a_new_field_is_for_sagemaker_by_default():
     class Later(Request):
         field_of_tomorrow: int = 0

@@ -123,7 +123,9 @@ def pairs(
     for each in typed:
         name, equals, value = each.partition("=")
         name, problem = name.replace("-", "_") if sets else name, ""
-        if not (equals and name) or (sets and not value):
+        if sets and name and equals and not value:
+            problem = f"{option} {each} is empty; give a value, or leave it out"
+        elif not (equals and name):
             problem = f"{option} {each}: must be name=value"
         elif name in values:
             problem = f"{option} {name}: given twice ({values[name]!r} and {value!r})"
