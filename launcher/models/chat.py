@@ -13,7 +13,7 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.model import GPT
@@ -72,7 +72,7 @@ class Chat:
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         if not tokenizer.chats:
             raise InputError("the model has not learned from conversations", "teach-to-chat")
-        self.size, self.longest = model.config.block_size, max(map(len, tokenizer.words))
+        self.size = model.config.block_size
         encoder = Encoder(json.dumps(tokenizer.document), tokenizer.words, "i")
         self.encoder = ChatEncoder(tokenizer, encoder)
         (speaks,) = encoder.encode([SPEAKS])
@@ -90,30 +90,20 @@ class Chat:
         Raises TooLong if the system's and the last message alone do not fit, and InputError if a
         message is not UTF-8 text.
         """
-        first = int(bool(messages) and messages[0].role == "system")
-        room = self.size - min(max_new_tokens, self.size // ROOM) - len(self.speaks)
-        head = self.turn(messages[0], room) if first else []
-        left, turns, begin = room - len(head), list[list[int]](), len(messages)
-        for n in range(len(messages) - 1, first - 1, -1):
-            turns.insert(0, self.turn(messages[n], left))
-            left -= len(turns[0])
-            if left < 0:
-                break
-            if n == first or messages[n].role == "user":
-                begin = n
-        if len(head) > room or begin == len(messages) > first:
-            what = "instruction" if len(head) > room else "message"
-            after = f", of which the instruction takes {len(head)}" * (what == "message" and first)
-            raise TooLong(f"the {what} is too long for a context of {self.size} tokens{after}")
-        kept = turns[len(turns) - (len(messages) - begin) :]
-        ids = [*head, *chain.from_iterable(kept), *self.speaks]
-        return begin - first, ids, min(max_new_tokens, max(1, self.size - len(ids)))
-
-    def turn(self, message: Message, room: int) -> list[int]:
-        """The ids of a message; if it is too long for the room, perhaps of its beginning alone."""
-        most = (max(0, room) + 1) * self.longest  # so many characters are more than `room` tokens
-        text = f"{message.role}\n{message.content[:most]}"
-        if not is_utf8(text):
+        texts = [f"{message.role}\n{message.content}" for message in messages]
+        if not all(map(is_utf8, texts)):
             raise InputError("the message is not UTF-8 text")
-        (turn,) = self.encoder.encode([text])
-        return [id if id >= 0 else ~id for id in array("i", turn)]
+        turns = [array("i", turn) for turn in self.encoder.encode(texts)]
+        sizes = [*accumulate(map(len, reversed(turns)))][::-1]  # from each turn to the end
+        first = int(bool(messages) and messages[0].role == "system")
+        head = sum(map(len, turns[:first]))
+        room = self.size - min(max_new_tokens, self.size // ROOM) - len(self.speaks) - head
+        begins = [n for n in range(first, len(turns)) if n == first or messages[n].role == "user"]
+        begin = next((n for n in begins if sizes[n] <= room), len(turns))
+        if room < 0 or begin == len(turns) > first:
+            what = "instruction" if room < 0 and first else "message"
+            after = f", of which the instruction takes {head}" * (what == "message" and first)
+            raise TooLong(f"the {what} is too long for a context of {self.size} tokens{after}")
+        seen = chain(*turns[:first], *turns[begin:])
+        ids = [*(id if id >= 0 else ~id for id in seen), *self.speaks]
+        return begin - first, ids, min(max_new_tokens, max(1, self.size - len(ids)))
