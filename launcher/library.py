@@ -136,26 +136,23 @@ class Job:
 
         A model that has learned from conversations answers the prompt; the text is its answer.
         """
-        from launcher.models.sample import answered
-
-        begin, most = answered(*self._loaded, prompt, max_new_tokens)
-        return (begin if isinstance(begin, str) else "") + self._text(begin, most, sampling)
+        text = self._answer(prompt, max_new_tokens, sampling)
+        return text if prompt is None or self._loaded[1].chats else prompt + text
 
     def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> str:
         """The answer to a conversation: [{"role": "user", "content": "Hello"}, ...].
 
         Raises InputError if the model has not learned from conversations.
         """
-        from launcher.models.chat import Chat, Message
+        from launcher.models.chat import Message
 
         said = [Message(each["role"], each["content"]) for each in messages]
-        most = sampling.pop("max_new_tokens", 500)
-        _, ids, most = Chat(*self._loaded).fitting(said, most)
-        return self._text(ids, most, sampling)
+        return self._answer(said, sampling.pop("max_new_tokens", 500), sampling)
 
-    def _text(self, begin: str | Sequence[int] | None, most: int, sampling: dict[str, Any]) -> str:
-        from launcher.models.sample import stream_samples
+    def _answer(self, asked: Any, most: int, sampling: dict[str, Any]) -> str:
+        from launcher.models.sample import answered, stream_samples
 
+        begin, most = answered(*self._loaded, asked, most)
         pieces = stream_samples(*self._loaded, begin, most, **sampling)
         return "".join(piece for (piece,) in pieces)
 

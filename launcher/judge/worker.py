@@ -144,16 +144,16 @@ def answers(pipe: Connection, directory: Path, folder: Path | None) -> Iterator[
 def sampled(
     model: Any, tokenizer: Any, prompts: Sequence[Any], max_new_tokens: int, **sampling: Any
 ) -> list[str]:
-    from launcher.models.chat import Chat, Message
-    from launcher.models.sample import stream_samples
+    from launcher.models.chat import Message
+    from launcher.models.sample import answered, stream_samples
 
     texts = list[str]()
     for prompt in prompts:
-        most = max_new_tokens
-        if prompt and tokenizer.chats:
-            _, prompt, most = Chat(model, tokenizer).fitting([Message(**m) for m in prompt], most)
-        elif prompt:  # which a base model continues
-            prompt = "".join(f"{message['content']}\n" for message in prompt)
-        columns = stream_samples(model, tokenizer, prompt, most, **sampling)
+        asked: Any = prompt and [Message(**each) for each in prompt]
+        if prompt and not tokenizer.chats:  # a base model continues the messages
+            asked = "".join(f"{message.content}\n" for message in asked)
+        columns = stream_samples(
+            model, tokenizer, *answered(model, tokenizer, asked, max_new_tokens), **sampling
+        )
         texts += ["".join(pieces) for pieces in zip(*columns, strict=True)]
     return texts

@@ -91,15 +91,17 @@ def encode(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
 
 
 def answered(
-    model: GPT, tokenizer: Tokenizer, prompt: str | None, max_new_tokens: int
+    model: GPT, tokenizer: Tokenizer, asked: str | Sequence[Message] | None, max_new_tokens: int
 ) -> tuple[str | list[int] | None, int]:
-    """What a model of conversations answers to, in place of a prompt, and in how many tokens.
+    """What a model continues to answer messages, or a prompt, and in how many tokens.
 
-    Any other model continues the prompt itself. Raises InputError if the prompt is too long.
+    To a model of conversations a prompt is a message; any other continues it. Raises InputError if
+    the messages do not fit, or the model has not learned from conversations.
     """
-    if not tokenizer.chats or prompt is None:
-        return prompt, max_new_tokens
-    _, ids, most = Chat(model, tokenizer).fitting([Message("user", prompt)], max_new_tokens)
+    if asked is None or (isinstance(asked, str) and not tokenizer.chats):
+        return asked, max_new_tokens
+    messages = [Message("user", asked)] if isinstance(asked, str) else asked
+    _, ids, most = Chat(model, tokenizer).fitting(messages, max_new_tokens)
     return ids, most
 
 
