@@ -43,10 +43,11 @@ from entry_point.data import Batches, evaluate
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import DataError
 from entry_point.text import load_corpus, read_tokenizer
-from launcher.cli.models import Conversation, converse
+from launcher.cli.models import converse, talk
 from launcher.models.chat import Chat, Message, TooLong
 from launcher.models.encoder import LONGEST
 from launcher.models.load import export_checkpoint, own_model, published_model, read_checkpoint
+from launcher.models.sample import answered
 from launcher.text.chats import turns_of
 from launcher.text.tokenizer import Words
 from launcher.text.tokens import separated
@@ -605,59 +606,39 @@ def chat(tuned, directory, cli, monkeypatch):
     return say
 
 
-def test_a_conversation_is_kept_saved_and_reset(chat, tmp_path, directory):
-    file = tmp_path / "saved.jsonl"
-    ran = chat("/system Be short.", "Hi?", f"/save {file}", "/reset", "Hi?", f"/save {file}", "/x")
-    assert ran.code == 0
-    first, second = (json.loads(line)["messages"] for line in file.read_text().splitlines())
-    assert [message["role"] for message in first] == ["system", "user", "assistant"]
-    assert first == second
-    answers = ran.out.rstrip("\n").split("\n---\n")
-    assert answers == [first[-1]["content"], second[-1]["content"]]
-    assert "/reset" in ran.error
-    assert turns_of({"messages": first}, "")
+def test_a_conversation_is_kept(chat, directory):
+    first, second = chat("Hi?", "What is 3 + 3?").out.removesuffix("\n").split("\n---\n")
+    said = [Message("user", "Hi?"), Message("assistant", first), Message("user", "What is 3 + 3?")]
+    loaded = load_model(directory)
+    pieces = stream_samples(*loaded, *answered(*loaded, said, 6), temperature=0)
+    assert second == "".join(piece for (piece,) in pieces)
 
 
-def test_a_message_that_is_not_utf8_is_refused_alone(directory, tmp_path):
-    command = [*launching.PROGRAM, "chat", str(directory), "--max-new-tokens", "6"]
+def test_a_message_that_is_not_utf8_is_refused_alone(directory, chat):
+    words_of_chat = ("chat", str(directory), "--max-new-tokens", "6", "--temperature", "0")
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    lines = b"caf\xe9?\r\n/system caf\xe9\r\nH\\\r\ni\r\n/save " + os.fsencode(tmp_path / "a.jsonl")
+    lines = b"caf\xe9?\r\nH\\\r\ni\r\n"
+    command = [*launching.PROGRAM, *words_of_chat]
     ran = subprocess.run(command, input=lines, capture_output=True, env=strict)
-    assert (ran.returncode, ran.stderr.count(b"not UTF-8"), ran.stdout.count(b"---")) == (0, 2, 0)
-    asked_for, _ = json.loads((tmp_path / "a.jsonl").read_text())["messages"]
-    assert asked_for == {"role": "user", "content": "H\ni"}
+    assert (ran.returncode, ran.stderr.count(b"not UTF-8")) == (0, 1)
+    assert ran.stdout.decode() == chat("H\\", "i").out
 
 
-def test_a_line_that_asks_nothing_has_no_answer(chat, tmp_path):
+def test_a_line_that_asks_nothing_has_no_answer(chat):
     assert chat("", " ", "Hi?", "").out == chat("Hi?").out
-    nothing = (["/save a.jsonl"], ["/system x", "/save a.jsonl"])
-    for lines in (*nothing, ["Hi?", "/save ."], ["/save"]):
-        ran = chat(*lines)
-        assert (ran.code, ran.out) == (0, chat("Hi?").out * ("Hi?" in lines))
-        assert ran.error
-    assert not (tmp_path / "a.jsonl").exists()
-
-
-def test_no_message_is_blank(directory, monkeypatch):
-    """As upload-data would refuse it."""
-    talks = Conversation(*load_model(directory), " ", {"max_new_tokens": 20, "seed": 5})
-    blank = [[" "], ["\t"]]
-    monkeypatch.setattr("launcher.models.sample.stream_samples", lambda *_, **__: iter(blank))
-    assert "".join(talks.talk("Hi?", 0)) == " \t"
-    assert talks.messages == []
 
 
 def test_each_answer_has_its_seed_and_is_kept_if_interrupted(directory):
-    sampling = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5}
-    talks = Conversation(*load_model(directory), None, sampling)
-    talks.tokenizer.ends = set()
-    _, ids, most = talks.chat.fitting([Message("user", "Hi?")], 20)
-    columns = stream_samples(talks.model, talks.tokenizer, ids, most, 1, 1.0, seed=5 + 2)
+    model, tokenizer = load_model(directory)
+    chat, messages, tokenizer.ends = Chat(model, tokenizer), list[Message](), set()
+    _, ids, most = chat.fitting([Message("user", "Hi?")], 20)
+    columns = stream_samples(model, tokenizer, ids, most, 1, 1.0, seed=5 + 2)
     answer = [piece for (piece,) in columns]
-    talk = talks.talk("Hi?", 2)
-    assert [next(talk) for _ in range(9)] == answer[:9]
-    talk.close()
-    assert talks.messages[1:] == [Message("assistant", "".join(answer[:9]))]
+    sampling = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5}
+    talked = talk(model, tokenizer, chat, messages, sampling, "Hi?", 2)
+    assert [next(talked) for _ in range(9)] == answer[:9]
+    talked.close()
+    assert messages[1:] == [Message("assistant", "".join(answer[:9]))]
 
 
 def test_old_turns_are_dropped_and_that_is_said(chat, directory):
@@ -669,12 +650,9 @@ def test_old_turns_are_dropped_and_that_is_said(chat, directory):
     assert str(model.config.block_size) in ran.error
 
 
-def test_an_instruction_that_leaves_no_room_is_refused(chat, directory, cli):
+def test_an_instruction_that_leaves_no_room_is_refused(directory, cli):
     ran = cli("chat", str(directory), "--system", "a " * 100)
     assert ran.failed(2, "instruction", "128 tokens")
-    ran = chat(f"/system {'a ' * 100}", "Hi?")
-    assert (ran.code, ran.out) == (0, chat("Hi?").out)
-    assert "instruction" in ran.error
 
 
 def test_a_closed_stdin_ends_the_chat(cli, directory, monkeypatch):
@@ -702,24 +680,28 @@ def test_an_unknown_character_does_not_end_the_session(job, cli, monkeypatch):
     assert ran.error.endswith(r": '\x07'")
 
 
+def in_front_of(monkeypatch: pytest.MonkeyPatch, *typed: Any) -> None:
+    """Let a person in a terminal type this."""
+    monkeypatch.setattr("builtins.input", Mock(side_effect=[*typed, EOFError]))
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{name}.isatty", lambda: True, raising=False)
+
+
 def test_ctrl_c_ends_an_answer_and_not_the_chat(capsys, monkeypatch):
     def talk(line: str, n: int) -> Generator[str]:
         yield f"{line}1"
         if n == 0:
             signal.raise_signal(signal.SIGINT)
         yield "2"
-        yield "3"
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
-    converse(talk, "")
-    assert capsys.readouterr().out == "a12\n---\nb123\n"
+    in_front_of(monkeypatch, "a", "b")
+    converse(talk)
+    assert capsys.readouterr().out == "a1\nb12\n\n"
 
 
 def test_ctrl_c_while_typing_drops_the_line(capsys, monkeypatch):
-    monkeypatch.setattr("builtins.input", Mock(side_effect=[KeyboardInterrupt, "b", EOFError]))
-    for name in ("stdin", "stdout"):
-        monkeypatch.setattr(f"sys.{name}.isatty", lambda: True, raising=False)
-    converse(lambda line, n: (piece for piece in [line]), "")
+    in_front_of(monkeypatch, KeyboardInterrupt, "b")
+    converse(lambda line, n: (piece for piece in [line]))
     assert capsys.readouterr().out == "\nb\n\n"
 
 

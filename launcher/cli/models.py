@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import re
-import signal
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from launcher.errors import InputError, Terminated
 if TYPE_CHECKING:
     from entry_point.model import GPT
     from entry_point.text import Tokenizer
-    from launcher.models.chat import Message
+    from launcher.models.chat import Chat, Message
     from launcher.settings import Settings
 
 ENTRY_POINT = valued(
@@ -226,9 +225,6 @@ def play_command(
 
 # -- chat ------------------------------------------------------------------------------------------
 
-HELP = "/reset begins anew, /system TEXT with an instruction; /save FILE writes the conversation"
-Talk = Callable[[str, int], Generator[str]]  # what is typed, and the number of the turn, to a text
-
 
 @click.command("chat", cls=Command)
 @MODEL
@@ -239,8 +235,7 @@ def chat_command(model: str, system: str | None, entry_point: Path | None, **sam
     """Talk to a model in the terminal. Ctrl-C ends an answer, and Ctrl-D the conversation.
 
     A model that has learned from conversations answers; any other continues what you type. A line
-    that ends with a backslash continues on the next. In a conversation, /reset begins anew,
-    /system TEXT too, with an instruction, and /save FILE writes it as a line of JSON.
+    that ends with a backslash continues on the next.
 
     \b
     Example:
@@ -248,145 +243,82 @@ def chat_command(model: str, system: str | None, entry_point: Path | None, **sam
       sm-nanogpt chat JOB-ID --system "Answer in one word." --temperature 0
     """
     _, loaded, tokenizer = open_model(model, settings_of(), entry_point)
-    if tokenizer.chats:
-        converse(Conversation(loaded, tokenizer, system, sampling).talk, HELP)
-        return
-    if system is not None:
+    from launcher.models.chat import Chat, Message
+
+    chat = Chat(loaded, tokenizer) if tokenizer.chats else None
+    messages = [Message("system", system)] if system else []
+    if chat is not None:
+        probe = [*messages, Message("user", "?")]
+        chat.fitting(probe, sampling["max_new_tokens"])  # or no message would fit
+    elif messages:
         raise InputError("--system is for a model that has learned from conversations")
+    else:
+        note("the model has not learned from conversations: it continues what you type")
+    converse(partial(talk, loaded, tokenizer, chat, messages, sampling))
+
+
+def talk(
+    model: GPT,
+    tokenizer: Tokenizer,
+    chat: Chat | None,
+    messages: list[Message],
+    sampling: Mapping[str, Any],
+    line: str,
+    n: int,
+) -> Generator[str]:
+    """The n-th answer, which is added to the messages so far; or a prompt and what follows it."""
+    from launcher.models.chat import Message
     from launcher.models.sample import stream_samples
 
-    def continued(prompt: str, n: int) -> Generator[str]:
-        wish = {**sampling, "seed": sampling["seed"] + n}
-        columns = stream_samples(loaded, tokenizer, prompt or None, **wish)
-        yield prompt
-        for (piece,) in columns:
-            yield piece
-
-    converse(continued, "the model has not learned from conversations: it continues what you type")
-
-
-class Conversation:
-    """The messages so far, and what is typed about them. sampling is as for stream_samples."""
-
-    def __init__(
-        self, model: GPT, tokenizer: Tokenizer, system: str | None, sampling: Mapping[str, Any]
-    ) -> None:
-        from launcher.models.chat import Chat
-
-        self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
-        self.chat = Chat(model, tokenizer)
-        self.messages: list[Message] = []
-        self.begin(system or "")
-
-    def begin(self, system: str) -> None:
-        """Forget the conversation, and give an instruction."""
-        from launcher.models.chat import Message
-
-        messages = [Message("system", system)] * bool(system.strip())
-        probe = [*messages, Message("user", "?")]
-        self.chat.fitting(probe, self.sampling["max_new_tokens"])  # or no message would fit
-        self.messages, self.system = messages, system
-
-    def talk(self, line: str, n: int) -> Generator[str]:
-        """The answer to a line, or nothing to a command. Raises InputError; nothing is changed."""
-        if line.startswith("/"):
-            self.obey(line)
-        elif line.strip():
-            yield from self.answer(line, n)
-
-    def obey(self, line: str) -> None:
-        from launcher.files.storage import path_of
-
-        name, _, text = line.partition(" ")
-        match name, text.strip():
-            case "/reset", _:
-                self.begin(self.system)
-            case "/system", text if text:
-                self.begin(text)
-            case "/save", text if text:
-                self.save(path_of(text))
-            case _:
-                raise InputError(f"{line}: {HELP}")
-
-    def answer(self, line: str, n: int) -> Generator[str]:
-        from launcher.models.chat import Message
-        from launcher.models.sample import stream_samples
-
-        asked = [*self.messages, Message("user", line)]
-        dropped, ids, most = self.chat.fitting(asked, self.sampling["max_new_tokens"])
+    begin: Any = line or None
+    asked, said = [*messages, Message("user", line)], ""
+    wish = {**sampling, "seed": sampling["seed"] + n}
+    if chat is not None:
+        if not line.strip():
+            return
+        dropped, begin, wish["max_new_tokens"] = chat.fitting(asked, sampling["max_new_tokens"])
         if dropped:
             note(f"the context is full: the model no longer sees the oldest {dropped} messages")
-        said = ""
-        wish = {**self.sampling, "max_new_tokens": most, "seed": self.sampling["seed"] + n}
-        columns = stream_samples(self.model, self.tokenizer, ids, **wish)
-        try:
-            for (piece,) in columns:
-                said += piece
-                yield piece
-        finally:
-            if said.strip():  # upload-data refuses an empty message
-                self.messages = [*asked, Message("assistant", said)]
-
-    def save(self, path: Path) -> None:
-        """Add the conversation to a file."""
-        if not any(message.role == "assistant" for message in self.messages):
-            raise InputError(f"{path}: there is nothing to save")
-        record = {"messages": [asdict(message) for message in self.messages]}
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}") from None
-        note(f"saved: {path}")
+    columns = stream_samples(model, tokenizer, begin, **wish)
+    if chat is None:
+        yield line
+    try:
+        for (piece,) in columns:
+            said += piece
+            yield piece
+    finally:
+        if said:
+            messages[:] = [*asked, Message("assistant", said)]
 
 
-def converse(talk: Talk, told: str) -> None:
-    """Print a text for each line from stdin, until it ends. Ctrl-C stops a text."""
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+def converse(talk: Callable[[str, int], Generator[str]]) -> None:
+    """Print the text for each line from stdin, until it ends. In a terminal, Ctrl-C ends a text."""
+    terminal, n = sys.stdin.isatty() and sys.stdout.isatty(), 0
     if terminal:
         import readline  # noqa: F401  (gives `input` a history)
 
-        note(f"{told}; Ctrl-D quits")
+        note("Ctrl-C ends an answer, and Ctrl-D the conversation")
     if isinstance(sys.stdin, io.TextIOWrapper):  # a message that is not UTF-8 is refused alone
         sys.stdin.reconfigure(errors="surrogateescape")
-    n = 0
     while True:
+        spoke = False
         try:
             line = input("> " * terminal).rstrip("\r")
             while line.endswith("\\"):
                 line = line[:-1] + "\n" + input(". " * terminal).rstrip("\r")
+            with closing(talk(line, n)) as texts:
+                for piece in texts:
+                    click.echo("---\n" * (n > 0 and not spoke and not terminal) + piece, nl=False)
+                    spoke = True
         except EOFError:
             click.echo(nl=terminal)
             return
+        except InputError as error:  # a long message, or characters that it does not know
+            note(f"error: {sentence(error)}")
         except KeyboardInterrupt as error:
             if not terminal or isinstance(error, Terminated):
                 raise
-            click.echo()  # drops the line that was typed
-            continue
-        spoke = False
-        with ctrl_c_noted() as stopped:
-            try:
-                with closing(talk(line, n)) as texts:
-                    for piece in texts:
-                        if n and not spoke and not terminal:
-                            click.echo("---")
-                        click.echo(piece, nl=False)
-                        spoke = True
-                        if stopped:
-                            break
-            except InputError as error:  # a long message, or characters that it does not know
-                note(f"error: {sentence(error)}")
+            click.echo(nl=not spoke)  # drops the line that was typed
         if spoke:
             click.echo()
             n += 1
-
-
-@contextmanager
-def ctrl_c_noted() -> Iterator[list[int]]:
-    """A list that is no longer empty after Ctrl-C, which raises nothing meanwhile."""
-    noted: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
