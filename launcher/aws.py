@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -68,7 +68,8 @@ def not_asked(*_: object, **__: object) -> NoReturn:
 
 
 def make_client(session: Any, service: str, region: str, attempts: int | None = None) -> Any:
-    """A client that retries, since a command may watch a job for hours.
+    """A client that retries, since a command may watch a job for hours, and whose calls raise as
+    service_errors.
 
     With a number of attempts, it is one for optional calls, which fails within seconds.
     """
@@ -80,7 +81,15 @@ def make_client(session: Any, service: str, region: str, attempts: int | None = 
     timeouts = {"connect_timeout": 2, "read_timeout": 3} if attempts else {}
     config = Config(retries=retries, **timeouts)
     with service_errors(service):
-        return session.client(service, region_name=region, config=config)
+        client = session.client(service, region_name=region, config=config)
+    call = client._make_api_call  # where botocore's methods, pages and waiters all arrive
+
+    def reported(operation: str, values: Mapping[str, Any]) -> Any:
+        with service_errors(operation):
+            return call(operation, values)
+
+    client._make_api_call = reported
+    return client
 
 
 def check_region(session: Any) -> str:
@@ -104,15 +113,13 @@ def check_bucket(client: Any, uri: str, field: str, region: str) -> None:
     Each answer of S3 about a bucket names the region, also one that refuses, so this needs no
     permission.
     """
-    from botocore.exceptions import ClientError
-
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-    with service_errors("ListObjectsV2"):
-        try:
-            prefix = f"{prefix.rstrip('/')}/" if prefix else ""
-            answer = client.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1)
-        except ClientError as error:
-            answer = error.response
+    prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+    try:
+        answer = client.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1)
+    except ServiceError as error:
+        if not (answer := getattr(error.__context__, "response", None)):
+            raise
     there = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region", region)
     if there != region:
         problem = f"is in {there}, and SageMaker in {region} cannot use it"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from launcher.aws import check_bucket, service_errors
+from launcher.aws import check_bucket
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
 from launcher.job import Request
@@ -94,8 +94,7 @@ def check_training(context: Context) -> Found:
 
 def check_credentials(context: Context) -> Found:
     """The profile and the region are known, and AWS knows the caller."""
-    with service_errors("GetCallerIdentity"):
-        caller = context.cloud.client("sts").get_caller_identity()
+    caller = context.cloud.client("sts").get_caller_identity()
     return f"{caller['Arn']}, in {context.cloud.region}"
 
 
@@ -151,15 +150,14 @@ def check_quota(context: Context) -> Found:
     """The instances that training jobs may use: of one type, or of all types with GPUs."""
     use = " for training job usage"
     try:
-        with service_errors("ListServiceQuotas"):
-            paginator = context.cloud.client("service-quotas").get_paginator("list_service_quotas")
-            pages = paginator.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100})
-            values = {
-                quota["QuotaName"].removesuffix(use): quota["Value"]
-                for page in pages
-                for quota in page["Quotas"]
-                if quota["QuotaName"].endswith(use) and "spot" not in quota["QuotaName"]
-            }
+        paginator = context.cloud.client("service-quotas").get_paginator("list_service_quotas")
+        pages = paginator.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100})
+        values = {
+            quota["QuotaName"].removesuffix(use): quota["Value"]
+            for page in pages
+            for quota in page["Quotas"]
+            if quota["QuotaName"].endswith(use) and "spot" not in quota["QuotaName"]
+        }
     except ServiceError as error:
         problem = f"could not check the quotas of instances: {error}"
         return Doubt(problem, error.code, **error.facts)

@@ -77,7 +77,7 @@ def test_a_type_without_a_price_is_not_remembered(service, home):
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (None, "no (AccessDenied"),
+        (None, "GetProducts: no (AccessDenied"),
         ({"PriceList": ["{}"]}, ""),
         ({"PriceList": [json.dumps({"product": {"attributes": {"usagetype": TRAIN}}})]}, ""),
         ({"PriceList": ["5"]}, ""),

@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from launcher import aws, machines
-from launcher.aws import Missing, NotAsked, aws_session, make_client, service_errors
+from launcher.aws import Missing, NotAsked, aws_session, make_client
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -94,10 +94,11 @@ class SageMakerBackend:
         account = self.caller().account
         bucket = f"sagemaker-{self.region}-{account}"
         try:
-            with service_errors(f"HeadBucket s3://{bucket}, the default bucket"):
-                self.client("s3").head_bucket(Bucket=bucket, ExpectedBucketOwner=account)
+            self.client("s3").head_bucket(Bucket=bucket, ExpectedBucketOwner=account)
         except Missing:
             return None
+        except ServiceError as error:
+            raise error.within(f"s3://{bucket}, the default bucket") from None
         return bucket
 
     def check(self, job: TrainingJob) -> Placement:
@@ -206,8 +207,7 @@ class SageMakerBackend:
             unless_sent.pop_all()
         refused = False
         try:
-            with service_errors("CreateTrainingJob"):
-                self.client("sagemaker").create_training_job(**request)
+            self.client("sagemaker").create_training_job(**request)
         except ServiceError as error:
             answer = getattr(error.__context__, "response", None) or {}
             metadata = answer.get("ResponseMetadata", {})
@@ -258,12 +258,10 @@ class SageMakerBackend:
     def raw(self, job_id: str) -> dict[str, Any] | None:
         """The answer of DescribeTrainingJob; None if there is no such job."""
         try:
-            with service_errors("DescribeTrainingJob"):
-                raw = dict(self.client("sagemaker").describe_training_job(TrainingJobName=job_id))
-                ours = is_our_job(raw)
+            raw = dict(self.client("sagemaker").describe_training_job(TrainingJobName=job_id))
         except Missing:
             return None
-        if not ours:
+        if not is_our_job(raw):
             raise ServiceError(f"{job_id} is a training job that sm-nanogpt did not launch")
         return raw
 
@@ -307,15 +305,14 @@ class SageMakerBackend:
     ) -> Iterator[JobDescription | UnreadableJob]:
         """Pages are asked for as they are needed; the caller is asked for within two seconds."""
         self.caller(patient=False)
-        with service_errors("Search"):
-            for raw in self.all_raw(everyone, name):
-                try:
-                    yield describe_job(raw, None)
-                except ServiceError as error:
-                    yield UnreadableJob(raw["TrainingJobName"], error)
+        for raw in self.all_raw(everyone, name):
+            try:
+                yield describe_job(raw, None)
+            except ServiceError as error:
+                yield UnreadableJob(raw["TrainingJobName"], error)
 
     def all_raw(self, everyone: bool = True, name: str | None = None) -> Iterator[dict[str, Any]]:
-        """Search the account's jobs, newest first, by our tags. Iterate within `service_errors`.
+        """Search the account's jobs, newest first, by our tags.
 
         Search lags, so the job that the caller launched last from here is asked for by its id.
         """
@@ -333,8 +330,7 @@ class SageMakerBackend:
             yield {**raw, "Tags": our_tags(last.caller.owner, last.name, last.summary)}
 
     def stop(self, job_id: str) -> None:
-        with service_errors("StopTrainingJob"):
-            self.client("sagemaker").stop_training_job(TrainingJobName=job_id)
+        self.client("sagemaker").stop_training_job(TrainingJobName=job_id)
 
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
         """From the log while the job runs, since checkpoints arrive late; then from the file."""
@@ -353,8 +349,7 @@ class SageMakerBackend:
         return [files, raw["CheckpointConfig"]["S3Uri"]]
 
     def forget(self, job_id: str) -> None:
-        with service_errors("DeleteTrainingJob"):
-            self.client("sagemaker").delete_training_job(TrainingJobName=job_id)
+        self.client("sagemaker").delete_training_job(TrainingJobName=job_id)
 
     def logs(
         self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None

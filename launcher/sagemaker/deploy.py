@@ -12,7 +12,7 @@ from typing import Any
 
 from botocore.exceptions import WaiterError
 
-from launcher.aws import Missing, service_errors
+from launcher.aws import Missing
 from launcher.errors import ServiceError
 from launcher.job import RUNNING
 from launcher.sagemaker import stack as stacks
@@ -89,15 +89,14 @@ class Deployment:
             for name, value in given.items()
             if value or name in known
         ]
-        with service_errors("CreateChangeSet"):
-            made = self.client.create_change_set(
-                StackName=self.name,
-                ChangeSetName=f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S')}",
-                ChangeSetType="CREATE" if raw is None else "UPDATE",
-                TemplateBody=TEMPLATE.read_text(),
-                Parameters=parameters,
-                Capabilities=["CAPABILITY_IAM"],
-            )
+        made = self.client.create_change_set(
+            StackName=self.name,
+            ChangeSetName=f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S')}",
+            ChangeSetType="CREATE" if raw is None else "UPDATE",
+            TemplateBody=TEMPLATE.read_text(),
+            Parameters=parameters,
+            Capabilities=["CAPABILITY_IAM"],
+        )
         changes = self.read_changes(made["Id"])
         change_set = ChangeSet(made["Id"], made["StackId"], raw is None, changes or [])
         if changes is None:
@@ -117,12 +116,11 @@ class Deployment:
 
     def read_changes(self, change_set_id: str) -> list[tuple[str, str, str]] | None:
         """Wait for a change set and read it; None if nothing would change."""
-        with service_errors("DescribeChangeSet"):
-            with suppress(WaiterError):  # the pages say why
-                waiter = self.client.get_waiter("change_set_create_complete")
-                waiter.wait(ChangeSetName=change_set_id, WaiterConfig=WAIT)
-            paginator = self.client.get_paginator("describe_change_set")
-            pages = list(paginator.paginate(ChangeSetName=change_set_id))
+        with suppress(WaiterError):  # the pages say why
+            waiter = self.client.get_waiter("change_set_create_complete")
+            waiter.wait(ChangeSetName=change_set_id, WaiterConfig=WAIT)
+        paginator = self.client.get_paginator("describe_change_set")
+        pages = list(paginator.paginate(ChangeSetName=change_set_id))
         if pages[0]["Status"] == "CREATE_COMPLETE":
             return [read_change(change) for page in pages for change in page["Changes"]]
         reason = pages[0].get("StatusReason", "")
@@ -133,17 +131,14 @@ class Deployment:
 
     def discard(self, change_set: ChangeSet) -> None:
         """Delete a change set, and its stack if that is still empty."""
-        with service_errors("DeleteChangeSet"):
-            self.client.delete_change_set(ChangeSetName=change_set.id)
+        self.client.delete_change_set(ChangeSetName=change_set.id)
         if change_set.creates and stacks.describe_stack(self.client, change_set.stack_id) is None:
-            with service_errors("DeleteStack"):
-                self.client.delete_stack(StackName=change_set.stack_id)
+            self.client.delete_stack(StackName=change_set.stack_id)
 
     def execute(self, change_set: ChangeSet) -> Stack:
-        with service_errors("ExecuteChangeSet"):
-            # If the creation fails, also delete what the template retains: it is empty, and a
-            # key costs money.
-            self.client.execute_change_set(ChangeSetName=change_set.id, RetainExceptOnCreate=True)
+        # If the creation fails, also delete what the template retains: it is empty, and a key costs
+        # money.
+        self.client.execute_change_set(ChangeSetName=change_set.id, RetainExceptOnCreate=True)
         kind = "create" if change_set.creates else "update"
         self.wait(f"stack_{kind}_complete", change_set.stack_id)
         return self.show()
@@ -177,7 +172,7 @@ class Deployment:
 
     def holders(self, policy: str) -> list[tuple[str, str]]:
         """The users, groups and roles that have a policy, as (kind, name)."""
-        with suppress(Missing), service_errors("ListEntitiesForPolicy"):
+        with suppress(Missing):
             paginator = self.iam.get_paginator("list_entities_for_policy")
             return [
                 (kind, entity[f"{kind}Name"])
@@ -188,12 +183,11 @@ class Deployment:
         return []
 
     def running_jobs(self, role: str) -> list[str]:
-        with service_errors("Search"):
-            return [
-                raw["TrainingJobName"]
-                for raw in self.backend.all_raw()
-                if raw["TrainingJobStatus"] in RUNNING and raw.get("RoleArn") == role
-            ]
+        return [
+            raw["TrainingJobName"]
+            for raw in self.backend.all_raw()
+            if raw["TrainingJobStatus"] in RUNNING and raw.get("RoleArn") == role
+        ]
 
     def destroy(self, removal: Removal) -> None:
         """Delete the stack and wait for its end; retained resources stay.
@@ -201,12 +195,10 @@ class Deployment:
         IAM does not delete an attached policy, so it is detached first.
         """
         for kind, name in removal.holders:
-            with service_errors(f"Detach{kind}Policy"):
-                take = getattr(self.iam, f"detach_{kind.lower()}_policy")
-                take(PolicyArn=removal.policy, **{f"{kind}Name": name})
+            take = getattr(self.iam, f"detach_{kind.lower()}_policy")
+            take(PolicyArn=removal.policy, **{f"{kind}Name": name})
             logger.info(f"detached the launcher policy from {kind.lower()} {name}")
-        with service_errors("DeleteStack"):
-            self.client.delete_stack(StackName=removal.stack_id)
+        self.client.delete_stack(StackName=removal.stack_id)
         self.wait("stack_delete_complete", removal.stack_id)
         stacks.remember(self.settings, self.region, None)
 
@@ -214,7 +206,7 @@ class Deployment:
         """Wait until the stack is at this end, a waiter's name."""
         logger.info(f"waiting for stack {self.name}; CloudFormation takes a minute or two")
         try:
-            with service_errors("DescribeStacks"), suppress(WaiterError):
+            with suppress(WaiterError, Missing):
                 self.client.get_waiter(end).wait(StackName=stack_id, WaiterConfig=WAIT)
             raw = stacks.describe_stack(self.client, stack_id)
         except (KeyboardInterrupt, ServiceError):
@@ -226,7 +218,7 @@ class Deployment:
     def state(self, raw: dict[str, Any]) -> str:
         """The status of a stack, and the first failure of its last operation if it can be read."""
         failed = ""
-        with suppress(ServiceError), service_errors("DescribeStackEvents"):
+        with suppress(ServiceError):
             paginator = self.client.get_paginator("describe_stack_events")
             pages = paginator.paginate(StackName=raw["StackId"])
             for event in (event for page in pages for event in page["StackEvents"]):

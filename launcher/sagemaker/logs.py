@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from launcher.aws import Missing, service_errors
+from launcher.aws import Missing
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 Event = tuple[int, str, str]  # of a log: time in ms, stream (HOST-TIME here), message
@@ -60,11 +60,10 @@ def script_lines(lines: Iterable[tuple[str, str]], running: Collection[str] = ()
 def streams_of(client: Any, job_id: str) -> list[str]:
     """The names of a job's streams. client is one of CloudWatch Logs, here and below."""
     try:
-        with service_errors("DescribeLogStreams"):
-            pages = client.get_paginator("describe_log_streams").paginate(
-                logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/"
-            )
-            return [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
+        pages = client.get_paginator("describe_log_streams").paginate(
+            logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/"
+        )
+        return [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
     except Missing:  # the account has no logs yet
         return []
 
@@ -77,12 +76,11 @@ def pages_of(
     direction = "nextBackwardToken" if backward else "nextForwardToken"
     while True:
         given = {"nextToken": token} if token else {}
-        with service_errors("GetLogEvents"):
-            page = client.get_log_events(
-                logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=not backward, **given
-            )
-            name, following = stream.partition("/")[2], page[direction]
-            events = [(e["timestamp"], name, e["message"].rstrip("\n")) for e in page["events"]]
+        page = client.get_log_events(
+            logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=not backward, **given
+        )
+        name, following = stream.partition("/")[2], page[direction]
+        events = [(e["timestamp"], name, e["message"].rstrip("\n")) for e in page["events"]]
         yield events, following
         if following == token:  # where a stream ends, it returns the token of the request
             return

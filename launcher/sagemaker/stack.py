@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import aws
-from launcher.aws import Denied, Missing, NotAsked, aws_session, service_errors
+from launcher.aws import Denied, Missing, NotAsked, aws_session
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
 from launcher.settings import Settings
@@ -106,8 +106,7 @@ def cache_stack(settings: Settings, region: str, raw: dict[str, Any] | None) -> 
 def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
     """The answer of DescribeStacks for a name or id; None if there is no stack."""
     try:
-        with service_errors("DescribeStacks"):
-            raw = dict(client.describe_stacks(StackName=name)["Stacks"][0])
+        raw = dict(client.describe_stacks(StackName=name)["Stacks"][0])
     except Missing:
         return None
     return None if raw["StackStatus"] == REVIEW else raw
@@ -190,7 +189,7 @@ def notebook_role(client: Callable[[str], Any]) -> str:
         return str(role)
     if "DomainId" in here:  # a space of Studio whose role is not told
         return ""
-    with suppress(NotAsked), service_errors("DescribeNotebookInstance"):
+    with suppress(NotAsked):
         name = here["ResourceName"]
         answer = client("sagemaker").describe_notebook_instance(NotebookInstanceName=name)
         return str(answer["RoleArn"])
