@@ -175,9 +175,7 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
         note(f"  {in_units(each.size):>8}: {each.uri}")
     if any(each.jobs for each in found):
         note("jobs and models stay; `launch --resume` of a job then needs the same upload again")
-    if sum(each.freed < each.size for each in found):
-        note("local jobs share the files, which take space until those are deleted too")
-    agree(f"Delete these files, and free {in_units(sum(each.freed for each in found))}?", yes)
+    agree(f"Delete these files, {in_units(sum(each.size for each in found))}?", yes)
     for each in found:
         delete(each, settings)
-        note(f"deleted {each.uri}: {in_units(each.freed)} freed")
+        note(f"deleted {each.uri}: {in_units(each.size)}")

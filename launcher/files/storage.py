@@ -141,10 +141,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def copy_file(
-    source: Path, target: Path, progress: Progress = lambda n: None, writable: int = 0o222
-) -> None:
-    """Copy a regular file atomically, as private and as old as it is. Raises OSError."""
+def copy_file(source: Path, target: Path, progress: Progress) -> None:
+    """Copy a regular file atomically, as private and as old as it is, to one that cannot be written
+    in place. Raises OSError."""
     with open_file(source) as file, replacing(target) as out:
         while chunk := file.read(CHUNK_BYTES):
             out.write(chunk)
@@ -152,22 +151,7 @@ def copy_file(
         out.flush()
         with suppress(PermissionError):  # of a file system without modes
             shutil.copystat(source, out.name)
-            os.fchmod(out.fileno(), os.fstat(file.fileno()).st_mode & (0o555 | writable))
-
-
-def link_or_copy(source: Path, target: Path, progress: Progress = lambda n: None) -> None:
-    """Give a regular file a second name, or copy it to another disk. Raises OSError.
-
-    Nobody writes it in place: uploads are read-only, checkpoints are renamed into place, and a
-    model of the user's is only read.
-    """
-    with open_file(source) as file:
-        size = os.fstat(file.fileno()).st_size
-    try:
-        os.link(source.resolve(), target)  # the file, where the source is a symbolic link
-        progress(size)
-    except OSError:
-        copy_file(source, target, progress)
+            os.fchmod(out.fileno(), os.fstat(file.fileno()).st_mode & 0o555)
 
 
 def write_file(
@@ -181,7 +165,7 @@ def write_file(
     if (place := local_path(uri)) is not None:
         with reported(uri):
             place.parent.mkdir(parents=True, exist_ok=True)
-            copy_file(source, place, progress, writable=0)
+            copy_file(source, place, progress)
         return
     fs, path = file_system(uri, settings)
     sha256 = file_sha256(source)
@@ -333,7 +317,10 @@ def namesakes(uri: str, settings: Settings | None = None) -> list[str]:
 def fetch(
     uri: str, directory: Path, progress: Progress = lambda n: None, settings: Settings | None = None
 ) -> list[Path]:
-    """Download a file, or all files below a prefix, into a directory; return their paths."""
+    """Download a file, or all files below a prefix, into a directory; return their paths.
+
+    Those of this machine are linked to.
+    """
     fs, path = file_system(uri, settings)
     files = list_files(uri, settings)
     if not files:
@@ -350,7 +337,8 @@ def fetch(
                 if target.stat().st_size != size or (sha256 and file_sha256(target) != sha256):
                     raise ServiceError(f"s3://{source}: the download is damaged; fetch it again")
             else:
-                link_or_copy(Path(source), target, progress)
+                target.symlink_to(source)
+                progress(files[name])
     return list(targets.values())
 
 

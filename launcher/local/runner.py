@@ -99,7 +99,7 @@ class LocalRun:
             if channel == "model" and (directory := storage.local_path(uri)) is not None:
                 place.mkdir(parents=True)
                 for path in model_files(directory):
-                    storage.link_or_copy(path, place / path.name)
+                    (place / path.name).symlink_to(path.resolve())
             else:
                 storage.fetch(uri, place, settings=self.settings)
         self.write_config(list(channels))
@@ -108,7 +108,7 @@ class LocalRun:
             if not any(source.glob("checkpoint-*.safetensors")):
                 raise ServiceError(f"the checkpoints to resume from are missing: {source} has none")
             for path in sorted(source.glob("*.safetensors")):
-                storage.link_or_copy(path, self.base / "checkpoints" / path.name)
+                shutil.copy(path, self.base / "checkpoints")
 
     def write_config(self, channels: list[str]) -> None:
         values = {name: json.dumps(value) for name, value in self.record.hyperparameters.items()}

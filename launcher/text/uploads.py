@@ -27,7 +27,6 @@ class Stored:
     uri: str
     kind: str  # text, tokens, conversations, model; incomplete: after an interruption
     size: int  # bytes
-    freed: int  # bytes that no local job links
     written: float  # seconds since the epoch
     jobs: list[str]  # ids of all that read it, newest first
     running: list[str]  # those of them that have not ended
@@ -83,7 +82,6 @@ def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -
                 uri=uri,
                 kind=what,
                 size=sum(sizes.values()),
-                freed=sum(each["size"] for each in files.values() if each.get("nlink", 1) == 1),
                 written=facts.get("mtime") or facts["LastModified"].timestamp(),
                 jobs=[job.job_id for job in readers],
                 running=[job.job_id for job in readers if job.is_running],
