@@ -41,7 +41,6 @@ from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_
 from launcher.sagemaker.request import (
     Placement,
     create_request,
-    sdk_version,
     sendable_hyperparameters,
     source_archive,
 )
@@ -182,18 +181,18 @@ class SageMakerBackend:
         SDK is installed, its estimator has to make the same, but for a dry run. Raises ServiceError
         if it would send another request than is shown, priced and agreed to.
         """
-        request, version = create_request(job_id, job, placement), sdk_version()
-        if not version or placement.owner == OWNER_PLACEHOLDER:
+        request = create_request(job_id, job, placement)
+        if placement.owner == OWNER_PLACEHOLDER:
             return request
         from launcher.sagemaker import estimator  # takes seconds
 
-        made = estimator.create_request(job_id, job, placement)
+        try:
+            made = estimator.create_request(job_id, job, placement)
+        except ImportError:  # no SDK, version 3, or what an installation of both leaves
+            return request
         if odd := sorted(n for n in {*made, *request} if made.get(n) != request.get(n)):
-            raise ServiceError(
-                f"version {version} of the SageMaker SDK would send another {', '.join(odd)} than"
-                " was planned, so nothing was sent",
-                "sdk-differs",
-            )
+            problem = f"the SageMaker SDK would send another {', '.join(odd)} than was planned"
+            raise ServiceError(f"{problem}, so nothing was sent", "sdk-differs")
         return request
 
     def submit(

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -51,6 +52,7 @@ def quiet_sdk() -> Iterator[None]:
         for logger in of_sdk:
             logger.setLevel(logging.WARNING)
         restored.enter_context(patch.object(root, "handlers", root.handlers[:]))
+        import_module("sagemaker.pytorch")  # raises ImportError if it is not of version 2
         for name in ("session.validate_sagemaker_config", "utils.validate_sagemaker_config"):
             restored.enter_context(patch(f"sagemaker.{name}"))
         restored.enter_context(patch("sagemaker.estimator.TensorBoardApp"))

@@ -14,8 +14,6 @@ import re
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from launcher.errors import InputError
@@ -56,21 +54,6 @@ class Placement:
         """The S3 prefix of a job's checkpoints. SageMaker restores all keys that begin with it:
         without the slash, GROUP-1 would also get the checkpoints of GROUP-10."""
         return storage.join(self.store, "checkpoints", job_id, "")
-
-
-def sdk_version() -> str:
-    """The installed version of the SageMaker SDK if it is 2.*, else ''.
-
-    Versions 2 and 3 share a directory and a dependency: with the other's sagemaker-core, or after
-    version 3 was removed, version 2 cannot be imported.
-    """
-    try:
-        sdk = metadata.distribution("sagemaker")
-        whole = Path(str(sdk.locate_file("sagemaker/estimator.py"))).exists()
-        core = metadata.version("sagemaker-core")
-    except metadata.PackageNotFoundError:
-        return ""
-    return sdk.version if whole and sdk.version.startswith("2.") and core.startswith("1.") else ""
 
 
 def channels_of(job: TrainingJob) -> dict[str, tuple[str, str | None]]:
