@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,14 +21,6 @@ from .distributed import Group
 from .errors import first_line, log
 from .model import GPT
 from .optim import Optimizer, first_steps, window_length
-
-
-def average_in_bfloat16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Averages a bucket of DistributedDataParallel, and sends half as many bytes as it does."""
-    buffer, ranks = bucket.buffer(), dist.get_world_size()
-    work = dist.all_reduce(buffer.bfloat16(), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda sent: buffer.copy_(sent.value()[0]).div_(ranks))
 
 
 def n_parameters(model: nn.Module) -> int:
@@ -185,4 +176,7 @@ class Passes:
                 gradient_as_bucket_view=True,
             )
             if self.reduce_dtype == torch.bfloat16:
-                self.net.register_comm_hook(None, lambda _, bucket: average_in_bfloat16(bucket))
+                from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
+
+                send = hooks.bf16_compress_hook  # by this name, torch refuses it without NCCL
+                self.net.register_comm_hook(None, lambda _, bucket: send(None, bucket))
