@@ -178,5 +178,5 @@ class Passes:
             if self.reduce_dtype == torch.bfloat16:
                 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
-                send = hooks.bf16_compress_hook  # by this name, torch refuses it without NCCL
+                send: Any = hooks.bf16_compress_hook  # by its name, torch refuses it without NCCL
                 self.net.register_comm_hook(None, lambda _, bucket: send(None, bucket))

@@ -95,7 +95,7 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 def seconds_left(metrics: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> float | None:
     """The time to the last step at the present speed; None if it is not known."""
     try:
-        steps = metrics["max_steps"] - metrics["step"]
+        steps = hyperparameters["max_steps"] - metrics["step"]
         tokens = steps * hyperparameters["batch_size"] * hyperparameters["block_size"]
         return float(tokens / metrics["tokens_per_second"])
     except (KeyError, TypeError, ZeroDivisionError):

@@ -301,7 +301,7 @@ def test_status_shows_state_step_loss_and_paths(job, cli):
         assert re.search(f"^{line}$", shown, re.MULTILINE), line
     told = json.loads(cli("status", job.job_id, "--json").out)
     assert (told["status"], told["hyperparameters"]["n_embd"]) == ("Completed", 32)
-    assert told["metrics"]["step"] == told["metrics"]["max_steps"] == 10
+    assert told["metrics"]["step"] == told["hyperparameters"]["max_steps"] == 10
     assert told["created"] <= told["started"] <= told["ended"]
 
 

@@ -118,8 +118,8 @@ def test_a_flat_curve_is_drawn(points):
 
 
 def test_the_time_left_follows_from_the_speed():
-    row = {"step": 10, "max_steps": 30, "tokens_per_second": 100.0}
-    assert seconds_left(row, {"batch_size": 4, "block_size": 50}) == 40
+    row = {"step": 10, "tokens_per_second": 100.0}
+    assert seconds_left(row, {"max_steps": 30, "batch_size": 4, "block_size": 50}) == 40
     assert seconds_left({}, {}) is None
 
 

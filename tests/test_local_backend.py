@@ -92,22 +92,18 @@ def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def write_job(
-    directory: Path, resume_from: Path | None = None, job: TrainingJob | None = None
-) -> None:
+def write_job(directory: Path, resume: str | None = None, job: TrainingJob | None = None) -> None:
     """What a launch writes down of a job."""
     (directory / "code").mkdir(parents=True)
     text = directory / "input.txt"
     text.write_text("a text")
-    job = job or TrainingJob(instance="local", data=text.as_uri())
+    job = job or TrainingJob(instance="local", data=text.as_uri(), resume=resume)
     record = {
         "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
         "hyperparameters": {},
         "created": time.time(),
         "processes_per_host": 1,
         "gpus_per_host": 0,
-        "max_steps": 10,
-        "resume_from": resume_from and str(resume_from),
     }
     storage.write_json(str(directory / "job.json"), record)
 
@@ -121,12 +117,12 @@ def running(directory: Path) -> Iterator[Path]:
         yield directory
 
 
-def run_job(directory: Path, script: str, resume_from: Path | None = None) -> dict[str, Any]:
+def run_job(directory: Path, script: str, resume: str | None = None) -> dict[str, Any]:
     """How a job ends that runs a few lines instead of train.py, which takes long to start.
 
     They know the files `model` and `stop`, and how to `be_stopped`.
     """
-    write_job(directory, resume_from)
+    write_job(directory, resume)
     (directory / "code/train.py").write_text(PRELUDE + textwrap.dedent(script))
     LocalRun(directory).run()
     state: dict[str, Any] = json.loads((directory / "state.json").read_text())
@@ -407,7 +403,7 @@ def test_a_full_disk_names_the_archive(tmp_path, monkeypatch):
 def test_a_resumed_job_fails_if_its_checkpoints_are_gone(tmp_path):
     (tmp_path / "earlier").mkdir()
     (tmp_path / "earlier/metrics-00000001.jsonl").touch()
-    state = run_job(tmp_path / "job", "model.touch()", tmp_path / "earlier")
+    state = run_job(tmp_path / "job", "model.touch()", "earlier")
     assert state["status"] == "Failed"
     assert state["reason"].startswith("ServiceError: the checkpoints to resume from are missing: ")
 
@@ -530,10 +526,10 @@ def test_the_newest_value_of_each_metric_is_found(tmp_path, rows, evaluated, cut
     for step in range(1, rows + 1):
         row = {"step": step, "train_loss": 1.5}
         curve += json.dumps(row if step not in evaluated else {**row, "val_loss": step / 4}) + "\n"
-    newest = {"step": rows, "train_loss": 1.5, "val_loss": max(evaluated) / 4, "max_steps": 10**4}
+    newest = {"step": rows, "train_loss": 1.5, "val_loss": max(evaluated) / 4}
     for length in cut:
         path.write_text(curve + '{"sample": "' + "x" * length)  # a line that is being written
-        assert backend.last_metrics(path, 10**4) == newest
+        assert backend.last_metrics(path) == newest
 
 
 def test_the_newest_metrics_are_read_from_the_end_of_the_file(tmp_path):
@@ -541,7 +537,7 @@ def test_the_newest_metrics_are_read_from_the_end_of_the_file(tmp_path):
     lines = [json.dumps({**row, "early": 1}), *[json.dumps(row)] * 2000]
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(lines) + "\n")
-    assert backend.last_metrics(path, 1) == {**row, "max_steps": 1}
+    assert backend.last_metrics(path) == row
 
 
 # -- stopping -------------------------------------------------------------------------------------

@@ -126,8 +126,7 @@ def status_command(job_id: str, as_json: bool) -> None:
     except ServiceError as error:
         note(f"no curve: {error}")
     if d.is_running and curve and curve.rows:  # SageMaker gives the newest values late
-        total = {"max_steps": d.hyperparameters.get("max_steps")}
-        d = replace(d, metrics={**total, **(d.metrics or {}), **curve.newest})
+        d = replace(d, metrics={**(d.metrics or {}), **curve.newest})
     if as_json:
         print_json(d)
         return

@@ -142,9 +142,8 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
     from launcher.tracking import describe
     from launcher.views.card import facts
 
-    description, rows = describe(job_id, settings), list[Row]()
+    description, rows, now = describe(job_id, settings), list[Row](), dict[str, Any]()
     total = description.hyperparameters.get("max_steps")
-    now: dict[str, Any] = {"max_steps": total}
     with tqdm(total=total, bar_format="{percentage:3.0f}% |{bar:20}| {desc}") as bar:
         for line in lines:
             with bar.external_write_mode():

@@ -67,8 +67,6 @@ class Record(Document):
     created: Moment
     processes_per_host: Count
     gpus_per_host: Count
-    max_steps: Count
-    resume_from: str | None
 
 
 class State(Document):
@@ -116,8 +114,6 @@ class LocalBackend:
             "created": time.time(),
             "processes_per_host": processes,
             "gpus_per_host": gpus,
-            "max_steps": job.config(1).max_steps,
-            "resume_from": str(self.jobs_dir / job.resume / CHECKPOINTS) if job.resume else None,
         }
         try:
             with storage.reported(str(directory)):
@@ -193,7 +189,7 @@ class LocalBackend:
             failure_reason=reason,
             started=state.started,
             ended=state.ended,
-            metrics=last_metrics(self.curve_file(job_id), record.max_steps),
+            metrics=last_metrics(self.curve_file(job_id)),
             model_uri=storage.to_uri(model) if status == "Completed" and model.exists() else None,
             checkpoint_uri=storage.to_uri(checkpoints) if step is not None else None,
             checkpoint_step=step,
@@ -329,14 +325,13 @@ def last_line(path: Path) -> str:
     return lines[-1] if lines else "nothing is known"
 
 
-def last_metrics(path: Path, max_steps: int) -> dict[str, Any] | None:
-    """The newest value of each metric.
+def last_metrics(path: Path) -> dict[str, Any] | None:
+    """The newest value of each metric; None if there is none.
 
     Reads only the end of a long curve, since following a job calls this five times a second.
     """
     rows = rows_of_file(tail(path, TAIL_BYTES), path)
-    newest = {name: value for row in rows for name, value in row.items()}
-    return {**newest, "max_steps": max_steps} if rows else None
+    return {name: value for row in rows for name, value in row.items()} or None
 
 
 def read_document(path: Path, kind: type[T]) -> T | None:

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.models import model_files
-from launcher.local.backend import HOST, Record, read_document
+from launcher.local.backend import CHECKPOINTS, HOST, Record, read_document
 from launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
@@ -103,8 +103,8 @@ class LocalRun:
             else:
                 storage.fetch(uri, place, settings=self.settings)
         self.write_config(list(channels))
-        if self.record.resume_from is not None:
-            source = Path(self.record.resume_from)
+        if job.resume is not None:
+            source = self.directory.parent / job.resume / CHECKPOINTS
             if not any(source.glob("checkpoint-*.safetensors")):
                 raise ServiceError(f"the checkpoints to resume from are missing: {source} has none")
             for path in sorted(source.glob("*.safetensors")):

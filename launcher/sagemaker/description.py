@@ -86,7 +86,7 @@ def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescript
         message=transitions[-1].get("StatusMessage") if transitions else None,
         started=started,
         ended=ended,
-        metrics={**metrics, "max_steps": hyperparameters.get("max_steps")} if metrics else None,
+        metrics=metrics or None,
         model_uri=artifacts.get("S3ModelArtifacts") if status == "Completed" else None,
         checkpoint_uri=None if checkpoint_step is None else place,
         checkpoint_step=checkpoint_step,

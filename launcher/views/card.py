@@ -23,7 +23,7 @@ def facts(job: JobDescription) -> dict[str, str | None]:
     """What there is to know about a job, by its name; None for what is not known."""
     now, billed, trained = job.metrics or {}, job.billable_seconds, job.training_seconds
     last, bits = now.get("val_loss"), now.get("bits_per_byte")
-    best = now.get("best_loss", last)
+    best, total = now.get("best_loss", last), job.hyperparameters.get("max_steps")
     left = seconds_left(now, job.hyperparameters) if job.is_running else None
     saved = f", {1 - billed / trained:.0%} saved by spot" if job.spot and billed and trained else ""
     return {
@@ -34,7 +34,7 @@ def facts(job: JobDescription) -> dict[str, str | None]:
         "reason": job.failure_reason,
         "instance": f"{job.instance_count} x " * (job.instance_count > 1) + job.instance,
         "data": job.data,
-        "step": f"{now['step']:.0f}/{now['max_steps']}" if "step" in now else None,
+        "step": f"{now['step']:.0f}/{total}" if "step" in now else None,
         "best loss": None if best is None else f"{best:.4f}",
         "bits/byte": f"{bits * best / last:.4f}" if bits and best and last else None,  # of the best
         "tokens/s": f"{speed:,.0f}" if (speed := now.get("tokens_per_second")) else None,
