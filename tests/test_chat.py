@@ -668,7 +668,8 @@ def test_a_base_model_continues_what_is_typed(tuned, chat, cli):
     prompts = (("5", "The "), ("6", "A\nclass"))  # each has the next seed
     texts = [cli(*words_of_one, "--seed", seed, "--prompt", text).out for seed, text in prompts]
     assert ran.out == "---\n".join(texts)
-    assert cli("chat", model, "--system", "x").code == 2
+    for wrong in (("--system", "x"), ("--top-p", "2")):
+        assert cli("chat", model, *wrong).code == 2
     with pytest.raises(InputError, match="not learned from conversations"):
         Chat(*load_model(Path(model)))
 

@@ -32,26 +32,20 @@ ENTRY_POINT = valued(
     type=click.Path(exists=True, path_type=Path),
 )
 
-# Some arguments of stream_samples: their metavars, defaults, types, and what they do.
-SAMPLING: dict[str, tuple[str, float, click.ParamType, str]] = {
-    "--max-new-tokens": ("N", 500, click.IntRange(1), "Tokens (or characters) to generate."),
-    "--temperature": ("T", 0.8, click.FloatRange(0), "Randomness; 0 takes the most likely token."),
-    "--top-k": ("K", 0, click.IntRange(0), "Sample from the K most likely tokens (0: all)."),
-    "--top-p": (
-        "P",
-        1.0,
-        click.FloatRange(0, 1, min_open=True),
-        "Sample from the most likely tokens whose probabilities sum to P.",
-    ),
-    "--seed": ("S", 1337, click.IntRange(0, 2**63 - 1), "The same seed gives the same text."),
+# Some arguments of stream_samples, which checks them: their metavars, defaults, and what they do.
+SAMPLING: dict[str, tuple[str, float, str]] = {
+    "--max-new-tokens": ("N", 500, "Tokens (or characters) to generate."),
+    "--temperature": ("T", 0.8, "Randomness; 0 takes the most likely token."),
+    "--top-k": ("K", 0, "Sample from the K most likely tokens (0: all)."),
+    "--top-p": ("P", 1.0, "Sample from the most likely tokens whose probabilities sum to P."),
+    "--seed": ("S", 1337, "The same seed gives the same text."),
 }
 
 
 def samples(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of SAMPLING to a command, which takes them as **sampling."""
-    for name, (metavar, default, kind, text) in reversed(SAMPLING.items()):
-        more = {"default": default, "type": kind, "show_default": True}
-        command = valued(name, metavar, text, **more)(command)
+    for name, (metavar, default, text) in reversed(SAMPLING.items()):
+        command = valued(name, metavar, text, default=default, show_default=True)(command)
     return command
 
 
@@ -244,7 +238,9 @@ def chat_command(model: str, system: str | None, entry_point: Path | None, **sam
     """
     _, loaded, tokenizer = open_model(model, settings_of(), entry_point)
     from launcher.models.chat import Chat, Message
+    from launcher.models.sample import stream_samples
 
+    stream_samples(loaded, tokenizer, **sampling)  # refuses a wrong option before a line is typed
     chat = Chat(loaded, tokenizer) if tokenizer.chats else None
     messages = [Message("system", system)] if system else []
     if chat is not None:
