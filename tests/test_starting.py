@@ -324,8 +324,8 @@ def test_launch_refuses_text_unlike_the_model(job, documents, published, cli, tm
     marked.write_text("cafe\u0301 " * 999)
     encoded = cli("upload-data", str(documents), "--tokenizer", str(published)).out.strip()
     for model, data, said in (
-        (job.job_id, strange, f"{job.job_id} does not know: '¡'"),
-        (job.job_id, marked, f"{job.job_id} does not know: U+0301"),
+        (job.job_id, strange, "has never seen: '¡'"),
+        (job.job_id, marked, "has never seen: U+0301"),
         (job.job_id, encoded, f"its tokens are not those of {job.job_id}; "),
         (published, documents, f"{published} takes tokens; "),
     ):

@@ -20,6 +20,7 @@ from launcher.finding import find
 from launcher.job import FULL_ID
 from launcher.models.chat import ChatEncoder
 from launcher.models.encoder import Encoder
+from launcher.models.sample import check_known
 from launcher.settings import Settings
 from launcher.text.copies import copied, temporary
 from launcher.text.files import find_files
@@ -78,10 +79,8 @@ def read_texts(
 
 def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
     """The ids of each text. Raises InputError if the model does not know one of its characters."""
-    if tokenizer.unit == "characters":
-        known = {word.decode() for word in tokenizer.words}
-        for text in texts:
-            check_known(text.place, "".join(text.pieces), known)
+    for text in texts:
+        check_known(tokenizer, "".join(text.pieces), text.place)
     encoder = Encoder(json.dumps(tokenizer.document), tokenizer.words, "i")
     chat = ChatEncoder(tokenizer, encoder) if any(text.is_chat for text in texts) else encoder
     widths, encoded = torch.tensor([len(word) for word in tokenizer.words]), list[Encoded]()
@@ -91,17 +90,6 @@ def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
         plain = ids ^ (ids >> 63)  # ~id does not count
         encoded.append(Encoded(text, plain, ids >= 0, widths[plain], text.content))
     return encoded
-
-
-def check_known(place: str, text: str, known: set[str]) -> None:
-    """Raise InputError if a text has characters that a model has never seen."""
-    if unknown := set(text) - known:
-        at = min(map(text.index, unknown))
-        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
-        share = sum(map(text.count, unknown)) / len(text)
-        what = f"the model does not know {share:.2%} of its characters"
-        first = f"the first is {text[at]!r} at {line}:{column}"
-        raise InputError(f"{place}: {what} ({first}); a model of tokens reads any text")
 
 
 # -- the text that a model has learned from --------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import InputError, characters
+from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import Scalar
 from launcher.files.models import DOCUMENTS, model_files, no_model
@@ -49,19 +49,17 @@ class InitialModel:
         """
         if (upload := text.upload) is None:
             return
-        problem, model = "", self.channel.named
-        advice = dict(code="encode-for-model", model=model)
-        if upload.train_tokens:
-            from launcher.text.tokenizer import fingerprint
+        from launcher.models.sample import check_known
+        from launcher.text.tokenizer import fingerprint
 
-            if upload.tokenizer != fingerprint(self.tokenizer):
-                problem = f"its tokens are not those of {model}"
-        elif self.tokenizer.unit == "tokens":
+        problem, model = "", self.channel.named
+        if upload.train_tokens and upload.tokenizer != fingerprint(self.tokenizer):
+            problem = f"its tokens are not those of {model}"
+        elif not upload.train_tokens and self.tokenizer.unit == "tokens":
             problem = f"it is text, and {model} takes tokens"
-        elif unknown := {*upload.vocabulary} - {each.decode() for each in self.tokenizer.words}:
-            problem, advice = f"{model} does not know: {characters(sorted(unknown))}", {}
         if problem:
-            raise InputError(f"{text.named}: {problem}", **advice)
+            raise InputError(f"{text.named}: {problem}", "encode-for-model", model=model)
+        check_known(self.tokenizer, upload.vocabulary, text.named)
 
 
 def find_model(request: Request, settings: Settings) -> InitialModel:

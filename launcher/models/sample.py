@@ -73,21 +73,24 @@ def stream_samples(
 
 def encode(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
     """The ids of a prompt; of one that is longer than a context of `size`, those of its end."""
-    problem, known = "", set[str]()
-    if tokenizer.unit == "characters":
-        known = {word.decode() for word in tokenizer.words}
     if not prompt:
-        problem = "is empty; leave it out to start with a new text"
-    elif not is_utf8(prompt):
-        problem = "is not UTF-8 text"
-    elif known and (unknown := sorted({*prompt} - known)):
-        problem = f"has characters that the model has never seen: {characters(unknown)}"
-    if problem:
-        raise InputError(f"the prompt {problem}")
+        raise InputError("the prompt is empty; leave it out to start with a new text")
+    if not is_utf8(prompt):
+        raise InputError("the prompt is not UTF-8 text")
+    check_known(tokenizer, prompt, "the prompt")
     end = prompt[-size * max(map(len, tokenizer.words)) :]  # at least `size` tokens
     published = published_tokenizer(json.dumps(tokenizer.document))
     ids: list[int] = published.encode(end, add_special_tokens=False).ids
     return ids[-size:]
+
+
+def check_known(tokenizer: Tokenizer, text: str, named: str) -> None:
+    """Raise InputError if a model of characters has no ids for some of a text's."""
+    if tokenizer.unit != "characters":
+        return
+    if unknown := sorted({*text} - {word.decode() for word in tokenizer.words}):
+        what = f"characters that the model has never seen: {characters(unknown)}"
+        raise InputError(f"{named} has {what}")
 
 
 def answered(
