@@ -406,24 +406,6 @@ def test_a_long_upload_shows_a_progress_bar(monkeypatch):
 # -- the same from Python -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        ("fe", ["plain,fetch-and-sample"]),
-        ("launch --conf", ["plain,--config"]),
-        ("launch --config here/my", ["file,here/my"]),
-        ("upload-data in", ["file,in"]),
-        ("fetch-and-sample ./mod", ["file,./mod"]),
-    ],
-)
-def test_a_shell_completes_commands_options_and_files(words, completed, monkeypatch, capsys):
-    monkeypatch.setenv("COMP_WORDS", f"sm-nanogpt {words}")
-    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
-    monkeypatch.setenv("_SM_NANOGPT_COMPLETE", "bash_complete")
-    assert commands.run([]) == 0
-    assert capsys.readouterr().out.splitlines() == completed
-
-
 @pytest.mark.parametrize(("name", "code"), [("infra", 0), ("entry_point", 1)])
 def test_a_package_that_hides_the_training_folder_is_refused(home, name, code):
     package = home.parent / name

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import re
 import signal
 import sys
@@ -20,7 +19,6 @@ from itertools import pairwise
 from typing import NoReturn
 
 import click
-from click.shell_completion import shell_complete
 
 from launcher.cli import account, delete, evaluate, jobs, launch, models, upload, views
 from launcher.cli.options import Group, valued
@@ -106,8 +104,6 @@ def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
 
 def run(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    if instruction := os.environ.get("_SM_NANOGPT_COMPLETE"):  # a shell asks for completions
-        return shell_complete(cli, {}, "sm-nanogpt", "_SM_NANOGPT_COMPLETE", instruction)
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words  # wherever it stands
     root: click.Context | None = None
