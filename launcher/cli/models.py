@@ -157,12 +157,6 @@ def check_origins(
 @click.argument("other", metavar="[JOB-ID|DIR]", required=False, type=Job(trained=True))
 @valued("--port", "N", "Port (default: a free one).", type=click.IntRange(1, 65535))
 @valued(
-    "--api-key",
-    "KEY",
-    "Key of the page and the API, also as SM_NANOGPT_API_KEY or api_key in config.toml"
-    " (default: a new one).",
-)
-@valued(
     "--cors origins",
     "ORIGIN",
     "Let the pages of another origin use the API, as http://localhost:3000. Repeatable.",
@@ -180,14 +174,14 @@ def play_command(
     model: str,
     other: str | None,
     port: int | None,
-    api_key: str | None,
     origins: tuple[str, ...],
     opens: bool | None,
     entry_point: Path | None,
 ) -> None:
     """Try one model, or two side by side, on a local web page. Ctrl-C ends it.
 
-    Name a job, or a model directory: `fetch-and-sample` prints it after `model:`.
+    Name a job, or a model directory: `fetch-and-sample` prints it after `model:`. The key of the
+    page and the API is SM_NANOGPT_API_KEY, or api_key in config.toml, or a new one.
 
     \b
     Example:
@@ -206,7 +200,7 @@ def play_command(
     for named in filter(None, (model, other)):
         directory, loaded, tokenizer = open_model(named, settings, entry_point)
         players.append(play.Player(named, loaded, tokenizer, about(directory)))
-    at, key = listener.getsockname()[1], api_key or settings.api_key or secrets.token_urlsafe()
+    at, key = listener.getsockname()[1], settings.api_key or secrets.token_urlsafe()
     url = f"http://127.0.0.1:{at}/?token={quote(key, safe='')}"
     click.echo(url)
     note("open this address in a browser; Ctrl-C ends the page")
