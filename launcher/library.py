@@ -165,14 +165,11 @@ class Job:
         cannot read them, and ServiceError if the model looks ahead.
         """
         from launcher.judge.evaluate import evaluate
-        from launcher.judge.probes import read_canaries, read_questions
         from launcher.judge.texts import read_texts
 
         paths = [*map(str, texts)]
         given = (self.id, self.model(), ", ".join(paths), read_texts(paths, self.settings))
-        lines = read_canaries(find) if find else []
-        asked = read_questions(questions) if questions else []
-        return evaluate(*given, self.settings, canaries=lines, questions=asked)
+        return evaluate(*given, self.settings, find=find, questions=questions)
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write a report as one HTML file (default: report-ID.html), and return its path."""

@@ -73,18 +73,15 @@ def eval_command(
       sm-nanogpt eval JOB-ID held-out.txt --documents > documents.csv
     """
     from launcher.judge.evaluate import evaluate
-    from launcher.judge.probes import read_canaries, read_questions
     from launcher.judge.texts import read_texts
 
     settings = settings_of()
-    lines = read_canaries(canaries) if canaries else []
-    asked = read_questions(questions) if questions else []
     texts = read_texts(paths, settings, encoding, column)
     label, found = ", ".join(paths), []
     places = [model_directory(each, settings, entry_point) for each in (model, *others)]
     for named, place in zip((model, *others), places, strict=True):
         with byte_progress("eval") as progress:
-            given = (label, texts, settings, entry_point, lines, asked, progress)
+            given = (label, texts, settings, entry_point, canaries, questions, progress)
             found.append(evaluate(named, place, *given))
     if as_json:
         print_json(found)

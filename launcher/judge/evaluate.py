@@ -18,7 +18,7 @@ from launcher.errors import LauncherError, ServiceError
 from launcher.files.storage import Progress, expect
 from launcher.judge import anchors
 from launcher.judge.evaluation import Evaluation, Passage, keep, spread, total
-from launcher.judge.probes import Question, asked, exposed
+from launcher.judge.probes import asked, exposed, read_canaries, read_questions
 from launcher.judge.score import (
     MANY,
     PASSAGE,
@@ -49,24 +49,26 @@ def evaluate(
     texts: Sequence[Text],
     settings: Settings,
     entry_point: Path | None = None,
-    canaries: Sequence[str] = (),
-    questions: Sequence[Question] = (),
+    find: Path | None = None,
+    questions: Path | None = None,
     progress: Progress = lambda n: None,
 ) -> Evaluation:
     """Judge the model in a directory, which is that of the job `named`, or of another tool.
 
-    The evaluation of a job's model is kept beside it, for reports.
+    find names a file of canaries. The evaluation of a job's model is kept beside it, for reports.
 
     Raises:
-        InputError: the model does not know a character of the text, or its tokenizer has no
-            tokens for conversations.
+        InputError: a file cannot be read, the model does not know a character of the text, or its
+            tokenizer has no tokens for conversations.
         ServiceError: it looks ahead, learns between windows, or fails.
     """
+    canaries = read_canaries(find) if find else []
+    conversations = read_questions(questions) if questions else []
     with Worker(directory, settings, entry_point) as worker:
         if worker.size < (known := len(worker.tokenizer)):
             raise ServiceError(f"{directory}: it has {worker.size} logits, but {known} tokens")
         encoded = encode(texts, worker.tokenizer)
-        found, answers = exposed(worker, canaries), asked(worker, questions)
+        found, answers = exposed(worker, canaries), asked(worker, conversations)
         training = text_behind(named, directory, settings)
         start = torch.tensor([worker.tokenizer.start])
         check_causal(worker, torch.cat([ids for each in encoded for ids in (start, each.ids)]))
@@ -79,6 +81,7 @@ def evaluate(
     whole = [document(each, loss) for each, loss in zip(encoded, nats, strict=True)]
     parts = whole if len(whole) >= MANY else cut(encoded, nats, PASSAGE)
     everything = total(whole)
+    loss = torch.tensor(everything.nats / everything.tokens, dtype=torch.float64)
     made = Evaluation(
         model=named,
         text=paths,
@@ -87,7 +90,7 @@ def evaluate(
         bits_per_byte=everything.bits_per_byte,
         half=spread(parts),
         unit="documents" if len(parts) == len(whole) else f"passages of {PASSAGE:,} bytes",
-        perplexity=exp(everything.nats / everything.tokens),
+        perplexity=float(loss.exp()),  # infinite where math.exp raises
         xz=None if has_chats(encoded) else anchors.xz(b"".join(e.content for e in encoded)),
         samples=f"{n} samples of {LENGTH} {worker.tokenizer.unit}",
         worst=worst(cut(encoded, nats, WORST))[:3],
@@ -176,11 +179,6 @@ def compared(
 def has_chats(encoded: Sequence[Encoded]) -> bool:
     """Whether not all bytes count, but those of answers: then no compressor compares."""
     return any(each.text.is_chat for each in encoded)
-
-
-def exp(value: float) -> float:
-    """As math.exp, which raises where this is infinite."""
-    return float(torch.tensor(value, dtype=torch.float64).exp())
 
 
 def as_tensor(content: bytes) -> Tensor:
