@@ -131,11 +131,6 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
     for job_id in dict.fromkeys(job_ids):
         description, places = places_of(job_id, settings)
         if keep_model:
-            if description.model_uri is None:
-                raise ServiceError(
-                    f"job {job_id} is {description.status} and has no model to keep; leave out"
-                    " --keep-model"
-                )
             del places[next(iter(places))]  # of its fetched models
         found.append((description, places))
     for description, places in found:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.models import ENTRY_POINT, model_directory
+from launcher.cli.models import ENTRY_POINT
 from launcher.cli.options import JSON, MODEL, Command, Job, settings_of, valued
 from launcher.cli.show import note, print_json, print_table, shown
 from launcher.files.progress import byte_progress
@@ -74,6 +74,7 @@ def eval_command(
     """
     from launcher.judge.evaluate import evaluate
     from launcher.judge.texts import read_texts
+    from launcher.models.fetch import model_directory
 
     settings = settings_of()
     texts = read_texts(paths, settings, encoding, column)

@@ -97,26 +97,12 @@ def fetch_and_sample_command(
     click.echo("".join(f"\n---\n{text}" for text in texts[1:]))
 
 
-def model_directory(place: str, settings: Settings, entry_point: Path | None) -> Path:
-    """The directory of a model that a user named, by itself or by its job."""
-    from launcher.files.models import is_path, model_files, no_model
-    from launcher.files.storage import path_of
-    from launcher.job import FULL_ID, JOB_ID
-    from launcher.models.fetch import fetch_model
-
-    directory = path_of(place)
-    if directory.is_dir() and (is_path(place) or not FULL_ID.fullmatch(place)):
-        model_files(directory)
-        return directory
-    if not JOB_ID.fullmatch(place):  # no job has such an id
-        raise no_model(place)
-    return fetch_model(place, settings, entry_point)
-
-
 def open_model(
     place: str, settings: Settings, entry_point: Path | None
 ) -> tuple[Path, GPT, Tokenizer]:
     """The model of a job, which is fetched, or of a directory; after its directory."""
+    from launcher.models.fetch import model_directory
+
     directory = model_directory(place, settings, entry_point)
     note(f"model: {directory}")
     from launcher.models.load import is_edited, load_model

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import Scalar
-from launcher.files.models import DOCUMENTS, model_files, no_model
+from launcher.files.models import DOCUMENTS, model_files
 from launcher.job import FULL_ID, Request
 from launcher.launching.texts import READINGS, Channel, n_training
 from launcher.machines import GPUS
-from launcher.models.fetch import fetch_model
+from launcher.models.fetch import model_directory
 from launcher.settings import Settings
 from launcher.text import corpus
 from launcher.text.formats import File
@@ -105,13 +105,7 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
                 storage.fetch(storage.join(named, name), Path(temporary), settings=settings)
             yield Path(temporary), named.rstrip("/")
         return
-    if path.is_dir():
-        model_files(path)
-        yield path, None
-        return
-    if path.exists() or "/" in named:
-        raise no_model(named)
-    yield fetch_model(named, settings), None
+    yield model_directory(str(path) if path.exists() else named, settings), None
 
 
 def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Upload, list[File]]:

@@ -19,10 +19,11 @@ from entry_point.errors import FormatError, TrainingError
 from launcher.aws import Missing
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
+from launcher.files.models import is_path, model_files, no_model
 from launcher.files.progress import byte_progress
 from launcher.files.storage import Progress
 from launcher.finding import find
-from launcher.job import FULL_ID, JobDescription, checkpoints_among
+from launcher.job import FULL_ID, JOB_ID, JobDescription, checkpoints_among
 from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,18 @@ RATIO_FREE_BYTES = 1 << 26
 LARGEST_COUNT, LARGEST_DEPTH = 1000, 8  # of an archive; a model has 6 files
 # What tarfile raises for a damaged archive; IndexError if the header of a sparse file is cut off.
 NOT_TAR = (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError, IndexError)
+
+
+def model_directory(named: str, settings: Settings, entry_point: Path | None = None) -> Path:
+    """The directory of a model that a user named, by itself or by its job. Raises as fetch_model,
+    and InputError if it is neither."""
+    directory = storage.path_of(named)
+    if directory.is_dir() and (is_path(named) or not FULL_ID.fullmatch(named)):
+        model_files(directory)
+        return directory
+    if not JOB_ID.fullmatch(named):  # no job has such an id
+        raise no_model(named)
+    return fetch_model(named, settings, entry_point)
 
 
 def fetch_model(
