@@ -284,17 +284,11 @@ def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
     raise InputError(f"no registry of AWS's training images is known in {region}", "other-image")
 
 
-def image_of(uri: str) -> Image | None:
-    """The release that a URI in any registry names; None if it is unknown."""
-    named = re.search(r"(?:^|/)([\w-]+):(\d+\.\d+)(?:\.\d+)?-(?:gpu|cpu|cu\d)", uri)
-    known = {(image.repository, image.minor): image for image in IMAGES}
-    return known.get((named[1], named[2])) if named else None
-
-
-def problem(uri: str, instance: str, launcher: str) -> str | None:
+def problem(uri: str, image: Image | None, instance: str, launcher: str) -> str | None:
     """Why a launcher does not run in an image on an instance type, or None.
 
-    instance may be several types, separated by commas.
+    image is the release that the URI names, if it is AWS's. instance may be several types,
+    separated by commas.
     """
     kind = re.search(
         r"(^|/)pytorch[\w-]*:.*?-(inference|ec2|eks|ecs|cpu)\b|/pytorch-inference", uri
@@ -303,7 +297,6 @@ def problem(uri: str, instance: str, launcher: str) -> str | None:
         return f"{name_of(uri)} is no SageMaker training image for {instance}"
     if launcher == "pytorchddp" and TORCHRUN_ALONE in instance:
         return f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}; torchrun runs there"
-    image = image_of(uri)
     for name in types_of(instance):
         _, gpu = GPUS.get(name, (0, ""))
         if image and gpu == "V100" and not image.cuda.startswith("12."):

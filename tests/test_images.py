@@ -9,7 +9,6 @@ from launcher.machines import (
     IMAGES,
     default_launcher,
     find_image,
-    image_of,
     problem,
 )
 from sm_nanogpt import InputError
@@ -34,18 +33,8 @@ def test_images_have_the_names_that_aws_gives_them(version, gpu, name):
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.version)
-def test_an_image_is_found_by_version_minor_and_uri(image):
+def test_an_image_is_found_by_version_and_minor(image):
     assert find_image(image.version) is find_image(image.minor) is image
-    for gpu in (True, False):
-        assert image_of(f"{REGISTRY}/{image.name(gpu)}") is image
-        assert image_of(f"mine.example/copies/{image.name(gpu)}") is image
-
-
-def test_aws_long_tags_are_known_and_other_images_are_not():
-    long = "pytorch-training:2.10.0-gpu-py313-cu130-ubuntu22.04-sagemaker"
-    assert image_of(f"{REGISTRY}/{long}") is find_image("2.10")
-    for uri in ("mine:1", "mine/pytorch:latest", "pytorch-inference:2.8.0-gpu-py312"):
-        assert image_of(uri) is None
 
 
 def test_a_version_without_an_image_error_lists_the_versions():
@@ -56,21 +45,24 @@ def test_a_version_without_an_image_error_lists_the_versions():
 def test_each_image_runs_both_launchers_on_gpus_and_cpus():
     for image in IMAGES:
         for launcher in ("pytorchddp", "torchrun"):
-            assert problem(image.name(gpu=True), G5, launcher) is None
-            assert problem(image.name(gpu=False), "ml.m5.xlarge", launcher) is None
+            assert problem(image.name(gpu=True), image, G5, launcher) is None
+            assert problem(image.name(gpu=False), image, "ml.m5.xlarge", launcher) is None
 
 
 def test_v100s_need_an_image_before_cuda_13():
     fitting = [
         image.version
         for image in IMAGES
-        if problem(image.name(gpu=True), "ml.p3.8xlarge", "torchrun") is None
+        if problem(image.name(gpu=True), image, "ml.p3.8xlarge", "torchrun") is None
     ]
     assert fitting == ["2.8.0"]
 
 
 def test_torchrun_is_the_default_where_pytorchddp_is_refused():
-    uri = find_image(DEFAULT_VERSION).name(gpu=True)
+    image = find_image(DEFAULT_VERSION)
+    uri = image.name(gpu=True)
     for size, launcher in (("p5.48xlarge", "torchrun"), ("p5.4xlarge", "pytorchddp")):
         assert default_launcher(f"ml.{size}") == launcher
-        assert (problem(uri, f"ml.{size}", "pytorchddp") is None) == (launcher == "pytorchddp")
+        assert (problem(uri, image, f"ml.{size}", "pytorchddp") is None) == (
+            launcher == "pytorchddp"
+        )

@@ -104,6 +104,7 @@ class SageMakerBackend:
         """The role, image and keys of a job. A dry run, which asks nobody, has placeholders."""
         store, role = self.settings.data_store, self.settings.role
         gpu = machines.looks_like_gpu(job.instance)
+        release = None if job.image_uri else machines.find_image(job.pytorch_version)
         image = job.image_uri or machines.training_image(self.region, job.pytorch_version, gpu)
         key = job.kms_key or self.settings.kms_key or None
         disks = [name for name in job.instances if machines.has_local_storage(name)]
@@ -113,7 +114,7 @@ class SageMakerBackend:
             raise InputError(problem, field="volume_size", value=job.volume_size)
         if not store.startswith("s3://"):
             raise InputError(f"SageMaker cannot read {store}", "store-on-s3")
-        if unfit := machines.problem(image, job.instance, job.launcher):
+        if unfit := machines.problem(image, release, job.instance, job.launcher):
             raise InputError(unfit)
         if job.subnets and stack and stack.role == role and not stack.vpc:
             problem = f"the role of stack {stack.name} may not join a VPC"
@@ -126,13 +127,8 @@ class SageMakerBackend:
             unknown = machines.gpus_of(instance) is None
             level = logging.WARNING if unknown else logging.INFO
             logger.log(level, machines.describe_instance(instance))
-        if release := machines.image_of(image):
+        if release:
             logger.info(f"image: {machines.name_of(image)} (Python {release.python})")
-        if job.launcher == "torchrun" and "NCCL_DEBUG" in job.environment:
-            logger.warning(
-                "NCCL_DEBUG has no effect: SageMaker's toolkit sets it to WARN for torchrun, and"
-                " keeps it for pytorchddp"
-            )
         try:
             owner = self.caller().owner
             self.check_regions(job)
