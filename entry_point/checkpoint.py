@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, FormatError, TrainingError, log
-from .files import open_file
+from .files import open_file, replacing
 
 CHECKPOINTS, CURVES = "checkpoint-*.safetensors", "metrics-*.jsonl"
 Contents = Iterable[Tensor] | None
@@ -114,8 +114,8 @@ class Checkpoints:
         """Begins the curve of this start with the rows before it. Raises TrainingError."""
         self.saved_at = time.monotonic()
         self.curve = self.directory / f"metrics-{max(self.files(CURVES), default=0) + 1:08d}.jsonl"
-        with self.writing(self.curve), replacing(self.curve) as temporary:
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with self.writing(self.curve), replacing(self.curve) as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def extend_curve(self, row: Mapping[str, Any]) -> None:
         """Adds a row to the curve of this start. Raises TrainingError."""
@@ -195,7 +195,7 @@ def write_safetensors(
     place = "0" * 64  # of the SHA-256
     encoded = json.dumps({**header, "__metadata__": {**metadata, "sha256": place}}).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with replacing(path) as temporary, temporary.open("wb") as file:
+    with replacing(path) as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for tensor in tensors.values() if contents is None else contents:
@@ -204,26 +204,6 @@ def write_safetensors(
             file.write(memory(content))
         file.seek(8 + encoded.rindex(place.encode()))
         file.write(digest.hexdigest().encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that is renamed to `path`, for good, when the body succeeds.
-
-    SageMaker uploads all new files in /opt/ml/checkpoints but those with this suffix. All files of
-    a directory have one temporary name, so what a killed process leaves is overwritten.
-    """
-    temporary = path.with_name("unfinished.sagemaker-ignore")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    os.fsync(directory)
-    os.close(directory)
 
 
 def read_safetensors(

@@ -1,12 +1,16 @@
-"""Opening files that somebody else may have made. Imports no torch."""
+"""Opening files that somebody else may have made, and writing files whole. Imports no torch."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from typing import BinaryIO
 
 LARGEST_TEXT = 2 * 10**9  # bytes; each rank holds the characters of a text in memory
 TOO_MUCH_TEXT = "over 2 GB of characters; make tokens of them: upload-data --tokenizer bpe"
@@ -38,3 +42,24 @@ def check_size(content: bytes, largest: int, name: object) -> bytes:
     if len(content) > largest:
         raise OSError(errno.EFBIG, f"larger than {largest >> 20} MiB", str(name))
     return content
+
+
+@contextmanager
+def replacing(path: Path, temporary: str = "unfinished.sagemaker-ignore") -> Iterator[BinaryIO]:
+    """A file that gets the name `path` when the body succeeds; a power loss leaves no part of it.
+
+    SageMaker uploads all new files in /opt/ml/checkpoints but those with this suffix. All files of
+    a directory have one temporary name, so what a killed process leaves is overwritten.
+    """
+    unfinished = path.with_name(temporary)
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .causality import LONGEST_WINDOW, leak_of
-from .checkpoint import read_safetensors, replacing, write_safetensors
+from .checkpoint import read_safetensors, write_safetensors
 from .config import Config, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
 from .errors import ConfigError, FormatError, TrainingError, is_out_of_memory
-from .files import file_sha256
+from .files import file_sha256, replacing
 from .kernels import NORM_EPS
 from .model import GPT, activation_name
 from .text import Tokenizer, read_json
@@ -223,9 +223,8 @@ def write_artefact(
         "config.json": document,
     }
     for name, content in documents.items():
-        with replacing(directory / name) as temporary:
-            text = json.dumps(content, indent=2, ensure_ascii=False)
-            temporary.write_text(f"{text}\n", encoding="utf-8")
+        with replacing(directory / name) as file:
+            file.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
     write_sums(directory)
     return why, leak
 
@@ -237,8 +236,8 @@ def sha256_sums(files: Iterable[Path]) -> str:
 
 def write_sums(directory: Path) -> None:
     """Writes SHA256SUMS over the files of a model."""
-    with replacing(directory / "SHA256SUMS") as temporary:
-        temporary.write_text(sha256_sums(directory / name for name in MODEL_FILES))
+    with replacing(directory / "SHA256SUMS") as file:
+        file.write(sha256_sums(directory / name for name in MODEL_FILES).encode())
 
 
 def folder_sha256(folder: Path, *names: str) -> str:

@@ -30,7 +30,7 @@ To change                                                   open
 
 and, seldom, SageMaker's hosts and paths (container.py), devices and precision (device.py),
 processes (distributed.py), CUDA graphs (cuda_graphs.py), messages (errors.py), faults on purpose
-(faults.py), opening files (files.py).
+(faults.py), opening and replacing files (files.py).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, unquote
@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote
 import fsspec
 from pydantic_core import to_jsonable_python
 
+from entry_point import files
 from entry_point.files import check_size, file_sha256, open_file, read_file
 from launcher.aws import failure, not_asked
 from launcher.errors import InputError, ServiceError
@@ -121,24 +122,10 @@ def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
     return system, kind._strip_protocol(uri)
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a local file to write atomically.
-
-    The content is on the disk before the file gets its name: a power loss leaves no empty file.
-    """
-    # In the same directory, since a rename across file systems would copy; with a random name,
-    # since threads share a process id, and containers may.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+def replacing(path: Path) -> AbstractContextManager[BinaryIO]:
+    """Open a local file to write atomically."""
+    # With a random name, since threads share a process id, and containers may.
+    return files.replacing(path, f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
 
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:
