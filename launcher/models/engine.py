@@ -37,24 +37,12 @@ class KeyValueCache:
     """
 
     def __init__(self, model: GPT, batch_size: int, positions: int) -> None:
-        c = self.config = model.config
-        self.dtype, self.device = model.compute_dtype, model.embed.weight.device
+        c, device = model.config, model.embed.weight.device
         self.size = min(positions, c.block_size)
         shape = (2, c.n_layer, batch_size, c.kv_heads, self.size, c.head_width)
-        zeros = torch.zeros(shape, device=self.device, dtype=self.dtype)
+        zeros = torch.zeros(shape, device=device, dtype=model.compute_dtype)
         self.k, self.v = (part.unbind() for part in zeros)
         self.length = 0  # positions seen so far
-        self.angles: tuple[Tensor, Tensor] | None = None
-
-    def rotary(self, T: int) -> tuple[Tensor, Tensor]:
-        """rotary of the next T positions, from a table that is made for `size` of them."""
-        slot = self.length % self.size
-        if slot == 0 or self.angles is None:
-            first = self.length - slot
-            positions = torch.arange(first, first + self.size, device=self.device)
-            self.angles = rotary(positions, self.config, self.dtype)
-        cos, sin = self.angles
-        return cos.narrow(0, slot, T), sin.narrow(0, slot, T)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k and v [B, n_kv_head, T, head_dim] of the newest positions; returns all kept.
@@ -133,7 +121,8 @@ def for_sampling(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
 def forward(model: GPT, ids: Tensor, cache: KeyValueCache) -> Tensor:
     """Logits, float32 [B, V], after ids [B, T], which continue what the cache has seen."""
     T = ids.size(1)
-    cos, sin = cache.rotary(T)
+    positions = torch.arange(cache.length, cache.length + T, device=ids.device)
+    cos, sin = rotary(positions, model.config, model.compute_dtype)
     x = model.embed(ids).to(model.compute_dtype)
     for layer, block in enumerate(model.blocks):
         assert isinstance(block, Block)
