@@ -7,12 +7,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from entry_point.errors import DataError
+from entry_point.container import Container
+from entry_point.errors import TrainingError
 from entry_point.text import Ids, Tokenizer, read_text, read_tokens, unsigned
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -20,6 +20,7 @@ from launcher.finding import find
 from launcher.job import FULL_ID
 from launcher.models.chat import ChatEncoder
 from launcher.models.encoder import Encoder
+from launcher.models.load import known_config
 from launcher.models.sample import check_known
 from launcher.settings import Settings
 from launcher.text.copies import copied, temporary
@@ -118,20 +119,18 @@ def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
     Raises ServiceError or InputError if it is gone.
     """
     job = find(job_id, settings)[0].job(job_id)
-    config = json.loads((directory / "training.json").read_bytes())["config"]
+    values = json.loads((directory / "training.json").read_bytes())["config"]
     with temporary(settings) as place:
-        here = SimpleNamespace(training=None, validation=None)
-        for name, uri in {"training": job.data, "validation": job.validation}.items():
-            if uri is not None:
-                storage.fetch(uri, place / name, settings=settings)
-                setattr(here, name, place / name)
-        values = SimpleNamespace(**{"validation_fraction": 0.1, **config})
+        texts = {"training": job.data, "validation": job.validation}
+        paths = {name: place / name for name, uri in texts.items() if uri is not None}
+        for name, path in paths.items():
+            storage.fetch(str(texts[name]), path, settings=settings)
+        training = paths["training"]
+        here = Container(False, training, paths.get("validation"), None, place, place, place)
         try:
-            if (here.training / "meta.json").exists():
-                corpus = read_tokens(here.training, values)  # type: ignore[arg-type]
-            else:
-                corpus = read_text(here, values, None)  # type: ignore[arg-type]
-        except DataError as error:
+            encoded, config = (training / "meta.json").exists(), known_config(values)
+            corpus = read_tokens(training, config) if encoded else read_text(here, config, None)
+        except (TrainingError, ValueError) as error:
             raise ServiceError(str(error)) from None
         content = bytearray().join(pieces(corpus.train, corpus.tokenizer.words, MOST_BYTES))
         own = b"".join(pieces(corpus.val, corpus.tokenizer.words, VALIDATION_BYTES))
