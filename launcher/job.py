@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from launcher.errors import InputError, ServiceError, must_be
-from launcher.files.documents import Scalar
+from launcher.files.documents import Document, Number, Scalar
 from launcher.machines import DEFAULT_VERSION, check_instances, types_of
 from launcher.source import Source
 
@@ -75,6 +75,7 @@ class Request(BaseModel):
     data: str | None = None  # URI or path; None: the last upload
     validation: str | None = None
     preset: str | None = None
+    size: Annotated[float, Field(ge=0.25, le=16)] | None = None  # in place of a preset
     hyperparameters: dict[str, Scalar] = Field(default_factory=dict)
     entry_point: Path | None = None  # training folder; None: that of this package
     init_from: str | None = None  # model to start from: job id, directory or URI
@@ -100,6 +101,7 @@ class Request(BaseModel):
     encrypt_traffic: bool | None = None  # between hosts
 
     _inherited: frozenset[str] = PrivateAttr(default=frozenset())  # fields of the resumed job
+    _dialed: frozenset[str] = PrivateAttr(default=frozenset())  # hyperparameters by the size
     _source: Source | None = PrivateAttr(default=None)  # once a launch has read it
 
     def __init__(self, **values: Any) -> None:
@@ -135,6 +137,9 @@ class Request(BaseModel):
                 yield "instance_count", n, "this machine is one host, of several processes"
         elif self.instances and self.processes_per_instance is not None:
             yield "processes_per_instance", None, "is for local; SageMaker takes one per GPU"
+        for name in ("preset", "resume", "init_from"):
+            if self.size is not None and name in given:
+                yield "size", f"{self.size:g}", f"chooses a new model, and so does {name}"
         if self.image_uri is not None and "pytorch_version" in given:
             yield "pytorch_version", None, "is for AWS's image; image_uri names another"
         if self.spot and len(self.instances) > 1:

@@ -28,7 +28,7 @@ from launcher.settings import Settings
 
 LARGEST = 1 << 20  # bytes of a file
 NEEDED = {
-    "config": "make_config PRESETS hyperparameter_table check_resumable",
+    "config": "make_config PRESETS hyperparameter_table check_resumable dial worth",
     "errors": "TrainingError",
     "huggingface": "starting_values load_pretrained model_tensors with_weights write_artefact"
     " Tokenizer",

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from entry_point.config import Config, make_config
+from entry_point.config import Config, dial, make_config
 from entry_point.device import tokens_per_pass
-from entry_point.model import GPT
 from launcher.job import TrainingJob
 from launcher.launching import start, texts
+from launcher.text.corpus import Upload
 
 
-def job(instance: str = "ml.g5.12xlarge", preset: str | None = None, **values: Any) -> TrainingJob:
-    return TrainingJob(instance=instance, data="/data", preset=preset, hyperparameters=values)
-
-
-@pytest.mark.parametrize("values", [{}, {"tie_embeddings": True}, {"n_kv_head": 1, "head_dim": 32}])
-def test_parameters_are_counted_as_the_model_has_them(values):
-    config = Config(**values)
-    with torch.device("meta"):
-        model = GPT(config, 99)
-    assert start.count_parameters(config, 99) == sum(p.numel() for p in model.parameters())
+def job(
+    instance: str = "ml.g5.12xlarge",
+    preset: str | None = None,
+    size: float | None = None,
+    **values: Any,
+) -> TrainingJob:
+    return TrainingJob(
+        instance=instance, data="/data", preset=preset, size=size, hyperparameters=values
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,44 +72,74 @@ def test_a_text_that_is_read_too_often_is_warned_about(preset, tokens, steps, ca
     assert [record.steps for record in caplog.records] == [steps] * bool(steps)
 
 
+def text(tokens: int, chats: bool = False) -> texts.Channel:
+    upload = Upload("file:///data", 0, "", (), train_tokens=tokens, chats=chats)
+    return texts.Channel("text", "file:///data", upload, [])
+
+
 @pytest.mark.parametrize(
-    "instance, tokens, preset",
+    "instance, tokens, size",
     [
-        ("ml.g5.12xlarge", 1_000_000, "baby"),
-        ("ml.g5.12xlarge", 100_000_000, "baby"),
-        ("ml.g5.12xlarge", 200_000_000, "small"),
-        ("ml.g5.12xlarge", 1_000_000_000, "gpt2"),
-        ("ml.m5.large", 1_000_000_000, "laptop"),
-        ("local", 1_000_000, "laptop"),
+        ("local", 585, 0.25),  # the shortest text that is taken
+        ("local", 2700, 0.25),  # a poem of 3 kB
+        ("local", 100_000, 2.0),
+        ("local", 1_000_000, 3.0),
+        ("ml.m5.large", 4_000_000_000, 3.0),
+        ("ml.g5.12xlarge", 1_000_000, 4.0),
+        ("ml.g5.12xlarge", 100_000_000, 10.0),
+        ("ml.g5.12xlarge", 4_000_000_000, 16.0),
     ],
 )
-def test_auto_takes_the_largest_preset_that_the_text_fills(instance, tokens, preset):
-    fitted = start.fitted(job(instance), tokens, 16384)
-    assert fitted.preset == preset
-    config = fitted.config(1)
-    seen = config.max_steps * config.batch_size * config.block_size
-    least = make_config({}, preset).max_steps
+def test_auto_takes_the_largest_size_that_the_text_fills(instance, tokens, size):
+    found = start.sized(job(instance, "auto"), text(tokens))
+    assert (found.size, found.preset) == (size, None)
+    config = found.config(1)
     step = config.batch_size * config.block_size
-    assert seen <= max(least * step, 4 * tokens)
-    worth = 20 * start.count_parameters(config, 16384)
-    assert seen <= max(least * step, worth)
-    assert seen > min(worth, 4 * tokens) - step or config.max_steps == least
+    assert config.max_steps * step <= max(20 * step, 16 * tokens + step)
+    assert tokens // 9 > config.block_size
 
 
-@pytest.mark.parametrize(
-    ("tokens", "chats", "preset", "steps"),
-    [
-        (2700, False, "quick", 14),  # a poem of 3 kB
-        (585, False, "quick", 3),  # the shortest text that is taken
-        (199_999, False, "quick", 1041),
-        (200_000, False, "laptop", 1900),
-        (2700, True, "laptop", 1900),
-    ],
-)
-def test_auto_reads_a_short_text_a_few_times_on_a_cpu(tokens, chats, preset, steps):
-    fitted = start.fitted(job("local"), tokens, 60, chats)
-    assert (fitted.preset, fitted.config(1).max_steps) == (preset, steps)
+@pytest.mark.parametrize("instance, ranks", [("ml.g5.48xlarge", 8), ("ml.g7.12xlarge", 2)])
+def test_all_gpus_share_a_batch(instance, ranks):
+    for size in (0.25, 2, 2.5, 3, 5, 12):
+        start.sized(job(instance, size=size), text(10**6)).config(ranks)
 
 
-def test_given_steps_are_kept():
-    assert start.fitted(job(max_steps=7), 10**9, 16384).config(1).max_steps == 7
+def test_a_size_leaves_what_is_given():
+    config = start.sized(job(size=3, max_steps=7), text(10**9)).config(1)
+    assert (config.max_steps, config.n_embd) == (7, 192)
+
+
+def test_a_size_has_no_learning_rate_for_adamw():
+    found = start.sized(job(size=3, optimizer="adamw"), text(10**6))
+    assert found.config(1).learning_rate == Config(optimizer="adamw").learning_rate
+
+
+def test_a_size_does_not_cut_conversations():
+    config = start.sized(job(size=1), text(10**6, chats=True)).config(1)
+    assert (config.short_windows, config.block_size) == (0, 1024)
+
+
+def test_the_dial_is_smooth():
+    """A twentieth more size never changes the work by more than a step of its depth does."""
+    sizes = [n / 20 for n in range(15, 321)]
+    for tokens in (10**6, 10**10):
+        configs = [Config(**dial(size, tokens)) for size in sizes]
+        for name in ("matrix_parameters", "n_embd", "block_size", "learning_rate", "momentum"):
+            values = [getattr(config, name) for config in configs]
+            for one, other in itertools.pairwise(values):
+                assert 0.6 < other / one < 1.8, name
+
+
+@pytest.mark.parametrize("preset, size, tokens", [("baby", 6, 1e6), ("gpt2", 12, 5e9)])
+def test_the_dial_meets_the_presets_for_gpus(preset, size, tokens):
+    ours, theirs = Config(**dial(size, int(tokens))), make_config({}, preset)
+    assert (ours.n_layer, ours.n_head, ours.n_embd) == (
+        theirs.n_layer,
+        theirs.n_head,
+        theirs.n_embd,
+    )
+    for name in ("learning_rate", "momentum", "dropout"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=0.1)
+    trained = [c.max_steps * c.batch_size * c.block_size for c in (ours, theirs)]
+    assert trained[0] == pytest.approx(trained[1], rel=0.1)

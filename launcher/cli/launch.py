@@ -51,7 +51,13 @@ if TYPE_CHECKING:
     "--preset",
     "NAME",
     "cpu (default; a minute on a CPU), quick (seconds), laptop (three minutes), baby (default"
-    " on SageMaker GPU instances), small, gpt2 (124 M parameters), or auto (by the text's length).",
+    " on SageMaker GPU instances), small, gpt2 (124 M parameters), or auto (a size by the text).",
+)
+@valued(
+    "--size",
+    "N",
+    "In place of a preset: a model 64 N wide, with all that follows from it (0.25 to 16).",
+    type=float,
 )
 @valued(
     "--set assignments",

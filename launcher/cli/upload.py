@@ -12,6 +12,8 @@ from launcher.cli.show import note, print_json
 from launcher.cli.words import command
 from launcher.files.progress import byte_progress
 
+SHORT = 200_000  # tokens: `cpu`, the default on a CPU, reads a shorter text over eight times
+
 
 @click.command("upload-data", cls=Command)
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path())
@@ -65,7 +67,6 @@ def upload_data_command(
       sm-nanogpt upload-data notes more.txt --include '*.py' --exclude drafts
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
-    from launcher.launching.start import SHORT
     from launcher.launching.texts import n_training
     from launcher.text.copies import first_text
     from launcher.text.corpus import upload_data

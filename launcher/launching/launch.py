@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import permutations
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher import machines
@@ -31,7 +32,13 @@ from launcher.text import corpus
 logger = logging.getLogger(__name__)
 
 PRESCRIBED = ("subnets", "security_group_ids", "network_isolation", "encrypt_traffic", "tags")
-NEW = {"name", "resume", "preset", "hyperparameters"}  # what a job does not take over as it is
+NEW = {
+    "name",
+    "resume",
+    "preset",
+    "size",
+    "hyperparameters",
+}  # what a job does not take over as it is
 
 
 @dataclass
@@ -137,16 +144,16 @@ def fill(asked: Request, settings: Settings, known: Mapping[str, Channel] | None
         values = {"hyperparameters": model.hyperparameters, "init_from": model.channel.uri}
         request = request.model_copy(update=values)
     gpu = machines.looks_like_gpu(request.instance or "local")
-    if gpu and request.preset is None and not (asked.resume or asked.init_from):
+    if gpu and request.preset is request.size is None and not (asked.resume or asked.init_from):
         request = request.model_copy(update={"preset": "baby"})
     if request.preset != "auto":
         request.config(1)  # tells of a mistake before a long text is read
     texts = known or find_texts(request, settings, near)
-    if request.preset == "auto":
-        request = start.fitted(request, *start.size_of(texts["data"]))
+    request = start.sized(request, texts["data"])
     request = start.with_whole_windows(request, texts["data"])
     base = model.name if model else earlier.job.base if earlier else None
-    return Draft(asked, complete(request, texts, base), texts, model, earlier, backend, near)
+    job = complete(request, texts, base, near)
+    return Draft(asked, job, texts, model, earlier, backend, near)
 
 
 def place_of(request: Request, settings: Settings) -> tuple[Backend, Settings]:
@@ -285,7 +292,9 @@ def with_folder(request: Request) -> Request:
     return request
 
 
-def complete(request: Request, texts: Mapping[str, Channel], base: str | None) -> TrainingJob:
+def complete(
+    request: Request, texts: Mapping[str, Channel], base: str | None, settings: Settings
+) -> TrainingJob:
     """The job with the places of its texts, with the launcher for its instance type, and with what
     it is in words; base names the model that it starts from."""
     places = {name: text.uri for name, text in texts.items()}
@@ -298,12 +307,12 @@ def complete(request: Request, texts: Mapping[str, Channel], base: str | None) -
 
 
 def summary_of(job: TrainingJob) -> str:
-    """The preset, or else the nearest one, the hyperparameters that differ from it, whether the
+    """The size or preset, or else the nearest preset, the hyperparameters that differ, whether the
     training folder is edited, and which model and which job it continues.
 
     Hyperparameters that an initial model prescribes are left out.
     """
-    source, hidden = job.source, {"device"}  # which differs by machine
+    source, hidden = job.source, {"device", *job._dialed}  # the device differs by machine
     module, base = source.module("config"), dict[str, Any]()
     presets = [job.preset] if job.preset else list(module.PRESETS)
     if job.init_from is not None:
@@ -317,7 +326,7 @@ def summary_of(job: TrainingJob) -> str:
         changed = [f"{name}={shortest(v)}" for name, v in values.items() if usual[name] != v]
         return [*([preset] if preset else []), *changed]
 
-    found = min(map(words, presets), key=len)
+    found = [f"size {job.size:g}", *words("")] if job.size else min(map(words, presets), key=len)
     found += [] if source.is_packaged else ["edited"]
     found += [f"from {job.base}"] if job.init_from is not None else []
     found += [f"resumes {job.resume}"] if job.resume is not None else []

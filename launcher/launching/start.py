@@ -7,19 +7,20 @@ A job reads it from the channel `model`: a directory of this machine for a local
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import Scalar
 from launcher.files.models import DOCUMENTS, model_files
 from launcher.job import FULL_ID, Request
-from launcher.launching.texts import READINGS, Channel, n_training
+from launcher.launching.texts import Channel, n_training
 from launcher.machines import GPUS
 from launcher.models.fetch import model_directory
 from launcher.settings import Settings
@@ -126,56 +127,46 @@ def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Uplo
 # -- size ------------------------------------------------------------------------------------------
 
 
-TOKENS_PER_PARAMETER = 20  # that a parameter is worth (arXiv:2203.15556, table 3)
-FITTING = {True: ("baby", "small", "gpt2"), False: ("laptop",)}  # on GPUs or not, by size
-SHORT = 200_000  # tokens: the steps of `laptop` read a text of fewer over MOST_IF_REGULARIZED times
+SIZES = (*(n / 4 for n in range(1, 9)), 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+LARGEST_ON_CPU = 3  # as `laptop`, some minutes
 
 
-def size_of(channel: Channel) -> tuple[int, int, bool]:
-    """Tokens to train on, or characters; how many different ones; whether of conversations."""
+def size_of(channel: Channel) -> tuple[int, bool]:
+    """Tokens to train on, or characters; whether of conversations."""
     if (upload := channel.upload) is not None:
-        return n_training(upload), upload.vocabulary_size, upload.chats
+        return n_training(upload), upload.chats
     raise InputError(
-        f"{channel.named}: preset=auto needs the length of the text, and knows that of local texts,"
-        " and of uploads unless this is a dry run; name a preset"
+        f"{channel.named}: a size needs the length of the text, and knows that of local texts, and"
+        " of uploads unless this is a dry run; name a preset"
     )
 
 
-def count_parameters(config: Any, vocabulary_size: int) -> int:
-    """The parameters of a model, less those of its norms."""
-    rows = config.vocab_size or vocabulary_size
-    return int(config.matrix_parameters + rows * config.n_embd * (2 - config.tie_embeddings))
+def sized(request: Request, text: Channel) -> Request:
+    """The request with the hyperparameters of its size.
 
-
-def fitted(request: Request, tokens: int, vocabulary_size: int, chats: bool = False) -> Request:
-    """The request with the largest preset that so many tokens of text can fill, and as many steps.
-
-    The smallest preset for the machine keeps at least the steps that it has. On a CPU, a short text
-    that is not of conversations gets `quick` and few steps.
+    preset=auto is the largest size whose tokens the text has, if it is read as often as it may be;
+    on a CPU at most LARGEST_ON_CPU.
     """
-    on_gpus = request.instances[0] in GPUS
-    short = tokens < SHORT and not on_gpus and not chats
-    names = ("quick",) if short else FITTING[on_gpus]
-    readable = READINGS * tokens
-
-    def sized(name: str) -> Request:
-        return request.model_copy(update={"preset": name})
-
-    def worth(name: str) -> int:
-        return TOKENS_PER_PARAMETER * count_parameters(sized(name).config(1), vocabulary_size)
-
-    chosen = max((n for n in names if worth(n) <= readable), default=names[0], key=names.index)
-    config = sized(chosen).config(1)
-    step = config.batch_size * config.block_size
-    steps = min(worth(chosen), readable) // step
-    steps = max(steps, config.max_steps) if chosen == names[0] and not short else max(1, steps)
-    values = {"max_steps": steps, **request.hyperparameters}
-    request = sized(chosen).model_copy(update={"hyperparameters": values})
-    parameters = count_parameters(config, vocabulary_size)
-    logger.info(
-        f"preset: {chosen}, {parameters / 1e6:.1f} M parameters for {tokens:,} tokens of text;"
-        f" {values['max_steps']} steps of {step} tokens"
-    )
+    if request.preset != "auto" and request.size is None:
+        return request
+    tokens, chats = size_of(text)
+    module, size = request.source.module("config"), request.size
+    with request.source.running():
+        if size is None:
+            most = SIZES[-1] if request.instances[0] in GPUS else LARGEST_ON_CPU
+            readable = module.MOST_READINGS * tokens
+            fitting = [each for each in SIZES if each <= most and module.worth(each) <= readable]
+            size = max(fitting, default=SIZES[0])
+        gpus = [GPUS[name][0] for name in request.instances if name in GPUS]
+        ranks = math.lcm(*gpus) * (request.instance_count or 1)
+        values = module.dial(size, tokens, chats, ranks)
+    if request.hyperparameters.get("optimizer") == "adamw":
+        del values["learning_rate"]  # which is for Muon
+    logger.info(f"size: {size:g}, for {tokens:,} tokens of text")
+    given = {name.replace("-", "_"): value for name, value in request.hyperparameters.items()}
+    update = {"preset": None, "size": size, "hyperparameters": {**values, **given}}
+    request = request.model_copy(update=update)
+    request._dialed = frozenset(values) - frozenset(given)
     return request
 
 
