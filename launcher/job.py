@@ -39,6 +39,20 @@ RUNNING = STATUSES[:2]
 LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
 
 
+Positive = Annotated[Number, Field(gt=0)]
+
+
+class Expected(Document):
+    """The loss that is forecast for a run, in nats per token; its 80 % interval is low to high."""
+
+    loss: Positive
+    low: Positive
+    high: Positive
+
+    def __str__(self) -> str:
+        return f"{self.loss:.3f}, {self.low:.3f} to {self.high:.3f} in 80 % of the cases"
+
+
 # -- what to run -----------------------------------------------------------------------------------
 
 Instances = Annotated[int, Field(ge=1, le=100)]
@@ -234,7 +248,7 @@ class Request(BaseModel):
 
 # Those before `launcher`, and three of a TrainingJob; the others are for SageMaker only.
 LOCAL_FIELDS = {*takewhile(lambda name: name != "launcher", Request.model_fields)}
-LOCAL_FIELDS |= {"source_sha256", "base", "summary"}
+LOCAL_FIELDS |= {"source_sha256", "base", "summary", "expected"}
 
 
 class TrainingJob(Request):
@@ -252,6 +266,7 @@ class TrainingJob(Request):
     earlier_cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     base: str | None = None  # the model of init_from, as people call it: a job's id, or a name
     summary: str = ""  # as launch.summary_of says
+    expected: Expected | None = None  # what was forecast for it
     spot: bool = False
     volume_size: Gibibytes = 50
     input_mode: InputMode = "File"
@@ -320,6 +335,7 @@ class JobDescription:
     name: str | None = None
     owner: str | None = None
     summary: str | None = None  # as launch.summary_of says
+    expected: Expected | None = None  # what was forecast for it
     inputs: tuple[str, ...] = ()  # URIs of the texts, and of the model that it starts from
     failure_reason: str | None = None
     started: float | None = None

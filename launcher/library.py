@@ -19,7 +19,9 @@ from launcher import tracking
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files.storage import write_text
 from launcher.finding import Listing, backend_for, find, full_id
-from launcher.job import FULL_ID, STATUSES, JobDescription, Request, TrainingJob
+from launcher.forecast.table import Forecast
+from launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request, TrainingJob
+from launcher.launching import forecasting
 from launcher.launching import launch as launching
 from launcher.launching.sweeps import plan_sweep
 from launcher.models import fetch
@@ -77,6 +79,11 @@ class Job:
     def cost(self) -> float | None:
         """USD so far or in total; None on this machine, or if the price is unknown."""
         return self._known.cost
+
+    @property
+    def forecast(self) -> Expected | None:
+        """The loss that was forecast for it before it was launched; None if none was."""
+        return self._known.expected
 
     @property
     def url(self) -> str | None:
@@ -254,6 +261,15 @@ def prepare(request: Request, settings: Settings | None = None) -> Plan:
 def launch(request: Request, settings: Settings | None = None, confirmed: bool = False) -> Job:
     """Start a training job and return it at once. Raises what prepare and Plan.submit raise."""
     return prepare(request, settings).submit(confirmed)
+
+
+def forecast(request: Request, settings: Settings | None = None) -> Forecast:
+    """What each size would be on the text of a request, from about two minutes of pilots here.
+
+    Of the request it takes instance, data, validation, entry_point and max_cost. Logs each pilot.
+    Raises InputError if nothing can be known, and ServiceError if a pilot fails.
+    """
+    return forecasting.forecast(request, settings or load_settings(), logger.info)
 
 
 def sweep(

@@ -39,7 +39,7 @@ def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
     except ServiceError as error:
         logger.info(f"name and settings are not known: {error}")
         return description
-    return replace(description, name=job.name, summary=job.summary)
+    return replace(description, name=job.name, summary=job.summary, expected=job.expected)
 
 
 def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobDescription]:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from launcher.aws import Denied, Missing, OverQuota, Unreachable
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import Damaged
+from launcher.forecast.table import Forecast
 from launcher.job import JobDescription, Request
-from launcher.library import Job, Plan, job, jobs, launch, prepare, sweep
+from launcher.library import Job, Plan, forecast, job, jobs, launch, prepare, sweep
 from launcher.sagemaker.cost import CeilingTooLow, Unconfirmed
 from launcher.settings import Settings
 from launcher.text.corpus import Upload, upload_data
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     from launcher.models.sample import stream_samples
 
 __all__ = [
-    "CeilingTooLow", "Damaged", "Denied", "InputError", "Job", "JobDescription", "Missing",
-    "OverQuota", "Plan", "Request", "ServiceError", "Settings", "Unconfirmed", "Unreachable",
-    "Upload", "job", "jobs", "launch", "load_model", "prepare", "stream_samples", "sweep",
-    "upload_data", "uploads",
+    "CeilingTooLow", "Damaged", "Denied", "Forecast", "InputError", "Job", "JobDescription",
+    "Missing", "OverQuota", "Plan", "Request", "ServiceError", "Settings", "Unconfirmed",
+    "Unreachable", "Upload", "forecast", "job", "jobs", "launch", "load_model", "prepare",
+    "stream_samples", "sweep", "upload_data", "uploads",
 ]  # fmt: skip
 
 

@@ -92,6 +92,13 @@ if TYPE_CHECKING:
 @valued("--seeds", "N", "Launch each job of a sweep with N seeds (default: 1).", default=1)
 @valued("--parallel", "N", "Number of jobs of a sweep that run at a time (default: 1).")
 @click.option("--dry-run", is_flag=True, help="Print the SageMaker request without sending it.")
+@click.option(
+    "--forecast",
+    "forecasts",
+    is_flag=True,
+    help="Start nothing; in about two minutes here, find out what each size would be.",
+)
+@click.option("--json", "as_json", is_flag=True, help="With --forecast: print JSON.")
 @YES
 @click.option(
     "--launcher",
@@ -164,6 +171,8 @@ def launch_command(
     seeds: int,
     parallel: int | None,
     dry_run: bool,
+    forecasts: bool,
+    as_json: bool,
     yes: bool,
     **fields: Any,
 ) -> None:
@@ -180,7 +189,9 @@ def launch_command(
       sm-nanogpt launch --instance ml.g5.12xlarge --spot --dry-run
       sm-nanogpt launch --instance ml.g5.12xlarge,ml.g6.12xlarge
       sm-nanogpt launch --instance local --sweep learning_rate=0.01,0.02 --seeds 2
+      sm-nanogpt launch --forecast
     """
+    from launcher.cli.forecast import show_forecast
     from launcher.cli.sweep import run_sweep
     from launcher.files.documents import read_toml
     from launcher.job import Request
@@ -191,6 +202,12 @@ def launch_command(
     from_file = read_toml(Path(config_file)) if config_file else {}
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}
     settings = settings_of()
+    if forecasts:
+        changed = {"hyperparameters": True} if from_file or assignments else {}
+        show_forecast({**given, **changed}, settings, as_json)
+        return
+    if as_json:
+        raise InputError("--json is for --forecast; a launch prints the id of the job")
     if "resume" in given and record_of(given["resume"], settings).exists():
         typed = {
             n

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -158,7 +158,9 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
 
 
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, default=asdict))
+    from pydantic_core import to_jsonable_python
+
+    click.echo(json.dumps(value, indent=2, default=to_jsonable_python))
 
 
 def print_table(rows: Sequence[Sequence[str]], err: bool = False, align: str = "<") -> None:

@@ -17,7 +17,8 @@ from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.progress import byte_progress
 from launcher.finding import Backend, Listing, find
-from launcher.job import JobDescription, Request, TrainingJob
+from launcher.forecast import table
+from launcher.job import Expected, JobDescription, Request, TrainingJob
 from launcher.launching import start
 from launcher.launching.records import recorded_as
 from launcher.launching.texts import Channel, check_readings, check_texts, find_texts, n_training
@@ -32,13 +33,8 @@ from launcher.text import corpus
 logger = logging.getLogger(__name__)
 
 PRESCRIBED = ("subnets", "security_group_ids", "network_isolation", "encrypt_traffic", "tags")
-NEW = {
-    "name",
-    "resume",
-    "preset",
-    "size",
-    "hyperparameters",
-}  # what a job does not take over as it is
+# What a job does not take over as it is.
+NEW = {"name", "resume", "preset", "size", "hyperparameters"}
 
 
 @dataclass
@@ -303,7 +299,30 @@ def complete(
         chosen.setdefault("launcher", machines.default_launcher(request.instance or ""))
     job = TrainingJob(**chosen, base=base)
     job._inherited, job._source = request._inherited, request._source
-    return job.model_copy(update={"summary": summary_of(job)})
+    job._dialed = request._dialed
+    expected = forecast_of(job, texts, settings) if job.size else None
+    return job.model_copy(update={"summary": summary_of(job), "expected": expected})
+
+
+def forecast_of(
+    job: TrainingJob, texts: Mapping[str, Channel], settings: Settings
+) -> Expected | None:
+    """The loss that was forecast for a job's size on its texts, if nothing else was changed."""
+    if {*job.hyperparameters} - job._dialed - {"seed"}:
+        return None
+    place = kept_forecast(job, texts, settings)
+    return table.recall(place, job.size or 0.0) if place else None
+
+
+def kept_forecast(
+    request: Request, texts: Mapping[str, Channel], settings: Settings
+) -> Path | None:
+    """The file that keeps the forecast of texts; None if they were not uploaded from here."""
+    uploads = [channel.upload for channel in texts.values()]
+    hashes = [upload.sha256 for upload in uploads if upload]
+    if len(hashes) < len(uploads):
+        return None
+    return table.place_of(hashes, request.source.sha256, settings)
 
 
 def summary_of(job: TrainingJob) -> str:

@@ -185,6 +185,7 @@ class LocalBackend:
             hyperparameters=record.hyperparameters,
             name=job.name,
             summary=job.summary,
+            expected=job.expected,
             inputs=tuple(filter(None, (job.data, job.validation, job.init_from))),
             failure_reason=reason,
             started=state.started,

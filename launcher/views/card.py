@@ -37,6 +37,7 @@ def facts(job: JobDescription) -> dict[str, str | None]:
         "data": job.data,
         "step": f"{now['step']:.0f}/{total}" if "step" in now else None,
         "best loss": None if best is None else f"{best:.4f}",
+        "forecast": None if job.expected is None else str(job.expected),
         "bits/byte": f"{bits * best / last:.4f}" if bits and best and last else None,  # of the best
         "tokens/s": f"{speed:,.0f}" if (speed := now.get("tokens_per_second")) else None,
         "time left": None if left is None else str(timedelta(seconds=round(left))),

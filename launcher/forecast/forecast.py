@@ -1,0 +1,247 @@
+"""Forecast the loss, the time and the cost of each size on a text, from pilots of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from entry_point.text import Corpus, unsigned
+from launcher.errors import InputError
+from launcher.files import storage
+from launcher.forecast.law import Run, TextLaw, shared
+from launcher.forecast.pilots import SMALLEST, Trial, pilots_of, run_trials
+from launcher.forecast.table import Forecast, Pilot, Row, read
+from launcher.job import Expected, JobDescription
+from launcher.machines import cores, cpu_processes
+from launcher.source import Source
+
+SIZES = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
+FURTHEST = 40  # times the compute of all pilots: beyond it nothing is forecast
+MISFIT = 0.03  # of log losses: that of honest texts is up to 0.015
+HARDLY = 0.003  # nats: a size that loses so little more is as good
+Z = 1.2816  # standard deviations to either side hold 80 %
+SPEED_STEPS = 16
+LONG_STEP = 0.25  # seconds: longer steps are forecast by arithmetic
+
+
+@dataclass(frozen=True)
+class Place:
+    """An instance type: the operations that a job did there in a second, its seconds around them,
+    and the USD of a second; None where that is not known."""
+
+    name: str
+    flops: float | None
+    around: float
+    per_second: float | None
+
+    def seconds(self, work: float) -> float | None:
+        return None if self.flops is None else self.around + work / self.flops
+
+    def dollars(self, work: float) -> float | None:
+        seconds = self.seconds(work)
+        known = seconds is not None and self.per_second is not None
+        return seconds * self.per_second if known else None  # type: ignore[operator]
+
+
+class Forecaster:
+    """The forecasts of one text by one training folder; `place` keeps what was run for them.
+
+    told gets a line for each run that ends.
+    """
+
+    def __init__(self, corpus: Corpus, source: Source, place: Path, told: Callable[[str], None]):
+        self.corpus, self.source, self.place, self.told = corpus, source, place, told
+        self.config, self.kept = source.module("config"), read(place)
+        self.tokens, self.unit = len(corpus.train), corpus.tokenizer.unit
+        if self.tokens < SMALLEST:
+            few = f"{self.tokens:,} {self.unit} to train on are too few for pilots"
+            raise InputError(f"no forecast: {few}; it takes {SMALLEST:,}")
+
+    # -- runs -------------------------------------------------------------------------------------
+
+    def values(self, size: float, tokens: int) -> dict[str, Any]:
+        with self.source.running():
+            return dict(self.config.dial(size, tokens))
+
+    def run_of(self, size: float, tokens: int, loss: float = math.nan) -> Run:
+        """A run of a size on a text of so many tokens."""
+        config = self.config.Config(**self.values(size, tokens))
+        trained = config.max_steps * config.batch_size * config.block_size
+        return Run(config.matrix_parameters, trained, tokens, loss)
+
+    def made(self, trials: Sequence[Trial], at_once: int) -> list[Pilot]:
+        """The outcomes of these runs, which are made unless they are kept."""
+        left = [trial for trial in trials if trial.name not in self.kept.pilots]
+        for trial, outcome in run_trials(left, self.corpus, self.source, at_once):
+            self.told(f"{trial.name}: loss {outcome.loss:.3f}, {outcome.seconds:.0f} s")
+            self.keep(pilots={**self.kept.pilots, trial.name: outcome})
+        return [self.kept.pilots[trial.name] for trial in trials]
+
+    def keep(self, **changes: Any) -> None:
+        self.kept = self.kept.model_copy(update=changes)
+        storage.write_cache(self.place, self.kept.model_dump())
+
+    def check(self, runs: Sequence[Run], law: TextLaw) -> None:
+        """Raise InputError if nothing can be known from the pilots."""
+        counts = torch.bincount(unsigned(self.corpus.train[0 : min(self.tokens, 1 << 24)]))
+        shares = counts[counts > 0] / counts.sum()
+        guessing, best = -float((shares * shares.log()).sum()), min(run.loss for run in runs)
+        problem = ""
+        if best > 0.97 * guessing:
+            problem = f"the pilots learn no more than how frequent the {self.unit} are"
+        elif best < 0.1:
+            problem = f"the text repeats itself: the pilots lose {best:.3f} nats"
+        elif law.misfit > MISFIT:
+            problem = f"the pilots miss the law by {law.misfit:.1%} (at most {MISFIT:.0%})"
+            problem += " of the training folder as it is packaged" * (not self.source.is_packaged)
+        if problem:
+            raise InputError(f"no forecast: {problem}")
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def work_of(self, config: Any) -> float:
+        """The operations of a step: for each token 6 for a parameter, and those of attention."""
+        head = len(self.corpus.tokenizer) * config.n_embd
+        attention = config.n_layer * config.n_embd * config.block_size
+        per_token = 6 * (config.matrix_parameters + head + attention)
+        return float(per_token * config.batch_size * config.block_size)
+
+    def local_seconds(self, sizes: Sequence[float]) -> dict[float, float]:
+        """The seconds that a job of each size takes here: a run of SPEED_STEPS steps shows it, or
+        by arithmetic the run of a smaller size, if a step takes long."""
+        found, speed = dict[float, float](), math.inf
+        for size in sizes:
+            values = self.values(size, self.tokens)
+            config = self.config.Config(**values)
+            steps, gpus = min(config.max_steps, SPEED_STEPS), torch.cuda.device_count()
+            per_step, around = self.work_of(config) / speed, 0.0
+            if per_step < LONG_STEP:
+                n = gpus or cpu_processes(config)
+                short = {**values, "max_steps": steps, "device": "auto"}
+                short |= {} if gpus else {"processes": n}
+                threads = max(1, cores() // n)
+                trial = Trial(f"{steps} steps of size {size:g}", short, self.tokens, threads)
+                [made] = self.made([trial], at_once=1)
+                per_step, around = made.step_seconds, made.seconds - steps * made.step_seconds
+                speed = self.work_of(config) / per_step
+            evaluated = min(len(self.corpus.val), config.eval_tokens)
+            passes = evaluated / (config.batch_size * config.block_size) / 3  # forward alone
+            again = config.max_steps // config.eval_interval - 1
+            found[size] = around + per_step * (config.max_steps + again * passes)
+        return found
+
+    def measured(self, job: JobDescription) -> tuple[float, float] | None:
+        """Of a job that ended: the operations that it did in a second, its seconds around them."""
+        names = {f.name for f in fields(self.config.Config)}
+        values = {n: v for n, v in job.hyperparameters.items() if n in names}
+        speed = (job.metrics or {}).get("tokens_per_second")
+        if job.status != "Completed" or not (speed and job.started and job.ended):
+            return None
+        config = self.config.Config(**values)
+        step = config.batch_size * config.block_size
+        around = job.ended - job.started - config.max_steps * step / speed
+        return speed / step * self.work_of(config), max(0.0, around)
+
+    # -- the forecast -----------------------------------------------------------------------------
+
+    def forecast(
+        self, text: str, places: Sequence[Place], local: bool, ceiling: float | None
+    ) -> Forecast:
+        """The forecast for instance types, and for this machine if local; ceiling is in USD."""
+        trials = [
+            (size, Trial(f"size {size:g} on {n:,}", self.values(size, n), n))
+            for size, n in pilots_of(self.tokens)
+        ]
+        outcomes = self.made([trial for _, trial in trials], at_once=cores())
+        runs = [
+            self.run_of(size, trial.unique, outcome.loss)
+            for (size, trial), outcome in zip(trials, outcomes, strict=True)
+        ]
+        law = shared().of_text(runs)
+        self.check(runs, law)
+        most = FURTHEST * sum(run.parameters * run.tokens for run in runs)
+        works = {size: self.run_of(size, self.tokens) for size in SIZES}
+        within = [size for size, run in works.items() if run.parameters * run.tokens <= most]
+        here = self.local_seconds(within) if local else {}
+        per_byte = outcomes[0].bits_per_byte / outcomes[0].loss
+        rows = [self.row(size, law, per_byte, places, here.get(size)) for size in within]
+        best = chosen(rows) or SIZES[0]
+        payable = [row for row in rows if ceiling and row.cheapest <= ceiling]
+        made = Forecast(
+            text=text,
+            unit=self.unit,
+            tokens=self.tokens,
+            pilots=len(runs),
+            pilot_seconds=sum(each.seconds for each in outcomes) / cores(),
+            rows=rows,
+            best=best,
+            affordable=chosen(payable),
+            **self.worth(best, law),
+            notes=notes(rows, best, places),
+        )
+        self.keep(forecast=made)
+        return made
+
+    def row(
+        self,
+        size: float,
+        law: TextLaw,
+        per_byte: float,
+        places: Sequence[Place],
+        here: float | None,
+    ) -> Row:
+        run, config = (
+            self.run_of(size, self.tokens),
+            self.config.Config(**self.values(size, self.tokens)),
+        )
+        [(loss, deviation)] = law.losses([run])
+        low, high = (loss * math.exp(z * deviation) for z in (-Z, Z))
+        work = self.work_of(config) * config.max_steps
+        embedding = len(self.corpus.tokenizer) * config.n_embd * (2 - config.tie_embeddings)
+        return Row(
+            size=size,
+            parameters=run.parameters + embedding,
+            readings=run.tokens / self.tokens,
+            expected=Expected(loss=loss, low=low, high=high),
+            bits_per_byte=loss * per_byte,
+            seconds={
+                **({"local": here} if here else {}),
+                **{place.name: place.seconds(work) for place in places},
+            },
+            dollars={place.name: place.dollars(work) for place in places},
+        )
+
+    def worth(self, best: float, law: TextLaw) -> dict[str, float]:
+        """What the loss changes by with twice the text, and with twice the compute."""
+        now, more = self.run_of(best, self.tokens), self.run_of(best, 2 * self.tokens)
+        larger = [self.run_of(best + n / 16, self.tokens) for n in range(1, 65)]
+        work = 2 * now.parameters * now.tokens
+        twice = next((run for run in larger if run.parameters * run.tokens >= work), larger[-1])
+        (before, _), (text, _), (compute, _) = law.losses([now, more, twice])
+        return {"twice_text": text - before, "twice_compute": compute - before}
+
+
+def chosen(rows: Sequence[Row]) -> float | None:
+    """The smallest size whose loss is HARDLY more than the lowest."""
+    lowest = min((row.expected.loss for row in rows), default=0.0)
+    return next((row.size for row in rows if row.expected.loss <= lowest + HARDLY), None)
+
+
+def notes(rows: Sequence[Row], best: float, places: Sequence[Place]) -> list[str]:
+    """What a reader of the table should know besides."""
+    said = [
+        f"no speed of {place.name} is known here; after a job on it has ended, it is"
+        for place in places
+        if place.flops is None
+    ]
+    if best < rows[-1].size:
+        said.append(f"larger than size {best:g} is hardly better or worse: the text is the limit")
+    if len(rows) < len(SIZES):
+        beyond = f"a run is over {FURTHEST} times the pilots, and nothing is forecast"
+        said.append(f"from size {SIZES[len(rows)]:g} on, {beyond}")
+    return said

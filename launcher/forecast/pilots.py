@@ -1,0 +1,149 @@
+"""Pilots: complete short runs on fractions of a text, from which longer runs are forecast."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entry_point.text import Corpus, Ids
+from launcher.errors import ServiceError
+from launcher.forecast.table import Pilot
+from launcher.source import Source
+
+SIZES = (1.0, 1.25, 1.5, 1.75)
+SMALLEST = 100_000  # tokens of a text: fewer have no eighth that a pilot can learn from
+LARGEST = 1 << 20  # tokens of a text whose fractions are tried: pilots train on up to 0.9 million
+
+
+def pilots_of(tokens: int) -> list[tuple[float, int]]:
+    """The pilots for a text of so many tokens: the size of each, and the tokens that it may read.
+
+    Fractions show what more text is worth, and sizes what a larger model is.
+    """
+    base = min(tokens, LARGEST)
+    few = [(size, base // n) for size in (1.0, 1.5) for n in (8, 4, 2)]
+    return sorted([*few, *((size, tokens) for size in SIZES)], reverse=True)
+
+
+def drawn(ids: Ids, wanted: int) -> Tensor:
+    """So many ids of a text, in blocks from all over it: the parts of most texts differ."""
+    if wanted >= len(ids):
+        return _copy(ids, 0, len(ids))
+    block = min(1 << 13, max(1 << 10, wanted >> 5))
+    count, all_blocks = max(1, wanted // block), len(ids) // block
+    places = (torch.arange(count) * all_blocks // count * block).tolist()
+    return torch.cat([_copy(ids, place, place + block) for place in places])
+
+
+def _copy(ids: Ids, start: int, stop: int) -> Tensor:
+    found = ids[start:stop]
+    return found.to(torch.int16) if found.dtype == torch.uint8 else found
+
+
+def write_text(directory: Path, corpus: Corpus, unique: int) -> None:
+    """Write so many ids to train on, and all to validate on, as `upload-data --tokenizer` does."""
+    directory.mkdir()
+    train, val = drawn(corpus.train, unique), drawn(corpus.val, len(corpus.val))
+    kind = {torch.int16: "uint16", torch.int32: "uint32"}[train.dtype]
+    meta: dict[str, Any] = {"dtype": kind, "end_of_text": corpus.tokenizer.end_of_text}
+    for name, ids in (("train", train), ("val", val)):
+        path = directory / f"{name}.bin"
+        torch.from_file(str(path), shared=True, size=len(ids), dtype=ids.dtype).copy_(ids)
+        meta[name] = {"shards": [{"name": path.name, "tokens": len(ids)}]}
+    (directory / "meta.json").write_text(json.dumps(meta))
+    (directory / "tokenizer.json").write_text(json.dumps(corpus.tokenizer.document))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of train.py to be made here: what it is called, its hyperparameters, and its text."""
+
+    name: str
+    values: Mapping[str, Any]
+    unique: int
+    threads: int = 1
+
+
+def run_trials(
+    trials: Sequence[Trial], corpus: Corpus, source: Source, at_once: int
+) -> Iterator[tuple[Trial, Pilot]]:
+    """Run these, some at once, and yield each with its outcome when it ends.
+
+    Raises ServiceError, with the last line of its log, if one fails. None goes on afterwards.
+    """
+    waiting, running = deque(trials), dict[subprocess.Popen[bytes], tuple[Trial, Path, float]]()
+    with tempfile.TemporaryDirectory(prefix="sm-nanogpt-") as temporary:
+        place = Path(temporary)
+        source.write(place / "code")
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    trial = waiting.popleft()
+                    text = place / f"text-{trial.unique}"
+                    if not text.exists():
+                        write_text(text, corpus, trial.unique)
+                    out = place / f"run-{len(waiting)}"
+                    running[start(trial, place / "code", text, out)] = trial, out, time.monotonic()
+                for process in [each for each in running if each.poll() is not None]:
+                    trial, out, began = running.pop(process)
+                    yield trial, outcome(process, trial, out, time.monotonic() - began)
+                time.sleep(0.02)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+
+
+def start(trial: Trial, code: Path, text: Path, out: Path) -> subprocess.Popen[bytes]:
+    """Start train.py in a session of its own, which Ctrl-C does not reach; it ends with us."""
+    values = {
+        "device": "cpu",
+        "sample_length": 0,
+        "log_interval": 1 << 20,
+        **trial.values,
+        "data": text,
+        "out": out,
+    }
+    words = [f"--{name}={value}" for name, value in values.items()]
+    out.mkdir()
+    with (out / "log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, str(code / "train.py"), *words],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": str(trial.threads),
+                "SM_NANOGPT_LAUNCHER": "sm-nanogpt",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def outcome(process: subprocess.Popen[bytes], trial: Trial, out: Path, seconds: float) -> Pilot:
+    if process.returncode:
+        last = (out / "log").read_text(errors="replace").strip().rpartition("\n")[2]
+        raise ServiceError(f"pilot {trial.name} failed: {last}")
+    rows = [json.loads(line) for line in (out / "output" / "metrics.jsonl").open()]
+    best = min((row for row in rows if "val_loss" in row), key=lambda row: row["val_loss"])
+    per_step = trial.values["batch_size"] * trial.values["block_size"]
+    speed = per_step / rows[-1]["tokens_per_second"]
+    return Pilot(
+        loss=best["val_loss"],
+        bits_per_byte=best["bits_per_byte"],
+        step_seconds=speed,
+        seconds=seconds,
+    )

@@ -1,0 +1,88 @@
+"""A forecast as data, and the file in which a text's pilots and forecast are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from launcher.files import storage
+from launcher.files.documents import Count, Document
+from launcher.job import Expected, Positive
+from launcher.settings import Settings
+
+
+class Row(Document):
+    """What a size would be: its parameters, how often it reads the text, its loss, and by instance
+    its seconds and USD, None where no speed or price is known."""
+
+    size: Positive
+    parameters: Count
+    readings: Positive
+    expected: Expected
+    bits_per_byte: Positive
+    seconds: dict[str, Positive | None]
+    dollars: dict[str, Positive | None]
+
+    @property
+    def cheapest(self) -> float:
+        """USD where it costs least; infinity if no cost is known."""
+        return min((each for each in self.dollars.values() if each), default=math.inf)
+
+
+class Forecast(Document):
+    """What each size would be on a text of so many tokens, by so many pilots.
+
+    best is the size of the lowest loss, or the smallest that is hardly worse; affordable is that
+    below the ceiling, None if there is none. twice_text and twice_compute are what the loss of the
+    best size changes by, in nats, with twice as much of each.
+    """
+
+    text: str
+    unit: str
+    tokens: Count
+    pilots: Count
+    pilot_seconds: float
+    rows: list[Row]
+    best: Positive
+    affordable: Positive | None
+    twice_text: float
+    twice_compute: float
+    notes: list[str]
+
+
+class Pilot(Document):
+    """What a run here gave: its loss, bits per byte, and seconds per step and in all."""
+
+    loss: Positive
+    bits_per_byte: Positive
+    step_seconds: Positive
+    seconds: Positive
+
+
+class Kept(Document):
+    """What is kept of a text: its pilots by their names, and its last forecast."""
+
+    pilots: dict[str, Pilot] = Field(default_factory=dict)
+    forecast: Forecast | None = None
+
+
+def place_of(texts: Sequence[str], source: str, settings: Settings) -> Path:
+    """The file for the texts, by their hashes, and a training folder, by its hash."""
+    digest = hashlib.sha256(" ".join([*texts, source]).encode()).hexdigest()
+    return settings.home / "forecasts" / f"{digest[:24]}.json"
+
+
+def read(place: Path) -> Kept:
+    """What is kept; nothing if the file is missing or damaged."""
+    return storage.read_cache(place, Kept)
+
+
+def recall(place: Path, size: float) -> Expected | None:
+    """The loss that was forecast for a size of the text."""
+    made = read(place).forecast
+    rows = {row.size: row.expected for row in made.rows} if made else {}
+    return rows.get(size)

@@ -1,0 +1,292 @@
+"""Forecasts: the law, the pilots, the table, and what a job keeps of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from entry_point.config import Config
+from entry_point.data import read_windows
+from entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
+from launcher.forecast import forecast, pilots
+from launcher.forecast.forecast import Forecaster, Place, chosen
+from launcher.forecast.law import Law, Run, shared
+from launcher.forecast.pilots import Trial, drawn, pilots_of, write_text
+from launcher.forecast.table import Pilot, Row, recall
+from launcher.job import Expected
+from launcher.source import Source
+from sm_nanogpt import InputError, ServiceError
+from sm_nanogpt import job as job_of
+
+LAW = Law((0.1, 0.5, 0.3), [0.5, 0.1, 0.2], [[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]], 0.005)
+NUMBERS = torch.tensor([0.3, 0.2, 0.1], dtype=torch.float64)
+
+
+def true_loss(run: Run) -> float:
+    return float((LAW.features([run]) @ NUMBERS).exp())
+
+
+def corpus(n: int = 200_000) -> Corpus:
+    words = "law of a text is what its pilots say and no more than that\n"
+    random.seed(1)
+    text = " ".join(random.choices(words.split(" "), k=n // 3))[:n]
+    tokenizer = Tokenizer(character_tokenizer("".join(sorted(set(text)))))
+    index = {word.decode(): id for id, word in enumerate(tokenizer.words)}
+    ids = torch.tensor([index[c] for c in text], dtype=torch.uint8)
+    return Corpus(tokenizer, ids[: n * 9 // 10], ids[n * 9 // 10 :], "sha")
+
+
+def obedient(
+    trials: Sequence[Trial], corpus: Corpus, source: Source, at_once: int
+) -> Iterator[tuple[Trial, Pilot]]:
+    """Runs that lose what the law says; a step takes a microsecond for each parameter."""
+    for trial in trials:
+        config = Config(**{n: v for n, v in trial.values.items() if n != "processes"})
+        trained = config.max_steps * config.batch_size * config.block_size
+        loss = true_loss(Run(config.matrix_parameters, trained, trial.unique))
+        step = 1e-6 * config.matrix_parameters
+        seconds = 5 + config.max_steps * step
+        yield (
+            trial,
+            Pilot(loss=loss, bits_per_byte=2 * loss, step_seconds=step, seconds=seconds),
+        )
+
+
+@pytest.fixture
+def lawful(monkeypatch):
+    monkeypatch.setattr(forecast, "run_trials", obedient)
+    monkeypatch.setattr(forecast, "shared", lambda: LAW)
+
+
+@pytest.fixture
+def forecaster(tmp_path, lawful):
+    return Forecaster(corpus(), Source.packaged(), tmp_path / "kept.json", lambda line: None)
+
+
+# -- the law ---------------------------------------------------------------------------------------
+
+
+def test_a_law_foretells_the_runs_of_its_text():
+    runs = [
+        Run(p, d, u) for p in (10**5, 3 * 10**5) for d in (10**5, 10**6) for u in (10**5, 10**6)
+    ]
+    known = [Run(r.parameters, r.tokens, r.unique, true_loss(r)) for r in runs]
+    large = Run(2 * 10**6, 10**7, 10**6)
+    [(loss, deviation)] = LAW.of_text(known).losses([large])
+    assert loss == pytest.approx(true_loss(large), rel=0.01)
+    assert abs(math.log(loss / true_loss(large))) < 2 * deviation
+
+
+def test_fewer_pilots_give_a_wider_interval():
+    run, far = Run(10**5, 10**5, 10**6, 2.0), Run(10**7, 10**8, 10**6)
+    [(_, one)], [(_, many)] = (LAW.of_text([run] * n).losses([far]) for n in (1, 9))
+    assert one > many
+
+
+def test_the_shipped_law_is_a_law():
+    law = shared()
+    torch.linalg.cholesky(torch.tensor(law.covariance, dtype=torch.float64))
+    [(loss, deviation)] = law.of_text([Run(10**6, 10**6, 10**6, 1.5)]).losses(
+        [Run(2 * 10**6, 4 * 10**6, 10**6)]
+    )
+    assert 1.0 < loss < 1.6
+    assert 0 < deviation < 0.1
+
+
+# -- pilots ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [100_000, 10**6, 10**10])
+def test_pilots_read_the_text_and_parts_of_it(tokens):
+    found = pilots_of(tokens)
+    assert max(unique for _, unique in found) == tokens
+    assert min(unique for _, unique in found) >= tokens // 8 or tokens > pilots.LARGEST
+    assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("wanted", [12_500, 50_000, 99_999])
+def test_a_part_is_drawn_from_all_over_the_text(wanted):
+    ids = torch.arange(100_000, dtype=torch.int32)
+    found = drawn(ids, wanted)
+    assert wanted * 0.7 <= len(found) <= wanted
+    assert len(found.unique()) == len(found)
+    if len(found) > 5000:
+        assert found.min() < 10_000 < 80_000 < found.max()
+
+
+def test_a_part_is_written_as_a_run_reads_it(tmp_path):
+    whole = corpus()
+    write_text(tmp_path / "text", whole, 50_000)
+    values: Any = Config()
+    found = read_tokens(tmp_path / "text", values)
+    assert found.tokenizer.words == whole.tokenizer.words
+    assert read_windows(found.val, torch.tensor([0]), 99).equal(
+        read_windows(whole.val, torch.tensor([0]), 99).short()
+    )
+    assert len(found.train) <= 50_000 < len(whole.train)
+
+
+# -- the forecast ----------------------------------------------------------------------------------
+
+
+def test_a_forecast_is_near_the_truth_and_names_the_lowest(forecaster):
+    made = forecaster.forecast("text", [], True, None)
+    for row in made.rows:
+        truth = true_loss(forecaster.run_of(row.size, forecaster.tokens))
+        assert row.expected.low < truth < row.expected.high
+        assert row.bits_per_byte == pytest.approx(2 * row.expected.loss)
+        config = Config(**forecaster.values(row.size, forecaster.tokens))
+        assert row.seconds["local"] >= 1e-6 * config.matrix_parameters * config.max_steps
+    assert made.best == chosen(made.rows)
+    assert made.twice_text < 0
+
+
+def test_runs_that_ended_are_not_run_again(forecaster, monkeypatch):
+    made = forecaster.forecast("text", [], True, None)
+    monkeypatch.setattr(
+        forecast, "run_trials", lambda trials, *rest: iter([(t, 0) for t in trials])
+    )
+    again = Forecaster(forecaster.corpus, forecaster.source, forecaster.place, print)
+    assert again.forecast("text", [], True, None) == made
+
+
+def test_an_interruption_keeps_the_pilots_that_ended(forecaster, monkeypatch):
+    def interrupted(trials: Sequence[Trial], *rest: Any) -> Iterator[tuple[Trial, Pilot]]:
+        yield from obedient(trials[:3], *rest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(forecast, "run_trials", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        forecaster.forecast("text", [], True, None)
+    again = Forecaster(forecaster.corpus, forecaster.source, forecaster.place, print)
+    assert len(again.kept.pilots) == 3
+
+
+def test_money_and_ceiling_go_by_the_speeds_that_are_known(forecaster):
+    places = [Place("ml.a", 1e12, 100.0, 0.001), Place("ml.b", None, 0.0, 0.001)]
+    made = forecaster.forecast("text", places, False, 0.11)
+    for row in made.rows:
+        assert row.seconds["ml.a"] > 100
+        assert row.dollars["ml.a"] == pytest.approx(0.001 * row.seconds["ml.a"])
+        assert row.seconds["ml.b"] is row.dollars["ml.b"] is None
+    assert made.affordable is not None
+    paid = {row.size: row.cheapest for row in made.rows}
+    assert paid[made.affordable] <= 0.11 < paid[max(paid)]
+    assert "ml.b" in made.notes[0]
+
+
+def test_a_larger_size_that_is_no_better_is_not_named():
+    def row(size: float, loss: float) -> Row:
+        expected = Expected(loss=loss, low=loss, high=loss)
+        facts: dict[str, Any] = dict(
+            parameters=1, readings=1.0, bits_per_byte=1.0, seconds={}, dollars={}
+        )
+        return Row(size=size, expected=expected, **facts)
+
+    assert chosen([row(1, 2.0), row(2, 1.5), row(3, 1.499), row(4, 1.6)]) == 2
+    assert chosen([]) is None
+
+
+def noisy(trials: Sequence[Trial], *rest: Any) -> Iterator[tuple[Trial, Pilot]]:
+    for n, (trial, pilot) in enumerate(obedient(trials, *rest)):
+        yield trial, pilot.model_copy(update={"loss": pilot.loss * (1.2 if n % 2 else 0.8)})
+
+
+def constant(loss: float) -> Any:
+    def run(trials: Sequence[Trial], *rest: Any) -> Iterator[tuple[Trial, Pilot]]:
+        for trial, pilot in obedient(trials, *rest):
+            yield trial, pilot.model_copy(update={"loss": loss})
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "run, problem",
+    [(noisy, "miss the law"), (constant(4.0), "learn no more"), (constant(0.01), "repeats itself")],
+)
+def test_nothing_is_forecast_where_nothing_is_known(forecaster, monkeypatch, run, problem):
+    monkeypatch.setattr(forecast, "run_trials", run)
+    with pytest.raises(InputError, match=problem):
+        forecaster.forecast("text", [], True, None)
+    assert forecaster.kept.forecast is None
+
+
+def test_a_short_text_is_not_forecast(tmp_path):
+    with pytest.raises(InputError, match="too few for pilots"):
+        Forecaster(corpus(50_000), Source.packaged(), tmp_path / "kept.json", print)
+
+
+# -- through the whole -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def text_here(tmp_path, text):
+    place = tmp_path / "text.txt"
+    place.write_text(text[:150_000], encoding="utf-8", newline="")
+    return str(place)
+
+
+def test_a_job_keeps_what_was_forecast_for_its_size(cli, lawful, text_here, home):
+    assert cli("upload-data", text_here).code == 0
+    told = cli("launch", "--forecast", "--json")
+    assert told.code == 0, told.err
+    made = json.loads(told.out)
+    row = made["rows"][0]
+    size = ["--size", f"{row['size']:g}", "--detach"]
+    launched = cli("launch", "--instance", "local", *size)
+    changed = cli("launch", "--instance", "local", *size, "--set", "max_steps=7")
+    assert (launched.code, changed.code) == (0, 0)
+    for each in (launched, changed):
+        cli("stop", each.out.strip())
+    found = job_of(launched.out.strip()).forecast
+    assert found is not None
+    assert found.loss == row["expected"]["loss"]
+    assert str(found) in cli("status", launched.out.strip()).out
+    assert job_of(changed.out.strip()).forecast is None
+
+
+def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):
+    told = cli("launch", "--forecast", "--data", text_here)
+    assert told.code == 0, told.err
+    assert "twice the text" in told.out
+    size = told.out.partition("lowest for this text: size ")[2].partition(";")[0]
+    assert f"launch --instance local --size {size}" in told.err.replace(f" --data {text_here}", "")
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        (["--size", "3"], "--size"),
+        (["--set", "max_steps=7"], "--set"),
+        (["--spot"], "--spot"),
+        (["--data", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_forecast_takes_no_other_options(cli, words, problem):
+    told = cli("launch", "--forecast", *words)
+    assert told.code == 2
+    assert problem in told.error
+
+
+def test_pilots_are_complete_runs(tmp_path, monkeypatch):
+    """Real processes: one that ends well, and one that fails, after which none goes on."""
+    whole, values = corpus(), {"max_steps": 3, "batch_size": 2, "block_size": 32, "n_layer": 1}
+    good = Trial("good", values, 50_000)
+    [(_, made)] = pilots.run_trials([good], whole, Source.packaged(), 1)
+    assert 0 < made.loss < 5
+    assert 0 < made.step_seconds < made.seconds
+    bad = Trial("bad", {**values, "block_size": 1 << 17}, 50_000)
+    with pytest.raises(ServiceError, match=r"bad.*block_size"):
+        list(pilots.run_trials([bad, good], whole, Source.packaged(), 2))
+
+
+def test_a_damaged_file_of_pilots_is_none(tmp_path):
+    place = tmp_path / "kept.json"
+    place.write_text("{")
+    assert recall(place, 2.0) is None
