@@ -259,8 +259,9 @@ def dial(size: float, tokens: int, chats: bool = False, ranks: int = 1) -> dict[
     """
     layers, heads, width = shape(size)
     # It doubles from size to size: a better model makes use of more.
-    context = 1024 if chats else min(1024, max(64, 64 * round(4 * 2 ** (size - 1))))
+    context = min(1024, max(64, 64 * round(4 * 2 ** (size - 1))))
     context = min(context, max(16, tokens // 12 // 8 * 8))  # the validation text has to fill one
+    context = 1024 if chats else context  # a conversation has to fit, and its row may be padded
     rows = (600 * size + 5 * size**4.4) / context
     batch = max(1, round(rows)) if rows < 4 else 2 ** round(math.log2(rows))
     batch = math.ceil(batch / ranks) * ranks

@@ -116,7 +116,7 @@ def test_a_size_has_no_learning_rate_for_adamw():
 
 
 def test_a_size_does_not_cut_conversations():
-    config = start.sized(job(size=1), text(10**6, chats=True)).config(1)
+    config = start.sized(job(size=1), text(2700, chats=True)).config(1)
     assert (config.short_windows, config.block_size) == (0, 1024)
 
 
