@@ -54,7 +54,7 @@ def obedient(
         seconds = 5 + config.max_steps * step
         yield (
             trial,
-            Pilot(loss=loss, bits_per_byte=2 * loss, step_seconds=step, seconds=seconds),
+            Pilot(loss=loss, bits_per_byte=2 * loss, step_seconds=step, around=5, seconds=seconds),
         )
 
 

@@ -25,7 +25,7 @@ FURTHEST = 40  # times the compute of all pilots: beyond it nothing is forecast
 MISFIT = 0.03  # of log losses: that of honest texts is up to 0.015
 HARDLY = 0.003  # nats: a size that loses so little more is as good
 Z = 1.2816  # standard deviations to either side hold 80 %
-SPEED_STEPS = 16
+SPEED_STEPS = 24  # four for each length of the windows, and twelve of the whole length
 LONG_STEP = 0.25  # seconds: longer steps are forecast by arithmetic
 
 
@@ -123,11 +123,12 @@ class Forecaster:
             if per_step < LONG_STEP:
                 n = gpus or cpu_processes(config)
                 short = {**values, "max_steps": steps, "device": "auto"}
+                short |= {"log_interval": 1, "sample_length": config.sample_length}
                 short |= {} if gpus else {"processes": n}
                 threads = max(1, cores() // n)
                 trial = Trial(f"{steps} steps of size {size:g}", short, self.tokens, threads)
                 [made] = self.made([trial], at_once=1)
-                per_step, around = made.step_seconds, made.seconds - steps * made.step_seconds
+                per_step, around = made.step_seconds, made.around
                 speed = self.work_of(config) / per_step
             evaluated = min(len(self.corpus.val), config.eval_tokens)
             passes = evaluated / (config.batch_size * config.block_size) / 3  # forward alone

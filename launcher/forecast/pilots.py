@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -140,10 +143,16 @@ def outcome(process: subprocess.Popen[bytes], trial: Trial, out: Path, seconds: 
     rows = [json.loads(line) for line in (out / "output" / "metrics.jsonl").open()]
     best = min((row for row in rows if "val_loss" in row), key=lambda row: row["val_loss"])
     per_step = trial.values["batch_size"] * trial.values["block_size"]
-    speed = per_step / rows[-1]["tokens_per_second"]
+    times = [per_step / row["tokens_per_second"] for row in rows]
+    steps = [b["step"] - a["step"] for a, b in pairwise([{"step": 0}, *rows])]
     return Pilot(
         loss=best["val_loss"],
         bits_per_byte=best["bits_per_byte"],
-        step_seconds=speed,
+        step_seconds=fmean(median(few) for few in batched(times, 4)),
+        around=seconds - sum(map(operator.mul, times, steps)),
         seconds=seconds,
     )
+
+
+def batched(values: Sequence[float], n: int) -> Iterator[Sequence[float]]:
+    return (values[at : at + n] for at in range(0, len(values), n))

@@ -55,11 +55,13 @@ class Forecast(Document):
 
 
 class Pilot(Document):
-    """What a run here gave: its loss, bits per byte, and seconds per step and in all."""
+    """What a run here gave: its loss, bits per byte, and seconds: of a step, without the few that
+    took unusually long; around all steps; and of the whole process."""
 
     loss: Positive
     bits_per_byte: Positive
     step_seconds: Positive
+    around: float
     seconds: Positive
 
 
