@@ -25,7 +25,8 @@ FURTHEST = 40  # times the compute of all pilots: beyond it nothing is forecast
 MISFIT = 0.03  # of log losses: that of honest texts is up to 0.015
 HARDLY = 0.003  # nats: a size that loses so little more is as good
 Z = 1.2816  # standard deviations to either side hold 80 %
-SPEED_STEPS = 24  # four for each length of the windows, and twelve of the whole length
+FEW, MOST = 24, 6  # steps of a look at the speed: four for each length of the windows; how often
+LOOK = 4.0  # seconds of a look
 LONG_STEP = 0.25  # seconds: longer steps are forecast by arithmetic
 
 
@@ -112,22 +113,15 @@ class Forecaster:
         return float(per_token * config.batch_size * config.block_size)
 
     def local_seconds(self, sizes: Sequence[float]) -> dict[float, float]:
-        """The seconds that a job of each size takes here: a run of SPEED_STEPS steps shows it, or
-        by arithmetic the run of a smaller size, if a step takes long."""
+        """The seconds that a job of each size takes here: a few steps show it, or by arithmetic
+        those of a smaller size, if a step takes long."""
         found, speed = dict[float, float](), math.inf
         for size in sizes:
-            values = self.values(size, self.tokens)
-            config = self.config.Config(**values)
-            steps, gpus = min(config.max_steps, SPEED_STEPS), torch.cuda.device_count()
+            config = self.config.Config(**self.values(size, self.tokens))
             per_step, around = self.work_of(config) / speed, 0.0
             if per_step < LONG_STEP:
-                n = gpus or cpu_processes(config)
-                short = {**values, "max_steps": steps, "device": "auto"}
-                short |= {"log_interval": 1, "sample_length": config.sample_length}
-                short |= {} if gpus else {"processes": n}
-                threads = max(1, cores() // n)
-                trial = Trial(f"{steps} steps of size {size:g}", short, self.tokens, threads)
-                [made] = self.made([trial], at_once=1)
+                many = round(LOOK / FEW / per_step) if per_step else MOST
+                [made] = self.made([self.look(size, FEW * max(1, min(MOST, many)))], at_once=1)
                 per_step, around = made.step_seconds, made.around
                 speed = self.work_of(config) / per_step
             evaluated = min(len(self.corpus.val), config.eval_tokens)
@@ -135,6 +129,17 @@ class Forecaster:
             again = config.max_steps // config.eval_interval - 1
             found[size] = around + per_step * (config.max_steps + again * passes)
         return found
+
+    def look(self, size: float, steps: int) -> Trial:
+        """The first steps of a job on this machine, with the lengths of the windows of all."""
+        values = self.values(size, self.tokens)
+        config = self.config.Config(**values)
+        gpus = torch.cuda.device_count()
+        n = gpus or cpu_processes(config)
+        short = {"max_steps": min(steps, config.max_steps), "device": "auto", "log_interval": 1}
+        short |= {"sample_length": config.sample_length, **({} if gpus else {"processes": n})}
+        threads = max(1, cores() // n)
+        return Trial(f"speed of size {size:g}", {**values, **short}, self.tokens, threads)
 
     def measured(self, job: JobDescription) -> tuple[float, float] | None:
         """Of a job that ended: the operations that it did in a second, its seconds around them."""
