@@ -24,7 +24,6 @@ from typing import Any, BinaryIO
 
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.files.models import model_files
 from launcher.local.backend import CHECKPOINTS, HOST, Record, read_document
 from launcher.settings import Settings, load_settings
 
@@ -95,13 +94,7 @@ class LocalRun:
             (self.base / name).mkdir(parents=True)
         shutil.copytree(self.directory / "code", self.base / "code")
         for channel, uri in channels.items():
-            place = self.base / "input" / "data" / channel
-            if channel == "model" and (directory := storage.local_path(uri)) is not None:
-                place.mkdir(parents=True)
-                for path in model_files(directory):
-                    (place / path.name).symlink_to(path.resolve())
-            else:
-                storage.fetch(uri, place, settings=self.settings)
+            storage.fetch(uri, self.base / "input" / "data" / channel, settings=self.settings)
         self.write_config(list(channels))
         if job.resume is not None:
             source = self.directory.parent / job.resume / CHECKPOINTS
