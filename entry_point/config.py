@@ -236,19 +236,19 @@ def shape(size: float) -> tuple[int, int, int]:
     # In few seconds two layers learn more; from 6 on, depth and width grow alike.
     layers = round(max(size, 2 + 2 * size / 3)) if size >= 0.75 else 2
     # Two heads of 40 are 0.02 nats better than one of 80, and two of 64 better than four of 32.
-    heads = max(2, round(size)) if size < 5 else round(size / 2)
+    heads = max(2, round(size)) if size < 5 else math.ceil(size / 2)
     return layers, heads, 8 * heads * max(1, round(8 * size / heads))
 
 
 def worth(size: float) -> int:
     """The tokens that a model of a size is worth, however short the text is.
 
-    Two for each parameter as in `cpu` and `laptop`, ten in `small`, 25 from `gpt2` on
+    Two for each parameter as in `cpu` and `laptop`, ten in `small`, 27 in `gpt2`
     (arXiv:2203.15556 says 20).
     """
     layers, _, width = shape(size)
     parameters = layers * width * (4 * width + 24 * round(width / 3))
-    return round(parameters * (1.8 + (size / 3.55) ** 2.65))
+    return round(parameters * min(28, 1.8 + (size / 3.55) ** 2.65))
 
 
 def dial(size: float, tokens: int, chats: bool = False, ranks: int = 1) -> dict[str, Any]:

@@ -46,16 +46,21 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
         DataError: text is missing, damaged, not UTF-8, or does not fit the config or the model.
         ConfigError: it is not the same on every host.
     """
-    if (directory := container.training) is None:
-        raise DataError("no text: name it with --data FILE")
     start = read_tokenizer(container.init_from) if container.init_from else None
-    encoded = (directory / "meta.json").exists()
-    corpus = read_tokens(directory, config) if encoded else read_text(container, config, start)
+    corpus = read_corpus(container, config, start)
     advice = "every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
     group.check_same({"the SHA-256 of the text": corpus.sha256}, advice)
     if problem := misfit(corpus, container, config, start):
         raise DataError(problem)
     return corpus
+
+
+def read_corpus(container: Container, config: Config, start: Tokenizer | None = None) -> Corpus:
+    """As load_corpus, on one host, for any model."""
+    if (directory := container.training) is None:
+        raise DataError("no text: name it with --data FILE")
+    encoded = (directory / "meta.json").exists()
+    return read_tokens(directory, config) if encoded else read_text(container, config, start)
 
 
 def misfit(corpus: Corpus, container: Container, config: Config, start: Tokenizer | None) -> str:

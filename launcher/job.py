@@ -153,7 +153,9 @@ class Request(BaseModel):
             yield "processes_per_instance", None, "is for local; SageMaker takes one per GPU"
         for name in ("preset", "resume", "init_from"):
             if self.size is not None and name in given:
-                yield "size", f"{self.size:g}", f"chooses a new model, and so does {name}"
+                yield "size", f"{self.size:g}", f"is for a new model, without {name}"
+        if self.preset == "auto" and self.init_from is not None:
+            yield "preset", "auto", "is for a new model, without init_from"
         if self.image_uri is not None and "pytorch_version" in given:
             yield "pytorch_version", None, "is for AWS's image; image_uri names another"
         if self.spot and len(self.instances) > 1:
@@ -246,7 +248,7 @@ class Request(BaseModel):
             return list(self.source.module("metrics").metric_definitions())
 
 
-# Those before `launcher`, and three of a TrainingJob; the others are for SageMaker only.
+# Those before `launcher`, and four of a TrainingJob; the others are for SageMaker only.
 LOCAL_FIELDS = {*takewhile(lambda name: name != "launcher", Request.model_fields)}
 LOCAL_FIELDS |= {"source_sha256", "base", "summary", "expected"}
 

@@ -269,7 +269,7 @@ def forecast(request: Request, settings: Settings | None = None) -> Forecast:
     Of the request it takes instance, data, validation, entry_point and max_cost. Logs each pilot.
     Raises InputError if nothing can be known, and ServiceError if a pilot fails.
     """
-    return forecasting.forecast(request, settings or load_settings(), logger.info)
+    return forecasting.forecast(request, settings or load_settings())
 
 
 def sweep(

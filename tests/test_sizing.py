@@ -72,9 +72,9 @@ def test_a_text_that_is_read_too_often_is_warned_about(preset, tokens, steps, ca
     assert [record.steps for record in caplog.records] == [steps] * bool(steps)
 
 
-def text(tokens: int, chats: bool = False) -> texts.Channel:
+def text(tokens: int, chats: bool = False) -> dict[str, texts.Channel]:
     upload = Upload("file:///data", 0, "", (), train_tokens=tokens, chats=chats)
-    return texts.Channel("text", "file:///data", upload, [])
+    return {"data": texts.Channel("text", "file:///data", upload, [])}
 
 
 @pytest.mark.parametrize(

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import math
+import shlex
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from launcher.cli.show import at_ctrl_c, note, print_json, print_table
-from launcher.cli.words import command
-from launcher.errors import InputError
+from launcher.cli.words import command, option
+from launcher.job import DEFAULT_RUN
 from launcher.sagemaker.cost import usd
 
 if TYPE_CHECKING:
+    from launcher.forecast.table import Forecast
     from launcher.settings import Settings
-
-TAKEN = {"instance", "data", "validation", "entry_point", "max_cost"}
 
 
 def show_forecast(given: dict[str, Any], settings: Settings, as_json: bool) -> None:
-    """Forecast each size, and print a table. given: the options of `launch` that were typed."""
+    """Forecast each size, and print a table. given: the fields of a request that were typed."""
     from launcher.job import Request
     from launcher.launching.forecasting import forecast
 
-    if other := sorted(given.keys() - TAKEN):
-        raise InputError("--forecast is for all sizes; leave it out", field=other[0])
-    instance = given.pop("instance", "local")
-    request = Request(**given, instance=instance)
+    request = Request(**{"instance": "local", **given})
     with at_ctrl_c("the pilots that have ended are kept"):
         made = forecast(request, settings, lambda line: note(f"pilot: {line}"))
     if as_json:
@@ -35,7 +34,7 @@ def show_forecast(given: dict[str, Any], settings: Settings, as_json: bool) -> N
     note(f"text: {made.text}, {made.tokens:,} {made.unit} to train on")
     note(f"pilots: {made.pilots} runs on this machine, {made.pilot_seconds:.0f} s")
     places = list(made.rows[0].seconds)
-    head = ["SIZE", "PARAMETERS", "READINGS", "VAL_LOSS", "80 % OF THE TIME", "BITS/BYTE", *places]
+    head = ["SIZE", "PARAMETERS", "READINGS", "VAL_LOSS", "80 % INTERVAL", "BITS/BYTE", *places]
     rows = [
         [
             f"{row.size:g}",
@@ -51,18 +50,30 @@ def show_forecast(given: dict[str, Any], settings: Settings, as_json: bool) -> N
     print_table([head, *rows], align=">")
     for line in made.notes:
         note(f"note: {line}")
+    lowest = "for this text" if made.best < made.rows[-1].size else "that can be forecast"
     click.echo(
-        f"the lowest for this text: size {made.best:g}; twice the text changes its loss by about"
+        f"the lowest {lowest}: size {made.best:g}; twice the text changes its loss by about"
         f" {made.twice_text:+.3f}, twice the compute by about {made.twice_compute:+.3f}"
     )
-    size = made.best
+    size: float | None = made.best
     if request.max_cost and not request.is_local:
-        size = made.affordable or 0.0
-        below = f"the lowest below {usd(request.max_cost)}: size {size:g}"
-        click.echo(below if size else f"no size is known to stay below {usd(request.max_cost)}")
+        size, ceiling = made.affordable, usd(request.max_cost)
+        below = f"the lowest below {ceiling}: size {size:g}" if size else ""
+        click.echo(below or f"no size is known to stay below {ceiling}")
     if size:
-        words = ["launch", "--instance", instance, "--size", f"{size:g}"]
-        note(f"next: {command(*words)}")
+        note(f"next: {command('launch', *map(str, next_words(given, made, size)))}")
+
+
+def next_words(given: dict[str, Any], made: Forecast, size: float) -> Iterator[object]:
+    """The options of the launch of a size: those that were given, and the time that it takes."""
+    for name, value in {"instance": "local", **given}.items():
+        yield option(name)
+        yield shlex.quote(str(value))
+    yield from ("--size", f"{size:g}")
+    row = next(row for row in made.rows if row.size == size)
+    longest = max((s for name, s in row.seconds.items() if s and name != "local"), default=0.0)
+    if "max_cost" not in given and 2 * longest > DEFAULT_RUN:
+        yield from ("--max-run", math.ceil(2 * longest))
 
 
 def cell(seconds: float | None, dollars: float | None) -> str:

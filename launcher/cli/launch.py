@@ -202,18 +202,18 @@ def launch_command(
     from_file = read_toml(Path(config_file)) if config_file else {}
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}
     settings = settings_of()
+    typed = {
+        n for n in context.params if context.get_parameter_source(n) == ParameterSource.COMMANDLINE
+    }
     if forecasts:
-        changed = {"hyperparameters": True} if from_file or assignments else {}
-        show_forecast({**given, **changed}, settings, as_json)
+        own = {"forecasts", "as_json", *fields}
+        if other := [p.opts[0] for p in context.command.params if p.name in typed - own]:
+            raise InputError(f"{other[0]}: a forecast is for all sizes, without it")
+        show_forecast(given, settings, as_json)
         return
     if as_json:
         raise InputError("--json is for --forecast; a launch prints the id of the job")
     if "resume" in given and record_of(given["resume"], settings).exists():
-        typed = {
-            n
-            for n in context.params
-            if context.get_parameter_source(n) == ParameterSource.COMMANDLINE
-        }
         if typed - {"resume", "max_cost", "parallel", "yes"}:
             raise InputError(
                 f"{given['resume']} is a sweep, which continues as it was launched: besides"

@@ -14,10 +14,12 @@ from entry_point.text import Corpus, unsigned
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.forecast.law import Run, TextLaw, shared
-from launcher.forecast.pilots import SMALLEST, Trial, pilots_of, run_trials
+from launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_trials
 from launcher.forecast.table import Forecast, Pilot, Row, read
-from launcher.job import Expected, JobDescription
-from launcher.machines import cores, cpu_processes
+from launcher.job import Expected, JobDescription, TrainingJob
+from launcher.local.backend import plan_processes
+from launcher.machines import cores
+from launcher.sagemaker.cost import AROUND_SECONDS
 from launcher.source import Source
 
 SIZES = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
@@ -25,28 +27,36 @@ FURTHEST = 40  # times the compute of all pilots: beyond it nothing is forecast
 MISFIT = 0.03  # of log losses: that of honest texts is up to 0.015
 HARDLY = 0.003  # nats: a size that loses so little more is as good
 Z = 1.2816  # standard deviations to either side hold 80 %
-FEW, MOST = 24, 6  # steps of a look at the speed: four for each length of the windows; how often
-LOOK = 4.0  # seconds of a look
+LOOK_STEPS = 24  # four for each length of the windows, twelve of the whole length
+MOST_LOOKS = 6  # as many steps of a small model
+LOOK_SECONDS = 4.0
 LONG_STEP = 0.25  # seconds: longer steps are forecast by arithmetic
 
 
 @dataclass(frozen=True)
 class Place:
     """An instance type: the operations that a job did there in a second, its seconds around them,
-    and the USD of a second; None where that is not known."""
+    and the USD of a second; None where that is not known. job is that of the speed."""
 
     name: str
     flops: float | None
     around: float
     per_second: float | None
+    job: str = ""
 
     def seconds(self, work: float) -> float | None:
         return None if self.flops is None else self.around + work / self.flops
 
-    def dollars(self, work: float) -> float | None:
+    def dollars(self, work: float, allowance: float = 0.0) -> float | None:
         seconds = self.seconds(work)
-        known = seconds is not None and self.per_second is not None
-        return seconds * self.per_second if known else None  # type: ignore[operator]
+        if seconds is None or self.per_second is None:
+            return None
+        return (seconds + allowance) * self.per_second
+
+    def fits(self, work: float, ceiling: float | None) -> bool:
+        """Whether a job below the ceiling, in USD, has the time for it."""
+        dollars = self.dollars(work, AROUND_SECONDS)
+        return None not in (dollars, ceiling) and (dollars or 0.0) <= (ceiling or 0.0)
 
 
 class Forecaster:
@@ -69,9 +79,13 @@ class Forecaster:
         with self.source.running():
             return dict(self.config.dial(size, tokens))
 
+    def config_of(self, size: float, tokens: int) -> Any:
+        with self.source.running():
+            return self.config.Config(**self.values(size, tokens))
+
     def run_of(self, size: float, tokens: int, loss: float = math.nan) -> Run:
         """A run of a size on a text of so many tokens."""
-        config = self.config.Config(**self.values(size, tokens))
+        config = self.config_of(size, tokens)
         trained = config.max_steps * config.batch_size * config.block_size
         return Run(config.matrix_parameters, trained, tokens, loss)
 
@@ -105,23 +119,29 @@ class Forecaster:
 
     # -- time -------------------------------------------------------------------------------------
 
-    def work_of(self, config: Any) -> float:
+    def work_of(self, config: Any, vocabulary: int = 0) -> float:
         """The operations of a step: for each token 6 for a parameter, and those of attention."""
-        head = len(self.corpus.tokenizer) * config.n_embd
+        head = (vocabulary or len(self.corpus.tokenizer)) * config.n_embd
         attention = config.n_layer * config.n_embd * config.block_size
         per_token = 6 * (config.matrix_parameters + head + attention)
         return float(per_token * config.batch_size * config.block_size)
 
+    def work(self, size: float) -> float:
+        """The operations of a run."""
+        config = self.config_of(size, self.tokens)
+        return self.work_of(config) * float(config.max_steps)
+
     def local_seconds(self, sizes: Sequence[float]) -> dict[float, float]:
         """The seconds that a job of each size takes here: a few steps show it, or by arithmetic
         those of a smaller size, if a step takes long."""
-        found, speed = dict[float, float](), math.inf
+        found, speed, around = dict[float, float](), math.inf, 0.0
         for size in sizes:
-            config = self.config.Config(**self.values(size, self.tokens))
-            per_step, around = self.work_of(config) / speed, 0.0
+            config = self.config_of(size, self.tokens)
+            per_step = self.work_of(config) / speed
             if per_step < LONG_STEP:
-                many = round(LOOK / FEW / per_step) if per_step else MOST
-                [made] = self.made([self.look(size, FEW * max(1, min(MOST, many)))], at_once=1)
+                looks = round(LOOK_SECONDS / LOOK_STEPS / per_step) if per_step else MOST_LOOKS
+                steps = LOOK_STEPS * max(1, min(MOST_LOOKS, looks))
+                [made] = self.made([self.look(size, min(steps, config.max_steps))], at_once=1)
                 per_step, around = made.step_seconds, made.around
                 speed = self.work_of(config) / per_step
             evaluated = min(len(self.corpus.val), config.eval_tokens)
@@ -133,15 +153,15 @@ class Forecaster:
     def look(self, size: float, steps: int) -> Trial:
         """The first steps of a job on this machine, with the lengths of the windows of all."""
         values = self.values(size, self.tokens)
-        config = self.config.Config(**values)
-        gpus = torch.cuda.device_count()
-        n = gpus or cpu_processes(config)
-        short = {"max_steps": min(steps, config.max_steps), "device": "auto", "log_interval": 1}
-        short |= {"sample_length": config.sample_length, **({} if gpus else {"processes": n})}
-        threads = max(1, cores() // n)
-        return Trial(f"speed of size {size:g}", {**values, **short}, self.tokens, threads)
+        job = TrainingJob(data="file:///", hyperparameters=values)
+        job._source = self.source
+        n, gpus = plan_processes(job)
+        short = {"max_steps": steps, "device": "auto", "log_interval": 1}
+        short |= {"sample_length": 300, **({} if gpus else {"processes": n})}
+        unique, threads = min(self.tokens, WRITTEN), max(1, cores() // n)
+        return Trial(f"speed of size {size:g}", {**values, **short}, unique, threads)
 
-    def measured(self, job: JobDescription) -> tuple[float, float] | None:
+    def measured(self, job: JobDescription, vocabulary: int) -> tuple[float, float] | None:
         """Of a job that ended: the operations that it did in a second, its seconds around them."""
         names = {f.name for f in fields(self.config.Config)}
         values = {n: v for n, v in job.hyperparameters.items() if n in names}
@@ -151,14 +171,12 @@ class Forecaster:
         config = self.config.Config(**values)
         step = config.batch_size * config.block_size
         around = job.ended - job.started - config.max_steps * step / speed
-        return speed / step * self.work_of(config), max(0.0, around)
+        return speed / step * self.work_of(config, vocabulary), max(0.0, around)
 
     # -- the forecast -----------------------------------------------------------------------------
 
-    def forecast(
-        self, text: str, places: Sequence[Place], local: bool, ceiling: float | None
-    ) -> Forecast:
-        """The forecast for instance types, and for this machine if local; ceiling is in USD."""
+    def forecast(self, text: str, places: Sequence[Place], ceiling: float | None) -> Forecast:
+        """The forecast for this machine and for instance types; ceiling is in USD."""
         trials = [
             (size, Trial(f"size {size:g} on {n:,}", self.values(size, n), n))
             for size, n in pilots_of(self.tokens)
@@ -173,11 +191,15 @@ class Forecaster:
         most = FURTHEST * sum(run.parameters * run.tokens for run in runs)
         works = {size: self.run_of(size, self.tokens) for size in SIZES}
         within = [size for size, run in works.items() if run.parameters * run.tokens <= most]
-        here = self.local_seconds(within) if local else {}
+        here = self.local_seconds(within)
         per_byte = outcomes[0].bits_per_byte / outcomes[0].loss
-        rows = [self.row(size, law, per_byte, places, here.get(size)) for size in within]
+        rows = [self.row(size, law, per_byte, places, here[size]) for size in within]
         best = chosen(rows) or SIZES[0]
-        payable = [row for row in rows if ceiling and row.cheapest <= ceiling]
+        payable = [
+            row
+            for row, size in zip(rows, within, strict=True)
+            if any(place.fits(self.work(size), ceiling) for place in places)
+        ]
         made = Forecast(
             text=text,
             unit=self.unit,
@@ -199,15 +221,12 @@ class Forecaster:
         law: TextLaw,
         per_byte: float,
         places: Sequence[Place],
-        here: float | None,
+        here: float,
     ) -> Row:
-        run, config = (
-            self.run_of(size, self.tokens),
-            self.config.Config(**self.values(size, self.tokens)),
-        )
+        run, config = self.run_of(size, self.tokens), self.config_of(size, self.tokens)
         [(loss, deviation)] = law.losses([run])
         low, high = (loss * math.exp(z * deviation) for z in (-Z, Z))
-        work = self.work_of(config) * config.max_steps
+        work = self.work(size)
         embedding = len(self.corpus.tokenizer) * config.n_embd * (2 - config.tie_embeddings)
         return Row(
             size=size,
@@ -215,10 +234,7 @@ class Forecaster:
             readings=run.tokens / self.tokens,
             expected=Expected(loss=loss, low=low, high=high),
             bits_per_byte=loss * per_byte,
-            seconds={
-                **({"local": here} if here else {}),
-                **{place.name: place.seconds(work) for place in places},
-            },
+            seconds={"local": here, **{place.name: place.seconds(work) for place in places}},
             dollars={place.name: place.dollars(work) for place in places},
         )
 
@@ -240,13 +256,14 @@ def chosen(rows: Sequence[Row]) -> float | None:
 
 def notes(rows: Sequence[Row], best: float, places: Sequence[Place]) -> list[str]:
     """What a reader of the table should know besides."""
-    said = [
-        f"no speed of {place.name} is known here; after a job on it has ended, it is"
-        for place in places
-        if place.flops is None
-    ]
+    said = []
+    for place in places:
+        if place.flops is None:
+            said.append(f"no speed of {place.name} is known here, as no job of yours ended on it")
+        else:
+            said.append(f"the speed of {place.name} is that of job {place.job}")
     if best < rows[-1].size:
-        said.append(f"larger than size {best:g} is hardly better or worse: the text is the limit")
+        said.append(f"a size over {best:g} gains less than {HARDLY} nats, or loses")
     if len(rows) < len(SIZES):
         beyond = f"a run is over {FURTHEST} times the pilots, and nothing is forecast"
         said.append(f"from size {SIZES[len(rows)]:g} on, {beyond}")

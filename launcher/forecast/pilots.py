@@ -28,6 +28,7 @@ from launcher.source import Source
 SIZES = (1.0, 1.25, 1.5, 1.75)
 SMALLEST = 100_000  # tokens of a text: fewer have no eighth that a pilot can learn from
 LARGEST = 1 << 20  # tokens of a text whose fractions are tried: pilots train on up to 0.9 million
+WRITTEN = 1 << 24  # tokens of a longer text that runs may read
 
 
 def pilots_of(tokens: int) -> list[tuple[float, int]]:
@@ -37,7 +38,7 @@ def pilots_of(tokens: int) -> list[tuple[float, int]]:
     """
     base = min(tokens, LARGEST)
     few = [(size, base // n) for size in (1.0, 1.5) for n in (8, 4, 2)]
-    return sorted([*few, *((size, tokens) for size in SIZES)], reverse=True)
+    return sorted([*few, *((size, min(tokens, WRITTEN)) for size in SIZES)], reverse=True)
 
 
 def drawn(ids: Ids, wanted: int) -> Tensor:
@@ -58,7 +59,7 @@ def _copy(ids: Ids, start: int, stop: int) -> Tensor:
 def write_text(directory: Path, corpus: Corpus, unique: int) -> None:
     """Write so many ids to train on, and all to validate on, as `upload-data --tokenizer` does."""
     directory.mkdir()
-    train, val = drawn(corpus.train, unique), drawn(corpus.val, len(corpus.val))
+    train, val = drawn(corpus.train, unique), drawn(corpus.val, WRITTEN)
     kind = {torch.int16: "uint16", torch.int32: "uint32"}[train.dtype]
     meta: dict[str, Any] = {"dtype": kind, "end_of_text": corpus.tokenizer.end_of_text}
     for name, ids in (("train", train), ("val", val)):
@@ -87,7 +88,7 @@ def run_trials(
     Raises ServiceError, with the last line of its log, if one fails. None goes on afterwards.
     """
     waiting, running = deque(trials), dict[subprocess.Popen[bytes], tuple[Trial, Path, float]]()
-    with tempfile.TemporaryDirectory(prefix="sm-nanogpt-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
         place = Path(temporary)
         source.write(place / "code")
         try:
@@ -139,7 +140,8 @@ def start(trial: Trial, code: Path, text: Path, out: Path) -> subprocess.Popen[b
 def outcome(process: subprocess.Popen[bytes], trial: Trial, out: Path, seconds: float) -> Pilot:
     if process.returncode:
         last = (out / "log").read_text(errors="replace").strip().rpartition("\n")[2]
-        raise ServiceError(f"pilot {trial.name} failed: {last}")
+        why = last if process.returncode > 0 else f"it was killed by signal {-process.returncode}"
+        raise ServiceError(f"pilot {trial.name} failed: {why}")
     rows = [json.loads(line) for line in (out / "output" / "metrics.jsonl").open()]
     best = min((row for row in rows if "val_loss" in row), key=lambda row: row["val_loss"])
     per_step = trial.values["batch_size"] * trial.values["block_size"]

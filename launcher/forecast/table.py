@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,11 +25,6 @@ class Row(Document):
     bits_per_byte: Positive
     seconds: dict[str, Positive | None]
     dollars: dict[str, Positive | None]
-
-    @property
-    def cheapest(self) -> float:
-        """USD where it costs least; infinity if no cost is known."""
-        return min((each for each in self.dollars.values() if each), default=math.inf)
 
 
 class Forecast(Document):

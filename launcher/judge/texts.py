@@ -13,7 +13,7 @@ from torch import Tensor
 
 from entry_point.container import Container
 from entry_point.errors import TrainingError
-from entry_point.text import Ids, Tokenizer, read_text, read_tokens, unsigned
+from entry_point.text import Ids, Tokenizer, read_corpus, unsigned
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.finding import find
@@ -125,11 +125,11 @@ def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
         paths = {name: place / name for name, uri in texts.items() if uri is not None}
         for name, path in paths.items():
             storage.fetch(str(texts[name]), path, settings=settings)
-        training = paths["training"]
-        here = Container(False, training, paths.get("validation"), None, place, place, place)
+        channels = paths["training"], paths.get("validation"), None
         try:
-            encoded, config = (training / "meta.json").exists(), known_config(values)
-            corpus = read_tokens(training, config) if encoded else read_text(here, config, None)
+            corpus = read_corpus(
+                Container(False, *channels, place, place, place), known_config(values)
+            )
         except (TrainingError, ValueError) as error:
             raise ServiceError(str(error)) from None
         content = bytearray().join(pieces(corpus.train, corpus.tokenizer.words, MOST_BYTES))

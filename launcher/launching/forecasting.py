@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from itertools import islice
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launcher.aws import aws_session, check_region
 from launcher.errors import InputError, LauncherError
 from launcher.files import storage
 from launcher.finding import Listing
 from launcher.forecast import table
-from launcher.job import Request
+from launcher.job import JobDescription, Request, TrainingJob
 from launcher.launching.launch import kept_forecast, with_folder
-from launcher.launching.texts import Channel, find_texts
-from launcher.sagemaker.cost import Prices
+from launcher.launching.texts import Channel, check_texts, find_texts
+from launcher.sagemaker.cost import Prices, rate
 from launcher.settings import Settings
 from launcher.text.copies import temporary
+from launcher.text.corpus import read_manifest
 from launcher.text.formats import stored
 
 if TYPE_CHECKING:  # they import torch
     from entry_point.text import Corpus
     from launcher.forecast.forecast import Forecaster, Place
 
+logger = logging.getLogger(__name__)
+
+TAKEN = {"instance", "data", "validation", "entry_point", "max_cost"}  # of a request
 NEWEST = 200  # jobs that are asked for their speed
 
 
 def forecast(
-    request: Request, settings: Settings, told: Callable[[str], None] = lambda line: None
+    request: Request, settings: Settings, told: Callable[[str], None] = logger.info
 ) -> table.Forecast:
     """What each size would be on the text of a request, here and on its instances.
 
@@ -39,26 +42,30 @@ def forecast(
     """
     from launcher.forecast.forecast import Forecaster
 
+    if other := sorted(request.given().keys() - TAKEN):
+        raise InputError("a forecast is for all sizes, without it", field=other[0])
     request = with_folder(request)
     texts = find_texts(request, settings, settings)
     place = kept_forecast(request, texts, settings)
-    if place is None:
-        raise InputError(f"{texts['data'].named}: its length is not known; upload it from here")
-    if texts["data"].upload and texts["data"].upload.chats:
-        raise InputError("conversations are not forecast: the law is that of text")
+    for channel in texts.values():
+        if channel.upload is None:
+            raise InputError(f"{channel.named}: its length is not known; upload it from here")
+        if channel.upload.chats:
+            raise InputError("conversations are not forecast: the law is that of text")
+    assert place is not None
     forecaster = Forecaster(corpus_of(texts, settings), request.source, place, told)
-    types = [name for name in request.instances if name != "local"]
-    elsewhere = [known(name, forecaster, settings) for name in types]
-    local = "local" in request.instances
-    return forecaster.forecast(texts["data"].named, elsewhere, local, request.max_cost)
+    check_texts(texts, forecaster.config_of(4, forecaster.tokens))
+    places = known_places(request, forecaster, settings)
+    return forecaster.forecast(texts["data"].named, places, request.max_cost)
 
 
-def corpus_of(texts: dict[str, Channel], settings: Settings) -> Corpus:
+def corpus_of(texts: Mapping[str, Channel], settings: Settings) -> Corpus:
     """The texts as a job would read them."""
+    from entry_point.config import Config
+    from entry_point.container import Container
     from entry_point.errors import DataError
-    from entry_point.text import read_text, read_tokens
+    from entry_point.text import read_corpus
 
-    values: Any = SimpleNamespace(validation_fraction=0.1)
     with temporary(settings) as directory:
         for name, channel in texts.items():
             (directory / name).mkdir()
@@ -69,31 +76,54 @@ def corpus_of(texts: dict[str, Channel], settings: Settings) -> Corpus:
                     shutil.copyfile(path, target)
             if not channel.sources:
                 storage.fetch(channel.uri, directory / name, settings=settings)
-        data, validation = directory / "data", directory / "validation"
-        here: Any = SimpleNamespace(
-            training=data, validation=validation if "validation" in texts else None
-        )
+        validation = directory / "validation" if "validation" in texts else None
+        channels = directory / "data", validation, None
+        here = Container(False, *channels, directory, directory, directory)
         try:
-            if (data / "meta.json").exists():
-                return read_tokens(data, values)
-            return read_text(here, values, None)
+            return read_corpus(here, Config())
         except DataError as error:
             raise InputError(str(error)) from None
 
 
-def known(name: str, forecaster: Forecaster, settings: Settings) -> Place:
-    """What the user's own jobs tell of an instance type, and AWS of its price."""
+def known_places(request: Request, forecaster: Forecaster, settings: Settings) -> list[Place]:
+    """What the user's own jobs tell of the speed of instance types, and AWS of their prices: of
+    the types that are asked for, and of those on which a job ended."""
     from launcher.forecast.forecast import Place
 
-    price, flops, around = None, None, 0.0
-    with suppress(LauncherError):
+    listing, measured = Listing(settings), dict[str, tuple[float, float, str]]()
+    for job in islice(listing, NEWEST):
+        if job.instance != "local" and job.instance_count == 1 and job.instance not in measured:
+            found = forecaster.measured(job, vocabulary_of(job, settings))
+            measured |= {job.instance: (*found, job.job_id)} if found else {}
+    if listing.failure is not None:
+        logger.info(str(listing.failure))
+    names = dict.fromkeys([*request.instances, *measured])
+    names.pop("local", None)
+    places = []
+    for name in names:
+        flops, around, job_id = measured.get(name, (None, 0.0, ""))
+        places.append(Place(name, flops, around, price_of(name, settings), job_id))
+    return places
+
+
+def price_of(name: str, settings: Settings) -> float | None:
+    """USD of a second on an instance type, with its disk; None, which is logged, if not known."""
+    try:
         session = aws_session(settings)
-        if found := Prices(settings, check_region(session), session).of(name):
-            price = found.per_hour / 3600
-        jobs = (job for job in islice(Listing(settings), NEWEST) if job.instance == name)
-        for job in jobs:
-            measured = forecaster.measured(job)
-            if measured is not None:
-                flops, around = measured
-                break
-    return Place(name, flops, around, price)
+        prices = Prices(settings, check_region(session), session)
+        price, trouble = prices.of(name), prices.trouble
+    except LauncherError as error:
+        price, trouble = None, str(error)
+    if price is None:
+        logger.info(f"the price of {name} is not known{f': {trouble}' if trouble else ''}")
+        return None
+    return rate(TrainingJob(instance=name, data="s3://any"), price) / 3600
+
+
+def vocabulary_of(job: JobDescription, settings: Settings) -> int:
+    """The different tokens of a job's text; 0 if its manifest is gone."""
+    try:
+        upload = read_manifest(job.data, settings)
+    except LauncherError:
+        return 0
+    return upload.vocabulary_size if upload else 0

@@ -142,10 +142,10 @@ def fill(asked: Request, settings: Settings, known: Mapping[str, Channel] | None
     gpu = machines.looks_like_gpu(request.instance or "local")
     if gpu and request.preset is request.size is None and not (asked.resume or asked.init_from):
         request = request.model_copy(update={"preset": "baby"})
-    if request.preset != "auto":
+    if request.preset != "auto" and request.size is None:
         request.config(1)  # tells of a mistake before a long text is read
     texts = known or find_texts(request, settings, near)
-    request = start.sized(request, texts["data"])
+    request = start.sized(request, texts)
     request = start.with_whole_windows(request, texts["data"])
     base = model.name if model else earlier.job.base if earlier else None
     job = complete(request, texts, base, near)
@@ -307,11 +307,12 @@ def complete(
 def forecast_of(
     job: TrainingJob, texts: Mapping[str, Channel], settings: Settings
 ) -> Expected | None:
-    """The loss that was forecast for a job's size on its texts, if nothing else was changed."""
-    if {*job.hyperparameters} - job._dialed - {"seed"}:
-        return None
-    place = kept_forecast(job, texts, settings)
-    return table.recall(place, job.size or 0.0) if place else None
+    """The loss that was forecast for a job's size on its texts, if the job is that run."""
+    size, place = job.size or 0.0, kept_forecast(job, texts, settings)
+    with job.source.running():
+        dialed = job.source.module("config").dial(size, *start.size_of(texts))
+    given = {name: value for name, value in job.hyperparameters.items() if name != "seed"}
+    return table.recall(place, size) if place and given == dialed else None
 
 
 def kept_forecast(
@@ -345,7 +346,11 @@ def summary_of(job: TrainingJob) -> str:
         changed = [f"{name}={shortest(v)}" for name, v in values.items() if usual[name] != v]
         return [*([preset] if preset else []), *changed]
 
-    found = [f"size {job.size:g}", *words("")] if job.size else min(map(words, presets), key=len)
+    if job.size:
+        given = sorted(values.keys() & {name.replace("-", "_") for name in job.hyperparameters})
+        found = [f"size {job.size:g}", *(f"{n}={shortest(values[n])}" for n in given)]
+    else:
+        found = min(map(words, presets), key=len)
     found += [] if source.is_packaged else ["edited"]
     found += [f"from {job.base}"] if job.init_from is not None else []
     found += [f"resumes {job.resume}"] if job.resume is not None else []

@@ -21,7 +21,7 @@ from launcher.files.documents import Scalar
 from launcher.files.models import DOCUMENTS, model_files
 from launcher.job import FULL_ID, Request
 from launcher.launching.texts import Channel, n_training
-from launcher.machines import GPUS
+from launcher.machines import GPUS, looks_like_gpu
 from launcher.models.fetch import model_directory
 from launcher.settings import Settings
 from launcher.text import corpus
@@ -131,17 +131,35 @@ SIZES = (*(n / 4 for n in range(1, 9)), 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 
 LARGEST_ON_CPU = 3  # as `laptop`, some minutes
 
 
-def size_of(channel: Channel) -> tuple[int, bool]:
+def size_of(texts: Mapping[str, Channel]) -> tuple[int, bool]:
     """Tokens to train on, or characters; whether of conversations."""
-    if (upload := channel.upload) is not None:
-        return n_training(upload), upload.chats
+    if (upload := texts["data"].upload) is not None:
+        return (upload.characters if "validation" in texts else n_training(upload)), upload.chats
     raise InputError(
-        f"{channel.named}: a size needs the length of the text, and knows that of local texts, and"
-        " of uploads unless this is a dry run; name a preset"
+        f"{texts['data'].named}: a size needs the length of the text, and knows that of local"
+        " texts, and of uploads unless this is a dry run; name a preset"
     )
 
 
-def sized(request: Request, text: Channel) -> Request:
+def ranks_of(request: Request) -> int:
+    """The processes that share a batch; 8 on an instance whose GPUs are not known."""
+    if request.is_local:
+        import torch
+
+        return request.processes_per_instance or torch.cuda.device_count() or 1
+    gpus = [GPUS.get(n, (8, ""))[0] if looks_like_gpu(n) else 1 for n in request.instances]
+    return math.lcm(*gpus) * (request.instance_count or 1)
+
+
+def on_gpus(request: Request) -> bool:
+    if request.is_local:
+        import torch
+
+        return torch.cuda.is_available()
+    return looks_like_gpu(request.instances[0])
+
+
+def sized(request: Request, texts: Mapping[str, Channel]) -> Request:
     """The request with the hyperparameters of its size.
 
     preset=auto is the largest size whose tokens the text has, if it is read as often as it may be;
@@ -149,20 +167,19 @@ def sized(request: Request, text: Channel) -> Request:
     """
     if request.preset != "auto" and request.size is None:
         return request
-    tokens, chats = size_of(text)
-    module, size = request.source.module("config"), request.size
+    tokens, chats = size_of(texts)
+    module, size, ranks = request.source.module("config"), request.size, ranks_of(request)
     with request.source.running():
         if size is None:
-            most = SIZES[-1] if request.instances[0] in GPUS else LARGEST_ON_CPU
+            most = SIZES[-1] if on_gpus(request) else LARGEST_ON_CPU
             readable = module.MOST_READINGS * tokens
             fitting = [each for each in SIZES if each <= most and module.worth(each) <= readable]
             size = max(fitting, default=SIZES[0])
-        gpus = [GPUS[name][0] for name in request.instances if name in GPUS]
-        ranks = math.lcm(*gpus) * (request.instance_count or 1)
         values = module.dial(size, tokens, chats, ranks)
-    if request.hyperparameters.get("optimizer") == "adamw":
-        del values["learning_rate"]  # which is for Muon
     logger.info(f"size: {size:g}, for {tokens:,} tokens of text")
+    if request.hyperparameters.get("optimizer") == "adamw":
+        logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
+        del values["learning_rate"], values["weight_decay"]
     given = {name.replace("-", "_"): value for name, value in request.hyperparameters.items()}
     update = {"preset": None, "size": size, "hyperparameters": {**values, **given}}
     request = request.model_copy(update=update)
