@@ -51,9 +51,10 @@ def show_forecast(given: dict[str, Any], settings: Settings, as_json: bool) -> N
     for line in made.notes:
         note(f"note: {line}")
     lowest = "for this text" if made.best < made.rows[-1].size else "that can be forecast"
+    click.echo(f"the lowest {lowest}: size {made.best:g}")
     click.echo(
-        f"the lowest {lowest}: size {made.best:g}; twice the text changes its loss by about"
-        f" {made.twice_text:+.3f}, twice the compute by about {made.twice_compute:+.3f}"
+        f"twice the text changes its loss by about {made.twice_text}, twice the compute by about"
+        f" {made.twice_compute}"
     )
     size: float | None = made.best
     if request.max_cost and not request.is_local:

@@ -15,7 +15,7 @@ from launcher.errors import InputError
 from launcher.files import storage
 from launcher.forecast.law import Run, TextLaw, shared
 from launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_trials
-from launcher.forecast.table import Forecast, Pilot, Row, read
+from launcher.forecast.table import Change, Forecast, Pilot, Row, read
 from launcher.job import Expected, JobDescription, TrainingJob
 from launcher.local.backend import plan_processes
 from launcher.machines import cores
@@ -238,14 +238,19 @@ class Forecaster:
             dollars={place.name: place.dollars(work) for place in places},
         )
 
-    def worth(self, best: float, law: TextLaw) -> dict[str, float]:
+    def worth(self, best: float, law: TextLaw) -> dict[str, Change]:
         """What the loss changes by with twice the text, and with twice the compute."""
         now, more = self.run_of(best, self.tokens), self.run_of(best, 2 * self.tokens)
         larger = [self.run_of(best + n / 16, self.tokens) for n in range(1, 65)]
         work = 2 * now.parameters * now.tokens
         twice = next((run for run in larger if run.parameters * run.tokens >= work), larger[-1])
-        (before, _), (text, _), (compute, _) = law.losses([now, more, twice])
-        return {"twice_text": text - before, "twice_compute": compute - before}
+        [(loss, _)] = law.losses([now])
+        found = {}
+        for name, run in (("twice_text", more), ("twice_compute", twice)):
+            change, deviation = law.change(now, run)
+            each = (loss * math.expm1(change + z * deviation) for z in (0, -Z, Z))
+            found[name] = Change(**dict(zip(("nats", "low", "high"), each, strict=True)))
+        return found
 
 
 def chosen(rows: Sequence[Row]) -> float | None:

@@ -83,6 +83,14 @@ class TextLaw:
         medians, deviations = (x @ self.mean).exp(), self.law.spread * variance.sqrt()
         return list(zip(medians.tolist(), deviations.tolist(), strict=True))
 
+    def change(self, run: Run, other: Run) -> tuple[float, float]:
+        """By what the log loss of another run differs from that of a run, and the standard
+        deviation of that, with the noise of both."""
+        own, others = self.law.features([run, other])
+        apart = others - own
+        variance = float(apart @ self.covariance @ apart) + 2 * self.law.noise**2
+        return float(apart @ self.mean), self.law.spread * math.sqrt(variance)
+
 
 @cache
 def shared() -> Law:

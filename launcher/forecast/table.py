@@ -14,6 +14,17 @@ from launcher.job import Expected, Positive
 from launcher.settings import Settings
 
 
+class Change(Document):
+    """What the loss of a run changes by, in nats; its 80 % interval is low to high."""
+
+    nats: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.nats:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+
+
 class Row(Document):
     """What a size would be: its parameters, how often it reads the text, its loss, and by instance
     its seconds and USD, None where no speed or price is known."""
@@ -32,7 +43,7 @@ class Forecast(Document):
 
     best is the size of the lowest loss, or the smallest that is hardly worse; affordable is that
     below the ceiling, None if there is none. twice_text and twice_compute are what the loss of the
-    best size changes by, in nats, with twice as much of each.
+    best size changes by with twice as much of each.
     """
 
     text: str
@@ -43,8 +54,8 @@ class Forecast(Document):
     rows: list[Row]
     best: Positive
     affordable: Positive | None
-    twice_text: float
-    twice_compute: float
+    twice_text: Change
+    twice_compute: Change
     notes: list[str]
 
 
