@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -125,6 +126,21 @@ def test_an_upload_goes_to_s3_below_the_prefix_once(s3, emulator, cli, text_file
 def test_an_empty_object_of_s3_is_read_as_an_empty_file(s3):
     s3.put_object(Bucket=s3.bucket, Key="empty", Body=b"")
     assert storage.read_bytes(f"s3://{s3.bucket}/empty") == b""
+
+
+@pytest.mark.parametrize(
+    ("arrives", "metadata"),
+    [(b"content", {"sha256": "0" * 64}), (b"conten", {})],  # what others put there has no SHA-256
+    ids=["sha256", "size"],
+)
+def test_a_download_altered_on_its_way_is_refused(s3, tmp_path, monkeypatch, arrives, metadata):
+    async def get(fs: Any, path: str, target: str, **options: Any) -> None:
+        Path(target).write_bytes(arrives)
+
+    s3.put_object(Bucket=s3.bucket, Key="file", Body=b"content", Metadata=metadata)
+    monkeypatch.setattr(S3FileSystem, "_get_file", get)
+    with pytest.raises(ServiceError, match="the download is damaged"):
+        storage.fetch(f"s3://{s3.bucket}/file", tmp_path)
 
 
 def test_a_missing_bucket_is_named_and_not_created(s3, home, text_file):

@@ -129,15 +129,15 @@ def replacing(path: Path) -> AbstractContextManager[BinaryIO]:
 
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:
-    """Copy a regular file atomically, as private as it is, to one that cannot be written in place.
-
-    Raises OSError.
-    """
+    """Copy a regular file atomically, as private and as old as it is, to one that cannot be written
+    in place. Raises OSError."""
     with open_file(source) as file, replacing(target) as out:
         while chunk := file.read(CHUNK_BYTES):
             out.write(chunk)
             progress(len(chunk))
+        out.flush()
         with suppress(PermissionError):  # of a file system without modes
+            shutil.copystat(source, out.name)
             os.fchmod(out.fileno(), os.fstat(file.fileno()).st_mode & 0o555)
 
 
@@ -147,7 +147,7 @@ def write_file(
     """Upload a local file atomically.
 
     In a store on this machine it cannot be written again, since jobs link it. S3 receives parallel
-    parts, each with a checksum.
+    parts, each with a checksum; the object's metadata holds the SHA-256 of the file.
     """
     if (place := local_path(uri)) is not None:
         with reported(uri):
@@ -155,8 +155,9 @@ def write_file(
             copy_file(source, place, progress)
         return
     fs, path = file_system(uri, settings)
+    sha256 = file_sha256(source)
     with reported(uri):
-        fs.put_file(str(source), path, **by_parts(progress))
+        fs.put_file(str(source), path, Metadata={"sha256": sha256}, **by_parts(progress))
 
 
 def by_parts(progress: Progress) -> dict[str, Any]:
@@ -319,6 +320,9 @@ def fetch(
             source = path if single else f"{path}/{name}"
             if local_path(uri) is None:
                 fs.get_file(source, str(target), **by_parts(progress))
+                size, sha256 = fs.info(source)["size"], fs.metadata(source).get("sha256")
+                if target.stat().st_size != size or (sha256 and file_sha256(target) != sha256):
+                    raise ServiceError(f"s3://{source}: the download is damaged; fetch it again")
             else:
                 target.symlink_to(source)
                 progress(files[name])
