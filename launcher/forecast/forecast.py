@@ -92,8 +92,10 @@ class Forecaster:
     def made(self, trials: Sequence[Trial], at_once: int) -> list[Pilot]:
         """The outcomes of these runs, which are made unless they are kept."""
         left = [trial for trial in trials if trial.name not in self.kept.pilots]
-        for trial, outcome in run_trials(left, self.corpus, self.source, at_once):
-            self.told(f"{trial.name}: loss {outcome.loss:.3f}, {outcome.seconds:.0f} s")
+        ended = run_trials(left, self.corpus, self.source, at_once)
+        for n, (trial, outcome) in enumerate(ended, len(trials) - len(left) + 1):
+            known = f"loss {outcome.loss:.3f}, {outcome.seconds:.0f} s"
+            self.told(f"{trial.name}: {known} ({n} of {len(trials)})")
             self.keep(pilots={**self.kept.pilots, trial.name: outcome})
         return [self.kept.pilots[trial.name] for trial in trials]
 
