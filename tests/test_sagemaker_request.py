@@ -300,7 +300,7 @@ def many(option: str, n: int) -> str:
         ("--instance ml.g5.xlarge,ml.trn1.2xlarge", "Neuron"),
         ("--instance ml.g5.xlarge,ml.p3.8xlarge", "the V100 of ml.p3.8xlarge"),
         ("--preset quick", "`--set device=auto`"),
-        ("--preset auto --data s3://bucket/some --dry-run", "preset=auto needs"),
+        ("--preset auto --data s3://bucket/some --dry-run", "preset=auto and a size need"),
     ],
 )
 def test_a_request_aws_would_refuse_is_not_sent(cloud, s3, cli, text_file, words, fact):

@@ -136,8 +136,8 @@ def size_of(texts: Mapping[str, Channel]) -> tuple[int, bool]:
     if (upload := texts["data"].upload) is not None:
         return (upload.characters if "validation" in texts else n_training(upload)), upload.chats
     raise InputError(
-        f"{texts['data'].named}: a size needs the length of the text, and knows that of local"
-        " texts, and of uploads unless this is a dry run; name a preset"
+        f"{texts['data'].named}: preset=auto and a size need the length of the text, which is known"
+        " of local texts, and of uploads unless this is a dry run; name another preset"
     )
 
 
