@@ -6,6 +6,7 @@ it is sent, in `launcher.sagemaker.estimator`.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import logging
@@ -204,12 +205,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def source_archive(source: Source, launcher: str) -> bytes:
-    """sourcedir.tar.gz: the training folder, and what the launcher needs besides."""
-    files = dict(source.files)
+    """sourcedir.tar.gz: the training folder, and what the launcher needs besides; the same files
+    give the same bytes."""
+    files = dict(sorted(source.files.items()))
     if launcher == "pytorchddp":
         files |= {"mpi4py/__init__.py": b"", "mpi4py/__main__.py": MPI4PY}
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,
+        tarfile.open(fileobj=file, mode="w") as tar,
+    ):
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size, member.mode = len(content), 0o644
