@@ -313,7 +313,7 @@ def test_a_launch_shows_price_source_and_worst_case(cloud, launch):
 
 @pytest.mark.parametrize(
     ("answer", "why"),
-    [(None, "no (AccessDenied"), ("<html>Sign in</html>", "'PriceList'")],
+    [(None, "GetProducts: no (AccessDenied"), ("<html>Sign in</html>", "'PriceList'")],
 )
 def test_a_launch_continues_without_a_price_list(launch, money, answer, why):
     if answer is None:

@@ -406,7 +406,8 @@ def first_job(day: Day) -> None:
     day.check("SageMaker reads the metrics", final >= {"step", "val_loss"}, final)
     day.check("the loss falls", rows[-1]["train_loss"] < rows[0]["train_loss"])
     day.check(
-        "the last row is of the last step", rows[-1]["step"] == job.status["metrics"]["max_steps"]
+        "the last row is of the last step",
+        rows[-1]["step"] == job.status["hyperparameters"]["max_steps"],
     )
     made = day.objects(f"jobs/{job_id}").keys()
     archives = {f"output/{name}.tar.gz" for name in ("model", "output")}
