@@ -47,13 +47,6 @@ class Curve:
         """The steps at which a value is known, and the value there."""
         return [(int(row["step"]), float(row[name])) for row in self.rows if name in row]
 
-    def drawn(self, width: int = 60) -> str:
-        """The validation loss, or that of training before two evaluations, as lines of text."""
-        for name in ("val_loss", "train_loss"):
-            if len(points := self.points(name)) > 1:
-                return "\n".join([f"{name}:", *sketch(points, width)])
-        return ""
-
 
 def rows_of_file(lines: Iterable[bytes], name: object) -> list[Row]:
     """Rows from the lines of metrics.jsonl; skips an incomplete line, and one without a step."""

@@ -115,10 +115,15 @@ def logs_shown() -> Iterator[None]:
 
 
 def print_curve(curve: Curve, err: bool = False) -> None:
-    """Draw the loss, unless there is one point or none."""
-    width = max(20, min(60, shutil.get_terminal_size().columns - 12))
-    if drawing := curve.drawn(width):
-        click.echo(drawing, err=err)
+    """Draw the validation loss, or the training loss while there are fewer than two evaluations."""
+    from launcher.curve import sketch
+
+    for name in ("val_loss", "train_loss"):
+        points = curve.points(name)
+        if len(points) > 1:
+            width = max(20, min(60, shutil.get_terminal_size().columns - 12))
+            click.echo("\n".join([f"{name}:", *sketch(points, width)]), err=err)
+            return
 
 
 def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator[str]:

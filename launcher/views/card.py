@@ -16,8 +16,7 @@ def card(job: JobDescription, curve: Curve | None) -> str:
     left = "<td style='text-align: left'>"
     shown = {n: v for n, v in facts(job).items() if v}
     rows = (f"<tr><th>{n}</th>{left}{escape(v)}</td></tr>" for n, v in shown.items())
-    drawing = f"<pre>{curve.drawn()}</pre>" if curve else ""
-    return f"<table>{''.join(rows)}</table>{drawing}"
+    return f"<table>{''.join(rows)}</table>{drawing(curve) if curve else ''}"
 
 
 def facts(job: JobDescription) -> dict[str, str | None]:
@@ -59,3 +58,22 @@ def cost_words(job: JobDescription) -> str | None:
     disk = "" if has_local_storage(job.instance) else " plus its disk"
     price = f"{usd(job.price.per_hour)} per instance and hour{disk} ({job.price.source})"
     return f"{usd(job.cost)}{so_far}, at {price}"
+
+
+def drawing(curve: Curve) -> str:
+    """The losses: that of training pale, that of validation strong."""
+    lines = {0.4: curve.points("train_loss"), 1.0: curve.points("val_loss")}
+    points = [point for line in lines.values() for point in line]
+    if len(points) < 2:
+        return ""
+    last, losses = max(step for step, _ in points) or 1, [loss for _, loss in points]
+    low, high, shapes = min(losses), max(losses), ""
+    stroke = 'fill="none" stroke="currentColor" stroke-width="2.5" stroke-linecap="round"'
+    for opacity, line in lines.items():
+        line *= 1 + (len(line) == 1)  # a line from a point to itself is a dot
+        places = " ".join(f"{step},{-loss}" for step, loss in line)
+        fixed = 'vector-effect="non-scaling-stroke"'
+        shapes += f'<polyline opacity="{opacity}" {stroke} {fixed} points="{places}"/>'
+    box = f'viewBox="0 {-high} {last} {high - low or 1}" preserveAspectRatio="none"'
+    said = f"val_loss strong, train_loss pale: {high:.2f} to {low:.2f} in {last} steps"
+    return f'<svg width="480" height="130" overflow="visible" {box}>{shapes}</svg><br>{said}'
