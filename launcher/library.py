@@ -266,8 +266,9 @@ def launch(request: Request, settings: Settings | None = None, confirmed: bool =
 def forecast(request: Request, settings: Settings | None = None) -> Forecast:
     """What each size would be on the text of a request, from about two minutes of pilots here.
 
-    Of the request it takes instance, data, validation, entry_point and max_cost. Logs each pilot.
-    Raises InputError if nothing can be known, and ServiceError if a pilot fails.
+    The request may set instance, data, validation, entry_point, and max_cost. Each pilot is logged.
+    Raises InputError if it sets another field or nothing can be known, and ServiceError if a pilot
+    fails.
     """
     return forecasting.forecast(request, settings or load_settings())
 

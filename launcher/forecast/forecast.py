@@ -105,7 +105,7 @@ class Forecaster:
 
     def check(self, runs: Sequence[Run], law: TextLaw) -> None:
         """Raise InputError if nothing can be known from the pilots."""
-        counts = torch.bincount(unsigned(self.corpus.train[0 : min(self.tokens, 1 << 24)]))
+        counts = torch.bincount(unsigned(self.corpus.train[0 : min(self.tokens, WRITTEN)]))
         shares = counts[counts > 0] / counts.sum()
         guessing, best = -float((shares * shares.log()).sum()), min(run.loss for run in runs)
         problem = ""
@@ -164,7 +164,10 @@ class Forecaster:
         return Trial(f"speed of size {size:g}", {**values, **short}, unique, threads)
 
     def measured(self, job: JobDescription, vocabulary: int) -> tuple[float, float] | None:
-        """Of a job that ended: the operations that it did in a second, its seconds around them."""
+        """How many operations an ended job did in a second, and how many seconds the rest took.
+
+        None if the job did not complete, or its speed is unknown.
+        """
         names = {f.name for f in fields(self.config.Config)}
         values = {n: v for n, v in job.hyperparameters.items() if n in names}
         speed = (job.metrics or {}).get("tokens_per_second")
@@ -191,17 +194,13 @@ class Forecaster:
         law = shared().of_text(runs)
         self.check(runs, law)
         most = FURTHEST * sum(run.parameters * run.tokens for run in runs)
-        works = {size: self.run_of(size, self.tokens) for size in SIZES}
-        within = [size for size, run in works.items() if run.parameters * run.tokens <= most]
+        sizes = [(size, self.run_of(size, self.tokens)) for size in SIZES]
+        within = [size for size, run in sizes if run.parameters * run.tokens <= most]
         here = self.local_seconds(within)
         per_byte = outcomes[0].bits_per_byte / outcomes[0].loss
         rows = [self.row(size, law, per_byte, places, here[size]) for size in within]
         best = chosen(rows) or SIZES[0]
-        payable = [
-            row
-            for row, size in zip(rows, within, strict=True)
-            if any(place.fits(self.work(size), ceiling) for place in places)
-        ]
+        payable = [row for row in rows if any(p.fits(self.work(row.size), ceiling) for p in places)]
         made = Forecast(
             text=text,
             unit=self.unit,

@@ -78,7 +78,10 @@ class Kept(Document):
 
 
 def place_of(texts: Sequence[str], source: str, settings: Settings) -> Path:
-    """The file for the texts, by their hashes, and a training folder, by its hash."""
+    """The file that keeps the forecast of these texts by this training folder.
+
+    texts and source are their SHA-256 hashes.
+    """
     digest = hashlib.sha256(" ".join([*texts, source]).encode()).hexdigest()
     return settings.home / "forecasts" / f"{digest[:24]}.json"
 
