@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-import os
-import subprocess
-import sys
 import tempfile
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entry_point.text import Corpus, Ids
+from entry_point.text import Corpus, Ids, Tokenizer
 from launcher.errors import ServiceError
 from launcher.forecast.table import Pilot
+from launcher.local.runs import Ended, Run, run_all
 from launcher.source import Source
 
 SIZES = (1.0, 1.25, 1.5, 1.75)
@@ -58,16 +54,19 @@ def _copy(ids: Ids, start: int, stop: int) -> Tensor:
 
 def write_text(directory: Path, corpus: Corpus, unique: int) -> None:
     """Write so many ids to train on, and all to validate on, as `upload-data --tokenizer` does."""
+    write_ids(directory, corpus.tokenizer, drawn(corpus.train, unique), drawn(corpus.val, WRITTEN))
+
+
+def write_ids(directory: Path, tokenizer: Tokenizer, train: Tensor, val: Tensor) -> None:
     directory.mkdir()
-    train, val = drawn(corpus.train, unique), drawn(corpus.val, WRITTEN)
     kind = {torch.int16: "uint16", torch.int32: "uint32"}[train.dtype]
-    meta: dict[str, Any] = {"dtype": kind, "end_of_text": corpus.tokenizer.end_of_text}
+    meta: dict[str, Any] = {"dtype": kind, "end_of_text": tokenizer.end_of_text}
     for name, ids in (("train", train), ("val", val)):
         path = directory / f"{name}.bin"
         torch.from_file(str(path), shared=True, size=len(ids), dtype=ids.dtype).copy_(ids)
         meta[name] = {"shards": [{"name": path.name, "tokens": len(ids)}]}
     (directory / "meta.json").write_text(json.dumps(meta))
-    (directory / "tokenizer.json").write_text(json.dumps(corpus.tokenizer.document))
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer.document))
 
 
 @dataclass(frozen=True)
@@ -87,62 +86,22 @@ def run_trials(
 
     Raises ServiceError, with the last line of its log, if one fails. None goes on afterwards.
     """
-    waiting, running = deque(trials), dict[subprocess.Popen[bytes], tuple[Trial, Path, float]]()
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
-        place = Path(temporary)
-        source.write(place / "code")
-        try:
-            while waiting or running:
-                while waiting and len(running) < at_once:
-                    trial = waiting.popleft()
-                    text = place / f"text-{trial.unique}"
-                    if not text.exists():
-                        write_text(text, corpus, trial.unique)
-                    out = place / f"run-{len(waiting)}"
-                    running[start(trial, place / "code", text, out)] = trial, out, time.monotonic()
-                for process in [each for each in running if each.poll() is not None]:
-                    trial, out, began = running.pop(process)
-                    yield trial, outcome(process, trial, out, time.monotonic() - began)
-                time.sleep(0.02)
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
+        texts = {n: Path(temporary) / str(n) for n in dict.fromkeys(t.unique for t in trials)}
+        for n, text in texts.items():
+            write_text(text, corpus, n)
+        runs = [
+            Run(source, {"device": "cpu", **each.values}, texts[each.unique], each.threads)
+            for each in trials
+        ]
+        for index, ended in run_all(runs, at_once):
+            if problem := ended.problem:
+                raise ServiceError(f"pilot {trials[index].name} failed: {problem}")
+            yield trials[index], outcome(trials[index], ended)
 
 
-def start(trial: Trial, code: Path, text: Path, out: Path) -> subprocess.Popen[bytes]:
-    """Start train.py in a session of its own, which Ctrl-C does not reach; it ends with us."""
-    values = {
-        "device": "cpu",
-        "sample_length": 0,
-        "log_interval": 1 << 20,
-        **trial.values,
-        "data": text,
-        "out": out,
-    }
-    words = [f"--{name}={value}" for name, value in values.items()]
-    out.mkdir()
-    with (out / "log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, str(code / "train.py"), *words],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": str(trial.threads),
-                "SM_NANOGPT_LAUNCHER": "sm-nanogpt",
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-
-
-def outcome(process: subprocess.Popen[bytes], trial: Trial, out: Path, seconds: float) -> Pilot:
-    if process.returncode:
-        last = (out / "log").read_text(errors="replace").strip().rpartition("\n")[2]
-        why = last if process.returncode > 0 else f"it was killed by signal {-process.returncode}"
-        raise ServiceError(f"pilot {trial.name} failed: {why}")
-    rows = [json.loads(line) for line in (out / "output" / "metrics.jsonl").open()]
+def outcome(trial: Trial, ended: Ended) -> Pilot:
+    rows = [json.loads(line) for line in (ended.out / "output" / "metrics.jsonl").open()]
     best = min((row for row in rows if "val_loss" in row), key=lambda row: row["val_loss"])
     per_step = trial.values["batch_size"] * trial.values["block_size"]
     times = [per_step / row["tokens_per_second"] for row in rows]
@@ -151,8 +110,8 @@ def outcome(process: subprocess.Popen[bytes], trial: Trial, out: Path, seconds: 
         loss=best["val_loss"],
         bits_per_byte=best["bits_per_byte"],
         step_seconds=fmean(median(few) for few in batched(times, 4)),
-        around=seconds - sum(map(operator.mul, times, steps)),
-        seconds=seconds,
+        around=ended.seconds - sum(map(operator.mul, times, steps)),
+        seconds=ended.seconds,
     )
 
 

@@ -19,20 +19,25 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+import entry_point
+import launcher
 from entry_point.text import read_tokenizer
 from launcher.errors import LauncherError, ServiceError
+from launcher.local.confine import confined
 from launcher.settings import Settings, load_settings, process_of
 
 # The most of one pass: so many tokens stay in the cache (41k a second of `laptop`, twice as many
 # make 26k), and their logits take 64 MB.
 PASS_TOKENS, PASS_LOGITS = 1 << 12, 1 << 24
+PACKAGES = [Path(module.__file__ or "").parent for module in (entry_point, launcher)]
 
 
 class Worker:
     """A model in a process of its own, which computes in float32 on the CPU.
 
     block_size is its context, size the number of its logits; chats: it has learned from
-    conversations; edited: an edited folder computes it. Raises ServiceError if it fails.
+    conversations; edited: an edited folder computes it. With scratch, the only directory that it
+    may write, it reads nothing but the model and the folder. Raises ServiceError if it fails.
     """
 
     block_size: int
@@ -40,13 +45,26 @@ class Worker:
     chats: bool
     edited: bool
 
-    def __init__(self, directory: Path, settings: Settings, entry_point: Path | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        settings: Settings,
+        entry_point: Path | None,
+        scratch: Path | None = None,
+    ) -> None:
         self.directory, self.tokenizer = directory, read_tokenizer(directory)
         self.pipe, theirs = Pipe()
+        command = process_of(__name__, theirs.fileno(), directory, entry_point or "")
+        # Threads that wait do not keep the judge's from their cores.
+        env = {"GOMP_SPINCOUNT": "5000", **os.environ, "SM_NANOGPT_HOME": str(settings.home)}
+        if scratch is not None:
+            readable = [directory, *PACKAGES, settings.home / "config.toml"]
+            readable += [entry_point] if entry_point else []
+            command = confined(command, [path for path in readable if path.exists()], [scratch])
+            env["TMPDIR"] = str(scratch)
         self.process = subprocess.Popen(
-            process_of(__name__, theirs.fileno(), directory, entry_point or ""),
-            # Threads that wait do not keep the judge's from their cores.
-            env={"GOMP_SPINCOUNT": "5000", **os.environ, "SM_NANOGPT_HOME": str(settings.home)},
+            command,
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs.fileno()],

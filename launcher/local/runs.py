@@ -1,0 +1,119 @@
+"""Runs of train.py on this machine that are no jobs: pilots of a forecast, and runs of a search."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.local.confine import confined
+from launcher.source import Source
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of train.py to be made: its folder, its options, its text, and how it is held.
+
+    gpu is the one that it sees, None for the CPU. It is killed after `limit` seconds. alone: it
+    reads no file but its folder, its text and Python's packages, where the system can see to that.
+    """
+
+    source: Source
+    values: Mapping[str, Any]
+    text: Path
+    threads: int = 1
+    gpu: int | None = None
+    limit: float = float("inf")
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that ended: its directory, its exit status, and seconds by the clock and of the CPU,
+    with those of every process that it started."""
+
+    run: Run
+    out: Path
+    status: int
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def problem(self) -> str:
+        """The last line of its log, or what killed it; '' if it completed."""
+        if self.seconds > self.run.limit:
+            return f"it took over {self.run.limit:.0f} s"
+        if self.status < 0:
+            return f"it was killed by signal {-self.status}"
+        last = (self.out / "log").read_text(errors="replace").strip().rpartition("\n")[2]
+        return last if self.status else ""
+
+
+def run_all(runs: Sequence[Run], at_once: int) -> Iterator[tuple[int, Ended]]:
+    """Make these runs, some at once, and yield each with its index when it ends.
+
+    Its directory is there until the next one is asked for. None goes on afterwards.
+    """
+    waiting, running = deque(enumerate(runs)), dict[subprocess.Popen[bytes], tuple[int, float]]()
+    with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
+        place = Path(temporary)
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    index, run = waiting.popleft()
+                    code = place / run.source.sha256
+                    run.source.write(code)
+                    process = start(run, code, place / f"run-{index}")
+                    running[process] = index, time.monotonic()
+                for process in list(running):
+                    index, began = running[process]
+                    seconds = time.monotonic() - began
+                    if seconds > runs[index].limit:
+                        process.kill()
+                    pid, status, used = os.wait4(process.pid, os.WNOHANG)
+                    if not pid:
+                        continue
+                    del running[process]
+                    process.returncode = os.waitstatus_to_exitcode(status)
+                    cpu = used.ru_utime + used.ru_stime
+                    out = place / f"run-{index}"
+                    yield index, Ended(runs[index], out, process.returncode, seconds, cpu)
+                time.sleep(0.02)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+
+
+def start(run: Run, code: Path, out: Path) -> subprocess.Popen[bytes]:
+    """Start train.py in a session of its own, which Ctrl-C does not reach; it ends with us."""
+    values = {"sample_length": 0, "log_interval": 1 << 20, **run.values}
+    words = [f"--{name}={value}" for name, value in values.items()]
+    command = [sys.executable, str(code / "train.py"), *words, f"--data={run.text}", f"--out={out}"]
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(run.threads),
+        "SM_NANOGPT_LAUNCHER": "sm-nanogpt",
+    }
+    out.mkdir()
+    if run.gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(run.gpu)
+    if run.alone:
+        command = confined(command, [code, run.text], [out], devices=run.gpu is not None)
+        env |= {"HOME": str(out), "TMPDIR": str(out)}  # where compilers keep what they make
+    with (out / "log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
