@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import click
 
-from launcher.cli import account, delete, evaluate, jobs, launch, models, upload, views
+from launcher.cli import account, delete, evaluate, jobs, launch, models, search, upload, views
 from launcher.cli.options import Group, valued
 from launcher.cli.show import logs_shown, note, silence
 from launcher.cli.words import sentence
@@ -50,6 +50,7 @@ COMMANDS: dict[str, list[click.Command]] = {
         models.play_command,
         evaluate.eval_command,
     ],
+    "Search": [search.try_group],
     "AWS account": [account.infra_group, account.doctor_command],
 }
 

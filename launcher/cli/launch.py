@@ -323,7 +323,8 @@ def hyperparameters_command(entry_point: str | None) -> None:
 
 @click.command("copy-script", cls=Command)
 @click.argument("directory", metavar="[DIR]", type=click.Path(path_type=Path), default="my_gpt")
-def copy_script_command(directory: Path) -> None:
+@valued("--from search", "NAME", "The folder that a search has kept, from `try start NAME`.")
+def copy_script_command(directory: Path, search: str | None) -> None:
     """Copy the training folder to DIR (default: my_gpt). Edit the model or the recipe there.
 
     \b
@@ -333,14 +334,23 @@ def copy_script_command(directory: Path) -> None:
     """
     from launcher.source import Source
 
+    source, then = (
+        Source.packaged(),
+        ["launch", "--instance", "local", "--entry-point", str(directory)],
+    )
+    if search is not None:
+        from launcher.trying.search import Search
+
+        found = Search(search, settings_of(), note)
+        source, then = (
+            found.source(found.ledger.base),
+            ["try", "run", str(directory), "--group", search],
+        )
     try:
         directory.mkdir(parents=True)
-        Source.packaged().write(directory)
+        source.write(directory)
     except OSError as error:
         problem = f"{error.strerror}; name another directory"
         raise InputError(f"{directory}: {problem}") from None
     click.echo(directory)
-    note(
-        f"next: edit a file in {directory}, then run"
-        f" {command('launch', '--instance', 'local', '--entry-point', str(directory))}"
-    )
+    note(f"next: edit a file in {directory}, then run {command(*then)}")

@@ -51,6 +51,7 @@ REMEDIES: dict[str, str] = {
     "no-such-sweep": "the id of a sweep is that of its jobs without the number at the end, and"
     " `{sm} launch --sweep KEY=V1,V2` starts one",
     "sweep-of-one": "to start the jobs of a sweep from its weights, use --init-from {job_id}",
+    "no-search": "`{sm} try start NAME` begins one",
     "swept-and-set": "leave it out of --sweep, or of --set, --config and --seeds",
     # models, views
     "not-a-model": "`{sm} fetch-and-sample JOB-ID` prints the directory of a model after `model:`,"

@@ -1,0 +1,191 @@
+"""The commands of `try`: search for a better training folder under rules."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from launcher.cli.options import JSON, Group, settings_of, valued
+from launcher.cli.show import note, print_json, print_table
+from launcher.cli.words import command
+from launcher.errors import InputError
+
+if TYPE_CHECKING:
+    from launcher.source import Source
+    from launcher.trying.search import Search
+
+CODES = {"kept": 0, "refused": 4, "ceiling": 5}  # of a verdict; 3 of any other
+WORDS = {"kept": "KEEP", "refused": "REFUSED", "ceiling": "CEILING"}
+SEARCH = valued(
+    "--group", "NAME", "The search, by the name that `try start` gave it.", required=True
+)
+
+
+def opened(name: str) -> Search:
+    from launcher.trying.search import Search
+
+    return Search(name, settings_of(), note)
+
+
+@click.group("try", cls=Group)
+def try_group() -> None:
+    """Search for a better model under rules that nobody can bend."""
+
+
+@try_group.command("start")
+@click.argument("name")
+@valued("--text data", "NAME|URI|PATH", "The text (default: the last upload).")
+@valued("--preset", "NAME", "The base's hyperparameters (default: quick).")
+@valued("--size", "N", "Instead: the size of the base, by a dial from 0.25 to 16.", type=float)
+@valued("--entry-point", "DIR", "The folder to begin with.", type=click.Path(path_type=Path))
+@valued("--instance", "TYPE", "Where runs are made (default: local).", default="local")
+@valued("--ceiling", "USD", "The most that all jobs of the search may cost.")
+@valued(
+    "--see", "NATS", "The smallest gain that counts (default: 0.005).", type=float, default=0.005
+)
+def start_command(name: str, ceiling: float | None, see: float, **given: Any) -> None:
+    """Begin the search NAME: keep text for the judge, and train the base with several seeds.
+
+    \b
+    Example:
+      sm-nanogpt try start shakespeare --text input.txt
+      sm-nanogpt copy-script my_gpt --from shakespeare
+      sm-nanogpt try run my_gpt --group shakespeare --note "squared ReLU"
+    """
+    from launcher.job import Request
+    from launcher.trying.search import begin
+
+    local = given["instance"] == "local"
+    if local != (ceiling is None):
+        problem = "is for SageMaker" if local else "must be given for jobs on SageMaker"
+        raise InputError(problem, field="ceiling", value=ceiling)
+    if see <= 0:
+        raise InputError("must be more than 0", field="see", value=see)
+    if given["preset"] is given["size"] is None:
+        given["preset"] = "quick"
+    request = Request(**{key: value for key, value in given.items() if value is not None})
+    search = begin(name, request, settings_of(), see, ceiling, note)
+    base = search.base()
+    note(
+        f"base: 8 seeds, {base['loss']:.4f} (sd {base['sd']:.4f});"
+        f" a gain of {see:g} needs up to {base['pairs']} pairs"
+    )
+    note(f"rules, and what to do: {search.directory / 'AGENTS.md'}")
+    note(f"next: {command('copy-script', 'my_gpt', '--from', name)}")
+    click.echo(search.directory)
+
+
+@try_group.command("run")
+@click.argument("folder", type=click.Path(path_type=Path))
+@SEARCH
+@valued("--note words", "TEXT", "What is tried, in a few words.", default="")
+@JSON
+def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
+    """Judge a changed training FOLDER against the base of a search.
+
+    Exit code 0: it is better, and is the base now; 3: it is no better; 4: the rules refuse it;
+    5: it may cost more than is left.
+
+    \b
+    Example:
+      sm-nanogpt try run my_gpt --group shakespeare --note "squared ReLU"
+    """
+    from launcher.source import Source
+
+    search = opened(group)
+    entry = search.attempt(Source.read(folder), words)
+    if as_json:
+        print_json(entry)
+    else:
+        click.echo(verdict(entry, search))
+    if code := CODES.get(entry["verdict"], 3):
+        raise click.exceptions.Exit(code)
+
+
+def verdict(entry: dict[str, Any], search: Search) -> str:
+    """A try in one line."""
+    line = [f"{WORDS.get(entry['verdict'], 'REVERT')} {entry['number']}"]
+    if "mean" in entry:
+        line += [numbers(entry), f"time x{entry['times']:.2f}"]
+    if entry["verdict"] != "kept":
+        line.append(entry.get("why") or entry["verdict"])
+    if (ceiling := search.start["ceiling"]) is not None:
+        line.append(
+            f"cost {entry['usd']:.2f}; {search.ledger.spent:.2f} of {ceiling:.2f} USD spent"
+        )
+    return "  ".join([*line, f"ledger {search.ledger.head[:8]}"])
+
+
+def numbers(entry: dict[str, Any]) -> str:
+    return f"{entry['mean']:+.4f} ({entry['low']:+.4f} to {entry['high']:+.4f})"
+
+
+@try_group.command("log")
+@click.argument("name")
+@valued(
+    "--gain",
+    "PAIRS",
+    "First measure by so many pairs what all kept tries gain together.",
+    type=click.Choice(["4", "8", "16", "32"]),
+)
+@click.option("--verify", is_flag=True, help="Check that nothing was changed, and each folder.")
+@JSON
+def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> None:
+    """List the tries of the search NAME, kept and not.
+
+    \b
+    Example:
+      sm-nanogpt try log shakespeare
+      sm-nanogpt try log shakespeare --gain 8
+    """
+    search = opened(name)
+    if gain:
+        search.gain(int(gain))
+    entries, tries = search.ledger.entries, search.ledger.of("try")
+    if verify:
+        for each in {entry["folder"] for entry in [search.start, *tries]}:
+            search.source(each)
+        note(f"verified: {len(entries)} entries, {len(tries)} tries; ledger {search.ledger.head}")
+    if as_json:
+        print_json(entries)
+        return
+    rows = [["TRY", "VERDICT", "GAIN, 95 % INTERVAL", "PAIRS", "TIME", "FOLDER", "NOTE"]]
+    for e in tries:
+        measured = [numbers(e), str(e["pairs"]), f"x{e['times']:.2f}"] if "mean" in e else ["-"] * 3
+        said = f"{e['note']} ({e['why']})" if "why" in e else e["note"]
+        rows.append([str(e["number"]), e["verdict"], *measured, e["folder"][:8], said])
+    print_table(rows)
+    for each in search.ledger.of("gain")[-1:]:
+        click.echo(
+            f"all kept tries together, to {each['folder'][:8]}: {numbers(each)}, fresh seeds"
+        )
+    if search.start["ceiling"] is not None:
+        click.echo(f"cost: {search.ledger.spent:.2f} of {search.start['ceiling']:.2f} USD")
+
+
+@try_group.command("show")
+@click.argument("number", type=click.IntRange(min=1))
+@SEARCH
+def show_command(number: int, group: str) -> None:
+    """Print what try NUMBER changes of the base that it was tried against."""
+    search = opened(group)
+    tries = search.ledger.of("try")
+    if number > len(tries):
+        raise InputError(f"search {group} has {len(tries)} tries")
+    entry = tries[number - 1]
+    click.echo("".join(changes(search.source(entry["base"]), search.source(entry["folder"]))))
+
+
+def changes(before: Source, after: Source) -> list[str]:
+    """A unified diff of two folders."""
+    lines = list[str]()
+    for name in sorted({*before.files, *after.files}):
+        old, new = (
+            each.files.get(name, b"").decode(errors="replace").splitlines(True)
+            for each in (before, after)
+        )
+        lines += difflib.unified_diff(old, new, f"base/{name}", f"try/{name}")
+    return lines

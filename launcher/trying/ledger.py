@@ -1,0 +1,154 @@
+"""The ledger of a search: what was tried, what it cost, what was kept.
+
+HOME/tries/NAME/ledger.jsonl has an entry in each line, and each entry the SHA-256 of the line
+before it, so a change of any but the last shows. The last one's hash stands in what a command
+prints. Entries are only added, under a lock, and a line is written whole or not at all; all that a
+search knows is read from it, so a killed command leaves what was before the entry, or after it.
+
+    start      what the search is: text, hyperparameters, folder, ceiling
+    run        the loss and the seconds of one folder and seed
+    reserved   what a job may cost; settled: what it cost
+    try        a verdict
+    gain       what all kept tries gain together
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import InputError, ServiceError
+from launcher.files import storage
+from launcher.sagemaker.cost import usd
+
+FIRST = "0" * 64
+
+Entry = dict[str, Any]
+
+
+class OverCeiling(InputError):
+    """A job may cost more than is left of the search's ceiling."""
+
+
+class Ledger:
+    """The entries of a search. Raises ServiceError if one was changed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "ledger.jsonl"
+        self.entries: list[Entry] = []
+        self.head, self.size = FIRST, 0
+        self.read()
+
+    def read(self) -> None:
+        """Read the entries that others have added."""
+        if not self.path.exists():
+            return
+        with storage.reported(str(self.path)), self.path.open("rb") as file:
+            file.seek(self.size)
+            for line in file:
+                if not line.endswith(b"\n"):  # a killed command's, which counts for nothing
+                    break
+                number = len(self.entries) + 1
+                try:
+                    entry = json.loads(line)
+                    genuine = entry["previous"] == self.head
+                except (ValueError, KeyError, TypeError):
+                    genuine = False
+                if not genuine:
+                    raise ServiceError(
+                        f"{self.path}: entry {number}, or the one before it, was changed after it"
+                        " was written"
+                    )
+                self.entries.append(entry)
+                self.head = hashlib.sha256(line).hexdigest()
+                self.size += len(line)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """With what others have added, while no one else adds."""
+        with storage.reported(str(self.path)), self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.read()
+            yield
+
+    def add(self, kind: str, **facts: Any) -> Entry:
+        with self.locked():
+            return self.write(kind, **facts)
+
+    def write(self, kind: str, **facts: Any) -> Entry:
+        """Add an entry; the ledger is locked. Raises OSError."""
+        entry = {"previous": self.head, "kind": kind, "at": round(time.time(), 3), **facts}
+        line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
+        with os.fdopen(fd, "wb") as file:
+            file.truncate(self.size)  # what a killed command began
+            file.seek(self.size)
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        self.entries.append(entry)
+        self.head, self.size = hashlib.sha256(line).hexdigest(), self.size + len(line)
+        return entry
+
+    def of(self, kind: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry["kind"] == kind]
+
+    # -- what the entries say ---------------------------------------------------------------------
+
+    @property
+    def base(self) -> str:
+        """The SHA-256 of the folder that was kept last, or that the search began with."""
+        kept = [entry["folder"] for entry in self.of("try") if entry["verdict"] == "kept"]
+        return str(kept[-1] if kept else self.of("start")[0]["folder"])
+
+    def run_of(self, folder: str, seed: int) -> Entry | None:
+        found = (e for e in self.of("run") if (e["folder"], e["seed"]) == (folder, seed))
+        return next(found, None)
+
+    def fresh_seeds(self, n: int) -> list[int]:
+        """So many seeds that no one has seen, which others do not get."""
+        with self.locked():
+            first = 1001 + sum(entry["n"] for entry in self.of("fresh"))
+            self.write("fresh", n=n)
+        return list(range(first, first + n))
+
+    # -- money ------------------------------------------------------------------------------------
+
+    @property
+    def spent(self) -> float:
+        """USD of the jobs that ended."""
+        return float(sum(entry["usd"] for entry in self.of("settled")))
+
+    @property
+    def open(self) -> list[Entry]:
+        """The reservations of jobs whose cost is not known yet."""
+        settled = {entry["job"] for entry in self.of("settled")}
+        return [entry for entry in self.of("reserved") if entry["job"] not in settled]
+
+    def reserve(self, job: str, amount: float, **facts: Any) -> None:
+        """Reserve USD for a job, before it is sent. Raises OverCeiling."""
+        with self.locked():
+            ceiling = self.of("start")[0]["ceiling"]
+            reserved = sum(entry["usd"] for entry in self.open)
+            free = ceiling - self.spent - reserved
+            if amount > free:
+                raise OverCeiling(
+                    f"this may cost {usd(amount)}, and {max(0.0, free):,.2f} of {usd(ceiling)} are"
+                    f" free ({self.spent:,.2f} spent, {reserved:,.2f} reserved)"
+                )
+            self.write("reserved", job=job, usd=amount, **facts)
+
+    def settle(self, cost_of: Callable[[Entry], float | None]) -> None:
+        """Replace reservations by what was billed; None: it is not known yet."""
+        for entry in self.open:
+            cost = cost_of(entry)
+            with self.locked():
+                if cost is not None and entry in self.open:
+                    self.write("settled", job=entry["job"], usd=cost)

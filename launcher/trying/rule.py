@@ -1,0 +1,61 @@
+"""When a change is better: a sequential test of pairs of runs, and one of fresh pairs.
+
+A pair is two runs of one seed, of the base and of the changed folder: they start from the same
+weights and see the same batches, so their difference varies less than either loss. After each
+number of pairs in LOOKS, one-sided t-tests say whether the change is better, or gains less than
+what the search looks for. Both may err, and often: the base's runs are the same for all tries, and
+there are several looks. So nothing is kept before the same number of fresh seeds, which no one has
+seen, say so again: that test alone keeps a change that changes nothing in FALSE of the cases, and
+its interval is free of the luck by which the change was chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+LOOKS = (4, 8, 16, 32)  # pairs
+# Quantiles of Student's t for these pairs: 0.9, 0.95, 0.975, and 0.99.
+T = {
+    4: (1.638, 2.353, 3.182, 4.541),
+    8: (1.415, 1.895, 2.365, 2.998),
+    16: (1.341, 1.753, 2.131, 2.602),
+    32: (1.309, 1.696, 2.040, 2.453),
+}
+T90, T95, T975, T99 = range(4)
+FALSE = 0.01
+
+
+def error(differences: Sequence[float]) -> float:
+    """The standard error of the mean."""
+    return stdev(differences) / math.sqrt(len(differences))
+
+
+def half(differences: Sequence[float]) -> float:
+    """Half of the 95 % interval of the mean."""
+    return T[len(differences)][T975] * error(differences)
+
+
+def screened(differences: Sequence[float], seen: float) -> str:
+    """`better`, `no better`, or '' if more pairs must tell. seen: the gain that counts, in nats."""
+    mean, e, t = fmean(differences), error(differences), T[len(differences)]
+    if mean + t[T95] * e < 0:
+        return "better"
+    return "no better" if mean - t[T95] * e > -seen else ""
+
+
+def confirmed(differences: Sequence[float]) -> bool:
+    """Whether fresh pairs say that the change is better."""
+    return fmean(differences) + T[len(differences)][T99] * error(differences) < 0
+
+
+def pairs_for(seen: float, deviation: float) -> int:
+    """The pairs by which 80 % of the changes with this gain pass both tests.
+
+    deviation is the standard deviation of a pair's difference; the largest of LOOKS if none does.
+    """
+    for n in LOOKS:
+        if (T[n][T99] + 1.28) * deviation / math.sqrt(n) <= seen:
+            return n
+    return LOOKS[-1]
