@@ -64,28 +64,30 @@ def run_all(runs: Sequence[Run], at_once: int) -> Iterator[tuple[int, Ended]]:
     waiting, running = deque(enumerate(runs)), dict[subprocess.Popen[bytes], tuple[int, float]]()
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
         place = Path(temporary)
+
+        def fill() -> None:
+            while waiting and len(running) < at_once:
+                index, run = waiting.popleft()
+                code = place / run.source.sha256
+                run.source.write(code)
+                running[start(run, code, place / f"run-{index}")] = index, time.monotonic()
+
         try:
-            while waiting or running:
-                while waiting and len(running) < at_once:
-                    index, run = waiting.popleft()
-                    code = place / run.source.sha256
-                    run.source.write(code)
-                    process = start(run, code, place / f"run-{index}")
-                    running[process] = index, time.monotonic()
-                for process in list(running):
-                    index, began = running[process]
-                    seconds = time.monotonic() - began
-                    if seconds > runs[index].limit:
+            fill()
+            while running:
+                time.sleep(0.02)
+                for process, (index, began) in list(running.items()):
+                    run, seconds = runs[index], time.monotonic() - began
+                    if seconds > run.limit:
                         process.kill()
                     pid, status, used = os.wait4(process.pid, os.WNOHANG)
                     if not pid:
                         continue
-                    del running[process]
                     process.returncode = os.waitstatus_to_exitcode(status)
-                    cpu = used.ru_utime + used.ru_stime
-                    out = place / f"run-{index}"
-                    yield index, Ended(runs[index], out, process.returncode, seconds, cpu)
-                time.sleep(0.02)
+                    del running[process]
+                    fill()  # so that it runs while the caller looks at this one
+                    ended = process.returncode, seconds, used.ru_utime + used.ru_stime
+                    yield index, Ended(run, place / f"run-{index}", *ended)
         finally:
             for process in running:
                 process.kill()

@@ -12,7 +12,7 @@ its interval is free of the luck by which the change was chosen.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 
 LOOKS = (4, 8, 16, 32)  # pairs
@@ -59,3 +59,27 @@ def pairs_for(seen: float, deviation: float) -> int:
         if (T[n][T99] + 1.28) * deviation / math.sqrt(n) <= seen:
             return n
     return LOOKS[-1]
+
+
+def decide(
+    shared: Callable[[int], Sequence[float]],
+    fresh: Callable[[int], Sequence[float]],
+    looks: Sequence[int],
+    seen: float,
+) -> tuple[str, Sequence[float], bool]:
+    """The verdict on a change, the differences that it goes by, and whether they are fresh.
+
+    shared gives the differences of the first pairs, fresh those of so many fresh ones; looks are
+    the numbers of pairs after which the first may be stopped.
+    """
+    verdict: str = ""
+    found: Sequence[float] = ()
+    for n in looks:
+        found = shared(n)
+        if verdict := screened(found, seen):
+            break
+    if verdict != "better":
+        return verdict or "undecided", found, False
+    # As if the change gained half of what it seems to.
+    found = fresh(pairs_for(max(seen, -fmean(found) / 2), stdev(found)))
+    return "kept" if confirmed(found) else "no better", found, True

@@ -19,7 +19,7 @@ import torch
 
 from entry_point.checkpoint import read_safetensors
 from entry_point.errors import TrainingError
-from entry_point.text import Corpus, read_json, read_tokenizer
+from entry_point.text import Corpus, Tokenizer, read_json
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
 from launcher.forecast.pilots import drawn, write_ids
@@ -96,7 +96,8 @@ class Search:
         content = storage.read_bytes(str(self.directory / "judge.txt"), settings, 1 << 30) or b""
         if hashlib.sha256(content).hexdigest() != self.start["judge"]:
             raise ServiceError(f"{self.directory / 'judge.txt'} was changed after the search began")
-        self.tokenizer = read_tokenizer(self.text)
+        end = read_json(self.text / "meta.json")["end_of_text"]
+        self.tokenizer = Tokenizer(read_json(self.text / "tokenizer.json"), end)
         self.judged = encode([Text("judge", [content.decode()])], self.tokenizer)
 
     @property
@@ -256,18 +257,16 @@ class Search:
 
     def compared(self, source: Source, base: Source, most: int) -> Entry:
         """The verdict by pairs: on seeds that all tries share, and then on fresh ones."""
-        seen, found, verdict = self.start["see"], list[float](), ""
-        for n in (each for each in self.maker.looks if each <= most):
-            found = self.pairs(source, base, range(1, n + 1), "seeds")
-            if verdict := rule.screened(found, seen):
-                break
-        facts = self.facts(source, base, found)
-        if verdict != "better":
-            return {**facts, "verdict": verdict or "undecided"}
-        n = rule.pairs_for(max(seen, -fmean(found) / 2), stdev(found))
-        found = self.pairs(source, base, self.ledger.fresh_seeds(n), "better; fresh seeds")
-        verdict = "kept" if rule.confirmed(found) else "no better"
-        return {**facts, **self.facts(source, base, found), "fresh": True, "verdict": verdict}
+
+        def shared(n: int) -> list[float]:
+            return self.pairs(source, base, range(1, n + 1), "seeds")
+
+        def fresh(n: int) -> list[float]:
+            return self.pairs(source, base, self.ledger.fresh_seeds(n), "better; fresh seeds")
+
+        looks = [n for n in self.maker.looks if n <= most]
+        verdict, found, is_fresh = rule.decide(shared, fresh, looks, self.start["see"])
+        return {**self.facts(source, base, found), "fresh": is_fresh, "verdict": verdict}
 
     def facts(self, source: Source, base: Source, found: Sequence[float]) -> Entry:
         mean, half = fmean(found), rule.half(found)
