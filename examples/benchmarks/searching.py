@@ -76,64 +76,55 @@ def known() -> dict[str, dict[int, float]]:
     return found
 
 
-def tried(shared: list[float], fresh: list[float], see: float, most: int) -> dict[str, float]:
-    """A try whose first differences are `shared`, and whose fresh ones are drawn from `fresh`."""
-    used = []
+def tried(shared: list[float], fresh: list[float], see: float, most: int) -> tuple[bool, int, bool]:
+    """A try with these first differences, and fresh ones drawn from others, whose mean is the gain:
+    whether it is kept, its pairs, and whether its interval holds the gain."""
+    used = [0, 0]
 
     def first(n: int) -> list[float]:
-        used.append(n)
+        used[0] = n
         return shared[:n]
 
     def later(n: int) -> list[float]:
-        used.append(n)
+        used[1] = n
         return random.choices(fresh, k=n)
 
     looks = [n for n in rule.LOOKS if n <= most]
     verdict, found, _ = rule.decide(first, later, looks, see)
-    half = rule.half(found)
-    kept = verdict == "kept"
-    return {
-        "kept": kept,
-        "pairs": used[-1] + (sum(used[-2:]) - used[-1]) * kept,
-        "mean": fmean(found),
-        "half": half,
-    }
+    inside = abs(fmean(found) - fmean(fresh)) < rule.half(found)
+    return verdict == "kept", sum(used), inside
 
 
 def check_rule(see: float) -> None:
     losses = known()
-    base, names = losses["base"], [name for name in losses if name != "base"]
-    most = rule.pairs_for(see, stdev(list(base.values())[:8]) * 2**0.5)
-    print(
-        f"base: {len(base)} seeds, sd {stdev(base.values()):.4f}; at most {most} pairs for {see:g}"
-    )
-    differences = {n: [losses[n][s] - base[s] for s in base if s in losses[n]] for n in names}
+    base, other = losses.pop("base"), losses["other weights"]
+    seeds, spread = list(base), stdev(base.values())
+    most = rule.pairs_for(see, spread * 2**0.5)
+    print(f"base: {len(base)} seeds, sd {spread:.4f}; at most {most} pairs for {see:g}")
+    differences = {name: [found[s] - base[s] for s in seeds] for name, found in losses.items()}
     for name, d in differences.items():
         print(f"{name}: {fmean(d):+.4f}, sd of a pair {stdev(d):.4f}, {len(d)} pairs")
-    seeds = list(base)
-    for group in range(5):
-        kept = 0
-        ones = random.sample(seeds, most)
+    # The tries of a group share the base's runs on the first seeds.
+    mean = fmean(other.values()) - fmean(base.values())
+    kept = []
+    for _ in range(100):
+        shared = random.sample(seeds, most)
         for _ in range(40):
             others = random.sample(seeds, most)
-            shared = [
-                losses["other weights"][o] - base[s] for s, o in zip(ones, others, strict=True)
-            ]
-            fresh = [losses["other weights"][random.choice(seeds)] - base[s] for s in seeds * 3]
-            center = fmean(losses["other weights"].values()) - fmean(base.values())
-            kept += (
-                tried([d - center for d in shared], [d - center for d in fresh], see, most)["kept"]
-                > 0
-            )
-        print(f"changes nothing, group {group + 1}: {kept} of 40 kept")
+            first = [other[o] - base[s] - mean for s, o in zip(shared, others, strict=True)]
+            fresh = [random.choice([*other.values()]) - base[s] - mean for s in seeds * 5]
+            kept.append(tried(first, [d - fmean(fresh) for d in fresh], see, most))
+    n = sum(each[0] for each in kept)
+    print(f"changes nothing: {n} of {len(kept):,} kept; {fmean(e[1] for e in kept):.1f} pairs each")
     for name, d in differences.items():
         for gain in (0.005, 0.01, 0.02):
             moved = [each - fmean(d) - gain for each in d]
             found = [tried(random.sample(moved, most), moved, see, most) for _ in range(1000)]
-            kept = [each for each in found if each["kept"]]
-            inside = fmean(abs(each["mean"] + gain) < each["half"] for each in kept) if kept else 0
+            holds = [inside for is_kept, _, inside in found if is_kept]
             print(
-                f"gain {gain:g}, noise of {name}: {len(kept) / 10:.0f} % kept, median {median(e['pairs'] for e in found):.0f} pairs; interval holds {inside:.0%}"
+                f"gain {gain:g}, noise of {name}: {len(holds) / 10:.0f} % kept, median"
+                f" {median(pairs for _, pairs, _ in found):.0f} pairs; the interval of those kept"
+                f" holds it in {fmean(holds) if holds else 0:.0%}"
             )
 
 
