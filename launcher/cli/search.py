@@ -170,7 +170,12 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
 @click.argument("number", type=click.IntRange(min=1))
 @SEARCH
 def show_command(number: int, group: str) -> None:
-    """Print what try NUMBER changes of the base that it was tried against."""
+    """Print what try NUMBER changes of the base that it was tried against.
+
+    \b
+    Example:
+      sm-nanogpt try show 7 --group shakespeare
+    """
     search = opened(group)
     tries = search.ledger.of("try")
     if number > len(tries):

@@ -96,9 +96,10 @@ def run_all(runs: Sequence[Run], at_once: int) -> Iterator[tuple[int, Ended]]:
 
 def start(run: Run, code: Path, out: Path) -> subprocess.Popen[bytes]:
     """Start train.py in a session of its own, which Ctrl-C does not reach; it ends with us."""
-    values = {"sample_length": 0, "log_interval": 1 << 20, **run.values}
+    usual = {"sample_length": 0, "log_interval": 1 << 20}
+    values = {**usual, **run.values, "data": run.text, "out": out}
     words = [f"--{name}={value}" for name, value in values.items()]
-    command = [sys.executable, str(code / "train.py"), *words, f"--data={run.text}", f"--out={out}"]
+    command = [sys.executable, str(code / "train.py"), *words]
     env = {
         **os.environ,
         "OMP_NUM_THREADS": str(run.threads),

@@ -51,7 +51,7 @@ def confirmed(differences: Sequence[float]) -> bool:
 
 
 def pairs_for(seen: float, deviation: float) -> int:
-    """The pairs by which 80 % of the changes with this gain pass both tests.
+    """The pairs by which nine of ten changes with this gain are confirmed.
 
     deviation is the standard deviation of a pair's difference; the largest of LOOKS if none does.
     """
@@ -80,6 +80,7 @@ def decide(
             break
     if verdict != "better":
         return verdict or "undecided", found, False
-    # As if the change gained half of what it seems to.
-    found = fresh(pairs_for(max(seen, -fmean(found) / 2), stdev(found)))
+    # As if the change gained half of what it seems to; few pairs tell little of their deviation.
+    n = pairs_for(max(seen, -fmean(found) / 2), stdev(found))
+    found = fresh(max(n, min(16, looks[-1])))
     return "kept" if confirmed(found) else "no better", found, True

@@ -1,0 +1,66 @@
+"""The rule of a search: how often it keeps what changes nothing, and finds what is better."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from statistics import fmean
+
+import pytest
+
+from launcher.trying import rule
+
+DEVIATION = 0.01  # of a pair's difference
+
+
+def attempt(
+    draw: random.Random, gain: float, base: Sequence[float] = (), see: float = 0.005
+) -> tuple[bool, int, bool]:
+    """Whether a change with this gain is kept, its pairs, and whether its interval holds the gain.
+
+    base: the noise of the base's first runs, which tries share.
+    """
+    most, used = rule.pairs_for(see, DEVIATION), [0, 0]
+    spread = DEVIATION / 2**0.5
+    luck = base or [draw.gauss(0, spread) for _ in range(most)]
+    own = [draw.gauss(-gain, spread) for _ in range(most)]
+
+    def shared(n: int) -> list[float]:
+        used[0] = n
+        return [a - b for a, b in zip(own[:n], luck, strict=False)]
+
+    def fresh(n: int) -> list[float]:
+        used[1] = n
+        return [draw.gauss(-gain, DEVIATION) for _ in range(n)]
+
+    looks = [n for n in rule.LOOKS if n <= most]
+    verdict, found, _ = rule.decide(shared, fresh, looks, see)
+    return verdict == "kept", sum(used), abs(fmean(found) + gain) < rule.half(found)
+
+
+def test_what_changes_nothing_is_hardly_ever_kept():
+    """Also where all tries share a base whose runs were unlucky: fresh pairs decide."""
+    draw = random.Random(1)
+    for _ in range(5):
+        base = [draw.gauss(0.004, DEVIATION / 2**0.5) for _ in rule.LOOKS for _ in range(8)]
+        kept = sum(attempt(draw, 0.0, base)[0] for _ in range(400))
+        assert kept <= 400 * 2 * rule.FALSE
+
+
+@pytest.mark.parametrize(("gain", "found"), [(0.008, 0.8), (0.01, 0.95), (0.02, 0.99)])
+def test_a_change_that_gains_is_found(gain, found):
+    draw = random.Random(2)
+    tries = [attempt(draw, gain) for _ in range(1000)]
+    assert fmean(kept for kept, _, _ in tries) >= found
+    assert fmean(inside for kept, _, inside in tries if kept) > 0.9
+
+
+def test_a_hopeless_change_costs_few_pairs():
+    draw = random.Random(3)
+    assert fmean(attempt(draw, -0.01)[1] for _ in range(300)) < 8
+
+
+def test_smaller_gains_need_more_pairs():
+    needed = [rule.pairs_for(see, DEVIATION) for see in (0.05, 0.015, 0.005, 0.001)]
+    assert needed == sorted(needed)
+    assert needed[0] < needed[-1] == rule.LOOKS[-1]
