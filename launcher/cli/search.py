@@ -152,7 +152,7 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
     if as_json:
         print_json(entries)
         return
-    rows = [["TRY", "VERDICT", "GAIN, 95 % INTERVAL", "PAIRS", "TIME", "FOLDER", "NOTE"]]
+    rows = [["TRY", "VERDICT", "DIFFERENCE, 95 % INTERVAL", "PAIRS", "TIME", "FOLDER", "NOTE"]]
     for e in tries:
         measured = [numbers(e), str(e["pairs"]), f"x{e['times']:.2f}"] if "mean" in e else ["-"] * 3
         said = f"{e['note']} ({e['why']})" if "why" in e else e["note"]

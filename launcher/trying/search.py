@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 MOST_TOKENS = 1 << 28  # of the text that runs read
-JUDGED = 1 << 18  # tokens of the validation text that are kept for the judge, at most
+JUDGED = 1 << 16  # tokens of the validation text that are kept for the judge, at most
 BASE_SEEDS = 8
 MOST_PARAMETERS, MOST_TIME = 1.1, 1.5  # times those of the folder that the search began with
 SLOW = 4.0  # times its time by the clock, after which a run is killed
@@ -117,31 +117,36 @@ class Search:
 
     # -- runs and their losses --------------------------------------------------------------------
 
-    def measure(self, runs: Sequence[tuple[Source, int]], unchecked: Source | None = None) -> None:
+    def measure(self, runs: Sequence[tuple[Source, int]], tried: Source | None = None) -> None:
         """Make the runs that the ledger does not have, judge them, and add them.
 
-        The first model of the unchecked folder is also tried for looking ahead. Raises Refused if a
-        run fails or takes more than it may.
+        The first model of the folder that is tried is also tested for looking ahead. Raises Refused
+        if a run of that folder fails or takes more than it may, ServiceError if another fails.
         """
-        left = [each for each in runs if not self.ledger.run_of(each[0].sha256, each[1])]
+        left, checked = [r for r in runs if not self.ledger.run_of(r[0].sha256, r[1])], False
         for made in self.maker.made(left):
-            if made.problem:
-                raise Refused(made.problem)
-            check = unchecked is not None and made.source.sha256 == unchecked.sha256
-            unchecked = None if check else unchecked
-            facts = {
-                "folder": made.source.sha256,
-                "seed": made.seed,
-                "loss": self.loss_of(made.model, made.source, check),
-                "seconds": round(made.seconds, 2),
-                **sizes_of(made.model),
-            }
-            self.check_sizes(facts)
+            own = tried is not None and made.source.sha256 == tried.sha256
+            try:
+                if made.problem:
+                    raise Refused(made.problem)
+                facts = {
+                    "folder": made.source.sha256,
+                    "seed": made.seed,
+                    "loss": self.loss_of(made.model, made.source, own and not checked),
+                    "seconds": round(made.seconds, 2),
+                    **sizes_of(made.model),
+                }
+                self.check_sizes(facts)
+            except Refused as refusal:
+                if own:
+                    raise
+                raise ServiceError(f"the base does not train: {refusal}") from None
+            checked |= own
             self.ledger.add("run", **facts)
 
     def loss_of(self, model: Path, source: Source, check: bool) -> float:
         """The nats per token that a model loses on the judge's text. Raises Refused if it fails."""
-        kept = keep(source, self.settings)
+        kept = self.settings.home / "sources" / source.sha256
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
@@ -182,7 +187,7 @@ class Search:
     def pairs(self, source: Source, base: Source, seeds: Sequence[int], told: str) -> list[float]:
         """The loss of a folder less that of the base for each seed, after the runs for it."""
         both = [(each, seed) for seed in seeds for each in (source, base)]
-        self.measure(both, unchecked=source)
+        self.measure(both, tried=source)
         losses = [self.loss(each, seed) for each, seed in both]
         found = [own - its for own, its in zip(losses[::2], losses[1::2], strict=True)]
         line = f"{fmean(found):+.4f} ±{rule.half(found):.4f}"
@@ -199,10 +204,7 @@ class Search:
             return known
         first = self.source(self.start["folder"])
         seeds = range(1, BASE_SEEDS + 1)
-        try:
-            self.measure([(first, seed) for seed in seeds])
-        except Refused as refusal:
-            raise ServiceError(f"the base does not train: {refusal}") from None
+        self.measure([(first, seed) for seed in seeds])
         losses = [self.loss(first, seed) for seed in seeds]
         # Of a pair whose two runs have nothing in common but the seed.
         deviation = stdev(losses) * 2**0.5
@@ -225,6 +227,8 @@ class Search:
     def judge(self, source: Source, note: str) -> Entry:
         most = self.base()["pairs"]
         base, before = self.ledger.base, self.ledger.spent
+        with storage.reported(str(self.settings.home)):
+            keep(source, self.settings)
         facts: dict[str, Any] = {"folder": source.sha256, "base": base, "note": note}
         try:
             self.check(source, base)
@@ -247,8 +251,8 @@ class Search:
         contents = [as_tensor(content) for content in source.files.values() if content]
         if overlap(as_tensor(self.judged[0].content), contents) > 0:
             raise Refused("a file of the folder holds a part of the judge's text")
-        keep(source, self.settings)
-        values = {**self.start["words"], "max_steps": 2, "batch_size": 1, "device": "cpu"}
+        small = {"max_steps": 2, "batch_size": 1, "eval_tokens": 4096, "device": "cpu"}
+        values = {**self.start["words"], **small}
         for _, ended in run_all([Run(source, values, self.text, cores(), alone=True)], 1):
             if problem := ended.problem:
                 raise Refused(problem)

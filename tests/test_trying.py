@@ -1,0 +1,261 @@
+"""A search from start to keep: what the judge keeps, the verdicts, and what the commands say."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import entry_point
+from entry_point.config import Config
+from entry_point.text import read_tokens, unsigned
+from launcher.settings import Settings
+from launcher.source import Source
+from launcher.trying import search
+from launcher.trying.ledger import Ledger
+from launcher.trying.search import Made, Refused, Search, begin
+from sm_nanogpt import InputError, Request, ServiceError
+
+
+class Trained:
+    """Runs whose loss is that of their folder, as its file gain.py says, with noise by seed."""
+
+    looks = search.rule.LOOKS
+
+    def __init__(self, of: Search) -> None:
+        self.made_runs = 0
+
+    def made(self, runs: Sequence[tuple[Source, int]]) -> Iterator[Made]:
+        for source, seed in runs:
+            yield Made(source, seed, Path(f"{gain_of(source)}/{seed}"), 10.0)
+
+
+def gain_of(source: Source) -> float:
+    return float(source.files.get("gain.py", b"0"))
+
+
+def loss_of(self: Search, model: Path, source: Source, check: bool) -> float:
+    draw = random.Random(f"{source.sha256} {model.name}")
+    return 2.0 - gain_of(source) + draw.gauss(0, 0.004)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """No real runs: what a folder loses stands in it."""
+    monkeypatch.setattr(search, "Here", Trained)
+    monkeypatch.setattr(Search, "loss_of", loss_of)
+    monkeypatch.setattr(Search, "check", lambda self, source, base: None)
+    monkeypatch.setattr(search, "sizes_of", lambda model: {"parameters": 100, "tokens": 1000})
+
+
+@pytest.fixture
+def started(cli, text_file, trained):
+    assert cli("try", "start", "plays", "--text", str(text_file), "--see", "0.01").good
+    return cli
+
+
+def folder(path: Path, gain: float) -> Path:
+    """A copy of the training folder that gains so much."""
+    shutil.copytree(Path(entry_point.__file__).parent, path, dirs_exist_ok=True)
+    (path / "gain.py").write_text(f"{gain}\n")
+    return path
+
+
+def opened(home: Path) -> Search:
+    return Search("plays", Settings(home=home), lambda line: None)
+
+
+def test_the_judges_text_is_in_nothing_that_runs_read(started, home, text):
+    place = home / "tries" / "plays"
+    judged = (place / "judge.txt").read_text()
+    assert text.endswith(judged)
+    read = read_tokens(place / "text", Config())
+    for part in (read.train, read.val):
+        assert read.tokenizer.decode(unsigned(part[0 : len(part)]).tolist()) in text[: -len(judged)]
+    assert len(read.train) + len(read.val) + len(judged) == len(text)
+    assert len(judged) == pytest.approx(0.05 * len(text), rel=0.01)
+
+
+def test_a_better_folder_is_the_base_of_the_next_try(started, home, tmp_path):
+    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    assert ran.code == 0
+    assert ran.out.startswith("KEEP 1 ")
+    assert opened(home).ledger.base == Source.read(tmp_path / "a").sha256
+    assert started("copy-script", "mine", "--from", "plays").good
+    assert Source.read(Path("mine")).sha256 == Source.read(tmp_path / "a").sha256
+    assert "gain.py" in started("try", "show", "1", "--group", "plays").good.out
+
+
+@pytest.mark.parametrize("gain", [0.0, -0.05])
+def test_a_folder_that_gains_nothing_is_not_kept(started, home, tmp_path, gain):
+    before = opened(home).ledger.base
+    ran = started("try", "run", str(folder(tmp_path / "a", gain)), "--group", "plays")
+    assert ran.code == 3
+    assert opened(home).ledger.base == before
+
+
+def test_a_kept_gain_is_told_by_fresh_seeds_alone(started, home, tmp_path):
+    started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    [entry] = opened(home).ledger.of("try")
+    assert entry["fresh"] is True
+    assert entry["low"] < -0.05 < entry["high"]
+    seeds = {run["seed"] for run in opened(home).ledger.of("run")}
+    assert {seed for seed in seeds if seed > 1000} == {*range(1001, 1001 + entry["pairs"])}
+
+
+def test_runs_that_ended_are_not_made_again(started, home, tmp_path, monkeypatch):
+    source = Source.read(folder(tmp_path / "a", 0.0))
+    opened(home).attempt(source, "")
+
+    def none(self: Trained, runs: Sequence[Any]) -> Iterator[Made]:
+        assert not runs
+        yield from ()
+
+    monkeypatch.setattr(Trained, "made", none)
+    assert opened(home).attempt(source, "again")["number"] == 2
+
+
+@pytest.mark.parametrize(("name", "most"), [("parameters", 110), ("tokens", 1000)])
+def test_the_budget_is_that_of_the_first_folder(started, home, tmp_path, monkeypatch, name, most):
+    found = {"parameters": 100, "tokens": 1000}
+    monkeypatch.setattr(search, "sizes_of", lambda model: found)
+    for n, fits in ((most, True), (most + 1, False)):
+        found[name] = n
+        source = Source.read(folder(tmp_path / str(n), 0.001 * n))
+        assert (opened(home).attempt(source, "")["verdict"] == "refused") is not fits
+
+
+def test_a_slow_folder_is_refused(started, home, tmp_path, monkeypatch):
+    def slowly(self: Trained, runs: Sequence[tuple[Source, int]]) -> Iterator[Made]:
+        for source, seed in runs:
+            yield Made(source, seed, Path(f"x/{seed}"), 16.0)
+
+    monkeypatch.setattr(Trained, "made", slowly)
+    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    assert ran.code == 4
+    assert "1.60x the time" in ran.out
+
+
+def test_a_base_that_fails_is_no_fault_of_the_try(started, home, tmp_path, monkeypatch):
+    def failing(self: Trained, runs: Sequence[tuple[Source, int]]) -> Iterator[Made]:
+        for source, seed in runs:
+            bad = "" if "gain.py" in source.files else "no memory"
+            yield Made(source, seed, Path(f"x/{seed}"), 10.0, bad)
+
+    monkeypatch.setattr(Trained, "made", failing)
+    with pytest.raises(ServiceError, match="no memory"):
+        opened(home).attempt(Source.read(folder(tmp_path / "a", 0.05)), "")
+    assert not opened(home).ledger.of("try")
+
+
+def test_a_keep_against_another_base_is_none(started, home, tmp_path, monkeypatch):
+    mine, theirs = opened(home), Source.read(folder(tmp_path / "b", 0.06))
+    compared = mine.compared
+
+    def meanwhile(*args: Any) -> Any:
+        found = compared(*args)
+        opened(home).judge(theirs, "another")
+        return found
+
+    monkeypatch.setattr(mine, "compared", meanwhile)
+    entry = mine.judge(Source.read(folder(tmp_path / "a", 0.05)), "")
+    assert entry["verdict"] == "no better"
+    assert "why" in entry
+    assert opened(home).ledger.base == theirs.sha256
+
+
+def test_the_gain_of_all_kept_tries_is_measured_anew(started, home, tmp_path):
+    assert started("try", "log", "plays", "--gain", "8").failed(2, "nothing was kept")
+    for name, gain in (("a", 0.03), ("b", 0.06)):
+        started("try", "run", str(folder(tmp_path / name, gain)), "--group", "plays")
+    told = started("try", "log", "plays", "--gain", "8").good
+    [entry] = opened(home).ledger.of("gain")
+    assert entry["low"] < -0.06 < entry["high"]
+    assert f"{entry['mean']:+.4f}" in told.out
+
+
+def test_the_log_lists_each_try(started, tmp_path):
+    for name, gain in (("a", 0.05), ("b", 0.0)):
+        words = ("--group", "plays", "--note", f"idea {name}")
+        started("try", "run", str(folder(tmp_path / name, gain)), *words)
+    told = started("try", "log", "plays", "--verify").good
+    assert [line.split()[:2] for line in told.out.splitlines()[1:]] == [
+        ["1", "kept"],
+        ["2", "no"],
+    ]
+    assert "idea b" in told.out
+    entries = json.loads(started("try", "log", "plays", "--json").good.out)
+    assert [entry["kind"] for entry in entries].count("try") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("start", "plays"), "there is such a search"),
+        (("start", "a/b"), "letters"),
+        (("start", "new", "--ceiling", "5"), "for SageMaker"),
+        (("start", "new", "--instance", "ml.g5.xlarge"), "must be given"),
+        (("start", "new", "--see", "0"), "more than 0"),
+        (("log", "other"), "plays"),
+        (("show", "1", "--group", "plays"), "0 tries"),
+        (("run", "nowhere", "--group", "plays"), "nowhere"),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(started, words, problem):
+    assert started("try", *words).failed(2, problem)
+
+
+def test_what_was_changed_afterwards_is_found(started, home, tmp_path):
+    started("try", "run", str(folder(tmp_path / "a", 0.0)), "--group", "plays")
+    place = home / "tries" / "plays"
+    kept = home / "sources" / Source.read(tmp_path / "a").sha256 / "gain.py"
+    before = kept.read_text()
+    kept.write_text("0.5")
+    assert started("try", "log", "plays", "--verify").failed(1, "was changed")
+    kept.write_text(before)
+    lines = (place / "ledger.jsonl").read_text().splitlines(True)
+    forged = lines[1].replace('"loss": 2', '"loss": 1')
+    (place / "ledger.jsonl").write_text("".join([lines[0], forged, *lines[2:]]))
+    if forged != lines[1]:
+        assert started("try", "log", "plays").failed(1, "entry 3")
+    (place / "ledger.jsonl").write_text("".join(lines))
+    (place / "judge.txt").write_text("easy")
+    assert started("try", "log", "plays").failed(1, "judge.txt")
+
+
+def test_a_search_takes_text_whose_length_is_known(cli, home, tmp_path, trained):
+    chats = [
+        {"messages": [{"role": role, "content": f"{n}"} for role in ("user", "assistant")]}
+        for n in range(400)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    assert cli("upload-data", "a.jsonl", "--tokenizer", "bpe").good
+    assert cli("try", "start", "chats").failed(2, "conversations")
+    assert not (home / "tries" / "chats").exists()
+
+
+def test_begin_is_whole_or_nothing(home, text_file, trained, monkeypatch):
+    def full(self: Ledger, *args: Any, **facts: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Ledger, "add", full)
+    request = Request(instance="local", preset="quick", data=str(text_file))
+    with pytest.raises((InputError, ServiceError), match="space"):
+        begin("plays", request, Settings(home=home), 0.01, None, print)
+    assert not list((home / "tries").iterdir())
+
+
+def test_refusals_are_entries(started, home, tmp_path, monkeypatch):
+    def no(self: Search, source: Source, base: str) -> None:
+        raise Refused("not causal")
+
+    monkeypatch.setattr(Search, "check", no)
+    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays", "--json")
+    assert ran.code == 4
+    assert json.loads(ran.out)["why"] == "not causal"
+    assert opened(home).ledger.of("try")[0]["verdict"] == "refused"
