@@ -99,7 +99,7 @@ def check_rule(see: float) -> None:
     losses = known()
     base, other = losses.pop("base"), losses["other weights"]
     seeds, spread = list(base), stdev(base.values())
-    most = rule.pairs_for(see, spread * 2**0.5)
+    most = rule.pairs_for(see, rule.PAIRED * spread)
     print(f"base: {len(base)} seeds, sd {spread:.4f}; at most {most} pairs for {see:g}")
     differences = {name: [found[s] - base[s] for s in seeds] for name, found in losses.items()}
     for name, d in differences.items():
@@ -108,18 +108,17 @@ def check_rule(see: float) -> None:
     mean = fmean(other.values()) - fmean(base.values())
     kept = []
     for _ in range(100):
-        shared = random.sample(seeds, most)
+        shared = random.choices(seeds, k=most)
         for _ in range(40):
-            others = random.sample(seeds, most)
-            first = [other[o] - base[s] - mean for s, o in zip(shared, others, strict=True)]
-            fresh = [random.choice([*other.values()]) - base[s] - mean for s in seeds * 5]
-            kept.append(tried(first, [d - fmean(fresh) for d in fresh], see, most))
+            noise = [random.gauss(0, spread * 0.3) for _ in shared]  # no two tries are equal
+            first = [other[s] - base[s] - mean + n for s, n in zip(shared, noise, strict=True)]
+            kept.append(tried(first, [other[s] - base[s] - mean for s in seeds], see, most))
     n = sum(each[0] for each in kept)
     print(f"changes nothing: {n} of {len(kept):,} kept; {fmean(e[1] for e in kept):.1f} pairs each")
     for name, d in differences.items():
         for gain in (0.005, 0.01, 0.02):
             moved = [each - fmean(d) - gain for each in d]
-            found = [tried(random.sample(moved, most), moved, see, most) for _ in range(1000)]
+            found = [tried(random.choices(moved, k=most), moved, see, most) for _ in range(1000)]
             holds = [inside for is_kept, _, inside in found if is_kept]
             print(
                 f"gain {gain:g}, noise of {name}: {len(holds) / 10:.0f} % kept, median"

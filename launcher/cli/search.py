@@ -129,7 +129,7 @@ def numbers(entry: dict[str, Any]) -> str:
     "--gain",
     "PAIRS",
     "First measure by so many pairs what all kept tries gain together.",
-    type=click.Choice(["4", "8", "16", "32"]),
+    type=click.Choice(["4", "8", "16", "32", "64"]),
 )
 @click.option("--verify", is_flag=True, help="Check that nothing was changed, and each folder.")
 @JSON

@@ -206,9 +206,7 @@ class Search:
         seeds = range(1, BASE_SEEDS + 1)
         self.measure([(first, seed) for seed in seeds])
         losses = [self.loss(first, seed) for seed in seeds]
-        # Of a pair whose two runs have nothing in common but the seed.
-        deviation = stdev(losses) * 2**0.5
-        pairs = rule.pairs_for(self.start["see"], deviation)
+        pairs = rule.pairs_for(self.start["see"], rule.PAIRED * stdev(losses))
         return self.ledger.add("base", loss=fmean(losses), sd=stdev(losses), pairs=pairs)
 
     # -- a try ------------------------------------------------------------------------------------
