@@ -38,7 +38,7 @@ def try_group() -> None:
 @try_group.command("start")
 @click.argument("name")
 @valued("--text data", "NAME|URI|PATH", "The text (default: the last upload).")
-@valued("--preset", "NAME", "The base's hyperparameters (default: quick).")
+@valued("--preset", "NAME", "The base's hyperparameters (default: quick; on GPUs baby).")
 @valued("--size", "N", "Instead: the size of the base, by a dial from 0.25 to 16.", type=float)
 @valued("--entry-point", "DIR", "The folder to begin with.", type=click.Path(path_type=Path))
 @valued("--instance", "TYPE", "Where runs are made (default: local).", default="local")
@@ -56,6 +56,7 @@ def start_command(name: str, ceiling: float | None, see: float, **given: Any) ->
       sm-nanogpt try run my_gpt --group shakespeare --note "squared ReLU"
     """
     from launcher.job import Request
+    from launcher.machines import looks_like_gpu
     from launcher.trying.search import begin
 
     local = given["instance"] == "local"
@@ -64,7 +65,7 @@ def start_command(name: str, ceiling: float | None, see: float, **given: Any) ->
         raise InputError(problem, field="ceiling", value=ceiling)
     if see <= 0:
         raise InputError("must be more than 0", field="see", value=see)
-    if given["preset"] is given["size"] is None:
+    if given["preset"] is given["size"] is None and not looks_like_gpu(given["instance"]):
         given["preset"] = "quick"
     request = Request(**{key: value for key, value in given.items() if value is not None})
     search = begin(name, request, settings_of(), see, ceiling, note)

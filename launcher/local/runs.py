@@ -16,6 +16,8 @@ from typing import Any
 from launcher.local.confine import confined
 from launcher.source import Source
 
+SILENT = {"sample_length": 0, "log_interval": 1 << 20}  # hyperparameters of a run nobody watches
+
 
 @dataclass(frozen=True)
 class Run:
@@ -96,8 +98,7 @@ def run_all(runs: Sequence[Run], at_once: int) -> Iterator[tuple[int, Ended]]:
 
 def start(run: Run, code: Path, out: Path) -> subprocess.Popen[bytes]:
     """Start train.py in a session of its own, which Ctrl-C does not reach; it ends with us."""
-    usual = {"sample_length": 0, "log_interval": 1 << 20}
-    values = {**usual, **run.values, "data": run.text, "out": out}
+    values = {**SILENT, **run.values, "data": run.text, "out": out}
     words = [f"--{name}={value}" for name, value in values.items()]
     command = [sys.executable, str(code / "train.py"), *words]
     env = {

@@ -1,24 +1,247 @@
-"""The runs of a search as a job on SageMaker."""
+"""The runs of a search as jobs on SageMaker, which never cost more than its ceiling.
+
+All runs of a stage are one job, since each start costs minutes. What a job may cost is reserved
+in the ledger before anything is sent, and settled by what AWS billed. A job whose command was
+killed is found again by its reservation.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import math
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from launcher.errors import InputError
+from entry_point.text import read_json
+from launcher import machines, tracking
+from launcher.errors import InputError, LauncherError, ServiceError
+from launcher.files import storage
+from launcher.files.documents import Document
+from launcher.job import DEFAULT_RUN, Request
+from launcher.launching import launch
+from launcher.launching.texts import Channel
+from launcher.local.runs import SILENT
+from launcher.models import fetch
+from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.cost import usd
+from launcher.settings import Settings
 from launcher.source import Source
+from launcher.text import corpus
+from launcher.text.formats import File
+from launcher.trying import driver
+from launcher.trying.ledger import Entry
 
 if TYPE_CHECKING:
     from launcher.trying.search import Made, Search
 
+UNKNOWN_SECONDS = 3600  # after which a job that AWS does not know will never be there
+# Seconds of a job's time limit besides its runs: for what may go slower, and before and after them.
+MARGIN, AROUND = 300, 120
+DRIVER = Path(driver.__file__)
+
+RunOf = tuple[Source, int]  # a folder and a seed
+
+
+class Facts(Document):
+    """What the driver wrote about a run: its seconds, and why it left no model."""
+
+    seconds: float
+    problem: str
+
 
 class OnSageMaker:
-    """Makes the runs of a stage as one job on SageMaker, since each start costs minutes."""
-
-    looks: Sequence[int] = (32,)
+    """Makes the runs of a stage as one job on SageMaker."""
 
     def __init__(self, search: Search) -> None:
-        self.search = search
+        self.search, self.ledger, self.settings = search, search.ledger, search.settings
+        self.backend = SageMakerBackend(self.settings)
+        self.place = f"{self.backend.caller().account} {self.backend.region}"
 
-    def made(self, runs: Sequence[tuple[Source, int]]) -> Iterator[Made]:
-        raise InputError("jobs on SageMaker are not made yet")
+    @property
+    def looks(self) -> Sequence[int]:
+        return (self.search.base()["pairs"],)
+
+    def made(self, runs: Sequence[RunOf]) -> Iterator[Made]:
+        """Each run, those that failed last.
+
+        Raises OverCeiling if the job may cost more than is left, and ServiceError if it fails.
+        """
+        if not runs:
+            return
+        entry = self.known(runs) or self.send(runs)
+        description = tracking.wait(entry["job"], self.settings)
+        self.settle()
+        if description.model_uri is None:
+            why = description.failure_reason or "it left no models"
+            raise ServiceError(f"job {entry['job']} is {description.status}: {why}")
+        with tempfile.TemporaryDirectory(prefix=".job-", dir=self.search.directory) as name:
+            (archive,) = storage.fetch(
+                description.model_uri, Path(name) / "tar", settings=self.settings
+            )
+            fetch.extract(archive, Path(name) / "runs", description.model_uri)
+            made = [self.made_of(run, entry, Path(name) / "runs") for run in runs]
+            for each in sorted(made, key=lambda each: bool(each.problem)):
+                if each.problem:  # another job may make it anew
+                    facts = {"folder": each.source.sha256, "seed": each.seed, "why": each.problem}
+                    self.ledger.add("failed", job=entry["job"], **facts)
+                yield each
+
+    def made_of(self, run: RunOf, entry: Entry, place: Path) -> Made:
+        from launcher.trying.search import Made
+
+        own = place / f"run-{entry['runs'].index(key_of(run))}"
+        facts = storage.read_document(str(own / "facts.json"), Facts)
+        if facts is None:
+            raise ServiceError(f"job {entry['job']} left nothing of a run")
+        return Made(*run, own / "model", facts.seconds, facts.problem)
+
+    # -- money ------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Replace the reservations of jobs that ended by what they cost."""
+        self.ledger.settle(self.cost_of)
+
+    def cost_of(self, entry: Entry) -> float | None:
+        """What the job of a reservation has cost; None while that is not known."""
+        if entry["place"] != self.place:  # nobody there can be asked
+            return None
+        description = self.backend.describe(entry["job"])
+        if description is None:
+            if entry["job"] in {each["job"] for each in self.ledger.of("sent")}:
+                return float(entry["usd"])  # it was deleted, and with it what it cost
+            old = time.time() - entry["at"] > UNKNOWN_SECONDS
+            return 0.0 if old and not self.is_sending() else None
+        if description.is_running:
+            return None
+        return tracking.with_costs([description], self.settings)[0].cost
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """From the reservation of a job until AWS has answered."""
+        with (self.search.directory / "sending").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            yield
+
+    def is_sending(self) -> bool:
+        """Whether a command, which may have slept for hours, is about to send a job."""
+        with (self.search.directory / "sending").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    # -- a job ------------------------------------------------------------------------------------
+
+    def known(self, runs: Sequence[RunOf]) -> Entry | None:
+        """The reservation of a job that has made these runs, or will: its command was killed."""
+        failed = [(e["job"], [e["folder"], e["seed"]]) for e in self.ledger.of("failed")]
+        for entry in reversed(self.ledger.of("reserved")):
+            keys = [key for key in entry["runs"] if (entry["job"], key) not in failed]
+            if entry["place"] == self.place and all(key_of(run) in keys for run in runs):
+                description = self.backend.describe(entry["job"])
+                if description and (description.is_running or description.model_uri):
+                    return entry
+        return None
+
+    def send(self, runs: Sequence[RunOf]) -> Entry:
+        """Reserve what a job may cost, and start it."""
+        self.settle()
+        search, job_id = self.search, launch.new_job_id()
+        # In each GPU's share, the runs of the base come first, and a seed's two runs are in one.
+        runs = sorted(runs, key=lambda run: run[0].sha256 != self.ledger.base)
+        seconds = self.seconds_for(len(runs))
+        words = dict(search.start["words"])
+        text = self.text(launch.cloud_settings(self.backend))
+        request = Request(
+            name=f"try-{search.name}-{job_id[-6:]}",
+            instance=search.start["instance"],
+            data=text.uri,
+            preset=words.pop("preset", None),
+            hyperparameters=words,
+            max_run=seconds,
+            network_isolation=True,
+        )
+        request._source = self.folder(runs, seconds)
+        plan = launch.prepare(request, self.settings, job_id, {"data": text})
+        if plan.job.worst_cost is None:
+            what = f"the price of {plan.job.instance} is unknown, so no ceiling can hold"
+            raise InputError(what)
+        keys = [key_of(run) for run in runs]
+        with self.sending():
+            cost = plan.job.worst_cost
+            entry = self.ledger.reserve(job_id, cost, place=self.place, runs=keys)
+            search.told(f"job {job_id}: {len(runs)} runs, at most {usd(cost)}")
+            try:
+                plan.upload()
+                plan.backend.submit(job_id, plan.job, plan.placement, plan.request)
+            except LauncherError as error:
+                if error.code != "job-may-exist":
+                    self.ledger.add("settled", job=job_id, usd=0.0)
+                raise
+            self.ledger.add("sent", job=job_id)
+        return entry
+
+    @property
+    def usual(self) -> float:
+        """Seconds of a run, measured; 0 before the first."""
+        return self.search.seconds(self.search.start["folder"])
+
+    def seconds_for(self, n: int) -> int:
+        """The time limit of a job of n runs: an hour before any is measured, then twice theirs."""
+        if not self.usual:
+            return DEFAULT_RUN
+        at_once = machines.gpus_of(self.search.start["instance"]) or 1
+        return math.ceil(MARGIN + 2 * self.usual * math.ceil(n / at_once))
+
+    def folder(self, runs: Sequence[RunOf], seconds: int) -> Source:
+        """The training folder of a job: that of the search's beginning, with the driver in place of
+        its train.py, beside the folders of the runs, of which nothing is imported here."""
+        from launcher.trying.search import SLOW
+
+        first = self.search.source(self.search.start["folder"])
+        limit = seconds - AROUND
+        plan = {
+            "runs": [[name_of(source), seed] for source, seed in runs],
+            "values": {**SILENT, **self.search.start["words"]},
+            "seconds": limit,
+            "limit": min(limit, 60 + SLOW * self.usual) if self.usual else limit,
+        }
+        files = {**first.files, "train.py": DRIVER.read_bytes()}
+        files["plan.json"] = json.dumps(plan).encode()
+        for source, _ in runs:
+            files |= {f"{name_of(source)}/{name}": each for name, each in source.files.items()}
+        return Source(first.directory, files)
+
+    def text(self, settings: Settings) -> Channel:
+        """The text that the runs read, to be uploaded once."""
+        search, place = self.search, self.search.text
+        files = [File(path.name, path) for path in sorted(place.iterdir())]
+        sha256, meta = corpus.digest_of(files), read_json(place / "meta.json")
+        uri = corpus.uri_of(f"try-{search.name}", sha256, settings)
+        upload = corpus.Upload(
+            uri=uri,
+            size=sum(file.path.stat().st_size for file in files),
+            sha256=sha256,
+            files=tuple(file.name for file in files),
+            uploaded=not corpus.is_there(uri, settings),
+            vocabulary_size=len(search.tokenizer),
+            train_tokens=meta["train"]["shards"][0]["tokens"],
+            val_tokens=meta["val"]["shards"][0]["tokens"],
+        )
+        return Channel(search.start["text"], uri, upload, files)
+
+
+def key_of(run: RunOf) -> list[Any]:
+    """A run as the ledger has it."""
+    return [run[0].sha256, run[1]]
+
+
+def name_of(source: Source) -> str:
+    """The directory of a folder in a job."""
+    return f"folder-{source.sha256[:12]}"

@@ -7,7 +7,8 @@ search knows is read from it, so a killed command leaves what was before the ent
 
     start      what the search is: text, hyperparameters, folder, ceiling
     run        the loss and the seconds of one folder and seed
-    reserved   what a job may cost; settled: what it cost
+    reserved   what a job may cost, and its runs; sent: AWS has it; settled: what it cost
+    failed     a run of a job that left no model, and why
     try        a verdict
     gain       what all kept tries gain together
 """
@@ -126,13 +127,18 @@ class Ledger:
         """USD of the jobs that ended."""
         return float(sum(entry["usd"] for entry in self.of("settled")))
 
+    def cost_of(self, folder: str) -> float:
+        """USD of the jobs that ended and that had a run of this folder."""
+        jobs = {e["job"] for e in self.of("reserved") if folder in dict(e["runs"])}
+        return float(sum(entry["usd"] for entry in self.of("settled") if entry["job"] in jobs))
+
     @property
     def open(self) -> list[Entry]:
         """The reservations of jobs whose cost is not known yet."""
         settled = {entry["job"] for entry in self.of("settled")}
         return [entry for entry in self.of("reserved") if entry["job"] not in settled]
 
-    def reserve(self, job: str, amount: float, **facts: Any) -> None:
+    def reserve(self, job: str, amount: float, **facts: Any) -> Entry:
         """Reserve USD for a job, before it is sent. Raises OverCeiling."""
         with self.locked():
             ceiling = self.of("start")[0]["ceiling"]
@@ -143,7 +149,7 @@ class Ledger:
                     f"this may cost {usd(amount)}, and {max(0.0, free):,.2f} of {usd(ceiling)} are"
                     f" free ({self.spent:,.2f} spent, {reserved:,.2f} reserved)"
                 )
-            self.write("reserved", job=job, usd=amount, **facts)
+            return self.write("reserved", job=job, usd=amount, **facts)
 
     def settle(self, cost_of: Callable[[Entry], float | None]) -> None:
         """Replace reservations by what was billed; None: it is not known yet."""

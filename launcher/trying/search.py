@@ -224,7 +224,7 @@ class Search:
 
     def judge(self, source: Source, note: str) -> Entry:
         most = self.base()["pairs"]
-        base, before = self.ledger.base, self.ledger.spent
+        base, before = self.ledger.base, self.ledger.cost_of(source.sha256)
         with storage.reported(str(self.settings.home)):
             keep(source, self.settings)
         facts: dict[str, Any] = {"folder": source.sha256, "base": base, "note": note}
@@ -235,7 +235,7 @@ class Search:
             facts |= {"verdict": "refused", "why": str(refusal)}
         except OverCeiling as over:
             facts |= {"verdict": "ceiling", "why": str(over)}
-        facts["usd"] = round(self.ledger.spent - before, 4)
+        facts["usd"] = round(self.ledger.cost_of(source.sha256) - before, 4)
         with self.ledger.locked():
             if facts["verdict"] == "kept" and self.ledger.base != base:
                 why = "another folder was kept meanwhile; change that one so, and try it again"

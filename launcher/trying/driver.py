@@ -1,0 +1,139 @@
+"""train.py of a job that makes the runs of a search, one after another on each GPU.
+
+The toolkit starts a process of it for each GPU, and each makes its part of the runs in plan.json.
+No run is trusted: it is a user of its own, which can read its folder, its text and Python's
+packages, and can write into its own directory alone. Without a network, it reaches nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+FIRST_USER = 61_000  # the number of the first run's user; nobody else has it
+SHARED = ("/tmp", "/var/tmp", "/dev/shm")  # where all users may write
+# By these variables train.py would be a rank of a job. The toolkit preloads a library that crashes
+# without SM_CURRENT_HOST.
+OF_THE_JOB = re.compile(
+    "SM_|SAGEMAKER_|TRAINING_JOB|AWS_|ECS_|OMPI_|PMIX_|TORCHELASTIC_|MASTER_|LD_PRELOAD$"
+    "|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$"
+)
+
+
+def main() -> None:
+    began, env = time.monotonic(), os.environ
+    plan = json.loads((HERE / "plan.json").read_text())
+    rank = int(env.get("OMPI_COMM_WORLD_LOCAL_RANK") or env.get("LOCAL_RANK") or 0)
+    size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("LOCAL_WORLD_SIZE") or 1)
+    models = Path(env["SM_MODEL_DIR"])
+    os.umask(0o022)
+    close(models.parent)
+    threads = max(1, len(os.sched_getaffinity(0)) // size)
+    for_run = {name: value for name, value in env.items() if not OF_THE_JOB.match(name)}
+    for_run |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": str(rank)}
+    with TemporaryDirectory() as name:
+        place = Path(name)
+        place.chmod(0o711)
+        copy(Path(env["SM_CHANNEL_TRAINING"]), place / "text")
+        for index in range(rank, len(plan["runs"]), size):
+            left = plan["seconds"] - (time.monotonic() - began)
+            facts = make(plan, index, place, models / f"run-{index}", left, for_run)
+            folder, seed = plan["runs"][index]
+            ended = facts["problem"] or f"{facts['seconds']:.1f} s"
+            named = f"run {index + 1} of {len(plan['runs'])}: {folder} seed {seed}"
+            sys.stdout.write(f"{named}: {ended}\n")  # whole, among the lines of the others
+            sys.stdout.flush()
+
+
+def close(base: Path) -> None:
+    """Let other users reach Python, wherever the image has it, but not what is below `base`, nor
+    each other."""
+    for python in (sys.executable, sys.prefix, sys.base_prefix):
+        for above in Path(python).resolve().parents:
+            if not above.stat().st_mode & 0o001:
+                above.chmod(0o711)
+    for shared in SHARED:
+        Path(shared).chmod(0o711)
+    base.chmod(0o700)
+
+
+def make(
+    plan: Any, index: int, place: Path, target: Path, left: float, env: dict[str, str]
+) -> dict[str, Any]:
+    """Make a run in at most `left` seconds, and put its model and its facts into the target."""
+    folder, seed = plan["runs"][index]
+    code, out, limit = place / folder, place / f"run-{index}", max(0.0, min(plan["limit"], left))
+    user = FIRST_USER + index
+    if not code.exists():
+        copy(HERE / folder, code)
+    out.mkdir(mode=0o700)
+    os.chown(out, user, user)
+    values = {**plan["values"], "seed": seed, "data": place / "text", "out": out}
+    words = [f"--{name}={value}" for name, value in values.items()]
+    here = {"HOME": str(out), "TMPDIR": str(out), "USER": "run"}  # where compilers write
+    here["SAGEMAKER_BASE_DIR"] = str(out)  # not in a container, for all that train.py sees
+    began = time.monotonic()
+    with (place / "log").open("w+b") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(code / "train.py"), *words],
+            env={**env, **here},
+            cwd=out,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            user=user,
+            group=user,
+            extra_groups=[],
+        )
+        try:
+            status = process.wait(limit)
+            problem = last_line(log) or f"it ended with status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            problem = f"it took over {limit:.0f} s"
+        seconds = time.monotonic() - began
+        end_all_of(user)
+        process.wait()
+    target.mkdir()
+    if not problem:
+        try:
+            copy(out / "model", target / "model")
+        except OSError as error:
+            problem = f"its model cannot be read: {error.strerror}"
+    shutil.rmtree(out)
+    facts = {"seconds": seconds, "problem": problem}
+    (target / "facts.json").write_text(json.dumps(facts))
+    return facts
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy the files of a directory, which follows no link. Raises OSError."""
+    target.mkdir()
+    for path in [] if source.is_symlink() else sorted(source.iterdir()):
+        if path.is_file() and not path.is_symlink():
+            shutil.copyfile(path, target / path.name)
+
+
+def last_line(log: Any) -> str:
+    log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+    return str(log.read().decode(errors="replace").strip().rpartition("\n")[2])
+
+
+def end_all_of(user: int) -> None:
+    """End what a user has left running."""
+    code = f"import os; os.getuid() == {user} and os.kill(-1, 9)"
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, user=user, group=user, extra_groups=[], stderr=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""A search whose runs are jobs on SageMaker: the real toolkit starts the driver in containers."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import launching
+import pytest
+
+from launcher.trying.ledger import Ledger
+
+QUICK = (
+    """\
+    "quick": dict(n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,
+                  max_steps=180, learning_rate=0.05, momentum=0.85, short_windows=0.3,
+""",
+    """\
+    "quick": dict(n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=4, max_steps=10,
+                  eval_tokens=1024, learning_rate=0.05,
+""",
+)
+SLOWER = ("eval_tokens=1024, learning_rate=0.05", "eval_tokens=1024, learning_rate=0.01")
+
+
+@pytest.fixture
+def group(aws, cli, text_file, tmp_path, home):
+    """The name of a search whose base was trained."""
+    aws.sagemaker.run.gpus, aws.sagemaker.run.rate, aws.sagemaker.rate = 2, 1.0, 1.0
+    launching.edited(tmp_path / "base", QUICK)
+    words = ("--instance", "ml.m5.xlarge", "--ceiling", "1", "--see", "0.5")
+    given = ("--text", str(text_file), "--entry-point", str(tmp_path / "base"))
+    assert cli("try", "start", "group", *given, *words).good
+    return "group"
+
+
+def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home, s3):
+    slower = launching.edited(tmp_path / "slower", QUICK, SLOWER)
+    ran = cli("try", "run", str(slower), "--group", group, "--note", "a lower rate", "--json")
+    assert ran.code == 3, ran.err
+    entry = json.loads(ran.out)
+    ledger = Ledger(home / "tries" / group)
+    assert (entry["verdict"], entry["pairs"]) == ("no better", 4)
+    assert len(aws.sagemaker.jobs) == len(ledger.of("settled")) == 2
+    assert [len(each["runs"]) for each in ledger.of("reserved")] == [8, 4]
+    assert 0 < entry["usd"] < ledger.spent < 1 and not ledger.open
+    log = cli("logs", ledger.of("sent")[1]["job"]).out
+    assert sorted(re.findall(r"^run (\d) of 4: ", log, re.MULTILINE)) == ["1", "2", "3", "4"]
