@@ -256,6 +256,19 @@ def test_a_job_keeps_what_was_forecast_for_its_size(cli, lawful, text_here, home
     assert job_of(changed.out.strip()).forecast is None
 
 
+def test_a_resumed_job_keeps_size_and_forecast(cli, home, job):
+    record = json.loads((job.directory / "job.json").read_text())
+    expected = {"loss": 1.5, "low": 1.4, "high": 1.6}
+    record["job"] |= {"summary": "size 2", "expected": expected}
+    (job.directory / "job.json").write_text(json.dumps(record))
+    (job.directory / "output" / "model.tar.gz").unlink()  # so that it is resumed as it was
+    for words, kept in ((), True), (("--set", "max_steps=12"), False):
+        resumed = cli("launch", "--resume", job.job_id, *words).good.out.strip()
+        found = job_of(resumed).describe()
+        assert (found.expected is not None) is kept
+        assert (found.summary or "").startswith("size 2 resumes") is kept
+
+
 def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):
     told = cli("launch", "--forecast", "--data", text_here)
     assert told.code == 0, told.err

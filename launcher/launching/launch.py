@@ -149,6 +149,11 @@ def fill(asked: Request, settings: Settings, known: Mapping[str, Channel] | None
     request = start.with_whole_windows(request, texts["data"])
     base = model.name if model else earlier.job.base if earlier else None
     job = complete(request, texts, base, near)
+    if earlier is not None and job.config(1) == earlier.job.config(1):  # it is the same run
+        same: dict[str, Any] = {"expected": earlier.job.expected}
+        if earlier.job.summary.startswith("size "):
+            same["summary"] = f"{earlier.job.summary} resumes {request.resume}"
+        job = job.model_copy(update=same)
     return Draft(asked, job, texts, model, earlier, backend, near)
 
 
