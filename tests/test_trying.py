@@ -108,16 +108,32 @@ def test_a_kept_gain_is_told_by_fresh_seeds_alone(started, home, tmp_path):
     assert {seed for seed in seeds if seed > 1000} == {*range(1001, 1001 + entry["pairs"])}
 
 
-def test_runs_that_ended_are_not_made_again(started, home, tmp_path, monkeypatch):
-    source = Source.read(folder(tmp_path / "a", 0.0))
-    opened(home).attempt(source, "")
+def test_a_killed_try_goes_on_with_the_runs_and_seeds_that_it_had(
+    started, home, tmp_path, monkeypatch
+):
+    source, made = Source.read(folder(tmp_path / "a", 0.05)), Trained.made
 
-    def none(self: Trained, runs: Sequence[Any]) -> Iterator[Made]:
-        assert not runs
-        yield from ()
+    def killed(self: Trained, runs: Sequence[Any]) -> Iterator[Made]:
+        for each in made(self, runs):
+            if each.seed > 1003:  # it dislikes what the fresh seeds say
+                raise KeyboardInterrupt
+            yield each
 
-    monkeypatch.setattr(Trained, "made", none)
-    assert opened(home).attempt(source, "again")["number"] == 2
+    monkeypatch.setattr(Trained, "made", killed)
+    with pytest.raises(KeyboardInterrupt):
+        opened(home).attempt(source, "")
+    monkeypatch.setattr(Trained, "made", made)
+    assert opened(home).attempt(source, "")["verdict"] == "kept"
+    runs = [(run["folder"], run["seed"]) for run in opened(home).ledger.of("run")]
+    assert len({*runs}) == len(runs)
+    assert len(opened(home).ledger.of("fresh")) == 1
+
+
+def test_two_folders_get_different_fresh_seeds(started, home):
+    ledger = opened(home).ledger
+    seeds = [ledger.fresh_seeds(name, "base", n) for name, n in (("a", 4), ("b", 8), ("a", 8))]
+    assert len({seed for each in seeds for seed in each}) == 20
+    assert ledger.fresh_seeds("b", "base", 8) == seeds[1]
 
 
 @pytest.mark.parametrize(("name", "most"), [("parameters", 110), ("tokens", 1000)])
@@ -248,6 +264,17 @@ def test_begin_is_whole_or_nothing(home, text_file, trained, monkeypatch):
     with pytest.raises((InputError, ServiceError), match="space"):
         begin("plays", request, Settings(home=home), 0.01, None, print)
     assert not list((home / "tries").iterdir())
+
+
+def test_the_same_folder_is_not_tried_twice(started, home, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("SM_NANOGPT_HOME", str(home))
+    source = Source.read(folder(tmp_path / "a", 0.0))
+    opened(home).ledger.add(
+        "try", number=1, folder=source.sha256, base=opened(home).ledger.base, verdict="", mean=0.0
+    )
+    with pytest.raises(Refused, match="try 1"):
+        opened(home).check(source, opened(home).ledger.base)
 
 
 def test_refusals_are_entries(started, home, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ search knows is read from it, so a killed command leaves what was before the ent
 
     start      what the search is: text, hyperparameters, folder, ceiling
     run        the loss and the seconds of one folder and seed
+    fresh      how many fresh seeds two folders got
     reserved   what a job may cost, and its runs; sent: AWS has it; settled: what it cost
     failed     a run of a job that left no model, and why
     try        a verdict
@@ -113,11 +114,19 @@ class Ledger:
         found = (e for e in self.of("run") if (e["folder"], e["seed"]) == (folder, seed))
         return next(found, None)
 
-    def fresh_seeds(self, n: int) -> list[int]:
-        """So many seeds that no one has seen, which others do not get."""
+    def fresh_seeds(self, folder: str, base: str, n: int) -> list[int]:
+        """So many seeds that no one has seen, for this pair of folders alone.
+
+        A command that is killed when it dislikes what it sees gets no others.
+        """
         with self.locked():
-            first = 1001 + sum(entry["n"] for entry in self.of("fresh"))
-            self.write("fresh", n=n)
+            first = 1001
+            for entry in self.of("fresh"):
+                if (entry["folder"], entry["base"], entry["n"]) == (folder, base, n):
+                    break
+                first += entry["n"]
+            else:
+                self.write("fresh", folder=folder, base=base, n=n)
         return list(range(first, first + n))
 
     # -- money ------------------------------------------------------------------------------------

@@ -246,6 +246,9 @@ class Search:
         """Raise Refused for what two small steps on this machine show. They cost nothing."""
         if source.sha256 == base:
             raise Refused("the folder is the base: nothing is changed")
+        for entry in self.ledger.of("try"):
+            if (entry["folder"], entry["base"]) == (source.sha256, base) and "mean" in entry:
+                raise Refused(f"it was tried before: try {entry['number']}")
         contents = [as_tensor(content) for content in source.files.values() if content]
         if overlap(as_tensor(self.judged[0].content), contents) > 0:
             raise Refused("a file of the folder holds a part of the judge's text")
@@ -264,7 +267,8 @@ class Search:
             return self.pairs(source, base, range(1, n + 1), "seeds")
 
         def fresh(n: int) -> list[float]:
-            return self.pairs(source, base, self.ledger.fresh_seeds(n), "better; fresh seeds")
+            seeds = self.ledger.fresh_seeds(source.sha256, base.sha256, n)
+            return self.pairs(source, base, seeds, "better; fresh seeds")
 
         looks = [n for n in self.maker.looks if n <= most]
         verdict, found, is_fresh = rule.decide(shared, fresh, looks, self.start["see"])
@@ -281,7 +285,8 @@ class Search:
         first, now = (self.source(each) for each in (self.start["folder"], self.ledger.base))
         if first.sha256 == now.sha256:
             raise InputError("nothing was kept yet")
-        found = self.pairs(now, first, self.ledger.fresh_seeds(n), "fresh seeds")
+        seeds = self.ledger.fresh_seeds(now.sha256, first.sha256, n)
+        found = self.pairs(now, first, seeds, "fresh seeds")
         return self.ledger.add("gain", folder=now.sha256, **self.facts(now, first, found))
 
 
