@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.options import JSON, Group, settings_of, valued
-from launcher.cli.show import note, print_json, print_table
+from launcher.cli.show import note, print_json, print_table, shown
 from launcher.cli.words import command
 from launcher.errors import InputError
 
@@ -101,7 +101,7 @@ def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
     if as_json:
         print_json(entry)
     else:
-        click.echo(verdict(entry, search))
+        click.echo(shown(verdict(entry, search)))
     if code := CODES.get(entry["verdict"], 3):
         raise click.exceptions.Exit(code)
 

@@ -11,18 +11,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from threading import Timer
+from typing import Annotated, Any, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 import entry_point
 import launcher
 from entry_point.text import read_tokenizer
 from launcher.errors import LauncherError, ServiceError
+from launcher.files.documents import Document, parse
 from launcher.local.confine import confined
 from launcher.settings import Settings, load_settings, process_of
 
@@ -32,18 +36,30 @@ PASS_TOKENS, PASS_LOGITS = 1 << 12, 1 << 24
 PACKAGES = [Path(module.__file__ or "").parent for module in (entry_point, launcher)]
 
 
+class Facts(Document):
+    """What a worker says of its model: its context, the number of its logits, and of what kind."""
+
+    block_size: Annotated[int, Field(ge=1, le=1 << 20, strict=True)]
+    size: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
+    chats: bool
+    edited: bool
+
+
 class Worker:
     """A model in a process of its own, which computes in float32 on the CPU.
 
     block_size is its context, size the number of its logits; chats: it has learned from
     conversations; edited: an edited folder computes it. With scratch, the only directory that it
-    may write, it reads nothing but the model and the folder. Raises ServiceError if it fails.
+    may write, it reads nothing but the model and the folder, and what it prints is lost. It may
+    take so many seconds (limit) in all. Raises ServiceError if it fails.
     """
 
     block_size: int
     size: int
     chats: bool
     edited: bool
+    timer: Timer | None = None
+    late = False
 
     def __init__(
         self,
@@ -51,8 +67,10 @@ class Worker:
         settings: Settings,
         entry_point: Path | None,
         scratch: Path | None = None,
+        limit: float | None = None,
     ) -> None:
         self.directory, self.tokenizer = directory, read_tokenizer(directory)
+        self.alone, self.limit = scratch is not None, limit
         self.pipe, theirs = Pipe()
         command = process_of(__name__, theirs.fileno(), directory, entry_point or "")
         # Threads that wait do not keep the judge's from their cores.
@@ -66,37 +84,71 @@ class Worker:
             command,
             env=env,
             stdin=subprocess.DEVNULL,
-            stdout=2,
+            stdout=subprocess.DEVNULL if self.alone else 2,
+            stderr=subprocess.DEVNULL if self.alone else None,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C in the terminal reaches only the judge
         )
         theirs.close()
-        vars(self).update(json.loads(self.answer()))
+        if limit is not None:
+            self.timer = Timer(limit, self.expire)
+            self.timer.daemon = True
+            self.timer.start()
+        try:
+            facts = parse(self.answer(), Facts, f"{directory}: what its process says")
+        except BaseException:
+            self.end()
+            raise
+        vars(self).update(dict(facts))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the process; what confines it ends what it has started."""
         self.pipe.close()
+        if self.alone:
+            self.process.terminate()
+            self.wait()
         self.process.kill()
         self.process.wait()
+        if self.timer is not None:
+            self.timer.cancel()
 
-    def answer(self, *request: bytes) -> bytes:
+    def expire(self) -> None:
+        self.late = True
+        self.process.terminate()
+
+    def wait(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+
+    def answer(self, *request: bytes, most: int | None = None) -> bytes:
+        """What it answers, of so many bytes at most."""
         try:
             for part in request:
                 self.pipe.send_bytes(part)
             if not (problem := self.pipe.recv_bytes()):
-                return self.pipe.recv_bytes()
-            raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
+                return self.pipe.recv_bytes(most)
         except (EOFError, OSError):
-            ended = f"its process ended with {self.process.wait()}; was there too little memory?"
+            self.wait()
+            ended = f"its process ended with {self.process.poll()}; was there too little memory?"
+            if self.late:
+                ended = f"it took over {self.limit:.0f} s to be judged"
             raise ServiceError(f"{self.directory}: {ended}") from None
+        raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
 
     def logits(self, ids: Tensor) -> Tensor:
         """Logits, float32 [n, T, size], of ids [n, T]."""
         request = json.dumps({"shape": ids.shape}).encode()
-        content = bytearray(self.answer(request, ids.int().contiguous().numpy().tobytes()))
-        if len(content) != 4 * ids.numel() * self.size:
+        size = 4 * ids.numel() * self.size
+        content = bytearray(
+            self.answer(request, ids.int().contiguous().numpy().tobytes(), most=size)
+        )
+        if len(content) != size:
             raise ServiceError(f"{self.directory}: its logits change their shape")
         return torch.frombuffer(content, dtype=torch.float32).view(*ids.shape, self.size)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
+import math
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -17,8 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
-from entry_point.checkpoint import read_safetensors
+from entry_point.checkpoint import LARGEST_HEADER, read_header
 from entry_point.errors import TrainingError
+from entry_point.files import open_file
 from entry_point.text import Corpus, Tokenizer, read_json
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
@@ -31,7 +34,7 @@ from launcher.judge.texts import Text, encode, pieces
 from launcher.judge.worker import Worker
 from launcher.launching import launch
 from launcher.launching.forecasting import corpus_of
-from launcher.local.confine import version
+from launcher.local.confine import packages, version
 from launcher.local.runs import Run, run_all
 from launcher.machines import cores
 from launcher.settings import Settings
@@ -45,8 +48,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 MOST_TOKENS = 1 << 28  # of the text that runs read
 JUDGED = 1 << 16  # tokens of the validation text that are kept for the judge, at most
 BASE_SEEDS = 8
-MOST_PARAMETERS, MOST_TIME = 1.1, 1.5  # times those of the folder that the search began with
-SLOW = 4.0  # times its time by the clock, after which a run is killed
+MOST_SIZE, MOST_TIME = 1.1, 1.5  # times those of the folder that the search began with
+SLOW = 4.0  # times its time by the clock, after which a run is ended
+PATIENCE = 600  # seconds more for the small steps of a check, and for a process that is judged
+ROOM = 1 << 30  # bytes that a run may write, besides 64 for each parameter
 
 Told = Callable[[str], None]
 
@@ -120,23 +125,27 @@ class Search:
     def measure(self, runs: Sequence[tuple[Source, int]], tried: Source | None = None) -> None:
         """Make the runs that the ledger does not have, judge them, and add them.
 
-        The first model of the folder that is tried is also tested for looking ahead. Raises Refused
-        if a run of that folder fails or takes more than it may, ServiceError if another fails.
+        The first model of the folder that is tried, and each by which it may be kept, are also
+        tested for looking ahead and for learning while they are judged. Raises Refused if a run of
+        that folder fails or takes more than it may, ServiceError if another fails.
         """
         left, checked = [r for r in runs if not self.ledger.run_of(r[0].sha256, r[1])], False
         for made in self.maker.made(left):
             own = tried is not None and made.source.sha256 == tried.sha256
+            check = own and (not checked or made.seed > rule.LOOKS[-1])
             try:
                 if made.problem:
                     raise Refused(made.problem)
                 facts = {
                     "folder": made.source.sha256,
                     "seed": made.seed,
-                    "loss": self.loss_of(made.model, made.source, own and not checked),
                     "seconds": round(made.seconds, 2),
                     **sizes_of(made.model),
                 }
                 self.check_sizes(facts)
+                began = time.monotonic()
+                facts["loss"] = self.loss_of(made.model, made.source, check)
+                facts["judged"] = round(time.monotonic() - began, 2)
             except Refused as refusal:
                 if own:
                     raise
@@ -147,28 +156,36 @@ class Search:
     def loss_of(self, model: Path, source: Source, check: bool) -> float:
         """The nats per token that a model loses on the judge's text. Raises Refused if it fails."""
         kept = self.settings.home / "sources" / source.sha256
-        with ExitStack() as stack:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        first = self.ledger.of("run")[:1]
+        limit = PATIENCE + 20 * first[0]["judged"] if first else None
 
-            def worker() -> Worker:
-                made = stack.enter_context(Worker(model, self.settings, kept, scratch))
-                made.tokenizer = self.tokenizer  # not that of the run
-                return made
+        @contextmanager
+        def judged() -> Iterator[Worker]:
+            """A process with nothing of another one, not even a directory to write into."""
+            with (
+                tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
+                Worker(model, self.settings, kept, Path(scratch), limit) as worker,
+            ):
+                worker.tokenizer = self.tokenizer  # not that of the run
+                if worker.size < len(self.tokenizer):
+                    known = f"it has {worker.size} logits for {len(self.tokenizer)} tokens"
+                    raise Refused(known)
+                yield worker
 
-            try:
-                one = worker()
-                if check:
-                    check_causal(one, self.judged[0].ids)
-                [nats] = losses(one, self.judged)
-                if check:
-                    check_memory(worker(), self.judged, nats)
-            except (LauncherError, TrainingError) as error:
-                raise Refused(str(error)) from None
+        try:
+            with judged() as worker:
+                [nats] = losses(worker, self.judged)
+            if check:  # after it was judged, by a process that cannot know what it has answered
+                with judged() as worker:
+                    check_memory(worker, self.judged, nats)
+                    check_causal(worker, self.judged[0].ids)
+        except (LauncherError, TrainingError) as error:
+            raise Refused(str(error)) from None
         return float(nats.mean())
 
     def check_sizes(self, found: Entry) -> None:
-        """Raise Refused for more tokens or parameters than the search began with."""
-        for name, most in (("tokens", 1.0), ("parameters", MOST_PARAMETERS)):
+        """Raise Refused for more tokens, parameters, or bytes than the search began with."""
+        for name, most in (("tokens", 1.0), ("parameters", MOST_SIZE), ("bytes", MOST_SIZE)):
             first = next((e[name] for e in self.ledger.of("run") if name in found), 0)
             if first and found.get(name, 0) > most * first:
                 times = f"{found[name] / first:.2f}x the {name} that the search began with"
@@ -184,6 +201,17 @@ class Search:
         found = [entry["seconds"] for entry in self.ledger.of("run") if entry["folder"] == folder]
         return float(median(found)) if found else 0.0
 
+    @property
+    def limit(self) -> float:
+        """The seconds by the clock that a run may take; those of the first ones are not limited."""
+        usual = self.seconds(self.start["folder"])
+        return 60 + SLOW * usual if usual else math.inf
+
+    @property
+    def room(self) -> float:
+        """The bytes that a run may write, with all its checkpoints."""
+        return ROOM + 64 * next((e["parameters"] for e in self.ledger.of("run")), math.inf)
+
     def pairs(self, source: Source, base: Source, seeds: Sequence[int], told: str) -> list[float]:
         """The loss of a folder less that of the base for each seed, after the runs for it."""
         both = [(each, seed) for seed in seeds for each in (source, base)]
@@ -192,6 +220,10 @@ class Search:
         found = [own - its for own, its in zip(losses[::2], losses[1::2], strict=True)]
         line = f"{fmean(found):+.4f} ±{rule.half(found):.4f}"
         self.told(f"{told} {seeds[0]} to {seeds[-1]}: {line}")
+        if len({*losses[::2]}) < len(seeds):
+            raise Refused(
+                "its runs do not depend on their seed, so no luck can be told from a gain"
+            )
         if (times := self.seconds(source.sha256) / self.seconds(self.start["folder"])) > MOST_TIME:
             raise Refused(f"takes {times:.2f}x the time of the search's first folder")
         return found
@@ -253,11 +285,12 @@ class Search:
         if overlap(as_tensor(self.judged[0].content), contents) > 0:
             raise Refused("a file of the folder holds a part of the judge's text")
         small = {"max_steps": 2, "batch_size": 1, "eval_tokens": 4096, "device": "cpu"}
-        values = {**self.start["words"], **small}
-        for _, ended in run_all([Run(source, values, self.text, cores(), alone=True)], 1):
+        values, limit = {**self.start["words"], **small}, self.limit + PATIENCE
+        run = Run(source, values, self.text, cores(), limit=limit, room=self.room, alone=True)
+        for _, ended in run_all([run], 1):
             if problem := ended.problem:
                 raise Refused(problem)
-            self.check_sizes({"parameters": sizes_of(ended.out / "model")["parameters"]})
+            self.check_sizes(sizes_of(ended.out / "model") | {"tokens": 0})
             self.loss_of(ended.out / "model", source, check=True)
 
     def compared(self, source: Source, base: Source, most: int) -> Entry:
@@ -301,15 +334,15 @@ class Here:
         self.gpus = 0 if on_cpu else torch.cuda.device_count()
 
     def made(self, runs: Sequence[tuple[Source, int]]) -> Iterator[Made]:
-        search, usual = self.search, self.search.seconds(self.search.start["folder"])
-        limit = 60 + SLOW * usual if usual else float("inf")
+        search = self.search
         given = [
             Run(
                 source,
                 {**search.start["words"], "seed": seed},
                 search.text,
                 gpu=index % self.gpus if self.gpus else None,
-                limit=limit,
+                limit=search.limit,
+                room=search.room,
                 alone=True,
             )
             for index, (source, seed) in enumerate(runs)
@@ -320,14 +353,20 @@ class Here:
 
 
 def sizes_of(model: Path) -> dict[str, int]:
-    """The parameters of a model, and the tokens on which it was trained, as it says."""
+    """The parameters of a model, the bytes of its directory, and the tokens on which it was
+    trained, as it says."""
     try:
         config = read_json(model / "training.json")["config"]
-        tensors = read_safetensors(model / "model.safetensors")[0]
-        tokens = config["max_steps"] * config["batch_size"] * config["block_size"]
-    except (TrainingError, OSError, KeyError, TypeError) as error:
+        tokens = int(config["max_steps"] * config["batch_size"] * config["block_size"])
+        with open_file(model / "model.safetensors") as file:
+            tensors, _ = read_header(file, LARGEST_HEADER)
+        parameters = sum(math.prod(each["shape"]) for each in tensors.values())
+        size = sum(path.lstat().st_size for path in model.rglob("*") if path.is_file())
+    except (TrainingError, OSError, RuntimeError, LookupError, AttributeError, TypeError) as error:
         raise Refused(f"its model cannot be read: {error}") from None
-    return {"parameters": sum(t.numel() for t in tensors.values()), "tokens": int(tokens)}
+    except (ValueError, OverflowError):
+        raise Refused("its model cannot be read: a number, or a header, is damaged") from None
+    return {"parameters": parameters, "tokens": tokens, "bytes": size}
 
 
 def place_of(name: str, settings: Settings) -> Path:
@@ -351,6 +390,10 @@ def begin(
     that the search looks for; ceiling is in USD. Raises InputError if it cannot begin.
     """
     place = place_of(name, settings)
+    for readable in packages():
+        if place.resolve().is_relative_to(readable.resolve()):
+            problem = f"{place} is below {readable}, which runs may read"
+            raise InputError(f"{problem}; set SM_NANOGPT_HOME to another directory")
     if place.exists():
         problem = f"there is such a search; take another name, or delete {place}"
         raise InputError(problem, field="group", value=name)
