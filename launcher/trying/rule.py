@@ -85,5 +85,5 @@ def decide(
         return verdict or "undecided", found, False
     # As if the change gained half of what it seems to; few pairs tell little of their deviation.
     n = pairs_for(max(seen, -fmean(found) / 2), stdev(found))
-    found = fresh(max(n, min(32, looks[-1])))
+    found = fresh(min(max(n, 32), looks[-1]))
     return "kept" if confirmed(found) else "no better", found, True
