@@ -22,7 +22,7 @@ from launcher import machines, tracking
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Document
-from launcher.job import DEFAULT_RUN, Request
+from launcher.job import DEFAULT_RUN, JobDescription, Request
 from launcher.launching import launch
 from launcher.launching.texts import Channel
 from launcher.local.runs import SILENT
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 UNKNOWN_SECONDS = 3600  # after which a job that AWS does not know will never be there
 # Seconds of a job's time limit besides its runs: for what may go slower, and before and after them.
 MARGIN, AROUND = 300, 120
+LARGEST = 1 << 36  # bytes of a model, before any is known
 DRIVER = Path(driver.__file__)
 
 RunOf = tuple[Source, int]  # a folder and a seed
@@ -110,11 +111,12 @@ class OnSageMaker:
         """What the job of a reservation has cost; None while that is not known."""
         if entry["place"] != self.place:  # nobody there can be asked
             return None
-        description = self.backend.describe(entry["job"])
+        description = self.describe(entry["job"])
         if description is None:
-            if entry["job"] in {each["job"] for each in self.ledger.of("sent")}:
+            if self.is_sent(entry["job"]):
                 return float(entry["usd"])  # it was deleted, and with it what it cost
-            old = time.time() - entry["at"] > UNKNOWN_SECONDS
+            last = max(e["at"] for e in self.ledger.entries if e.get("job") == entry["job"])
+            old = time.time() - last > UNKNOWN_SECONDS
             return 0.0 if old and not self.is_sending() else None
         if description.is_running:
             return None
@@ -144,7 +146,7 @@ class OnSageMaker:
         for entry in reversed(self.ledger.of("reserved")):
             keys = [key for key in entry["runs"] if (entry["job"], key) not in failed]
             if entry["place"] == self.place and all(key_of(run) in keys for run in runs):
-                description = self.backend.describe(entry["job"])
+                description = self.describe(entry["job"])
                 if description and (description.is_running or description.model_uri):
                     return entry
         return None
@@ -178,39 +180,44 @@ class OnSageMaker:
             entry = self.ledger.reserve(job_id, cost, place=self.place, runs=keys)
             search.told(f"job {job_id}: {len(runs)} runs, at most {usd(cost)}")
             try:
-                plan.upload()
+                plan.upload()  # which may take long
+                self.ledger.add("sending", job=job_id)
                 plan.backend.submit(job_id, plan.job, plan.placement, plan.request)
             except LauncherError as error:
-                if error.code != "job-may-exist":
-                    self.ledger.add("settled", job=job_id, usd=0.0)
+                unclear = error.code == "job-may-exist"  # for an hour from now
+                kind, facts = ("sending", {}) if unclear else ("settled", {"usd": 0.0})
+                self.ledger.add(kind, job=job_id, **facts)
                 raise
             self.ledger.add("sent", job=job_id)
         return entry
 
-    @property
-    def usual(self) -> float:
-        """Seconds of a run, measured; 0 before the first."""
-        return self.search.seconds(self.search.start["folder"])
+    def is_sent(self, job_id: str) -> bool:
+        return any(entry["job"] == job_id for entry in self.ledger.of("sent"))
+
+    def describe(self, job_id: str) -> JobDescription | None:
+        """What AWS says of a job. The ledger has then that AWS knew it."""
+        description = self.backend.describe(job_id)
+        if description is not None and not self.is_sent(job_id):
+            self.ledger.add("sent", job=job_id)
+        return description
 
     def seconds_for(self, n: int) -> int:
         """The time limit of a job of n runs: an hour before any is measured, then twice theirs."""
-        if not self.usual:
+        if not (usual := self.search.seconds(self.search.start["folder"])):
             return DEFAULT_RUN
         at_once = machines.gpus_of(self.search.start["instance"]) or 1
-        return math.ceil(MARGIN + 2 * self.usual * math.ceil(n / at_once))
+        return math.ceil(MARGIN + 2 * usual * math.ceil(n / at_once))
 
     def folder(self, runs: Sequence[RunOf], seconds: int) -> Source:
         """The training folder of a job: that of the search's beginning, with the driver in place of
         its train.py, beside the folders of the runs, of which nothing is imported here."""
-        from launcher.trying.search import SLOW
-
         first = self.search.source(self.search.start["folder"])
-        limit = seconds - AROUND
         plan = {
             "runs": [[name_of(source), seed] for source, seed in runs],
             "values": {**SILENT, **self.search.start["words"]},
-            "seconds": limit,
-            "limit": min(limit, 60 + SLOW * self.usual) if self.usual else limit,
+            "seconds": seconds - AROUND,
+            "limit": min(seconds, self.search.limit),
+            "room": min(LARGEST, self.search.room),
         }
         files = {**first.files, "train.py": DRIVER.read_bytes()}
         files["plan.json"] = json.dumps(plan).encode()

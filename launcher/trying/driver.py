@@ -7,6 +7,7 @@ packages, and can write into its own directory alone. Without a network, it reac
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -106,6 +107,8 @@ def make(
     target.mkdir()
     if not problem:
         try:
+            if sum(path.lstat().st_size for path in (out / "model").iterdir()) > plan["room"]:
+                raise OSError(errno.EFBIG, f"it takes over {plan['room']:,} bytes")
             copy(out / "model", target / "model")
         except OSError as error:
             problem = f"its model cannot be read: {error.strerror}"

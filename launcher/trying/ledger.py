@@ -8,7 +8,8 @@ search knows is read from it, so a killed command leaves what was before the ent
     start      what the search is: text, hyperparameters, folder, ceiling
     run        the loss and the seconds of one folder and seed
     fresh      how many fresh seeds two folders got
-    reserved   what a job may cost, and its runs; sent: AWS has it; settled: what it cost
+    reserved   what a job may cost, and its runs; settled: what it cost
+    sending    it is about to be sent; sent: AWS has it
     failed     a run of a job that left no model, and why
     try        a verdict
     gain       what all kept tries gain together

@@ -1,0 +1,119 @@
+"""The ledger of a search: its chain, its locks, and its ceiling."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import ServiceError
+from launcher.trying.ledger import Ledger, OverCeiling
+
+KINDS = ("start", "run", "fresh", "try")
+CEILING = 10.0
+
+
+@pytest.fixture
+def place(tmp_path):
+    ledger = Ledger(tmp_path)
+    ledger.add("start", folder="a", ceiling=CEILING, note="naïve – café")
+    for n in range(5):
+        ledger.add("run", folder="a", seed=n, loss=1.5 + n / 10)
+    return tmp_path
+
+
+def file_of(place: Path) -> Path:
+    return place / "ledger.jsonl"
+
+
+def test_any_edited_byte_but_the_last_lines_is_found(place):
+    content = file_of(place).read_bytes()
+    last = content.rindex(b"\n", 0, -1) + 1
+    for at in range(last):
+        for byte in {content[at] ^ 1, ord("\n"), ord(" ")} - {content[at]}:
+            file_of(place).write_bytes(content[:at] + bytes([byte]) + content[at + 1 :])
+            with pytest.raises(ServiceError, match="was changed after it was written"):
+                Ledger(place)
+
+
+@pytest.mark.parametrize("change", ["removed", "doubled", "swapped"])
+def test_lines_that_moved_are_found(place, change):
+    lines = file_of(place).read_bytes().splitlines(keepends=True)
+    changed = {
+        "removed": lines[:2] + lines[3:],
+        "doubled": [*lines[:3], *lines[2:]],
+        "swapped": [*lines[:2], lines[3], lines[2], *lines[4:]],
+    }
+    file_of(place).write_bytes(b"".join(changed[change]))
+    with pytest.raises(ServiceError, match="was changed after it was written"):
+        Ledger(place)
+
+
+def test_a_line_cut_anywhere_counts_for_nothing(place):
+    content = file_of(place).read_bytes()
+    begin = content.rindex(b"\n", 0, -1) + 1
+    for end in range(begin, len(content)):
+        file_of(place).write_bytes(content[:end])
+        ledger = Ledger(place)
+        assert len(ledger.entries) == 5
+        ledger.add("try", verdict="kept")
+        assert [entry["kind"] for entry in Ledger(place).entries][-1] == "try"
+        assert len(file_of(place).read_bytes().splitlines()) == 6
+
+
+def test_a_long_torn_line_leaves_nothing_behind(place):
+    with file_of(place).open("ab") as file:
+        file.write(b'{"previous": "' + b"x" * 10_000)
+    Ledger(place).add("fresh", n=4)
+    assert all(map(json.loads, file_of(place).read_bytes().splitlines()))
+    assert len(Ledger(place).entries) == 7
+
+
+def add_many(place: Path, who: int) -> None:
+    ledger = Ledger(place)
+    for n in range(20):
+        ledger.add("run", folder=str(who), seed=n)
+
+
+def reserve_many(place: Path, who: int) -> None:
+    ledger = Ledger(place)
+    for n in range(20):
+        try:
+            ledger.reserve(f"{who}-{n}", 1.0, runs=[])
+        except OverCeiling:
+            continue
+        if n % 3 == 0:
+            ledger.settle(lambda entry: 0.25 if entry["job"].startswith(f"{who}-") else None)
+
+
+def at_once(what: Callable[[Path, int], None], place: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=what, args=(place, who)) for who in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+
+
+def test_entries_of_several_processes_are_all_there(place):
+    at_once(add_many, place)
+    entries = Ledger(place).of("run")[5:]
+    for who in range(4):
+        assert [e["seed"] for e in entries if e["folder"] == str(who)] == [*range(20)]
+
+
+def test_several_processes_reserve_no_more_than_the_ceiling(place):
+    at_once(reserve_many, place)
+    ledger, held = Ledger(place), dict[str, float]()
+    for entry in ledger.entries:
+        if entry["kind"] in ("reserved", "settled"):
+            held[entry["job"]] = entry["usd"]
+            assert sum(held.values()) <= CEILING
+    settled = [entry["job"] for entry in ledger.of("settled")]
+    assert len(settled) == len(set(settled)) > 4
+    with pytest.raises(OverCeiling, match="spent"):
+        ledger.reserve("more", CEILING, runs=[])
