@@ -19,7 +19,7 @@ import launching
 import pytest
 
 from launcher.local import confine
-from launcher.local.confine import confined, filter_of, restrict, version
+from launcher.local.confine import confined, restrict, version
 
 pytestmark = pytest.mark.skipif(
     not version() and "CI" not in os.environ, reason="this kernel has no Landlock"
@@ -55,22 +55,12 @@ DENIED = {
     "write its own folder": "(folder / 'note').write_bytes(b'')",
     "make a pipe": "os.mkfifo(scratch / 'pipe')",
     "make a device": "os.mknod(scratch / 'disk', stat.S_IFBLK | 0o600, os.makedev(8, 0))",
-    "note an attribute": "os.setxattr(folder, 'user.note', b'1')",
-    "share memory by System V": "checked(libc.shmget(1, 4096, 0o1600))",
-    "share messages by System V": "checked(libc.msgget(1, 0o1600))",
-    "share messages by POSIX": "checked(libc.syscall(mq_open, b'note', 0o102, 0o600, None))",
-    "keep a key": "checked(libc.syscall(add_key, b'user', b'note', b'1', 1, -4))",
-    "watch files": "checked(libc.inotify_init1(0))",
     "reach a server": "socket.create_connection(('127.0.0.1', port))",
     "be a server": "socket.create_server(('127.0.0.1', 0))",
-    "send a datagram": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
-    "reach a program by its socket": "socket.socket(socket.AF_UNIX).connect(str(unix))",
     "reach an abstract socket": "socket.socket(socket.AF_UNIX).connect(abstract)",
-    "reach anything by io_uring": "checked(libc.syscall(425, 1, bytes(120)))",
     "signal another": "os.kill(other, 0)",
     "signal what confines it": "os.kill(os.getppid(), 0)",
     "mount a disk": "checked(libc.mount(b'none', str(scratch).encode(), b'tmpfs', 0, None))",
-    "set the clock": "time.clock_settime(time.CLOCK_REALTIME, time.time())",
 }
 ALLOWED = {
     "read its folder": "(folder / 'own.txt').read_bytes()",
@@ -114,7 +104,6 @@ for name, expression in given["expressions"].items():
         said[name] = f"{type(error).__name__}: {error}"
 print(json.dumps(said))
 """
-CALLS = {"x86_64": (240, 248), "aarch64": (180, 217)}.get(platform.machine(), (0, 0))
 
 
 @pytest.fixture(scope="module")
@@ -141,23 +130,17 @@ def said(place):
     with contextlib.ExitStack() as stack:
         stack.callback(other.wait)
         stack.callback(other.kill)
-        unix, abstract, server = (
-            stack.enter_context(socket.socket(family))
-            for family in (socket.AF_UNIX, socket.AF_UNIX, socket.AF_INET)
-        )
-        unix.bind(str(place.home / "s"))
+        abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server = stack.enter_context(socket.socket(socket.AF_INET))
         abstract.bind(f"\0sm-nanogpt-{os.getpid()}")
         server.bind(("127.0.0.1", 0))
-        for each in (unix, abstract, server):
+        for each in (abstract, server):
             each.listen()
         names = {
             **{name: str(path) for name, path in vars(place).items()},
             "other": other.pid,
             "port": server.getsockname()[1],
-            "unix": str(place.home / "s"),
             "abstract": f"\0sm-nanogpt-{os.getpid()}",
-            "mq_open": CALLS[0],
-            "add_key": CALLS[1],
         }
         given = json.dumps({"names": names, "expressions": {**DENIED, **ALLOWED}})
         done = run(place, "-c", PROBE, given)
@@ -175,14 +158,6 @@ def test_a_confined_program_is_refused(name, said):
 @pytest.mark.parametrize("name", ALLOWED)
 def test_a_confined_program_may(name, said):
     assert said[name] == ""
-
-
-def test_a_confined_program_changes_no_attribute(place):
-    """It is told that it did, as programs set attributes of files that they have made."""
-    before = place.secret.stat()
-    code = "import os, sys; p = sys.argv[1]; os.chmod(p, 0); os.utime(p, (0, 0)); os.chown(p, 1, 1)"
-    assert run(place, "-c", code, str(place.secret)).returncode == 0
-    assert place.secret.stat() == before
 
 
 def test_torch_computes_confined_and_maps_no_secret(place):
@@ -207,7 +182,7 @@ def test_the_exit_status_is_that_of_the_program(status, place):
 def test_a_program_that_is_not_there_is_told(place):
     whole = confined(["/no/such/program"], [place.folder], [place.scratch])
     done = subprocess.run(whole, capture_output=True, text=True)
-    assert done.returncode == 126
+    assert done.returncode == 1
     assert "No such file" in done.stderr
 
 
@@ -341,50 +316,6 @@ def test_each_kernel_is_asked_for_all_that_it_knows(known, place):
     assert kernel.restricted
 
 
-def result_of(program: bytes, architecture: int, number: int, first: int = 0) -> int:
-    """What a filter answers to a system call."""
-    data = struct.pack("=IIQQ", number, architecture, 0, first)
-    instructions, at, value = [*struct.iter_unpack("=HBBI", program)], 0, 0
-    while True:
-        code, yes, no, k = instructions[at]
-        at += 1
-        if code == confine.LOAD:
-            (value,) = struct.unpack_from("=I", data, k)
-        elif code == confine.RETURN:
-            return int(k)
-        else:
-            at += yes if (value == k if code == confine.EQUAL else value >= k) else no
-
-
-@pytest.mark.parametrize(
-    ("machine", "calls"),
-    [
-        ("x86_64", {"read": 0, "socket": 41, "kill": 62, "chmod": 90, "setxattr": 188}),
-        ("aarch64", {"read": 63, "socket": 198, "kill": 129, "chmod": 53, "setxattr": 5}),
-    ],
-)
-def test_the_filter_knows_the_calls_of_an_architecture(machine, calls):
-    own, program = confine.ARCHITECTURES[machine], filter_of(machine, 7, devices=False)
-    old, gpu = filter_of(machine, 1, devices=False), filter_of(machine, 7, devices=True)
-    found = {name: result_of(program, own, number) for name, number in calls.items()}
-    refuse, allow = confine.REFUSE, confine.ALLOW
-    assert found == {
-        "read": allow,
-        "socket": refuse,
-        "kill": allow,  # which Landlock refuses, if it is another's
-        "chmod": confine.DO_NOTHING,
-        "setxattr": refuse,
-    }
-    assert result_of(old, own, calls["kill"]) == refuse
-    assert result_of(program, own ^ 1, calls["read"]) == refuse  # those of another architecture
-    assert result_of(program, own, calls["read"] | 1 << 30) == refuse
-    assert result_of(gpu, own, calls["socket"], socket.AF_UNIX) == allow
-    assert result_of(gpu, own, calls["socket"], socket.AF_INET) == refuse
-    assert result_of(gpu, own, calls["read"]) == allow
-
-
-@pytest.mark.parametrize("system", [("Darwin", "arm64"), ("Linux", "riscv64")])
-def test_a_system_without_it_runs_a_command_as_it_is(system, monkeypatch, place):
-    monkeypatch.setattr(platform, "system", lambda: system[0])
-    monkeypatch.setattr(platform, "machine", lambda: system[1])
+def test_a_system_without_it_runs_a_command_as_it_is(monkeypatch, place):
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
     assert confined(["a", "b"], [place.folder], []) == ["a", "b"]

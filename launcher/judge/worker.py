@@ -15,7 +15,6 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Timer
 from typing import Annotated, Any, Self
 
 import torch
@@ -27,7 +26,7 @@ import launcher
 from entry_point.text import read_tokenizer
 from launcher.errors import LauncherError, ServiceError
 from launcher.files.documents import Document, parse
-from launcher.local.confine import confined
+from launcher.local.confine import PATIENCE, confined, end
 from launcher.settings import Settings, load_settings, process_of
 
 # The most of one pass: so many tokens stay in the cache (41k a second of `laptop`, twice as many
@@ -50,16 +49,14 @@ class Worker:
 
     block_size is its context, size the number of its logits; chats: it has learned from
     conversations; edited: an edited folder computes it. With scratch, the only directory that it
-    may write, it reads nothing but the model and the folder, and what it prints is lost. It may
-    take so many seconds (limit) in all. Raises ServiceError if it fails.
+    may write, it reads nothing but the model and the folder, and what it prints is lost. Raises
+    ServiceError if it fails.
     """
 
     block_size: int
     size: int
     chats: bool
     edited: bool
-    timer: Timer | None = None
-    late = False
 
     def __init__(
         self,
@@ -67,10 +64,8 @@ class Worker:
         settings: Settings,
         entry_point: Path | None,
         scratch: Path | None = None,
-        limit: float | None = None,
     ) -> None:
         self.directory, self.tokenizer = directory, read_tokenizer(directory)
-        self.alone, self.limit = scratch is not None, limit
         self.pipe, theirs = Pipe()
         command = process_of(__name__, theirs.fileno(), directory, entry_point or "")
         # Threads that wait do not keep the judge's from their cores.
@@ -84,20 +79,16 @@ class Worker:
             command,
             env=env,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if self.alone else 2,
-            stderr=subprocess.DEVNULL if self.alone else None,
+            stdout=2 if scratch is None else subprocess.DEVNULL,
+            stderr=None if scratch is None else subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C in the terminal reaches only the judge
         )
         theirs.close()
-        if limit is not None:
-            self.timer = Timer(limit, self.expire)
-            self.timer.daemon = True
-            self.timer.start()
         try:
             facts = parse(self.answer(), Facts, f"{directory}: what its process says")
         except BaseException:
-            self.end()
+            self.__exit__()
             raise
         vars(self).update(dict(facts))
 
@@ -105,26 +96,8 @@ class Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """End the process; what confines it ends what it has started."""
         self.pipe.close()
-        if self.alone:
-            self.process.terminate()
-            self.wait()
-        self.process.kill()
-        self.process.wait()
-        if self.timer is not None:
-            self.timer.cancel()
-
-    def expire(self) -> None:
-        self.late = True
-        self.process.terminate()
-
-    def wait(self) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
+        end(self.process)
 
     def answer(self, *request: bytes, most: int | None = None) -> bytes:
         """What it answers, of so many bytes at most."""
@@ -133,13 +106,12 @@ class Worker:
                 self.pipe.send_bytes(part)
             if not (problem := self.pipe.recv_bytes()):
                 return self.pipe.recv_bytes(most)
+            raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
         except (EOFError, OSError):
-            self.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(PATIENCE)
             ended = f"its process ended with {self.process.poll()}; was there too little memory?"
-            if self.late:
-                ended = f"it took over {self.limit:.0f} s to be judged"
             raise ServiceError(f"{self.directory}: {ended}") from None
-        raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
 
     def logits(self, ids: Tensor) -> Tensor:
         """Logits, float32 [n, T, size], of ids [n, T]."""

@@ -11,12 +11,11 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.local.confine import confined
+from launcher.local.confine import PATIENCE, confined, end
 from launcher.source import Source
 
 SILENT = {"sample_length": 0, "log_interval": 1 << 20}  # hyperparameters of a run nobody watches
@@ -26,9 +25,8 @@ SILENT = {"sample_length": 0, "log_interval": 1 << 20}  # hyperparameters of a r
 class Run:
     """A run of train.py to be made: its folder, its options, its text, and how it is held.
 
-    gpu is the one that it sees, None for the CPU. It is ended after `limit` seconds, or when its
-    files take more than `room` bytes. alone: it reads no file but its folder, its text and Python's
-    packages, where the system can see to that.
+    gpu is the one that it sees, None for the CPU. It is ended after `limit` seconds. alone: it
+    reads no file but its folder, its text and Python's packages, where the system can see to that.
     """
 
     source: Source
@@ -37,72 +35,33 @@ class Run:
     threads: int = 1
     gpu: int | None = None
     limit: float = math.inf
-    room: float = math.inf
     alone: bool = False
 
 
 @dataclass(frozen=True)
 class Ended:
     """A run that ended: its directory, its exit status, and seconds by the clock and of the CPU,
-    with those of every process that it started. stopped says why it was ended early."""
+    with those of every process that it started."""
 
     run: Run
     out: Path
     status: int
     seconds: float
     cpu_seconds: float
-    stopped: str = ""
 
     @property
     def problem(self) -> str:
         """Why it was ended, what killed it, or the last line of its log; '' if it completed."""
-        if self.stopped or not self.status:
-            return self.stopped
+        if self.seconds > self.run.limit:
+            return f"it took over {self.run.limit:.0f} s"
         if self.status < 0:
             return f"it was killed by signal {-self.status}"
-        return last_line(self.out / "log") or f"it ended with exit status {self.status}"
-
-
-@dataclass
-class Running:
-    """A run that has begun, and the process that makes it."""
-
-    index: int
-    run: Run
-    out: Path
-    process: subprocess.Popen[bytes]
-    began: float = field(default_factory=time.monotonic)
-    measured: float = 0.0  # when its files were
-    stopped: str = ""
-
-    def ended(self) -> Ended | None:
-        """The run, if it has ended; it is told to if it takes more than it may."""
-        seconds, run = time.monotonic() - self.began, self.run
-        if seconds > run.limit and not self.stopped:
-            self.stopped = f"it took over {run.limit:.0f} s"
-        if run.room < math.inf and seconds > self.measured + 0.5 and not self.stopped:
-            self.measured = seconds
-            if bytes_below(self.out) > run.room:
-                self.stopped = f"it wrote over {run.room / 1e6:,.0f} MB"
-        if self.stopped:
-            self.stop()
-            return Ended(run, self.out, self.process.returncode, seconds, 0.0, self.stopped)
-        pid, status, used = os.wait4(self.process.pid, os.WNOHANG)
-        if not pid:
-            return None
-        self.process.returncode = code = os.waitstatus_to_exitcode(status)
-        cpu_seconds = used.ru_utime + used.ru_stime
-        return Ended(run, self.out, code, seconds, cpu_seconds, self.stopped)
-
-    def stop(self) -> None:
-        """End it now, with what it has started: what confines it sees to that."""
-        if self.run.alone:
-            self.process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(5)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        if not self.status:
+            return ""
+        with (self.out / "log").open("rb") as log:  # of any size
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 1000))
+            last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
+        return last or f"it ended with exit status {self.status}"
 
 
 def run_all(runs: Sequence[Run], at_once: int) -> Iterator[tuple[int, Ended]]:
@@ -110,45 +69,37 @@ def run_all(runs: Sequence[Run], at_once: int) -> Iterator[tuple[int, Ended]]:
 
     Its directory is there until the next one is asked for. None goes on afterwards.
     """
-    waiting, running = deque(enumerate(runs)), list[Running]()
+    waiting, running = deque(enumerate(runs)), dict[subprocess.Popen[bytes], tuple[int, float]]()
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
         place = Path(temporary)
 
         def fill() -> None:
             while waiting and len(running) < at_once:
                 index, run = waiting.popleft()
-                code, out = place / run.source.sha256, place / f"run-{index}"
+                code = place / run.source.sha256
                 run.source.write(code)
-                running.append(Running(index, run, out, start(run, code, out)))
+                running[start(run, code, place / f"run-{index}")] = index, time.monotonic()
 
         try:
             fill()
             while running:
                 time.sleep(0.02)
-                for each in [*running]:
-                    if ended := each.ended():
-                        running.remove(each)
-                        fill()  # so that it runs while the caller looks at this one
-                        yield each.index, ended
+                for process, (index, began) in list(running.items()):
+                    run, seconds = runs[index], time.monotonic() - began
+                    if seconds > run.limit:
+                        late = seconds > run.limit + PATIENCE
+                        process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
+                    pid, status, used = os.wait4(process.pid, os.WNOHANG)
+                    if not pid:
+                        continue
+                    process.returncode = os.waitstatus_to_exitcode(status)
+                    del running[process]
+                    fill()  # so that it runs while the caller looks at this one
+                    ended = process.returncode, seconds, used.ru_utime + used.ru_stime
+                    yield index, Ended(run, place / f"run-{index}", *ended)
         finally:
-            for each in running:
-                each.stop()
-
-
-def last_line(log: Path) -> str:
-    """The last line of a log, or the last 1,000 bytes of it."""
-    with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 1000))
-        return file.read().decode(errors="replace").strip().rpartition("\n")[2]
-
-
-def bytes_below(directory: Path) -> int:
-    """What the files below a directory take, as far as they stay while it looks."""
-    size = 0
-    for path in directory.rglob("*"):
-        with suppress(OSError):
-            size += 512 * path.lstat().st_blocks
-    return size
+            for process in running:
+                end(process)
 
 
 def start(run: Run, code: Path, out: Path) -> subprocess.Popen[bytes]:

@@ -217,7 +217,7 @@ class OnSageMaker:
             "values": {**SILENT, **self.search.start["words"]},
             "seconds": seconds - AROUND,
             "limit": min(seconds, self.search.limit),
-            "room": min(LARGEST, self.search.room),
+            "room": LARGEST,
         }
         files = {**first.files, "train.py": DRIVER.read_bytes()}
         files["plan.json"] = json.dumps(plan).encode()
