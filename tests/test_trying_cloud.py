@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import json
 import random
+import tarfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,14 +16,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sagemaker_service
+from access import Refusal
+from test_trying import folder, gain_of
 
 from launcher.errors import ServiceError
 from launcher.job import JobDescription
 from launcher.source import Source
-from launcher.trying import cloud, ledger
+from launcher.trying import cloud as jobs_of
+from launcher.trying import ledger, search
 from launcher.trying.cloud import OnSageMaker
 from launcher.trying.ledger import Ledger, OverCeiling
-from launcher.trying.search import Made
+from launcher.trying.search import Made, Search
 
 CEILING, HOURLY, AROUND = 10.0, 5.0, 600
 HISTORIES = 1000
@@ -126,17 +133,17 @@ def aws(monkeypatch, tmp_path):
         return Made(*run, place, 30.0, problem)
 
     clock = SimpleNamespace(time=lambda: aws.now)
-    monkeypatch.setattr(cloud, "SageMakerBackend", lambda settings: aws)
-    monkeypatch.setattr(cloud, "time", clock)
+    monkeypatch.setattr(jobs_of, "SageMakerBackend", lambda settings: aws)
+    monkeypatch.setattr(jobs_of, "time", clock)
     monkeypatch.setattr(ledger, "time", clock)
     monkeypatch.setattr(ledger.os, "fsync", lambda fd: None)
-    monkeypatch.setattr(cloud.launch, "cloud_settings", lambda backend: None)
-    monkeypatch.setattr(cloud.launch, "prepare", prepare)
-    monkeypatch.setattr(cloud.launch, "new_job_id", lambda: f"job-{next(numbers):06d}")
-    monkeypatch.setattr(cloud.tracking, "wait", aws.wait)
-    monkeypatch.setattr(cloud.tracking, "with_costs", aws.with_costs)
-    monkeypatch.setattr(cloud.storage, "fetch", lambda *_, **__: [Path("tar")])
-    monkeypatch.setattr(cloud.fetch, "extract", lambda *_: None)
+    monkeypatch.setattr(jobs_of.launch, "cloud_settings", lambda backend: None)
+    monkeypatch.setattr(jobs_of.launch, "prepare", prepare)
+    monkeypatch.setattr(jobs_of.launch, "new_job_id", lambda: f"job-{next(numbers):06d}")
+    monkeypatch.setattr(jobs_of.tracking, "wait", aws.wait)
+    monkeypatch.setattr(jobs_of.tracking, "with_costs", aws.with_costs)
+    monkeypatch.setattr(jobs_of.storage, "fetch", lambda *_, **__: [Path("tar")])
+    monkeypatch.setattr(jobs_of.fetch, "extract", lambda *_: None)
     monkeypatch.setattr(OnSageMaker, "made_of", made_of)
     monkeypatch.setattr(OnSageMaker, "text", lambda self, near: SimpleNamespace(uri="s3://text"))
     monkeypatch.setattr(OnSageMaker, "folder", lambda self, runs, seconds: None)
@@ -168,17 +175,6 @@ def runs_of(name: str, n: int = 4) -> list[tuple[Source, int]]:
 def made(place: Path, name: str, n: int = 4) -> list[Made]:
     """What a command gets that asks for n runs of a folder."""
     return list(OnSageMaker(search_in(place)).made(runs_of(name, n)))
-
-
-def failing(kind: type[BaseException], *facts: str) -> Callable[[], None]:
-    """An event that raises once."""
-    left = [kind(*facts)]
-
-    def event() -> None:
-        if left:
-            raise left.pop()
-
-    return event
 
 
 class History:
@@ -266,3 +262,160 @@ def test_no_history_costs_more_than_the_ceiling(aws, tmp_path, monkeypatch):
         seen["failed runs"] += len(entries.of("failed"))
         seen["nearly all spent"] += spent > 0.8 * CEILING
     assert min(seen.values()) > HISTORIES / 10
+
+
+# -- against the emulator --------------------------------------------------------------------------
+
+
+def put(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+@pytest.fixture
+def jobs(cloud, s3, cli, text_file, monkeypatch):
+    """The jobs that SageMaker was sent for a search, which began. They leave models of no content;
+    one whose reason is set fails. What a folder loses stands in it, and is judged by nobody."""
+    sent: list[sagemaker_service.Job] = []
+
+    def run(job: sagemaker_service.Job) -> None:
+        sent.append(job)
+        for state in ("Downloading", "Training"):
+            job.enter(state)
+        job.training_seconds = 100
+        if job.script:
+            return job.end("Failed", job.script["reason"])
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+            for index, (_, seed) in enumerate(json.loads(archive_of(job)["plan.json"])["runs"]):
+                facts = {"seconds": 30.0, "problem": ""}
+                put(tar, f"run-{index}/facts.json", json.dumps(facts).encode())
+                put(tar, f"run-{index}/model/seed", str(seed).encode())
+        bucket, key = sagemaker_service.split(job.request["OutputDataConfig"]["S3OutputPath"])
+        packed.seek(0)
+        s3.upload_fileobj(packed, bucket, f"{key}/{job.name}/output/model.tar.gz")
+        return job.end("Completed")
+
+    def archive_of(job: sagemaker_service.Job) -> dict[str, bytes]:
+        [code] = [c for c in job.request["InputDataConfig"] if c["ChannelName"] == "code"]
+        bucket, key = sagemaker_service.split(code["DataSource"]["S3DataSource"]["S3Uri"])
+        content = s3.get_object(Bucket=bucket, Key=key.rstrip("/"))["Body"].read()
+        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            return {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
+
+    def loss_of(self: Search, model: Path, source: Source, check: bool) -> float:
+        draw = random.Random(f"{source.sha256} {(model / 'seed').read_text()}")
+        return 2.0 - gain_of(source) + draw.gauss(0, 0.004)
+
+    monkeypatch.setattr(Search, "loss_of", loss_of)
+    monkeypatch.setattr(Search, "check", lambda self, source, base: None)
+    sizes = {"parameters": 100, "tokens": 1000, "bytes": 1000}
+    monkeypatch.setattr(search, "sizes_of", lambda model: sizes)
+    cloud.sagemaker.run, cloud.archive_of = run, archive_of
+    words = ("--instance", "ml.g5.12xlarge", "--ceiling", "10", "--see", "0.01")
+    assert cli("try", "start", "plays", "--text", str(text_file), *words).good
+    return sent
+
+
+@pytest.fixture
+def attempt(cli, jobs, tmp_path):
+    """Tries a folder with so much gain, which must not be imported here."""
+
+    def run(gain: float = 0.0) -> Any:
+        place = folder(tmp_path / f"gains-{gain}", gain)
+        (place / "config.py").write_text("raise RuntimeError('it was imported')\n")
+        return cli("try", "run", str(place), "--group", "plays", "--json")
+
+    return run
+
+
+def ledger_of(home: Path) -> Ledger:
+    return Ledger(home / "tries" / "plays")
+
+
+def test_a_keep_is_two_jobs_of_known_cost(attempt, jobs, home, cloud):
+    ran = attempt(0.05)
+    assert ran.code == 0, ran.err
+    entry, book = json.loads(ran.out), ledger_of(home)
+    assert (entry["verdict"], entry["fresh"]) == ("kept", True)
+    base, *its = book.of("settled")
+    assert entry["usd"] == pytest.approx(sum(each["usd"] for each in its), abs=1e-4)
+    assert base["usd"] == pytest.approx(7.09 * 100 / 3600, rel=0.01)
+    assert len(jobs) == len(book.of("sent")) == 3 and not book.open
+    base_seeds = {run["seed"] for run in book.of("run") if run["folder"] == entry["base"]}
+    assert {*range(1, 9)} < base_seeds
+
+
+def test_a_job_reaches_nobody_and_has_each_folder_apart(attempt, jobs, home, cloud):
+    attempt(0.05)
+    request, files = jobs[-1].request, cloud.archive_of(jobs[-1])
+    assert request["EnableNetworkIsolation"] is True
+    assert request["StoppingCondition"]["MaxRuntimeInSeconds"] < 600
+    assert files["train.py"] == jobs_of.DRIVER.read_bytes()
+    for name in {run[0] for run in json.loads(files["plan.json"])["runs"]}:
+        assert {f"{name}/train.py", f"{name}/config.py", f"{name}/model.py"} < files.keys()
+
+
+def test_a_try_over_the_ceiling_sends_nothing(attempt, jobs, home, cloud, s3):
+    ledger_of(home).reserve("another", 9.5, place="", runs=[])
+    before = s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]
+    ran = attempt()
+    assert ran.code == 5
+    assert json.loads(ran.out)["verdict"] == "ceiling"
+    assert len(jobs) == 1
+    assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == before
+
+
+def test_a_killed_commands_job_is_taken_not_paid_again(attempt, jobs, home, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs_of.tracking, "wait", failing(KeyboardInterrupt()))
+        assert "interrupted" in attempt().err
+    assert len(ledger_of(home).open) == 1
+    assert attempt().code == 3
+    assert len(jobs) == 2 and not ledger_of(home).open
+
+
+def failing(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_job_whose_answer_was_lost_is_taken(attempt, jobs, home, cloud):
+    create = cloud.sagemaker.CreateTrainingJob
+
+    def lost(body: dict[str, Any]) -> Any:
+        create(body)
+        cloud.refuse["DescribeTrainingJob"] = ("InternalFailure", "lost", 500)
+        raise Refusal("InternalFailure", "lost", 500)
+
+    cloud.sagemaker.CreateTrainingJob = lost
+    assert attempt().code == 1
+    assert len(ledger_of(home).open) == 1
+    cloud.refuse.clear()
+    assert attempt().code == 3
+    assert len(jobs) == 2 and not ledger_of(home).open
+
+
+@pytest.mark.parametrize("how", ["refused", "failed"])
+def test_a_job_that_fails_can_be_tried_again(attempt, jobs, home, cloud, how):
+    if how == "refused":
+        cloud.refuse["CreateTrainingJob"] = ("ResourceLimitExceeded", "no quota")
+    else:
+        cloud.sagemaker.next_script = {"reason": "AlgorithmError: the GPU is gone"}
+    assert attempt().failed(1, "no quota" if how == "refused" else "the GPU is gone")
+    cost = ledger_of(home).of("settled")[-1]["usd"]
+    assert cost == 0 if how == "refused" else cost > 0
+    cloud.refuse.clear()
+    cloud.sagemaker.next_script = {}
+    assert attempt().code == 3
+    assert not ledger_of(home).open
+
+
+def test_without_a_price_nothing_is_sent(cloud, cli, text_file, s3):
+    words = ("--instance", "ml.g5.48xlarge", "--ceiling", "10")
+    ran = cli("try", "start", "plays", "--text", str(text_file), *words)
+    assert ran.failed(2, "the price of ml.g5.48xlarge is unknown")
+    assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == 0

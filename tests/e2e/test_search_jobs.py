@@ -23,6 +23,39 @@ QUICK = (
 SLOWER = ("eval_tokens=1024, learning_rate=0.05", "eval_tokens=1024, learning_rate=0.01")
 
 
+PARSED = "    config, options = parse_argv(argv)\n"
+# It looks for what is not its own, and says so if it finds anything: but not in the check here.
+CURIOUS = (
+    PARSED,
+    f"""\
+{PARSED}\
+    out, places = Path(options.out), ["/opt/ml", "/opt/ml/model", "/tmp", "/dev/shm"]
+    for place in [*places, out.parent] if config.max_steps > 2 else []:
+        for act in (os.listdir, lambda place: open(f"{{place}}/mine", "w")):
+            try:
+                raise ConfigError(f"{{place}}: {{act(place)}}")
+            except PermissionError:
+                pass
+    if config.max_steps > 2:
+        for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
+            if "train.py" in open(f"/proc/{{pid}}/cmdline").read() and pid != os.getpid():
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                    raise ConfigError(f"it could kill {{pid}}")
+                except PermissionError:
+                    pass
+""",
+)
+FAILING = (
+    PARSED,
+    f"""\
+{PARSED}\
+    if config.seed == 3 and config.max_steps > 2:
+        raise ConfigError("no luck with 3")
+""",
+)
+
+
 @pytest.fixture
 def group(aws, cli, text_file, tmp_path, home):
     """The name of a search whose base was trained."""
@@ -34,10 +67,10 @@ def group(aws, cli, text_file, tmp_path, home):
     return "group"
 
 
-def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home, s3):
-    slower = launching.edited(tmp_path / "slower", QUICK, SLOWER)
+def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
+    slower = launching.edited(tmp_path / "slower", QUICK, SLOWER, CURIOUS)
     ran = cli("try", "run", str(slower), "--group", group, "--note", "a lower rate", "--json")
-    assert ran.code == 3, ran.err
+    assert ran.code == 3, (ran.err, ran.out)
     entry = json.loads(ran.out)
     ledger = Ledger(home / "tries" / group)
     assert (entry["verdict"], entry["pairs"]) == ("no better", 4)
@@ -46,3 +79,13 @@ def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home, s
     assert 0 < entry["usd"] < ledger.spent < 1 and not ledger.open
     log = cli("logs", ledger.of("sent")[1]["job"]).out
     assert sorted(re.findall(r"^run (\d) of 4: ", log, re.MULTILINE)) == ["1", "2", "3", "4"]
+
+    failing = launching.edited(tmp_path / "failing", QUICK, SLOWER, FAILING)
+    ran = cli("try", "run", str(failing), "--group", group, "--json")
+    assert (ran.code, json.loads(ran.out)["why"]) == (4, "ConfigError: no luck with 3")
+    ledger = Ledger(home / "tries" / group)
+    [failed] = ledger.of("failed")
+    assert failed["seed"] == 3
+    folder = failed["folder"]
+    assert [e["seed"] for e in ledger.of("run") if e["folder"] == folder] == [1, 2, 4]
+    assert not ledger.open
