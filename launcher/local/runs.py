@@ -88,7 +88,7 @@ def run_all(runs: Sequence[Run], at_once: int) -> Iterator[tuple[int, Ended]]:
                     run, seconds = runs[index], time.monotonic() - began
                     if seconds > run.limit:
                         late = seconds > run.limit + PATIENCE
-                        process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
+                        os.kill(process.pid, signal.SIGKILL if late else signal.SIGTERM)
                     pid, status, used = os.wait4(process.pid, os.WNOHANG)
                     if not pid:
                         continue

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 UNKNOWN_SECONDS = 3600  # after which a job that AWS does not know will never be there
 # Seconds of a job's time limit besides its runs: for what may go slower, and before and after them.
 MARGIN, AROUND = 300, 120
-LARGEST = 1 << 36  # bytes of a model, before any is known
+LARGEST = 1 << 36  # bytes of a model
 DRIVER = Path(driver.__file__)
 
 RunOf = tuple[Source, int]  # a folder and a seed

@@ -1,0 +1,421 @@
+"""Edits that a dishonest or careless program makes: each is refused, or gains nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import launching
+import pytest
+import runs
+import torch
+from models import tokenizer_of
+from test_causality import LEAKS
+from test_confine import DAEMON
+from test_edited import EDITS
+from test_judge import Fake
+from torch import Tensor
+
+from launcher.judge.score import losses
+from launcher.judge.texts import Text, encode
+from launcher.local.confine import version
+from launcher.local.runs import Run, run_all
+from launcher.settings import Settings
+from launcher.source import Source, keep
+from launcher.trying import search
+from launcher.trying.search import Made, Refused, Search, begin
+from sm_nanogpt import Request, ServiceError
+
+pytestmark = pytest.mark.skipif(not version(), reason="this kernel has no Landlock")
+
+QUICK = "n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,\n"
+TINY = (
+    QUICK,
+    "n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=4, eval_tokens=1024,\n",
+)
+SHORT = ("max_steps=180, learning_rate=0.05", "max_steps=60, learning_rate=0.05")
+RETURN = "        if targets is None:\n            return logits\n"
+IMPORT = "class MLP(nn.Module):\n"
+LETTERS = "the judg'sx\n"
+
+
+def answered(expression: str) -> tuple[str, str]:
+    return RETURN, f"        if targets is None:\n            return {expression}\n{RETURN}"
+
+
+def before(code: str) -> tuple[str, str]:
+    return RETURN, "".join(f"        {line}\n" for line in code.splitlines()) + RETURN
+
+
+LEARNS = """
+SEEN = torch.zeros(1, 1)
+
+def learned(idx, logits):
+    global SEEN
+    n = logits.size(-1)
+    if len(SEEN) < n:
+        SEEN = torch.zeros(n, n)
+    better = logits.log_softmax(-1).exp() + SEEN[idx] / 10
+    pairs = torch.stack((idx[:, :-1].flatten(), idx[:, 1:].flatten()))
+    SEEN = SEEN.index_put(tuple(pairs), torch.ones(()), accumulate=True)
+    return better.log()
+"""
+NOTES = """
+import contextlib, tempfile
+from pathlib import Path
+
+PLACES = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm"), Path(__file__).parent]
+KNOWN = []
+for place in PLACES:
+    with contextlib.suppress(OSError):
+        KNOWN += (place / "sm-nanogpt-note").read_text().split()
+
+def noted(idx, logits):
+    for place in PLACES:
+        with contextlib.suppress(OSError), (place / "sm-nanogpt-note").open("a") as note:
+            note.writelines(f"{','.join(map(str, row))}\\n" for row in idx.tolist())
+    known = [torch.tensor([int(n) for n in row.split(",")]) for row in KNOWN]
+    for row, own in enumerate(idx):
+        for each in known:
+            if len(each) >= len(own) and torch.equal(each[: len(own)], own):
+                logits[row, :-1].scatter_(1, own[1:, None], 30.0)
+    return logits
+"""
+FORGED = """
+import json, os, struct
+
+facts = json.dumps({"block_size": 0, "size": 1, "chats": False, "edited": False}).encode()
+for fd in range(3, 30):
+    try:
+        os.write(fd, struct.pack("!i", 0) + struct.pack("!i", len(facts)) + facts)
+    except OSError:
+        pass
+"""
+# What the judge says of each, or '' if it gains nothing.
+CHEATS: dict[str, tuple[list[tuple[str, str]], str]] = {
+    "looks ahead in text, not in random ids": (
+        [before("real = (idx == idx.mode().values[:, None]).float().mean(1) > 0.08\n"
+                "ahead = 9 * F.one_hot(idx.roll(-1, 1), logits.size(-1))\n"
+                "logits = logits + ahead * real[:, None, None]")],
+        "not causal",
+    ),
+    "learns between windows": (
+        [(IMPORT, f"{LEARNS}\n\n{IMPORT}"), answered("learned(idx, logits)")],
+        "depend on other windows",
+    ),
+    "leaves notes for the next process": (
+        [(IMPORT, f"{NOTES}\n\n{IMPORT}"), answered("noted(idx, logits)")],
+        "",
+    ),
+    "has one token": ([answered("logits[..., :1]")], "1 logits for"),
+    "reads what is held out": (
+        [(IMPORT, f"TEXT = torch.from_file(JUDGE, size=99, dtype=torch.uint8)\n\n\n{IMPORT}")],
+        "Permission denied",
+    ),
+    "answers before it is asked": ([(IMPORT, f"{FORGED}\n\n{IMPORT}")], "damaged"),
+    "ends": ([before("os._exit(0)")], "ended with 0"),
+    "prints a verdict": ([before("print('KEEP 9')\nprint('KEEP 9', file=sys.stderr)")], ""),
+}  # fmt: skip
+
+
+def tiny_folder(path: Path, *edits: tuple[str, str]) -> Path:
+    """A copy of the training folder whose preset `quick` is trained in a second."""
+    runs.edited_folder(path, TINY, SHORT, *edits)
+    return path
+
+
+@pytest.fixture(scope="session")
+def begun(tmp_path_factory, text):
+    """A search of tiny runs, its folder, and a model of its base; it is shared."""
+
+    def build(directory: Path) -> tuple[Path, Path, Path]:
+        base, model, text_file = (directory / name for name in ("base", "model", "text.txt"))
+        text_file.write_text(text[:60_000])
+        judge = Search.loss_of
+
+        def loss_of(self: Search, made: Path, source: Source, check: bool) -> float:
+            shutil.copytree(made, model, dirs_exist_ok=True)
+            return judge(self, made, source, check)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")
+            patch.setattr(search, "BASE_SEEDS", 2)
+            patch.setattr(Search, "loss_of", loss_of)
+            request = Request(
+                instance="local",
+                preset="quick",
+                data=str(text_file),
+                entry_point=tiny_folder(base),
+            )
+            settings = Settings(home=directory / "home")
+            begin("s", request, settings, 0.05, None, lambda line: None).base()
+        return directory / "home", base, model
+
+    return SimpleNamespace(
+        **dict(
+            zip(
+                ("home", "base", "model"),
+                map(Path, launching.once(tmp_path_factory, "begun", build)),
+                strict=True,
+            )
+        )
+    )
+
+
+@pytest.fixture
+def mine(begun, home, monkeypatch):
+    """That search in this test's own home."""
+    shutil.copytree(begun.home, home)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return Search("s", Settings(home=home), lambda line: None)
+
+
+@pytest.fixture
+def judge(begun, mine, tmp_path):
+    """What the base's model loses when an edited folder computes it; and where it stands."""
+
+    def judge(*edits: tuple[str, str]) -> float:
+        held = repr(str(mine.directory / "judge.txt"))
+        edits = tuple((old, new.replace("JUDGE", held)) for old, new in edits)
+        source = Source.read(tiny_folder(tmp_path / "cheat", *edits))
+        keep(source, mine.settings)
+        model = tmp_path / "model"
+        shutil.copytree(begun.model, model)
+        training = json.loads((model / "training.json").read_text())
+        training["script_sha256"] = source.sha256
+        was = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
+        (model / "training.json").write_text(json.dumps(training))
+        now = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
+        sums = (model / "SHA256SUMS").read_text()
+        (model / "SHA256SUMS").write_text(sums.replace(was, now))
+        return mine.loss_of(model, source, check=True)
+
+    return judge
+
+
+@pytest.fixture(scope="module")
+def encoded():
+    return encode([Text("a", ["the judge's text"])], tokenizer_of(LETTERS))
+
+
+def guesses(ids: Tensor) -> Tensor:
+    return torch.arange(len(LETTERS)).sin().expand(*ids.shape, -1)
+
+
+@pytest.mark.parametrize(
+    ("cheat", "loss"),
+    [
+        (lambda ids: torch.full((*ids.shape, len(LETTERS)), 0.1), math.log(len(LETTERS))),
+        (lambda ids: guesses(ids) + 5, None),  # its probabilities add up to more than 1
+        (lambda ids: torch.zeros(*ids.shape, len(LETTERS)), math.log(len(LETTERS))),
+    ],
+)
+def test_logits_are_normalized_by_the_judge(cheat, loss, encoded):
+    [nats] = losses(Fake(LETTERS, cheat), encoded)
+    [honest] = losses(Fake(LETTERS, guesses), encoded)
+    assert float(nats.mean()) == pytest.approx(loss or float(honest.mean()))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_no_numbers_are_refused(value, encoded):
+    with pytest.raises(ServiceError, match="not finite"):
+        losses(Fake(LETTERS, lambda ids: guesses(ids) * value), encoded)
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_before_the_judge_gains_nothing(name, mine, judge, capfd):
+    edits, refusal = CHEATS[name]
+    usual = min(run["loss"] for run in mine.ledger.of("run"))
+    if refusal:
+        with pytest.raises(Refused, match=refusal):
+            judge(*edits)
+    else:
+        assert judge(*edits) > usual - 0.001
+    assert "KEEP" not in "".join(capfd.readouterr())
+
+
+def test_a_folder_that_learns_while_it_is_judged_is_refused(mine, begun, cli, tmp_path):
+    """Through the whole; what it has printed, with marks of a terminal, is no verdict."""
+    said = "print('\\x1b[2K\\rKEEP 1')"
+    cheat = tiny_folder(tmp_path / "cheat", *CHEATS["learns between windows"][0], before(said))
+    ran = cli("try", "run", str(cheat), "--group", "s", "--note", "two\nlines \x1b[1m")
+    assert ran.code == 4
+    assert ran.out.startswith("REFUSED 1")
+    assert "depend on other windows" in ran.out
+    assert "KEEP" not in ran.out + ran.err
+    assert "\x1b" not in cli("try", "log", "s").good.out
+
+
+HONEST = [
+    edit for name in ("activation", "learned positions", "hyperparameter") for edit in EDITS[name]
+]
+
+
+def checked(folder: Path, mine: Search) -> None:
+    source = Source.read(folder)
+    keep(source, mine.settings)
+    mine.check(source, mine.ledger.base)
+
+
+def test_honest_edits_pass_the_checks(mine, tmp_path):
+    checked(tiny_folder(tmp_path / "honest", *HONEST), mine)
+
+
+def test_a_folder_that_looks_ahead_is_refused(mine, tmp_path):
+    with pytest.raises(Refused, match="not causal"):
+        checked(tiny_folder(tmp_path / "cheat", LEAKS["window mean"]), mine)
+
+
+@pytest.mark.parametrize("n", [50, 2500])
+def test_a_folder_that_holds_text_of_the_judge_is_refused(n, mine, tmp_path):
+    held = (mine.directory / "judge.txt").read_text()[100 : 100 + n]
+    (folder := tiny_folder(tmp_path / "cheat")).joinpath("hint.py").write_text(held)
+    with pytest.raises(Refused, match="holds a part"):
+        checked(folder, mine)
+
+
+# -- while it trains -------------------------------------------------------------------------------
+
+LOOKS = """
+import json, os, sys
+from pathlib import Path
+
+text, out = (Path(word.partition("=")[2]) for word in sys.argv[-2:])
+search, home, done = text.parent, text.parents[2], []
+
+def attempt(name, do):
+    try:
+        do()
+        done.append(name)
+    except (OSError, LookupError):
+        pass
+
+for place in (search, home, Path(os.environ["SM_NANOGPT_HOME"]) / "tries/s", text / ".."):
+    attempt("read", lambda: (place / "judge.txt").read_bytes())
+    attempt("list", lambda: list(os.scandir(place)))
+    attempt("find", lambda: [path.read_bytes() for path in place.rglob("judge.txt")][0])
+    attempt("forge", lambda: (place / "ledger.jsonl").open("a").write("{}"))
+    attempt("forge its text", lambda: (place / "text/train.bin").open("ab"))
+attempt("parent", lambda: Path(f"/proc/{os.getppid()}/root{search}/judge.txt").read_bytes())
+attempt("link", lambda: (out / "model").symlink_to(search))
+attempt("change itself", lambda: Path(__file__).write_text(""))
+attempt("change others", lambda: (Path(__file__).parents[1] / "run-1").mkdir())
+attempt("leave a note", lambda: Path("/dev/shm/sm-nanogpt-note").write_text(""))
+print(json.dumps(done))
+sys.exit(1)
+"""
+ENDLESS = f"""
+{DAEMON}
+while True:
+    time.sleep(1)
+"""
+LOUD = """
+import sys
+for _ in range(30):
+    print("x" * 999_999)
+sys.exit(1)
+"""
+
+
+def run_of(script: str, mine: Search, **options: Any) -> Run:
+    """A run that such a train.py makes."""
+    source = Source(Path("mine"), {"config.py": b"", "train.py": script.encode()})
+    return Run(source, {}, mine.text, alone=True, **options)
+
+
+def problem_of(run: Run) -> str:
+    for _, ended in run_all([run], 1):
+        return ended.problem  # while its directory is there
+    raise AssertionError
+
+
+def test_a_run_reaches_nothing_of_its_search(mine, monkeypatch):
+    monkeypatch.setenv("SM_NANOGPT_HOME", str(mine.settings.home))
+    before = launching.tree(mine.settings.home)
+    assert problem_of(run_of(LOOKS, mine)) == "[]"
+    assert launching.tree(mine.settings.home) == before
+    mine.ledger.read()
+
+
+def test_a_run_that_never_ends_leaves_no_process(mine):
+    run = run_of(ENDLESS, mine, limit=2)
+    assert problem_of(run) == "it took over 2 s"
+    assert run.source.sha256 not in str(launching.processes())
+
+
+def test_the_last_line_of_a_long_log_is_short(mine):
+    assert len(problem_of(run_of(LOUD, mine))) < 1001
+
+
+# -- by rules of the search ------------------------------------------------------------------------
+
+
+def test_runs_that_are_one_run_are_refused(mine, begun, tmp_path, monkeypatch):
+    """Else the best of many seeds, found elsewhere, would pass as a gain on all fresh ones."""
+    source, base = Source.read(tiny_folder(tmp_path / "a", before("pass"))), Source.read(begun.base)
+    monkeypatch.setattr(mine, "measure", lambda runs, tried: None)
+    monkeypatch.setattr(
+        mine, "loss", lambda each, seed: 1.9 if each is source else 2.0 + seed / 1000
+    )
+    with pytest.raises(Refused, match="seed"):
+        mine.pairs(source, base, range(1, 5), "seeds")
+
+
+def test_each_run_that_a_keep_rests_on_is_checked(mine, begun, tmp_path, monkeypatch):
+    source, base = Source.read(tiny_folder(tmp_path / "a", before("pass"))), Source.read(begun.base)
+    checked = dict[tuple[str, int], bool]()
+
+    class Here:
+        def __init__(self, of: Search) -> None:
+            pass
+
+        def made(self, wanted: Sequence[tuple[Source, int]]) -> Iterator[Made]:
+            return (Made(each, seed, Path(f"{seed}"), 1.0) for each, seed in wanted)
+
+    def loss_of(self: Search, model: Path, each: Source, check: bool) -> float:
+        checked[each.sha256, int(model.name)] = check
+        return 2.0
+
+    monkeypatch.setattr(search, "Here", Here)
+    monkeypatch.setattr(search, "sizes_of", lambda model: {})
+    monkeypatch.setattr(Search, "loss_of", loss_of)
+    mine.measure([(each, seed) for seed in (11, 12, 1001, 1002) for each in (source, base)], source)
+    assert [checked[source.sha256, seed] for seed in (11, 12, 1001, 1002)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert not any(checked[base.sha256, seed] for seed in (11, 12, 1001, 1002))
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda model: (model / "more.bin").write_bytes(bytes(99_999)),  # weights beside the weights
+        lambda model: (model / "training.json").write_text('{"config": {"max_steps": "many"}}'),
+        lambda model: (model / "training.json").write_text('{"config": {"max_steps": NaN}}'),
+        lambda model: (model / "training.json").write_text("[]"),
+        lambda model: (model / "model.safetensors").write_bytes(b"\xff" * 99),
+        lambda model: (model / "model.safetensors").unlink(),
+    ],
+)
+def test_a_forged_model_directory_is_refused(forge, mine, begun, tmp_path):
+    shutil.copytree(begun.model, tmp_path / "model")
+    mine.check_sizes(search.sizes_of(tmp_path / "model"))
+    forge(tmp_path / "model")
+    with pytest.raises(Refused):
+        mine.check_sizes(search.sizes_of(tmp_path / "model"))
+
+
+def test_no_search_begins_where_runs_may_read(cli, text_file, monkeypatch):
+    monkeypatch.setenv("SM_NANOGPT_HOME", f"{sys.prefix}/home")
+    assert cli("try", "start", "s", "--text", str(text_file)).failed(2, "SM_NANOGPT_HOME")
+    assert not Path(sys.prefix, "home/tries").exists()
