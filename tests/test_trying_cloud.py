@@ -24,8 +24,8 @@ from launcher.errors import ServiceError
 from launcher.job import JobDescription
 from launcher.source import Source
 from launcher.trying import cloud as jobs_of
-from launcher.trying import ledger, search
-from launcher.trying.cloud import OnSageMaker
+from launcher.trying import driver, ledger, search
+from launcher.trying.cloud import Facts, OnSageMaker
 from launcher.trying.ledger import Ledger, OverCeiling
 from launcher.trying.search import Made, Search
 
@@ -128,9 +128,9 @@ def aws(monkeypatch, tmp_path):
             job=job, placement=None, request={}, backend=aws, upload=lambda: aws.answer()
         )
 
-    def made_of(self: OnSageMaker, run: tuple[Source, int], entry: Any, place: Path) -> Made:
+    def facts_of(self: OnSageMaker, place: Path, uri: str) -> Facts:
         problem = "it failed" if aws.draw.random() < aws.trouble else ""
-        return Made(*run, place, 30.0, problem)
+        return Facts(seconds=30.0, problem=problem)
 
     clock = SimpleNamespace(time=lambda: aws.now)
     monkeypatch.setattr(jobs_of, "SageMakerBackend", lambda settings: aws)
@@ -144,7 +144,7 @@ def aws(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs_of.tracking, "with_costs", aws.with_costs)
     monkeypatch.setattr(jobs_of.storage, "fetch", lambda *_, **__: [Path("tar")])
     monkeypatch.setattr(jobs_of.fetch, "extract", lambda *_: None)
-    monkeypatch.setattr(OnSageMaker, "made_of", made_of)
+    monkeypatch.setattr(OnSageMaker, "facts_of", facts_of)
     monkeypatch.setattr(OnSageMaker, "text", lambda self, near: SimpleNamespace(uri="s3://text"))
     monkeypatch.setattr(OnSageMaker, "folder", lambda self, runs, seconds: None)
     return aws
@@ -267,10 +267,15 @@ def test_no_history_costs_more_than_the_ceiling(aws, tmp_path, monkeypatch):
 # -- against the emulator --------------------------------------------------------------------------
 
 
-def put(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
+def packed(files: dict[str, bytes]) -> bytes:
+    """A tar.gz."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as tar:
+        for name, each in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(each)
+            tar.addfile(member, io.BytesIO(each))
+    return content.getvalue()
 
 
 @pytest.fixture
@@ -286,15 +291,15 @@ def jobs(cloud, s3, cli, text_file, monkeypatch):
         job.training_seconds = 100
         if job.script:
             return job.end("Failed", job.script["reason"])
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-            for index, (_, seed) in enumerate(json.loads(archive_of(job)["plan.json"])["runs"]):
-                facts = {"seconds": 30.0, "problem": ""}
-                put(tar, f"run-{index}/facts.json", json.dumps(facts).encode())
-                put(tar, f"run-{index}/model/seed", str(seed).encode())
+        files = dict[str, bytes]()
+        for index, (_, seed) in enumerate(json.loads(archive_of(job)["plan.json"])["runs"]):
+            facts = {"seconds": 30.0, "problem": ""}
+            files[f"run-{index}/facts.json"] = json.dumps(facts).encode()
+            model = packed({"model/seed": str(seed).encode()})
+            files[f"run-{index}/model.tar.gz"] = cloud.damaged or model
         bucket, key = sagemaker_service.split(job.request["OutputDataConfig"]["S3OutputPath"])
-        packed.seek(0)
-        s3.upload_fileobj(packed, bucket, f"{key}/{job.name}/output/model.tar.gz")
+        place = f"{key}/{job.name}/output/model.tar.gz"
+        s3.put_object(Bucket=bucket, Key=place, Body=packed(files))
         return job.end("Completed")
 
     def archive_of(job: sagemaker_service.Job) -> dict[str, bytes]:
@@ -312,7 +317,7 @@ def jobs(cloud, s3, cli, text_file, monkeypatch):
     monkeypatch.setattr(Search, "check", lambda self, source, base: None)
     sizes = {"parameters": 100, "tokens": 1000, "bytes": 1000}
     monkeypatch.setattr(search, "sizes_of", lambda model: sizes)
-    cloud.sagemaker.run, cloud.archive_of = run, archive_of
+    cloud.sagemaker.run, cloud.archive_of, cloud.damaged = run, archive_of, b""
     words = ("--instance", "ml.g5.12xlarge", "--ceiling", "10", "--see", "0.01")
     assert cli("try", "start", "plays", "--text", str(text_file), *words).good
     return sent
@@ -412,6 +417,41 @@ def test_a_job_that_fails_can_be_tried_again(attempt, jobs, home, cloud, how):
     cloud.sagemaker.next_script = {}
     assert attempt().code == 3
     assert not ledger_of(home).open
+
+
+def test_a_damaged_model_refuses_the_try_alone(attempt, jobs, home, cloud):
+    cloud.damaged = b"no archive"
+    ran = attempt()
+    assert (ran.code, json.loads(ran.out)["verdict"]) == (4, "refused")
+    assert len(ledger_of(home).of("failed")) == 1 and not ledger_of(home).open
+
+
+@pytest.mark.parametrize("what", ["link", "link to a file", "large"])
+def test_a_model_is_packed_without_what_it_links_to(tmp_path, what):
+    secret, model = tmp_path / "secret", tmp_path / "model"
+    secret.mkdir()
+    (secret / "weights").write_text("another's")
+    if what == "link":
+        model.symlink_to(secret)
+    else:
+        model.mkdir()
+        if what == "large":
+            (model / "weights").write_bytes(bytes(2_000_000))
+        else:
+            (model / "weights").symlink_to(secret / "weights")
+    try:
+        driver.pack(model, tmp_path / "packed", 1_000_000)
+    except OSError:
+        assert what != "link to a file"
+        return
+    with pytest.raises(ServiceError, match="is a link"):
+        jobs_of.fetch.extract(tmp_path / "packed", tmp_path / "unpacked", "it")
+
+
+def test_a_search_takes_one_type_of_instance(cloud, cli, text_file):
+    words = ("--instance", "ml.g5.xlarge,ml.g6.xlarge", "--ceiling", "10")
+    ran = cli("try", "start", "plays", "--text", str(text_file), *words)
+    assert ran.failed(2, "--instance ml.g5.xlarge,ml.g6.xlarge: a search takes one type")
 
 
 def test_without_a_price_nothing_is_sent(cloud, cli, text_file, s3):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -80,26 +81,37 @@ class OnSageMaker:
         if description.model_uri is None:
             why = description.failure_reason or "it left no models"
             raise ServiceError(f"job {entry['job']} is {description.status}: {why}")
+        uri = description.model_uri
         with tempfile.TemporaryDirectory(prefix=".job-", dir=self.search.directory) as name:
-            (archive,) = storage.fetch(
-                description.model_uri, Path(name) / "tar", settings=self.settings
-            )
-            fetch.extract(archive, Path(name) / "runs", description.model_uri)
-            made = [self.made_of(run, entry, Path(name) / "runs") for run in runs]
-            for each in sorted(made, key=lambda each: bool(each.problem)):
-                if each.problem:  # another job may make it anew
-                    facts = {"folder": each.source.sha256, "seed": each.seed, "why": each.problem}
-                    self.ledger.add("failed", job=entry["job"], **facts)
-                yield each
+            (archive,) = storage.fetch(uri, Path(name) / "tar", settings=self.settings)
+            fetch.extract(archive, Path(name) / "runs", uri)
+            places = [Path(name) / "runs" / f"run-{index}" for index in range(len(entry["runs"]))]
+            found = [(run, places[entry["runs"].index(key_of(run))]) for run in runs]
+            facts = [(self.facts_of(place, uri), run, place) for run, place in found]
+            for each, run, place in sorted(facts, key=lambda each: bool(each[0].problem)):
+                yield self.unpacked(each, run, place, entry)
+                shutil.rmtree(place, ignore_errors=True)
 
-    def made_of(self, run: RunOf, entry: Entry, place: Path) -> Made:
+    def facts_of(self, place: Path, uri: str) -> Facts:
+        facts = storage.read_document(str(place / "facts.json"), Facts)
+        if facts is None:
+            raise ServiceError(f"{uri} has no {place.name}")
+        return facts
+
+    def unpacked(self, facts: Facts, run: RunOf, place: Path, entry: Entry) -> Made:
+        """A run, whose model is unpacked. One that failed is noted, so that it can be made anew."""
         from launcher.trying.search import Made
 
-        own = place / f"run-{entry['runs'].index(key_of(run))}"
-        facts = storage.read_document(str(own / "facts.json"), Facts)
-        if facts is None:
-            raise ServiceError(f"job {entry['job']} left nothing of a run")
-        return Made(*run, own / "model", facts.seconds, facts.problem)
+        problem = facts.problem
+        if not problem:
+            try:
+                fetch.extract(place / "model.tar.gz", place / "unpacked", "its model")
+            except ServiceError as error:
+                problem = str(error)
+        if problem:
+            folder, seed = key_of(run)
+            self.ledger.add("failed", job=entry["job"], folder=folder, seed=seed, why=problem)
+        return Made(*run, place / "unpacked" / "model", facts.seconds, problem)
 
     # -- money ------------------------------------------------------------------------------------
 

@@ -7,13 +7,13 @@ packages, and can write into its own directory alone. Without a network, it reac
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -107,22 +107,28 @@ def make(
     target.mkdir()
     if not problem:
         try:
-            if sum(path.lstat().st_size for path in (out / "model").iterdir()) > plan["room"]:
-                raise OSError(errno.EFBIG, f"it takes over {plan['room']:,} bytes")
-            copy(out / "model", target / "model")
+            pack(out / "model", target / "model.tar.gz", plan["room"])
         except OSError as error:
-            problem = f"its model cannot be read: {error.strerror}"
+            problem = f"its model cannot be read: {error}"
     shutil.rmtree(out)
     facts = {"seconds": seconds, "problem": problem}
     (target / "facts.json").write_text(json.dumps(facts))
     return facts
 
 
+def pack(model: Path, target: Path, room: int) -> None:
+    """Pack a model, with links as links. Raises OSError if it is none, or too large."""
+    if model.is_symlink() or sum(path.lstat().st_size for path in model.rglob("*")) > room:
+        raise OSError(f"it is a link, or takes over {room:,} bytes")
+    with tarfile.open(target, "w:gz", compresslevel=1) as tar:
+        tar.add(model, "model")
+
+
 def copy(source: Path, target: Path) -> None:
-    """Copy the files of a directory, which follows no link. Raises OSError."""
+    """Copy the files of a directory, so that any user can read them."""
     target.mkdir()
-    for path in [] if source.is_symlink() else sorted(source.iterdir()):
-        if path.is_file() and not path.is_symlink():
+    for path in source.iterdir():
+        if path.is_file():
             shutil.copyfile(path, target / path.name)
 
 

@@ -383,6 +383,9 @@ def begin(
     draft = launch.fill(request, settings)
     launch.check(draft)
     job, text = draft.job, draft.texts["data"]
+    if len(job.instances) > 1:
+        problem = "a search takes one type, or its times would not compare"
+        raise InputError(problem, field="instance", value=job.instance)
     if text.upload is None or text.upload.chats:
         odd = "conversations are not judged" if text.upload else "its length is not known"
         raise InputError(f"{text.named}: {odd}; a search takes text that was uploaded from here")
