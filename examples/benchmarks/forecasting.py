@@ -6,6 +6,7 @@ Examples:
   python examples/benchmarks/forecasting.py collect                      # after launch --forecast
   python examples/benchmarks/forecasting.py truths                       # after launch --size
   python examples/benchmarks/forecasting.py score                        # one against the other
+  python examples/benchmarks/forecasting.py twice TEXT... --sizes 2  # the worth of twice the text
 
 TEXT is a text file, or an upload of tokens. `run` makes the pilots of each text, and runs of the
 other sizes on it and on half of it, two at a time with a thread each, and adds them to
@@ -16,6 +17,9 @@ what the law of the other texts says of each text's larger runs, from its pilots
 `collect` writes the forecasts that this home keeps to forecasts.json, and `truths` its completed
 jobs to truths.jsonl. `score` compares the two, and two plain rules: the loss of the largest pilot,
 and a straight line of log loss over log compute through the pilots on the whole text.
+
+`twice` says from pilots on half of each text what a size gains with the whole, and then runs both
+with three seeds.
 """
 
 from __future__ import annotations
@@ -27,8 +31,9 @@ import random
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +46,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 import sm_nanogpt  # noqa: E402
 from entry_point.config import Config, dial  # noqa: E402
 from entry_point.text import Corpus, read_text, read_tokens  # noqa: E402
-from launcher.forecast.law import Law, Run  # noqa: E402
+from launcher.forecast.law import Law, Run, shared  # noqa: E402
 from launcher.forecast.pilots import SIZES, Trial, pilots_of, run_trials  # noqa: E402
 from launcher.forecast.table import read as read_kept  # noqa: E402
 from launcher.settings import load_settings  # noqa: E402
@@ -278,6 +283,37 @@ def score() -> None:
         print(f"time: median error {median(times):.1%}, worst {max(times):.1%}")
 
 
+def twice(path: Path, size: float, seeds: Sequence[int] = (1, 2, 3)) -> None:
+    """Print what pilots on half of a text say that the whole is worth, and what it came to."""
+    corpus = corpus_of(path)
+    whole, half = len(corpus.train), len(corpus.train) // 2
+    pilots = [Trial(f"{s:g}", dial(s, n), n) for s, n in pilots_of(half)]
+    truths = [
+        Trial(f"seed {seed}", {**dial(size, n), "seed": seed}, n)
+        for seed in seeds
+        for n in (whole, half)
+    ]
+    runs, found = list[Run](), dict[int, list[float]]({whole: [], half: []})
+    for trial, outcome in run_trials([*pilots, *truths], corpus, Source.packaged(), at_once=2):
+        if trial.name.startswith("seed"):
+            found[trial.unique].append(outcome.loss)
+        else:
+            runs.append(run_at(float(trial.name), trial.unique, outcome.loss))
+    law, (now, more) = shared().of_text(runs), (run_at(size, n) for n in (half, whole))
+    [(loss, _)], (change, deviation) = law.losses([now]), law.change(now, more)
+    told = [loss * math.expm1(change + z * deviation) for z in (0, -Z, Z)]
+    truth = [a - b for a, b in zip(found[whole], found[half], strict=True)]
+    print(
+        f"{path.stem}: told {told[0]:+.3f} ({told[1]:+.3f} to {told[2]:+.3f}),"
+        f" came {fmean(truth):+.3f} (sd {stdev(truth):.3f} over {len(truth)} seeds)"
+    )
+
+
+def run_at(size: float, unique: int, loss: float = math.nan) -> Run:
+    sizes = sizes_of(size, unique)
+    return Run(sizes["matrix_parameters"], sizes["trained_tokens"], unique, loss)
+
+
 def plain_rules(pilots: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, float]:
     """The loss of the largest pilot; and a line of log loss over log compute, by least squares."""
     whole = [each for each in pilots if each["unique"] == max(p["unique"] for p in pilots)]
@@ -294,13 +330,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "fit", "collect", "truths", "score"))
+    parser.add_argument("what", choices=("run", "fit", "collect", "truths", "score", "twice"))
     parser.add_argument("texts", nargs="*", type=Path, metavar="TEXT")
     parser.add_argument("--sizes", nargs="*", type=float, default=[2, 2.5], metavar="N")
     args = parser.parse_args()
     if args.what == "run":
         for path in args.texts:
             make_runs(path, args.sizes)
+    elif args.what == "twice":
+        for path in args.texts:
+            twice(path, args.sizes[0])
     else:
         {"fit": write_law, "collect": collect, "truths": truths, "score": score}[args.what]()
 
