@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -226,22 +226,48 @@ def test_wrong_words_are_told_in_one_line(started, words, problem):
     assert started("try", *words).failed(2, problem)
 
 
-def test_what_was_changed_afterwards_is_found(started, home, tmp_path):
+def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def of_lines(change: Callable[[list[bytes]], object]) -> Callable[[Path], None]:
+    """A change of the ledger's lines."""
+
+    def damage(place: Path) -> None:
+        lines = (place / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+        change(lines)
+        (place / "ledger.jsonl").write_bytes(b"".join(lines))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (of_lines(lambda lines: lines.insert(3, lines[3])), "entry 5"),
+        (of_lines(lambda lines: lines.pop(3)), "entry 4"),
+        (of_lines(lambda lines: lines.insert(3, lines.pop(2))), "entry 3"),
+        (
+            of_lines(lambda lines: lines.insert(2, lines.pop(2).replace(b"10", b"11"))),
+            "entry 4",
+        ),
+        (of_lines(lambda lines: lines.insert(2, b"{}\n")), "entry 3"),
+        (lambda place: edit(place / "judge.txt", lambda text: text[1:]), "judge.txt"),
+        (lambda place: edit(place / "text" / "train.bin", lambda ids: ids[::-1]), "text"),
+        (lambda place: edit(place / "text" / "tokenizer.json", lambda text: text + b" "), "text"),
+        (
+            lambda place: edit(
+                next((place.parents[1] / "sources").glob("*/gain.py")), lambda code: code + b"#"
+            ),
+            "sources",
+        ),
+    ],
+)
+def test_what_was_changed_afterwards_is_found(damage, found, started, home, tmp_path):
     started("try", "run", str(folder(tmp_path / "a", 0.0)), "--group", "plays")
-    place = home / "tries" / "plays"
-    kept = home / "sources" / Source.read(tmp_path / "a").sha256 / "gain.py"
-    before = kept.read_text()
-    kept.write_text("0.5")
-    assert started("try", "log", "plays", "--verify").failed(1, "was changed")
-    kept.write_text(before)
-    lines = (place / "ledger.jsonl").read_text().splitlines(True)
-    forged = lines[1].replace('"loss": 2', '"loss": 1')
-    (place / "ledger.jsonl").write_text("".join([lines[0], forged, *lines[2:]]))
-    if forged != lines[1]:
-        assert started("try", "log", "plays").failed(1, "entry 3")
-    (place / "ledger.jsonl").write_text("".join(lines))
-    (place / "judge.txt").write_text("easy")
-    assert started("try", "log", "plays").failed(1, "judge.txt")
+    assert started("try", "log", "plays", "--verify").good
+    damage(home / "tries" / "plays")
+    assert started("try", "log", "plays", "--verify").failed(1, found, "was changed")
 
 
 def test_a_search_takes_text_whose_length_is_known(cli, home, tmp_path, trained):

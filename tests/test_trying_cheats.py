@@ -350,6 +350,10 @@ def test_a_run_that_never_ends_leaves_no_process(mine):
     assert run.source.sha256 not in str(launching.processes())
 
 
+def test_a_run_that_fails_says_where(mine):
+    assert problem_of(run_of("\n1 / 0", mine)) == "train.py:2: ZeroDivisionError: division by zero"
+
+
 def test_the_last_line_of_a_long_log_is_short(mine):
     assert len(problem_of(run_of(LOUD, mine))) < 1001
 

@@ -147,8 +147,7 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
         search.gain(int(gain))
     entries, tries = search.ledger.entries, search.ledger.of("try")
     if verify:
-        for each in {entry["folder"] for entry in [search.start, *tries]}:
-            search.source(each)
+        search.verify()
         note(f"verified: {len(entries)} entries, {len(tries)} tries; ledger {search.ledger.head}")
     if as_json:
         print_json(entries)

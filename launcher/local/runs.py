@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,7 +52,8 @@ class Ended:
 
     @property
     def problem(self) -> str:
-        """Why it was ended, what killed it, or the last line of its log; '' if it completed."""
+        """Why it was ended, what killed it, or the last line of its log, after the place in its
+        folder that failed; '' if it completed."""
         if self.seconds > self.run.limit:
             return f"it took over {self.run.limit:.0f} s"
         if self.status < 0:
@@ -59,9 +61,11 @@ class Ended:
         if not self.status:
             return ""
         with (self.out / "log").open("rb") as log:  # of any size
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 1000))
-            last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
-        return last or f"it ended with exit status {self.status}"
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4000))
+            said = log.read().decode(errors="replace").strip()
+        last = said.rpartition("\n")[2][-1000:] or f"it ended with exit status {self.status}"
+        places = re.findall(rf'{self.run.source.sha256}/(\w+\.py)", line (\d+)', said)
+        return ": ".join([*map(":".join, places[-1:]), last])
 
 
 def run_all(runs: Sequence[Run], at_once: int) -> Iterator[tuple[int, Ended]]:

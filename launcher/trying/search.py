@@ -38,6 +38,8 @@ from launcher.local.runs import Run, run_all
 from launcher.machines import cores
 from launcher.settings import Settings
 from launcher.source import Source, keep
+from launcher.text.corpus import digest_of
+from launcher.text.formats import File
 from launcher.trying import rule
 from launcher.trying.ledger import Entry, Ledger, OverCeiling
 
@@ -116,6 +118,13 @@ class Search:
         if found.sha256 != sha256:
             raise ServiceError(f"{found.directory} was changed after it was tried")
         return found
+
+    def verify(self) -> None:
+        """Raise ServiceError if a folder that was tried, or the text of the runs, was changed."""
+        for each in {entry["folder"] for entry in [self.start, *self.ledger.of("try")]}:
+            self.source(each)
+        if digest_of(files_of(self.text)) != self.start["runs_read"]:
+            raise ServiceError(f"{self.text} was changed after the search began")
 
     # -- runs and their losses --------------------------------------------------------------------
 
@@ -354,6 +363,10 @@ def sizes_of(model: Path) -> dict[str, int]:
     return {"parameters": parameters, "tokens": tokens, "bytes": size}
 
 
+def files_of(text: Path) -> list[File]:
+    return [File(path.name, path) for path in sorted(text.iterdir())]
+
+
 def place_of(name: str, settings: Settings) -> Path:
     if not NAME.fullmatch(name):
         problem = "must be at most 40 letters, digits, dots, dashes and underscores"
@@ -406,6 +419,7 @@ def begin(
         made = Path(tempfile.mkdtemp(prefix=".new-", dir=place.parent))
         try:
             begun["judge"] = write_texts(made, corpus_of({"data": text}, settings), told)
+            begun["runs_read"] = digest_of(files_of(made / "text"))
             guide = (Path(__file__).parent / "AGENTS.md").read_text(encoding="utf-8")
             (made / "AGENTS.md").write_text(guide.replace("NAME", name), encoding="utf-8")
             Ledger(made).add("start", **begun)
