@@ -26,8 +26,9 @@ from launcher.source import Source
 from launcher.trying import cloud as jobs_of
 from launcher.trying import driver, ledger, search
 from launcher.trying.cloud import Facts, OnSageMaker
+from launcher.trying.here import Made
 from launcher.trying.ledger import Ledger, OverCeiling
-from launcher.trying.search import Made, Search
+from launcher.trying.search import Search
 
 CEILING, HOURLY, AROUND = 10.0, 5.0, 600
 HISTORIES = 1000

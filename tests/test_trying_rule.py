@@ -20,7 +20,7 @@ def attempt(
 
     base: the noise of the base's first runs, which tries share.
     """
-    most, used = rule.pairs_for(see, DEVIATION), [0, 0]
+    most, used = rule.pairs_for(see, DEVIATION / rule.PAIRED), [0, 0]
     spread = DEVIATION / 2**0.5
     luck = base or [draw.gauss(0, spread) for _ in range(most)]
     own = [draw.gauss(-gain, spread) for _ in range(most)]
@@ -61,6 +61,6 @@ def test_a_hopeless_change_costs_few_pairs():
 
 
 def test_smaller_gains_need_more_pairs():
-    needed = [rule.pairs_for(see, DEVIATION) for see in (0.05, 0.015, 0.005, 0.001)]
+    needed = [rule.pairs_for(see, DEVIATION / rule.PAIRED) for see in (0.05, 0.015, 0.005, 0.001)]
     assert needed == sorted(needed)
     assert needed[0] < needed[-1] == rule.LOOKS[-1]

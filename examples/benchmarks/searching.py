@@ -27,7 +27,7 @@ from launcher.job import Request  # noqa: E402
 from launcher.settings import Settings  # noqa: E402
 from launcher.source import Source  # noqa: E402
 from launcher.trying import rule  # noqa: E402
-from launcher.trying.search import begin  # noqa: E402
+from launcher.trying.beginning import begin  # noqa: E402
 
 RUNS = HERE / "search-runs.jsonl"
 RATE = ("config.py", "max_steps=180, learning_rate=0.05")
@@ -99,7 +99,7 @@ def check_rule(see: float) -> None:
     losses = known()
     base, other = losses.pop("base"), losses["other weights"]
     seeds, spread = list(base), stdev(base.values())
-    most = rule.pairs_for(see, rule.PAIRED * spread)
+    most = rule.pairs_for(see, spread)
     print(f"base: {len(base)} seeds, sd {spread:.4f}; at most {most} pairs for {see:g}")
     differences = {name: [found[s] - base[s] for s in seeds] for name, found in losses.items()}
     for name, d in differences.items():

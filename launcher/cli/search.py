@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,23 +58,24 @@ def start_command(name: str, ceiling: float | None, see: float, **given: Any) ->
     """
     from launcher.job import Request
     from launcher.machines import looks_like_gpu
-    from launcher.trying.search import begin
+    from launcher.trying.beginning import begin
+    from launcher.trying.rule import seen_by
 
     local = given["instance"] == "local"
     if local != (ceiling is None):
         problem = "is for SageMaker" if local else "must be given for jobs on SageMaker"
         raise InputError(problem, field="ceiling", value=ceiling)
-    if see <= 0:
-        raise InputError("must be more than 0", field="see", value=see)
+    for field, value in (("see", see), ("ceiling", ceiling)):
+        if value is not None and not 0 < value < math.inf:
+            raise InputError("must be more than 0", field=field, value=value)
     if given["preset"] is given["size"] is None and not looks_like_gpu(given["instance"]):
         given["preset"] = "quick"
     request = Request(**{key: value for key, value in given.items() if value is not None})
     search = begin(name, request, settings_of(), see, ceiling, note)
     base = search.base()
-    note(
-        f"base: 8 seeds, {base['loss']:.4f} (sd {base['sd']:.4f});"
-        f" a gain of {see:g} needs up to {base['pairs']} pairs"
-    )
+    seen = ", ".join(f"{gain:.3f} by {n}" for n, gain in seen_by(base["sd"]).items())
+    note(f"base: 8 seeds, {base['loss']:.4f} (sd {base['sd']:.4f})")
+    note(f"gains that are seen, by pairs: {seen}; at most {base['pairs']} pairs are made")
     note(f"rules, and what to do: {search.directory / 'AGENTS.md'}")
     note(f"next: {command('copy-script', 'my_gpt', '--from', name)}")
     click.echo(search.directory)
@@ -152,9 +154,13 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
     if as_json:
         print_json(entries)
         return
-    rows = [["TRY", "VERDICT", "DIFFERENCE, 95 % INTERVAL", "PAIRS", "TIME", "FOLDER", "NOTE"]]
+    ceiling, ledger = search.start["ceiling"], search.ledger
+    money = [] if ceiling is None else ["USD"]
+    rows = [["TRY", "VERDICT", "DIFFERENCE, 95 % INTERVAL", "PAIRS", "TIME", *money, "FOLDER"]]
+    rows[0].append("NOTE")
     for e in tries:
         measured = [numbers(e), str(e["pairs"]), f"x{e['times']:.2f}"] if "mean" in e else ["-"] * 3
+        measured += [f"{e['usd']:.2f}"] * len(money)
         said = f"{e['note']} ({e['why']})" if "why" in e else e["note"]
         rows.append([str(e["number"]), e["verdict"], *measured, e["folder"][:8], said])
     print_table(rows)
@@ -162,8 +168,9 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
         click.echo(
             f"all kept tries together, to {each['folder'][:8]}: {numbers(each)}, fresh seeds"
         )
-    if search.start["ceiling"] is not None:
-        click.echo(f"cost: {search.ledger.spent:.2f} of {search.start['ceiling']:.2f} USD")
+    if ceiling is not None:
+        reserved = sum(entry["usd"] for entry in ledger.open)
+        click.echo(f"cost: {ledger.spent:.2f} of {ceiling:.2f} USD, and {reserved:.2f} reserved")
 
 
 @try_group.command("show")

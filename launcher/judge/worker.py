@@ -74,6 +74,7 @@ class Worker:
             readable = [directory, *PACKAGES, settings.home / "config.toml"]
             readable += [entry_point] if entry_point else []
             command = confined(command, [path for path in readable if path.exists()], [scratch])
+            env = {name: value for name, value in env.items() if not name.startswith("AWS_")}
             env["TMPDIR"] = str(scratch)
         self.process = subprocess.Popen(
             command,

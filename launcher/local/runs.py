@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,15 +27,14 @@ SILENT = {"sample_length": 0, "log_interval": 1 << 20}  # hyperparameters of a r
 class Run:
     """A run of train.py to be made: its folder, its options, its text, and how it is held.
 
-    gpu is the one that it sees, None for the CPU. It is ended after `limit` seconds. alone: it
-    reads no file but its folder, its text and Python's packages, where the system can see to that.
+    It is ended after `limit` seconds. alone: it reads no file but its folder, its text and Python's
+    packages, where the system can see to that, and has no variable of AWS.
     """
 
     source: Source
     values: Mapping[str, Any]
     text: Path
     threads: int = 1
-    gpu: int | None = None
     limit: float = math.inf
     alone: bool = False
 
@@ -68,27 +68,33 @@ class Ended:
         return ": ".join([*map(":".join, places[-1:]), last])
 
 
-def run_all(runs: Sequence[Run], at_once: int) -> Iterator[tuple[int, Ended]]:
+def run_all(
+    runs: Sequence[Run], at_once: int, gpus: Sequence[int] = ()
+) -> Iterator[tuple[int, Ended]]:
     """Make these runs, some at once, and yield each with its index when it ends.
 
-    Its directory is there until the next one is asked for. None goes on afterwards.
+    With gpus, each run has one of them, and at_once is their number. A run's directory is there
+    until the next one is asked for. None goes on afterwards.
     """
-    waiting, running = deque(enumerate(runs)), dict[subprocess.Popen[bytes], tuple[int, float]]()
+    waiting = deque(enumerate(runs))
+    free: list[int | None] = [*gpus] or [None] * at_once
+    running = dict[subprocess.Popen[bytes], tuple[int, float, int | None]]()
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
         place = Path(temporary)
 
         def fill() -> None:
-            while waiting and len(running) < at_once:
-                index, run = waiting.popleft()
+            while waiting and free:
+                (index, run), gpu = waiting.popleft(), free.pop()
                 code = place / run.source.sha256
                 run.source.write(code)
-                running[start(run, code, place / f"run-{index}")] = index, time.monotonic()
+                process = start(run, code, place / f"run-{index}", gpu)
+                running[process] = index, time.monotonic(), gpu
 
         try:
             fill()
             while running:
                 time.sleep(0.02)
-                for process, (index, began) in list(running.items()):
+                for process, (index, began, gpu) in list(running.items()):
                     run, seconds = runs[index], time.monotonic() - began
                     if seconds > run.limit:
                         late = seconds > run.limit + PATIENCE
@@ -98,15 +104,18 @@ def run_all(runs: Sequence[Run], at_once: int) -> Iterator[tuple[int, Ended]]:
                         continue
                     process.returncode = os.waitstatus_to_exitcode(status)
                     del running[process]
+                    free.append(gpu)
                     fill()  # so that it runs while the caller looks at this one
                     ended = process.returncode, seconds, used.ru_utime + used.ru_stime
-                    yield index, Ended(run, place / f"run-{index}", *ended)
+                    out = place / f"run-{index}"
+                    yield index, Ended(run, out, *ended)
+                    shutil.rmtree(out, ignore_errors=True)
         finally:
             for process in running:
                 end(process)
 
 
-def start(run: Run, code: Path, out: Path) -> subprocess.Popen[bytes]:
+def start(run: Run, code: Path, out: Path, gpu: int | None) -> subprocess.Popen[bytes]:
     """Start train.py in a session of its own, which Ctrl-C does not reach; it ends with us."""
     values = {**SILENT, **run.values, "data": run.text, "out": out}
     words = [f"--{name}={value}" for name, value in values.items()]
@@ -117,11 +126,12 @@ def start(run: Run, code: Path, out: Path) -> subprocess.Popen[bytes]:
         "SM_NANOGPT_LAUNCHER": "sm-nanogpt",
     }
     out.mkdir()
-    if run.gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = str(run.gpu)
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
     if run.alone:
-        command = confined(command, [code, run.text], [out], devices=run.gpu is not None)
+        command = confined(command, [code, run.text], [out], devices=gpu is not None)
         env |= {"HOME": str(out), "TMPDIR": str(out)}  # where compilers keep what they make
+        env = {name: value for name, value in env.items() if not name.startswith("AWS_")}
     with (out / "log").open("wb") as log:
         return subprocess.Popen(
             command,

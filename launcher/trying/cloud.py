@@ -35,10 +35,11 @@ from launcher.source import Source
 from launcher.text import corpus
 from launcher.text.formats import File
 from launcher.trying import driver
+from launcher.trying.here import Made
 from launcher.trying.ledger import Entry
 
 if TYPE_CHECKING:
-    from launcher.trying.search import Made, Search
+    from launcher.trying.search import Search
 
 UNKNOWN_SECONDS = 3600  # after which a job that AWS does not know will never be there
 # Seconds of a job's time limit besides its runs: for what may go slower, and before and after them.
@@ -100,8 +101,6 @@ class OnSageMaker:
 
     def unpacked(self, facts: Facts, run: RunOf, place: Path, entry: Entry) -> Made:
         """A run, whose model is unpacked. One that failed is noted, so that it can be made anew."""
-        from launcher.trying.search import Made
-
         problem = facts.problem
         if not problem:
             try:

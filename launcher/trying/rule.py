@@ -5,8 +5,9 @@ weights and see the same batches, so their difference varies less than either lo
 number of pairs in LOOKS, one-sided t-tests say whether the change is better (at 5 %), or gains less
 than what the search looks for (at 2.5 %). Both may err: there are several looks, and the base's
 runs are the same for all tries. So nothing is kept before fresh seeds, which no one has seen, say
-so again. That test, at 1 %, does not depend on the luck by which a change was chosen, and neither
-does its interval.
+so again. That test, at 1 %, does not depend on the luck by which a change was chosen. The gain of
+those pairs is told; that of a keep which gains less than what the search looks for is overstated,
+since only lucky ones pass.
 """
 
 from __future__ import annotations
@@ -53,15 +54,18 @@ def confirmed(differences: Sequence[float]) -> bool:
     return fmean(differences) + T[len(differences)][T99] * error(differences) < 0
 
 
-def pairs_for(seen: float, deviation: float) -> int:
-    """The pairs by which nine of ten changes with this gain are confirmed.
+def seen_by(deviation: float) -> dict[int, float]:
+    """By pairs: the gain, in nats, at which nine of ten changes are confirmed.
 
-    deviation is the standard deviation of a pair's difference; the largest of LOOKS if none does.
+    deviation is that of a loss from seed to seed.
     """
-    for n in LOOKS:
-        if (T[n][T99] + 1.28) * deviation / math.sqrt(n) <= seen:
-            return n
-    return LOOKS[-1]
+    e = PAIRED * deviation
+    return {n: (T[n][T99] + 1.28) * e / math.sqrt(n) for n in LOOKS}
+
+
+def pairs_for(seen: float, deviation: float) -> int:
+    """The pairs by which changes with this gain are seen; the largest of LOOKS if by none."""
+    return next((n for n, gain in seen_by(deviation).items() if gain <= seen), LOOKS[-1])
 
 
 def decide(
@@ -84,6 +88,6 @@ def decide(
     if verdict != "better":
         return verdict or "undecided", found, False
     # As if the change gained half of what it seems to; few pairs tell little of their deviation.
-    n = pairs_for(max(seen, -fmean(found) / 2), stdev(found))
+    n = pairs_for(max(seen, -fmean(found) / 2), stdev(found) / PAIRED)
     found = fresh(min(max(n, 32), looks[-1]))
     return "kept" if confirmed(found) else "no better", found, True

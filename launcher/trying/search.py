@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import logging
 import math
+import os
 import re
-import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from entry_point.checkpoint import LARGEST_HEADER, read_header
 from entry_point.errors import TrainingError
 from entry_point.files import open_file
-from entry_point.text import Corpus, Tokenizer, read_json
+from entry_point.text import Tokenizer, read_json
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
-from launcher.forecast.pilots import drawn, write_ids
-from launcher.job import Request
 from launcher.judge.anchors import overlap
 from launcher.judge.evaluate import as_tensor, check_causal, check_memory
 from launcher.judge.score import losses
-from launcher.judge.texts import Text, encode, pieces
+from launcher.judge.texts import Text, encode
 from launcher.judge.worker import Worker
-from launcher.launching import launch
-from launcher.launching.forecasting import corpus_of
-from launcher.local.confine import packages, version
+from launcher.local.confine import confined
 from launcher.local.runs import Run, run_all
 from launcher.machines import cores
 from launcher.settings import Settings
@@ -41,44 +38,24 @@ from launcher.source import Source, keep
 from launcher.text.corpus import digest_of
 from launcher.text.formats import File
 from launcher.trying import rule
+from launcher.trying.here import SLOW, Here
 from launcher.trying.ledger import Entry, Ledger, OverCeiling
+
+if TYPE_CHECKING:
+    from launcher.trying.cloud import OnSageMaker
 
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
-MOST_TOKENS = 1 << 28  # of the text that runs read
-JUDGED = 1 << 16  # tokens of the validation text that are kept for the judge, at most
 BASE_SEEDS = 8
-MOST_SIZE, MOST_TIME = 1.1, 1.5  # times those of the folder that the search began with
-SLOW = 4.0  # times its time by the clock, after which a run is ended
+MOST_SIZE, MOST_TIME = 1.1, 1.3  # times those of the folder that the search began with
+SILENCE = 30  # seconds until a line of progress
 
 Told = Callable[[str], None]
 
 
-class Refused(Exception):
+class Refused(ServiceError):
     """The rules do not allow this folder."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """A run that ended: where its model is, and how many seconds it computed; or its problem."""
-
-    source: Source
-    seed: int
-    model: Path
-    seconds: float
-    problem: str = ""
-
-
-class Maker(Protocol):
-    """What makes runs, each of a folder and a seed. After the pairs in looks it pays to stop."""
-
-    @property
-    def looks(self) -> Sequence[int]: ...
-
-    def made(self, runs: Sequence[tuple[Source, int]]) -> Iterator[Made]:
-        """Each run, when it has ended. Its model is there until the next one is asked for."""
-        ...
 
 
 class Search:
@@ -105,7 +82,7 @@ class Search:
         self.judged = encode([Text("judge", [content.decode()])], self.tokenizer)
 
     @property
-    def maker(self) -> Maker:
+    def maker(self) -> Here | OnSageMaker:
         if self.start["instance"] == "local":
             return Here(self)
         from launcher.trying.cloud import OnSageMaker
@@ -131,14 +108,18 @@ class Search:
     def measure(self, runs: Sequence[tuple[Source, int]], tried: Source | None = None) -> None:
         """Make the runs that the ledger does not have, judge them, and add them.
 
-        The first model of the folder that is tried, and each by which it may be kept, are also
-        tested for looking ahead and for learning while they are judged. Raises Refused if a run of
-        that folder fails or takes more than it may, ServiceError if another fails.
+        Each model by which the folder that is tried may be kept, which are those of fresh seeds, is
+        also tested for looking ahead and for learning while it is judged. Raises Refused if a run
+        of that folder fails or takes more than it may, ServiceError if another fails.
         """
-        left, checked = [r for r in runs if not self.ledger.run_of(r[0].sha256, r[1])], False
-        for made in self.maker.made(left):
+        left = [each for each in runs if not self.ledger.run_of(each[0].sha256, each[1])]
+        said = time.monotonic()
+        for n, made in enumerate(self.maker.made(left)):
             own = tried is not None and made.source.sha256 == tried.sha256
-            check = own and (not checked or made.seed > rule.LOOKS[-1])
+            check = own and made.seed > rule.LOOKS[-1]
+            if time.monotonic() > said + SILENCE:
+                said = time.monotonic()
+                self.told(f"{n} of {len(left)} runs")
             try:
                 if made.problem:
                     raise Refused(made.problem)
@@ -154,7 +135,6 @@ class Search:
                 if own:
                     raise
                 raise ServiceError(f"the base does not train: {refusal}") from None
-            checked |= own
             self.ledger.add("run", **facts)
 
     def loss_of(self, model: Path, source: Source, check: bool) -> float:
@@ -188,7 +168,7 @@ class Search:
     def check_sizes(self, found: Entry) -> None:
         """Raise Refused for more tokens, parameters, or bytes than the search began with."""
         for name, most in (("tokens", 1.0), ("parameters", MOST_SIZE), ("bytes", MOST_SIZE)):
-            first = next((e[name] for e in self.ledger.of("run") if name in found), 0)
+            first = next((e[name] for e in self.ledger.of("run") if name in e), 0)
             if first and found.get(name, 0) > most * first:
                 times = f"{found[name] / first:.2f}x the {name} that the search began with"
                 raise Refused(f"{times}; at most {most:g}x")
@@ -218,9 +198,12 @@ class Search:
         line = f"{fmean(found):+.4f} ±{rule.half(found):.4f}"
         self.told(f"{told} {seeds[0]} to {seeds[-1]}: {line}")
         if len({*losses[::2]}) < len(seeds):
-            raise Refused(
-                "its runs do not depend on their seed, so no luck can be told from a gain"
-            )
+            raise Refused("different seeds give the same loss")
+        for other in {entry["folder"] for entry in self.ledger.of("run")} - {source.sha256}:
+            rows = [self.ledger.run_of(other, seed) for seed in seeds]
+            if [row and row["loss"] for row in rows] == losses[::2]:
+                whose = "the base" if other == base.sha256 else f"folder {other[:8]}, tried before"
+                raise Refused(f"its runs are those of {whose}: the change changes nothing")
         if (times := self.seconds(source.sha256) / self.seconds(self.start["folder"])) > MOST_TIME:
             raise Refused(f"takes {times:.2f}x the time of the search's first folder")
         return found
@@ -235,7 +218,7 @@ class Search:
         seeds = range(1, BASE_SEEDS + 1)
         self.measure([(first, seed) for seed in seeds])
         losses = [self.loss(first, seed) for seed in seeds]
-        pairs = rule.pairs_for(self.start["see"], rule.PAIRED * stdev(losses))
+        pairs = rule.pairs_for(self.start["see"], stdev(losses))
         return self.ledger.add("base", loss=fmean(losses), sd=stdev(losses), pairs=pairs)
 
     # -- a try ------------------------------------------------------------------------------------
@@ -247,17 +230,21 @@ class Search:
         """
         with (self.directory / "running").open("w") as lock:
             if self.start["instance"] == "local":
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self.told("another try runs; this one waits for it")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                 self.ledger.read()
             return self.judge(source, note)
 
     def judge(self, source: Source, note: str) -> Entry:
-        most = self.base()["pairs"]
         base, before = self.ledger.base, self.ledger.cost_of(source.sha256)
         with storage.reported(str(self.settings.home)):
             keep(source, self.settings)
         facts: dict[str, Any] = {"folder": source.sha256, "base": base, "note": note}
         try:
+            most = self.base()["pairs"]
             self.check(source, base)
             facts |= self.compared(source, self.source(base), most)
         except Refused as refusal:
@@ -278,9 +265,12 @@ class Search:
         for entry in self.ledger.of("try"):
             if (entry["folder"], entry["base"]) == (source.sha256, base) and "mean" in entry:
                 raise Refused(f"it was tried before: try {entry['number']}")
-        contents = [as_tensor(content) for content in source.files.values() if content]
-        if overlap(as_tensor(self.judged[0].content), contents) > 0:
+        known = {*b"".join(self.source(self.start["folder"]).files.values()).splitlines()}
+        lines = b"".join(source.files.values()).splitlines()
+        added = b"\n".join(line for line in lines if line not in known)
+        if added and overlap(as_tensor(self.judged[0].content), [as_tensor(added)]) > 0:
             raise Refused("a file of the folder holds a part of the judge's text")
+        self.check_sizes({"tokens": planned(source, self.start["words"])})
         small = {"max_steps": 2, "batch_size": 1, "eval_tokens": 4096, "device": "cpu"}
         values = {**self.start["words"], **small}
         run = Run(source, values, self.text, cores(), limit=10 * self.limit, alone=True)
@@ -315,37 +305,40 @@ class Search:
         first, now = (self.source(each) for each in (self.start["folder"], self.ledger.base))
         if first.sha256 == now.sha256:
             raise InputError("nothing was kept yet")
-        seeds = self.ledger.fresh_seeds(now.sha256, first.sha256, n)
+        seeds = self.ledger.fresh_seeds(now.sha256, "gain", n)  # not those by which it was kept
         found = self.pairs(now, first, seeds, "fresh seeds")
         return self.ledger.add("gain", folder=now.sha256, **self.facts(now, first, found))
 
 
-class Here:
-    """Makes the runs on this machine: one on each core, or on each GPU."""
+PLANNED = """
+import json, sys, types
+package = types.ModuleType("entry_point")
+package.__path__ = [sys.argv[1]]
+sys.modules["entry_point"] = package
+from entry_point.config import make_config
+words = json.loads(sys.argv[2])
+config = make_config(words, words.pop("preset", None))
+print(config.max_steps * config.batch_size * config.block_size)
+"""
 
-    looks = rule.LOOKS
 
-    def __init__(self, search: Search) -> None:
-        self.search = search
-        on_cpu = search.start["device"] == "cpu"
-        self.gpus = 0 if on_cpu else torch.cuda.device_count()
-
-    def made(self, runs: Sequence[tuple[Source, int]]) -> Iterator[Made]:
-        search = self.search
-        given = [
-            Run(
-                source,
-                {**search.start["words"], "seed": seed},
-                search.text,
-                gpu=index % self.gpus if self.gpus else None,
-                limit=search.limit,
-                alone=True,
-            )
-            for index, (source, seed) in enumerate(runs)
-        ]
-        for index, ended in run_all(given, self.gpus or cores()):
-            seconds = ended.seconds if self.gpus else ended.cpu_seconds
-            yield Made(*runs[index], ended.out / "model", seconds, ended.problem)
+def planned(source: Source, words: dict[str, Any]) -> int:
+    """The tokens on which a folder would train, as its config.py says in a process of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        source.write(place)
+        asked = [sys.executable, "-c", PLANNED, name, json.dumps(words)]
+        ran = subprocess.run(
+            confined(asked, [], [place]),
+            env={**os.environ, "TMPDIR": name},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+    try:
+        return int(ran.stdout)
+    except ValueError:
+        raise Refused(ran.stderr.strip().rpartition("\n")[2] or "config.py fails") from None
 
 
 def sizes_of(model: Path) -> dict[str, int]:
@@ -372,76 +365,3 @@ def place_of(name: str, settings: Settings) -> Path:
         problem = "must be at most 40 letters, digits, dots, dashes and underscores"
         raise InputError(problem, field="group", value=name)
     return settings.home / "tries" / name
-
-
-def begin(
-    name: str,
-    request: Request,
-    settings: Settings,
-    see: float,
-    ceiling: float | None,
-    told: Told,
-) -> Search:
-    """Begin a search: keep a part of the text for the judge, and train the base.
-
-    request names text, training folder, preset or size, and instance. see is the gain, in nats,
-    that the search looks for; ceiling is in USD. Raises InputError if it cannot begin.
-    """
-    place = place_of(name, settings)
-    if any(place.resolve().is_relative_to(each.resolve()) for each in packages()):
-        raise InputError(f"runs may read {place}; set SM_NANOGPT_HOME to another directory")
-    if place.exists():
-        problem = f"there is such a search; take another name, or delete {place}"
-        raise InputError(problem, field="group", value=name)
-    draft = launch.fill(request, settings)
-    launch.check(draft)
-    job, text = draft.job, draft.texts["data"]
-    if len(job.instances) > 1:
-        problem = "a search takes one type, or its times would not compare"
-        raise InputError(problem, field="instance", value=job.instance)
-    if text.upload is None or text.upload.chats:
-        odd = "conversations are not judged" if text.upload else "its length is not known"
-        raise InputError(f"{text.named}: {odd}; a search takes text that was uploaded from here")
-    words = {"preset": job.preset} if job.preset else job.all_hyperparameters()
-    words.pop("seed", None)
-    begun = {
-        "text": text.named,
-        "words": words,
-        "device": getattr(job.config(1), "device", "auto"),
-        "instance": job.instance,
-        "folder": job.source.sha256,
-        "see": see,
-        "ceiling": ceiling,
-    }
-    with storage.reported(str(place)):
-        keep(job.source, settings)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".new-", dir=place.parent))
-        try:
-            begun["judge"] = write_texts(made, corpus_of({"data": text}, settings), told)
-            begun["runs_read"] = digest_of(files_of(made / "text"))
-            guide = (Path(__file__).parent / "AGENTS.md").read_text(encoding="utf-8")
-            (made / "AGENTS.md").write_text(guide.replace("NAME", name), encoding="utf-8")
-            Ledger(made).add("start", **begun)
-            made.rename(place)
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
-    if not version():
-        logger.warning("this system cannot keep a folder from other files (Landlock, Linux 5.13)")
-    return Search(name, settings, told)
-
-
-def write_texts(place: Path, corpus: Corpus, told: Told) -> str:
-    """Write what runs read, and what the judge reads: the end of the validation text. Returns the
-    SHA-256 of the latter."""
-    train, val, words = drawn(corpus.train, MOST_TOKENS), corpus.val, corpus.tokenizer.words
-    n = min(JUDGED, len(val) // 2)
-    judged = b"".join(pieces(val[len(val) - n : len(val)], words, 1 << 30))
-    judged = judged.decode(errors="ignore").encode()  # without a part of a character
-    write_ids(place / "text", corpus.tokenizer, train, drawn(val[0 : len(val) - n], MOST_TOKENS))
-    (place / "judge.txt").write_bytes(judged)
-    told(f"judge: {n:,} {corpus.tokenizer.unit} kept here; no run gets them")
-    if len(train) < len(corpus.train):
-        told(f"runs read {len(train):,} of {len(corpus.train):,} {corpus.tokenizer.unit}")
-    return hashlib.sha256(judged).hexdigest()

@@ -1,0 +1,65 @@
+"""The runs of a search on this machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from launcher.local.confine import version
+from launcher.local.runs import Run, run_all
+from launcher.machines import cores
+from launcher.source import Source
+from launcher.trying import rule
+
+if TYPE_CHECKING:
+    from launcher.trying.search import Search
+
+logger = logging.getLogger(__name__)
+
+SLOW = 4.0  # times its time by the clock, after which a run is ended
+
+
+@dataclass(frozen=True)
+class Made:
+    """A run that ended: where its model is, and how many seconds it computed; or its problem."""
+
+    source: Source
+    seed: int
+    model: Path
+    seconds: float
+    problem: str = ""
+
+
+class Here:
+    """Makes the runs on this machine: one on each core, or on each GPU."""
+
+    looks = rule.LOOKS
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        on_cpu = search.start["device"] == "cpu"
+        self.gpus = range(0 if on_cpu else torch.cuda.device_count())
+        if (known := version()) < 4:
+            open_to = "TCP" if known else "any file, and TCP"
+            logger.warning(f"on this system, runs are not kept from {open_to} (Landlock)")
+
+    def made(self, runs: Sequence[tuple[Source, int]]) -> Iterator[Made]:
+        search = self.search
+        given = [
+            Run(
+                source,
+                {**search.start["words"], "seed": seed},
+                search.text,
+                limit=search.limit,
+                alone=True,
+            )
+            for source, seed in runs
+        ]
+        for index, ended in run_all(given, cores(), self.gpus):
+            seconds = ended.seconds if self.gpus else ended.cpu_seconds
+            yield Made(*runs[index], ended.out / "model", seconds, ended.problem)
