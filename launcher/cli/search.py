@@ -90,7 +90,7 @@ def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
     """Judge a changed training FOLDER against the base of a search.
 
     Exit code 0: it is better, and is the base now; 3: it is no better; 4: the rules refuse it;
-    5: it may cost more than is left.
+    5: it may cost more than the ceiling leaves.
 
     \b
     Example:
