@@ -378,7 +378,8 @@ def test_a_killed_commands_job_is_taken_not_paid_again(attempt, jobs, home, monk
         patch.setattr(jobs_of.tracking, "wait", failing(KeyboardInterrupt()))
         assert "interrupted" in attempt().err
     assert len(ledger_of(home).open) == 1
-    assert attempt().code == 3
+    again = attempt()
+    assert again.code == 3 and "was sent before" in again.err
     assert len(jobs) == 2 and not ledger_of(home).open
 
 

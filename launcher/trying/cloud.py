@@ -159,6 +159,7 @@ class OnSageMaker:
             if entry["place"] == self.place and all(key_of(run) in keys for run in runs):
                 description = self.describe(entry["job"])
                 if description and (description.is_running or description.model_uri):
+                    self.search.told(f"job {entry['job']} was sent before for these runs")
                     return entry
         return None
 

@@ -100,7 +100,7 @@ def make(
             status = process.wait(limit)
             problem = last_line(log) or f"it ended with status {status}" if status else ""
         except subprocess.TimeoutExpired:
-            problem = f"it took over {limit:.0f} s"
+            problem = f"it took over {limit:.0f} s" if limit < left else "the job's time was over"
         seconds = time.monotonic() - began
         end_all_of(user)
         process.wait()
