@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ class Search:
         self.tokenizer = Tokenizer(read_json(self.text / "tokenizer.json"), end)
         self.judged = encode([Text("judge", [content.decode()])], self.tokenizer)
 
-    @property
+    @cached_property
     def maker(self) -> Here | OnSageMaker:
         if self.start["instance"] == "local":
             return Here(self)
