@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import difflib
 import math
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from launcher.cli.options import JSON, Group, settings_of, valued
-from launcher.cli.show import note, print_json, print_table, shown
-from launcher.cli.words import command
-from launcher.errors import InputError
+from launcher.cli.show import at_ctrl_c, note, print_json, print_table, shown
+from launcher.cli.words import command, sentence
+from launcher.errors import InputError, LauncherError
 
 if TYPE_CHECKING:
     from launcher.source import Source
     from launcher.trying.search import Search
 
 CODES = {"kept": 0, "refused": 4, "ceiling": 5}  # of a verdict; 3 of any other
+GOES_ON = "`{}` goes on with what has ended, and with a job that runs"
 WORDS = {"kept": "KEEP", "refused": "REFUSED", "ceiling": "CEILING"}
 SEARCH = valued(
     "--group", "NAME", "The search, by the name that `try start` gave it.", required=True
@@ -59,6 +61,7 @@ def start_command(name: str, ceiling: float | None, see: float, **given: Any) ->
     from launcher.job import Request
     from launcher.machines import looks_like_gpu
     from launcher.trying.beginning import begin
+    from launcher.trying.ledger import OverCeiling
     from launcher.trying.rule import seen_by
 
     local = given["instance"] == "local"
@@ -72,7 +75,12 @@ def start_command(name: str, ceiling: float | None, see: float, **given: Any) ->
         given["preset"] = "quick"
     request = Request(**{key: value for key, value in given.items() if value is not None})
     search = begin(name, request, settings_of(), see, ceiling, note)
-    base = search.base()
+    with at_ctrl_c(GOES_ON.format(command("try", "run", "FOLDER", "--group", name))):
+        try:
+            base = search.base()
+        except OverCeiling:
+            shutil.rmtree(search.directory)  # nothing was sent
+            raise
     seen = ", ".join(f"{gain:.3f} by {n}" for n, gain in seen_by(base["sd"]).items())
     note(f"base: 8 seeds, {base['loss']:.4f} (sd {base['sd']:.4f})")
     note(f"gains that are seen, by pairs: {seen}; at most {base['pairs']} pairs are made")
@@ -99,7 +107,9 @@ def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
     from launcher.source import Source
 
     search = opened(group)
-    entry = search.attempt(Source.read(folder), words)
+    again = command("try", "run", str(folder), "--group", group)
+    with at_ctrl_c(GOES_ON.format(again)):
+        entry = search.attempt(Source.read(folder), words)
     if as_json:
         print_json(entry)
     else:
@@ -147,6 +157,11 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
     search = opened(name)
     if gain:
         search.gain(int(gain))
+    elif search.start["ceiling"] is not None:
+        try:
+            search.settle()
+        except LauncherError as error:
+            note(f"costs are those of the last command: {sentence(error)}")
     entries, tries = search.ledger.entries, search.ledger.of("try")
     if verify:
         search.verify()
@@ -169,8 +184,8 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
             f"all kept tries together, to {each['folder'][:8]}: {numbers(each)}, fresh seeds"
         )
     if ceiling is not None:
-        reserved = sum(entry["usd"] for entry in ledger.open)
-        click.echo(f"cost: {ledger.spent:.2f} of {ceiling:.2f} USD, and {reserved:.2f} reserved")
+        also = f"{ledger.reserved:.2f} reserved"
+        click.echo(f"cost: {ledger.spent:.2f} of {ceiling:.2f} USD, and {also}")
 
 
 @try_group.command("show")

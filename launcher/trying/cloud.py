@@ -29,13 +29,13 @@ from launcher.launching.texts import Channel
 from launcher.local.runs import SILENT
 from launcher.models import fetch
 from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.cost import usd
+from launcher.sagemaker.cost import AROUND_SECONDS, usd
 from launcher.settings import Settings
 from launcher.source import Source
 from launcher.text import corpus
 from launcher.text.formats import File
 from launcher.trying import driver
-from launcher.trying.here import Made
+from launcher.trying.here import MOST_SIZE, Made
 from launcher.trying.ledger import Entry
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 UNKNOWN_SECONDS = 3600  # after which a job that AWS does not know will never be there
 # Seconds of a job's time limit besides its runs: for what may go slower, and before and after them.
 MARGIN, AROUND = 300, 120
+UPLOADED = 30e6  # bytes of models in a second
 LARGEST = 1 << 36  # bytes of a model
 DRIVER = Path(driver.__file__)
 
@@ -70,7 +71,7 @@ class OnSageMaker:
         return (self.search.base()["pairs"],)
 
     def made(self, runs: Sequence[RunOf]) -> Iterator[Made]:
-        """Each run, those that failed last.
+        """Each run: those of the base first, which others need too, and those that failed last.
 
         Raises OverCeiling if the job may cost more than is left, and ServiceError if it fails.
         """
@@ -89,7 +90,9 @@ class OnSageMaker:
             places = [Path(name) / "runs" / f"run-{index}" for index in range(len(entry["runs"]))]
             found = [(run, places[entry["runs"].index(key_of(run))]) for run in runs]
             facts = [(self.facts_of(place, uri), run, place) for run, place in found]
-            for each, run, place in sorted(facts, key=lambda each: bool(each[0].problem)):
+            last = {run[0].sha256 for run, _ in found} - {self.ledger.base}
+            facts.sort(key=lambda each: (bool(each[0].problem), each[1][0].sha256 in last))
+            for each, run, place in facts:
                 yield self.unpacked(each, run, place, entry)
                 shutil.rmtree(place, ignore_errors=True)
 
@@ -122,13 +125,14 @@ class OnSageMaker:
         """What the job of a reservation has cost; None while that is not known."""
         if entry["place"] != self.place:  # nobody there can be asked
             return None
+        sending = self.is_sending()  # before AWS is asked, or it could wake in between
         description = self.describe(entry["job"])
         if description is None:
             if self.is_sent(entry["job"]):
                 return float(entry["usd"])  # it was deleted, and with it what it cost
             last = max(e["at"] for e in self.ledger.entries if e.get("job") == entry["job"])
             old = time.time() - last > UNKNOWN_SECONDS
-            return 0.0 if old and not self.is_sending() else None
+            return 0.0 if old and not sending else None
         if description.is_running:
             return None
         return tracking.with_costs([description], self.settings)[0].cost
@@ -170,19 +174,13 @@ class OnSageMaker:
         # In each GPU's share, the runs of the base come first, and a seed's two runs are in one.
         runs = sorted(runs, key=lambda run: run[0].sha256 != self.ledger.base)
         seconds = self.seconds_for(len(runs))
-        words = dict(search.start["words"])
-        text = self.text(launch.cloud_settings(self.backend))
-        request = Request(
-            name=f"try-{search.name}-{job_id[-6:]}",
-            instance=search.start["instance"],
-            data=text.uri,
-            preset=words.pop("preset", None),
-            hyperparameters=words,
-            max_run=seconds,
-            network_isolation=True,
-        )
-        request._source = self.folder(runs, seconds)
-        plan = launch.prepare(request, self.settings, job_id, {"data": text})
+        plan, free = self.planned(job_id, runs, seconds), self.ledger.free
+        if not self.measured and (plan.job.worst_cost or 0.0) > free:  # as long as it may be
+            share = free / (plan.job.worst_cost or 1.0)
+            seconds = math.floor(share * (seconds + AROUND_SECONDS)) - AROUND_SECONDS
+            if seconds > AROUND + MARGIN:
+                search.told(f"the ceiling allows {seconds} s")
+                plan = self.planned(job_id, runs, seconds)
         if plan.job.worst_cost is None:
             what = f"the price of {plan.job.instance} is unknown, so no ceiling can hold"
             raise InputError(what)
@@ -203,6 +201,27 @@ class OnSageMaker:
             self.ledger.add("sent", job=job_id)
         return entry
 
+    def planned(self, job_id: str, runs: Sequence[RunOf], seconds: int) -> launch.Plan:
+        """The job of these runs, with a time limit. Nothing is sent."""
+        words = dict(self.search.start["words"])
+        text = self.text(launch.cloud_settings(self.backend))
+        request = Request(
+            name=f"try-{self.search.name}-{job_id[-6:]}",
+            instance=self.search.start["instance"],
+            data=text.uri,
+            preset=words.pop("preset", None),
+            hyperparameters=words,
+            max_run=seconds,
+            network_isolation=True,
+        )
+        request._source = self.folder(runs, seconds)
+        return launch.prepare(request, self.settings, job_id, {"data": text})
+
+    @property
+    def measured(self) -> Entry | None:
+        """The first run, of which seconds and bytes are known."""
+        return next(iter(self.ledger.of("run")), None)
+
     def is_sent(self, job_id: str) -> bool:
         return any(entry["job"] == job_id for entry in self.ledger.of("sent"))
 
@@ -215,10 +234,15 @@ class OnSageMaker:
 
     def seconds_for(self, n: int) -> int:
         """The time limit of a job of n runs: an hour before any is measured, then twice theirs."""
-        if not (usual := self.search.seconds(self.search.start["folder"])):
+        if not self.measured:
             return DEFAULT_RUN
+        usual = self.search.seconds(self.search.start["folder"])
         at_once = machines.gpus_of(self.search.start["instance"]) or 1
-        return math.ceil(MARGIN + 2 * usual * math.ceil(n / at_once))
+        return math.ceil(MARGIN + 2 * usual * math.ceil(n / at_once) + self.after(n))
+
+    def after(self, n: int) -> float:
+        """Seconds that the models of n runs take to be packed and uploaded."""
+        return n * self.measured["bytes"] / UPLOADED if self.measured else 0.0
 
     def folder(self, runs: Sequence[RunOf], seconds: int) -> Source:
         """The training folder of a job: that of the search's beginning, with the driver in place of
@@ -227,9 +251,9 @@ class OnSageMaker:
         plan = {
             "runs": [[name_of(source), seed] for source, seed in runs],
             "values": {**SILENT, **self.search.start["words"]},
-            "seconds": seconds - AROUND,
+            "seconds": seconds - AROUND - self.after(len(runs)),
             "limit": min(seconds, self.search.limit),
-            "room": LARGEST,
+            "room": int(MOST_SIZE * self.measured["bytes"]) if self.measured else LARGEST,
         }
         files = {**first.files, "train.py": DRIVER.read_bytes()}
         files["plan.json"] = json.dumps(plan).encode()

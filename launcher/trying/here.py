@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_SIZE = 1.1  # times the parameters and the bytes of the search's first model
 SLOW = 4.0  # times its time by the clock, after which a run is ended
 
 

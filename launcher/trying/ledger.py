@@ -148,16 +148,24 @@ class Ledger:
         settled = {entry["job"] for entry in self.of("settled")}
         return [entry for entry in self.of("reserved") if entry["job"] not in settled]
 
+    @property
+    def reserved(self) -> float:
+        """USD that the jobs whose cost is not known yet may cost."""
+        return float(sum(entry["usd"] for entry in self.open))
+
+    @property
+    def free(self) -> float:
+        """USD of the ceiling that are neither spent nor reserved."""
+        return float(self.of("start")[0]["ceiling"] - self.spent - self.reserved)
+
     def reserve(self, job: str, amount: float, **facts: Any) -> Entry:
         """Reserve USD for a job, before it is sent. Raises OverCeiling."""
         with self.locked():
-            ceiling = self.of("start")[0]["ceiling"]
-            reserved = sum(entry["usd"] for entry in self.open)
-            free = ceiling - self.spent - reserved
-            if amount > free:
+            if amount > (free := self.free):
                 raise OverCeiling(
-                    f"this may cost {usd(amount)}, and {max(0.0, free):,.2f} of {usd(ceiling)} are"
-                    f" free ({self.spent:,.2f} spent, {reserved:,.2f} reserved)"
+                    f"this may cost {usd(amount)}, and {max(0.0, free):,.2f} of"
+                    f" {usd(self.of('start')[0]['ceiling'])} are free ({self.spent:,.2f} spent,"
+                    f" {self.reserved:,.2f} reserved)"
                 )
             return self.write("reserved", job=job, usd=amount, **facts)
 

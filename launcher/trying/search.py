@@ -39,7 +39,7 @@ from launcher.source import Source, keep
 from launcher.text.corpus import digest_of
 from launcher.text.formats import File
 from launcher.trying import rule
-from launcher.trying.here import SLOW, Here
+from launcher.trying.here import MOST_SIZE, SLOW, Here
 from launcher.trying.ledger import Entry, Ledger, OverCeiling
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 BASE_SEEDS = 8
-MOST_SIZE, MOST_TIME = 1.1, 1.3  # times those of the folder that the search began with
+MOST_TIME = 1.3  # times that of the folder that the search began with
 SILENCE = 30  # seconds until a line of progress
 
 Told = Callable[[str], None]
@@ -103,6 +103,11 @@ class Search:
             self.source(each)
         if digest_of(files_of(self.text)) != self.start["runs_read"]:
             raise ServiceError(f"{self.text} was changed after the search began")
+
+    def settle(self) -> None:
+        """Replace what is reserved for jobs that have ended by what they cost."""
+        if not isinstance(self.maker, Here):
+            self.maker.settle()
 
     # -- runs and their losses --------------------------------------------------------------------
 
