@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import launching
 import pytest
 
 import entry_point
@@ -22,6 +27,8 @@ from launcher.trying.here import Made
 from launcher.trying.ledger import Ledger
 from launcher.trying.search import Refused, Search
 from sm_nanogpt import InputError, Request, ServiceError
+
+HERE = search.Here  # which makes real runs
 
 
 class Trained:
@@ -226,6 +233,43 @@ def test_the_log_lists_each_try(started, tmp_path):
 )
 def test_wrong_words_are_told_in_one_line(started, words, problem):
     assert started("try", *words).failed(2, problem)
+
+
+def test_a_kill_at_any_moment_is_as_none(cli, home, text_file, trained, tmp_path, monkeypatch):
+    """The verdict comes after 20 kills; each leaves an intact ledger, and no process of a run."""
+    monkeypatch.setattr(search, "Here", HERE)
+    noise = random.SystemRandom()  # not that of the process that is forked
+    monkeypatch.setattr(
+        Search, "loss_of", lambda *args: 2.0 - gain_of(args[2]) + noise.gauss(0, 0.004)
+    )
+    monkeypatch.setattr(search, "MOST_TIME", 100.0)  # of a tenth of a second
+    mine, base = folder(tmp_path / "mine", 0.05), folder(tmp_path / "base", 0.0)
+    for each in (mine, base):  # real runs that learn nothing
+        (each / "train.py").write_text("import time\ntime.sleep(0.1)\n")
+    words = ("--text", str(text_file), "--see", "0.01", "--entry-point", str(base))
+    assert cli("try", "start", "plays", *words).good
+    source, draw = Source.read(mine), random.Random(1)
+    states = [opened(home).ledger.base, source.sha256]
+    for _ in range(20):
+        if not (pid := os.fork()):
+            with contextlib.suppress(BaseException):
+                opened(home).attempt(source, "")
+            os._exit(0)
+        time.sleep(draw.uniform(0.05, 1.5))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        search_now = opened(home)
+        search_now.verify()
+        assert search_now.ledger.base in states
+        launching.until(lambda: not any(sha256 in str(launching.processes()) for sha256 in states))
+    if not opened(home).ledger.of("try"):
+        opened(home).attempt(source, "")
+    ledger = opened(home).ledger
+    entry = ledger.of("try")[0]  # later ones try the base against itself
+    assert entry["verdict"] == "kept", entry
+    assert ledger.base == source.sha256
+    runs = [(run["folder"], run["seed"]) for run in ledger.of("run")]
+    assert len({*runs}) == len(runs)
 
 
 def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
