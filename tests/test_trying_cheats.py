@@ -338,6 +338,26 @@ def problem_of(run: Run) -> str:
     raise AssertionError
 
 
+STOPS_CLOCKS = """
+import time
+true = time.process_time
+time.time = time.monotonic = time.perf_counter = time.process_time = lambda: 0.0
+while true() < 0.7:
+    pass
+"""
+
+
+def test_a_run_cannot_change_the_clock_that_counts(mine):
+    [ended] = [ended for _, ended in run_all([run_of(STOPS_CLOCKS, mine)], 1)]
+    assert min(ended.seconds, ended.cpu_seconds) > 0.7
+
+
+def test_more_steps_by_the_preset_are_refused_first(mine, tmp_path):
+    more = ("max_steps=60, learning_rate=0.05", "max_steps=120, learning_rate=0.05")
+    with pytest.raises(Refused, match=r"2\.00x the tokens"):
+        checked(tiny_folder(tmp_path / "cheat", more), mine)
+
+
 def test_a_run_reaches_nothing_of_its_search(mine, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_HOME", str(mine.settings.home))
     before = launching.tree(mine.settings.home)
