@@ -1,0 +1,47 @@
+"""Edits of a search that take seconds each: honest ones, and more work than a run may do."""
+
+from __future__ import annotations
+
+import pytest
+import test_trying_cheats
+from test_edited import EDITS
+from test_trying_cheats import checked, tiny_folder
+
+from launcher.source import Source, keep
+from launcher.trying.search import MOST_TIME
+
+begun, mine = test_trying_cheats.begun, test_trying_cheats.mine
+
+PRESET = "max_steps=60, learning_rate=0.05"
+LOSS = "return F.cross_entropy(logits.flatten(0, 1), targets.flatten()"
+STEP = "                self.train_step()\n"
+HONEST: dict[str, list[tuple[str, str]]] = {
+    **{name: EDITS[name] for name in ("activation", "no QK-norm", "learned positions")},
+    "softcap, as a hyperparameter": EDITS["hyperparameter"],
+    "another initialization": [("std = n_in**-0.5", "std = 0.5 * n_in**-0.5")],
+    "tied embeddings": [(PRESET, f"tie_embeddings=True, {PRESET}")],
+    "another rotary base": [(PRESET, f"rope_theta=500.0, {PRESET}")],
+    "another learning rate": [(PRESET, "max_steps=60, learning_rate=0.02")],
+    "AdamW": [(PRESET, "max_steps=60, learning_rate=0.003, optimizer='adamw'")],
+    "clipped gradients": [(PRESET, f"grad_clip=1.0, {PRESET}")],
+    "weight decay": [(PRESET, f"weight_decay=0.1, {PRESET}")],
+    "a narrower MLP": [(PRESET, f"n_hidden=48, {PRESET}")],
+    "a cosine schedule": [("min(1.0, left))", "(0.5 - 0.5 * math.cos(math.pi * min(1.0, left))))")],
+    "label smoothing": [(LOSS, f"{LOSS}, label_smoothing=0.05 * self.training")],
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_edit_passes_the_checks(name, mine, tmp_path):
+    checked(tiny_folder(tmp_path / "honest", *HONEST[name]), mine)
+
+
+def test_more_steps_by_a_loop_take_more_time(mine, begun, tmp_path):
+    """Which shows, whatever a run says of its steps; the tiny one has to make 30 times as many."""
+    loop = f"                for _ in range(30):\n    {STEP}                self.step -= 29\n"
+    cheat = Source.read(tiny_folder(tmp_path / "cheat", (STEP, loop)))
+    keep(cheat, mine.settings)
+    mine.measure([(cheat, 1)], tried=cheat)
+    usual = mine.seconds(Source.read(begun.base).sha256)
+    assert mine.ledger.of("run")[-1]["tokens"] == mine.ledger.of("run")[0]["tokens"]
+    assert mine.seconds(cheat.sha256) > MOST_TIME * usual
