@@ -222,6 +222,14 @@ def test_nothing_is_forecast_where_nothing_is_known(forecaster, monkeypatch, run
     assert forecaster.kept.forecast is None
 
 
+def test_a_folder_that_compute_does_not_help_is_not_forecast(forecaster):
+    """As a model without attention, whose pilots were 2.491 to 2.486."""
+    sizes = [(size, n) for size, n in pilots_of(10**6) if n == 10**6]
+    runs = [forecaster.run_of(size, n, 1.5 - 0.004 * size) for size, n in sizes]
+    with pytest.raises(InputError, match="compute is worth"):
+        forecaster.check(runs, shared().of_text(runs))
+
+
 def test_a_short_text_is_not_forecast(tmp_path):
     with pytest.raises(InputError, match="too few for pilots"):
         Forecaster(corpus(50_000), Source.packaged(), tmp_path / "kept.json", print)

@@ -117,9 +117,7 @@ def test_a_kept_gain_is_told_by_fresh_seeds_alone(started, home, tmp_path):
     assert {seed for seed in seeds if seed > 1000} == {*range(1001, 1001 + entry["pairs"])}
 
 
-def test_a_killed_try_goes_on_with_the_runs_and_seeds_that_it_had(
-    started, home, tmp_path, monkeypatch
-):
+def test_a_killed_try_goes_on_with_its_runs_and_seeds(started, home, tmp_path, monkeypatch):
     source, made = Source.read(folder(tmp_path / "a", 0.05)), Trained.made
 
     def killed(self: Trained, runs: Sequence[Any]) -> Iterator[Made]:
@@ -215,13 +213,13 @@ def test_the_log_lists_each_try(started, tmp_path):
     ]
     assert "idea b" in told.out
     entries = json.loads(started("try", "log", "plays", "--json").good.out)
-    assert [entry["kind"] for entry in entries].count("try") == 2
+    assert [entry["note"] for entry in entries] == ["idea a", "idea b"]
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("start", "plays"), "there is such a search"),
+        (("start", "plays"), "there is a search plays"),
         (("start", "a/b"), "letters"),
         (("start", "new", "--ceiling", "5"), "for SageMaker"),
         (("start", "new", "--instance", "ml.g5.xlarge"), "must be given"),
@@ -338,15 +336,15 @@ def test_begin_is_whole_or_nothing(home, text_file, trained, monkeypatch):
     assert not list((home / "tries").iterdir())
 
 
-def test_the_same_folder_is_not_tried_twice(started, home, tmp_path, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setenv("SM_NANOGPT_HOME", str(home))
-    source = Source.read(folder(tmp_path / "a", 0.0))
-    opened(home).ledger.add(
-        "try", number=1, folder=source.sha256, base=opened(home).ledger.base, verdict="", mean=0.0
-    )
-    with pytest.raises(Refused, match="try 1"):
-        opened(home).check(source, opened(home).ledger.base)
+def test_a_folder_that_is_known_is_no_try(started, home, tmp_path):
+    words = ("--group", "plays")
+    first = Path(entry_point.__file__).parent
+    assert started("try", "run", str(first), *words).failed(2, "began with")
+    for name, gain, said in (("a", 0.0, "tried before: try 1"), ("b", 0.05, "try 2 has made")):
+        place = str(folder(tmp_path / name, gain))
+        started("try", "run", place, *words)
+        assert started("try", "run", place, *words).failed(2, said)
+    assert len(opened(home).ledger.of("try")) == 2
 
 
 def test_refusals_are_entries(started, home, tmp_path, monkeypatch):

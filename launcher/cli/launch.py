@@ -353,4 +353,5 @@ def copy_script_command(directory: Path, search: str | None) -> None:
         problem = f"{error.strerror}; name another directory"
         raise InputError(f"{directory}: {problem}") from None
     click.echo(directory)
-    note(f"next: edit a file in {directory}, then run {command(*then)}")
+    note(f"edit a file in {directory}; then")
+    note(f"next: {command(*then)}")

@@ -35,7 +35,7 @@ def opened(name: str) -> Search:
 
 @click.group("try", cls=Group)
 def try_group() -> None:
-    """Search for a better model under rules that nobody can bend."""
+    """Search for a better model by changes of the training folder, under rules."""
 
 
 @try_group.command("start")
@@ -82,7 +82,7 @@ def start_command(name: str, ceiling: float | None, see: float, **given: Any) ->
             shutil.rmtree(search.directory)  # nothing was sent
             raise
     seen = ", ".join(f"{gain:.3f} by {n}" for n, gain in seen_by(base["sd"]).items())
-    note(f"base: 8 seeds, {base['loss']:.4f} (sd {base['sd']:.4f})")
+    note(f"base: a loss of {base['loss']:.4f} nats, over 8 seeds (sd {base['sd']:.4f})")
     note(f"gains that are seen, by pairs: {seen}; at most {base['pairs']} pairs are made")
     note(f"rules, and what to do: {search.directory / 'AGENTS.md'}")
     note(f"next: {command('copy-script', 'my_gpt', '--from', name)}")
@@ -111,9 +111,11 @@ def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
     with at_ctrl_c(GOES_ON.format(again)):
         entry = search.attempt(Source.read(folder), words)
     if as_json:
-        print_json(entry)
+        print_json({**entry, "ledger": search.ledger.head})
     else:
         click.echo(shown(verdict(entry, search)))
+    if entry["verdict"] == "kept":
+        note(f"next: {command('copy-script', 'my_gpt', '--from', group)}")
     if code := CODES.get(entry["verdict"], 3):
         raise click.exceptions.Exit(code)
 
@@ -141,7 +143,7 @@ def numbers(entry: dict[str, Any]) -> str:
 @valued(
     "--gain",
     "PAIRS",
-    "First measure by so many pairs what all kept tries gain together.",
+    "First measure what all kept tries gain together, by 4, 8, 16, 32, or 64 pairs.",
     type=click.Choice(["4", "8", "16", "32", "64"]),
 )
 @click.option("--verify", is_flag=True, help="Check that nothing was changed, and each folder.")
@@ -167,8 +169,9 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
         search.verify()
         note(f"verified: {len(entries)} entries, {len(tries)} tries; ledger {search.ledger.head}")
     if as_json:
-        print_json(entries)
+        print_json(tries)
         return
+    note(f"text: {search.start['text']}; base: folder {search.ledger.base[:8]}")
     ceiling, ledger = search.start["ceiling"], search.ledger
     money = [] if ceiling is None else ["USD"]
     rows = [["TRY", "VERDICT", "DIFFERENCE, 95 % INTERVAL", "PAIRS", "TIME", *money, "FOLDER"]]

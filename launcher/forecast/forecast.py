@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,6 +26,7 @@ from launcher.source import Source
 SIZES = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
 FURTHEST = 40  # times the compute of all pilots: beyond it nothing is forecast
 MISFIT = 0.03  # of log losses: that of honest texts is up to 0.015
+FAR = 4  # standard deviations of what compute is worth: that of honest texts is within 2.4
 HARDLY = 0.003  # nats: a size that loses so little more is as good
 Z = 1.2816  # standard deviations to either side hold 80 %
 LOOK_STEPS = 24  # four for each length of the windows, twelve of the whole length
@@ -94,7 +96,8 @@ class Forecaster:
         left = [trial for trial in trials if trial.name not in self.kept.pilots]
         ended = run_trials(left, self.corpus, self.source, at_once)
         for n, (trial, outcome) in enumerate(ended, len(trials) - len(left) + 1):
-            known = f"loss {outcome.loss:.3f}, {outcome.seconds:.0f} s"
+            timed = trial.name.startswith("speed")
+            known = f"{'' if timed else f'loss {outcome.loss:.3f}, '}{outcome.seconds:.0f} s"
             self.told(f"{trial.name}: {known} ({n} of {len(trials)})")
             self.keep(pilots={**self.kept.pilots, trial.name: outcome})
         return [self.kept.pilots[trial.name] for trial in trials]
@@ -108,11 +111,15 @@ class Forecaster:
         counts = torch.bincount(unsigned(self.corpus.train[0 : min(self.tokens, WRITTEN)]))
         shares = counts[counts > 0] / counts.sum()
         guessing, best = -float((shares * shares.log()).sum()), min(run.loss for run in runs)
+        usual, own = law.law.mean[1], float(law.mean[1])
+        far = abs(own - usual) / math.sqrt(law.law.covariance[1][1])
         problem = ""
         if best > 0.97 * guessing:
             problem = f"the pilots learn no more than how frequent the {self.unit} are"
         elif best < 0.1:
-            problem = f"the text repeats itself: the pilots lose {best:.3f} nats"
+            problem = f"the text repeats itself: a pilot has a loss of {best:.3f} nats"
+        elif far > FAR:
+            problem = f"compute is worth {own / usual:.2g} times what it is on other texts"
         elif law.misfit > MISFIT:
             problem = f"the pilots miss the law by {law.misfit:.1%} (at most {MISFIT:.0%})"
             problem += " of the training folder as it is packaged" * (not self.source.is_packaged)
@@ -186,6 +193,8 @@ class Forecaster:
             (size, Trial(f"size {size:g} on {n:,}", self.values(size, n), n))
             for size, n in pilots_of(self.tokens)
         ]
+        if os.getloadavg()[0] > cores() / 2 and not self.kept.pilots:
+            self.told("other programs use this machine: times will be told too long")
         outcomes = self.made([trial for _, trial in trials], at_once=cores())
         runs = [
             self.run_of(size, trial.unique, outcome.loss)

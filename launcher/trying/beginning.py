@@ -44,8 +44,7 @@ def begin(
     if any(place.resolve().is_relative_to(each.resolve()) for each in packages()):
         raise InputError(f"runs may read {place}; set SM_NANOGPT_HOME to another directory")
     if place.exists():
-        problem = f"there is such a search; take another name, or delete {place} for good"
-        raise InputError(problem, field="group", value=name)
+        raise InputError(f"there is a search {name}; take another name, or delete {place}")
     draft = launch.fill(request, settings)
     launch.check(draft)
     job, text = draft.job, draft.texts["data"]

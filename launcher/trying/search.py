@@ -244,7 +244,19 @@ class Search:
                 self.ledger.read()
             return self.judge(source, note)
 
+    def check_new(self, source: Source) -> None:
+        """Raise InputError for a folder that is known: it is no try."""
+        if source.sha256 == self.start["folder"]:
+            raise InputError("the folder is the one that the search began with")
+        for entry in self.ledger.of("try"):
+            same = (entry["folder"], entry["base"]) == (source.sha256, self.ledger.base)
+            if entry["folder"] == source.sha256 and entry["verdict"] == "kept":
+                raise InputError(f"the folder is the base that try {entry['number']} has made")
+            if same and "mean" in entry:
+                raise InputError(f"the folder was tried before: try {entry['number']}")
+
     def judge(self, source: Source, note: str) -> Entry:
+        self.check_new(source)
         base, before = self.ledger.base, self.ledger.cost_of(source.sha256)
         with storage.reported(str(self.settings.home)):
             keep(source, self.settings)
@@ -266,11 +278,6 @@ class Search:
 
     def check(self, source: Source, base: str) -> None:
         """Raise Refused for what two small steps on this machine show. They cost nothing."""
-        if source.sha256 == base:
-            raise Refused("the folder is the base: nothing is changed")
-        for entry in self.ledger.of("try"):
-            if (entry["folder"], entry["base"]) == (source.sha256, base) and "mean" in entry:
-                raise Refused(f"it was tried before: try {entry['number']}")
         known = {*b"".join(self.source(self.start["folder"]).files.values()).splitlines()}
         lines = b"".join(source.files.values()).splitlines()
         added = b"\n".join(line for line in lines if line not in known)
@@ -293,8 +300,9 @@ class Search:
             return self.pairs(source, base, range(1, n + 1), "seeds")
 
         def fresh(n: int) -> list[float]:
+            self.told(f"it looks better; {n} pairs of fresh seeds decide")
             seeds = self.ledger.fresh_seeds(source.sha256, base.sha256, n)
-            return self.pairs(source, base, seeds, "better; fresh seeds")
+            return self.pairs(source, base, seeds, "fresh seeds")
 
         looks = [n for n in self.maker.looks if n <= most]
         verdict, found, is_fresh = rule.decide(shared, fresh, looks, self.start["see"])
@@ -344,7 +352,9 @@ def planned(source: Source, words: dict[str, Any]) -> int:
     try:
         return int(ran.stdout)
     except ValueError:
-        raise Refused(ran.stderr.strip().rpartition("\n")[2] or "config.py fails") from None
+        where = re.findall(r'(\w+\.py)", line (\d+)', ran.stderr)[-1:]
+        said = ran.stderr.strip().rpartition("\n")[2] or "config.py fails"
+        raise Refused(": ".join([*map(":".join, where), said])) from None
 
 
 def sizes_of(model: Path) -> dict[str, int]:
@@ -369,5 +379,5 @@ def files_of(text: Path) -> list[File]:
 def place_of(name: str, settings: Settings) -> Path:
     if not NAME.fullmatch(name):
         problem = "must be at most 40 letters, digits, dots, dashes and underscores"
-        raise InputError(problem, field="group", value=name)
+        raise InputError(f"the name {name!r} {problem}")
     return settings.home / "tries" / name
