@@ -292,7 +292,7 @@ def of_lines(change: Callable[[list[bytes]], object]) -> Callable[[Path], None]:
         (of_lines(lambda lines: lines.pop(3)), "entry 4"),
         (of_lines(lambda lines: lines.insert(3, lines.pop(2))), "entry 3"),
         (
-            of_lines(lambda lines: lines.insert(2, lines.pop(2).replace(b"10", b"11"))),
+            of_lines(lambda lines: lines.insert(2, lines.pop(2).replace(b": 10.0", b": 11.0"))),
             "entry 4",
         ),
         (of_lines(lambda lines: lines.insert(2, b"{}\n")), "entry 3"),

@@ -94,7 +94,7 @@ FORGED = """
 import json, os, struct
 
 facts = json.dumps({"block_size": 0, "size": 1, "chats": False, "edited": False}).encode()
-for fd in range(3, 30):
+for fd in range(3, 4096):
     try:
         os.write(fd, struct.pack("!i", 0) + struct.pack("!i", len(facts)) + facts)
     except OSError:
