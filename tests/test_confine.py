@@ -210,7 +210,7 @@ def living(mark: str) -> list[str]:
 
 def test_what_a_program_leaves_is_ended_and_counted(place):
     before = os.times()
-    done = run(place, "-c", f"{DAEMON}\ntime.sleep(1)", "mark-left")
+    done = run(place, "-c", f"{DAEMON}\ntime.sleep(3)", "mark-left")
     after = os.times()
     assert done.returncode == 0
     assert not living("mark-left")
