@@ -125,7 +125,7 @@ def run(place: Any, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def said(place):
-    """What a program is told that tries all of them in turn."""
+    """The answers to a program that tries all of them in turn."""
     other = subprocess.Popen(["sleep", "60"], stdin=place.secret.open(), cwd=place.home)
     with contextlib.ExitStack() as stack:
         stack.callback(other.wait)
@@ -272,8 +272,8 @@ def test_a_program_whose_parent_has_ended_does_not_begin(place):
 
 # -- older and newer kernels -----------------------------------------------------------------------
 
-# Of include/uapi/linux/landlock.h: rights of files, of TCP, and scopes, by the version that has
-# them. REFER came with 2, TRUNCATE with 3, TCP with 4, IOCTL_DEV with 5, and scopes with 6.
+# From include/uapi/linux/landlock.h, by version: the rights for files, those for TCP, and the
+# scopes. REFER came with 2, TRUNCATE with 3, TCP with 4, IOCTL_DEV with 5, and scopes with 6.
 KERNELS = {
     1: ((1 << 13) - 1,),
     2: ((1 << 14) - 1,),

@@ -32,6 +32,7 @@ from launcher.source import Source, keep
 from launcher.trying import search
 from launcher.trying.beginning import begin
 from launcher.trying.here import Made
+from launcher.trying.ledger import Ledger
 from launcher.trying.search import Refused, Search
 from sm_nanogpt import Request, ServiceError
 
@@ -387,9 +388,9 @@ def test_runs_that_are_one_run_are_refused(mine, begun, tmp_path, monkeypatch):
     """Else the best of many seeds, found elsewhere, would pass as a gain on all fresh ones."""
     source, base = Source.read(tiny_folder(tmp_path / "a", before("pass"))), Source.read(begun.base)
     monkeypatch.setattr(mine, "measure", lambda runs, tried: None)
-    monkeypatch.setattr(
-        mine, "loss", lambda each, seed: 1.9 if each is source else 2.0 + seed / 1000
-    )
+    losses = {(base.sha256, seed): 2.0 + seed / 1000 for seed in range(1, 5)}
+    losses |= {(source.sha256, seed): 1.9 for seed in range(1, 5)}
+    monkeypatch.setattr(Ledger, "losses", losses)
     with pytest.raises(Refused, match="seed"):
         mine.pairs(source, base, range(1, 5), "seeds")
 

@@ -26,7 +26,7 @@ import launcher
 from entry_point.text import read_tokenizer
 from launcher.errors import LauncherError, ServiceError
 from launcher.files.documents import Document, parse
-from launcher.local.confine import PATIENCE, confined, end
+from launcher.local.confine import PATIENCE, confined, end, environment
 from launcher.settings import Settings, load_settings, process_of
 
 # The most of one pass: so many tokens stay in the cache (41k a second of `laptop`, twice as many
@@ -68,14 +68,13 @@ class Worker:
         self.directory, self.tokenizer = directory, read_tokenizer(directory)
         self.pipe, theirs = Pipe()
         command = process_of(__name__, theirs.fileno(), directory, entry_point or "")
-        # Threads that wait do not keep the judge's from their cores.
-        env = {"GOMP_SPINCOUNT": "5000", **os.environ, "SM_NANOGPT_HOME": str(settings.home)}
+        env = dict(os.environ) if scratch is None else environment(scratch)
+        env["SM_NANOGPT_HOME"] = str(settings.home)
+        env.setdefault("GOMP_SPINCOUNT", "5000")  # threads that wait leave the judge its cores
         if scratch is not None:
             readable = [directory, *PACKAGES, settings.home / "config.toml"]
             readable += [entry_point] if entry_point else []
             command = confined(command, [path for path in readable if path.exists()], [scratch])
-            env = {name: value for name, value in env.items() if not name.startswith("AWS_")}
-            env["TMPDIR"] = str(scratch)
         self.process = subprocess.Popen(
             command,
             env=env,

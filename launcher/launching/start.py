@@ -112,16 +112,8 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
 def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Upload, list[File]]:
     """What `corpus.send` puts into the store, and the files here."""
     sources = [File(path.name, path) for path in model_files(directory)]
-    sha256 = corpus.digest_of(sources)
-    uri = corpus.uri_of(Path(named).absolute().name, sha256, settings, "models")
-    upload = corpus.Upload(
-        uri=uri,
-        size=sum(file.path.stat().st_size for file in sources),
-        sha256=sha256,
-        files=tuple(file.name for file in sources),
-        uploaded=not corpus.is_there(uri, settings),
-    )
-    return upload, sources
+    name = Path(named).absolute().name
+    return corpus.upload_of(name, sources, settings, "models"), sources
 
 
 # -- size ------------------------------------------------------------------------------------------

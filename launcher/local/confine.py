@@ -76,6 +76,13 @@ def confined(
     return process_of(__name__, os.getpid(), *lists, *command)
 
 
+def environment(scratch: Path) -> dict[str, str]:
+    """The variables of a confined program: none of AWS, and a directory in which it may write."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    places = {"HOME": str(scratch), "TMPDIR": str(scratch)}  # where compilers keep what they make
+    return {**kept, **places, "PYTHONUSERBASE": site.getuserbase()}  # which else is below HOME
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """End a process that leads a session; what confines it ends all that it has started."""
     process.terminate()
@@ -130,7 +137,8 @@ def restrict(library: ctypes.CDLL, allowed: Mapping[int, Sequence[str]]) -> None
     fields = [rights, *[TCP] * (known >= 4), *[SCOPES] * (known >= 6)]
     handled = struct.pack(f"{len(fields)}Q", *fields)
     rules = checked(library.syscall(CREATE, handled, len(handled), 0))
-    # Of processes it sees itself alone: /proc has no other, as long as this one is open.
+    # Of /proc, a process may read what is about itself. While this is open, the kernel gives the
+    # directory to no other process.
     itself = os.open("/proc/self", os.O_PATH)
     os.set_inheritable(itself, True)
     files = [(bits, os.open(path, os.O_PATH)) for bits in allowed for path in allowed[bits]]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.local.confine import PATIENCE, confined, end
+from launcher.local.confine import PATIENCE, confined, end, environment
 from launcher.source import Source
 
 SILENT = {"sample_length": 0, "log_interval": 1 << 20}  # hyperparameters of a run nobody watches
@@ -120,18 +120,13 @@ def start(run: Run, code: Path, out: Path, gpu: int | None) -> subprocess.Popen[
     values = {**SILENT, **run.values, "data": run.text, "out": out}
     words = [f"--{name}={value}" for name, value in values.items()]
     command = [sys.executable, str(code / "train.py"), *words]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(run.threads),
-        "SM_NANOGPT_LAUNCHER": "sm-nanogpt",
-    }
+    env = environment(out) if run.alone else dict(os.environ)
+    env |= {"OMP_NUM_THREADS": str(run.threads), "SM_NANOGPT_LAUNCHER": "sm-nanogpt"}
     out.mkdir()
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
     if run.alone:
         command = confined(command, [code, run.text], [out], devices=gpu is not None)
-        env |= {"HOME": str(out), "TMPDIR": str(out)}  # where compilers keep what they make
-        env = {name: value for name, value in env.items() if not name.startswith("AWS_")}
     with (out / "log").open("wb") as log:
         return subprocess.Popen(
             command,

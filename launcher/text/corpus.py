@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -157,6 +157,21 @@ def survey(name: str, files: Sequence[File], settings: Settings) -> tuple[Upload
         vocabulary=counts.vocabulary,
     )
     return upload, kept
+
+
+def upload_of(
+    name: str, files: Sequence[File], settings: Settings, kind: str = "data", **facts: Any
+) -> Upload:
+    """The upload of files as they are."""
+    sha256 = digest_of(files)
+    return Upload(
+        uri=(uri := uri_of(name, sha256, settings, kind)),
+        size=sum(file.path.stat().st_size for file in files),
+        sha256=sha256,
+        files=tuple(file.name for file in files),
+        uploaded=not is_there(uri, settings),
+        **facts,
+    )
 
 
 def uri_of(name: str, sha256: str, settings: Settings, kind: str = "data") -> str:

@@ -265,19 +265,16 @@ class OnSageMaker:
         """The text that the runs read, to be uploaded once."""
         search, place = self.search, self.search.text
         files = [File(path.name, path) for path in sorted(place.iterdir())]
-        sha256, meta = corpus.digest_of(files), read_json(place / "meta.json")
-        uri = corpus.uri_of(f"try-{search.name}", sha256, settings)
-        upload = corpus.Upload(
-            uri=uri,
-            size=sum(file.path.stat().st_size for file in files),
-            sha256=sha256,
-            files=tuple(file.name for file in files),
-            uploaded=not corpus.is_there(uri, settings),
+        meta = read_json(place / "meta.json")
+        upload = corpus.upload_of(
+            f"try-{search.name}",
+            files,
+            settings,
             vocabulary_size=len(search.tokenizer),
             train_tokens=meta["train"]["shards"][0]["tokens"],
             val_tokens=meta["val"]["shards"][0]["tokens"],
         )
-        return Channel(search.start["text"], uri, upload, files)
+        return Channel(search.start["text"], upload.uri, upload, files)
 
 
 def key_of(run: RunOf) -> list[Any]:

@@ -103,9 +103,7 @@ def make(
         except subprocess.TimeoutExpired:
             problem = f"it took over {limit:.0f} s" if limit < left else "the job's time was over"
         seconds = time.monotonic() - began
-        if not int(
-            os.environ.get("SM_NUM_GPUS") or 0
-        ):  # what others compute meanwhile does not count
+        if os.environ.get("SM_NUM_GPUS") in (None, "", "0"):  # whatever else computes on the CPU
             seconds = cpu_seconds() - computed
         end_all_of(user)
         process.wait()

@@ -111,9 +111,10 @@ class Ledger:
         kept = [entry["folder"] for entry in self.of("try") if entry["verdict"] == "kept"]
         return str(kept[-1] if kept else self.of("start")[0]["folder"])
 
-    def run_of(self, folder: str, seed: int) -> Entry | None:
-        found = (e for e in self.of("run") if (e["folder"], e["seed"]) == (folder, seed))
-        return next(found, None)
+    @property
+    def losses(self) -> dict[tuple[str, int], float]:
+        """Those of all runs, by folder and seed."""
+        return {(e["folder"], e["seed"]): float(e["loss"]) for e in self.of("run")}
 
     def fresh_seeds(self, folder: str, base: str, n: int) -> list[int]:
         """So many seeds that no one has seen, for this pair of folders alone.

@@ -5,9 +5,9 @@ weights and see the same batches, so their difference varies less than either lo
 number of pairs in LOOKS, one-sided t-tests say whether the change is better (at 5 %), or gains less
 than what the search looks for (at 2.5 %). Both may err: there are several looks, and the base's
 runs are the same for all tries. So nothing is kept before fresh seeds, which no one has seen, say
-so again. That test, at 1 %, does not depend on the luck by which a change was chosen. The gain of
-those pairs is told; that of a keep which gains less than what the search looks for is overstated,
-since only lucky ones pass.
+so again. That test, at 1 %, does not depend on the luck by which a change was chosen. The
+reported gain is that of the fresh pairs. If a kept change gains less than the search looks for, its
+gain is overstated, since only lucky ones pass.
 """
 
 from __future__ import annotations

@@ -5,9 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import logging
 import math
-import os
 import re
 import subprocess
 import sys
@@ -31,7 +29,7 @@ from launcher.judge.evaluate import as_tensor, check_causal, check_memory
 from launcher.judge.score import losses
 from launcher.judge.texts import Text, encode
 from launcher.judge.worker import Worker
-from launcher.local.confine import confined
+from launcher.local.confine import confined, environment
 from launcher.local.runs import Run, run_all
 from launcher.machines import cores
 from launcher.settings import Settings
@@ -44,8 +42,6 @@ from launcher.trying.ledger import Entry, Ledger, OverCeiling
 
 if TYPE_CHECKING:
     from launcher.trying.cloud import OnSageMaker
-
-logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 BASE_SEEDS = 8
@@ -118,7 +114,8 @@ class Search:
         also tested for looking ahead and for learning while it is judged. Raises Refused if a run
         of that folder fails or takes more than it may, ServiceError if another fails.
         """
-        left = [each for each in runs if not self.ledger.run_of(each[0].sha256, each[1])]
+        known = self.ledger.losses
+        left = [(source, seed) for source, seed in runs if (source.sha256, seed) not in known]
         said = time.monotonic()
         for n, made in enumerate(self.maker.made(left)):
             own = tried is not None and made.source.sha256 == tried.sha256
@@ -179,11 +176,6 @@ class Search:
                 times = f"{found[name] / first:.2f}x the {name} that the search began with"
                 raise Refused(f"{times}; at most {most:g}x")
 
-    def loss(self, source: Source, seed: int) -> float:
-        found = self.ledger.run_of(source.sha256, seed)
-        assert found is not None
-        return float(found["loss"])
-
     def seconds(self, folder: str) -> float:
         """What a run of a folder takes: the median; 0 before the first."""
         found = [entry["seconds"] for entry in self.ledger.of("run") if entry["folder"] == folder]
@@ -199,15 +191,15 @@ class Search:
         """The loss of a folder less that of the base for each seed, after the runs for it."""
         both = [(each, seed) for seed in seeds for each in (source, base)]
         self.measure(both, tried=source)
-        losses = [self.loss(each, seed) for each, seed in both]
+        known = self.ledger.losses
+        losses = [known[each.sha256, seed] for each, seed in both]
         found = [own - its for own, its in zip(losses[::2], losses[1::2], strict=True)]
         line = f"{fmean(found):+.4f} ±{rule.half(found):.4f}"
         self.told(f"{told} {seeds[0]} to {seeds[-1]}: {line}")
         if len({*losses[::2]}) < len(seeds):
             raise Refused("different seeds give the same loss")
-        for other in {entry["folder"] for entry in self.ledger.of("run")} - {source.sha256}:
-            rows = [self.ledger.run_of(other, seed) for seed in seeds]
-            if [row and row["loss"] for row in rows] == losses[::2]:
+        for other in {folder for folder, _ in known} - {source.sha256}:
+            if [known.get((other, seed)) for seed in seeds] == losses[::2]:
                 whose = "the base" if other == base.sha256 else f"folder {other[:8]}, tried before"
                 raise Refused(f"its runs are those of {whose}: the change changes nothing")
         if (times := self.seconds(source.sha256) / self.seconds(self.start["folder"])) > MOST_TIME:
@@ -223,7 +215,7 @@ class Search:
         first = self.source(self.start["folder"])
         seeds = range(1, BASE_SEEDS + 1)
         self.measure([(first, seed) for seed in seeds])
-        losses = [self.loss(first, seed) for seed in seeds]
+        losses = [self.ledger.losses[first.sha256, seed] for seed in seeds]
         pairs = rule.pairs_for(self.start["see"], stdev(losses))
         return self.ledger.add("base", loss=fmean(losses), sd=stdev(losses), pairs=pairs)
 
@@ -290,7 +282,7 @@ class Search:
         for _, ended in run_all([run], 1):
             if problem := ended.problem:
                 raise Refused(problem)
-            self.check_sizes(sizes_of(ended.out / "model") | {"tokens": 0})
+            self.check_sizes(sizes_of(ended.out / "model"))
             self.loss_of(ended.out / "model", source, check=True)
 
     def compared(self, source: Source, base: Source, most: int) -> Entry:
@@ -344,7 +336,7 @@ def planned(source: Source, words: dict[str, Any]) -> int:
         asked = [sys.executable, "-c", PLANNED, name, json.dumps(words)]
         ran = subprocess.run(
             confined(asked, [], [place]),
-            env={**os.environ, "TMPDIR": name},
+            env=environment(place),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
