@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -417,3 +418,24 @@ def nccl(args: Namespace, scratch: Path, found: Found) -> None:
             ),
         }
     compare(args, scratch, found, variants)
+    with found.part("a rank that hangs"):
+        hangs(args, scratch, found, two)
+
+
+def hangs(args: Namespace, scratch: Path, found: Found, two: Variant) -> None:
+    """Of two ranks, one starts a kernel that never ends: it is found in time, and named."""
+    forever = "time.sleep(1e6)" if args.smoke else "torch.cuda._sleep(10**13)"
+    step = "        self.loss_sum += self.passes.forward_backward(self.step)\n"
+    hang = f"        if (self.step, self.group.rank) == (5, 1):\n            {forever}\n"
+    words = {**two.words, "hang_seconds": (limit := 10)}
+    edited = replace(two, words=words, edits=(*two.edits, (step, hang + step)))
+    process, _ = started(args, scratch, "hangs", edited)
+    last, said = time.perf_counter(), ""
+    try:
+        for at, line in measure.lines(process):
+            print(f"[hangs] {line}", end="")
+            last, said = (at if "step" in line else last), said + line
+    except Failed as error:
+        said += str(error)
+    found.check("a rank that hangs: seconds to the end", time.perf_counter() - last, limit + 15)
+    found.check("a rank that hangs is not named", float("rank 1" not in said), 0)
