@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from launcher.judge.score import losses
 from launcher.judge.texts import Text, encode
+from launcher.judge.worker import Worker
 from launcher.local.confine import version
 from launcher.local.runs import Run, run_all
 from launcher.settings import Settings
@@ -230,6 +232,14 @@ def test_logits_are_normalized_by_the_judge(cheat, loss, encoded):
 def test_logits_that_are_no_numbers_are_refused(value, encoded):
     with pytest.raises(ServiceError, match="not finite"):
         losses(Fake(LETTERS, lambda ids: guesses(ids) * value), encoded)
+
+
+def test_a_model_that_does_not_answer_is_given_up():
+    silent = Worker.__new__(Worker)
+    silent.directory, silent.limit = Path("model"), 0.01
+    silent.pipe, theirs = Pipe()
+    with theirs, pytest.raises(ServiceError, match="no answer"):
+        silent.answer()
 
 
 @pytest.mark.parametrize("name", CHEATS)

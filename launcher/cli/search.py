@@ -114,8 +114,6 @@ def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
         print_json({**entry, "ledger": search.ledger.head})
     else:
         click.echo(shown(verdict(entry, search)))
-    if entry["verdict"] == "kept":
-        note(f"next: {command('copy-script', 'my_gpt', '--from', group)}")
     if code := CODES.get(entry["verdict"], 3):
         raise click.exceptions.Exit(code)
 

@@ -32,6 +32,7 @@ from launcher.settings import Settings, load_settings, process_of
 # The most of one pass: so many tokens stay in the cache (41k a second of `laptop`, twice as many
 # make 26k), and their logits take 64 MB.
 PASS_TOKENS, PASS_LOGITS = 1 << 12, 1 << 24
+PATIENT = 600.0  # seconds that a model may take for an answer, where nobody watches
 PACKAGES = [Path(module.__file__ or "").parent for module in (entry_point, launcher)]
 
 
@@ -49,8 +50,8 @@ class Worker:
 
     block_size is its context, size the number of its logits; chats: it has learned from
     conversations; edited: an edited folder computes it. With scratch, the only directory that it
-    may write, it reads nothing but the model and the folder, and what it prints is lost. Raises
-    ServiceError if it fails.
+    may write, it reads nothing but the model and the folder, what it prints is lost, and an answer
+    has to come in PATIENT seconds. Raises ServiceError if it fails.
     """
 
     block_size: int
@@ -66,6 +67,7 @@ class Worker:
         scratch: Path | None = None,
     ) -> None:
         self.directory, self.tokenizer = directory, read_tokenizer(directory)
+        self.limit = None if scratch is None else PATIENT
         self.pipe, theirs = Pipe()
         command = process_of(__name__, theirs.fileno(), directory, entry_point or "")
         env = dict(os.environ) if scratch is None else environment(scratch)
@@ -104,6 +106,8 @@ class Worker:
         try:
             for part in request:
                 self.pipe.send_bytes(part)
+            if not self.pipe.poll(self.limit):
+                raise ServiceError(f"{self.directory}: no answer in {self.limit:.0f} s")
             if not (problem := self.pipe.recv_bytes()):
                 return self.pipe.recv_bytes(most)
             raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
