@@ -79,7 +79,18 @@ class Config:
     )
     seed: int = hyperparameter(1337, "seed of initial weights, batches and dropout", 0, fixed=True)
 
-    max_steps: int = hyperparameter(2000, "number of optimizer steps", 1, 10**9, group="schedule")
+    max_steps: int = hyperparameter(
+        2000, "number of optimizer steps of each generation", 1, 10**9, group="schedule"
+    )
+    generations: int = hyperparameter(
+        1, "models trained in turn, each of them also by the best one before it", 1, 100, fixed=True
+    )
+    teacher_share: float = hyperparameter(
+        0.5, "share of the teacher's probabilities in what later generations learn", 0, 1
+    )
+    teacher_temperature: float = hyperparameter(
+        1.2, "what the teacher's logits are divided by", 0.1, 100
+    )
     optimizer: str = hyperparameter(
         "muon", "muon (AdamW for all but matrices) or adamw", choices=("muon", "adamw"), fixed=True
     )
@@ -161,6 +172,11 @@ class Config:
         if rest := (value := getattr(self, name)) % divisor:
             nearest = f"{value - rest} or " * (value > rest) + str(value - rest + divisor)
             raise ConfigError(f"{name}={value} {cannot}; the nearest that fit: {name}={nearest}")
+
+    @property
+    def total_steps(self) -> int:
+        """The optimizer steps of all generations, which are counted on."""
+        return self.generations * self.max_steps
 
     @property
     def head_width(self) -> int:
@@ -302,12 +318,16 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for f in dataclasses.fields(Config):
         # A hyperparameter that is newer than the checkpoint was its default.
         was, value = saved["config"].get(f.name, f.default), now["config"][f.name]
-        if f.metadata["fixed"] and was != value:
+        fixed = f.metadata["fixed"] or (
+            f.name == "max_steps" and saved["config"].get("generations", 1) > 1
+        )
+        if fixed and was != value:
             differences.append(f"{f.name} (from {was!r} to {value!r})")
     if saved["corpus_sha256"] != now["corpus_sha256"]:
         differences.append("its text")
-    if saved.get("step", 0) > (max_steps := now["config"]["max_steps"]):
-        differences.append(f"max_steps (to {max_steps}, as it is at step {saved['step']})")
+    most = now["config"]["max_steps"] * now["config"].get("generations", 1)
+    if saved.get("step", 0) > most:
+        differences.append(f"max_steps (to {most}, as it is at step {saved['step']})")
     if differences:
         raise ConfigError(
             f"a resumed run cannot change {', '.join(differences)}; leave this out, and a preset"

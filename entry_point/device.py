@@ -120,7 +120,7 @@ def compiling_pays(config: Config, device: torch.device, parameters: int, world_
     That is a minute at 50 TFLOP/s, of the 70 that an A10G has, with 6 operations per parameter and
     token (arXiv:2001.08361, section 2.1).
     """
-    tokens = config.max_steps * config.batch_size * config.block_size / world_size
+    tokens = config.total_steps * config.batch_size * config.block_size / world_size
     found = device.type == "cuda" and find_spec("triton") is not None
     return found and 6 * parameters * tokens > 3e15
 

@@ -136,22 +136,48 @@ def chunk_size(rows: int, most: int) -> int:
     return math.ceil(rows / chunks / 128) * 128
 
 
+def taught_by(logits: Tensor, targets: Tensor, share: float, temperature: float) -> Tensor:
+    """The probabilities that are learned, float32 [N, V], of a teacher's logits and targets [N].
+
+    They are a share of the teacher's, of its logits over the temperature, and the rest of the
+    targets (arXiv:1503.02531, section 2, with the temperature of the student at 1). Targets below 0
+    count as token 0.
+    """
+    p = (logits.float() / temperature).softmax(dim=-1) * share
+    rest = p.new_full((len(targets), 1), 1 - share)
+    return p.scatter_add_(1, targets.clamp_min(0)[:, None], rest)
+
+
+def taught_loss(logits: Tensor, targets: Tensor, *taught: Any) -> Tensor:
+    """The mean cross-entropy of logits [N, V] with what taught_by says of the targets [N]; those
+    below 0 are not learned."""
+    learned = targets >= 0
+    losses = F.cross_entropy(logits, taught_by(taught[0], targets, *taught[1:]), reduction="none")
+    return (losses * learned).sum() / learned.sum()
+
+
 class ChunkedLoss(torch.autograd.Function):
     """The mean cross-entropy of head(x); the whole logits are never in memory.
 
     Each chunk of rows is turned into its gradients at once (Liger Kernel, arXiv:2410.10989, section
     3.2), so nothing is computed twice. Inputs: x [N, C], the head's weight [V, C], targets [N];
-    `some_ignored`: negative ones are not learned, and do not count. The products have a multiple of
-    64 columns, as GPUs are slow at others (nanoGPT pads its vocabulary for it); those beyond V have
-    no probability.
+    `some_ignored`: negative ones are not learned, and do not count; `taught`: a teacher's logits
+    [N, V], share, and temperature. The products have a multiple of 64 columns, as GPUs are slow at
+    others (nanoGPT pads its vocabulary for it); those beyond V have no probability.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, some_ignored: bool = False
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        some_ignored: bool = False,
+        *taught: Any,
     ) -> Tensor:
         learns = any(ctx.needs_input_grad)
         total, V = x.new_zeros((), dtype=torch.float32), len(weight)
+        ctx.n_taught = len(taught)
         dx, cast = torch.empty_like(x), weight.to(x.dtype)
         if V % 64:
             cast = F.pad(cast, (0, 0, 0, -V % 64))
@@ -165,13 +191,19 @@ class ChunkedLoss(torch.autograd.Function):
             logits = (rows @ cast.mT).float()
             logits[:, V:] = float("-inf")
             sums = logits.logsumexp(dim=-1, keepdim=True)
-            if learned is None:
-                total -= (logits.gather(1, ids) - sums).sum()
-            else:
+            p: Tensor | None = None
+            if taught:
+                p = taught_by(taught[0][begin : begin + n], ids[:, 0], *taught[1:])
+            if learned is not None:
                 ids, counts = ids.clamp_min(0), learned[begin : begin + n, None]
-                total -= ((logits.gather(1, ids) - sums) * counts).sum()
+            right = logits.gather(1, ids) if p is None else (p * logits[:, :V]).sum(1, keepdim=True)
+            losses = sums - right
+            total += (losses if learned is None else losses * counts).sum()
             if dw is not None:  # not yet divided by N, which float16 would round to 0
-                if torch.compiler.is_compiling():  # one kernel, which keeps no float32
+                if p is not None:
+                    d = logits.sub_(sums).exp_()
+                    d[:, :V] -= p
+                elif torch.compiler.is_compiling():  # one kernel, which keeps no float32
                     d = (logits - sums).exp() - (columns == ids).float()
                 else:
                     d = logits.sub_(sums).exp_()
@@ -183,7 +215,7 @@ class ChunkedLoss(torch.autograd.Function):
         return total / ctx.count
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         scale = dy / ctx.count
-        return dx * scale, dw * scale, None, None
+        return dx * scale, dw * scale, None, None, *[None] * ctx.n_taught

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .config import Config, derive_seed
-from .kernels import ChunkedLoss, Mask, attend, document_mask, logits_at_once, rms_norm
+from .kernels import ChunkedLoss, Mask, attend, document_mask, logits_at_once, rms_norm, taught_loss
 
 
 class Block(nn.Module):
@@ -185,13 +186,19 @@ class GPT(nn.Module):
         angles: tuple[Tensor, Tensor] | None = None,
         end: int | None = None,
         chats: bool = False,
+        taught: Tensor | None = None,
     ) -> Tensor:
         """Logits, float32 [B, T, V], of ids [B, T]; with targets [B, T], the mean loss.
 
         angles are self.angles(T), computed once for many steps, since a compiled graph would
         compute them again in every layer. Attention does not cross the id `end`. With `chats`,
-        conversations do not see each other's end token, and targets below 0 are ignored.
+        conversations do not see each other's end token, and targets below 0 are ignored. `taught`
+        are a teacher's logits, whose probabilities are learned beside the targets.
         """
+        how: tuple[Any, ...] = ()
+        if taught is not None:
+            c = self.config
+            how = taught.flatten(0, 1), c.teacher_share, c.teacher_temperature
         mask = None if end is None else document_mask(idx, end, chats, self.config)
         cos, sin = angles or self.angles(idx.size(1))
         x = self.embed(idx).to(self.compute_dtype)
@@ -206,11 +213,15 @@ class GPT(nn.Module):
         if targets is not None and targets.numel() * len(head.weight) > limit:
             # needs_input_grad is true for a parameter even under no_grad.
             weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
-            loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), chats)
+            loss: Tensor = ChunkedLoss.apply(
+                x.flatten(0, 1), weight, targets.flatten(), chats, *how
+            )
             return loss
         logits = F.linear(x, head.weight.to(x.dtype)).float()
         if targets is None:
             return logits
+        if how:
+            return taught_loss(logits.flatten(0, 1), targets.flatten(), *how)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

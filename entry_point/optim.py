@@ -28,6 +28,7 @@ def window_length(step: int, config: Config) -> int:
     Attention over short windows is cheap, and a model learns short distances first
     (arXiv:2108.06084).
     """
+    step %= config.max_steps
     return config.block_size >> sum(step < later for later in doublings(config))
 
 
@@ -37,7 +38,11 @@ def first_steps(config: Config) -> list[int]:
 
 
 def learning_rate_scale(step: int, config: Config) -> float:
-    """The learning rate of a step as a fraction of its peak: warm-up, plateau, linear decay."""
+    """The learning rate of a step as a fraction of its peak: warm-up, plateau, linear decay.
+
+    Each generation has its own.
+    """
+    step %= config.max_steps
     warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
     decay_steps = config.decay_fraction * config.max_steps
     left = (config.max_steps - step) / decay_steps if decay_steps else 1.0
@@ -267,6 +272,12 @@ class Optimizer:
                 f"{', '.join(without[:3])}{' and more' * (len(without) > 3)}: no gradient arrives;"
                 " does forward use it?"
             )
+
+    def reset(self) -> None:
+        """Forgets all gradients before, as a new model begins."""
+        for tensor in self.state().values():
+            if not tensor.is_meta:
+                tensor.zero_()
 
     def state(self) -> dict[str, Tensor]:
         """The state by name: the live tensors; what another rank owns is on the meta device."""

@@ -32,7 +32,8 @@ class Passes:
 
     DistributedDataParallel averages the gradients of several ranks while the last pass computes.
     Where a GPU records passes as CUDA graphs, each rank replays those of the bare model, and one
-    all-reduce of all gradients follows the last. Attention does not cross the token `end`.
+    all-reduce of all gradients follows the last. Attention does not cross the token `end`. After
+    be_taught, the model learns what the teacher says, too.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class Passes:
         batches: Batches,
         group: Group,
         end: int | None,
+        teacher: GPT | None = None,
     ) -> None:
+        self.taught = False
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.batches, self.group, self.end, self.config = batches, group, end, model.config
         config = model.config
@@ -58,6 +61,9 @@ class Passes:
         # One graph for all lengths of windows would break at each attention.
         net: Any = torch.compile(model, dynamic=False) if self.compiled else model
         self.net: nn.Module = net  # what a pass runs
+        self.asked: Any = teacher
+        if self.compiled and teacher is not None:
+            self.asked = torch.compile(teacher, dynamic=False)
         self.records = can_use_graph(config, group.device, model.compute_dtype)
         self.graphs: dict[int, PassGraph] = {}  # by length of windows
         self.gradients: Tensor | None = None  # all of them, in one buffer, where there are graphs
@@ -93,7 +99,11 @@ class Passes:
     def run_pass(self, x: Tensor, y: Tensor, weight: float | Tensor) -> Tensor:
         """Adds a pass's gradients, and returns its share of the loss."""
         angles = self.angles(x.size(1))
-        loss = self.net(x, y, angles=angles, end=self.end, chats=self.is_chat) / self.count
+        how = dict(angles=angles, end=self.end, chats=self.is_chat)
+        if self.taught:
+            with torch.no_grad():
+                how["taught"] = self.asked(x, **how)
+        loss = self.net(x, y, **how) / self.count
         loss = loss * weight
         self.group.heartbeat()  # what follows waits for the others, in DDP
         self.scaler.scale(loss).backward()
@@ -110,6 +120,11 @@ class Passes:
             starts = self.batches.window_starts(step)
             shares = packed.loss_shares(starts, group.rank, group.world_size, self.count)
         return list(zip(x.chunk(self.count), y.chunk(self.count), shares, strict=True))
+
+    def be_taught(self) -> None:
+        """From now on, and after warm_up, the model learns from the teacher too."""
+        self.taught, self.graphs, self.gradients = True, {}, None
+        self.optimizer.zero_grad()
 
     def warm_up(self) -> None:
         """Compiles and records, by steps whose gradients and buffers are thrown away.
@@ -161,6 +176,7 @@ class Passes:
         with self.group.without_heartbeats():
             graphs, gradients = record_passes(self.run_pass, passes, parameters)
         if self.group.async_all_reduce_max(not graphs)():
+            self.records = False
             self.distribute()
         else:
             self.graphs, self.gradients = graphs, gradients

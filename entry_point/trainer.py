@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import huggingface
 from .checkpoint import Checkpoints
-from .config import Config, check_resumable
+from .config import Config, check_resumable, derive_seed
 from .container import Container
 from .conversations import END_OF_TURN, Packed
 from .data import Batches, bytes_per_token, evaluate
@@ -33,6 +33,7 @@ from .text import Corpus
 # What a rank wants after a step; STOP is a checkpoint, and then the end.
 NOTHING, CHECKPOINT, STOP = range(3)
 
+TAUGHT_TIME = 1.25  # of a step with a teacher to one without
 LONG_RUN = 60.0  # seconds: a run that takes longer says so
 
 
@@ -69,20 +70,29 @@ class Trainer:
             torch.set_float32_matmul_precision("high")
         self.model = GPT(config, len(corpus.tokenizer), dtype).to(device)
         self.model.init_weights(config.seed)
+        self.teacher: GPT | None = None  # of later generations
+        if config.generations > 1:
+            self.teacher = GPT(config, len(corpus.tokenizer), dtype).to(device)
+            self.teacher.init_weights(config.seed)
+            self.teacher.requires_grad_(False).eval()
         self.optimizer = Optimizer(self.model, config, group)
         # Gradients that are small would be 0 in float16, so the loss is scaled up. A step in which
         # they are then infinite is left out and the scale halved; after 2000 good ones it is
         # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         batches = Batches(corpus.train, config, device)
-        self.passes = Passes(self.model, self.optimizer, self.scaler, batches, group, self.end)
+        self.passes = Passes(
+            self.model, self.optimizer, self.scaler, batches, group, self.end, self.teacher
+        )
 
     # -- the loop ---------------------------------------------------------------------------------
 
     def run(self) -> bool:
-        """Trains to max_steps and writes the artefact; False when a signal ended it before."""
+        """Trains all generations and writes the artefact; False when a signal ended it before."""
         config, group, timer = self.config, self.group, self.timer
         self.restore()
+        if self.generation and self.step % config.max_steps:
+            self.passes.be_taught()
         with timer.step():
             self.passes.warm_up()
         timer.restart()
@@ -90,7 +100,9 @@ class Trainer:
         timer.restart()
         fault = read_fault(os.environ.get("NANOGPT_FAULT", "") if self.step == 0 else "")
         first_step = self.step
-        while self.step < config.max_steps:
+        while self.step < config.total_steps:
+            if self.generation and self.step % config.max_steps == 0:
+                self.begin_generation()
             group.allow_seconds(5 * timer.last)  # so that long steps have enough time
             if fault[:2] == (group.rank, self.step):
                 fail(fault[2], lambda: bool(self.stop_signal))
@@ -98,7 +110,7 @@ class Trainer:
                 answer = group.async_all_reduce_max(self.wanted())  # while the step computes
                 self.train_step()
                 wanted = answer()
-            if self.step == first_step + 3:
+            if self.step in (first_step + 3, config.max_steps + 3):
                 self.log_duration()
             if self.evaluates(self.step) or self.step % config.log_interval == 0:
                 self.log_metrics(self.evaluates(self.step))
@@ -117,12 +129,17 @@ class Trainer:
         return True
 
     def evaluates(self, step: int) -> bool:
-        return step == self.config.max_steps or step % self.config.eval_interval == 0
+        return step % self.config.max_steps == 0 or step % self.config.eval_interval == 0
+
+    @property
+    def generation(self) -> int:
+        """How many are before the one of the next step."""
+        return self.step // self.config.max_steps
 
     def wanted(self) -> int:
         """What this rank wants after the next step."""
         step = self.step + 1
-        if step == self.config.max_steps:
+        if step == self.config.total_steps:
             return CHECKPOINT
         if self.stop_signal:
             return STOP
@@ -138,6 +155,29 @@ class Trainer:
         self.passes.zero_grad()
         self.step += 1
         self.steps_summed += 1
+
+    def begin_generation(self) -> None:
+        """New weights, and the best model so far as their teacher."""
+        assert self.teacher is not None
+        best = self.best if self.best_step is not None else self.model.state_dict()
+        model = GPT(self.config, len(self.corpus.tokenizer))
+        model.init_weights(derive_seed(self.config.seed, "generation", self.generation))
+        if self.is_main:
+            self.teacher.load_state_dict(best)
+            if self.container.init_from is not None:
+                huggingface.load_pretrained(model, self.container.init_from)
+        self.model.load_state_dict(model.state_dict())
+        for tensor in (*self.teacher.state_dict().values(), *self.model.state_dict().values()):
+            self.group.broadcast_(tensor)
+        self.optimizer.reset()
+        if self.is_main:
+            which = f"generation {self.generation + 1} of {self.config.generations}"
+            log(f"{which}: a new model, which learns from the best so far too")
+        if not self.passes.taught:
+            self.passes.be_taught()
+            with self.timer.step():
+                self.passes.warm_up()
+            self.timer.restart()
 
     def begin_log(self) -> None:
         """The rows of steps before this one, a sample, and the loss of the initial model."""
@@ -175,12 +215,18 @@ class Trainer:
         """Logs the time, and on a GPU the memory, of a run that has long to go."""
         self.group.synchronize()
         seconds_per_step = self.timer.seconds_per_step
-        left = (self.config.max_steps - self.step) * seconds_per_step
+        left = self.seconds_left(seconds_per_step)
         if self.is_main and left > LONG_RUN:
             log(
                 f"note: {seconds_per_step:.3g} s a step: about {duration(left)} to"
-                f" step {self.config.max_steps:,}{memory_line(self.group.device)}"
+                f" step {self.config.total_steps:,}{memory_line(self.group.device)}"
             )
+
+    def seconds_left(self, seconds_per_step: float) -> float:
+        """Until all steps are done, if one without a teacher takes so long, or later with one."""
+        config, left = self.config, self.config.total_steps - self.step
+        taught = 0 if self.generation else (config.generations - 1) * config.max_steps
+        return (left + (TAUGHT_TIME - 1) * taught) * seconds_per_step
 
     def log_metrics(self, evaluates: bool) -> None:
         """The metric line of the steps since the last; takes the weights if they are the best."""
@@ -207,8 +253,8 @@ class Trainer:
             row["tokens_per_second"] = config.batch_size * config.block_size / seconds_per_step
         self.metrics.append(row)
         if self.is_main:
-            left = (config.max_steps - self.step) * seconds_per_step
-            log(metric_line(row, config.max_steps, left if seconds_per_step else None))
+            left = self.seconds_left(seconds_per_step)
+            log(metric_line(row, config.total_steps, left if seconds_per_step else None))
             self.checkpoints.extend_curve(row)
         if evaluates and row["val_loss"] < self.best_val_loss:
             self.best_step, self.best_val_loss = self.step, row["val_loss"]
@@ -261,9 +307,12 @@ class Trainer:
         Those of the model are its parameters, and the buffers that an edited one may have. What
         another rank has is on the meta device.
         """
-        model = self.model.state_dict()
+        model, teacher = self.model.state_dict(), {}
+        if self.teacher is not None:
+            teacher = self.teacher.state_dict()
         return {
             **{f"model.{name}": t for name, t in model.items()},
+            **{f"teacher.{name}": t for name, t in teacher.items()},
             **{f"optimizer.{name}": t for name, t in self.optimizer.state().items()},
         }
 

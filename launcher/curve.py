@@ -92,10 +92,16 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
     return kept
 
 
+def total_steps(hyperparameters: Mapping[str, Any]) -> Any:
+    """The steps of all generations; None if they are not known."""
+    each = hyperparameters.get("max_steps")
+    return each and each * hyperparameters.get("generations", 1)
+
+
 def seconds_left(metrics: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> float | None:
     """The time to the last step at the present speed; None if it is not known."""
     try:
-        steps = hyperparameters["max_steps"] - metrics["step"]
+        steps = total_steps(hyperparameters) - metrics["step"]
         tokens = steps * hyperparameters["batch_size"] * hyperparameters["block_size"]
         return float(tokens / metrics["tokens_per_second"])
     except (KeyError, TypeError, ZeroDivisionError):

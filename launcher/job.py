@@ -293,7 +293,7 @@ class TrainingJob(Request):
         ]
         with self.source.running():
             self.source.module("config").check_resumable(*jobs)
-        step, max_steps = earlier.checkpoint_step or 0, self.config(1).max_steps
+        step, max_steps = earlier.checkpoint_step or 0, self.config(1).total_steps
         if step > max_steps or (step == max_steps and earlier.model_uri is not None):
             raise InputError(
                 f"max_steps={max_steps}: the earlier job has already reached step {step}",

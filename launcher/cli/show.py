@@ -137,13 +137,13 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
         return
     from tqdm import tqdm
 
-    from launcher.curve import Curve, Row, rows_of_log
+    from launcher.curve import Curve, Row, rows_of_log, total_steps
     from launcher.sagemaker.cost import cost_of, usd
     from launcher.tracking import describe
     from launcher.views.card import facts
 
     description, rows, now = describe(job_id, settings), list[Row](), dict[str, Any]()
-    total = description.hyperparameters.get("max_steps")
+    total = total_steps(description.hyperparameters)
     with tqdm(total=total, bar_format="{percentage:3.0f}% |{bar:20}| {desc}") as bar:
         for line in lines:
             with bar.external_write_mode():

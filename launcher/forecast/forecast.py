@@ -181,6 +181,8 @@ class Forecaster:
         if job.status != "Completed" or not (speed and job.started and job.ended):
             return None
         config = self.config.Config(**values)
+        if config.generations > 1:  # its last ones are slower
+            return None
         step = config.batch_size * config.block_size
         around = job.ended - job.started - config.max_steps * step / speed
         return speed / step * self.work_of(config, vocabulary), max(0.0, around)

@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 from html import escape
 
-from launcher.curve import Curve, seconds_left
+from launcher.curve import Curve, seconds_left, total_steps
 from launcher.job import JobDescription
 from launcher.machines import has_local_storage
 from launcher.sagemaker.cost import usd
@@ -23,7 +23,7 @@ def facts(job: JobDescription) -> dict[str, str | None]:
     """What there is to know about a job, by its name; None for what is not known."""
     now, billed, trained = job.metrics or {}, job.billable_seconds, job.training_seconds
     last, bits = now.get("val_loss"), now.get("bits_per_byte")
-    best, total = now.get("best_loss", last), job.hyperparameters.get("max_steps")
+    best, total = now.get("best_loss", last), total_steps(job.hyperparameters)
     left = seconds_left(now, job.hyperparameters) if job.is_running else None
     saved = f", {1 - billed / trained:.0%} saved by spot" if job.spot and billed and trained else ""
     return {

@@ -1,0 +1,198 @@
+"""Generations: models trained in turn, each of them also by the best one before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from signal import SIGTERM
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runs import ended, kill, make_hosts, metrics, started, wait_for_line
+from test_train_loop import (  # noqa: F401
+    EXACT,
+    assert_same_end,
+    cuda,
+    small,
+    trained,
+    trainer_of,
+)
+
+from entry_point import kernels
+from entry_point.config import Config, check_resumable
+from entry_point.conversations import IGNORED
+from entry_point.errors import ConfigError
+from entry_point.kernels import ChunkedLoss, taught_by, taught_loss
+from entry_point.model import GPT
+from entry_point.optim import learning_rate_scale, window_length
+from launcher.curve import seconds_left, total_steps
+
+THREE = dict(max_steps=10, generations=3, eval_interval=5)
+
+
+# -- what is learned -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told():
+    """Logits of a model, as x @ weight.T; of its teacher; and targets, two of them ignored."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(n, 8, generator=generator) for n in (300, 70))
+    teacher = torch.randn(300, 70, generator=generator)
+    targets = torch.randint(70, (300,), generator=generator)
+    targets[[3, 200]] = IGNORED
+    return x.requires_grad_(), weight.requires_grad_(), teacher, targets
+
+
+def test_the_loss_is_of_the_targets_and_of_the_teacher(told):
+    x, weight, teacher, targets = told
+    logits, learned = x @ weight.T, targets >= 0
+    p = (teacher / 2).softmax(-1)[learned]
+    soft = -(p * logits.log_softmax(-1)[learned]).sum(-1).mean()
+    hard = F.cross_entropy(logits, targets, ignore_index=IGNORED)
+    found = taught_loss(logits, targets, teacher, 0.3, 2.0)
+    assert torch.allclose(found, 0.3 * soft + 0.7 * hard)
+
+
+def test_the_loss_in_chunks_has_the_gradients_of_the_whole(told, monkeypatch):
+    x, weight, teacher, targets = told
+    whole = taught_loss(x @ weight.T, targets, teacher, 0.5, 1.2)
+    wanted = torch.autograd.grad(whole, (x, weight))
+    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 16 * 128 * 128)
+    found = ChunkedLoss.apply(x, weight, targets, True, teacher, 0.5, 1.2)
+    assert torch.allclose(found, whole)
+    for a, b in zip(torch.autograd.grad(found, (x, weight)), wanted, strict=True):
+        assert torch.allclose(a, b, atol=1e-7)
+
+
+def test_what_is_learned_are_probabilities():
+    p = taught_by(torch.randn(5, 7), torch.tensor([0, 1, 6, 3, IGNORED]), 0.5, 1.2)
+    assert torch.allclose(p.sum(-1), torch.ones(5))
+    assert bool((p[range(4), [0, 1, 6, 3]] >= 0.5).all())
+
+
+# -- a generation ----------------------------------------------------------------------------------
+
+
+def test_a_generation_begins_anew_and_its_teacher_is_the_best(tmp_path):
+    trainer = trainer_of(tmp_path, **THREE)
+    first = {name: t.clone() for name, t in trainer.model.state_dict().items()}
+    trainer.train_step()
+    trainer.step = THREE["max_steps"]
+    trainer.log_metrics(evaluates=True)
+    best = {name: t.clone() for name, t in trainer.best.items()}
+    trainer.train_step()
+    trainer.step = THREE["max_steps"]
+    trainer.begin_generation()
+    assert trainer.teacher is not None
+    for name, tensor in trainer.teacher.state_dict().items():
+        assert torch.equal(tensor, best[name])
+    new = trainer.model.state_dict()
+    assert not torch.equal(new["embed.weight"], first["embed.weight"])
+    assert float(new["embed.weight"].std()) == pytest.approx(1, abs=0.1)
+    assert not any(bool(tensor.any()) for tensor in trainer.optimizer.state().values())
+
+
+def test_a_teacher_is_not_trained(tmp_path):
+    trainer = trainer_of(tmp_path, **THREE)
+    trainer.step = THREE["max_steps"]
+    trainer.begin_generation()
+    assert trainer.teacher is not None
+    before = [tensor.clone() for tensor in trainer.teacher.parameters()]
+    trainer.train_step()
+    for one, other in zip(trainer.teacher.parameters(), before, strict=True):
+        assert torch.equal(one, other)
+        assert one.grad is None
+
+
+def test_each_generation_has_the_whole_schedule():
+    config = Config(max_steps=100, generations=2, short_windows=0.5, warmup_steps=3)
+    for step in (0, 1, 40, 99):
+        for function in (learning_rate_scale, window_length):
+            assert function(step, config) == function(step + 100, config)
+
+
+def test_passes_with_a_teacher_are_replayed_as_executed(tmp_path, cuda):  # noqa: F811
+    eager, trainer = (trainer_of(tmp_path / name, **THREE) for name in ("eager", "recorded"))
+    trainer.passes.records = True
+    trainer.passes.warm_up()
+    plain = dict(trainer.passes.graphs)
+    for one in (eager, trainer):
+        one.step = THREE["max_steps"]
+        one.begin_generation()
+    (graph,) = trainer.passes.graphs.values()
+    assert graph not in plain.values()
+    replay = cuda.CUDAGraph.return_value.replay
+    replay.side_effect = lambda: graph.result.copy_(trainer.passes.run_pass(*graph.inputs))
+    for one in (eager, trainer):
+        for _ in range(3):
+            one.train_step()
+    assert replay.call_count == 3
+    for a, b in zip(eager.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+# -- the whole run ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_interrupted_generations_end_with_the_same_bits(tmp_path, text, n_ranks):
+    how = {**EXACT, **THREE, "processes": n_ranks}
+    trained(tmp_path, make_hosts(tmp_path / "calm", text)[0], **how)
+    env = make_hosts(tmp_path / "cut", text)[0]
+    for line in ("step=7/30", "step=17/30", "step=23/30"):  # one of each generation
+        with started(small(**how), cwd=tmp_path, env=env) as process:
+            wait_for_line(process, line)
+            kill(process)
+    with started(small(**how), cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=26/30")
+        process.send_signal(SIGTERM)
+        assert ended(process).status == 128 + SIGTERM
+    trained(tmp_path, env, **how)
+    assert_same_end(tmp_path / "cut/algo-1", tmp_path / "calm/algo-1")
+
+
+def test_generations_do_not_depend_on_processes(tmp_path, text):
+    how = dict(generations=2, max_steps=15, log_interval=1, eval_interval=15)
+    one, two = (
+        [row["train_loss"] for row in metrics(out)]
+        for n in (1, 2)
+        for out in [tmp_path / str(n) / "algo-1/output/data"]
+        if trained(tmp_path, make_hosts(tmp_path / str(n), text)[0], processes=n, **how)
+    )
+    assert len(one) == 30
+    assert two == pytest.approx(one, rel=1e-4)
+
+
+def test_a_resumed_run_keeps_its_generations():
+    now = dataclasses.asdict(Config(max_steps=10, generations=2))
+    for other in ({"max_steps": 20}, {"generations": 3}):
+        with pytest.raises(ConfigError, match=next(iter(other))):
+            check_resumable(
+                {"config": now, "corpus_sha256": ""},
+                {"config": {**now, **other}, "corpus_sha256": ""},
+            )
+
+
+def test_progress_is_that_of_all_generations():
+    values = dict(max_steps=100, generations=3, batch_size=2, block_size=5)
+    assert total_steps(values) == 300
+    assert seconds_left({"step": 250, "tokens_per_second": 10}, values) == 50
+    assert total_steps({}) is None
+
+
+def test_a_model_of_a_generation_is_that_of_its_seed(tmp_path):
+    """The models of a run differ, and are the same in the next run of the seed."""
+    first, again = (trainer_of(tmp_path / name, **THREE) for name in "ab")
+    seen = list[torch.Tensor]()
+    for step in (10, 20):
+        for trainer in (first, again):
+            trainer.step = step
+            trainer.begin_generation()
+        one, other = (t.model.embed.weight.detach().clone() for t in (first, again))
+        assert torch.equal(one, other)
+        seen.append(one)
+    fresh = GPT(first.config, 11)
+    fresh.init_weights(first.config.seed)
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[0], fresh.embed.weight)
