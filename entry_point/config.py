@@ -408,6 +408,7 @@ class Options:
     init_from: str = hyperparameter(
         "", "directory of a model to start from: ours, or of the Qwen3 family"
     )
+    teacher: str = hyperparameter("", "directory of a model of the same tokens to learn from, too")
     resume: str = hyperparameter("", "directory of an earlier run (on every host) to continue")
     processes: int = hyperparameter(
         0, "processes of a host without GPUs (default: 1, or as before)", 1
@@ -450,10 +451,10 @@ def read_options(argv: Sequence[str]) -> tuple[dict[str, str], Options]:
     given = read_words(argv)
     words = {f: given.pop(f.name, "") for f in OPTIONS}
     options = Options(**{f.name: read_value(f, word) for f, word in words.items() if word})
-    if options.resume and (options.init_from or options.out):
+    if options.resume and (options.init_from or options.teacher or options.out):
         raise ConfigError(
-            "--resume continues a run in its own directory: leave out --init-from and --out (to"
-            " keep the run as it is, resume a copy)"
+            "--resume continues a run in its own directory: leave out --init-from, --teacher and"
+            " --out (to keep the run as it is, resume a copy)"
         )
     return given, options
 
@@ -473,6 +474,7 @@ def resumed_options(options: Options, saved: Mapping[str, Any]) -> Options:
         data=options.data or saved["data"],
         validation=options.validation or saved["validation"],
         init_from=saved["init_from"],
+        teacher=saved.get("teacher", ""),
         processes_before=saved["processes"],
     )
 

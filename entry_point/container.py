@@ -32,6 +32,7 @@ class Container:
     current_host: str = "localhost"
     num_gpus: int | None = None  # as SageMaker counts them; None if it gives no number
     interface: str | None = None  # network interface between the hosts
+    teacher: Path | None = None  # a model to learn from, too
 
 
 def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], str, str | None]:
@@ -48,8 +49,8 @@ def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], st
     return found["hosts"], found["current_host"], found.get("network_interface_name")
 
 
-def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | None, Path | None]:
-    """The directories of the text, and of the text for validation and the model to start from.
+def read_channels(env: Mapping[str, str], channels: Path) -> dict[str, Path | None]:
+    """The directories of a Container's texts and models.
 
     Raises DataError if the `training` channel is missing.
     """
@@ -65,7 +66,8 @@ def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | 
         raise DataError(
             f"the channel 'training' is missing; the job's channels: {', '.join(names) or 'none'}"
         )
-    return training, channel("validation"), channel("model")
+    models = {"init_from": channel("model"), "teacher": channel("teacher")}
+    return {"training": training, "validation": channel("validation"), **models}
 
 
 def read_container(env: Mapping[str, str], options: Options) -> Container:
@@ -79,24 +81,24 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     by_hand = options.data or options.resume
     inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
     inside = inside or (config_file.exists() and not by_hand)
-    names = ("data", "resume", "out", "validation", "init_from")
+    names = ("data", "resume", "out", "validation", "init_from", "teacher")
     if inside and (given := [f"--{name}" for name in names if getattr(options, name)]):
         raise ConfigError(f"leave out {', '.join(given)}: in a container SageMaker sets the paths")
     if not inside:
         new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
         out = Path(options.resume or options.out or new)
-        training, validation, init_from = (
+        training, validation, init_from, teacher = (
             Path(path).absolute() if path else None
-            for path in (options.data, options.validation, options.init_from)
+            for path in (options.data, options.validation, options.init_from, options.teacher)
         )
         places = out / "model", out / "output", out / "checkpoints"
-        return Container(False, training, validation, init_from, *places)
+        return Container(False, training, validation, init_from, *places, teacher=teacher)
 
     hosts, current_host, interface = read_hosts(env, config_file)
     gpus = env.get("SM_NUM_GPUS", "")
     return Container(
         True,
-        *read_channels(env, base / "input/data"),
+        **read_channels(env, base / "input/data"),
         hosts=tuple(hosts),
         current_host=current_host,
         num_gpus=int(gpus) if gpus.isdecimal() else None,

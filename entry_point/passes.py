@@ -44,9 +44,7 @@ class Passes:
         batches: Batches,
         group: Group,
         end: int | None,
-        teacher: GPT | None = None,
     ) -> None:
-        self.taught = False
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.batches, self.group, self.end, self.config = batches, group, end, model.config
         config = model.config
@@ -61,9 +59,8 @@ class Passes:
         # One graph for all lengths of windows would break at each attention.
         net: Any = torch.compile(model, dynamic=False) if self.compiled else model
         self.net: nn.Module = net  # what a pass runs
-        self.asked: Any = teacher
-        if self.compiled and teacher is not None:
-            self.asked = torch.compile(teacher, dynamic=False)
+        self.teacher: GPT | None = None
+        self.asked: Any = None  # what runs the teacher
         self.records = can_use_graph(config, group.device, model.compute_dtype)
         self.graphs: dict[int, PassGraph] = {}  # by length of windows
         self.gradients: Tensor | None = None  # all of them, in one buffer, where there are graphs
@@ -99,10 +96,10 @@ class Passes:
     def run_pass(self, x: Tensor, y: Tensor, weight: float | Tensor) -> Tensor:
         """Adds a pass's gradients, and returns its share of the loss."""
         angles = self.angles(x.size(1))
-        how = dict(angles=angles, end=self.end, chats=self.is_chat)
-        if self.taught:
+        how: dict[str, Any] = dict(angles=angles, end=self.end, chats=self.is_chat)
+        if self.teacher is not None:
             with torch.no_grad():
-                how["taught"] = self.asked(x, **how)
+                how["taught"] = self.ask(x)
         loss = self.net(x, y, **how) / self.count
         loss = loss * weight
         self.group.heartbeat()  # what follows waits for the others, in DDP
@@ -121,9 +118,17 @@ class Passes:
             shares = packed.loss_shares(starts, group.rank, group.world_size, self.count)
         return list(zip(x.chunk(self.count), y.chunk(self.count), shares, strict=True))
 
-    def be_taught(self) -> None:
+    def ask(self, x: Tensor) -> Tensor:
+        """The teacher's logits of ids [rows, length]; it may have more of them than the model."""
+        angles = self.teacher_angles(x.size(1))
+        logits = self.asked(x, angles=angles, end=self.end, chats=self.is_chat)
+        return logits[..., : self.model.embed.weight.size(0)]
+
+    def be_taught(self, teacher: GPT) -> None:
         """From now on, and after warm_up, the model learns from the teacher too."""
-        self.taught, self.graphs, self.gradients = True, {}, None
+        self.teacher, self.teacher_angles = teacher, functools.cache(teacher.angles)
+        self.asked = torch.compile(teacher, dynamic=False) if self.compiled else teacher
+        self.graphs, self.gradients = {}, None
         self.optimizer.zero_grad()
 
     def warm_up(self) -> None:

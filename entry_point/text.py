@@ -46,10 +46,14 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
         DataError: text is missing, damaged, not UTF-8, or does not fit the config or the model.
         ConfigError: it is not the same on every host.
     """
-    start = read_tokenizer(container.init_from) if container.init_from else None
+    models = [model for model in (container.init_from, container.teacher) if model]
+    tokenizers = [*map(read_tokenizer, models)]
+    start = tokenizers[0] if tokenizers else None
     corpus = read_corpus(container, config, start)
     advice = "every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
     group.check_same({"the SHA-256 of the text": corpus.sha256}, advice)
+    if any(other.words != tokenizers[0].words for other in tokenizers):
+        raise DataError("the initial model and the teacher have other tokens")
     if problem := misfit(corpus, container, config, start):
         raise DataError(problem)
     return corpus
@@ -67,7 +71,7 @@ def misfit(corpus: Corpus, container: Container, config: Config, start: Tokenize
     """Why a run of this config, from the model of `start`, cannot learn from the text; or ''."""
     tokenizer, unit, size = corpus.tokenizer, corpus.tokenizer.unit, config.block_size
     if start is not None and tokenizer.words != start.words:
-        return "the initial model has other tokens; encode the text: upload-data --tokenizer MODEL"
+        return "the model has other tokens; encode the text: upload-data --tokenizer MODEL"
     if unit == "tokens" and container.validation is not None:
         return "the tokens hold their own validation text; leave out the other channel"
     if config.mask_documents and tokenizer.end is None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,9 +82,7 @@ class Trainer:
         # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         batches = Batches(corpus.train, config, device)
-        self.passes = Passes(
-            self.model, self.optimizer, self.scaler, batches, group, self.end, self.teacher
-        )
+        self.passes = Passes(self.model, self.optimizer, self.scaler, batches, group, self.end)
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -91,8 +90,10 @@ class Trainer:
         """Trains all generations and writes the artefact; False when a signal ended it before."""
         config, group, timer = self.config, self.group, self.timer
         self.restore()
-        if self.generation and self.step % config.max_steps:
-            self.passes.be_taught()
+        if not self.generation and self.container.teacher is not None:
+            self.passes.be_taught(self.read_teacher(self.container.teacher))
+        elif self.generation and self.teacher is not None and self.step % config.max_steps:
+            self.passes.be_taught(self.teacher)
         with timer.step():
             self.passes.warm_up()
         timer.restart()
@@ -173,11 +174,20 @@ class Trainer:
         if self.is_main:
             which = f"generation {self.generation + 1} of {self.config.generations}"
             log(f"{which}: a new model, which learns from the best so far too")
-        if not self.passes.taught:
-            self.passes.be_taught()
+        if self.passes.teacher is not self.teacher:
+            self.passes.be_taught(self.teacher)
             with self.timer.step():
                 self.passes.warm_up()
             self.timer.restart()
+
+    def read_teacher(self, directory: Path) -> GPT:
+        """The model in a directory, which may be of another size."""
+        config = Config(**huggingface.starting_values(directory, {}))
+        teacher = GPT(config, len(self.corpus.tokenizer), self.model.compute_dtype)
+        huggingface.load_pretrained(teacher, directory)
+        if self.is_main:
+            log(f"learning also from the model in {directory}")
+        return teacher.to(self.group.device).requires_grad_(False).eval()
 
     def begin_log(self) -> None:
         """The rows of steps before this one, a sample, and the loss of the initial model."""
@@ -225,7 +235,7 @@ class Trainer:
     def seconds_left(self, seconds_per_step: float) -> float:
         """Until all steps are done, if one without a teacher takes so long, or later with one."""
         config, left = self.config, self.config.total_steps - self.step
-        taught = 0 if self.generation else (config.generations - 1) * config.max_steps
+        taught = 0 if self.passes.teacher else (config.generations - 1) * config.max_steps
         return (left + (TAUGHT_TIME - 1) * taught) * seconds_per_step
 
     def log_metrics(self, evaluates: bool) -> None:
@@ -333,6 +343,7 @@ class Trainer:
             "data": str(self.container.training),
             "validation": str(self.container.validation or ""),
             "init_from": str(self.container.init_from or ""),
+            "teacher": str(self.container.teacher or ""),
             "metrics": self.metrics,
             "loss_sum": loss_sum,
             "world_size": self.group.world_size,

@@ -93,6 +93,7 @@ class Request(BaseModel):
     hyperparameters: dict[str, Scalar] = Field(default_factory=dict)
     entry_point: Path | None = None  # training folder; None: that of this package
     init_from: str | None = None  # model to start from: job id, directory or URI
+    teacher: str | None = None  # model to learn from, beside the text
     resume: str | None = None  # id of the job whose checkpoints to continue from
 
     # For SageMaker only. Times are in seconds.
@@ -258,7 +259,7 @@ class TrainingJob(Request):
 
     instance: str = "local"
     instance_count: Instances = 1
-    data: str  # URI, as are validation and init_from
+    data: str  # URI, as are validation, init_from and teacher
     source_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     launcher: Launcher = "pytorchddp"
     pytorch_version: str = DEFAULT_VERSION
@@ -274,6 +275,13 @@ class TrainingJob(Request):
     input_mode: InputMode = "File"
     network_isolation: bool = False
     encrypt_traffic: bool = False
+
+    @property
+    def channels(self) -> dict[str, str]:
+        """The places that the job reads, by their names in /opt/ml/input/data."""
+        named = ("training", "validation", "model", "teacher")
+        places = (self.data, self.validation, self.init_from, self.teacher)
+        return {name: uri for name, uri in zip(named, places, strict=True) if uri is not None}
 
     @property
     def time_limit(self) -> int:

@@ -240,8 +240,9 @@ def with_full_ids(request: Request, settings: Settings) -> Request:
     ids = {}
     if request.resume is not None:
         ids["resume"] = full_id(request.resume, settings, acts=True)
-    if request.init_from is not None:
-        ids["init_from"] = full_id(request.init_from, settings, trained=True)
+    for name in ("init_from", "teacher"):
+        if (model := getattr(request, name)) is not None:
+            ids[name] = full_id(model, settings, trained=True)
     return request.model_copy(update=ids)
 
 

@@ -6,13 +6,14 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import launching
 import pytest
 import torch
-from runs import SMALL, metrics, run, words
+from runs import SMALL, environment, metrics, run, words
 
 from entry_point.checkpoint import read_safetensors, write_safetensors
 from entry_point.config import Config, Options, make_config
@@ -267,6 +268,8 @@ def test_data_unlike_the_initial_model_is_refused(
         group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
         with pytest.raises(DataError, match=said):
             load_corpus(container, Config(block_size=8), group)
+        with pytest.raises(DataError, match=said):
+            load_corpus(replace(container, init_from=None, teacher=model), Config(), group)
 
 
 def test_step_0_is_the_model_as_it_was(start, text, tmp_path):
@@ -294,6 +297,34 @@ def test_a_resumed_run_keeps_characters_and_bits(start, tmp_path):
         assert (whole / "model" / name).read_bytes() == (half / "model" / name).read_bytes()
     tokenizer = (start / "tokenizer.json").read_bytes()
     assert (whole / "model/tokenizer.json").read_bytes() == tokenizer
+
+
+def test_a_model_learns_from_a_larger_one_and_resumes(published, documents, byte_pairs, tmp_path):
+    """The teacher has a padded vocabulary, and grouped-query attention."""
+    encode(documents, byte_pairs, tmp_path / "tokens")
+    how = {
+        **SMALL,
+        "max_steps": 4,
+        "generations": 2,
+        "log_interval": 1,
+        "checkpoint_seconds": 0.001,
+    }
+    logs = list[str]()
+    for name, given in (("alone", {}), ("whole", {"teacher": published})):
+        arguments = words(data=tmp_path / "tokens", out=tmp_path / name, **given, **how)
+        ended = run(arguments, cwd=tmp_path)
+        assert ended.status == 0, ended.output
+        logs.append(ended.output)
+    assert ["learning also from" in log for log in logs] == [False, True]
+    alone, taught = (metrics(tmp_path / name / "output")[0] for name in ("alone", "whole"))
+    assert alone["train_loss"] != taught["train_loss"]
+    arguments = words(data=tmp_path / "tokens", out=tmp_path / "cut", teacher=published, **how)
+    assert run(arguments, cwd=tmp_path, env=environment(NANOGPT_FAULT="0:3:kill")).status < 0
+    ended = run(words(resume=tmp_path / "cut"), cwd=tmp_path)
+    assert "resumed from the checkpoint of step 3" in ended.output
+    assert "learning also from" in ended.output
+    whole, cut = (tmp_path / n / "model/model.safetensors" for n in ("whole", "cut"))
+    assert whole.read_bytes() == cut.read_bytes()
 
 
 def cache(model: Path, snapshot: Path) -> None:
@@ -367,6 +398,8 @@ def test_a_character_model_tunes_and_resumes(job, text, cli, tmp_path):
     [
         (("--init-from", "./nothing"), "./nothing: no such directory"),
         (("--init-from", "{job}", "--resume", "{job}"), "is for a new run"),
+        (("--teacher", "{job}", "--resume", "{job}"), "is for a new run"),
+        (("--teacher", "./nothing"), "./nothing: no such directory"),
         (("--init-from", "{job}", "--set", "n_layer=3"), "n_layer=3: the initial model has"),
         (("--init-from", "{job}", "--set", "n_layr=3"), "there is no such hyperparameter"),
     ],
@@ -377,15 +410,16 @@ def test_an_impossible_start_is_refused(job, cli, words, error):
 
 
 @pytest.mark.usefixtures("cloud")
-def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli):
-    words = ("--instance", "ml.g5.xlarge", "--init-from", job.job_id, "--data", str(text_file))
+@pytest.mark.parametrize(("option", "name"), [("--init-from", "model"), ("--teacher", "teacher")])
+def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli, option, name):
+    words = ("--instance", "ml.g5.xlarge", option, job.job_id, "--data", str(text_file))
     ran = cli("launch", *words, "--dry-run").good
     channels = {
         c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"]
         for c in json.loads(ran.out)["InputDataConfig"]
     }
-    assert f"/models/{job.job_id}-" in channels["model"]
-    assert channels["model"].endswith("/")
+    assert f"/models/{job.job_id}-" in channels[name]
+    assert channels[name].endswith("/")
 
 
 @pytest.mark.usefixtures("cloud")

@@ -73,6 +73,12 @@ if TYPE_CHECKING:
     type=Job(trained=True),
 )
 @valued(
+    "--teacher",
+    "JOB-ID|PATH|URI",
+    "Learn half of the text, and half of what this model of the same tokens says of it.",
+    type=Job(trained=True),
+)
+@valued(
     "--resume",
     "JOB-ID",
     "Continue from the checkpoints of an earlier job.",

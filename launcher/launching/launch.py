@@ -96,7 +96,7 @@ def prepare(
     job = backend.price(job, draft.earlier)
     made = backend.request(job_id, job, placement)
     log_choices(request, job, draft.texts["data"])
-    channels = [*draft.texts.values(), *([draft.model.channel] if draft.model else [])]
+    channels = [*draft.texts.values(), *(model.channel for model in draft.models)]
     return Plan(job_id, job, made, placement, channels, backend, draft.settings)
 
 
@@ -117,7 +117,7 @@ class Draft:
     asked: Request
     job: TrainingJob
     texts: Mapping[str, Channel]
-    model: start.InitialModel | None
+    models: Sequence[start.InitialModel]
     earlier: Earlier | None
     backend: Backend
     settings: Settings
@@ -135,10 +135,14 @@ def fill(asked: Request, settings: Settings, known: Mapping[str, Channel] | None
         settings = near
         request = prescribed(request, settings)
     request = with_folder(request)
-    model = start.find_model(request, near) if asked.init_from is not None else None
-    if model is not None:
+    models, base = [], earlier.job.base if earlier else None
+    if asked.init_from is not None:
+        models.append(model := start.find_model(request, near))
         values = {"hyperparameters": model.hyperparameters, "init_from": model.channel.uri}
-        request = request.model_copy(update=values)
+        request, base = request.model_copy(update=values), model.name
+    if asked.teacher is not None:
+        models.append(teacher := start.find_model(request, near, "teacher"))
+        request = request.model_copy(update={"teacher": teacher.channel.uri})
     gpu = machines.looks_like_gpu(request.instance or "local")
     if gpu and request.preset is request.size is None and not (asked.resume or asked.init_from):
         request = request.model_copy(update={"preset": "baby"})
@@ -147,14 +151,13 @@ def fill(asked: Request, settings: Settings, known: Mapping[str, Channel] | None
     texts = known or find_texts(request, settings, near)
     request = start.sized(request, texts)
     request = start.with_whole_windows(request, texts["data"])
-    base = model.name if model else earlier.job.base if earlier else None
     job = complete(request, texts, base, near)
     if earlier is not None and job.config(1) == earlier.job.config(1):  # it is the same run
         same: dict[str, Any] = {"expected": earlier.job.expected}
         if earlier.job.summary.startswith("size "):
             same["summary"] = f"{earlier.job.summary} resumes {request.resume}"
         job = job.model_copy(update=same)
-    return Draft(asked, job, texts, model, earlier, backend, near)
+    return Draft(asked, job, texts, models, earlier, backend, near)
 
 
 def place_of(request: Request, settings: Settings) -> tuple[Backend, Settings]:
@@ -223,9 +226,11 @@ def find_earlier(request: Request, settings: Settings) -> Earlier | None:
     """The job that a request resumes, which a dry run looks up too."""
     if request.resume is None:
         return None
-    new = "init_from" if request.init_from is not None else "preset"
-    if new == "init_from" or request.preset == "auto":
-        raise InputError("is for a new run, without resume", field=new, value=getattr(request, new))
+    new = {"init_from": request.init_from, "teacher": request.teacher}
+    new["preset"] = request.preset if request.preset == "auto" else None
+    for name, value in new.items():
+        if value is not None:
+            raise InputError("is for a new run, without resume", field=name, value=value)
     backend, description = find(request.resume, settings.with_offline(False))
     is_it = f"job {request.resume} is {description.status}"
     if description.is_running:
@@ -358,6 +363,7 @@ def summary_of(job: TrainingJob) -> str:
         found = min(map(words, presets), key=len)
     found += [] if source.is_packaged else ["edited"]
     found += [f"from {job.base}"] if job.init_from is not None else []
+    found += [f"taught by {start.base_of(job.teacher)}"] if job.teacher is not None else []
     found += [f"resumes {job.resume}"] if job.resume is not None else []
     return " ".join(found)
 
@@ -376,9 +382,9 @@ def check(draft: Draft) -> None:
     check_device(job, "device" in draft.asked.hyperparameters, earlier)
     if earlier is not None:
         job.check_resumable(earlier.job, earlier.description)
-    if draft.model is not None:
+    for model in draft.models:
         for text in draft.texts.values():
-            draft.model.check_known(text)
+            model.check_known(text)
     check_texts(draft.texts, config)
     if (upload := draft.texts["data"].upload) is not None:
         padding = 1 + upload.chats  # rows of conversations may be half empty

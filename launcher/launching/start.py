@@ -1,7 +1,7 @@
-"""The model that a run starts from, and what its size means for the text and the memory.
+"""The models that a run starts from and learns from, and the size of a new one for a text.
 
-A job reads it from the channel `model`: a directory of this machine for a local job, else a prefix
-`STORE/models/NAME-HASH/`, which is uploaded as a text is.
+A job reads them from the channels `model` and `teacher`: a directory of this machine for a local
+job, else a prefix `STORE/models/NAME-HASH/`, which is uploaded as a text is.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InitialModel:
-    """The model that a run starts from: what people call it, the channel from which the job reads
-    it, the hyperparameters that it prescribes, and its tokenizer."""
+    """The model that a run starts from, or learns from: what people call it, the channel from which
+    the job reads it, the hyperparameters that it prescribes, and its tokenizer."""
 
     name: str
     channel: Channel
@@ -63,11 +63,11 @@ class InitialModel:
         check_known(self.tokenizer, upload.vocabulary, text.named)
 
 
-def find_model(request: Request, settings: Settings) -> InitialModel:
+def find_model(request: Request, settings: Settings, field: str = "init_from") -> InitialModel:
     """The model that a request names, by a job's id, a directory or a URI, and its channel."""
-    reference = str(request.init_from)
+    reference = str(getattr(request, field))
     with opened(reference, settings.with_offline(False)) as (directory, uri):
-        values, tokenizer = read_model(request, directory)
+        values, tokenizer = read_model(request, directory, field)
         channel = Channel(reference, uri or storage.to_uri(directory), None, [])
         if uri is None and storage.local_path(settings.data_store) is None:
             upload, sources = survey(reference, directory, settings)
@@ -75,16 +75,18 @@ def find_model(request: Request, settings: Settings) -> InitialModel:
     return InitialModel(base_of(reference), channel, values, tokenizer)
 
 
-def read_model(request: Request, directory: Path) -> tuple[Mapping[str, Scalar], Tokenizer]:
-    """The hyperparameters that a model prescribes, and its tokenizer."""
-    source = request.source
+def read_model(
+    request: Request, directory: Path, field: str
+) -> tuple[Mapping[str, Scalar], Tokenizer]:
+    """The hyperparameters that a model prescribes, and its tokenizer; a teacher has its own."""
+    source, given = request.source, request.hyperparameters if field == "init_from" else {}
     try:
-        values = source.module("huggingface").starting_values(directory, request.hyperparameters)
+        values = source.module("huggingface").starting_values(directory, given)
         return values, source.module("text").read_tokenizer(directory)
     except source.module("errors").TrainingError as error:
         if "that script" in str(error):  # of an edited folder
             raise InputError(str(error), "name-script") from None
-        raise InputError(str(error), field="init_from", value=request.init_from) from None
+        raise InputError(str(error), field=field, value=getattr(request, field)) from None
 
 
 def base_of(named: str) -> str:

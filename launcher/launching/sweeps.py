@@ -269,7 +269,7 @@ class SweepPlan:
             first.upload()
             # What later tries read must be what the first one does, whatever is changed or
             # launched meanwhile, and from any directory.
-            names = ("data", "validation", "init_from", "entry_point")
+            names = ("data", "validation", "init_from", "teacher", "entry_point")
             fixed = {n: place for n in names if (place := getattr(first.job, n)) is not None}
             if "entry_point" in fixed:
                 fixed["entry_point"] = keep(first.job.source, self.settings)

@@ -186,7 +186,7 @@ class LocalBackend:
             name=job.name,
             summary=job.summary,
             expected=job.expected,
-            inputs=tuple(filter(None, (job.data, job.validation, job.init_from))),
+            inputs=tuple(job.channels.values()),
             failure_reason=reason,
             started=state.started,
             ended=state.ended,

@@ -87,9 +87,7 @@ class LocalRun:
     def lay_out(self) -> None:
         (self.directory / "logs").mkdir()
         (self.directory / "output").mkdir()
-        job = self.job
-        places = {"training": job.data, "validation": job.validation, "model": job.init_from}
-        channels = {channel: uri for channel, uri in places.items() if uri is not None}
+        job, channels = self.job, self.job.channels
         for name in ("input/config", "model", "output/data", "checkpoints"):
             (self.base / name).mkdir(parents=True)
         shutil.copytree(self.directory / "code", self.base / "code")

@@ -152,7 +152,8 @@ class SageMakerBackend:
 
     def check_regions(self, job: TrainingJob) -> None:
         """Raise InputError if the job reads a bucket of another region."""
-        places = {"init_from": job.init_from, "validation": job.validation, "data": job.data}
+        names = ("init_from", "teacher", "validation", "data")
+        places = {name: getattr(job, name) for name in names}
         places["store"] = self.settings.data_store
         buckets = {
             uri.split("/")[2]: (uri, name)

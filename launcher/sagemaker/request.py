@@ -59,15 +59,13 @@ class Placement:
 def channels_of(job: TrainingJob) -> dict[str, tuple[str, str | None]]:
     """The S3 prefix, or the file, of each channel, and its input mode, if not that of the job."""
     mode = "FastFile" if job.input_mode == "FastFile" else None
-    places = {"training": job.data, "validation": job.validation, "model": job.init_from}
     # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
     return {
         name: (
             uri if uri.lower().endswith((".txt", ".md")) else f"{uri.rstrip('/')}/",
-            None if name == "model" else mode,
+            None if name in ("model", "teacher") else mode,
         )
-        for name, uri in places.items()
-        if uri is not None
+        for name, uri in job.channels.items()
     }
 
 

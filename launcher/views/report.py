@@ -105,7 +105,8 @@ class Run:
     def configuration(self) -> dict[str, Any]:
         """What two runs may differ in."""
         d, job = self.description, self.job
-        places = {"data": job.data, "validation": job.validation, "init_from": job.init_from}
+        names = ("data", "validation", "init_from", "teacher")
+        places = {name: getattr(job, name) for name in names}
         return {
             **d.hyperparameters,
             "instance": d.instance,
