@@ -85,12 +85,8 @@ class Config:
     generations: int = hyperparameter(
         1, "models trained in turn, each of them also by the best one before it", 1, 100, fixed=True
     )
-    teacher_share: float = hyperparameter(
-        0.5, "share of the teacher's probabilities in what later generations learn", 0, 1
-    )
-    teacher_temperature: float = hyperparameter(
-        1.2, "what the teacher's logits are divided by", 0.1, 100
-    )
+    teacher_share: float = hyperparameter(0.5, "share of a teacher in what is learned", 0, 1)
+    teacher_temperature: float = hyperparameter(1.2, "divisor of a teacher's logits", 0.1, 100)
     optimizer: str = hyperparameter(
         "muon", "muon (AdamW for all but matrices) or adamw", choices=("muon", "adamw"), fixed=True
     )
@@ -318,14 +314,12 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for f in dataclasses.fields(Config):
         # A hyperparameter that is newer than the checkpoint was its default.
         was, value = saved["config"].get(f.name, f.default), now["config"][f.name]
-        fixed = f.metadata["fixed"] or (
-            f.name == "max_steps" and saved["config"].get("generations", 1) > 1
-        )
+        fixed = f.metadata["fixed"] or (f.name == "max_steps" and now["config"]["generations"] > 1)
         if fixed and was != value:
             differences.append(f"{f.name} (from {was!r} to {value!r})")
     if saved["corpus_sha256"] != now["corpus_sha256"]:
         differences.append("its text")
-    most = now["config"]["max_steps"] * now["config"].get("generations", 1)
+    most = now["config"]["max_steps"] * now["config"]["generations"]
     if saved.get("step", 0) > most:
         differences.append(f"max_steps (to {most}, as it is at step {saved['step']})")
     if differences:

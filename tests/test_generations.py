@@ -26,6 +26,7 @@ from entry_point.kernels import ChunkedLoss, taught_by, taught_loss
 from entry_point.model import GPT
 from entry_point.optim import learning_rate_scale, window_length
 from launcher.curve import seconds_left, total_steps
+from launcher.launching.texts import FEW_READINGS, check_readings
 
 THREE = dict(max_steps=10, generations=3, eval_interval=5)
 
@@ -179,6 +180,14 @@ def test_progress_is_that_of_all_generations():
     assert total_steps(values) == 300
     assert seconds_left({"step": 250, "tokens_per_second": 10}, values) == 50
     assert total_steps({}) is None
+
+
+def test_generations_on_a_text_read_seldom_are_warned_about(caplog):
+    for generations, steps in ((1, 100), (2, 100), (2, 100 * FEW_READINGS)):
+        config = Config(max_steps=steps, generations=generations, batch_size=1, block_size=10)
+        caplog.clear()
+        check_readings(config, 1000)
+        assert bool(caplog.records) is (generations == 2 and steps == 100)
 
 
 def test_a_model_of_a_generation_is_that_of_its_seed(tmp_path):

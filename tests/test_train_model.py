@@ -473,7 +473,7 @@ def scale(step: int, **how: Any) -> float:
     "how, scales",
     [
         ({}, {0: 1, 10: 1, 20: 1, 21: 79 / 80, 60: 0.5, 99: 1 / 80}),
-        ({"final_learning_rate": 0.1}, {60: 0.1 + 0.9 * 0.5, 100: 0.1}),
+        ({"final_learning_rate": 0.1}, {60: 0.1 + 0.9 * 0.5, 99: 0.1 + 0.9 / 80}),
         ({"final_learning_rate": 1.0}, {99: 1}),
         ({"warmup_steps": 4}, {0: 0.2, 1: 0.4, 2: 0.6, 3: 0.8, 4: 1}),
         ({"decay_fraction": 0.0}, {99: 1}),

@@ -26,6 +26,7 @@ READINGS = 4
 # third to seventh reading; after eleven, val_loss is 30 % higher, after 17, 80 %. `baby`, whose
 # weights decay, reads tiny Shakespeare 16 times, and does not memorize it.
 MOST_READINGS, MOST_IF_REGULARIZED = 8, 20
+FEW_READINGS = 4  # of a text, in which a larger model learns more than a second one
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def n_training(upload: corpus.Upload) -> int:
 
 
 def check_readings(config: Any, tokens: int) -> None:
-    """Warn if a run of this config reads its text too often."""
+    """Warn if a run of this config reads its text too often, or too seldom for generations."""
     step = config.batch_size * config.block_size
     regularized = any(getattr(config, name, 0) for name in ("weight_decay", "dropout"))
     most = MOST_IF_REGULARIZED if regularized else MOST_READINGS
@@ -160,4 +161,9 @@ def check_readings(config: Any, tokens: int) -> None:
         logger.warning(
             f"the run reads the text {readings:.0f} times, and will memorize it",
             extra={"code": "read-less", "steps": max(1, READINGS * tokens // step), "n": READINGS},
+        )
+    if getattr(config, "generations", 1) > 1 and readings < FEW_READINGS:
+        logger.warning(
+            f"each model reads the text {readings:.1f} times; below {FEW_READINGS}, one larger or"
+            " longer run gains more than another generation"
         )
