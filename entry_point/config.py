@@ -83,7 +83,11 @@ class Config:
         2000, "number of optimizer steps of each generation", 1, 10**9, group="schedule"
     )
     generations: int = hyperparameter(
-        1, "models trained in turn, each of them also by the best one before it", 1, 100, fixed=True
+        1,
+        "models trained in turn; each later one also learns from the best before it",
+        1,
+        100,
+        fixed=True,
     )
     teacher_share: float = hyperparameter(0.5, "share of a teacher in what is learned", 0, 1)
     teacher_temperature: float = hyperparameter(1.2, "divisor of a teacher's logits", 0.1, 100)

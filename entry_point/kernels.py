@@ -148,11 +148,13 @@ def taught_by(logits: Tensor, targets: Tensor, share: float, temperature: float)
     return p.scatter_add_(1, targets.clamp_min(0)[:, None], rest)
 
 
-def taught_loss(logits: Tensor, targets: Tensor, *taught: Any) -> Tensor:
+def taught_loss(
+    logits: Tensor, targets: Tensor, teacher: Tensor, share: float, temperature: float
+) -> Tensor:
     """The mean cross-entropy of logits [N, V] with what taught_by says of the targets [N]; those
     below 0 are not learned."""
-    learned = targets >= 0
-    losses = F.cross_entropy(logits, taught_by(taught[0], targets, *taught[1:]), reduction="none")
+    p, learned = taught_by(teacher, targets, share, temperature), targets >= 0
+    losses = F.cross_entropy(logits, p, reduction="none")
     return (losses * learned).sum() / learned.sum()
 
 
@@ -161,8 +163,8 @@ class ChunkedLoss(torch.autograd.Function):
 
     Each chunk of rows is turned into its gradients at once (Liger Kernel, arXiv:2410.10989, section
     3.2), so nothing is computed twice. Inputs: x [N, C], the head's weight [V, C], targets [N];
-    `some_ignored`: negative ones are not learned, and do not count; `taught`: a teacher's logits
-    [N, V], share, and temperature. The products have a multiple of 64 columns, as GPUs are slow at
+    `some_ignored`: negative ones are not learned, and do not count; a teacher's logits [N, V],
+    and how they are taught_by. The products have a multiple of 64 columns, as GPUs are slow at
     others (nanoGPT pads its vocabulary for it); those beyond V have no probability.
     """
 
@@ -173,11 +175,12 @@ class ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         some_ignored: bool = False,
-        *taught: Any,
+        teacher: Tensor | None = None,
+        share: float = 0.0,
+        temperature: float = 1.0,
     ) -> Tensor:
         learns = any(ctx.needs_input_grad)
         total, V = x.new_zeros((), dtype=torch.float32), len(weight)
-        ctx.n_taught = len(taught)
         dx, cast = torch.empty_like(x), weight.to(x.dtype)
         if V % 64:
             cast = F.pad(cast, (0, 0, 0, -V % 64))
@@ -192,8 +195,8 @@ class ChunkedLoss(torch.autograd.Function):
             logits[:, V:] = float("-inf")
             sums = logits.logsumexp(dim=-1, keepdim=True)
             p: Tensor | None = None
-            if taught:
-                p = taught_by(taught[0][begin : begin + n], ids[:, 0], *taught[1:])
+            if teacher is not None:
+                p = taught_by(teacher[begin : begin + n], ids[:, 0], share, temperature)
             if learned is not None:
                 ids, counts = ids.clamp_min(0), learned[begin : begin + n, None]
             right = logits.gather(1, ids) if p is None else (p * logits[:, :V]).sum(1, keepdim=True)
@@ -218,4 +221,4 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         scale = dy / ctx.count
-        return dx * scale, dw * scale, None, None, *[None] * ctx.n_taught
+        return dx * scale, dw * scale, None, None, None, None, None

@@ -60,14 +60,16 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def best_lines(rows: Sequence[Mapping[str, Any]], best_step: int) -> Iterator[str]:
+def best_lines(
+    rows: Sequence[Mapping[str, Any]], best_step: int, generations: int = 1
+) -> Iterator[str]:
     """Which step's model is kept, and why not the last one's."""
     # A run that is resumed where it is to end has a second row of its last step.
     best, last = next(row for row in reversed(rows) if row["step"] == best_step), rows[-1]
     yield f"best val_loss {best['val_loss']:.5f} at step {best_step}"
     rose = last["val_loss"] > 1.05 * best["val_loss"]
     fell = last.get("train_loss", math.inf) < best.get("train_loss", 0.0)
-    if rose and fell and 2 * best_step <= last["step"]:
+    if rose and fell and 2 * best_step <= last["step"] and generations == 1:
         yield (
             f"note: the run memorized its text: val_loss rose to {last['val_loss']:.5f}, so the"
             f" model is that of step {best_step}; use more text, or set max_steps={best_step}"

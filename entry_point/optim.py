@@ -274,7 +274,7 @@ class Optimizer:
             )
 
     def reset(self) -> None:
-        """Forgets all gradients before, as a new model begins."""
+        """Sets the state to zero, for a new model."""
         for tensor in self.state().values():
             if not tensor.is_meta:
                 tensor.zero_()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -119,13 +121,16 @@ class Passes:
         return list(zip(x.chunk(self.count), y.chunk(self.count), shares, strict=True))
 
     def ask(self, x: Tensor) -> Tensor:
-        """The teacher's logits of ids [rows, length]; it may have more of them than the model."""
+        """The teacher's logits of ids [rows, length], as many of each as the model has."""
         angles = self.teacher_angles(x.size(1))
         logits = self.asked(x, angles=angles, end=self.end, chats=self.is_chat)
-        return logits[..., : self.model.embed.weight.size(0)]
+        missing = self.model.embed.weight.size(0) - logits.size(-1)  # rows may be padding
+        return F.pad(logits, (0, missing), value=-math.inf)
 
     def be_taught(self, teacher: GPT) -> None:
         """From now on, and after warm_up, the model learns from the teacher too."""
+        if self.compiled:
+            torch.compiler.reset()  # it compiles a function for at most 8 kinds of inputs
         self.teacher, self.teacher_angles = teacher, functools.cache(teacher.angles)
         self.asked = torch.compile(teacher, dynamic=False) if self.compiled else teacher
         self.graphs, self.gradients = {}, None

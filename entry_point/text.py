@@ -53,7 +53,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     advice = "every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
     group.check_same({"the SHA-256 of the text": corpus.sha256}, advice)
     if any(other.words != tokenizers[0].words for other in tokenizers):
-        raise DataError("the initial model and the teacher have other tokens")
+        raise DataError("the initial model and the teacher have different tokens")
     if problem := misfit(corpus, container, config, start):
         raise DataError(problem)
     return corpus

@@ -23,7 +23,7 @@ from .conversations import END_OF_TURN, Packed
 from .data import Batches, bytes_per_token, evaluate
 from .device import choose_precision, machine_line, memory_line, share_cores
 from .distributed import Group, Ranks
-from .errors import TrainingError, counted, log
+from .errors import ConfigError, TrainingError, counted, log
 from .faults import fail, read_fault
 from .metrics import StepTimer, best_lines, duration, metric_line
 from .model import GPT, sample
@@ -134,7 +134,7 @@ class Trainer:
 
     @property
     def generation(self) -> int:
-        """How many are before the one of the next step."""
+        """The number of generations that are done."""
         return self.step // self.config.max_steps
 
     def wanted(self) -> int:
@@ -160,6 +160,7 @@ class Trainer:
     def begin_generation(self) -> None:
         """New weights, and the best model so far as their teacher."""
         assert self.teacher is not None
+        self.group.allow_seconds(math.inf)  # compiling and recording take long
         best = self.best if self.best_step is not None else self.model.state_dict()
         model = GPT(self.config, len(self.corpus.tokenizer))
         model.init_weights(derive_seed(self.config.seed, "generation", self.generation))
@@ -173,7 +174,7 @@ class Trainer:
         self.optimizer.reset()
         if self.is_main:
             which = f"generation {self.generation + 1} of {self.config.generations}"
-            log(f"{which}: a new model, which learns from the best so far too")
+            log(f"{which}: it starts anew, and also learns from the best model so far")
         if self.passes.teacher is not self.teacher:
             self.passes.be_taught(self.teacher)
             with self.timer.step():
@@ -183,11 +184,17 @@ class Trainer:
     def read_teacher(self, directory: Path) -> GPT:
         """The model in a directory, which may be of another size."""
         config = Config(**huggingface.starting_values(directory, {}))
+        if config.block_size < min(self.config.block_size, 1024):  # longer ones are not told
+            raise ConfigError(
+                f"the teacher has a context of {config.block_size}; set block_size to that or less"
+            )
         teacher = GPT(config, len(self.corpus.tokenizer), self.model.compute_dtype)
         huggingface.load_pretrained(teacher, directory)
+        if self.group.ranks_unlike_first(teacher.to(self.group.device).parameters()):
+            raise ConfigError("the hosts have different teachers")
         if self.is_main:
             log(f"learning also from the model in {directory}")
-        return teacher.to(self.group.device).requires_grad_(False).eval()
+        return teacher.requires_grad_(False).eval()
 
     def begin_log(self) -> None:
         """The rows of steps before this one, a sample, and the loss of the initial model."""
@@ -233,7 +240,7 @@ class Trainer:
             )
 
     def seconds_left(self, seconds_per_step: float) -> float:
-        """Until all steps are done, if one without a teacher takes so long, or later with one."""
+        """Until all steps are done; those of later generations take TAUGHT_TIME times as long."""
         config, left = self.config, self.config.total_steps - self.step
         taught = 0 if self.passes.teacher else (config.generations - 1) * config.max_steps
         return (left + (TAUGHT_TIME - 1) * taught) * seconds_per_step
@@ -452,7 +459,7 @@ class Trainer:
             shutil.copy(self.checkpoints.curve, output_dir / "metrics.jsonl")
         if self.config.sample_length:
             self.log_sample("after training", self.config.sample_length)
-        for line in best_lines(self.metrics, self.best_step):
+        for line in best_lines(self.metrics, self.best_step, self.config.generations):
             log(line)
         if why:
             log(

@@ -301,8 +301,12 @@ class TrainingJob(Request):
         ]
         with self.source.running():
             self.source.module("config").check_resumable(*jobs)
-        step, max_steps = earlier.checkpoint_step or 0, self.config(1).total_steps
-        if step > max_steps or (step == max_steps and earlier.model_uri is not None):
+        generations = getattr(self.config(1), "generations", 1)
+        step, max_steps = earlier.checkpoint_step or 0, self.config(1).max_steps
+        total = generations * max_steps
+        if step > total or (step == total and earlier.model_uri is not None):
+            if generations > 1:
+                raise InputError(f"the earlier job has done its {generations} generations")
             raise InputError(
                 f"max_steps={max_steps}: the earlier job has already reached step {step}",
                 "train-further",
@@ -346,7 +350,7 @@ class JobDescription:
     owner: str | None = None
     summary: str | None = None  # as launch.summary_of says
     expected: Expected | None = None  # what was forecast for it
-    inputs: tuple[str, ...] = ()  # URIs of the texts, and of the model that it starts from
+    inputs: tuple[str, ...] = ()  # URIs of the texts and models that it reads
     failure_reason: str | None = None
     started: float | None = None
     ended: float | None = None

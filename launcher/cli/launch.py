@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 @valued(
     "--teacher",
     "JOB-ID|PATH|URI",
-    "Learn half of the text, and half of what this model of the same tokens says of it.",
+    "Learn also from a model that you have, which has the same tokens.",
     type=Job(trained=True),
 )
 @valued(

@@ -310,7 +310,7 @@ def complete(
     job = TrainingJob(**chosen, base=base)
     job._inherited, job._source = request._inherited, request._source
     job._dialed = request._dialed
-    expected = forecast_of(job, texts, settings) if job.size else None
+    expected = forecast_of(job, texts, settings) if job.size and job.teacher is None else None
     return job.model_copy(update={"summary": summary_of(job), "expected": expected})
 
 

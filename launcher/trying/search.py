@@ -324,7 +324,8 @@ sys.modules["entry_point"] = package
 from entry_point.config import make_config
 words = json.loads(sys.argv[2])
 config = make_config(words, words.pop("preset", None))
-print(config.total_steps * config.batch_size * config.block_size)
+steps = config.max_steps * getattr(config, "generations", 1)
+print(steps * config.batch_size * config.block_size)
 """
 
 
@@ -354,7 +355,7 @@ def sizes_of(model: Path) -> dict[str, int]:
     trained, as it says."""
     try:
         config = read_json(model / "training.json")["config"]
-        steps = config["max_steps"] * config["generations"]
+        steps = config["max_steps"] * config.get("generations", 1)
         tokens = int(steps * config["batch_size"] * config["block_size"])
         with open_file(model / "model.safetensors") as file:
             tensors, _ = read_header(file, LARGEST_HEADER)

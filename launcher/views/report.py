@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher.curve import Curve, Row, samples_of_log
+from launcher.curve import Curve, Row, samples_of_log, total_steps
 from launcher.errors import InputError, ServiceError
 from launcher.finding import find
 from launcher.job import FULL_ID, JobDescription, TrainingJob
@@ -100,6 +100,10 @@ class Run:
     @property
     def seconds(self) -> float | None:
         return self.times[-1] if self.times else None
+
+    @property
+    def total_steps(self) -> int:
+        return int(total_steps(self.description.hyperparameters) or 0)
 
     @property
     def configuration(self) -> dict[str, Any]:
