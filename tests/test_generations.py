@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from signal import SIGTERM
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +134,31 @@ def test_passes_with_a_teacher_are_replayed_as_executed(tmp_path, cuda):  # noqa
     assert replay.call_count == 3
     for a, b in zip(eager.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_generation_is_compiled_for_each_length_at_its_beginning(tmp_path, monkeypatch):
+    graphs = list[torch.fx.GraphModule]()
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiler = functools.partial(torch.compile, backend=keep, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", compiler)
+    torch.compiler.reset()
+    lengths = dict(short_windows=0.5, max_steps=8, generations=2, eval_interval=8)
+    trainer = trainer_of(tmp_path, compile="on", **lengths)
+    seen, begin = list[int](), trainer.begin_generation
+
+    def begun() -> None:
+        seen.append(len(graphs))
+        begin()
+        seen.append(len(graphs))
+
+    monkeypatch.setattr(trainer, "begin_generation", begun)
+    assert trainer.run()
+    assert seen == [4, 12]  # of the model, then of the teacher and of the model that it teaches
+    assert len(graphs) == 12
 
 
 # -- the whole run ---------------------------------------------------------------------------------
