@@ -58,9 +58,7 @@ class Passes:
         pays = compiling_pays(config, group.device, n_parameters(model), group.world_size)
         self.compiled = config.compile == "on" or (config.compile == "auto" and pays)
         # Evaluations use the uncompiled model: compiling it for them takes longer than they do.
-        # One graph for all lengths of windows would break at each attention.
-        net: Any = torch.compile(model, dynamic=False) if self.compiled else model
-        self.net: nn.Module = net  # what a pass runs
+        self.net: nn.Module = self.runnable(model)  # what a pass runs
         self.teacher: GPT | None = None
         self.asked: Any = None  # what runs the teacher
         self.records = can_use_graph(config, group.device, model.compute_dtype)
@@ -68,6 +66,11 @@ class Passes:
         self.gradients: Tensor | None = None  # all of them, in one buffer, where there are graphs
         if not self.records:
             self.distribute()
+
+    def runnable(self, model: GPT) -> Any:
+        """What computes a model in a pass."""
+        # One graph for all lengths of windows would break at each attention.
+        return torch.compile(model, dynamic=False) if self.compiled else model
 
     def forward_backward(self, step: int) -> Tensor:
         """Gradients of the step's batch, averaged over the ranks; returns this rank's mean loss."""
@@ -132,7 +135,7 @@ class Passes:
         if self.compiled:
             torch.compiler.reset()  # it compiles a function for at most 8 kinds of inputs
         self.teacher, self.teacher_angles = teacher, functools.cache(teacher.angles)
-        self.asked = torch.compile(teacher, dynamic=False) if self.compiled else teacher
+        self.asked = self.runnable(teacher)
         self.graphs, self.gradients = {}, None
         self.optimizer.zero_grad()
 

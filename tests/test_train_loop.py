@@ -1018,7 +1018,9 @@ def test_a_run_whose_compiler_fails_goes_on_eager_or_ends(tmp_path, monkeypatch,
 def test_ranks_go_on_together_if_one_cannot_compile(tmp_path, text_file):
     """And a later hang is not blamed on it, which has begun fewer passes than the others."""
     tries = ('(config.compile == "auto" and pays)', '(config.compile == "auto")')  # on a CPU too
-    broken = "dynamic=False, backend=lambda graph, _: graph.forward if group.rank == 0 else 1 / 0"
+    broken = (
+        "dynamic=False, backend=lambda graph, _: graph.forward if self.group.rank == 0 else 1 / 0"
+    )
     command = edited_folder(tmp_path / "train", ("dynamic=False", broken), tries)
     arguments = words(**SMALL, data=text_file, processes=2, short_windows=0.5, hang_seconds=5)
     env = environment(NANOGPT_FAULT="0:7:hang")

@@ -150,7 +150,7 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_
 
     for module in (gpu_checks, gpu_speed):
         monkeypatch.setattr(module, "trained", started)
-    for part in ("resumed", "parts", "evaluated", "waits"):
+    for part in ("resumed", "parts", "evaluated", "waits", "hangs"):
         monkeypatch.setattr(gpu_checks, part, Mock())
     monkeypatch.setattr(gpu_speed, "profiled", profiled)
     monkeypatch.setattr("throughput.many_symbols", Mock())
