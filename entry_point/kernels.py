@@ -163,9 +163,9 @@ class ChunkedLoss(torch.autograd.Function):
 
     Each chunk of rows is turned into its gradients at once (Liger Kernel, arXiv:2410.10989, section
     3.2), so nothing is computed twice. Inputs: x [N, C], the head's weight [V, C], targets [N];
-    `some_ignored`: negative ones are not learned, and do not count; a teacher's logits [N, V],
-    and how they are taught_by. The products have a multiple of 64 columns, as GPUs are slow at
-    others (nanoGPT pads its vocabulary for it); those beyond V have no probability.
+    `some_ignored`: negative ones are not learned, and do not count; a teacher's logits [N, V]
+    with the share and temperature of taught_by. The products have a multiple of 64 columns, as GPUs
+    are slow at others (nanoGPT pads its vocabulary for it); those beyond V have no probability.
     """
 
     @staticmethod

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from signal import SIGTERM
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from test_train_loop import (  # noqa: F401
     EXACT,
     assert_same_end,
     cuda,
+    graphs,
     small,
     trained,
     trainer_of,
@@ -136,16 +134,11 @@ def test_passes_with_a_teacher_are_replayed_as_executed(tmp_path, cuda):  # noqa
         assert torch.equal(a, b)
 
 
-def test_a_generation_is_compiled_for_each_length_at_its_beginning(tmp_path, monkeypatch):
-    graphs = list[torch.fx.GraphModule]()
-
-    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    compiler = functools.partial(torch.compile, backend=keep, fullgraph=True)
-    monkeypatch.setattr(torch, "compile", compiler)
-    torch.compiler.reset()
+def test_a_generation_is_compiled_for_each_length_at_its_beginning(
+    tmp_path,
+    monkeypatch,
+    graphs,  # noqa: F811
+):
     lengths = dict(short_windows=0.5, max_steps=8, generations=2, eval_interval=8)
     trainer = trainer_of(tmp_path, compile="on", **lengths)
     seen, begin = list[int](), trainer.begin_generation

@@ -860,14 +860,10 @@ def test_a_run_may_be_resumed_in_another_precision(tmp_path):
 # -- compiling -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "how",
-    [dict(precision="bfloat16", dropout=0.1), dict(precision="float32")],
-    ids=["attention by products", "fused attention"],
-)
-def test_nothing_is_compiled_after_the_warm_up(tmp_path, monkeypatch, how):
-    """With windows of four lengths."""
-    graphs = []
+@pytest.fixture
+def graphs(monkeypatch):
+    """What torch's compiler is given from here on, each a whole function; it runs as it is."""
+    graphs = list[torch.fx.GraphModule]()
 
     def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         graphs.append(graph)
@@ -876,6 +872,16 @@ def test_nothing_is_compiled_after_the_warm_up(tmp_path, monkeypatch, how):
     compiler = functools.partial(torch.compile, backend=keep, fullgraph=True)
     monkeypatch.setattr(torch, "compile", compiler)
     torch.compiler.reset()
+    return graphs
+
+
+@pytest.mark.parametrize(
+    "how",
+    [dict(precision="bfloat16", dropout=0.1), dict(precision="float32")],
+    ids=["attention by products", "fused attention"],
+)
+def test_nothing_is_compiled_after_the_warm_up(tmp_path, graphs, how):
+    """With windows of four lengths."""
     lengths = dict(short_windows=0.5, max_steps=8, eval_interval=4)
     trainer = trainer_of(tmp_path, compile="on", **how, **lengths)
     trainer.passes.warm_up()

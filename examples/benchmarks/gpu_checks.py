@@ -423,7 +423,7 @@ def nccl(args: Namespace, scratch: Path, found: Found) -> None:
 
 
 def hangs(args: Namespace, scratch: Path, found: Found, two: Variant) -> None:
-    """Of two ranks, one starts a kernel that never ends: it is found in time, and named."""
+    """A rank whose kernel never ends is found in hang_seconds, and the log names it."""
     forever = "time.sleep(1e6)" if args.smoke else "torch.cuda._sleep(10**13)"
     step = "        self.loss_sum += self.passes.forward_backward(self.step)\n"
     hang = f"        if (self.step, self.group.rank) == (5, 1):\n            {forever}\n"
