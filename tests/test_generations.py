@@ -134,7 +134,7 @@ def test_passes_with_a_teacher_are_replayed_as_executed(tmp_path, cuda):  # noqa
         assert torch.equal(a, b)
 
 
-def test_a_generation_is_compiled_for_each_length_at_its_beginning(
+def test_a_generation_begins_with_a_graph_for_each_length(
     tmp_path,
     monkeypatch,
     graphs,  # noqa: F811
