@@ -362,6 +362,12 @@ def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return shape, {"block_size": min(longest, 1024), **free}
 
 
+def check_teacher(values: Mapping[str, Any], block_size: int) -> None:
+    """Raise ConfigError if the context of a model with these starting_values is too short."""
+    if (context := values["block_size"]) < min(block_size, 1024):  # longer ones are not told
+        raise ConfigError(f"{block_size=}: must be at most {context}, the teacher's context")
+
+
 def load_pretrained(model: GPT, directory: Path) -> None:
     """Reads the weights of the model in a directory, which may be in several files, of any type.
 

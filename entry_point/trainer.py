@@ -183,12 +183,9 @@ class Trainer:
 
     def read_teacher(self, directory: Path) -> GPT:
         """The model in a directory, which may be of another size."""
-        config = Config(**huggingface.starting_values(directory, {}))
-        if config.block_size < min(self.config.block_size, 1024):  # longer ones are not told
-            raise ConfigError(
-                f"the teacher has a context of {config.block_size}; set block_size to that or less"
-            )
-        teacher = GPT(config, len(self.corpus.tokenizer), self.model.compute_dtype)
+        values = huggingface.starting_values(directory, {})
+        huggingface.check_teacher(values, self.config.block_size)
+        teacher = GPT(Config(**values), len(self.corpus.tokenizer), self.model.compute_dtype)
         huggingface.load_pretrained(teacher, directory)
         if self.group.ranks_unlike_first(teacher.to(self.group.device).parameters()):
             raise ConfigError("the hosts have different teachers")

@@ -350,7 +350,7 @@ class JobDescription:
     owner: str | None = None
     summary: str | None = None  # as launch.summary_of says
     expected: Expected | None = None  # what was forecast for it
-    inputs: tuple[str, ...] = ()  # URIs of the texts and models that it reads
+    inputs: dict[str, str] = field(default_factory=dict)  # URIs of its channels, by name
     failure_reason: str | None = None
     started: float | None = None
     ended: float | None = None

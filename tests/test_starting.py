@@ -409,10 +409,16 @@ def test_an_impossible_start_is_refused(job, cli, words, error):
     assert cli("launch", *local, *(word.format(job=job.job_id) for word in words)).failed(2, error)
 
 
+def test_a_teacher_with_a_short_context_is_refused(job, text_file, cli):
+    words = ("launch", "--instance", "local", "--teacher", job.job_id, "--data", str(text_file))
+    assert cli(*words, "--set", "block_size=33").failed(2, "at most 32, the teacher's context")
+
+
 @pytest.mark.usefixtures("cloud")
 @pytest.mark.parametrize(("option", "name"), [("--init-from", "model"), ("--teacher", "teacher")])
 def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli, option, name):
     words = ("--instance", "ml.g5.xlarge", option, job.job_id, "--data", str(text_file))
+    words += ("--set", "block_size=32")
     ran = cli("launch", *words, "--dry-run").good
     channels = {
         c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"]

@@ -181,7 +181,7 @@ class Forecaster:
         if job.status != "Completed" or not (speed and job.started and job.ended):
             return None
         config = self.config.Config(**values)
-        if getattr(config, "generations", 1) > 1:  # the last ones are slower
+        if getattr(config, "generations", 1) > 1 or "teacher" in job.inputs:  # those are slower
             return None
         step = config.batch_size * config.block_size
         around = job.ended - job.started - config.max_steps * step / speed

@@ -385,6 +385,10 @@ def check(draft: Draft) -> None:
     for model in draft.models:
         for text in draft.texts.values():
             model.check_known(text)
+    if draft.asked.teacher is not None:
+        with job.source.running():
+            values = draft.models[-1].hyperparameters
+            job.source.module("huggingface").check_teacher(values, config.block_size)
     check_texts(draft.texts, config)
     if (upload := draft.texts["data"].upload) is not None:
         padding = 1 + upload.chats  # rows of conversations may be half empty

@@ -186,7 +186,7 @@ class LocalBackend:
             name=job.name,
             summary=job.summary,
             expected=job.expected,
-            inputs=tuple(job.channels.values()),
+            inputs=job.channels,
             failure_reason=reason,
             started=state.started,
             ended=state.ended,

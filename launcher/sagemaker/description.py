@@ -81,7 +81,7 @@ def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescript
         name=tags.get(NAME_TAG),
         owner=tags.get(OWNER_TAG),
         summary=tags.get(SUMMARY_TAG),
-        inputs=tuple(channels.values()),
+        inputs=channels,
         failure_reason=None if status in RUNNING else reason,
         message=transitions[-1].get("StatusMessage") if transitions else None,
         started=started,

@@ -76,7 +76,9 @@ def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -
                 upload, what = None, "incomplete"
             elif upload.train_tokens:
                 what = "conversations" if upload.chats else "tokens"
-            readers = [job for job in jobs if uri in {each.rstrip("/") for each in job.inputs}]
+            readers = [
+                job for job in jobs if uri in {read.rstrip("/") for read in job.inputs.values()}
+            ]
             yield Stored(
                 name=name,
                 uri=uri,
