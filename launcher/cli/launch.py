@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from launcher.cli.options import (
-    YES,
-    Command,
-    Job,
-    agree_to_cost,
-    settings_of,
-    valued,
-)
+from launcher.cli.options import YES, Command, Job, agree_to_cost, settings_of, valued
 from launcher.cli.show import at_ctrl_c, explain, following, next_step, note, print_json, silence
 from launcher.cli.words import command, remedy
 from launcher.errors import InputError, ServiceError
@@ -43,9 +36,7 @@ if TYPE_CHECKING:
 )
 @valued("--data", "NAME|URI|PATH", "Text to train on (default: last upload).")
 @valued(
-    "--validation",
-    "NAME|URI|PATH",
-    "Text to validate on (default: the last tenth of the data).",
+    "--validation", "NAME|URI|PATH", "Text to validate on (default: the last tenth of the data)."
 )
 @valued(
     "--preset",
@@ -133,9 +124,7 @@ if TYPE_CHECKING:
 )
 @valued("--keep-alive", "SECONDS", "Keep a warm pool after the job.")
 @valued(
-    "--volume-size",
-    "GIB",
-    "Disk per host, for instance types without local disks (default: 50).",
+    "--volume-size", "GIB", "Disk per host, for instance types without local disks (default: 50)."
 )
 @click.option(
     "--input-mode",
@@ -208,9 +197,8 @@ def launch_command(
     from_file = read_toml(Path(config_file)) if config_file else {}
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}
     settings = settings_of()
-    typed = {
-        n for n in context.params if context.get_parameter_source(n) == ParameterSource.COMMANDLINE
-    }
+    source = context.get_parameter_source
+    typed = {name for name in context.params if source(name) == ParameterSource.COMMANDLINE}
     if forecasts:
         own = {"forecasts", "as_json", *fields}
         if other := [p.opts[0] for p in context.command.params if p.name in typed - own]:
@@ -221,13 +209,10 @@ def launch_command(
         raise InputError("--json is for --forecast; a launch prints the id of the job")
     if "resume" in given and record_of(given["resume"], settings).exists():
         if typed - {"resume", "max_cost", "parallel", "yes"}:
-            raise InputError(
-                f"{given['resume']} is a sweep, which continues as it was launched: besides"
-                " --resume, give only --max-cost, --parallel or --yes"
-            )
-        max_cost = given.get("max_cost")
-        several = continue_sweep(given["resume"], settings, max_cost, parallel)
-        run_sweep(several, settings, several.sweep.job.max_cost, yes)
+            problem = f"{given['resume']} is a sweep, which continues as it was launched"
+            only = "besides --resume, give only --max-cost, --parallel or --yes"
+            raise InputError(f"{problem}: {only}")
+        run_sweep(continue_sweep(given["resume"], settings, given.get("max_cost"), parallel), yes)
         return
     if tail := tail_of(member := given.get("resume", "")):
         again = command("launch", "--resume", member.removesuffix(tail))
@@ -246,7 +231,10 @@ def launch_command(
         raise InputError(problem)
     if swept:
         several = plan_sweep(request, settings, sweep, seeds, parallel or 1)
-        run_sweep(several, settings, request.max_cost, yes, dry_run)
+        if dry_run:
+            print_json([each.request for each in several.plans.values()])
+        else:
+            run_sweep(several, yes)
         return
     plan = prepare(request, settings)
     job_id, job = plan.job_id, plan.job
@@ -264,9 +252,8 @@ def launch_command(
         click.echo(job_id)
     except OSError as error:
         silence(sys.stdout)  # else the flush at exit fails too
-        raise ServiceError(
-            f"{error.strerror or error}: cannot print the job id, {job_id}; {stops}"
-        ) from None
+        problem = f"{error.strerror or error}: cannot print the job id, {job_id}"
+        raise ServiceError(f"{problem}; {stops}") from None
     if link := plan.backend.console_link(job_id):
         note(f"console: {link}")
     if follow or (follow is None and job.is_local):
@@ -340,24 +327,17 @@ def copy_script_command(directory: Path, search: str | None) -> None:
     """
     from launcher.source import Source
 
-    source, then = (
-        Source.packaged(),
-        ["launch", "--instance", "local", "--entry-point", str(directory)],
-    )
+    source, then = Source.packaged(), f"launch --instance local --entry-point {directory}"
     if search is not None:
         from launcher.trying.search import Search
 
         found = Search(search, settings_of(), note)
-        source, then = (
-            found.source(found.ledger.base),
-            ["try", "run", str(directory), "--group", search],
-        )
+        source, then = found.source(found.ledger.base), f"try run {directory} --group {search}"
     try:
         directory.mkdir(parents=True)
         source.write(directory)
     except OSError as error:
-        problem = f"{error.strerror}; name another directory"
-        raise InputError(f"{directory}: {problem}") from None
+        raise InputError(f"{directory}: {error.strerror}; name another directory") from None
     click.echo(directory)
     note(f"edit a file in {directory}; then")
-    note(f"next: {command(*then)}")
+    note(f"next: {command(then)}")

@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli.options import agree_to_cost
-from launcher.cli.show import note, print_json, print_table
+from launcher.cli.show import note, print_table
 from launcher.cli.words import command, reason_of, sentence
 from launcher.errors import ServiceError
 
 if TYPE_CHECKING:
     from launcher.launching.records import Sweep, Tries
     from launcher.launching.sweeps import Progress, SweepPlan
-    from launcher.settings import Settings
 
 
-def run_sweep(
-    plan: SweepPlan, settings: Settings, max_cost: float | None, yes: bool, dry_run: bool = False
-) -> None:
+def run_sweep(plan: SweepPlan, yes: bool) -> None:
     """Ask about the cost of a sweep, print its id, run it to its end, and print the ranking.
 
     Ctrl-C stops local jobs after a checkpoint; jobs on SageMaker keep running.
@@ -29,9 +26,6 @@ def run_sweep(
     from launcher.sagemaker.cost import CeilingTooLow, usd
     from launcher.tracking import wait
 
-    if dry_run:
-        print_json([each.request for each in plan.plans.values()])
-        return
     n, local = len(plan.sweep.members), plan.sweep.job.is_local
     if plan.plans:
         note(f"sweep: {len(plan.plans)} jobs, {plan.sweep.parallel} at a time")
@@ -39,7 +33,7 @@ def run_sweep(
         worst = plan.worst_cost
         unknown = worst == math.inf
         note(f"cost: {'unknown, as is the price' if unknown else f'at most {usd(worst)} together'}")
-        agree_to_cost(worst, max_cost, settings, yes)
+        agree_to_cost(worst, plan.sweep.job.max_cost, plan.settings, yes)
     happening = plan.submit()
     click.echo(plan.group)
     again, more = ("launch", "--resume", plan.group), list[str]()
@@ -56,8 +50,8 @@ def run_sweep(
         then = f"the jobs that run keep running; `{command(*again)}` starts the others"
         if local:
             note("stopping the running jobs after a checkpoint")
-            for description in stop_all(*find_sweep(plan.group, settings), settings):
-                wait(description.job_id, settings)
+            for description in stop_all(*find_sweep(plan.group, plan.settings), plan.settings):
+                wait(description.job_id, plan.settings)
             then = f"`{command(*again)}` continues the sweep"
         raise KeyboardInterrupt(*error.args, then) from None
     print_ranking(plan.tries, plan.sweep, err=True)
@@ -97,8 +91,7 @@ def print_ranking(tries: Tries, sweep: Sweep | None, err: bool = False) -> None:
         losses = rank.losses
         loss = f"{rank.loss:.4f}" if losses else "-"
         spread = f"{min(losses):.4f}-{max(losses):.4f}" if len(losses) > 1 else "-"
-        done = sum(d.status == "Completed" for d in rank.jobs)
-        count = f"{done}/{rank.n}"
+        count = f"{sum(d.status == 'Completed' for d in rank.jobs)}/{rank.n}"
         values = [str(rank.values[name]) for name in names]
         rows.append([str(place), loss, spread, count, *values, best])
     print_table(rows, err)
