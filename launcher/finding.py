@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 SHORTEST_PART = 4  # characters of an id
 Backend = LocalBackend | SageMakerBackend  # one place where jobs run; both do the same
+Jobs = Iterator[JobDescription]  # the newest first
 
 
 def backend_for(instance: str, settings: Settings) -> Backend:
@@ -48,15 +49,13 @@ class Listing:
         self.failure: InputError | ServiceError | None = None
         self.settings, self.everyone, self.name = settings, everyone, name
 
-    def __iter__(self) -> Iterator[JobDescription]:
+    def __iter__(self) -> Jobs:
         cloud = self.read(SageMakerBackend) if self.settings.reaches_aws else iter(())
-        return heapq.merge(self.local(), cloud, key=lambda job: job.launched, reverse=True)
+        here = self.read(LocalBackend)
+        return heapq.merge(here, cloud, key=lambda job: job.launched, reverse=True)
 
-    def local(self) -> Iterator[JobDescription]:
-        """Those of this machine alone."""
-        return self.read(LocalBackend)
-
-    def read(self, backend: Callable[[Settings], Backend]) -> Iterator[JobDescription]:
+    def read(self, backend: Callable[[Settings], Backend]) -> Jobs:
+        """Those of one place alone."""
         try:
             for job in backend(self.settings).list(self.everyone, self.name):
                 if isinstance(job, UnreadableJob):
@@ -108,7 +107,7 @@ def full_id(reference: str, settings: Settings, acts: bool = False, trained: boo
         return reference
     listing, found, latest = Listing(settings), None, reference == "latest"
     if not acts and not caller.remembered(settings):  # nothing of this home runs on SageMaker
-        found = choose(reference, listing.local(), trained, settings)
+        found = choose(reference, listing.read(LocalBackend), trained, settings)
         if found and latest and settings.reaches_aws:
             why = "SageMaker was not asked, since no job was launched there from here"
             logger.info(f"latest is {found.named}; {why}")
@@ -150,9 +149,7 @@ def check_no_later(found: JobDescription, settings: Settings, acts: bool) -> Non
         logger.info(problem, extra={"code": "in-another-region", "region": last.region})
 
 
-def choose(
-    reference: str, jobs: Iterator[JobDescription], trained: bool, settings: Settings
-) -> JobDescription | None:
+def choose(reference: str, jobs: Jobs, trained: bool, settings: Settings) -> JobDescription | None:
     """The job among these that a reference means. Raises InputError if there are several."""
     if reference == "latest":
         return newest(jobs, trained, settings)
@@ -171,9 +168,7 @@ def is_part(text: str, job_id: str) -> bool:
     return len(text) >= SHORTEST_PART and (ends or text in (moment, moment[9:]))
 
 
-def newest(
-    jobs: Iterator[JobDescription], trained: bool, settings: Settings
-) -> JobDescription | None:
+def newest(jobs: Jobs, trained: bool, settings: Settings) -> JobDescription | None:
     """The first of these jobs; if `trained`, the first that has a model, where one has."""
     first = None
     for job in jobs:

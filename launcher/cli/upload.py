@@ -67,7 +67,6 @@ def upload_data_command(
       sm-nanogpt upload-data notes more.txt --include '*.py' --exclude drafts
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
-    from launcher.launching.texts import n_training
     from launcher.text.copies import first_text
     from launcher.text.corpus import upload_data
 
@@ -79,11 +78,10 @@ def upload_data_command(
     characters = f"{upload.characters:,} characters"
     if tokens := upload.train_tokens + upload.val_tokens:
         kind = "conversation" if upload.chats else "document"
-        note(
-            f"{upload.documents:,} {kind}{'s' * (upload.documents > 1)}, {characters},"
-            f" {tokens:,} tokens ({upload.characters / tokens:.2f} characters each), vocabulary"
-            f" {upload.vocabulary_size:,}"
-        )
+        documents = f"{upload.documents:,} {kind}{'s' * (upload.documents > 1)}"
+        each = f"({upload.characters / tokens:.2f} characters each)"
+        vocabulary = f"vocabulary {upload.vocabulary_size:,}"
+        note(f"{documents}, {characters}, {tokens:,} tokens {each}, {vocabulary}")
     else:
         files = f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}"
         note(f"{files}, {upload.size:,} bytes, {characters}, {upload.vocabulary_size:,} distinct")
@@ -96,7 +94,7 @@ def upload_data_command(
     base, where = base_of(tokenizer), "local"
     if not upload.uri.startswith("file:"):  # the cheapest first job
         where = "ml.m5.xlarge --preset quick --max-cost 0.20"
-    elif n_training(upload) < SHORT and not (upload.chats or base):
+    elif upload.n_training < SHORT and not (upload.chats or base):
         where = "local --preset auto"
     note(f"next: {command('launch', '--instance', where, base)}")
 

@@ -21,7 +21,7 @@ from launcher.forecast import table
 from launcher.job import Expected, JobDescription, Request, TrainingJob
 from launcher.launching import start
 from launcher.launching.records import recorded_as
-from launcher.launching.texts import Channel, check_readings, check_texts, find_texts, n_training
+from launcher.launching.texts import Channel, Texts, check_readings, check_texts, find_texts
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered
@@ -79,10 +79,7 @@ class Plan:
 
 
 def prepare(
-    request: Request,
-    settings: Settings,
-    job_id: str | None = None,
-    texts: Mapping[str, Channel] | None = None,
+    request: Request, settings: Settings, job_id: str | None = None, texts: Texts | None = None
 ) -> Plan:
     """Make a Request into a job that is complete, checked and priced. Changes nothing in the store.
 
@@ -97,7 +94,7 @@ def prepare(
     made = backend.request(job_id, job, placement)
     log_choices(request, job, draft.texts["data"])
     channels = [*draft.texts.values(), *(model.channel for model in draft.models)]
-    return Plan(job_id, job, made, placement, channels, backend, draft.settings)
+    return Plan(job_id, job, made, placement, channels, backend, backend.settings)
 
 
 # -- fill what is open -----------------------------------------------------------------------------
@@ -112,28 +109,31 @@ class Earlier(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """A job with every field filled, and what its checks need; settings have its store."""
+    """A job with every field filled, and what its checks need; its backend has its store."""
 
     asked: Request
     job: TrainingJob
-    texts: Mapping[str, Channel]
+    texts: Texts
     models: Sequence[start.InitialModel]
     earlier: Earlier | None
     backend: Backend
-    settings: Settings
 
 
-def fill(asked: Request, settings: Settings, known: Mapping[str, Channel] | None = None) -> Draft:
+def fill(asked: Request, settings: Settings, known: Texts | None = None) -> Draft:
     """Choose what a request leaves open: from the earlier job, the settings, the initial model, the
     text, and the defaults of the machine."""
     request, earlier = asked, find_earlier(asked, settings)
     if earlier is not None:
         request, earlier = resumed(asked, earlier, settings)
     check_name(request, settings)
-    backend, near = place_of(request, settings)
-    if not request.is_local:
-        settings = near
+    backend: Backend
+    if request.is_local:
+        backend = LocalBackend(settings.model_copy(update={"store": ""}))
+    else:
+        backend = SageMakerBackend(settings)
+        settings = backend.settings = cloud_settings(backend)
         request = prescribed(request, settings)
+    near = backend.settings
     request = with_folder(request)
     models, base = [], earlier.job.base if earlier else None
     if asked.init_from is not None:
@@ -157,16 +157,7 @@ def fill(asked: Request, settings: Settings, known: Mapping[str, Channel] | None
         if earlier.job.summary.startswith("size "):
             same["summary"] = f"{earlier.job.summary} resumes {request.resume}"
         job = job.model_copy(update=same)
-    return Draft(asked, job, texts, models, earlier, backend, near)
-
-
-def place_of(request: Request, settings: Settings) -> tuple[Backend, Settings]:
-    """The backend of a job, and the settings with the store of its texts."""
-    if request.is_local:
-        return LocalBackend(settings), settings.model_copy(update={"store": ""})
-    backend = SageMakerBackend(settings)
-    backend.settings = cloud_settings(backend)
-    return backend, backend.settings
+    return Draft(asked, job, texts, models, earlier, backend)
 
 
 def check_name(request: Request, settings: Settings) -> None:
@@ -175,7 +166,7 @@ def check_name(request: Request, settings: Settings) -> None:
         return
     listing = Listing(settings, name=request.name)
     elsewhere = not request.is_local or remembered(settings)
-    jobs = iter(listing) if elsewhere else listing.local()
+    jobs = iter(listing) if elsewhere else listing.read(LocalBackend)
     if taken := recorded_as(request.name, settings) or next((job.job_id for job in jobs), None):
         raise InputError(f"{taken} has this name", field="name", value=request.name)
     if listing.failure is not None:
@@ -191,7 +182,7 @@ def cloud_settings(backend: SageMakerBackend) -> Settings:
     They come from the settings, else the stack, else the role of the SageMaker notebook that this
     runs in and the account's default SageMaker bucket. No bucket is created.
     """
-    settings = with_stack(backend.settings, session=backend.session)
+    settings = with_stack(backend.settings)
     if not settings.role and (role := notebook_role(backend.client)):
         logger.info(f"role: {role} (from this SageMaker notebook)")
         settings = settings.model_copy(update={"role": role})
@@ -244,10 +235,7 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
     """Fill the fields that a request leaves out from the job that it resumes.
 
     Hyperparameters, variables and tags are merged one by one. Logs the earlier hyperparameters
-    that this folder does not have.
-
-    Returns:
-        The request, and the earlier job as this folder computes it.
+    that this folder does not have. Returns also the earlier job as this folder computes it.
     """
     before, description, given = earlier.job, earlier.description, request.given()
     here = given.setdefault("instance", before.instance)
@@ -261,14 +249,11 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
     config = request.source.module("config").Config
     sent, known = description.hyperparameters, {f.name for f in fields(config)}
     if unknown := sorted(sent.keys() - known):
-        logger.info(
-            f"{request.source.directory} has no {', '.join(unknown)};"
-            " the earlier job's values are left out"
-        )
+        folder = request.source.directory
+        logger.info(f"{folder} has no {', '.join(unknown)}; the earlier job's values are left out")
     sent = {name: value for name, value in sent.items() if name in known}
-    before = before.model_copy(
-        update={"preset": None, "hyperparameters": sent, "entry_point": request.entry_point}
-    )
+    update = {"preset": None, "hyperparameters": sent, "entry_point": request.entry_point}
+    before = before.model_copy(update=update)
     hyperparameters = {**sent, **request.explicit_hyperparameters(asdict(before.config(1)))}
     kept = before.model_dump(include=set(Request.model_fields) - NEW, exclude_defaults=True)
     if given.get("spot", before.spot) != before.spot:  # each belongs to one kind of capacity
@@ -298,9 +283,7 @@ def with_folder(request: Request) -> Request:
     return request
 
 
-def complete(
-    request: Request, texts: Mapping[str, Channel], base: str | None, settings: Settings
-) -> TrainingJob:
+def complete(request: Request, texts: Texts, base: str | None, settings: Settings) -> TrainingJob:
     """The job with the places of its texts, with the launcher for its instance type, and with what
     it is in words; base names the model that it starts from."""
     places = {name: text.uri for name, text in texts.items()}
@@ -308,15 +291,12 @@ def complete(
     if not request.is_local:
         chosen.setdefault("launcher", machines.default_launcher(request.instance or ""))
     job = TrainingJob(**chosen, base=base)
-    job._inherited, job._source = request._inherited, request._source
-    job._dialed = request._dialed
+    job._inherited, job._source, job._dialed = request._inherited, request._source, request._dialed
     expected = forecast_of(job, texts, settings) if job.size and job.teacher is None else None
     return job.model_copy(update={"summary": summary_of(job), "expected": expected})
 
 
-def forecast_of(
-    job: TrainingJob, texts: Mapping[str, Channel], settings: Settings
-) -> Expected | None:
+def forecast_of(job: TrainingJob, texts: Texts, settings: Settings) -> Expected | None:
     """The loss that was forecast for a job's size on its texts, if the job is that run."""
     size, place = job.size or 0.0, kept_forecast(job, texts, settings)
     with job.source.running():
@@ -325,15 +305,11 @@ def forecast_of(
     return table.recall(place, size) if place and given == dialed else None
 
 
-def kept_forecast(
-    request: Request, texts: Mapping[str, Channel], settings: Settings
-) -> Path | None:
+def kept_forecast(request: Request, texts: Texts, settings: Settings) -> Path | None:
     """The file that keeps the forecast of texts; None if they were not uploaded from here."""
-    uploads = [channel.upload for channel in texts.values()]
-    hashes = [upload.sha256 for upload in uploads if upload]
-    if len(hashes) < len(uploads):
-        return None
-    return table.place_of(hashes, request.source.sha256, settings)
+    hashes = [channel.upload.sha256 for channel in texts.values() if channel.upload]
+    known = len(hashes) == len(texts)
+    return table.place_of(hashes, request.source.sha256, settings) if known else None
 
 
 def summary_of(job: TrainingJob) -> str:
@@ -392,7 +368,7 @@ def check(draft: Draft) -> None:
     check_texts(draft.texts, config)
     if (upload := draft.texts["data"].upload) is not None:
         padding = 1 + upload.chats  # rows of conversations may be half empty
-        check_readings(config, n_training(upload) * padding)
+        check_readings(config, upload.n_training * padding)
 
 
 def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None:
@@ -405,8 +381,7 @@ def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None
         return
     if machines.looks_like_gpu(job.instance) and getattr(job.config(1), "device", "") == "cpu":
         what = f"preset {job.preset}" if job.preset else "the job"
-        problem = f"{what} trains on the CPU, and {job.instance} has GPUs"
-        raise InputError(problem, "idle-gpus")
+        raise InputError(f"{what} trains on the CPU, and {job.instance} has GPUs", "idle-gpus")
 
 
 def log_choices(asked: Request, job: TrainingJob, text: Channel) -> None:

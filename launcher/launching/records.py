@@ -25,6 +25,7 @@ from launcher.settings import Settings
 MEMBER = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-try(\d+))?")
 
 Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number, the newest last
+Values = Mapping[str, Sequence[Scalar]]  # what a sweep varies, by name
 
 
 class Sweep(Document):
@@ -41,7 +42,7 @@ class Sweep(Document):
         return [number for number in range(1, len(self.members) + 1) if number not in done]
 
 
-def grid(sweep: Mapping[str, Sequence[Scalar]], seeds: int, first: int) -> list[dict[str, Scalar]]:
+def grid(sweep: Values, seeds: int, first: int) -> list[dict[str, Scalar]]:
     """Each combination of the values, with each of `seeds` seeds."""
     values = dict(sweep)
     if seeds > 1:
@@ -50,10 +51,8 @@ def grid(sweep: Mapping[str, Sequence[Scalar]], seeds: int, first: int) -> list[
 
 
 def write_record(group: str, sweep: Sweep, settings: Settings) -> None:
-    record = {
-        **sweep.model_dump(mode="json"),
-        "job": sweep.job.model_dump(mode="json", exclude_unset=True),
-    }
+    record = sweep.model_dump(mode="json")
+    record["job"] = sweep.job.model_dump(mode="json", exclude_unset=True)
     storage.write_json(str(record_of(group, settings)), record)
 
 

@@ -20,7 +20,7 @@ from launcher.files import storage
 from launcher.files.documents import Scalar
 from launcher.files.models import DOCUMENTS, model_files
 from launcher.job import FULL_ID, Request
-from launcher.launching.texts import Channel, n_training
+from launcher.launching.texts import Channel, Texts
 from launcher.machines import GPUS, looks_like_gpu
 from launcher.models.fetch import model_directory
 from launcher.settings import Settings
@@ -70,7 +70,9 @@ def find_model(request: Request, settings: Settings, field: str = "init_from") -
         values, tokenizer = read_model(request, directory, field)
         channel = Channel(reference, uri or storage.to_uri(directory), None, [])
         if uri is None and storage.local_path(settings.data_store) is None:
-            upload, sources = survey(reference, directory, settings)
+            sources = [File(path.name, path) for path in model_files(directory)]
+            name = Path(reference).absolute().name
+            upload = corpus.upload_of(name, sources, settings, "models")
             channel = Channel(reference, upload.uri, upload, sources)
     return InitialModel(base_of(reference), channel, values, tokenizer)
 
@@ -98,8 +100,7 @@ def base_of(named: str) -> str:
 @contextmanager
 def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
     """A directory with the documents of a model, and the URI of one that is on S3."""
-    path = storage.local_path(named)
-    if path is None:
+    if (path := storage.local_path(named)) is None:
         sizes = storage.list_files(named, settings)
         if "config.json" not in sizes:
             raise InputError(f"{named}: no config.json is there")
@@ -111,24 +112,16 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
     yield model_directory(str(path) if path.exists() else named, settings), None
 
 
-def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Upload, list[File]]:
-    """What `corpus.send` puts into the store, and the files here."""
-    sources = [File(path.name, path) for path in model_files(directory)]
-    name = Path(named).absolute().name
-    return corpus.upload_of(name, sources, settings, "models"), sources
-
-
 # -- size ------------------------------------------------------------------------------------------
-
 
 SIZES = (*(n / 4 for n in range(1, 9)), 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 LARGEST_ON_CPU = 3  # as `laptop`, some minutes
 
 
-def size_of(texts: Mapping[str, Channel]) -> tuple[int, bool]:
+def size_of(texts: Texts) -> tuple[int, bool]:
     """Tokens to train on, or characters; whether of conversations."""
     if (upload := texts["data"].upload) is not None:
-        return (upload.characters if "validation" in texts else n_training(upload)), upload.chats
+        return (upload.characters if "validation" in texts else upload.n_training), upload.chats
     raise InputError(
         f"{texts['data'].named}: preset=auto and a size need the length of the text, which is known"
         " of local texts, and of uploads unless this is a dry run; name another preset"
@@ -153,7 +146,7 @@ def on_gpus(request: Request) -> bool:
     return looks_like_gpu(request.instances[0])
 
 
-def sized(request: Request, texts: Mapping[str, Channel]) -> Request:
+def sized(request: Request, texts: Texts) -> Request:
     """The request with the hyperparameters of its size.
 
     preset=auto is the largest size whose tokens the text has, if it is read as often as it may be;

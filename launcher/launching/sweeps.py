@@ -18,12 +18,11 @@ from typing import IO, Any
 from launcher.aws import PATIENCE_SECONDS, OverQuota, patiently
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.files.documents import Scalar
 from launcher.finding import Backend, Listing, backend_for, is_part, not_asked
 from launcher.job import FULL_ID, JobDescription, Request
 from launcher.launching import records
 from launcher.launching.launch import Plan, check_name, new_job_id, prepare
-from launcher.launching.records import Sweep, Tries, record_of, tail_of
+from launcher.launching.records import Sweep, Tries, Values, record_of, tail_of
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker.cost import CeilingTooLow, usd
 from launcher.settings import Settings
@@ -154,11 +153,7 @@ def prepare_member(
 
 
 def plan_sweep(
-    request: Request,
-    settings: Settings,
-    values: Mapping[str, Sequence[Scalar]],
-    seeds: int = 1,
-    parallel: int = 1,
+    request: Request, settings: Settings, values: Values, seeds: int, parallel: int
 ) -> SweepPlan:
     """Check and price the jobs of a new sweep: each combination of the values, with each of `seeds`
     seeds, `parallel` jobs at a time. Raises as `prepare` if a job cannot run.
@@ -181,7 +176,7 @@ def plan_sweep(
 
 
 def continue_sweep(
-    group: str, settings: Settings, max_cost: float | None = None, parallel: int | None = None
+    group: str, settings: Settings, max_cost: float | None, parallel: int | None
 ) -> SweepPlan:
     """Check and price the jobs of a sweep of this machine that have not completed."""
     with ExitStack() as unless_planned:
@@ -333,8 +328,7 @@ class SweepPlan:
         """Ask about each job that runs, and stop it if asked. Yields those that have ended."""
         for number, job_id in list(self.running.items()):
             ask = partial(self.backend.describe, job_id)
-            description = patiently(ask, job_id=self.group, code="")
-            if description is None:
+            if (description := patiently(ask, job_id=self.group, code="")) is None:
                 logger.info(f"job {job_id} was deleted")
                 del self.running[number]
                 continue
@@ -352,8 +346,7 @@ def stop_all(group: str, tries: Tries, settings: Settings) -> list[JobDescriptio
 
     The command that runs the sweep stops a job that it starts meanwhile.
     """
-    newest = [each[-1] for each in tries.values()]
-    if not newest:
+    if not (newest := [each[-1] for each in tries.values()]):
         return []
     backend, running = backend_for(newest[0].instance, settings), []
     try:

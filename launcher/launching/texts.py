@@ -42,6 +42,9 @@ class Channel:
     sources: list[File]
 
 
+Texts = Mapping[str, Channel]  # those of a job, by its fields: data, validation
+
+
 def is_text(name: str) -> bool:
     """Whether train.py reads a file of a folder, or SageMaker is asked for a single file."""
     return name.lower().endswith((".txt", ".md"))
@@ -66,10 +69,9 @@ def find_channel(location: str, settings: Settings) -> Channel:
             problem = "no *.txt or *.md file is there" if there else "nothing is there"
         # SageMaker copies all objects whose keys begin with the URI of a channel.
         elif is_text(uri) and not stays and (others := storage.namesakes(uri, settings)):
-            problem = (
-                f"SageMaker would also copy {others[0]}, whose name begins the same; copy the text"
-                f" to {uri.rpartition('.')[0]}/ and name that prefix instead"
-            )
+            problem = f"SageMaker would also copy {others[0]}, whose name begins the same"
+            prefix = f"{uri.rpartition('.')[0]}/"
+            problem += f"; copy the text to {prefix} and name that prefix instead"
     if problem:
         raise InputError(f"{location}: {problem}")
     if path is None:
@@ -92,7 +94,7 @@ def find_texts(request: Request, settings: Settings, near: Settings) -> dict[str
     }
 
 
-def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
+def check_texts(channels: Texts, config: Any) -> None:
     """Raise InputError if a run of this config would refuse the texts. Warn of equal ones."""
     texts = {text.upload.sha256 if text.upload else text.uri for text in channels.values()}
     if len(texts) < len(channels):
@@ -106,11 +108,9 @@ def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
         if problem := problem_of(text, config, "" if len(channels) == 1 else name):
             raise InputError(f"{channel.named}: {problem}")
         if longer := sum(n for context, n in text.contexts.items() if context > config.block_size):
-            logger.warning(
-                f"{longer:,} of {text.documents:,} conversations are longer than"
-                f" block_size={config.block_size}: they end with the last answer that fits, or are"
-                " left out"
-            )
+            many = f"{longer:,} of {text.documents:,} conversations are longer than"
+            end = "they end with the last answer that fits, or are left out"
+            logger.warning(f"{many} block_size={config.block_size}: {end}")
 
 
 def problem_of(text: corpus.Upload, config: Any, field: str) -> str:
@@ -127,10 +127,9 @@ def problem_of(text: corpus.Upload, config: Any, field: str) -> str:
         return "short_windows cuts conversations; leave it out"
     for part, needed in text.answers.items():
         if needed > size:
-            return (
-                f"no conversation in {part} has an answer within block_size={size} tokens; it needs"
-                f" block_size={needed} or more; train the base model with that too"
-            )
+            none = f"no conversation in {part} has an answer within block_size={size} tokens"
+            more = f"it needs block_size={needed} or more; train the base model with that too"
+            return f"{none}; {more}"
     if text.train_tokens:
         parts = {"training": text.train_tokens, "validation": text.val_tokens}
     elif not field:
@@ -140,16 +139,10 @@ def problem_of(text: corpus.Upload, config: Any, field: str) -> str:
         parts = {"training" if field == "data" else field: text.characters}
     for part, length in parts.items():
         if length < size + 1 and not text.chats:
-            return (
-                f"the {part} text has {length} {unit}, and one window of block_size={size} needs"
-                f" {size + 1}; use more text or a smaller block_size"
-            )
+            needs = f"one window of block_size={size} needs {size + 1}"
+            what = f"the {part} text has {length} {unit}, and {needs}"
+            return f"{what}; use more text or a smaller block_size"
     return ""
-
-
-def n_training(upload: corpus.Upload) -> int:
-    """The tokens to train on, or characters."""
-    return upload.train_tokens or int(0.9 * upload.characters)
 
 
 def check_readings(config: Any, tokens: int) -> None:
@@ -158,12 +151,9 @@ def check_readings(config: Any, tokens: int) -> None:
     regularized = any(getattr(config, name, 0) for name in ("weight_decay", "dropout"))
     most = MOST_IF_REGULARIZED if regularized else MOST_READINGS
     if (readings := config.max_steps * step / tokens) > most:
-        logger.warning(
-            f"the run reads the text {readings:.0f} times, and will memorize it",
-            extra={"code": "read-less", "steps": max(1, READINGS * tokens // step), "n": READINGS},
-        )
+        steps = max(1, READINGS * tokens // step)
+        often = f"the run reads the text {readings:.0f} times, and will memorize it"
+        logger.warning(often, extra={"code": "read-less", "steps": steps, "n": READINGS})
     if getattr(config, "generations", 1) > 1 and readings < FEW_READINGS:
-        logger.warning(
-            f"each model reads the text {readings:.1f} times; below {FEW_READINGS}, a larger model"
-            " gains more than another generation"
-        )
+        each = f"each model reads the text {readings:.1f} times; below {FEW_READINGS}"
+        logger.warning(f"{each}, a larger model gains more than another generation")

@@ -46,7 +46,7 @@ Seen = dict[str, Stack | None]  # what it holds, by cache_key; None: there was n
 
 
 def with_stack(
-    settings: Settings, names: tuple[str, ...] = ("store", "role", "kms_key"), session: Any = None
+    settings: Settings, names: tuple[str, ...] = ("store", "role", "kms_key")
 ) -> Settings:
     """Fill store, role and key that the settings leave open from the stack, if there is one.
 
@@ -55,7 +55,7 @@ def with_stack(
     """
     if settings.store and (settings.role or "role" not in names):
         return settings
-    session = session or aws_session(settings)
+    session = aws_session(settings)
     known = remembered(settings, session.region_name)
     try:
         stack, seen = find_stack(settings, session), ""
@@ -71,11 +71,8 @@ def with_stack(
     if settings.store and not f"{settings.store}/".startswith(f"{stack.store}/"):
         logger.info(f"not using the role of stack {stack.name}: it can access only {stack.store}")
         return settings
-    found = {
-        name: getattr(stack, name)
-        for name in names
-        if getattr(stack, name) and not getattr(settings, name)
-    }
+    offered = {name: getattr(stack, name) for name in names if not getattr(settings, name)}
+    found = {name: value for name, value in offered.items() if value}
     source = f"stack {stack.name}{seen}"
     for name, value in found.items():
         logger.info(f"{name.replace('_', ' ')}: {value} ({source})")
@@ -185,12 +182,10 @@ def notebook_role(client: Callable[[str], Any]) -> str:
         here = json.loads(NOTEBOOK_METADATA.read_bytes())
     except (OSError, ValueError):
         return ""
-    if role := here.get("ExecutionRoleArn"):
-        return str(role)
-    if "DomainId" in here:  # a space of Studio whose role is not told
-        return ""
-    with suppress(NotAsked):
-        name = here["ResourceName"]
-        answer = client("sagemaker").describe_notebook_instance(NotebookInstanceName=name)
-        return str(answer["RoleArn"])
-    return ""
+    role = here.get("ExecutionRoleArn") or ""
+    if not role and "DomainId" not in here:  # else a space of Studio whose role is not told
+        with suppress(NotAsked):
+            name = here["ResourceName"]
+            answer = client("sagemaker").describe_notebook_instance(NotebookInstanceName=name)
+            role = answer["RoleArn"]
+    return str(role)

@@ -63,6 +63,11 @@ class Upload:
     vocabulary: str = ""  # the characters of a text
     tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
 
+    @property
+    def n_training(self) -> int:
+        """The tokens to train on, or characters."""
+        return self.train_tokens or int(0.9 * self.characters)
+
     def is_whole(self, sizes: Mapping[str, int]) -> bool:
         """Whether these are its files, by their names and bytes."""
         return set(sizes) == set(self.files) and sum(sizes.values()) == self.size
@@ -92,9 +97,8 @@ def upload_data(
     The default store is that of the stack, if AWS is configured and there is one; else it is on
     this machine. Text that is already there is not sent again.
 
-    Raises:
-        InputError: the files are not text, or too short to train on; or as with_store.
-        ServiceError: the store failed.
+    Raises InputError if the files are not text, or too short to train on, or as with_store; and
+    ServiceError if the store failed.
     """
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
     include, exclude = ((each,) if isinstance(each, str) else each for each in (include, exclude))
