@@ -38,7 +38,6 @@ STATUSES = ("InProgress", "Stopping", "Completed", "Failed", "Stopped")
 RUNNING = STATUSES[:2]
 LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
 
-
 Positive = Annotated[Number, Field(gt=0)]
 
 
@@ -74,10 +73,8 @@ class Request(BaseModel):
 
     None is a field that is left out, which `launch` chooses. hyperparameters override the preset.
     `config()` validates both with the training folder's own Config, so that a launch and the
-    container report the same errors.
-
-    Raises:
-        InputError: a field is invalid, or AWS would refuse the job.
+    container report the same errors. Raises InputError if a field is invalid, or AWS would refuse
+    the job.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -290,6 +287,11 @@ class TrainingJob(Request):
         limits = (own, self.affordable_run, self.max_wait)
         return min(limit for limit in limits if limit is not None)
 
+    @property
+    def wait_limit(self) -> int:
+        """Seconds that a spot job may take, with its interruptions."""
+        return self.max_wait or min(2 * self.time_limit, LONGEST_RUN)
+
     def check_resumable(self, before: Request, earlier: JobDescription) -> None:
         """Raise InputError unless this job can continue from `before`, described by `earlier`.
 
@@ -307,11 +309,8 @@ class TrainingJob(Request):
         if step > total or (step == total and earlier.model_uri is not None):
             if generations > 1:
                 raise InputError(f"the earlier job has done its {generations} generations")
-            raise InputError(
-                f"max_steps={max_steps}: the earlier job has already reached step {step}",
-                "train-further",
-                step=step,
-            )
+            problem = f"max_steps={max_steps}: the earlier job has already reached step {step}"
+            raise InputError(problem, "train-further", step=step)
 
 
 # -- how it stands ---------------------------------------------------------------------------------
@@ -403,6 +402,9 @@ class JobDescription:
         asked = self.ended is not None and self.keep_alive is not None
         return had_machines and asked and self.warm_pool_seconds is None
 
+    def log_pending(self) -> None:
+        logger.info(f"job {self.job_id} is {self.state}: {self.message}")
+
     def has_open_pool(self, now: float) -> bool:
         """Whether the job may have a warm pool at `now`, in seconds since the epoch."""
         return self.may_have_pool and now < (self.ended or 0) + (self.keep_alive or 0)
@@ -434,10 +436,6 @@ class UnreadableJob:
 def time_of(job_id: str) -> str:
     """The start of an id, with the time of its launch."""
     return job_id[: len("sm-nanogpt-20261125-000000")]
-
-
-def log_pending(description: JobDescription) -> None:
-    logger.info(f"job {description.job_id} is {description.state}: {description.message}")
 
 
 def checkpoints_among(names: Iterable[str]) -> dict[int, str]:

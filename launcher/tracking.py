@@ -14,7 +14,7 @@ from launcher.curve import Curve, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.finding import find
-from launcher.job import JobDescription, log_pending
+from launcher.job import JobDescription
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
@@ -50,12 +50,11 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
     session = aws_session(settings)
     prices = Prices(settings, check_region(session), session)
     known = {instance: prices.of(instance) for instance in sorted(placed)}
-    priced = []
-    for description in found:
-        if (price := known.get(description.instance)) is not None:
-            spent = cost.cost_of(description, price, time.time())
-            description = replace(description, cost=spent, price=price)
-        priced.append(description)
+    priced, now = list[JobDescription](), time.time()
+    for each in found:
+        if (price := known.get(each.instance)) is not None:
+            each = replace(each, cost=cost.cost_of(each, price, now), price=price)
+        priced.append(each)
     if prices.trouble:
         logger.info(prices.trouble)
     if unknown := [name for name, price in known.items() if price is None]:
@@ -111,15 +110,14 @@ def wait(
     while description.is_running:
         if description.secondary_status == "Pending" and not pending:
             pending = True
-            log_pending(description)
+            description.log_pending()
         if time.monotonic() > deadline:
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
         time.sleep(backend.poll_seconds)
         ask = partial(backend.describe, job_id)
         if not isinstance(backend, LocalBackend):  # also through an outage
             ask = partial(patiently, ask, job_id=job_id, code="job-goes-on", deadline=deadline)
-        now = ask()
-        description = now or find(job_id, settings)[1]  # which says that it is gone
+        description = ask() or find(job_id, settings)[1]  # which says that it is gone
     return description
 
 

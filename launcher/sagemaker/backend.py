@@ -25,14 +25,7 @@ from launcher.aws import Missing, NotAsked, aws_session, make_client
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.job import (
-    RUNNING,
-    JobDescription,
-    TrainingJob,
-    UnreadableJob,
-    checkpoints_among,
-    log_pending,
-)
+from launcher.job import RUNNING, JobDescription, TrainingJob, UnreadableJob, checkpoints_among
 from launcher.sagemaker import caller, cost
 from launcher.sagemaker.caller import Caller, Launched, our_tags, search_jobs, with_last
 from launcher.sagemaker.cost import Prices
@@ -135,9 +128,8 @@ class SageMakerBackend:
         except NotAsked:
             owner, role = OWNER_PLACEHOLDER, role or ROLE_PLACEHOLDER
         if not role:
-            raise InputError(
-                "no execution role, by which SageMaker reads and writes the store", "no-role"
-            )
+            problem = "no execution role, by which SageMaker reads and writes the store"
+            raise InputError(problem, "no-role")
         return Placement(
             region=self.region,
             owner=owner,
@@ -246,8 +238,7 @@ class SageMakerBackend:
         console = CONSOLES.get(self.session.get_partition_for_region(self.region))
         if console is None:
             return None
-        place = f"sagemaker/home?region={self.region}#/jobs/{job_id}"
-        return f"https://{self.region}.{console}/{place}"
+        return f"https://{self.region}.{console}/sagemaker/home?region={self.region}#/jobs/{job_id}"
 
     # -- after ------------------------------------------------------------------------------------
 
@@ -263,14 +254,12 @@ class SageMakerBackend:
 
     def known(self, job_id: str) -> dict[str, Any]:
         """As `raw`, but raises ServiceError if there is no such job."""
-        raw = self.raw(job_id)
-        if raw is None:
+        if (raw := self.raw(job_id)) is None:
             raise ServiceError(f"there is no job {job_id!r} {self.place}")
         return raw
 
     def describe(self, job_id: str) -> JobDescription | None:
-        raw = self.raw(job_id)
-        if raw is None:
+        if (raw := self.raw(job_id)) is None:
             return None
         place, names = raw["CheckpointConfig"]["S3Uri"], dict[str, int]()
         if raw["TrainingJobStatus"] not in RUNNING:
@@ -280,8 +269,7 @@ class SageMakerBackend:
     def job(self, job_id: str) -> TrainingJob:
         raw = self.known(job_id)
         record = storage.join(raw["OutputDataConfig"]["S3OutputPath"], job_id, "job.json")
-        job = storage.read_document(record, TrainingJob, self.settings)
-        if job is None:
+        if (job := storage.read_document(record, TrainingJob, self.settings)) is None:
             raise ServiceError(f"{record} is missing, so the submitted job is unknown")
         # Others may write to the store, so it chooses neither the container, nor its environment,
         # nor the instances.
@@ -334,8 +322,7 @@ class SageMakerBackend:
         if raw["TrainingJobStatus"] not in RUNNING:
             place = raw["CheckpointConfig"]["S3Uri"]
             uri = storage.join(place, newest_curve(storage.list_files(place, self.settings)))
-            content = storage.read_bytes(uri, self.settings, LARGEST_CURVE)
-            if content is not None:
+            if (content := storage.read_bytes(uri, self.settings, LARGEST_CURVE)) is not None:
                 return rows_of_file(content.splitlines(), uri), uri
         return rows_of_log(self.logs(job_id, follow=False)), f"the log in {LOG_GROUP}"
 
@@ -363,9 +350,8 @@ class SageMakerBackend:
         seen = dict[str, str]()
         heard, ended, pending = time.monotonic(), False, False
         while True:
-            raw, events, seen = aws.patiently(
-                partial(self.news, job_id, seen), job_id=job_id, code="job-goes-on"
-            )
+            ask = partial(self.news, job_id, seen)
+            raw, events, seen = aws.patiently(ask, job_id=job_id, code="job-goes-on")
             for _, stream, message in events:
                 yield stream, message
             if events or not ended:  # the last lines come after the end
@@ -375,7 +361,7 @@ class SageMakerBackend:
                 return
             if raw and raw.get("SecondaryStatus") == "Pending" and not pending:
                 pending = True
-                log_pending(describe_job(raw, None))
+                describe_job(raw, None).log_pending()
             time.sleep(self.poll_seconds)
 
     def news(

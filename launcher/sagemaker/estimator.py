@@ -21,14 +21,7 @@ from launcher.errors import InputError
 from launcher.files import storage
 from launcher.job import TrainingJob
 from launcher.machines import looks_like_gpu
-from launcher.sagemaker.request import (
-    LONGEST_PENDING,
-    Placement,
-    channels_of,
-    max_wait_of,
-    mpi_options,
-    tags_of,
-)
+from launcher.sagemaker.request import LONGEST_PENDING, Placement, channels_of, mpi_options, tags_of
 
 ONE_AT_A_TIME = threading.Lock()  # two threads would restore each other's values
 # Instead of files of the user and the machine, whose defaults would change the request.
@@ -103,7 +96,7 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
             checkpoint_s3_uri=placement.checkpoint_uri(job_id),
             use_spot_instances=job.spot,
             max_run=job.time_limit,
-            max_wait=max_wait_of(job) if job.spot else None,
+            max_wait=job.wait_limit if job.spot else None,
             keep_alive_period_in_seconds=job.keep_alive,
             volume_size=job.volume_size,
             environment=dict(job.environment) or None,

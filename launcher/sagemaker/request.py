@@ -18,7 +18,7 @@ from typing import Any
 
 from launcher.errors import InputError
 from launcher.files import storage
-from launcher.job import LONGEST_RUN, Request, Scalar, TrainingJob
+from launcher.job import Request, Scalar, TrainingJob
 from launcher.machines import looks_like_gpu
 from launcher.sagemaker.caller import our_tags
 from launcher.source import Source
@@ -87,11 +87,6 @@ def mpi_options(environment: Mapping[str, str]) -> str:
     return f"--NCCL_DEBUG {debug}"
 
 
-def max_wait_of(job: TrainingJob) -> int:
-    """Seconds that a spot job may take, with its interruptions."""
-    return job.max_wait or min(2 * job.time_limit, LONGEST_RUN)
-
-
 def input_channel(name: str, uri: str, mode: str | None) -> dict[str, Any]:
     """One channel: all objects whose keys begin with the URI, copied to each host."""
     source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
@@ -136,7 +131,7 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
     }
     stopping = {"MaxRuntimeInSeconds": job.time_limit}
     if job.spot:
-        stopping["MaxWaitTimeInSeconds"] = max_wait_of(job)
+        stopping["MaxWaitTimeInSeconds"] = job.wait_limit
     elif looks_like_gpu(job.instance):  # of CPUs and spot, AWS ignores it
         stopping["MaxPendingTimeInSeconds"] = LONGEST_PENDING
     output = {"S3OutputPath": storage.join(placement.store, "jobs"), "KmsKeyId": placement.kms_key}
@@ -183,9 +178,8 @@ def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
         if harmless.fullmatch(str(value)):
             continue
         if name in explicit:
-            raise InputError(
-                f"{name}={value!r}: SageMaker hyperparameters allow only A-Z a-z 0-9 . _ : / = + -"
-            )
+            allowed = "SageMaker hyperparameters allow only A-Z a-z 0-9 . _ : / = + -"
+            raise InputError(f"{name}={value!r}: {allowed}")
         del values[name]  # the edited script has the same default there
     return values
 
