@@ -63,9 +63,6 @@ class Context:
         return SageMakerBackend(self.settings, attempts=2)
 
 
-# -- this machine ----------------------------------------------------------------------------------
-
-
 def check_training(context: Context) -> Found:
     """Train a tiny model for a few steps, as a normal job, in a temporary home."""
     tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, max_steps=3, eval_interval=3)
@@ -89,9 +86,6 @@ def check_training(context: Context) -> Found:
     return f"a tiny model trained here in {time.monotonic() - began:.0f} s"
 
 
-# -- the account -----------------------------------------------------------------------------------
-
-
 def check_credentials(context: Context) -> Found:
     """The profile and the region are known, and AWS knows the caller."""
     caller = context.cloud.client("sts").get_caller_identity()
@@ -104,20 +98,14 @@ def check_stack(context: Context) -> Found:
     stack = context.stack = find_stack(context.settings, context.cloud.session)
     if stack is None:
         return Doubt("none", code="deploy-stack")
-    if not is_whole(stack.status):
-        return Doubt(f"{stack.name} is {stack.status}", code="show-stack")
-    return f"{stack.name} is {stack.status}"
-
-
-# -- what a job needs ------------------------------------------------------------------------------
+    state = f"{stack.name} is {stack.status}"
+    return state if is_whole(stack.status) else Doubt(state, code="show-stack")
 
 
 def check_role(context: Context) -> Found:
     role = context.settings.role or (context.stack.role if context.stack else "")
     role = role or notebook_role(context.cloud.client)
-    if not role:
-        return InputError("no execution role", "no-role")
-    return role
+    return role or InputError("no execution role", "no-role")
 
 
 def check_store(context: Context) -> Found:
@@ -159,8 +147,7 @@ def check_quota(context: Context) -> Found:
             if quota["QuotaName"].endswith(use) and "spot" not in quota["QuotaName"]
         }
     except ServiceError as error:
-        problem = f"could not check the quotas of instances: {error}"
-        return Doubt(problem, error.code, **error.facts)
+        return Doubt(f"could not check the quotas of instances: {error}", error.code, **error.facts)
     if not context.instance:
         gpus = {name: n for name, n in values.items() if n >= 1 and looks_like_gpu(name)}
         if not gpus:
@@ -175,13 +162,11 @@ def check_quota(context: Context) -> Found:
     return f"{name!r} is {n:g}"
 
 
-def run_checks(
-    settings: Settings, instance: str | None = None, train: bool = True
-) -> Iterator[Finding]:
+def run_checks(settings: Settings, instance: str | None, train: bool) -> Iterator[Finding]:
     """Check this machine, unless `train` is off; and the account, unless the instance is `local`,
     or none is named and no AWS account is configured."""
-    checks: dict[str, Callable[[Context], Found]] = {}
-    checks |= {"local training": check_training} if train else {}
+    checks: dict[str, Callable[[Context], Found]]
+    checks = {"local training": check_training} if train else {}
     if instance != "local" and (instance or settings.reaches_aws):
         checks |= {"credentials": check_credentials, "quota": check_quota}
         checks |= {"price": check_price} if instance else {}

@@ -97,8 +97,7 @@ class Job:
     def wait(self, timeout: float | None = None) -> Job:
         """Wait until the job ends, and return it; timeout is in seconds.
 
-        Raises:
-            ServiceError: the job failed, was deleted, or still runs after `timeout`.
+        Raises ServiceError if the job failed, was deleted, or still runs after `timeout`.
         """
         ended = tracking.wait(self.id, self.settings, timeout)
         if ended.status == "Failed":
@@ -225,9 +224,8 @@ class Plan:
     def submit(self, confirmed: bool = False) -> Job:
         """Upload the text, and start the job. After an interruption, `job()` finds it if it runs.
 
-        Raises:
-            Unconfirmed: the job may cost more than the setting ask_above, or its price is unknown;
-                neither its request nor the settings have max_cost; and it is not confirmed.
+        Raises Unconfirmed if the job is not confirmed, neither its request nor the settings have
+        max_cost, and it may cost more than the setting ask_above, or its price is unknown.
         """
         if not confirmed and not self.job.is_local:
             chosen = None if self.job.origin("max_cost") else self.job.max_cost

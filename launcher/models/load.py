@@ -63,9 +63,8 @@ def load_model(
     computes it if both have the same kernels.py and model.py; also if that folder is gone and the
     model is Qwen3's, which is logged.
 
-    Raises:
-        ServiceError: the directory holds no model of sm-nanogpt, nor one of Qwen3's architecture.
-        InputError: the model needs the folder that trained it, and that is not here.
+    Raises ServiceError if the directory holds no model of sm-nanogpt, nor one of Qwen3's
+    architecture, and InputError if the model needs the folder that trained it, which is not here.
     """
     directory = Path(directory)
     published = is_published(directory)

@@ -71,8 +71,6 @@ def our_tags(owner: str, name: str | None, summary: str) -> list[dict[str, str]]
     return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
-# -- the last job ----------------------------------------------------------------------------------
-
 LAST_LAUNCHED = "last-launched.json"
 
 
@@ -98,9 +96,6 @@ def remember(launched: Launched, settings: Settings) -> None:
     others = [each for each in remembered(settings) if (each.caller, each.region) != place]
     with suppress(ServiceError):  # the job runs, and its id has to be told
         storage.write_json(str(settings.home / LAST_LAUNCHED), [*others, launched])
-
-
-# -- their jobs, newest first ----------------------------------------------------------------------
 
 
 def search_jobs(client: Any, owner: str | None, name: str | None) -> Iterator[dict[str, Any]]:

@@ -53,9 +53,6 @@ def survey(files: Sequence[File]) -> Counts:
     return counts
 
 
-# -- shards ----------------------------------------------------------------------------------------
-
-
 def encode(
     files: Sequence[File], counts: Counts, words: Words, directory: Path, progress: Progress
 ) -> dict[str, Any]:
