@@ -198,13 +198,10 @@ def service_errors(call: str) -> Iterator[None]:
 
     try:
         yield
-    except ClientError as error:
+    except (BotoCoreError, ClientError, ResponseParserError) as error:
         code, message = code_and_message(error)
-        if is_missing(code, message):
-            raise Missing(f"{call}: {message}") from None
-        raise failure(call, error) from None
-    except (BotoCoreError, ResponseParserError) as error:
-        raise failure(call, error) from None
+        missing = is_missing(code, message)
+        raise Missing(f"{call}: {message}") if missing else failure(call, error) from None
 
 
 def is_missing(code: str, message: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -386,9 +387,10 @@ def test_a_bias_that_an_edit_adds_begins_at_zero(tmp_path):
 
 
 def test_copy_script_copies_and_replaces_nothing(cli, tmp_path):
-    mine, other = tmp_path / "mine", tmp_path / "other"
+    mine, other = tmp_path / "my own", tmp_path / "other"
     ran = cli("copy-script", str(mine))
     assert (ran.code, ran.out) == (0, f"{mine}\n")
+    assert shlex.split(ran.err.splitlines()[-1])[-1] == str(mine)  # the next command
     assert Source.read(mine).is_packaged
     other.write_text("mine")
     assert cli("copy-script", str(other)).failed(2, f"{other}: File exists")

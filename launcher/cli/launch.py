@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -327,12 +328,13 @@ def copy_script_command(directory: Path, search: str | None) -> None:
     """
     from launcher.source import Source
 
-    source, then = Source.packaged(), f"launch --instance local --entry-point {directory}"
+    source, folder = Source.packaged(), shlex.quote(str(directory))
+    then = f"launch --instance local --entry-point {folder}"
     if search is not None:
         from launcher.trying.search import Search
 
         found = Search(search, settings_of(), note)
-        source, then = found.source(found.ledger.base), f"try run {directory} --group {search}"
+        source, then = found.source(found.ledger.base), f"try run {folder} --group {search}"
     try:
         directory.mkdir(parents=True)
         source.write(directory)

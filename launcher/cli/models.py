@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
@@ -81,7 +82,8 @@ def fetch_and_sample_command(
     from launcher.models.sample import answered, stream_samples
 
     if tokenizer.chats and prompt is None:
-        note(f"the model has learned from conversations: `{command('chat', model)}` talks to it")
+        chat = command("chat", shlex.quote(model))
+        note(f"the model has learned from conversations: `{chat}` talks to it")
     most = sampling["max_new_tokens"]
     begin, sampling["max_new_tokens"] = answered(loaded, tokenizer, prompt, most)
     columns = stream_samples(loaded, tokenizer, begin, num_samples=num_samples, **sampling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,7 @@ def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
     from launcher.source import Source
 
     search = opened(group)
-    again = command("try", "run", str(folder), "--group", group)
+    again = command("try", "run", shlex.quote(str(folder)), "--group", group)
     with at_ctrl_c(GOES_ON.format(again)):
         entry = search.attempt(Source.read(folder), words)
     if as_json:
