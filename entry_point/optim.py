@@ -183,11 +183,9 @@ class AdamW:
         self, parameters: Mapping[str, Tensor], weight_decay: float, config: Config
     ) -> None:
         self.parameters, self.config, self.weight_decay = parameters, config, weight_decay
-        self.steps, self.exp_avg, self.exp_avg_sq = {}, {}, {}
-        for name, parameter in parameters.items():
-            self.steps[name] = torch.zeros((), device=parameter.device)
-            self.exp_avg[name] = torch.zeros_like(parameter)
-            self.exp_avg_sq[name] = torch.zeros_like(parameter)
+        self.steps = {n: torch.zeros((), device=p.device) for n, p in parameters.items()}
+        self.exp_avg = {n: torch.zeros_like(p) for n, p in parameters.items()}
+        self.exp_avg_sq = {n: torch.zeros_like(p) for n, p in parameters.items()}
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -260,14 +258,9 @@ class Optimizer:
         """The parameters, as torch's GradScaler asks for them."""
         return [{"params": list(self.parameters.values())}]
 
-    def zero_grad(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
     def check_gradients(self) -> None:
         """Raises TrainingError if a parameter has no gradient."""
-        without = [name for name, p in self.parameters.items() if p.grad is None]
-        if without:
+        if without := [name for name, p in self.parameters.items() if p.grad is None]:
             raise TrainingError(
                 f"{', '.join(without[:3])}{' and more' * (len(without) > 3)}: no gradient arrives;"
                 " does forward use it?"
@@ -276,8 +269,7 @@ class Optimizer:
     def reset(self) -> None:
         """Sets the state to zero, for a new model."""
         for tensor in self.state().values():
-            if not tensor.is_meta:
-                tensor.zero_()
+            tensor.zero_()  # of another rank's, on the meta device, this does nothing
 
     def state(self) -> dict[str, Tensor]:
         """The state by name: the live tensors; what another rank owns is on the meta device."""

@@ -94,7 +94,7 @@ class Passes:
 
     def zero_grad(self) -> None:
         if self.gradients is None:
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
         else:  # graphs add to gradients at their address
             self.gradients.zero_()
 
@@ -105,8 +105,7 @@ class Passes:
         if self.teacher is not None:
             with torch.no_grad():
                 how["taught"] = self.ask(x)
-        loss = self.net(x, y, **how) / self.count
-        loss = loss * weight
+        loss = self.net(x, y, **how) / self.count * weight
         self.group.heartbeat()  # what follows waits for the others, in DDP
         self.scaler.scale(loss).backward()
         return loss.detach()
@@ -137,7 +136,7 @@ class Passes:
         self.teacher, self.teacher_angles = teacher, functools.cache(teacher.angles)
         self.asked = self.runnable(teacher)
         self.graphs, self.gradients = {}, None
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
 
     def warm_up(self) -> None:
         """Compiles and records, by steps whose gradients and buffers are thrown away.
@@ -164,7 +163,7 @@ class Passes:
         for step in steps:
             self.forward_backward(step)
             self.optimizer.check_gradients()  # DDP itself reports nothing before its next step
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
 
     def try_compiler(self, steps: Sequence[int]) -> None:
         """Compiles for the windows of these steps; with compile=auto, trains eagerly if that fails.
@@ -180,7 +179,7 @@ class Passes:
                     raise
                 torch.compiler.set_stance("force_eager")
                 log(f"note: rank {self.group.rank} does not compile: {first_line(error)}")
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
 
     def record(self, steps: Sequence[int]) -> None:
         """Records a pass for each length of windows; if a rank cannot, all go on without."""

@@ -431,7 +431,7 @@ def test_every_weight_is_trained_and_every_state_has_a_name(optimizer, tied):
     for seed in range(2):
         model(ids(12, 8, seed=seed), ids(12, 8, seed=9 + seed)).backward()
         one.step(1.0)
-        one.zero_grad()
+        model.zero_grad()
     for name, parameter in model.named_parameters():
         assert not torch.equal(parameter, before[name]), name
         assert any(key.endswith(f".{name}") for key in one.state())
