@@ -331,16 +331,12 @@ class Group:
             torch.mps.synchronize()
         self.allow_seconds(math.inf)
 
-    def barrier(self) -> None:
-        self.heartbeat()
-        if self.world_size > 1:
-            dist.barrier()
-
     def close(self) -> None:
-        self.barrier()
         if self.watchdog is not None:
+            self.heartbeat()
+            dist.barrier()
             self.watchdog.end()
-            self.barrier()  # no rank leaves before, as another may still use its store
+            dist.barrier()  # no rank leaves before, as another may still use its store
             dist.destroy_process_group()
 
 
