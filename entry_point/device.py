@@ -24,22 +24,19 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     mps = torch.backends.mps.is_available()
     available = {"auto": True, "cuda": gpus > 0, "mps": mps}
-    problem = ""
     if container.num_gpus and gpus != container.num_gpus:
-        problem = (
+        raise TrainingError(
             f"the host has {counted(container.num_gpus, 'GPU')} but torch {torch.__version__} sees"
             f" {gpus}; use a container image for GPUs with a CUDA that the host's driver supports,"
             " or set device=cpu"
         )
-    elif not available[config.device]:
-        problem = (
+    if not available[config.device]:
+        raise TrainingError(
             f"device={config.device}, but torch {torch.__version__} sees no such GPU; device=auto"
             " runs without it"
         )
-    elif config.device == "mps" and processes > 1:
-        problem = f"device=mps is one device; {processes} processes cannot share it"
-    if problem:
-        raise TrainingError(problem)
+    if config.device == "mps" and processes > 1:
+        raise TrainingError(f"device=mps is one device; {processes} processes cannot share it")
     if config.device != "auto":
         return config.device
     return "cuda" if gpus else "mps" if mps and processes == 1 else "cpu"
@@ -106,8 +103,7 @@ def choose_precision(config: Config, device: torch.device) -> torch.dtype:
     if config.precision == "tf32" and capability < (8, 0):
         raise ConfigError("precision=tf32 needs NVIDIA's Ampere or later; auto takes the fastest")
     if config.precision != "auto":
-        known = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-        return known.get(config.precision, torch.float32)
+        return torch.float32 if config.precision == "tf32" else getattr(torch, config.precision)
     if has_fast_bfloat16(device):
         return torch.bfloat16
     # The tensor cores of Volta (V100) and Turing (T4) support only float16.
