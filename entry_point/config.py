@@ -416,6 +416,25 @@ class Options:
     )
     processes_before: int = 0  # no option: those of the run that --resume continues, on a CPU
 
+    def resumed(self, saved: Mapping[str, Any]) -> Options:
+        """The options of a run that continues from a checkpoint's state.
+
+        Raises ConfigError if a script with other hyperparameters wrote it.
+        """
+        if foreign := sorted(saved["config"].keys() - {f.name for f in dataclasses.fields(Config)}):
+            raise ConfigError(
+                f"{self.resume} was trained by a script with other hyperparameters"
+                f" ({', '.join(foreign)}); resume it with that script"
+            )
+        return dataclasses.replace(
+            self,
+            data=self.data or saved["data"],
+            validation=self.validation or saved["validation"],
+            init_from=saved["init_from"],
+            teacher=saved.get("teacher", ""),
+            processes_before=saved["processes"],
+        )
+
 
 OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
 
@@ -455,26 +474,6 @@ def read_options(argv: Sequence[str]) -> tuple[dict[str, str], Options]:
             " --out (to keep the run as it is, resume a copy)"
         )
     return given, options
-
-
-def resumed_options(options: Options, saved: Mapping[str, Any]) -> Options:
-    """The options of a run that continues from a checkpoint's state.
-
-    Raises ConfigError if a script with other hyperparameters wrote it.
-    """
-    if foreign := sorted(saved["config"].keys() - {f.name for f in dataclasses.fields(Config)}):
-        raise ConfigError(
-            f"{options.resume} was trained by a script with other hyperparameters"
-            f" ({', '.join(foreign)}); resume it with that script"
-        )
-    return dataclasses.replace(
-        options,
-        data=options.data or saved["data"],
-        validation=options.validation or saved["validation"],
-        init_from=saved["init_from"],
-        teacher=saved.get("teacher", ""),
-        processes_before=saved["processes"],
-    )
 
 
 def option_table() -> str:

@@ -70,14 +70,7 @@ with warnings.catch_warnings():
 
 from entry_point import huggingface
 from entry_point.checkpoint import Checkpoints
-from entry_point.config import (
-    Config,
-    Options,
-    make_config,
-    option_table,
-    read_options,
-    resumed_options,
-)
+from entry_point.config import Config, Options, make_config, option_table, read_options
 from entry_point.container import Container, read_container
 from entry_point.device import (
     choose_device,
@@ -111,10 +104,10 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
     saved: dict[str, Any] = {}
     if options.resume:
         saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
-        options = resumed_options(options, saved)
+        options = options.resumed(saved)
     elif options.init_from:
         values = huggingface.starting_values(Path(options.init_from), values)
-    return make_config(values, options.preset or None, saved.get("config")), options
+    return make_config(values, options.preset, saved.get("config")), options
 
 
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
