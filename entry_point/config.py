@@ -208,8 +208,7 @@ class Config:
         """Raises ConfigError unless world_size processes share the batch evenly."""
         passes = max(1, self.gradient_accumulation_steps)
         cannot = f"cannot be shared by {counted(world_size, 'process')}"
-        if passes > 1:
-            cannot += f" with gradient_accumulation_steps={passes}"
+        cannot += f" with gradient_accumulation_steps={passes}" * (passes > 1)
         self.check_divides("batch_size", world_size * passes, cannot)
 
 
@@ -323,7 +322,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             differences.append(f"{f.name} (from {was!r} to {value!r})")
     if saved["corpus_sha256"] != now["corpus_sha256"]:
         differences.append("its text")
-    most = now["config"]["max_steps"] * now["config"]["generations"]
+    most = Config(**now["config"]).total_steps
     if saved.get("step", 0) > most:
         differences.append(f"max_steps (to {most}, as it is at step {saved['step']})")
     if differences:
@@ -338,15 +337,13 @@ def whole_number(text: str) -> int:
     return int(number) if "e" in text.lower() and number.is_integer() else int(text)
 
 
-def truth(text: str) -> bool:
-    return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-
+TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 # How to read each type of field, and what to call it.
 TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
     "int": (whole_number, "a whole number"),
     "float": (float, "a number"),
-    "bool": (truth, "True or False"),
+    "bool": (lambda text: TRUTH[text.lower()], "True or False"),
     "str": (str, "text"),
 }
 
