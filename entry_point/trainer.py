@@ -273,10 +273,8 @@ class Trainer:
         if evaluates and row["val_loss"] < self.best_val_loss:
             self.best_step, self.best_val_loss = self.step, row["val_loss"]
             if self.is_main:
-                self.best = {
-                    name: weights.to("cpu", copy=True)
-                    for name, weights in self.model.state_dict().items()
-                }
+                weights = self.model.state_dict()
+                self.best = {name: t.to("cpu", copy=True) for name, t in weights.items()}
         self.loss_sum.zero_()
         self.steps_summed = 0
         self.timer.restart()
@@ -301,9 +299,8 @@ class Trainer:
 
     def log_sample(self, when: str, length: int) -> None:
         """Logs `length` tokens from the start of a document, or of a line, or an answer."""
-        tokenizer = self.corpus.tokenizer
+        tokenizer, val = self.corpus.tokenizer, self.corpus.val
         self.model.eval()
-        val = self.corpus.val
         question = val.question() if isinstance(val, Packed) else []
         ids = sample(self.model, question or [tokenizer.start], length)
         if isinstance(val, Packed) and tokenizer.special[END_OF_TURN] in ids:
@@ -321,14 +318,12 @@ class Trainer:
         Those of the model are its parameters, and the buffers that an edited one may have. What
         another rank has is on the meta device.
         """
-        model, teacher = self.model.state_dict(), {}
-        if self.teacher is not None:
-            teacher = self.teacher.state_dict()
-        return {
-            **{f"model.{name}": t for name, t in model.items()},
-            **{f"teacher.{name}": t for name, t in teacher.items()},
-            **{f"optimizer.{name}": t for name, t in self.optimizer.state().items()},
+        parts = {
+            "model": self.model.state_dict(),
+            "teacher": {} if self.teacher is None else self.teacher.state_dict(),
+            "optimizer": self.optimizer.state(),
         }
+        return {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
 
     def state(self, loss_sum: float = 0.0) -> dict[str, Any]:
         """Everything else that a checkpoint holds; loss_sum is that of all world_size ranks."""
