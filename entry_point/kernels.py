@@ -50,8 +50,7 @@ def rms_norm(x: Tensor) -> Tensor:
     if not plain or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
     if torch.is_grad_enabled():
-        y: Tensor = Norm.apply(x)
-        return y
+        return Norm.apply(x)
     return x * norm_scale(x)  # to call a Function takes almost as long as the norm of one token
 
 
@@ -73,8 +72,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -
     if mask is not None and not isinstance(mask, Tensor):
         from torch.nn.attention.flex_attention import flex_attention
 
-        y: Tensor = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-        return y
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     B, H, T, D = q.shape
     k, v = repeat_kv(k, H), repeat_kv(v, H)
     slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and torch.is_grad_enabled()

@@ -213,10 +213,7 @@ class GPT(nn.Module):
         if targets is not None and targets.numel() * len(head.weight) > limit:
             # needs_input_grad is true for a parameter even under no_grad.
             weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
-            loss: Tensor = ChunkedLoss.apply(
-                x.flatten(0, 1), weight, targets.flatten(), chats, *how
-            )
-            return loss
+            return ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), chats, *how)
         logits = F.linear(x, head.weight.to(x.dtype)).float()
         if targets is None:
             return logits
