@@ -19,7 +19,7 @@ from .config import Config
 from .container import Container
 from .conversations import END_OF_TURN, Packed
 from .errors import DataError, counted
-from .files import LARGEST_TEXT, TOO_MUCH_TEXT, open_file, read_file
+from .files import LARGEST_TEXT, TOO_MUCH_TEXT, file_sha256, open_file, read_file
 
 if TYPE_CHECKING:
     from .distributed import Group
@@ -46,8 +46,8 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
         DataError: text is missing, damaged, not UTF-8, or does not fit the config or the model.
         ConfigError: it is not the same on every host.
     """
-    models = [model for model in (container.init_from, container.teacher) if model]
-    tokenizers = [*map(read_tokenizer, models)]
+    models = container.init_from, container.teacher
+    tokenizers = [read_tokenizer(model) for model in models if model]
     start = tokenizers[0] if tokenizers else None
     corpus = read_corpus(container, config, start)
     advice = "every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
@@ -199,11 +199,10 @@ def read_tokens(directory: Path, config: Config) -> Corpus:
             parts.append(Shards(files))
     except (KeyError, TypeError) as error:
         raise DataError(f"{directory / 'meta.json'} cannot be read: {error!r}") from None
-    sha256 = hashlib.sha256((directory / "meta.json").read_bytes()).hexdigest()
     if meta["dtype"] == "int32":  # of conversations
         end, size = tokenizer.special[meta["end_of_text"]], config.block_size
         parts = [Packed(part[0 : len(part)], end, size) for part in parts]
-    return Corpus(tokenizer, parts[0], parts[1], sha256)
+    return Corpus(tokenizer, parts[0], parts[1], file_sha256(directory / "meta.json"))
 
 
 def mapped(path: Path, size: int, dtype: torch.dtype, vocabulary: int) -> Tensor:
