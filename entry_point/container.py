@@ -78,9 +78,8 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     """
     base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
     config_file = base / "input/config/resourceconfig.json"
-    by_hand = options.data or options.resume
-    inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
-    inside = inside or (config_file.exists() and not by_hand)
+    named = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
+    inside = named or (config_file.exists() and not (options.data or options.resume))
     names = ("data", "resume", "out", "validation", "init_from", "teacher")
     if inside and (given := [f"--{name}" for name in names if getattr(options, name)]):
         raise ConfigError(f"leave out {', '.join(given)}: in a container SageMaker sets the paths")

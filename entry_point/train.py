@@ -118,7 +118,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     by_hand, restarted = not container.inside, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if by_hand and restarted != "0" and not (options.out or options.resume):
         raise ConfigError("torchrun restarted this run: only with --out DIRECTORY can it continue")
-    fresh = ranks.rank == 0 and by_hand and restarted == "0" and not options.resume
+    fresh = by_hand and restarted == "0" and not options.resume
 
     group = Group(ranks, device, container, config.hang_seconds)
     if not os.environ.get("OMP_NUM_THREADS"):  # some builds of torch take 1 under mpirun
