@@ -34,8 +34,6 @@ HERE = search.Here  # which makes real runs
 class Trained:
     """Runs whose loss is that of their folder, as its file gain.py says, with noise by seed."""
 
-    looks = search.rule.LOOKS
-
     def __init__(self, of: Search) -> None:
         self.made_runs = 0
 

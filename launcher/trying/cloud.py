@@ -66,10 +66,6 @@ class OnSageMaker:
         self.backend = SageMakerBackend(self.settings)
         self.place = f"{self.backend.caller().account} {self.backend.region}"
 
-    @property
-    def looks(self) -> Sequence[int]:
-        return (self.search.base()["pairs"],)
-
     def made(self, runs: Sequence[RunOf]) -> Iterator[Made]:
         """Each run: those of the base first, which others need too, and those that failed last.
 
@@ -87,13 +83,13 @@ class OnSageMaker:
         with tempfile.TemporaryDirectory(prefix=".job-", dir=self.search.directory) as name:
             (archive,) = storage.fetch(uri, Path(name) / "tar", settings=self.settings)
             fetch.extract(archive, Path(name) / "runs", uri)
-            places = [Path(name) / "runs" / f"run-{index}" for index in range(len(entry["runs"]))]
-            found = [(run, places[entry["runs"].index(key_of(run))]) for run in runs]
-            facts = [(self.facts_of(place, uri), run, place) for run, place in found]
-            last = {run[0].sha256 for run, _ in found} - {self.ledger.base}
-            facts.sort(key=lambda each: (bool(each[0].problem), each[1][0].sha256 in last))
-            for each, run, place in facts:
-                yield self.unpacked(each, run, place, entry)
+            found, base = [], self.ledger.base
+            for run in runs:
+                place = Path(name) / "runs" / f"run-{entry['runs'].index(key_of(run))}"
+                found.append((self.facts_of(place, uri), run, place))
+            found.sort(key=lambda each: (bool(each[0].problem), each[1][0].sha256 != base))
+            for facts, run, place in found:
+                yield self.unpacked(facts, run, place, entry)
                 shutil.rmtree(place, ignore_errors=True)
 
     def facts_of(self, place: Path, uri: str) -> Facts:

@@ -14,7 +14,6 @@ from launcher.local.confine import version
 from launcher.local.runs import Run, run_all
 from launcher.machines import cores
 from launcher.source import Source
-from launcher.trying import rule
 
 if TYPE_CHECKING:
     from launcher.trying.search import Search
@@ -39,26 +38,17 @@ class Made:
 class Here:
     """Makes the runs on this machine: one on each core, or on each GPU."""
 
-    looks = rule.LOOKS
-
     def __init__(self, search: Search) -> None:
         self.search = search
-        on_cpu = search.start["device"] == "cpu"
-        self.gpus = range(0 if on_cpu else torch.cuda.device_count())
+        self.gpus = range(0 if search.start["device"] == "cpu" else torch.cuda.device_count())
         if (known := version()) < 4:
             open_to = "TCP" if known else "any file, and TCP"
             logger.warning(f"on this system, runs are not kept from {open_to} (Landlock)")
 
     def made(self, runs: Sequence[tuple[Source, int]]) -> Iterator[Made]:
-        search = self.search
+        words, text, limit = self.search.start["words"], self.search.text, self.search.limit
         given = [
-            Run(
-                source,
-                {**search.start["words"], "seed": seed},
-                search.text,
-                limit=search.limit,
-                alone=True,
-            )
+            Run(source, {**words, "seed": seed}, text, limit=limit, alone=True)
             for source, seed in runs
         ]
         for index, ended in run_all(given, cores(), self.gpus):
