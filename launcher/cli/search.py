@@ -121,16 +121,15 @@ def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
 
 def verdict(entry: dict[str, Any], search: Search) -> str:
     """A try in one line."""
+    ceiling, ledger = search.start["ceiling"], search.ledger
     line = [f"{WORDS.get(entry['verdict'], 'REVERT')} {entry['number']}"]
     if "mean" in entry:
         line += [numbers(entry), f"time x{entry['times']:.2f}"]
     if entry["verdict"] != "kept":
         line.append(entry.get("why") or entry["verdict"])
-    if (ceiling := search.start["ceiling"]) is not None:
-        line.append(
-            f"cost {entry['usd']:.2f}; {search.ledger.spent:.2f} of {ceiling:.2f} USD spent"
-        )
-    return "  ".join([*line, f"ledger {search.ledger.head[:8]}"])
+    if ceiling is not None:
+        line.append(f"cost {entry['usd']:.2f}; {ledger.spent:.2f} of {ceiling:.2f} USD spent")
+    return "  ".join([*line, f"ledger {ledger.head[:8]}"])
 
 
 def numbers(entry: dict[str, Any]) -> str:
@@ -156,22 +155,22 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
       sm-nanogpt try log shakespeare --gain 8
     """
     search = opened(name)
+    ceiling, ledger = search.start["ceiling"], search.ledger
     if gain:
         search.gain(int(gain))
-    elif search.start["ceiling"] is not None:
+    elif ceiling is not None:
         try:
             search.settle()
         except LauncherError as error:
             note(f"costs are those of the last command: {sentence(error)}")
-    entries, tries = search.ledger.entries, search.ledger.of("try")
+    tries = ledger.of("try")
     if verify:
         search.verify()
-        note(f"verified: {len(entries)} entries, {len(tries)} tries; ledger {search.ledger.head}")
+        note(f"verified: {len(ledger.entries)} entries, {len(tries)} tries; ledger {ledger.head}")
     if as_json:
         print_json(tries)
         return
-    note(f"text: {search.start['text']}; base: folder {search.ledger.base[:8]}")
-    ceiling, ledger = search.start["ceiling"], search.ledger
+    note(f"text: {search.start['text']}; base: folder {ledger.base[:8]}")
     money = [] if ceiling is None else ["USD"]
     rows = [["TRY", "VERDICT", "DIFFERENCE, 95 % INTERVAL", "PAIRS", "TIME", *money, "FOLDER"]]
     rows[0].append("NOTE")
@@ -181,10 +180,8 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
         said = f"{e['note']} ({e['why']})" if "why" in e else e["note"]
         rows.append([str(e["number"]), e["verdict"], *measured, e["folder"][:8], said])
     print_table(rows)
-    for each in search.ledger.of("gain")[-1:]:
-        click.echo(
-            f"all kept tries together, to {each['folder'][:8]}: {numbers(each)}, fresh seeds"
-        )
+    for e in ledger.of("gain")[-1:]:
+        click.echo(f"all kept tries together, to {e['folder'][:8]}: {numbers(e)}, fresh seeds")
     if ceiling is not None:
         also = f"{ledger.reserved:.2f} reserved"
         click.echo(f"cost: {ledger.spent:.2f} of {ceiling:.2f} USD, and {also}")

@@ -28,12 +28,7 @@ FEWEST = 1000  # of them
 
 
 def begin(
-    name: str,
-    request: Request,
-    settings: Settings,
-    see: float,
-    ceiling: float | None,
-    told: Told,
+    name: str, request: Request, settings: Settings, see: float, ceiling: float | None, told: Told
 ) -> Search:
     """Begin a search: keep a part of the text for the judge, and train the base.
 

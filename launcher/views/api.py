@@ -55,9 +55,8 @@ class ChatMessage(BaseModel):
     content: str | list[Part]
 
     def plain(self) -> Message:
-        parts = self.content if isinstance(self.content, list) else []
-        text = self.content if isinstance(self.content, str) else "".join(p.text for p in parts)
-        return Message("system" if self.role == "developer" else self.role, text)
+        parts = self.content if isinstance(self.content, str) else (p.text for p in self.content)
+        return Message("system" if self.role == "developer" else self.role, "".join(parts))
 
 
 class WantedChat(Wanted):

@@ -14,8 +14,7 @@ from launcher.sagemaker.cost import usd
 
 def card(job: JobDescription, curve: Curve | None) -> str:
     left = "<td style='text-align: left'>"
-    shown = {n: v for n, v in facts(job).items() if v}
-    rows = (f"<tr><th>{n}</th>{left}{escape(v)}</td></tr>" for n, v in shown.items())
+    rows = (f"<tr><th>{n}</th>{left}{escape(v)}</td></tr>" for n, v in facts(job).items() if v)
     return f"<table>{''.join(rows)}</table>{drawing(curve) if curve else ''}"
 
 
