@@ -46,9 +46,10 @@ sys.path.insert(0, str(HERE.parents[1]))
 import sm_nanogpt  # noqa: E402
 from entry_point.config import Config, dial  # noqa: E402
 from entry_point.text import Corpus, read_text, read_tokens  # noqa: E402
+from launcher.files import storage  # noqa: E402
 from launcher.forecast.law import Law, Run, shared  # noqa: E402
 from launcher.forecast.pilots import SIZES, Trial, pilots_of, run_trials  # noqa: E402
-from launcher.forecast.table import read as read_kept  # noqa: E402
+from launcher.forecast.table import Kept  # noqa: E402
 from launcher.settings import load_settings  # noqa: E402
 from launcher.source import Source  # noqa: E402
 
@@ -211,7 +212,7 @@ def collect() -> None:
     """Write each forecast of this home, with its pilots, and what the plain rules need."""
     made = []
     for place in sorted((load_settings().home / "forecasts").glob("*.json")):
-        kept = read_kept(place)
+        kept = storage.read_cache(place, Kept)
         if kept.forecast is None:
             continue
         pilots = []

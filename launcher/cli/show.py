@@ -54,11 +54,11 @@ def tell_end(description: JobDescription, settings: Settings, *good: str) -> Non
 
 def next_step(description: JobDescription, settings: Settings) -> str:
     """The likely next command for a job that has ended."""
-    from launcher.views.report import upload_of
+    from launcher.text.corpus import known_upload
 
     job_id = description.job_id
     if description.status == "Completed":
-        upload = upload_of(description.data, settings)
+        upload = known_upload(description.data, settings)
         chats = upload is not None and upload.chats
         return f"next: {command('chat' if chats else 'fetch-and-sample', job_id)}"
     if description.checkpoint_uri is not None:

@@ -16,7 +16,7 @@ from launcher.errors import InputError
 from launcher.files import storage
 from launcher.forecast.law import Run, TextLaw, shared
 from launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_trials
-from launcher.forecast.table import Change, Forecast, Pilot, Row, read
+from launcher.forecast.table import Change, Forecast, Kept, Pilot, Row
 from launcher.job import Expected, JobDescription, TrainingJob
 from launcher.local.backend import plan_processes
 from launcher.machines import cores
@@ -41,9 +41,9 @@ class Place:
     and the USD of a second; None where that is not known. job is that of the speed."""
 
     name: str
-    flops: float | None
-    around: float
-    per_second: float | None
+    flops: float | None = None
+    around: float = 0.0
+    per_second: float | None = None
     job: str = ""
 
     def seconds(self, work: float) -> float | None:
@@ -58,7 +58,7 @@ class Place:
     def fits(self, work: float, ceiling: float | None) -> bool:
         """Whether a job below the ceiling, in USD, has the time for it."""
         dollars = self.dollars(work, AROUND_SECONDS)
-        return None not in (dollars, ceiling) and (dollars or 0.0) <= (ceiling or 0.0)
+        return dollars is not None and ceiling is not None and dollars <= ceiling
 
 
 class Forecaster:
@@ -69,7 +69,7 @@ class Forecaster:
 
     def __init__(self, corpus: Corpus, source: Source, place: Path, told: Callable[[str], None]):
         self.corpus, self.source, self.place, self.told = corpus, source, place, told
-        self.config, self.kept = source.module("config"), read(place)
+        self.config, self.kept = source.module("config"), storage.read_cache(place, Kept)
         self.tokens, self.unit = len(corpus.train), corpus.tokenizer.unit
         if self.tokens < SMALLEST:
             few = f"{self.tokens:,} {self.unit} to train on are too few for pilots"
@@ -170,11 +170,9 @@ class Forecaster:
         unique, threads = min(self.tokens, WRITTEN), max(1, cores() // n)
         return Trial(f"speed of size {size:g}", {**values, **short}, unique, threads)
 
-    def measured(self, job: JobDescription, vocabulary: int) -> tuple[float, float] | None:
-        """How many operations an ended job did in a second, and how many seconds the rest took.
-
-        None if the job did not complete, or its speed is unknown.
-        """
+    def measured(self, job: JobDescription, vocabulary: int) -> Place | None:
+        """What an ended job tells of its instance type; None if it did not complete, or its speed
+        is unknown."""
         names = {f.name for f in fields(self.config.Config)}
         values = {n: v for n, v in job.hyperparameters.items() if n in names}
         speed = (job.metrics or {}).get("tokens_per_second")
@@ -184,29 +182,25 @@ class Forecaster:
         if getattr(config, "generations", 1) > 1 or "teacher" in job.inputs:  # those are slower
             return None
         step = config.batch_size * config.block_size
-        around = job.ended - job.started - config.max_steps * step / speed
-        return speed / step * self.work_of(config, vocabulary), max(0.0, around)
+        around = max(0.0, job.ended - job.started - config.max_steps * step / speed)
+        flops = speed / step * self.work_of(config, vocabulary)
+        return Place(job.instance, flops, around, job=job.job_id)
 
     # -- the forecast -----------------------------------------------------------------------------
 
     def forecast(self, text: str, places: Sequence[Place], ceiling: float | None) -> Forecast:
         """The forecast for this machine and for instance types; ceiling is in USD."""
-        trials = [
-            (size, Trial(f"size {size:g} on {n:,}", self.values(size, n), n))
-            for size, n in pilots_of(self.tokens)
-        ]
+        sizes = pilots_of(self.tokens)
+        trials = [Trial(f"size {size:g} on {n:,}", self.values(size, n), n) for size, n in sizes]
         if os.getloadavg()[0] > cores() / 2 and not self.kept.pilots:
             self.told("other programs use this machine: times will be told too long")
-        outcomes = self.made([trial for _, trial in trials], at_once=cores())
-        runs = [
-            self.run_of(size, trial.unique, outcome.loss)
-            for (size, trial), outcome in zip(trials, outcomes, strict=True)
-        ]
+        outcomes = self.made(trials, at_once=cores())
+        runs = [self.run_of(*each, pilot.loss) for each, pilot in zip(sizes, outcomes, strict=True)]
         law = shared().of_text(runs)
         self.check(runs, law)
         most = FURTHEST * sum(run.parameters * run.tokens for run in runs)
-        sizes = [(size, self.run_of(size, self.tokens)) for size in SIZES]
-        within = [size for size, run in sizes if run.parameters * run.tokens <= most]
+        whole = [(size, self.run_of(size, self.tokens)) for size in SIZES]
+        within = [size for size, run in whole if run.parameters * run.tokens <= most]
         here = self.local_seconds(within)
         per_byte = outcomes[0].bits_per_byte / outcomes[0].loss
         rows = [self.row(size, law, per_byte, places, here[size]) for size in within]
@@ -228,12 +222,7 @@ class Forecaster:
         return made
 
     def row(
-        self,
-        size: float,
-        law: TextLaw,
-        per_byte: float,
-        places: Sequence[Place],
-        here: float,
+        self, size: float, law: TextLaw, per_byte: float, places: Sequence[Place], here: float
     ) -> Row:
         run, config = self.run_of(size, self.tokens), self.config_of(size, self.tokens)
         [(loss, deviation)] = law.losses([run])
@@ -260,8 +249,8 @@ class Forecaster:
         found = {}
         for name, run in (("twice_text", more), ("twice_compute", twice)):
             change, deviation = law.change(now, run)
-            each = (loss * math.expm1(change + z * deviation) for z in (0, -Z, Z))
-            found[name] = Change(**dict(zip(("nats", "low", "high"), each, strict=True)))
+            nats, low, high = (loss * math.expm1(change + z * deviation) for z in (0, -Z, Z))
+            found[name] = Change(nats=nats, low=low, high=high)
         return found
 
 

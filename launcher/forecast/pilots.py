@@ -87,7 +87,7 @@ def run_trials(
     Raises ServiceError, with the last line of its log, if one fails. None goes on afterwards.
     """
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
-        texts = {n: Path(temporary) / str(n) for n in dict.fromkeys(t.unique for t in trials)}
+        texts = {each.unique: Path(temporary) / str(each.unique) for each in trials}
         for n, text in texts.items():
             write_text(text, corpus, n)
         runs = [
@@ -109,11 +109,7 @@ def outcome(trial: Trial, ended: Ended) -> Pilot:
     return Pilot(
         loss=best["val_loss"],
         bits_per_byte=best["bits_per_byte"],
-        step_seconds=fmean(median(few) for few in batched(times, 4)),
+        step_seconds=fmean(median(times[at : at + 4]) for at in range(0, len(times), 4)),
         around=ended.seconds - sum(map(operator.mul, times, steps)),
         seconds=ended.seconds,
     )
-
-
-def batched(values: Sequence[float], n: int) -> Iterator[Sequence[float]]:
-    return (values[at : at + n] for at in range(0, len(values), n))

@@ -86,13 +86,8 @@ def place_of(texts: Sequence[str], source: str, settings: Settings) -> Path:
     return settings.home / "forecasts" / f"{digest[:24]}.json"
 
 
-def read(place: Path) -> Kept:
-    """What is kept; nothing if the file is missing or damaged."""
-    return storage.read_cache(place, Kept)
-
-
 def recall(place: Path, size: float) -> Expected | None:
     """The loss that was forecast for a size of the text."""
-    made = read(place).forecast
+    made = storage.read_cache(place, Kept).forecast
     rows = {row.size: row.expected for row in made.rows} if made else {}
     return rows.get(size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,13 @@ from launcher.errors import InputError, LauncherError
 from launcher.files import storage
 from launcher.finding import Listing
 from launcher.forecast import table
-from launcher.job import JobDescription, Request, TrainingJob
+from launcher.job import Request, TrainingJob
 from launcher.launching.launch import kept_forecast, with_folder
 from launcher.launching.texts import Channel, check_texts, find_texts
 from launcher.sagemaker.cost import Prices, rate
 from launcher.settings import Settings
 from launcher.text.copies import temporary
-from launcher.text.corpus import read_manifest
+from launcher.text.corpus import known_upload
 from launcher.text.formats import stored
 
 if TYPE_CHECKING:  # they import torch
@@ -90,20 +91,17 @@ def known_places(request: Request, forecaster: Forecaster, settings: Settings) -
     the types that are asked for, and of those on which a job ended."""
     from launcher.forecast.forecast import Place
 
-    listing, measured = Listing(settings), dict[str, tuple[float, float, str]]()
+    listing, known = Listing(settings), dict[str, Place]()
     for job in islice(listing, NEWEST):
-        if job.instance != "local" and job.instance_count == 1 and job.instance not in measured:
-            found = forecaster.measured(job, vocabulary_of(job, settings))
-            measured |= {job.instance: (*found, job.job_id)} if found else {}
+        if job.instance != "local" and job.instance_count == 1 and job.instance not in known:
+            upload = known_upload(job.data, settings)
+            place = forecaster.measured(job, upload.vocabulary_size if upload else 0)
+            known |= {job.instance: place} if place else {}
     if listing.failure is not None:
         logger.info(str(listing.failure))
-    names = dict.fromkeys([*request.instances, *measured])
-    names.pop("local", None)
-    places = []
-    for name in names:
-        flops, around, job_id = measured.get(name, (None, 0.0, ""))
-        places.append(Place(name, flops, around, price_of(name, settings), job_id))
-    return places
+    names = [name for name in dict.fromkeys([*request.instances, *known]) if name != "local"]
+    places = [known.get(name, Place(name)) for name in names]
+    return [replace(place, per_second=price_of(place.name, settings)) for place in places]
 
 
 def price_of(name: str, settings: Settings) -> float | None:
@@ -118,12 +116,3 @@ def price_of(name: str, settings: Settings) -> float | None:
         logger.info(f"the price of {name} is not known{f': {trouble}' if trouble else ''}")
         return None
     return rate(TrainingJob(instance=name, data="s3://any"), price) / 3600
-
-
-def vocabulary_of(job: JobDescription, settings: Settings) -> int:
-    """The different tokens of a job's text; 0 if its manifest is gone."""
-    try:
-        upload = read_manifest(job.data, settings)
-    except LauncherError:
-        return 0
-    return upload.vocabulary_size if upload else 0

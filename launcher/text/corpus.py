@@ -293,6 +293,14 @@ def read_manifest(uri: str, settings: Settings) -> Upload | None:
         return None
 
 
+def known_upload(uri: str | None, settings: Settings) -> Upload | None:
+    """The manifest of a data set; None if it is gone, or was never uploaded."""
+    try:
+        return read_manifest(uri, settings) if uri else None
+    except (InputError, ServiceError):
+        return None
+
+
 def located(word: str, settings: Settings) -> str:
     """The URI of an upload that is given by its name; else the word."""
     if not NAME.fullmatch(word) or Path(word).exists():

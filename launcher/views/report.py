@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.curve import Curve, Row, samples_of_log, total_steps
-from launcher.errors import InputError, ServiceError
+from launcher.errors import ServiceError
 from launcher.finding import find
 from launcher.job import FULL_ID, JobDescription, TrainingJob
 from launcher.judge.evaluation import Evaluation, kept
 from launcher.launching.launch import shortest
 from launcher.launching.sweeps import Rank, differences, ranking
 from launcher.settings import Settings
-from launcher.text.corpus import Upload, read_manifest
+from launcher.text.corpus import Upload, known_upload
 from launcher.tracking import with_costs
 
 logger = logging.getLogger(__name__)
@@ -197,18 +197,10 @@ def read_run(job_id: str, settings: Settings) -> Run:
         job=job,
         curve=Curve(job_id, source, rows, samples_of_log(log)),
         log=log,
-        data=upload_of(job.data, settings),
-        validation=upload_of(job.validation, settings),
+        data=known_upload(job.data, settings),
+        validation=known_upload(job.validation, settings),
         judged=kept(job_id, settings),
     )
-
-
-def upload_of(uri: str | None, settings: Settings) -> Upload | None:
-    """The manifest of a data set; None if it is gone, or was never uploaded."""
-    try:
-        return read_manifest(uri, settings) if uri else None
-    except (InputError, ServiceError):
-        return None
 
 
 def compare(runs: Sequence[Run]) -> Report:
