@@ -9,6 +9,7 @@ import lzma
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ORDER = 5  # of the n-gram model
@@ -25,7 +26,7 @@ def xz(content: bytes) -> float:
 
 def grams(content: Tensor, n: int) -> Tensor:
     """The n-gram that ends at each byte, as one number, int64; before the text are line breaks."""
-    padded = torch.cat([torch.full((n - 1,), 10), content.long()])
+    padded = F.pad(content.long(), (n - 1, 0), value=ord("\n"))
     codes = torch.zeros(len(content), dtype=torch.int64)
     for first in range(n):
         codes = (codes << 8) | padded[first : first + len(content)]
@@ -77,9 +78,7 @@ def hashes(content: Tensor, length: int) -> Tensor:
         return torch.zeros(0, dtype=torch.int64)
     factors = torch.full((len(content),), signed(POWER)).cumprod(0)
     back = torch.full((len(content),), signed(pow(POWER, -1, 1 << 64))).cumprod(0)
-    sums = torch.cat(
-        [torch.zeros(1, dtype=torch.int64), (TABLE[content.int()] * factors).cumsum(0)]
-    )
+    sums = F.pad((TABLE[content.int()] * factors).cumsum(0), (1, 0))
     return (sums[length:] - sums[:-length]) * back[: len(content) - length + 1]
 
 

@@ -16,20 +16,12 @@ from entry_point.causality import find_leak
 from entry_point.conversations import IGNORED
 from launcher.errors import LauncherError, ServiceError
 from launcher.files.storage import Progress, expect
+from launcher.job import FULL_ID
 from launcher.judge import anchors
 from launcher.judge.evaluation import Evaluation, Passage, keep, spread, total
 from launcher.judge.probes import asked, exposed, read_canaries, read_questions
-from launcher.judge.score import (
-    MANY,
-    PASSAGE,
-    WORST,
-    document,
-    losses,
-    passages,
-    score,
-    windows,
-)
-from launcher.judge.texts import Encoded, Text, Training, encode, job_of, training_of
+from launcher.judge.score import MANY, PASSAGE, WORST, document, losses, passages, score, windows
+from launcher.judge.texts import Encoded, Text, Training, encode, training_of
 from launcher.judge.worker import Worker
 from launcher.settings import Settings
 
@@ -112,8 +104,9 @@ def evaluate(
 def text_behind(named: str, directory: Path, settings: Settings) -> Training | None:
     """The text that a model has learned from; None, and a warning, if it cannot be had."""
     why = "no job of this machine made this model"
+    names = (named, directory.absolute().parent.name)  # the latter for a model that was fetched
     try:
-        if job_id := job_of(named, directory):
+        for job_id in filter(FULL_ID.fullmatch, names):
             return training_of(job_id, directory, settings)
     except LauncherError as error:
         why = str(error)

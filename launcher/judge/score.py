@@ -45,7 +45,7 @@ def windows(encoded: Sequence[Encoded], start: int, size: int) -> list[tuple[Ten
     """
     found = list[tuple[Tensor, Tensor]]()
     for each in encoded:
-        inputs = torch.cat([torch.tensor([start]), each.ids])
+        inputs = F.pad(each.ids, (1, 0), value=start)
         for begin, end, counted in windows_of(len(each.ids), size):
             targets = each.ids[begin:end].clone()
             targets[: counted - begin] = IGNORED
@@ -97,7 +97,7 @@ def passages(each: Encoded, nats: Tensor, least: int) -> list[Passage]:
         said = " ".join(" ".join(each.text.pieces).split())
         return [replace(document(each, nats), excerpt=said[-2 * SHOWN :])]
     content, ends = each.content, each.widths.cumsum(0)
-    sums = torch.cat([torch.zeros(1, dtype=torch.float64), nats.cumsum(0)])
+    sums = F.pad(nats.cumsum(0), (1, 0))
     cuts, line, found = [0], 1, list[Passage]()
     while cuts[-1] + 2 * least <= len(content):
         begin = cuts[-1]

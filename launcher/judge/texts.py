@@ -11,19 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from entry_point.container import Container
 from entry_point.errors import TrainingError
-from entry_point.text import Ids, Tokenizer, read_corpus, unsigned
+from entry_point.text import Ids, Tokenizer, unsigned
 from launcher.errors import InputError, ServiceError
-from launcher.files import storage
 from launcher.finding import find
-from launcher.job import FULL_ID
+from launcher.launching.forecasting import corpus_of
+from launcher.launching.texts import Channel
 from launcher.models.chat import ChatEncoder
 from launcher.models.encoder import Encoder
 from launcher.models.load import known_config
 from launcher.models.sample import check_known
 from launcher.settings import Settings
-from launcher.text.copies import copied, temporary
+from launcher.text.copies import copied
 from launcher.text.files import find_files
 from launcher.text.formats import documents_of
 
@@ -107,12 +106,6 @@ class Training:
     validation: Text | None
 
 
-def job_of(named: str, directory: Path) -> str | None:
-    """The id of the job whose model is in a directory, if it was fetched here."""
-    names = (named, directory.absolute().parent.name)
-    return next((name for name in names if FULL_ID.fullmatch(name)), None)
-
-
 def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
     """Download the text of a job, whose model is in a directory.
 
@@ -120,20 +113,14 @@ def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
     """
     job = find(job_id, settings)[0].job(job_id)
     values = json.loads((directory / "training.json").read_bytes())["config"]
-    with temporary(settings) as place:
-        texts = {"training": job.data, "validation": job.validation}
-        paths = {name: place / name for name, uri in texts.items() if uri is not None}
-        for name, path in paths.items():
-            storage.fetch(str(texts[name]), path, settings=settings)
-        channels = paths["training"], paths.get("validation"), None
-        try:
-            corpus = read_corpus(
-                Container(False, *channels, place, place, place), known_config(values)
-            )
-        except (TrainingError, ValueError) as error:
-            raise ServiceError(str(error)) from None
-        content = bytearray().join(pieces(corpus.train, corpus.tokenizer.words, MOST_BYTES))
-        own = b"".join(pieces(corpus.val, corpus.tokenizer.words, VALIDATION_BYTES))
+    texts = {"data": job.data, "validation": job.validation}
+    channels = {name: Channel(uri, uri, None, []) for name, uri in texts.items() if uri}
+    try:
+        corpus = corpus_of(channels, settings, known_config(values))
+    except (TrainingError, ValueError) as error:
+        raise ServiceError(str(error)) from None
+    content = bytearray().join(pieces(corpus.train, corpus.tokenizer.words, MOST_BYTES))
+    own = b"".join(pieces(corpus.val, corpus.tokenizer.words, VALIDATION_BYTES))
     validation = None if corpus.is_chat else Text("validation", [own.decode(errors="ignore")])
     return Training(torch.frombuffer(content, dtype=torch.uint8), validation)
 

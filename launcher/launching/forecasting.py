@@ -24,6 +24,7 @@ from launcher.text.corpus import known_upload
 from launcher.text.formats import stored
 
 if TYPE_CHECKING:  # they import torch
+    from entry_point.config import Config
     from entry_point.text import Corpus
     from launcher.forecast.forecast import Forecaster, Place
 
@@ -60,8 +61,10 @@ def forecast(
     return forecaster.forecast(texts["data"].named, places, request.max_cost)
 
 
-def corpus_of(texts: Mapping[str, Channel], settings: Settings) -> Corpus:
-    """The texts as a job would read them."""
+def corpus_of(
+    texts: Mapping[str, Channel], settings: Settings, config: Config | None = None
+) -> Corpus:
+    """The texts as a job would read them, of this config or the default one."""
     from entry_point.config import Config
     from entry_point.container import Container
     from entry_point.errors import DataError
@@ -81,7 +84,7 @@ def corpus_of(texts: Mapping[str, Channel], settings: Settings) -> Corpus:
         channels = directory / "data", validation, None
         here = Container(False, *channels, directory, directory, directory)
         try:
-            return read_corpus(here, Config())
+            return read_corpus(here, config or Config())
         except DataError as error:
             raise InputError(str(error)) from None
 
