@@ -22,7 +22,7 @@ from entry_point.model import GPT
 from launcher.cli.models import about
 from launcher.models.fetch import fetch_model
 from launcher.views import api
-from launcher.views.play import Player, Token, listen, make_server, until
+from launcher.views.play import Player, Token, listen, make_app, make_server, until
 from sm_nanogpt import Job, stream_samples
 
 ORIGIN = "http://localhost:3000"
@@ -66,7 +66,7 @@ class Site:
 def served(players: list[Player]) -> Iterator[Site]:
     listener = listen(0)
     port = listener.getsockname()[1]
-    server = make_server(players, "secret", api.routes(players), [ORIGIN])
+    server = make_server(make_app(players, "secret", api.routes(players), [ORIGIN]))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     yield Site(port, players)

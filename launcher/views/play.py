@@ -173,7 +173,7 @@ class Queued(StreamingResponse):
 
 
 def make_app(
-    players: Sequence[Player], key: str, more: Sequence[Route] = (), origins: Sequence[str] = ()
+    players: Sequence[Player], key: str, more: Sequence[Route], origins: Sequence[str] = ()
 ) -> ASGIApp:
     """The page, its models, their generations, and more, for requests that carry the key.
 
@@ -281,14 +281,11 @@ def listen(port: int) -> socket.socket:
         raise InputError(f"{error.strerror}", "port-taken", field="port", value=port) from None
 
 
-def make_server(
-    players: Sequence[Player], key: str, more: Sequence[Route] = (), origins: Sequence[str] = ()
-) -> uvicorn.Server:
+def make_server(app: ASGIApp) -> uvicorn.Server:
     """A server of the page. Ctrl-C ends its generations and raises KeyboardInterrupt from `run`."""
     # Leave a core to the browser: where it takes one of two, two threads wait for each other, and
     # a small model made 55 tokens/s instead of 600.
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-    app = make_app(players, key, more, origins)
     quiet: dict[str, Any] = dict(log_config=None, access_log=False)
     config = uvicorn.Config(app, lifespan="off", ws="none", timeout_graceful_shutdown=0, **quiet)
     server = uvicorn.Server(config)
