@@ -106,9 +106,8 @@ class Worker:
         try:
             for part in request:
                 self.pipe.send_bytes(part)
-            if not self.pipe.poll(self.limit):
-                raise ServiceError(f"{self.directory}: no answer in {self.limit:.0f} s")
-            if not (problem := self.pipe.recv_bytes()):
+            problem = f"no answer in {self.limit:.0f} s".encode()
+            if self.pipe.poll(self.limit) and not (problem := self.pipe.recv_bytes()):
                 return self.pipe.recv_bytes(most)
             raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
         except (EOFError, OSError):

@@ -196,12 +196,11 @@ def opened(file: File) -> Iterator[Content]:
             yield content
     except UnicodeDecodeError as error:
         raise not_text(file.path, error.object, error.start, error.encoding) from None
-    except UnicodeError as error:  # no byte order mark
-        why = f"give its encoding as {file.encoding}-le or {file.encoding}-be"
-        raise InputError(f"{file.path}: {error}; {why}") from None
-    except (OSError, EOFError, zlib.error, zstd.ZstdError) as error:
+    except (UnicodeError, OSError, EOFError, zlib.error, zstd.ZstdError) as error:
         why = getattr(error, "strerror", "") or f"damaged: {error}"
-        if file.path.is_fifo():
+        if isinstance(error, UnicodeError):  # no byte order mark
+            why = f"{error}; give its encoding as {file.encoding}-le or {file.encoding}-be"
+        elif file.path.is_fifo():
             why += "; for a pipe, give -"
         raise InputError(f"{file.path}: {why}") from None
 
