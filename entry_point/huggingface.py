@@ -364,7 +364,7 @@ def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def check_teacher(values: Mapping[str, Any], block_size: int) -> None:
     """Raise ConfigError if the context of a model with these starting_values is too short."""
-    if (context := values["block_size"]) < min(block_size, 1024):  # longer ones are not told
+    if (context := values["block_size"]) < min(block_size, 1024):  # starting_values gives no more
         raise ConfigError(f"{block_size=}: must be at most {context}, the teacher's context")
 
 

@@ -269,7 +269,7 @@ class Optimizer:
     def reset(self) -> None:
         """Sets the state to zero, for a new model."""
         for tensor in self.state().values():
-            tensor.zero_()  # of another rank's, on the meta device, this does nothing
+            tensor.zero_()  # does nothing to another rank's, which is on the meta device
 
     def state(self) -> dict[str, Tensor]:
         """The state by name: the live tensors; what another rank owns is on the meta device."""

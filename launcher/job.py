@@ -335,6 +335,7 @@ class JobDescription:
     epoch. metrics holds the newest values of the training curve. model_uri, checkpoint_uri and
     checkpoint_step are None until there is a model or a checkpoint. For jobs on SageMaker, the
     checkpoint fields are also None while the job runs and in a list of jobs, since S3 is not asked.
+    inputs holds the URI of each channel by its name: training, validation, model, teacher.
     """
 
     job_id: str
@@ -349,7 +350,7 @@ class JobDescription:
     owner: str | None = None
     summary: str | None = None  # as launch.summary_of says
     expected: Expected | None = None  # what was forecast for it
-    inputs: dict[str, str] = field(default_factory=dict)  # URIs of its channels, by name
+    inputs: dict[str, str] = field(default_factory=dict)
     failure_reason: str | None = None
     started: float | None = None
     ended: float | None = None

@@ -225,7 +225,7 @@ class Plan:
         """Upload the text, and start the job. After an interruption, `job()` finds it if it runs.
 
         Raises Unconfirmed if the job is not confirmed, neither its request nor the settings have
-        max_cost, and it may cost more than the setting ask_above, or its price is unknown.
+        max_cost, and its price is unknown or it may cost more than the setting ask_above.
         """
         if not confirmed and not self.job.is_local:
             chosen = None if self.job.origin("max_cost") else self.job.max_cost

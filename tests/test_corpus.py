@@ -29,6 +29,7 @@ from launcher.files.storage import local_path
 from launcher.launching.texts import find_channel
 from launcher.settings import Settings, load_settings
 from launcher.text import corpus
+from launcher.text.copies import first_text
 from launcher.text.corpus import find_upload, last_upload
 from launcher.text.formats import look, pieces_of, zstd
 from sm_nanogpt import InputError, upload_data
@@ -555,6 +556,11 @@ def shakespeare(monkeypatch):
         monkeypatch.setattr("launcher.text.copies.SHAKESPEARE_SHA256", sha256)
         yield asked
         server.shutdown()
+
+
+@pytest.mark.usefixtures("home", "shakespeare")
+def test_notebooks_get_shakespeare_without_settings():
+    assert first_text().read_text() == LONG
 
 
 def test_shakespeare_is_downloaded_only_once(home, cli, shakespeare):

@@ -418,8 +418,7 @@ def test_a_teacher_with_a_short_context_is_refused(job, text_file, cli):
 @pytest.mark.parametrize(("option", "name"), [("--init-from", "model"), ("--teacher", "teacher")])
 def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli, option, name):
     words = ("--instance", "ml.g5.xlarge", option, job.job_id, "--data", str(text_file))
-    words += ("--set", "block_size=32")
-    ran = cli("launch", *words, "--dry-run").good
+    ran = cli("launch", *words, "--set", "block_size=32", "--dry-run").good
     channels = {
         c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"]
         for c in json.loads(ran.out)["InputDataConfig"]

@@ -195,8 +195,8 @@ def play_command(
     note(f"for OpenAI's clients: base URL http://127.0.0.1:{at}/v1, API key {key}")
     if sys.stdout.isatty() if opens is None else opens:
         webbrowser.open(url)
-    app = play.make_app(players, key, api.routes(players), origins)
     with suppress(KeyboardInterrupt):
+        app = play.make_app(players, key, api.routes(players), origins)
         play.make_server(app).run(sockets=[listener])
 
 

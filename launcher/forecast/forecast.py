@@ -171,8 +171,8 @@ class Forecaster:
         return Trial(f"speed of size {size:g}", {**values, **short}, unique, threads)
 
     def measured(self, job: JobDescription, vocabulary: int) -> Place | None:
-        """What an ended job tells of its instance type; None if it did not complete, or its speed
-        is unknown."""
+        """What an ended job tells of its instance type; None if it did not complete, its speed is
+        unknown, or a teacher made it slower."""
         names = {f.name for f in fields(self.config.Config)}
         values = {n: v for n, v in job.hyperparameters.items() if n in names}
         speed = (job.metrics or {}).get("tokens_per_second")

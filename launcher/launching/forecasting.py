@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from launcher.finding import Listing
 from launcher.forecast import table
 from launcher.job import Request, TrainingJob
 from launcher.launching.launch import kept_forecast, with_folder
-from launcher.launching.texts import Channel, check_texts, find_texts
+from launcher.launching.texts import Texts, check_texts, find_texts
 from launcher.sagemaker.cost import Prices, rate
 from launcher.settings import Settings
 from launcher.text.copies import temporary
@@ -61,9 +61,7 @@ def forecast(
     return forecaster.forecast(texts["data"].named, places, request.max_cost)
 
 
-def corpus_of(
-    texts: Mapping[str, Channel], settings: Settings, config: Config | None = None
-) -> Corpus:
+def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) -> Corpus:
     """The texts as a job would read them, of this config or the default one."""
     from entry_point.config import Config
     from entry_point.container import Container

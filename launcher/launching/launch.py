@@ -235,7 +235,8 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
     """Fill the fields that a request leaves out from the job that it resumes.
 
     Hyperparameters, variables and tags are merged one by one. Logs the earlier hyperparameters
-    that this folder does not have. Returns also the earlier job as this folder computes it.
+    that this folder does not have. Returns the request, and the earlier job as this folder computes
+    it.
     """
     before, description, given = earlier.job, earlier.description, request.given()
     here = given.setdefault("instance", before.instance)
@@ -363,8 +364,9 @@ def check(draft: Draft) -> None:
             model.check_known(text)
     if draft.asked.teacher is not None:
         with job.source.running():
-            values = draft.models[-1].hyperparameters
-            job.source.module("huggingface").check_teacher(values, config.block_size)
+            known = job.source.module("huggingface")
+            if suits := getattr(known, "check_teacher", None):  # an older folder's run checks
+                suits(draft.models[-1].hyperparameters, config.block_size)
     check_texts(draft.texts, config)
     if (upload := draft.texts["data"].upload) is not None:
         padding = 1 + upload.chats  # rows of conversations may be half empty

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -59,7 +60,9 @@ class InitialModel:
         elif not upload.train_tokens and self.tokenizer.unit == "tokens":
             problem = f"it is text, and {model} takes tokens"
         if problem:
-            raise InputError(f"{text.named}: {problem}", "encode-for-model", model=model)
+            raise InputError(
+                f"{text.named}: {problem}", "encode-for-model", model=shlex.quote(model)
+            )
         check_known(self.tokenizer, upload.vocabulary, text.named)
 
 

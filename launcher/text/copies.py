@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 from launcher.errors import InputError, ServiceError, not_installed
 from launcher.files import storage
 from launcher.files.storage import Progress
-from launcher.settings import Settings
+from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
 readers = logging.getLogger("launcher.text")  # of the modules that read the copies
@@ -119,7 +120,7 @@ def local(given: str | Path) -> Path | None:
     if re.fullmatch(rf"-|s3://.*|{HUB.pattern}", word):
         return None
     if word.startswith(("http://", "https://")):
-        error = InputError(f"{word}: a web address is not read", "download", url=word)
+        error = InputError(f"{word}: a web address is not read", "download", url=shlex.quote(word))
     elif "://" in word.removeprefix("file://"):
         what = "a path, -, hf://datasets/OWNER/NAME/PATH, or s3://bucket/prefix"
         error = InputError(f"{word}: use {what}")
@@ -214,13 +215,13 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 PATIENCE_SECONDS = 5.0
 
 
-def first_text(settings: Settings) -> Path:
+def first_text(settings: Settings | None = None) -> Path:
     """Tiny Shakespeare, as a file in the cache: downloaded once, and verified by its SHA-256.
 
     Many networks reach a package index and little else. There it is Python's language reference,
     which comes with Python; without it, this raises ServiceError.
     """
-    cache = settings.home / "cache"
+    cache = (settings or load_settings()).home / "cache"
     shakespeare = cache / "shakespeare.txt"
     if shakespeare.is_file() and is_shakespeare(shakespeare.read_bytes()):
         return shakespeare

@@ -97,8 +97,8 @@ def upload_data(
     The default store is that of the stack, if AWS is configured and there is one; else it is on
     this machine. Text that is already there is not sent again.
 
-    Raises InputError if the files are not text, or too short to train on, or as with_store; and
-    ServiceError if the store failed.
+    Raises InputError if the files are not text or are too short to train on, and as with_store
+    does; ServiceError if the store failed.
     """
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
     include, exclude = ((each,) if isinstance(each, str) else each for each in (include, exclude))
