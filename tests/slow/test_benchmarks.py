@@ -28,6 +28,7 @@ NAMES = (
     "benchmarks/tokens",
     "benchmarks/upload",
     "benchmarks/judging",
+    "benchmarks/generations",
     "tutorials/batch_and_context",
     "tutorials/ladder",
     "tutorials/processes",
