@@ -33,6 +33,7 @@ from launcher.settings import Settings, load_settings, process_of
 # make 26k), and their logits take 64 MB.
 PASS_TOKENS, PASS_LOGITS = 1 << 12, 1 << 24
 PATIENT = 600.0  # seconds that a model may take for an answer, where nobody watches
+SILENT = f"no answer in {PATIENT:.0f} s".encode()
 PACKAGES = [Path(module.__file__ or "").parent for module in (entry_point, launcher)]
 
 
@@ -106,8 +107,8 @@ class Worker:
         try:
             for part in request:
                 self.pipe.send_bytes(part)
-            problem = f"no answer in {self.limit:.0f} s".encode()
-            if self.pipe.poll(self.limit) and not (problem := self.pipe.recv_bytes()):
+            problem = self.pipe.recv_bytes() if self.pipe.poll(self.limit) else SILENT
+            if not problem:
                 return self.pipe.recv_bytes(most)
             raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
         except (EOFError, OSError):
