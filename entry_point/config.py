@@ -83,11 +83,7 @@ class Config:
         2000, "number of optimizer steps of each generation", 1, 10**9, group="schedule"
     )
     generations: int = hyperparameter(
-        1,
-        "models trained in turn; each later one also learns from the best before it",
-        1,
-        100,
-        fixed=True,
+        1, "models trained in turn, each later one also by the best before it", 1, 100, fixed=True
     )
     teacher_share: float = hyperparameter(0.5, "share of a teacher in what is learned", 0, 1)
     teacher_temperature: float = hyperparameter(1.2, "divisor of a teacher's logits", 0.1, 100)
@@ -283,11 +279,6 @@ def dial(size: float, tokens: int, chats: bool = False, ranks: int = 1) -> dict[
     steps = max(20, round(min(worth(size), MOST_READINGS * tokens) / (batch * context)))
     trained = steps * batch * context
     readings = trained / tokens
-    # 0.05 for 180 steps as in `quick`, 0.03 for 1000 as in `baby`.
-    rate = min(0.05, max(0.02, 0.024 * (2000 / steps) ** 0.3))
-    # By how many factors of e the weights decay in all: one for each reading after the first, and
-    # up to ten more in large models.
-    decay = max(0, readings - 1) + 10 * clip((size - 3) / 5)
     return {
         "n_layer": layers,
         "n_head": heads,
@@ -296,14 +287,26 @@ def dial(size: float, tokens: int, chats: bool = False, ranks: int = 1) -> dict[
         "block_size": context,
         "batch_size": batch,
         "max_steps": steps,
-        "learning_rate": round(rate, 4),
-        "momentum": round(min(0.95, 0.9 + 0.05 * math.log10(steps / 1800)), 3),
-        "weight_decay": round(min(1, decay / (rate * steps)), 3),
+        **rates(size, steps, readings),
         # Small models lose by it, even after many readings.
         "dropout": round(0.2 * clip((size - 4) / 2) * clip((readings - 8) / 8), 2),
         "short_windows": 0.0 if chats else 0.5,
         "eval_interval": max(1, round(steps / min(10, max(1, round(trained / 1e6))))),
         "eval_tokens": 1 << 17,
+    }
+
+
+def rates(size: float, steps: int, readings: float) -> dict[str, float]:
+    """The optimizer's hyperparameters for so many steps, which read the text so often."""
+    # 0.05 for 180 steps as in `quick`, 0.03 for 1000 as in `baby`.
+    rate = min(0.05, max(0.02, 0.024 * (2000 / steps) ** 0.3))
+    # By how many factors of e the weights decay in all: one for each reading after the first, and
+    # up to ten more in large models.
+    decay = max(0, readings - 1) + 10 * clip((size - 3) / 5)
+    return {
+        "learning_rate": round(rate, 4),
+        "momentum": round(min(0.95, 0.9 + 0.05 * math.log10(steps / 1800)), 3),
+        "weight_decay": round(min(1, decay / (rate * steps)), 3),
     }
 
 

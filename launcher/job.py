@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
+from launcher.curve import total_steps
 from launcher.errors import InputError, ServiceError, must_be
 from launcher.files.documents import Document, Number, Scalar
 from launcher.machines import DEFAULT_VERSION, check_instances, types_of
@@ -305,7 +306,7 @@ class TrainingJob(Request):
             self.source.module("config").check_resumable(*jobs)
         generations = getattr(self.config(1), "generations", 1)
         step, max_steps = earlier.checkpoint_step or 0, self.config(1).max_steps
-        total = generations * max_steps
+        total = total_steps(asdict(self.config(1)))
         if step > total or (step == total and earlier.model_uri is not None):
             if generations > 1:
                 raise InputError(f"the earlier job has done its {generations} generations")

@@ -4,12 +4,12 @@ Examples:
   python examples/benchmarks/generations.py --text input.txt
   python examples/benchmarks/generations.py --text input.txt --preset laptop --grid --rounds 5
 
-Each round, with a seed of its own, trains two generations, the first of which is also the single
-run of as many steps, and a single run of 2.25 times the steps. Of a size, the longer run has the
-learning rate and the decay that the dial has for its steps; of a preset, those of the preset.
---grid trains twelve single runs in its place: as many steps as take the same computation at three
-widths, each with two weight decays and two dropouts. The loss is the best val_loss of a run. On a
-CPU, each run has one thread, and there are as many at once as cores.
+Each round has a seed of its own. It trains two generations; the first of them is also the row "one
+run". It then trains a single run of 2.25 times the steps. With --size, the longer run has the
+learning rate and the weight decay that the dial has for its steps; with --preset, it has those of
+the preset. --grid trains twelve single runs in place of the longer one: three widths, two weight
+decays, and two dropouts, each with as many steps as take the same computation. The loss is the best
+val_loss of a run. On a CPU, each run has one thread, and as many run at once as there are cores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from measure import ROOT, Report
 from trainers import SHAPES, ours
 
 sys.path.insert(0, str(ROOT))
-from entry_point.config import PRESETS, dial, make_config
+from entry_point.config import PRESETS, dial, make_config, rates
 
 AS_LONG = 2.25  # a step with a teacher takes 1.25 times one without
 DECAYS, DROPOUTS = (1.0, 3.0), (0.0, 0.1)  # times that of the preset; added to its own
@@ -38,14 +38,9 @@ DECAYS, DROPOUTS = (1.0, 3.0), (0.0, 0.1)  # times that of the preset; added to 
 def longer(base: dict[str, Any], size: float | None, tokens: int) -> dict[str, Any]:
     """The values of a single run that takes as long as two generations."""
     config = make_config(base)
-    values = {**base, "max_steps": (steps := round(AS_LONG * config.max_steps))}
-    if size is not None:  # as entry_point.config.dial does, for these steps
-        readings = steps * config.batch_size * config.block_size / tokens
-        rate = min(0.05, max(0.02, 0.024 * (2000 / steps) ** 0.3))
-        values["learning_rate"] = round(rate, 4)
-        values["momentum"] = round(min(0.95, 0.9 + 0.05 * math.log10(steps / 1800)), 3)
-        values["weight_decay"] = round(min(1, max(0, readings - 1) / (rate * steps)), 3)
-    return values
+    steps = round(AS_LONG * config.max_steps)
+    readings = steps * config.batch_size * config.block_size / tokens
+    return {**base, "max_steps": steps, **({} if size is None else rates(size, steps, readings))}
 
 
 def grid(base: dict[str, Any]) -> dict[str, dict[str, Any]]:

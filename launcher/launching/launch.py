@@ -364,9 +364,9 @@ def check(draft: Draft) -> None:
             model.check_known(text)
     if draft.asked.teacher is not None:
         with job.source.running():
-            known = job.source.module("huggingface")
-            if suits := getattr(known, "check_teacher", None):  # an older folder's run checks
-                suits(draft.models[-1].hyperparameters, config.block_size)
+            huggingface = job.source.module("huggingface")
+            if hasattr(huggingface, "check_teacher"):  # in an older folder, only the run checks
+                huggingface.check_teacher(draft.models[-1].hyperparameters, config.block_size)
     check_texts(draft.texts, config)
     if (upload := draft.texts["data"].upload) is not None:
         padding = 1 + upload.chats  # rows of conversations may be half empty

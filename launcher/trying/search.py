@@ -22,6 +22,7 @@ from entry_point.checkpoint import LARGEST_HEADER, read_header
 from entry_point.errors import TrainingError
 from entry_point.files import open_file
 from entry_point.text import Tokenizer, read_json
+from launcher.curve import total_steps
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
 from launcher.judge.anchors import overlap
@@ -356,7 +357,7 @@ def sizes_of(model: Path) -> dict[str, int]:
     trained, as it says."""
     try:
         config = read_json(model / "training.json")["config"]
-        steps = config["max_steps"] * config.get("generations", 1)
+        steps = total_steps(config)
         tokens = int(steps * config["batch_size"] * config["block_size"])
         with open_file(model / "model.safetensors") as file:
             tensors, _ = read_header(file, LARGEST_HEADER)
