@@ -9,7 +9,7 @@ run". It then trains a single run of 2.25 times the steps. With --size, the long
 learning rate and the weight decay that the dial has for its steps; with --preset, it has those of
 the preset. --grid trains twelve single runs in place of the longer one: three widths, two weight
 decays, and two dropouts, each with as many steps as take the same computation. The loss is the best
-val_loss of a run. On a CPU, each run has one thread, and as many run at once as there are cores.
+val_loss of a run. Each run has one thread; as many run at once as there are cores, eight at most.
 """
 
 from __future__ import annotations
@@ -69,13 +69,12 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     base |= {"sample_length": 0, **args.ours}
     singles = grid(base) if args.grid else {"2.25 times the steps": longer(base, size, tokens)}
     sides = {"two generations": {**base, "generations": 2}, **singles}
-    _, gpu = measure.torch_and_gpu()
 
     def trained(side: str, index: int) -> list[tuple[int, float]]:
         values = {**sides[side], "seed": args.first_seed + index}
         values["eval_interval"] = math.ceil(int(values["max_steps"]) / 8)
         out = scratch / f"{index}-{list(sides).index(side)}"
-        measure.output(ours(args.text, out, values, threads=None if gpu else 1).process)
+        measure.output(ours(args.text, out, values, threads=1).process)
         rows = map(json.loads, (out / "output" / "metrics.jsonl").read_text().splitlines())
         curve = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
         best = min(loss for _, loss in curve)
@@ -83,7 +82,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         return curve
 
     losses: dict[str, list[float]] = {"one run": []}
-    with ThreadPoolExecutor(1 if gpu else measure.cores()) as pool:
+    with ThreadPoolExecutor(min(8, measure.cores())) as pool:
         wanted = [(side, index) for index in range(args.rounds) for side in sides]
         curves = pool.map(trained, *zip(*wanted, strict=True))
         for (side, _), curve in zip(wanted, curves, strict=True):

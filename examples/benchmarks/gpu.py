@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 import measure
 from gpu_checks import Found, nccl, right
-from gpu_speed import loss, profile, sampling, speed
+from gpu_speed import ladder, loss, profile, sampling, speed
 from measure import ROOT, Process, note
 
 
@@ -46,9 +46,10 @@ class Stage:
 STAGES = {
     "right": Stage(right, 6, "takes 2; losses, resuming, memory: a line for each check"),
     "nccl": Stage(nccl, 5, "takes 2; groups against one process: a line for each check"),
-    "speed": Stage(speed, 9, "takes 3; tokens/s of each setting, and of nanoGPT with two shapes"),
+    "speed": Stage(speed, 6, "takes 2; tokens/s with nanoGPT's shapes, and of nanoGPT"),
+    "ladder": Stage(ladder, 6, "takes 2; tokens/s and loss of each setting"),
     "loss": Stage(loss, 8, "takes 2; seconds to nanoGPT's loss, and the loss"),
-    "profile": Stage(profile, 5, "takes 1; ms of a step by kinds of kernels, memory"),
+    "profile": Stage(profile, 9, "takes 4; ms of a step by kinds of kernels, memory"),
     "sampling": Stage(sampling, 5, "takes 1; characters/s, one and 64 at once"),
 }
 

@@ -189,7 +189,7 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
     no_cudnn = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
     four, windows = {"gradient_accumulation_steps": 4}, {"short_windows": 0.5}
     drop, adamw, tied = {"dropout": 0.2}, {"optimizer": "adamw"}, {"tie_embeddings": True}
-    graph = {"compile": "auto"}
+    graph, taught = {"compile": "auto"}, {"generations": 2, "max_steps": 20}
     variants = {
         "CPU": Variant({**full, "device": "cpu"}),
         "float32": Variant(full, (), "CPU", SAME),
@@ -211,6 +211,11 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
             "windows": Variant({**half, **windows}),
             "windows, compiled": Variant({**half, **windows, **COMPILED}, (), "windows", CLOSE),
             "dropout": Variant({**half, **drop}),
+            "two generations, CPU": Variant({**full, **taught, "device": "cpu"}),
+            "two generations": Variant({**full, **taught}, CHUNKS, "two generations, CPU", SAME),
+            "two generations, compiled": Variant(
+                {**full, **taught, **COMPILED}, CHUNKS, "two generations", SAME
+            ),
             "tied, 4 passes": Variant({**half, **four, **tied}, CHUNKS),
             "recomputed": Variant({**half, "recompute": True}, (), "bfloat16", SAME),
             "recomputed, compiled": Variant(
@@ -219,9 +224,10 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
             # Other dropout masks, so the losses differ as between seeds.
             "dropout, compiled": Variant({**half, **drop, **COMPILED}, (), "dropout", 0.1),
         }
-        for name in ("dropout", "tied, 4 passes", "windows"):
+        for name in ("dropout", "tied, 4 passes", "windows", "two generations"):
             plain = variants[name]
-            recorded = replace(plain, words={**plain.words, **graph}, says="recorded")
+            said = "recorded 4 CUDA graphs" if name == "windows" else "recorded 1 CUDA graph"
+            recorded = replace(plain, words={**plain.words, **graph}, says=said)
             variants[f"{name}, by a graph"] = replace(recorded, other=name, limit=1e-6)
     compare(args, scratch, found, variants)
     with found.part("resumed"):
@@ -236,8 +242,9 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
         large = {**half, "n_embd": 2048, "n_head": 16, "batch_size": 1 << 15}
         large |= {"gradient_accumulation_steps": 1}
         with found.part("too large a batch"):
+            some = "torch.cuda.set_per_process_memory_fraction(0.2)"  # others may be running
             try:
-                trained(args, scratch, "large", Variant(large))
+                trained(args, scratch, "large", Variant(large, switches=some))
             except Failed as error:
                 found.check(
                     "too large: not named", "gradient_accumulation_steps" not in str(error), 0

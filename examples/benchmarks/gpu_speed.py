@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import statistics
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -57,14 +58,22 @@ class Plan:
 
 
 def speed(args: Namespace, scratch: Path, found: Found) -> None:
-    """Tokens/s of the tutorial's rungs and a few more, and of ours against nanoGPT.
+    """Tokens/s of ours against nanoGPT, with its shapes."""
+    names = ("smoke",) if args.smoke else ("baby", "gpt2")
+    in_turns([against(args, scratch / name, found, name) for name in names], args, found)
+
+
+def ladder(args: Namespace, scratch: Path, found: Found) -> None:
+    """Tokens/s of the tutorial's rungs and a few more."""
+    in_turns([climb(args, scratch, found)], args, found)
+
+
+def in_turns(plans: Sequence[Plan], args: Namespace, found: Found) -> None:
+    """Runs all plans, one run at a time.
 
     Where the memory suffices, all runs start together, compile, and then pause until their turn.
     """
-    plans = [ladder(args, scratch, found)]
-    for name in ("smoke",) if args.smoke else ("baby", "gpt2"):
-        plans.append(against(args, scratch / name, found, name))
-    together = args.smoke or gpu_memory() > 120e9
+    together = args.smoke or gpu_memory() > 70e9
     runs: dict[str, Paused] = {}
     try:
         if together:
@@ -92,7 +101,7 @@ def gpu_memory() -> int:
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def ladder(args: Namespace, scratch: Path, found: Found) -> Plan:
+def climb(args: Namespace, scratch: Path, found: Found) -> Plan:
     """The tutorial's rungs and a few more, with the loss after the same number of steps."""
     steps, device = (20, "cpu") if args.smoke else (200, "cuda")
     shape = "smoke" if args.smoke else "baby"
@@ -131,10 +140,7 @@ def against(args: Namespace, scratch: Path, found: Found, name: str) -> Plan:
     text = throughput.many_symbols(scratch) if large else args.text
     rare = {"log_interval": 1 if large else 10, "eval_interval": NEVER}
     words = {**our_shape(name), **rare, "max_steps": NEVER, **({} if args.smoke else COMPILED)}
-    ways = {f"ours, {name}": words}
-    if large:
-        ways["ours, gpt2, 15 passes"] = {**words, "gradient_accumulation_steps": 15}
-    trainings = {way: ours(text, scratch / way, words) for way, words in ways.items()}
+    trainings = {f"ours, {name}": ours(text, scratch / name, words)}
     if args.nanogpt:
         theirs = {**shape, **rare, "max_iters": NEVER, "eval_iters": 1, "out_dir": scratch / "out"}
         if large:  # nanoGPT's batch_size is that of one pass
@@ -171,6 +177,10 @@ def loss(args: Namespace, scratch: Path, found: Found) -> None:
     found.write()
 
 
+# The shape of Qwen3-1.7B, with which its memory is measured.
+LARGE = dict(n_layer=28, n_head=16, n_kv_head=8, head_dim=128, n_embd=2048, n_hidden=6144)
+LARGE |= dict(tie_embeddings=True, vocab_size=151_936, block_size=1024, batch_size=2)
+
 # What a kernel does, by its name; the first match counts.
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention|cudnn_generated",
@@ -189,34 +199,54 @@ def profile(args: Namespace, scratch: Path, found: Found) -> None:
     from entry_point.config import PRESETS
 
     if args.smoke:
-        runs = {"smoke": {**SHAPES["smoke"], **SHORT}}
+        runs = {"smoke": Look({**SHAPES["smoke"], **SHORT})}
     else:
-        common = {**SHORT, **HALF, "device": "cuda"}
-        baby = {**PRESETS["baby"], **common}
-        runs = {
-            "baby, compiled": {**baby, **COMPILED},
-            "baby, eager": baby,
-            "gpt2, compiled": {**PRESETS["gpt2"], **common, **COMPILED},
-        }
-    for name, words in runs.items():
+        common = {**SHORT, **HALF, **COMPILED, "device": "cuda"}
+        baby, gpt2 = ({**PRESETS[name], **common} for name in ("baby", "gpt2"))
+        runs = {"baby": Look(baby, steps=20)}
+        for passes in (8, 15, 30):
+            words = {**gpt2, "gradient_accumulation_steps": passes}
+            runs[f"gpt2, {passes} passes, by a graph"] = Look(words)
+            runs[f"gpt2, {passes} passes"] = Look(words, graph=False)
+        runs["gpt2, documents, FlexAttention"] = Look(gpt2, documents=True)
+        runs["gpt2, documents, a mask"] = Look(gpt2, documents=True, flex=False)
+        runs["1.7 B, 2,048 tokens"] = Look({**LARGE, **common, "compile": "off"}, steps=1)
+    for name, look in runs.items():
         with found.part(name):
-            large = name.startswith("gpt2")
+            large = look.words["n_embd"] >= 768
             text = throughput.many_symbols(scratch) if large else args.text
-            profiled(name, text, scratch / name, words, 3 if large else 20, found)
+            profiled(name, text, scratch / name, look, found)
 
 
-def profiled(
-    name: str, text: Path, out: Path, words: Mapping[str, Any], steps: int, found: Found
-) -> None:
+@dataclass(frozen=True)
+class Look:
+    """A run to profile: its settings, and what takes the place of what it would choose."""
+
+    words: Mapping[str, Any]
+    graph: bool = True
+    flex: bool = True
+    documents: bool = False  # of 500 tokens
+    steps: int = 3
+
+
+def profiled(name: str, text: Path, out: Path, look: Look, found: Found) -> None:
     import torch
     from torch.profiler import ProfilerActivity
 
+    from entry_point import kernels
+
     torch.compiler.reset()
-    if torch.cuda.is_available():  # memory of the run before
+    gc.collect()  # the run before
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    trainer = trainer_of(text, out, words)
+    kernels.FLEX_DEVICE = "cuda" if look.flex else "none"
+    trainer, steps = trainer_of(text, out, look.words), look.steps
     synchronize, cuda = trainer.group.synchronize, trainer.group.device.type == "cuda"
+    trainer.passes.records &= look.graph
+    if look.documents:
+        trainer.passes.end = 0
+        trainer.corpus.train[::500] = 0
     trainer.passes.warm_up()
 
     def seconds(work: Callable[[], object]) -> float:
@@ -280,6 +310,7 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
         return samples * length / (time.perf_counter() - began)
 
     for side, generate in (
+        ("by a graph", sampled_by_graph),
         ("with a cache", engine.generate),
         ("the plain loop", partial(engine.generate, plainly=True)),
     ):
@@ -302,6 +333,58 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
     with found.part("nanoGPT, 1 at once"):
         rate_of_one = sampling_benchmark.their_rate(process, 2, length)
         found.row("nanoGPT's sample.py, 1 at once", **row_of(rate_of_one))
+
+
+def sampled_by_graph(
+    model: Any, prompt: Any, max_new_tokens: int, temperature: float
+) -> Iterator[Any]:
+    """engine.generate of a prompt of one token, whose step is a CUDA graph (on a CPU, none)."""
+    import torch
+    import torch.nn.functional as F
+
+    from entry_point.kernels import repeat_kv
+    from entry_point.model import norm, rotary
+    from launcher.models import engine
+
+    model, device = engine.for_sampling(model, len(prompt), model.compute_dtype), prompt.device
+    cache = engine.KeyValueCache(model, len(prompt), max_new_tokens + 1)
+    ids, position = prompt.clone(), torch.zeros(1, dtype=torch.long, device=device)
+    generator = torch.cuda.default_generators[0] if prompt.is_cuda else torch.Generator()
+
+    def step() -> None:
+        cos, sin = rotary(position, model.config, model.compute_dtype)
+        seen = (torch.arange(cache.size, device=device) <= position)[None, None, None]
+        x = model.embed(ids).to(model.compute_dtype)
+        for layer, block in enumerate(model.blocks):
+            q, k, v = block.attention.heads(norm(x, block.attention_norm), cos, sin)
+            for kept, new in ((cache.k[layer], k), (cache.v[layer], v)):
+                kept.index_copy_(2, position % cache.size, new)
+            k, v = (repeat_kv(kept[layer], q.size(1)) for kept in (cache.k, cache.v))
+            y = F.scaled_dot_product_attention(q, k, v, seen)
+            x = x + block.attention.out(y.transpose(1, 2).flatten(2))
+            x = x + block.mlp(norm(x, block.mlp_norm))
+        head = model.embed if model.head is None else model.head
+        logits = F.linear(norm(x[:, -1], model.norm), head.weight.to(x.dtype)).float()
+        ids.copy_(engine.draw(logits, temperature, 0, 1.0, generator)[:, None])
+        position.add_(1)
+
+    replay = step
+    with torch.inference_mode():
+        if prompt.is_cuda:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                step()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            replay = graph.replay
+            ids.copy_(prompt)
+            position.zero_()
+        for _ in range(max_new_tokens):
+            replay()
+            yield ids[:, 0].clone()
 
 
 def row_of(characters: float) -> dict[str, Any]:

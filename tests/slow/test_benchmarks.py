@@ -34,7 +34,7 @@ NAMES = (
     "tutorials/processes",
 )
 
-GPU_STAGES = ("right", "nccl", "speed", "loss", "profile", "sampling")
+GPU_STAGES = ("right", "nccl", "speed", "ladder", "loss", "profile", "sampling")
 
 # What a benchmark reads of nanoGPT: the files it looks for, and what train.py prints.
 STUB_TRAIN = """
@@ -146,8 +146,8 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_
             raise measure.Failed("TrainingError: set a larger gradient_accumulation_steps")
         return [dict(train_loss=loss, val_loss=loss, tokens_per_second=9) for loss in (4.0, 3.0)]
 
-    def profiled(name: str, text: Path, out: Path, words: Any, steps: int, found: Any) -> None:
-        runs.append(Config(**words))
+    def profiled(name: str, text: Path, out: Path, look: Any, found: Any) -> None:
+        runs.append(Config(**look.words))
 
     for module in (gpu_checks, gpu_speed):
         monkeypatch.setattr(module, "trained", started)
@@ -168,11 +168,11 @@ def test_the_timed_runs_for_a_gpu_are_valid(measure, tmp_path, text_file, monkey
 
     monkeypatch.setattr("throughput.many_symbols", lambda scratch: text_file)
     args, found = Namespace(smoke=False, text=text_file, nanogpt=None), Mock()
-    plans = [gpu_speed.ladder(args, tmp_path, found)]
+    plans = [gpu_speed.climb(args, tmp_path, found)]
     plans += [gpu_speed.against(args, tmp_path / name, found, name) for name in ("baby", "gpt2")]
     commands = [run.process.command for plan in plans for run in plan.trainings.values()]
     configs = [train.parse_argv(words[words.index("--data") :])[0] for words in commands]
-    assert [config.n_layer for config in configs] == [6] * (len(configs) - 2) + [12] * 2
+    assert [config.n_layer for config in configs] == [6] * (len(configs) - 1) + [12]
     assert {config.compile for config in configs} == {"off", "auto", "on"}
 
 
