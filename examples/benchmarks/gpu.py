@@ -40,7 +40,7 @@ from measure import ROOT, Process, note
 class Stage:
     run: Callable[[argparse.Namespace, Path, Found], None]
     minutes: float  # its limit
-    expect: str  # what it takes on an H200, and what it shows
+    expect: str  # what it takes on an H100, and what it shows
 
 
 STAGES = {

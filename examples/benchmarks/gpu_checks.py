@@ -218,8 +218,9 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
             ),
             "tied, 4 passes": Variant({**half, **four, **tied}, CHUNKS),
             "recomputed": Variant({**half, "recompute": True}, (), "bfloat16", SAME),
+            # In bfloat16 the compiler fuses and so rounds otherwise: the losses differ by 0.6 %.
             "recomputed, compiled": Variant(
-                {**half, "recompute": True, **COMPILED}, (), "bfloat16, compiled", SAME
+                {**full, "recompute": True, **COMPILED}, (), "float32, compiled", SAME
             ),
             # Other dropout masks, so the losses differ as between seeds.
             "dropout, compiled": Variant({**half, **drop, **COMPILED}, (), "dropout", 0.1),
