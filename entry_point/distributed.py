@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -223,8 +224,14 @@ class Group:
         self.watchdog = Watchdog(store, self.rank, reports, hang_seconds, server)
 
     def heartbeat(self) -> None:
-        """Every rank calls it at the same points, before it waits for others."""
-        if self.watchdog is not None:
+        """Every rank calls it at the same points, before it waits for others.
+
+        On a GPU it counts when the kernels before it are done: the host starts them without a wait,
+        so a kernel that never ends shows only there.
+        """
+        if self.watchdog is not None and self.device.type == "cuda":
+            self.watchdog.events.append(torch.cuda.current_stream().record_event())
+        elif self.watchdog is not None:
             self.watchdog.heartbeats += 1
 
     @contextmanager
@@ -370,7 +377,7 @@ class Report(NamedTuple):
     """What a rank writes to the store each second."""
 
     second: int
-    heartbeats: int  # collective operations that the rank has begun
+    heartbeats: int  # collective operations that the rank has come to
     timeout: float  # seconds until the next heartbeat, at most
     host: str
 
@@ -401,6 +408,7 @@ class Watchdog:
         self.store, self.rank, self.reports = store, rank, reports
         self.hang_seconds, self.server = hang_seconds, server
         self.heartbeats, self.timeout = 0, LONGEST_WAIT.total_seconds()
+        self.events = deque[torch.cuda.Event]()  # heartbeats that a GPU has not come to
         self.silent, self.still = [0] * len(reports), [0] * len(reports)  # seconds without a change
         self.unanswered = 0  # seconds since the store answered
         self.ended = threading.Event()
@@ -418,12 +426,19 @@ class Watchdog:
         keys, report = report_keys(len(self.reports)), self.reports[self.rank]
         with suppress(RuntimeError):  # the store's server is gone, as watch_store will say
             while not self.ended.wait(1):
-                report = Report(report.second + 1, self.heartbeats, self.timeout, report.host)
+                heartbeats = self.count_heartbeats()
+                report = Report(report.second + 1, heartbeats, self.timeout, report.host)
                 self.store.set(keys[self.rank], json.dumps(report))
                 reports = read_reports(self.store, keys)
                 self.unanswered = 0
                 if hung := self.find_hung(reports):
                     end_hung(hung)
+
+    def count_heartbeats(self) -> int:
+        while self.events and self.events[0].query():
+            self.events.popleft()
+            self.heartbeats += 1
+        return self.heartbeats
 
     def watch_store(self) -> None:
         while not self.ended.wait(1):

@@ -600,6 +600,22 @@ def test_the_watchdog_names_the_rank_that_hangs(
     assert re.match(hung, said) if hung else not said
 
 
+def test_a_heartbeat_counts_once_the_gpu_has_come_to_it(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    watchdog = Watchdog(dist.HashStore(), 0, [Report(0, 0, 1800, "here")] * 2, 10.0, "rank 0")
+    group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container())
+    group.watchdog, group.device = watchdog, torch.device("cuda")
+    events = [Mock(query=Mock(return_value=done)) for done in (True, False, False)]
+    stream = Mock(record_event=Mock(side_effect=events))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    for _ in events:
+        group.heartbeat()
+    assert watchdog.count_heartbeats() == 1
+    for event in events:
+        event.query.return_value = True
+    assert watchdog.count_heartbeats() == 3
+
+
 @pytest.mark.parametrize("gone", [False, True], ids=["stopped", "gone"])
 def test_a_store_that_does_not_answer_is_a_hang(monkeypatch, gone):
     ended = threading.Event()
