@@ -40,15 +40,15 @@ from measure import ROOT, Process, note
 class Stage:
     run: Callable[[argparse.Namespace, Path, Found], None]
     minutes: float  # its limit
-    expect: str  # what it takes on an H100, and what it shows
+    expect: str  # about how long it takes on an H100, and what it shows
 
 
 STAGES = {
-    "right": Stage(right, 6, "takes 2; losses, resuming, memory: a line for each check"),
-    "nccl": Stage(nccl, 5, "takes 2; groups against one process: a line for each check"),
-    "speed": Stage(speed, 6, "takes 2; tokens/s with nanoGPT's shapes, and of nanoGPT"),
+    "right": Stage(right, 6, "takes 3; losses, resuming, memory: a line for each check"),
+    "nccl": Stage(nccl, 5, "takes 3; groups against one process: a line for each check"),
+    "speed": Stage(speed, 6, "takes 2; tokens/s of ours and of nanoGPT, with nanoGPT's shapes"),
     "ladder": Stage(ladder, 6, "takes 2; tokens/s and loss of each setting"),
-    "loss": Stage(loss, 8, "takes 2; seconds to nanoGPT's loss, and the loss"),
+    "loss": Stage(loss, 8, "takes 4; seconds to nanoGPT's loss, and the loss"),
     "profile": Stage(profile, 9, "takes 4; ms of a step by kinds of kernels, memory"),
     "sampling": Stage(sampling, 5, "takes 1; characters/s, one and 64 at once"),
 }
