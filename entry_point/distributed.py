@@ -435,6 +435,7 @@ class Watchdog:
                     end_hung(hung)
 
     def count_heartbeats(self) -> int:
+        """This rank's heartbeats that its device has come to."""
         while self.events and self.events[0].query():
             self.events.popleft()
             self.heartbeats += 1

@@ -161,6 +161,26 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_
     assert {config.device for config in runs} >= {"cuda"}
 
 
+@pytest.mark.usefixtures("measure")
+def test_a_step_for_a_cuda_graph_samples_as_the_engine_does():
+    import torch
+    from gpu_speed import sampled_by_graph
+
+    from entry_point.config import Config
+    from entry_point.model import GPT
+    from launcher.models import engine
+
+    model = GPT(Config(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, block_size=16), 70)
+    model.init_weights(1)
+    torch.manual_seed(1)
+    for parameter in model.parameters():  # some begin at zero
+        torch.nn.init.normal_(parameter, std=0.1)
+    prompt = torch.zeros(3, 1, dtype=torch.long)
+    made = sampled_by_graph(model, prompt, 40, 0.0)  # the context slides
+    expected = engine.generate(model, prompt, 40, temperature=0.0)
+    assert torch.equal(torch.stack(list(made)), torch.stack(list(expected)))
+
+
 def test_the_timed_runs_for_a_gpu_are_valid(measure, tmp_path, text_file, monkeypatch):
     import gpu_speed
 
