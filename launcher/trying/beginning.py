@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -63,8 +62,8 @@ def begin(
     with storage.reported(str(place)):
         keep(job.source, settings)
         place.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".new-", dir=place.parent))
-        try:
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=place.parent) as scratch:
+            (made := Path(scratch) / "search").mkdir(mode=0o700)  # of the judge alone
             least = max(FEWEST, job.config(1).block_size + 1)
             begun["judge"] = write_texts(made, corpus_of({"data": text}, settings), least, told)
             begun["runs_read"] = digest_of(files_of(made / "text"))
@@ -72,9 +71,6 @@ def begin(
             (made / "AGENTS.md").write_text(guide.replace("NAME", name), encoding="utf-8")
             Ledger(made).add("start", **begun)
             made.rename(place)
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
     return Search(name, settings, told)
 
 
