@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -23,7 +24,7 @@ from torch import Tensor
 
 import entry_point
 import launcher
-from entry_point.text import read_tokenizer
+from entry_point.text import Tokenizer, read_tokenizer
 from launcher.errors import LauncherError, ServiceError
 from launcher.files.documents import Document, parse
 from launcher.local.confine import PATIENCE, confined, end, environment
@@ -50,50 +51,52 @@ class Worker:
     """A model in a process of its own, which computes in float32 on the CPU.
 
     block_size is its context, size the number of its logits; chats: it has learned from
-    conversations; edited: an edited folder computes it. With scratch, the only directory that it
-    may write, it reads nothing but the model and the folder, what it prints is lost, and an answer
-    has to come in PATIENT seconds. Raises ServiceError if it fails.
+    conversations; edited: an edited folder computes it. It is judged by the tokens of `tokenizer`,
+    or else its own. alone: it reads nothing but the model and the folder, may write only a
+    directory that is deleted with it, what it prints is lost, and an answer has to come in PATIENT
+    seconds. Raises ServiceError if it fails, or has fewer logits than there are tokens.
     """
-
-    block_size: int
-    size: int
-    chats: bool
-    edited: bool
 
     def __init__(
         self,
         directory: Path,
         settings: Settings,
         entry_point: Path | None,
-        scratch: Path | None = None,
+        tokenizer: Tokenizer | None = None,
+        alone: bool = False,
     ) -> None:
-        self.directory, self.tokenizer = directory, read_tokenizer(directory)
-        self.limit = None if scratch is None else PATIENT
+        self.directory, self.tokenizer = directory, tokenizer or read_tokenizer(directory)
+        self.limit = PATIENT if alone else None
+        self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.pipe, theirs = Pipe()
         command = process_of(__name__, theirs.fileno(), directory, entry_point or "")
-        env = dict(os.environ) if scratch is None else environment(scratch)
-        env["SM_NANOGPT_HOME"] = str(settings.home)
-        env.setdefault("GOMP_SPINCOUNT", "5000")  # threads that wait leave the judge its cores
-        if scratch is not None:
+        env, scratch = dict(os.environ), Path(self.scratch.name)
+        if alone:
+            env = environment(scratch)
             readable = [directory, *PACKAGES, settings.home / "config.toml"]
             readable += [entry_point] if entry_point else []
             command = confined(command, [path for path in readable if path.exists()], [scratch])
+        env["SM_NANOGPT_HOME"] = str(settings.home)
+        env.setdefault("GOMP_SPINCOUNT", "5000")  # threads that wait leave the judge its cores
         self.process = subprocess.Popen(
             command,
             env=env,
             stdin=subprocess.DEVNULL,
-            stdout=2 if scratch is None else subprocess.DEVNULL,
-            stderr=None if scratch is None else subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if alone else 2,
+            stderr=subprocess.DEVNULL if alone else None,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C in the terminal reaches only the judge
         )
         theirs.close()
         try:
             facts = parse(self.answer(), Facts, f"{directory}: what its process says")
+            if facts.size < (known := len(self.tokenizer)):
+                raise ServiceError(f"{directory}: it has {facts.size} logits for {known} tokens")
         except BaseException:
             self.__exit__()
             raise
-        vars(self).update(dict(facts))
+        self.block_size, self.size = facts.block_size, facts.size
+        self.chats, self.edited = facts.chats, facts.edited
 
     def __enter__(self) -> Self:
         return self
@@ -101,6 +104,7 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         self.pipe.close()
         end(self.process)
+        self.scratch.cleanup()
 
     def answer(self, *request: bytes, most: int | None = None) -> bytes:
         """What it answers, of so many bytes at most."""

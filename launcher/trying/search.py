@@ -11,8 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -144,25 +143,12 @@ class Search:
     def loss_of(self, model: Path, source: Source, check: bool) -> float:
         """The nats per token that a model loses on the judge's text. Raises Refused if it fails."""
         kept = self.settings.home / "sources" / source.sha256
-
-        @contextmanager
-        def judged() -> Iterator[Worker]:
-            """A process with nothing of another one, not even a directory to write into."""
-            with (
-                tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
-                Worker(model, self.settings, kept, Path(scratch)) as worker,
-            ):
-                worker.tokenizer = self.tokenizer  # not that of the run
-                if worker.size < len(self.tokenizer):
-                    known = f"it has {worker.size} logits for {len(self.tokenizer)} tokens"
-                    raise Refused(known)
-                yield worker
-
+        given = (model, self.settings, kept, self.tokenizer)  # not that of the run
         try:
-            with judged() as worker:
+            with Worker(*given, alone=True) as worker:
                 [nats] = losses(worker, self.judged)
             if check:  # after it was judged, by a process that cannot know what it has answered
-                with judged() as worker:
+                with Worker(*given, alone=True) as worker:
                     check_memory(worker, self.judged, nats)
                     check_causal(worker, self.judged[0].ids)
         except (LauncherError, TrainingError) as error:
