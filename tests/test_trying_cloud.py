@@ -129,7 +129,7 @@ def aws(monkeypatch, tmp_path):
             job=job, placement=None, request={}, backend=aws, upload=lambda: aws.answer()
         )
 
-    def facts_of(self: OnSageMaker, place: Path, uri: str) -> Facts:
+    def read_document(uri: str, kind: type[Facts]) -> Facts:
         problem = "it failed" if aws.draw.random() < aws.trouble else ""
         return Facts(seconds=30.0, problem=problem)
 
@@ -145,7 +145,7 @@ def aws(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs_of.tracking, "with_costs", aws.with_costs)
     monkeypatch.setattr(jobs_of.storage, "fetch", lambda *_, **__: [Path("tar")])
     monkeypatch.setattr(jobs_of.fetch, "extract", lambda *_: None)
-    monkeypatch.setattr(OnSageMaker, "facts_of", facts_of)
+    monkeypatch.setattr(jobs_of.storage, "read_document", read_document)
     monkeypatch.setattr(OnSageMaker, "text", lambda self, near: SimpleNamespace(uri="s3://text"))
     monkeypatch.setattr(OnSageMaker, "folder", lambda self, runs, seconds: None)
     return aws
@@ -237,7 +237,7 @@ class History:
         self.aws.event, self.aws.trouble, self.kills = lambda: None, 0.0, 0.0
         self.aws.now += 90_000
         last = search_in(self.place)
-        OnSageMaker(last).settle()
+        last.ledger.settle(OnSageMaker(last).cost_of)
         return last.ledger
 
 

@@ -58,6 +58,9 @@ class Facts(Document):
     problem: str
 
 
+UNMADE = Facts(seconds=0.0, problem="the job ended before it was made")
+
+
 class OnSageMaker:
     """Makes the runs of a stage as one job on SageMaker."""
 
@@ -75,7 +78,7 @@ class OnSageMaker:
             return
         entry = self.known(runs) or self.send(runs)
         description = tracking.wait(entry["job"], self.settings)
-        self.settle()
+        self.ledger.settle(self.cost_of)
         if description.model_uri is None:
             why = description.failure_reason or "it left no models"
             raise ServiceError(f"job {entry['job']} is {description.status}: {why}")
@@ -86,36 +89,22 @@ class OnSageMaker:
             found, base = [], self.ledger.base
             for run in runs:
                 place = Path(name) / "runs" / f"run-{entry['runs'].index(key_of(run))}"
-                found.append((self.facts_of(place, uri), run, place))
+                facts = storage.read_document(str(place / "facts.json"), Facts) or UNMADE
+                found.append((facts, run, place))
             found.sort(key=lambda each: (bool(each[0].problem), each[1][0].sha256 != base))
-            for facts, run, place in found:
-                yield self.unpacked(facts, run, place, entry)
+            for facts, (source, seed), place in found:
+                if not (problem := facts.problem):
+                    try:
+                        fetch.extract(place / "model.tar.gz", place / "unpacked", "its model")
+                    except ServiceError as error:
+                        problem = str(error)
+                if problem:  # it can be made anew
+                    run = {"job": entry["job"], "folder": source.sha256, "seed": seed}
+                    self.ledger.add("failed", **run, why=problem)
+                yield Made(source, seed, place / "unpacked" / "model", facts.seconds, problem)
                 shutil.rmtree(place, ignore_errors=True)
 
-    def facts_of(self, place: Path, uri: str) -> Facts:
-        facts = storage.read_document(str(place / "facts.json"), Facts)
-        if facts is None:
-            raise ServiceError(f"{uri} has no {place.name}")
-        return facts
-
-    def unpacked(self, facts: Facts, run: RunOf, place: Path, entry: Entry) -> Made:
-        """A run, whose model is unpacked. One that failed is noted, so that it can be made anew."""
-        problem = facts.problem
-        if not problem:
-            try:
-                fetch.extract(place / "model.tar.gz", place / "unpacked", "its model")
-            except ServiceError as error:
-                problem = str(error)
-        if problem:
-            folder, seed = key_of(run)
-            self.ledger.add("failed", job=entry["job"], folder=folder, seed=seed, why=problem)
-        return Made(*run, place / "unpacked" / "model", facts.seconds, problem)
-
     # -- money ------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Replace the reservations of jobs that ended by what they cost."""
-        self.ledger.settle(self.cost_of)
 
     def cost_of(self, entry: Entry) -> float | None:
         """What the job of a reservation has cost; None while that is not known."""
@@ -165,7 +154,7 @@ class OnSageMaker:
 
     def send(self, runs: Sequence[RunOf]) -> Entry:
         """Reserve what a job may cost, and start it."""
-        self.settle()
+        self.ledger.settle(self.cost_of)
         search, job_id = self.search, launch.new_job_id()
         # In each GPU's share, the runs of the base come first, and a seed's two runs are in one.
         runs = sorted(runs, key=lambda run: run[0].sha256 != self.ledger.base)

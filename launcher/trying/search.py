@@ -103,7 +103,7 @@ class Search:
     def settle(self) -> None:
         """Replace what is reserved for jobs that have ended by what they cost."""
         if not isinstance(self.maker, Here):
-            self.maker.settle()
+            self.ledger.settle(self.maker.cost_of)
 
     # -- runs and their losses --------------------------------------------------------------------
 
