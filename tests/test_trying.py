@@ -338,7 +338,7 @@ def test_a_folder_that_is_known_is_no_try(started, home, tmp_path):
     words = ("--group", "plays")
     first = Path(entry_point.__file__).parent
     assert started("try", "run", str(first), *words).failed(2, "began with")
-    for name, gain, said in (("a", 0.0, "tried before: try 1"), ("b", 0.05, "try 2 has made")):
+    for name, gain, said in (("a", 0.0, "tried before: try 1"), ("b", 0.05, "tried before: try 2")):
         place = str(folder(tmp_path / name, gain))
         started("try", "run", place, *words)
         assert started("try", "run", place, *words).failed(2, said)

@@ -49,11 +49,6 @@ def screened(differences: Sequence[float], seen: float) -> str:
     return "no better" if mean - t[T975] * e > -seen else ""
 
 
-def confirmed(differences: Sequence[float]) -> bool:
-    """Whether fresh pairs say that the change is better."""
-    return fmean(differences) + T[len(differences)][T99] * error(differences) < 0
-
-
 def seen_by(deviation: float) -> dict[int, float]:
     """By pairs: the gain, in nats, at which nine of ten changes are confirmed.
 
@@ -90,4 +85,5 @@ def decide(
     # As if the change gained half of what it seems to; few pairs tell little of their deviation.
     n = pairs_for(max(seen, -fmean(found) / 2), stdev(found) / PAIRED)
     found = fresh(min(max(n, 32), looks[-1]))
-    return "kept" if confirmed(found) else "no better", found, True
+    is_better = fmean(found) + T[len(found)][T99] * error(found) < 0
+    return "kept" if is_better else "no better", found, True

@@ -227,10 +227,8 @@ class Search:
         if source.sha256 == self.start["folder"]:
             raise InputError("the folder is the one that the search began with")
         for entry in self.ledger.of("try"):
-            same = (entry["folder"], entry["base"]) == (source.sha256, self.ledger.base)
-            if entry["folder"] == source.sha256 and entry["verdict"] == "kept":
-                raise InputError(f"the folder is the base that try {entry['number']} has made")
-            if same and "mean" in entry:
+            counts = entry["verdict"] == "kept" or entry["base"] == self.ledger.base
+            if entry["folder"] == source.sha256 and "mean" in entry and counts:
                 raise InputError(f"the folder was tried before: try {entry['number']}")
 
     def judge(self, source: Source, note: str) -> Entry:
