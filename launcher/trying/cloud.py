@@ -167,11 +167,9 @@ class OnSageMaker:
                 search.told(f"the ceiling allows {seconds} s")
                 plan = self.planned(job_id, runs, seconds)
         if plan.job.worst_cost is None:
-            what = f"the price of {plan.job.instance} is unknown, so no ceiling can hold"
-            raise InputError(what)
-        keys = [key_of(run) for run in runs]
+            raise InputError(f"the price of {plan.job.instance} is unknown, so no ceiling can hold")
+        cost, keys = plan.job.worst_cost, [key_of(run) for run in runs]
         with self.sending():
-            cost = plan.job.worst_cost
             entry = self.ledger.reserve(job_id, cost, place=self.place, runs=keys)
             search.told(f"job {job_id}: {len(runs)} runs, at most {usd(cost)}")
             try:

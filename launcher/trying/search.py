@@ -126,12 +126,8 @@ class Search:
             try:
                 if made.problem:
                     raise Refused(made.problem)
-                facts = {
-                    "folder": made.source.sha256,
-                    "seed": made.seed,
-                    "seconds": round(made.seconds, 2),
-                    **sizes_of(made.model),
-                }
+                facts: Entry = {"folder": made.source.sha256, "seed": made.seed}
+                facts |= {"seconds": round(made.seconds, 2), **sizes_of(made.model)}
                 self.check_sizes(facts)
                 facts["loss"] = self.loss_of(made.model, made.source, check)
             except Refused as refusal:
@@ -340,8 +336,7 @@ def sizes_of(model: Path) -> dict[str, int]:
     trained, as it says."""
     try:
         config = read_json(model / "training.json")["config"]
-        steps = total_steps(config)
-        tokens = int(steps * config["batch_size"] * config["block_size"])
+        tokens = int(total_steps(config) * config["batch_size"] * config["block_size"])
         with open_file(model / "model.safetensors") as file:
             tensors, _ = read_header(file, LARGEST_HEADER)
         parameters = sum(math.prod(each["shape"]) for each in tensors.values())
