@@ -74,24 +74,22 @@ def signed(number: int) -> int:
 
 def hashes(content: Tensor, length: int) -> Tensor:
     """A hash, int64, of each run of `length` bytes, by the place where it begins."""
-    if len(content) < length:
-        return torch.zeros(0, dtype=torch.int64)
     factors = torch.full((len(content),), signed(POWER)).cumprod(0)
     back = torch.full((len(content),), signed(pow(POWER, -1, 1 << 64))).cumprod(0)
     sums = F.pad((TABLE[content.int()] * factors).cumsum(0), (1, 0))
-    return (sums[length:] - sums[:-length]) * back[: len(content) - length + 1]
+    found = sums[length:] - sums[:-length]
+    return found * back[: len(found)]
 
 
 def found_in(training: Tensor, wanted: Tensor, length: int) -> Tensor:
     """Whether the training text has each run of `length` bytes, by its hash: bool."""
-    table = wanted.unique()
+    table, places = wanted.unique(return_inverse=True)
     there = torch.zeros(len(table), dtype=torch.bool)
-    for begin in range(0, len(training), CHUNK):
+    for begin in range(0, len(training) if len(table) else 0, CHUNK):
         here = hashes(training[begin : begin + CHUNK + length - 1], length)
-        at = torch.searchsorted(table, here).clamp_(max=max(0, len(table) - 1))
-        if len(table):
-            there[at[table[at] == here]] = True
-    return there[torch.searchsorted(table, wanted)] if len(table) else there
+        at = torch.searchsorted(table, here).clamp_(max=len(table) - 1)
+        there[at[table[at] == here]] = True
+    return there[places]
 
 
 def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,19 +119,18 @@ def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
         corpus = corpus_of(channels, settings, known_config(values))
     except (TrainingError, ValueError) as error:
         raise ServiceError(str(error)) from None
-    content = bytearray().join(pieces(corpus.train, corpus.tokenizer.words, MOST_BYTES))
-    own = b"".join(pieces(corpus.val, corpus.tokenizer.words, VALIDATION_BYTES))
+    content = content_of(corpus.train, corpus.tokenizer.words, MOST_BYTES)
+    own = content_of(corpus.val, corpus.tokenizer.words, VALIDATION_BYTES)
     validation = None if corpus.is_chat else Text("validation", [own.decode(errors="ignore")])
     return Training(torch.frombuffer(content, dtype=torch.uint8), validation)
 
 
-def pieces(ids: Ids, words: Sequence[bytes], most: int) -> Iterator[bytes]:
-    """The bytes of a text, but for those after `most`."""
+def content_of(ids: Ids, words: Sequence[bytes], most: int = 1 << 30) -> bytearray:
+    """The first bytes of a text."""
+    content = bytearray()
     for at in range(0, len(ids), 1 << 20):
-        some = ids[at : min(at + (1 << 20), len(ids))]
-        some = unsigned(some) if some.dtype == torch.int16 else some.long()
-        piece = b"".join(map(words.__getitem__, (some ^ (some >> 63)).tolist()))[:most]
-        yield piece
-        most -= len(piece)
-        if not most:
-            return
+        some = unsigned(ids[at : min(at + (1 << 20), len(ids))])
+        content += b"".join(map(words.__getitem__, (some ^ (some >> 63)).tolist()))
+        if len(content) >= most:
+            break
+    return content[:most]

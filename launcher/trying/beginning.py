@@ -11,7 +11,7 @@ from launcher.errors import InputError
 from launcher.files import storage
 from launcher.forecast.pilots import drawn, write_ids
 from launcher.job import Request
-from launcher.judge.texts import pieces
+from launcher.judge.texts import content_of
 from launcher.launching import launch
 from launcher.launching.forecasting import corpus_of
 from launcher.local.confine import packages
@@ -84,7 +84,7 @@ def write_texts(place: Path, corpus: Corpus, least: int, told: Told) -> str:
     if n < least:
         few = f"{n:,} {corpus.tokenizer.unit} would be left to judge by, and a search needs"
         raise InputError(f"{few} {least:,}: use more text, or a smaller context")
-    judged = b"".join(pieces(val[len(val) - n : len(val)], words, 1 << 30))
+    judged = content_of(val[len(val) - n : len(val)], words)
     judged = judged.decode(errors="ignore").encode()  # without a part of a character
     write_ids(place / "text", corpus.tokenizer, train, drawn(val[0 : len(val) - n], MOST_TOKENS))
     (place / "judge.txt").write_bytes(judged)
