@@ -22,10 +22,9 @@ from entry_point.text import read_tokens, unsigned
 from launcher.settings import Settings
 from launcher.source import Source
 from launcher.trying import search
-from launcher.trying.beginning import begin
 from launcher.trying.here import Made
 from launcher.trying.ledger import Ledger
-from launcher.trying.search import Refused, Search
+from launcher.trying.search import Refused, Search, begin
 from sm_nanogpt import InputError, Request, ServiceError
 
 HERE = search.Here  # which makes real runs

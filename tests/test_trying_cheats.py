@@ -32,10 +32,9 @@ from launcher.local.runs import Run, run_all
 from launcher.settings import Settings
 from launcher.source import Source, keep
 from launcher.trying import search
-from launcher.trying.beginning import begin
 from launcher.trying.here import Made
 from launcher.trying.ledger import Ledger
-from launcher.trying.search import Refused, Search
+from launcher.trying.search import Refused, Search, begin
 from sm_nanogpt import Request, ServiceError
 
 pytestmark = pytest.mark.skipif(not version(), reason="this kernel has no Landlock")

@@ -27,7 +27,7 @@ from launcher.job import Request  # noqa: E402
 from launcher.settings import Settings  # noqa: E402
 from launcher.source import Source  # noqa: E402
 from launcher.trying import rule  # noqa: E402
-from launcher.trying.beginning import begin  # noqa: E402
+from launcher.trying.search import begin  # noqa: E402
 
 RUNS = HERE / "search-runs.jsonl"
 RATE = ("config.py", "max_steps=180, learning_rate=0.05")

@@ -61,9 +61,9 @@ def start_command(name: str, ceiling: float | None, see: float, **given: Any) ->
     """
     from launcher.job import Request
     from launcher.machines import looks_like_gpu
-    from launcher.trying.beginning import begin
     from launcher.trying.ledger import OverCeiling
     from launcher.trying.rule import seen_by
+    from launcher.trying.search import begin
 
     local = given["instance"] == "local"
     if local != (ceiling is None):

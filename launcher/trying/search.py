@@ -20,16 +20,20 @@ from typing import TYPE_CHECKING, Any
 from entry_point.checkpoint import LARGEST_HEADER, read_header
 from entry_point.errors import TrainingError
 from entry_point.files import open_file
-from entry_point.text import Tokenizer, read_json
+from entry_point.text import Corpus, Tokenizer, read_json
 from launcher.curve import total_steps
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
+from launcher.forecast.pilots import drawn, write_ids
+from launcher.job import Request
 from launcher.judge.anchors import overlap
 from launcher.judge.evaluate import as_tensor, check_causal, check_memory
 from launcher.judge.score import losses
-from launcher.judge.texts import Text, encode
+from launcher.judge.texts import Text, content_of, encode
 from launcher.judge.worker import Worker
-from launcher.local.confine import confined, environment
+from launcher.launching import launch
+from launcher.launching.forecasting import corpus_of
+from launcher.local.confine import confined, environment, packages
 from launcher.local.runs import Run, run_all
 from launcher.machines import cores
 from launcher.settings import Settings
@@ -47,6 +51,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 BASE_SEEDS = 8
 MOST_TIME = 1.3  # times that of the folder that the search began with
 SILENCE = 30  # seconds until a line of progress
+MOST_TOKENS = 1 << 28  # of the text that runs read
+JUDGED = 1 << 16  # tokens of the validation text that are kept for the judge, at most
+FEWEST = 1000  # of them
 
 Told = Callable[[str], None]
 
@@ -355,3 +362,74 @@ def place_of(name: str, settings: Settings) -> Path:
         problem = "must be at most 40 letters, digits, dots, dashes and underscores"
         raise InputError(f"the name {name!r} {problem}")
     return settings.home / "tries" / name
+
+
+# -- how a search begins ---------------------------------------------------------------------------
+
+
+def begin(
+    name: str, request: Request, settings: Settings, see: float, ceiling: float | None, told: Told
+) -> Search:
+    """Begin a search: keep a part of the text for the judge, and train the base.
+
+    request names text, training folder, preset or size, and instance. see is the gain, in nats,
+    that the search looks for; ceiling is in USD. Raises InputError if it cannot begin.
+    """
+    place = place_of(name, settings)
+    if any(place.resolve().is_relative_to(each.resolve()) for each in packages()):
+        raise InputError(f"runs may read {place}; set SM_NANOGPT_HOME to another directory")
+    if place.exists():
+        raise InputError(f"there is a search {name}; take another name, or delete {place}")
+    draft = launch.fill(request, settings)
+    launch.check(draft)
+    job, text = draft.job, draft.texts["data"]
+    if len(job.instances) > 1:
+        problem = "a search takes one type, or its times would not compare"
+        raise InputError(problem, field="instance", value=job.instance)
+    if text.upload is None or text.upload.chats:
+        odd = "conversations are not judged" if text.upload else "its length is not known"
+        raise InputError(f"{text.named}: {odd}; a search takes text that was uploaded from here")
+    words = {"preset": job.preset} if job.preset else job.all_hyperparameters()
+    words.pop("seed", None)
+    begun = {
+        "text": text.named,
+        "words": words,
+        "device": getattr(job.config(1), "device", "auto"),
+        "instance": job.instance,
+        "folder": job.source.sha256,
+        "see": see,
+        "ceiling": ceiling,
+    }
+    with storage.reported(str(place)):
+        keep(job.source, settings)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=place.parent) as scratch:
+            (made := Path(scratch) / "search").mkdir(mode=0o700)  # of the judge alone
+            least = max(FEWEST, job.config(1).block_size + 1)
+            begun["judge"] = write_texts(made, corpus_of({"data": text}, settings), least, told)
+            begun["runs_read"] = digest_of(files_of(made / "text"))
+            guide = (Path(__file__).parent / "AGENTS.md").read_text(encoding="utf-8")
+            (made / "AGENTS.md").write_text(guide.replace("NAME", name), encoding="utf-8")
+            Ledger(made).add("start", **begun)
+            made.rename(place)
+    return Search(name, settings, told)
+
+
+def write_texts(place: Path, corpus: Corpus, least: int, told: Told) -> str:
+    """Write what runs read, and what the judge reads: the end of the validation text.
+
+    Returns the SHA-256 of the latter. Raises InputError if it has fewer than `least` tokens.
+    """
+    train, val, words = drawn(corpus.train, MOST_TOKENS), corpus.val, corpus.tokenizer.words
+    n = min(JUDGED, len(val) // 2)
+    if n < least:
+        few = f"{n:,} {corpus.tokenizer.unit} would be left to judge by, and a search needs"
+        raise InputError(f"{few} {least:,}: use more text, or a smaller context")
+    judged = content_of(val[len(val) - n : len(val)], words)
+    judged = judged.decode(errors="ignore").encode()  # without a part of a character
+    write_ids(place / "text", corpus.tokenizer, train, drawn(val[0 : len(val) - n], MOST_TOKENS))
+    (place / "judge.txt").write_bytes(judged)
+    told(f"judge: {n:,} {corpus.tokenizer.unit} kept here; no run gets them")
+    if len(train) < len(corpus.train):
+        told(f"runs read {len(train):,} of {len(corpus.train):,} {corpus.tokenizer.unit}")
+    return hashlib.sha256(judged).hexdigest()
