@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import math
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -33,7 +31,7 @@ from launcher.judge.texts import Text, content_of, encode
 from launcher.judge.worker import Worker
 from launcher.launching import launch
 from launcher.launching.forecasting import corpus_of
-from launcher.local.confine import confined, environment, packages
+from launcher.local.confine import packages
 from launcher.local.runs import Run, run_all
 from launcher.machines import cores
 from launcher.settings import Settings
@@ -262,7 +260,7 @@ class Search:
         added = b"\n".join(line for line in lines if line not in known)
         if added and overlap(as_tensor(self.judged[0].content), [as_tensor(added)]) > 0:
             raise Refused("a file of the folder holds a part of the judge's text")
-        self.check_sizes({"tokens": planned(source, self.start["words"])})
+        self.check_sizes({"tokens": self.planned(source)})
         small = {"max_steps": 2, "batch_size": 1, "eval_tokens": 4096, "device": "cpu"}
         values = {**self.start["words"], **small}
         run = Run(source, values, self.text, cores(), limit=10 * self.limit, alone=True)
@@ -271,6 +269,17 @@ class Search:
                 raise Refused(problem)
             self.check_sizes(sizes_of(ended.out / "model"))
             self.loss_of(ended.out / "model", source, check=True)
+
+    def planned(self, source: Source) -> int:
+        """The tokens on which a folder would train, as its config.py says; 0 if that fails, as a
+        run does then."""
+        script = PLANNED.format(words=self.start["words"]).encode()
+        asked = Source(source.directory, {**source.files, "train.py": script})
+        run = Run(asked, {}, self.text, limit=10 * self.limit, alone=True)
+        for _, ended in run_all([run], 1):
+            with suppress(ValueError):
+                return int((ended.out / "log").read_text().strip().rpartition("\n")[2])
+        return 0
 
     def compared(self, source: Source, base: Source, most: int) -> Entry:
         """The verdict by pairs: on seeds that all tries share, and then on fresh ones."""
@@ -305,37 +314,18 @@ class Search:
         return self.ledger.add("gain", folder=now.sha256, **self.facts(now, first, found))
 
 
+# A train.py that only prints on how many tokens its folder would train.
 PLANNED = """
-import json, sys, types
+import sys, types
 package = types.ModuleType("entry_point")
-package.__path__ = [sys.argv[1]]
+package.__path__ = [sys.path[0]]
 sys.modules["entry_point"] = package
 from entry_point.config import make_config
-words = json.loads(sys.argv[2])
+words = {words}
 config = make_config(words, words.pop("preset", None))
 steps = config.max_steps * getattr(config, "generations", 1)
 print(steps * config.batch_size * config.block_size)
 """
-
-
-def planned(source: Source, words: dict[str, Any]) -> int:
-    """The tokens on which a folder would train, as its config.py says in a process of its own; 0
-    if that fails, as a run does then."""
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        source.write(place)
-        asked = [sys.executable, "-c", PLANNED, name, json.dumps(words)]
-        ran = subprocess.run(
-            confined(asked, [], [place]),
-            env=environment(place),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-    try:
-        return int(ran.stdout)
-    except ValueError:
-        return 0
 
 
 def sizes_of(model: Path) -> dict[str, int]:
