@@ -56,10 +56,7 @@ def windows(encoded: Sequence[Encoded], start: int, size: int) -> list[tuple[Ten
 def score(
     worker: Worker, windows: Sequence[tuple[Tensor, Tensor]], progress: Progress = lambda n: None
 ) -> list[Tensor]:
-    """The losses of the targets that each window counts, in nats, float64 [n].
-
-    Raises ServiceError if logits are not finite.
-    """
+    """The losses of the targets that each window counts, in nats, float64 [n]."""
     found = [torch.empty(0)] * len(windows)
     for indices, logits in worker.passes([inputs for inputs, _ in windows]):
         rows = [windows[index][1] for index in indices]
@@ -83,16 +80,12 @@ def losses(
 
 
 def document(each: Encoded, nats: Tensor) -> Passage:
-    """A document as one passage."""
     counted = nats[each.counts]
     return Passage(each.text.place, float(counted.sum()), each.size, len(counted))
 
 
 def passages(each: Encoded, nats: Tensor, least: int) -> list[Passage]:
-    """A document in parts of some `least` bytes, which end at line breaks if there are any.
-
-    A conversation is one passage.
-    """
+    """A document in parts of some `least` bytes, which end at line breaks if there are any."""
     if each.text.is_chat:
         said = " ".join(" ".join(each.text.pieces).split())
         return [replace(document(each, nats), excerpt=said[-2 * SHOWN :])]

@@ -97,20 +97,14 @@ def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
 
 @dataclass(frozen=True)
 class Training:
-    """The first MOST_BYTES of a text to train on, uint8 [n], and the start of its validation text.
-
-    validation is None for conversations, of which the ids of the answers count alone.
-    """
+    """The first MOST_BYTES of a text to train on, uint8 [n], and part of its validation text."""
 
     content: Tensor
-    validation: Text | None
+    validation: Text | None  # None for conversations
 
 
 def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
-    """Download the text of a job, whose model is in a directory.
-
-    Raises ServiceError or InputError if it is gone.
-    """
+    """The text of a job, whose model is in a directory, from its store."""
     job = find(job_id, settings)[0].job(job_id)
     values = json.loads((directory / "training.json").read_bytes())["config"]
     texts = {"data": job.data, "validation": job.validation}

@@ -70,10 +70,7 @@ class OnSageMaker:
         self.place = f"{self.backend.caller().account} {self.backend.region}"
 
     def made(self, runs: Sequence[RunOf]) -> Iterator[Made]:
-        """Each run: those of the base first, which others need too, and those that failed last.
-
-        Raises OverCeiling if the job may cost more than is left, and ServiceError if it fails.
-        """
+        """Each run: those of the base first, which others need too, and those that failed last."""
         if not runs:
             return
         entry = self.known(runs) or self.send(runs)

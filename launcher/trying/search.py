@@ -209,10 +209,7 @@ class Search:
     # -- a try ------------------------------------------------------------------------------------
 
     def attempt(self, source: Source, note: str) -> Entry:
-        """Judge a folder against the base, and add the verdict to the ledger.
-
-        On this machine one try waits for another.
-        """
+        """Judge a folder against the base, and add the verdict to the ledger."""
         with (self.directory / "running").open("w") as lock:
             if self.start["instance"] == "local":
                 try:
@@ -406,10 +403,8 @@ def begin(
 
 
 def write_texts(place: Path, corpus: Corpus, least: int, told: Told) -> str:
-    """Write what runs read, and what the judge reads: the end of the validation text.
-
-    Returns the SHA-256 of the latter. Raises InputError if it has fewer than `least` tokens.
-    """
+    """Write what runs read, and what the judge reads, the end of the validation text; returns the
+    SHA-256 of the latter."""
     train, val, words = drawn(corpus.train, MOST_TOKENS), corpus.val, corpus.tokenizer.words
     n = min(JUDGED, len(val) // 2)
     if n < least:

@@ -92,8 +92,6 @@ def reason(error: ValidationError) -> str:
 
 @dataclass
 class Answer:
-    """One answer, as it is made."""
-
     kind: str  # chat.completion or text_completion
     model: str
     prompt_tokens: int
