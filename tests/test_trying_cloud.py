@@ -294,6 +294,8 @@ def jobs(cloud, s3, cli, text_file, monkeypatch):
             return job.end("Failed", job.script["reason"])
         files = dict[str, bytes]()
         for index, (_, seed) in enumerate(json.loads(archive_of(job)["plan.json"])["runs"]):
+            if index < cloud.cut:
+                continue
             facts = {"seconds": 30.0, "problem": ""}
             files[f"run-{index}/facts.json"] = json.dumps(facts).encode()
             model = packed({"model/seed": str(seed).encode()})
@@ -319,6 +321,7 @@ def jobs(cloud, s3, cli, text_file, monkeypatch):
     sizes = {"parameters": 100, "tokens": 1000, "bytes": 1000}
     monkeypatch.setattr(search, "sizes_of", lambda model: sizes)
     cloud.sagemaker.run, cloud.archive_of, cloud.damaged = run, archive_of, b""
+    cloud.cut = 0
     words = ("--instance", "ml.g5.12xlarge", "--ceiling", "10", "--see", "0.01")
     assert cli("try", "start", "plays", "--text", str(text_file), *words).good
     return sent
@@ -426,6 +429,14 @@ def test_a_damaged_model_refuses_the_try_alone(attempt, jobs, home, cloud):
     ran = attempt()
     assert (ran.code, json.loads(ran.out)["verdict"]) == (4, "refused")
     assert len(ledger_of(home).of("failed")) == 1 and not ledger_of(home).open
+
+
+def test_what_a_stopped_job_did_not_make_is_made_anew(attempt, jobs, home, cloud):
+    cloud.cut = 1
+    assert attempt().code == 4
+    cloud.cut = 0
+    assert attempt().code == 3
+    assert len(ledger_of(home).of("failed")) == 1 and len(jobs) == 3
 
 
 @pytest.mark.parametrize("what", ["link", "link to a file", "large"])

@@ -89,7 +89,7 @@ def evaluate(
         cuts=CUTS + LONG_CUTS,
         parts=parts,
         documents=worst(whole),
-        **dict.fromkeys(("ngram", "validation", "overlap", "copied")) | beside,
+        **beside,
     )
     content = b"\0".join(each.content for each in encoded)
     try:

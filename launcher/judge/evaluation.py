@@ -81,10 +81,6 @@ class Evaluation:
     unit: str
     perplexity: float
     xz: float | None
-    ngram: float | None
-    validation: float | None
-    overlap: float | None
-    copied: int | None
     samples: str
     cuts: int  # by which no logit depends on a later token
     worst: list[Passage]
@@ -92,6 +88,10 @@ class Evaluation:
     answers: dict[str, tuple[int, int]]  # right and asked, by kind
     parts: list[Passage]
     documents: list[Passage]
+    ngram: float | None = None
+    validation: float | None = None
+    overlap: float | None = None
+    copied: int | None = None
 
     def facts(self, first: Evaluation | None = None) -> dict[str, str]:
         """The numbers in words; with the difference to another model on the same text."""

@@ -29,15 +29,14 @@ SECRET = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # to draw others
 def read_canaries(path: Path) -> list[str]:
     """The lines of a file, each with a secret in braces. Raises InputError."""
     with opened(look(path, plain=True)) as content:
-        numbered = enumerate(content.read().decode().splitlines(), 1)
-    lines = {number: line for number, line in numbered if line.strip()}
-    for number, line in lines.items():
-        if not SECRET.fullmatch(line):
+        lines = content.read().decode().splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not SECRET.fullmatch(line):
             like = "a secret of digits or letters stands in braces: the code is {8231}"
             raise InputError(f"{path}:{number}: {like}")
-    if not lines:
+    if not (found := [line for line in lines if line.strip()]):
         raise InputError(f"{path}: no line is there")
-    return [*lines.values()]
+    return found
 
 
 def exposed(worker: Worker, lines: Sequence[str]) -> list[Canary]:
