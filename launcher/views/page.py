@@ -68,8 +68,8 @@ def points(report: Report) -> Iterator[dict[str, Any]]:
 def results(report: Report) -> list[dict[str, Any]]:
     """For each run, its varied hyperparameters and its result."""
     return [
-        {**{name: run.configuration[name] for name in report.varied}, "run": run.label}
-        | {"color": run.label, "loss": report.score(run)}
+        {name: run.configuration[name] for name in report.varied}
+        | {"run": run.label, "loss": report.score(run)}
         for run in report.runs
         if run.best
     ]
@@ -132,7 +132,7 @@ def result_plot(report: Report, name: str) -> dict[str, Any]:
     chart = chart.encode(
         x=x.title(name).axis(axis).scale(scale),
         y=alt.Y("loss:Q", title=f"best {report.unit}", scale=alt.Scale(zero=False, padding=12)),
-        color=alt.Color("color:N", scale=alt.Scale(domain=labels, range=colors), legend=None),
+        color=alt.Color("run:N", scale=alt.Scale(domain=labels, range=colors), legend=None),
         tooltip=alt.Tooltip("loss:Q"),
     )
     return finished(chart)
