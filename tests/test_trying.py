@@ -55,7 +55,7 @@ def trained(monkeypatch):
     """No real runs: what a folder loses stands in it."""
     monkeypatch.setattr(search, "Here", Trained)
     monkeypatch.setattr(Search, "loss_of", loss_of)
-    monkeypatch.setattr(Search, "check", lambda self, source, base: None)
+    monkeypatch.setattr(Search, "check", lambda self, source: None)
     monkeypatch.setattr(search, "sizes_of", lambda model: {"parameters": 100, "tokens": 1000})
 
 
@@ -345,7 +345,7 @@ def test_a_folder_that_is_known_is_no_try(started, home, tmp_path):
 
 
 def test_refusals_are_entries(started, home, tmp_path, monkeypatch):
-    def no(self: Search, source: Source, base: str) -> None:
+    def no(self: Search, source: Source) -> None:
         raise Refused("not causal")
 
     monkeypatch.setattr(Search, "check", no)

@@ -273,7 +273,7 @@ HONEST = [
 def checked(folder: Path, mine: Search) -> None:
     source = Source.read(folder)
     keep(source, mine.settings)
-    mine.check(source, mine.ledger.base)
+    mine.check(source)
 
 
 def test_honest_edits_pass_the_checks(mine, tmp_path):

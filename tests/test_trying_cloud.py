@@ -317,7 +317,7 @@ def jobs(cloud, s3, cli, text_file, monkeypatch):
         return 2.0 - gain_of(source) + draw.gauss(0, 0.004)
 
     monkeypatch.setattr(Search, "loss_of", loss_of)
-    monkeypatch.setattr(Search, "check", lambda self, source, base: None)
+    monkeypatch.setattr(Search, "check", lambda self, source: None)
     sizes = {"parameters": 100, "tokens": 1000, "bytes": 1000}
     monkeypatch.setattr(search, "sizes_of", lambda model: sizes)
     cloud.sagemaker.run, cloud.archive_of, cloud.damaged = run, archive_of, b""

@@ -237,7 +237,7 @@ class Search:
         facts: dict[str, Any] = {"folder": source.sha256, "base": base, "note": note}
         try:
             most = self.base()["pairs"]
-            self.check(source, base)
+            self.check(source)
             facts |= self.compared(source, self.source(base), most)
         except Refused as refusal:
             facts |= {"verdict": "refused", "why": str(refusal)}
@@ -250,7 +250,7 @@ class Search:
                 facts |= {"verdict": "no better", "why": why}
             return self.ledger.write("try", number=1 + len(self.ledger.of("try")), **facts)
 
-    def check(self, source: Source, base: str) -> None:
+    def check(self, source: Source) -> None:
         """Raise Refused for what two small steps on this machine show. They cost nothing."""
         known = {*b"".join(self.source(self.start["folder"]).files.values()).splitlines()}
         lines = b"".join(source.files.values()).splitlines()
