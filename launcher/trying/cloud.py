@@ -96,8 +96,8 @@ class OnSageMaker:
                     except ServiceError as error:
                         problem = str(error)
                 if problem:  # it can be made anew
-                    run = {"job": entry["job"], "folder": source.sha256, "seed": seed}
-                    self.ledger.add("failed", **run, why=problem)
+                    key = {"folder": source.sha256, "seed": seed}
+                    self.ledger.add("failed", job=entry["job"], **key, why=problem)
                 yield Made(source, seed, place / "unpacked" / "model", facts.seconds, problem)
                 shutil.rmtree(place, ignore_errors=True)
 

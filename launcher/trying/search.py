@@ -410,8 +410,8 @@ def write_texts(place: Path, corpus: Corpus, least: int, told: Told) -> str:
     if n < least:
         few = f"{n:,} {corpus.tokenizer.unit} would be left to judge by, and a search needs"
         raise InputError(f"{few} {least:,}: use more text, or a smaller context")
-    judged = content_of(val[len(val) - n : len(val)], words)
-    judged = judged.decode(errors="ignore").encode()  # without a part of a character
+    content = content_of(val[len(val) - n : len(val)], words)
+    judged = content.decode(errors="ignore").encode()  # without a part of a character
     write_ids(place / "text", corpus.tokenizer, train, drawn(val[0 : len(val) - n], MOST_TOKENS))
     (place / "judge.txt").write_bytes(judged)
     told(f"judge: {n:,} {corpus.tokenizer.unit} kept here; no run gets them")
