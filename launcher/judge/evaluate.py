@@ -14,6 +14,7 @@ from torch import Tensor
 
 from entry_point.causality import find_leak
 from entry_point.conversations import IGNORED
+from entry_point.errors import TrainingError
 from launcher.errors import LauncherError, ServiceError
 from launcher.files.storage import Progress, expect
 from launcher.job import FULL_ID
@@ -106,7 +107,7 @@ def text_behind(named: str, directory: Path, settings: Settings) -> Training | N
     try:
         for job_id in filter(FULL_ID.fullmatch, names):
             return training_of(job_id, directory, settings)
-    except LauncherError as error:
+    except (LauncherError, TrainingError, ValueError) as error:
         why = str(error)
     lacking = "no 5-gram, own validation text, overlap, or copied run"
     logger.warning(f"{named}: {lacking}, as its training text is not here ({why})")

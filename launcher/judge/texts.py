@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from entry_point.errors import TrainingError
 from entry_point.text import Ids, Tokenizer, unsigned
-from launcher.errors import InputError, ServiceError
+from launcher.errors import InputError
 from launcher.finding import find
 from launcher.launching.forecasting import corpus_of
 from launcher.launching.texts import Channel
@@ -109,10 +108,7 @@ def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
     values = json.loads((directory / "training.json").read_bytes())["config"]
     texts = {"data": job.data, "validation": job.validation}
     channels = {name: Channel(uri, uri, None, []) for name, uri in texts.items() if uri}
-    try:
-        corpus = corpus_of(channels, settings, known_config(values))
-    except (TrainingError, ValueError) as error:
-        raise ServiceError(str(error)) from None
+    corpus = corpus_of(channels, settings, known_config(values))
     content = content_of(corpus.train, corpus.tokenizer.words, MOST_BYTES)
     own = content_of(corpus.val, corpus.tokenizer.words, VALIDATION_BYTES)
     validation = None if corpus.is_chat else Text("validation", [own.decode(errors="ignore")])

@@ -157,15 +157,14 @@ class OnSageMaker:
         runs = sorted(runs, key=lambda run: run[0].sha256 != self.ledger.base)
         seconds = self.seconds_for(len(runs))
         plan, free = self.planned(job_id, runs, seconds), self.ledger.free
-        if not self.measured and (plan.job.worst_cost or 0.0) > free:  # as long as it may be
-            share = free / (plan.job.worst_cost or 1.0)
-            seconds = math.floor(share * (seconds + AROUND_SECONDS)) - AROUND_SECONDS
+        if (cost := plan.job.worst_cost) is None:
+            raise InputError(f"the price of {plan.job.instance} is unknown, so no ceiling can hold")
+        if not self.measured and cost > free:  # as long as it may be
+            seconds = math.floor(free / cost * (seconds + AROUND_SECONDS)) - AROUND_SECONDS
             if seconds > AROUND + MARGIN:
                 search.told(f"the ceiling allows {seconds} s")
                 plan = self.planned(job_id, runs, seconds)
-        if plan.job.worst_cost is None:
-            raise InputError(f"the price of {plan.job.instance} is unknown, so no ceiling can hold")
-        cost, keys = plan.job.worst_cost, [key_of(run) for run in runs]
+        cost, keys = plan.job.worst_cost or cost, [key_of(run) for run in runs]
         with self.sending():
             entry = self.ledger.reserve(job_id, cost, place=self.place, runs=keys)
             search.told(f"job {job_id}: {len(runs)} runs, at most {usd(cost)}")
