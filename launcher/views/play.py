@@ -263,11 +263,8 @@ def guarded(app: ASGIApp, key: str) -> ASGIApp:
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         given = request.query_params.get("token", bearer if scheme.lower() == "bearer" else "")
         if not secrets.compare_digest(given.encode(), key.encode()):
-            said = "the API key is not the one that the server printed"
+            said = "use the address or the API key that the server printed"
             answer = problem(401, said, "invalid_api_key")
-            if request.url.path == "/":
-                said = "open the address that the server printed"
-                answer = Response(said, 401, media_type="text/plain")
         await answer(scope, receive, send)
 
     return guard
