@@ -116,6 +116,13 @@ def test_differences_come_first_and_the_best_on_top(job, text_of):
     assert Path("report-2-runs.html").exists()
 
 
+def test_samples_have_the_color_of_their_run():
+    first, second = (made_up(f"j{n}", "characters", n, n) for n in (1, 2))
+    second = replace(second, curve=replace(second.curve, samples={"after training": "text"}))
+    samples = page(compare([first, second])).partition('id="samples"')[2]
+    assert "--run-1" in samples.partition("</h3>")[0]
+
+
 def test_three_runs_are_plotted_by_what_varies():
     runs = [made_up(f"j{n}", "characters", n, n, **{"x:Q": n, "seed": n}) for n in (1, 2, 3)]
     assert compare(runs).varied == ["x:Q"]  # which may have any name
