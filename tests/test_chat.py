@@ -42,14 +42,13 @@ from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, IGNORED, TURN,
 from entry_point.data import Batches, evaluate
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import DataError
-from entry_point.text import load_corpus, read_tokenizer
+from entry_point.text import Tokenizer, load_corpus, read_tokenizer
 from launcher.cli.models import converse, talk
 from launcher.models.chat import Chat, Message, TooLong
 from launcher.models.encoder import LONGEST
 from launcher.models.load import export_checkpoint, own_model, published_model, read_checkpoint
 from launcher.models.sample import answered
 from launcher.text.chats import turns_of
-from launcher.text.tokenizer import Words
 from launcher.text.tokens import separated
 from launcher.views import api
 from launcher.views.play import Player, make_app
@@ -356,11 +355,11 @@ def test_a_tokenizer_without_turns_is_refused(cli, tmp_path, text_file):
 def test_a_tokenizer_whose_text_ends_as_a_turn_gets_another_end(directory):
     """As those of Qwen: conversations would be cut at each turn."""
     content = (directory / "tokenizer.json").read_text()
-    assert separated(Words(content, END_OF_TURN)) == Words(content, "<|endoftext|>")
-    assert separated(Words(content, "<|endoftext|>")) == Words(content, "<|endoftext|>")
-    other = Words(content.replace("<|endoftext|>", "<|other|>"), END_OF_TURN)
+    for end in (END_OF_TURN, "<|endoftext|>"):
+        assert separated(Tokenizer(json.loads(content), end)).end_of_text == "<|endoftext|>"
+    other = json.loads(content.replace("<|endoftext|>", "<|other|>"))
     with pytest.raises(InputError):
-        separated(other)
+        separated(Tokenizer(other, END_OF_TURN))
 
 
 def test_ids_are_those_of_apply_chat_template(directory):

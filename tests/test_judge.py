@@ -42,7 +42,7 @@ from launcher.judge.score import losses, passages, score, windows, windows_of
 from launcher.judge.texts import Encoded, Text, Training, encode, read_texts
 from launcher.judge.worker import Worker
 from launcher.text.files import find_files
-from launcher.text.tokenizer import learn_words
+from launcher.text.tokenizer import learn_tokenizer
 from sm_nanogpt import InputError, Job, ServiceError, Settings, load_model
 
 STRANGE = "naïve\tcafé – “quoted” …\r\n\tЖук 漢字 🙂🚀👩‍🚀\n"
@@ -95,12 +95,11 @@ def randomized(model: Any) -> Any:
 def models(tmp_path_factory, text_file):
     """Small models of characters and of tokens, none of whose parts is idle."""
     place = tmp_path_factory.mktemp("judged")
-    words = learn_words(find_files([text_file], tokens=True), 300)
     known = sorted({*"".join(map(chr, range(32, 127))), *"\r\n\t", *STRANGE})
     found = {}
     for name, tokenizer in {
         "characters": tokenizer_of("".join(known)),
-        "tokens": words.tokenizer,
+        "tokens": learn_tokenizer(find_files([text_file], tokens=True), 300),
     }.items():
         config = make_config({"n_layer": 2, "n_embd": 32, "block_size": 24})
         model = randomized(GPT(config, len(tokenizer)))

@@ -23,11 +23,11 @@ from entry_point.errors import ConfigError, DataError, FormatError, TrainingErro
 from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
 from entry_point.model import GPT
 from entry_point.optim import gradient_of
-from entry_point.text import load_corpus
+from entry_point.text import Tokenizer, load_corpus
 from launcher.files.models import INDEX, model_files
 from launcher.text import tokens
 from launcher.text.files import find_files
-from launcher.text.tokenizer import Words, learn_words
+from launcher.text.tokenizer import learn_tokenizer
 from sm_nanogpt import InputError
 
 
@@ -41,10 +41,10 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def byte_pairs(documents):
-    return learn_words(find_files([documents], tokens=True), 300)
+    return learn_tokenizer(find_files([documents], tokens=True), 300)
 
 
-def publish(directory: Path, byte_pairs: Words, tied: bool = False) -> Any:
+def publish(directory: Path, byte_pairs: Tokenizer, tied: bool = False) -> Any:
     """Write a small random model of the Qwen3 family, and return it."""
     import transformers
 
@@ -68,7 +68,7 @@ def publish(directory: Path, byte_pairs: Words, tied: bool = False) -> Any:
         else:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(directory, max_shard_size="100KB")
-    (directory / "tokenizer.json").write_text(byte_pairs.content)
+    (directory / "tokenizer.json").write_text(json.dumps(byte_pairs.document))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": byte_pairs.end_of_text}
     (directory / "tokenizer_config.json").write_text(json.dumps(named))
     return model
@@ -93,7 +93,7 @@ def loaded(directory: Path) -> GPT:
     return model
 
 
-def encode(documents: Path, byte_pairs: Words, out: Path) -> None:
+def encode(documents: Path, byte_pairs: Tokenizer, out: Path) -> None:
     out.mkdir()
     files = find_files([documents], tokens=True)
     tokens.encode(files, tokens.survey(files), byte_pairs, out, lambda n: None)
@@ -429,7 +429,7 @@ def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli, option, 
 
 @pytest.mark.usefixtures("cloud")
 def test_a_model_on_s3_is_read_where_it_is(s3, byte_pairs, qwen, text_file, cli):
-    padded = json.loads(byte_pairs.content) | {"comment": "x" * (1 << 22)}  # as large as real ones
+    padded = byte_pairs.document | {"comment": "x" * (1 << 22)}  # as large as real ones
     (qwen / "tokenizer.json").write_text(json.dumps(padded))
     for path in qwen.iterdir():
         s3.upload_file(str(path), s3.bucket, f"models/qwen/{path.name}")

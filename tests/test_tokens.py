@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gzip
 import itertools
@@ -31,7 +32,7 @@ from entry_point.container import read_container
 from entry_point.data import Batches
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import ConfigError, DataError
-from entry_point.text import Corpus, character_tokenizer, load_corpus
+from entry_point.text import Corpus, Tokenizer, character_tokenizer, load_corpus
 from launcher.files import storage
 from launcher.files.storage import local_path
 from launcher.models.encoder import Encoder, published_tokenizer
@@ -41,7 +42,7 @@ from launcher.text import tokens
 from launcher.text.corpus import send
 from launcher.text.files import find_files
 from launcher.text.formats import File, look, pieces_of, zstd
-from launcher.text.tokenizer import END_OF_TEXT, Words, fitting_size, learn_words, open_words
+from launcher.text.tokenizer import END_OF_TEXT, fitting_size, learn_tokenizer, open_tokenizer
 from sm_nanogpt import InputError, upload_data
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
@@ -52,9 +53,9 @@ NUMBERS = " ".join(map(str, range(9000))).encode()
 BPE = ("--tokenizer", "bpe", "--vocab-size", "400")
 
 
-def encode_text(path: Path, words: Words, directory: Path) -> Path:
+def encode_text(path: Path, tokenizer: Tokenizer, directory: Path) -> Path:
     files = find_files([path], tokens=True)
-    tokens.encode(files, tokens.survey(files), words, directory, lambda n: None)
+    tokens.encode(files, tokens.survey(files), tokenizer, directory, lambda n: None)
     return directory
 
 
@@ -75,20 +76,20 @@ def documents(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def words_of(documents):
-    return learn_words(find_files([documents], tokens=True), 400)
+def tokenizer(documents):
+    return learn_tokenizer(find_files([documents], tokens=True), 400)
 
 
 @pytest.fixture(scope="module")
-def made(documents, words_of, tmp_path_factory):
+def made(documents, tokenizer, tmp_path_factory):
     """The upload of these documents."""
-    return encode_text(documents, words_of, tmp_path_factory.mktemp("made"))
+    return encode_text(documents, tokenizer, tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
-def document(words_of):
+def document(tokenizer):
     """A tokenizer.json, to be changed."""
-    return json.loads(words_of.content)
+    return copy.deepcopy(tokenizer.document)
 
 
 def corpus_of(directory: Path, validation: Path | None = None, **values: Any) -> Corpus:
@@ -181,17 +182,17 @@ def test_a_file_that_is_not_text_is_named(name, content, reason, tmp_path):
 # -- tokenizers ------------------------------------------------------------------------------------
 
 
-def test_text_comes_back_from_its_tokens(words_of):
+def test_text_comes_back_from_its_tokens(tokenizer):
     every = "".join(map(chr, range(1, 0x250))) + STRANGE
-    ids = published_tokenizer(words_of.content).encode(every, add_special_tokens=False).ids
-    assert words_of.tokenizer.decode(ids) == every
-    assert words_of.tokenizer.end not in ids  # the text only spells it
+    ids = published_tokenizer(tokenizer.document).encode(every, add_special_tokens=False).ids
+    assert tokenizer.decode(ids) == every
+    assert tokenizer.end not in ids  # the text only spells it
 
 
 def test_a_vocabulary_is_learned_from_all_documents(tmp_path):
     lines = [json.dumps({"text": "a b"}) for _ in range(2000)] + [json.dumps({"text": FOX * 20})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    learned = learn_words([look(tmp_path / "a.jsonl")], 300).tokenizer
+    learned = learn_tokenizer([look(tmp_path / "a.jsonl")], 300)
     assert b"fox" in {word.strip() for word in learned.words}
 
 
@@ -204,7 +205,7 @@ def test_combining_marks_stay_with_their_letters(script, tmp_path):
     draw, syllables = random.Random(5), MARKED[script].split()
     words = ["".join(draw.choices(syllables, k=3)) for _ in range(20)]
     (tmp_path / "a.txt").write_text(" ".join(draw.choices(words, k=2000)))
-    learned = learn_words([look(tmp_path / "a.txt")], 512).tokenizer
+    learned = learn_tokenizer([look(tmp_path / "a.txt")], 512)
     assert {word.decode(errors="replace").strip() for word in learned.words} >= set(words)
 
 
@@ -213,11 +214,11 @@ def test_a_text_without_breaks_is_learned_in_seconds(letters, tmp_path):
     text = "".join(random.Random(7).choices(letters, k=300_000))
     (tmp_path / "a.txt").write_text(text)
     started, read = time.monotonic(), list[int]()
-    learned = learn_words([look(tmp_path / "a.txt")], 512, read.append)
+    learned = learn_tokenizer([look(tmp_path / "a.txt")], 512, read.append)
     assert time.monotonic() - started < 20  # it takes half a second; as one word, minutes
     assert sum(read) == len(text.encode())
-    (ids,) = Encoder(learned.content, learned.tokenizer.words, "H").encode([text])
-    assert learned.tokenizer.decode(array("H", ids)) == text
+    (ids,) = Encoder(learned, "H").encode([text])
+    assert learned.decode(array("H", ids)) == text
 
 
 def test_a_signal_ends_learning_at_once(tmp_path, home):
@@ -256,13 +257,13 @@ def test_the_tokenizer_of_an_upload_is_taken_by_its_directory(documents, tmp_pat
     assert cli("upload-data", str(tmp_path / "more.txt"), *words).code == 0
 
 
-def test_transformers_reads_the_same_tokenizer(made, words_of):
+def test_transformers_reads_the_same_tokenizer(made, tokenizer):
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(made)
     text = FOX + "漢字 🙂"
-    assert theirs(text)["input_ids"] == published_tokenizer(words_of.content).encode(text).ids
-    assert theirs.eos_token_id == words_of.tokenizer.end
+    assert theirs(text)["input_ids"] == published_tokenizer(tokenizer.document).encode(text).ids
+    assert theirs.eos_token_id == tokenizer.end
 
 
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -298,9 +299,9 @@ def split(pattern: str) -> dict[str, Any]:
 def test_published_tokenizers_of_bytes_are_taken(change, document, tmp_path):
     change(document)
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    opened = open_words(tmp_path)
-    ids = published_tokenizer(opened.content).encode(STRANGE).ids
-    assert opened.tokenizer.decode(ids) == STRANGE
+    opened = open_tokenizer(tmp_path)
+    ids = published_tokenizer(opened.document).encode(STRANGE).ids
+    assert opened.decode(ids) == STRANGE
 
 
 @pytest.mark.parametrize(
@@ -324,11 +325,11 @@ def test_a_tokenizer_of_another_kind_is_refused(change, reason, document, tmp_pa
     change(document)
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(InputError, match=re.escape(reason)):
-        open_words(tmp_path)
+        open_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_that_lacks_characters_is_refused(tmp_path, text_file):
-    words = Words(json.dumps(character_tokenizer("abc")), None)
+    words = Tokenizer(character_tokenizer("abc"))
     with pytest.raises(InputError, match="characters that the tokenizer lacks: "):
         encode_text(text_file, words, tmp_path)
 
@@ -358,7 +359,7 @@ def test_a_vocabulary_beyond_uint16_has_ids_of_uint32(made, documents, document,
     vocabulary |= {f"{number}a": number for number in range(len(vocabulary) + 1, last)}
     vocabulary.pop(end["content"], None)
     end["id"] = last
-    words = Words(json.dumps(document), END_OF_TEXT)
+    words = Tokenizer(document, END_OF_TEXT)
     large = corpus_of(encode_text(documents, words, tmp_path))
     assert json.loads((tmp_path / "meta.json").read_text())["dtype"] == "uint32"
     ids = large.train[0 : len(large.train)].tolist()
@@ -414,16 +415,16 @@ def test_a_large_validation_part_is_a_warning(tmp_path, cli):
     assert "3 documents, 2,703 characters, " in ran.err
 
 
-def test_the_last_tenth_of_a_single_text_validates(tmp_path, words_of, text_file, text):
-    corpus = corpus_of(encode_text(text_file, words_of, tmp_path))
+def test_the_last_tenth_of_a_single_text_validates(tmp_path, tokenizer, text_file, text):
+    corpus = corpus_of(encode_text(text_file, tokenizer, tmp_path))
     cut = int(0.9 * len(text))
     assert documents_of(corpus, corpus.train) == [text[:cut]]
     assert documents_of(corpus, corpus.val) == [text[cut:]]
 
 
-def test_shards_hold_what_one_file_would(documents, made, words_of, tmp_path, monkeypatch):
+def test_shards_hold_what_one_file_would(documents, made, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
-    whole, cut = corpus_of(made), corpus_of(encode_text(documents, words_of, tmp_path))
+    whole, cut = corpus_of(made), corpus_of(encode_text(documents, tokenizer, tmp_path))
     assert len(list(tmp_path.glob("train-*.bin"))) > 3
     assert ids_of(cut.val) == ids_of(whole.val)
     ids = ids_of(whole.train)
@@ -635,20 +636,18 @@ def test_an_upload_error_names_the_directory(
 # -- sampling --------------------------------------------------------------------------------------
 
 
-def test_a_character_of_several_tokens_is_shown_whole(words_of):
-    tokenizer = words_of.tokenizer
+def test_a_character_of_several_tokens_is_shown_whole(tokenizer):
     ids = [tokenizer.words.index(bytes([byte])) for byte in "漢🙂".encode()]
     shown = [piece for (piece,) in pieces(map(torch.tensor, ([id] for id in ids)), tokenizer, 1)]
     assert shown == ["", "", "漢", "", "", "", "🙂", ""]
 
 
-def test_a_prompt_that_is_not_utf8_is_refused(words_of):
+def test_a_prompt_that_is_not_utf8_is_refused(tokenizer):
     with pytest.raises(InputError, match="the prompt is not UTF-8 text"):
-        encode(words_of.tokenizer, "caf\udce9", 8)
+        encode(tokenizer, "caf\udce9", 8)
 
 
-def test_a_sample_ends_with_its_document(words_of):
-    tokenizer = words_of.tokenizer
+def test_a_sample_ends_with_its_document(tokenizer):
     assert tokenizer.end is not None
     a, b = encode(tokenizer, "a", 8) + encode(tokenizer, "b", 8)
     steps = ([a, b], [b, tokenizer.end], [tokenizer.end, a], [a, a])
@@ -662,13 +661,12 @@ KINDS = "ab '\na'sdmtlvre\u0301\u093f   \n\t\r\x0b\x0c1a123a½²Ⅷ٣ é漢字�
 
 
 def encoder_of(document: Any) -> Encoder:
-    content = json.dumps(document)
-    return Encoder(content, Words(content, END_OF_TEXT).tokenizer.words, "H")
+    return Encoder(Tokenizer(document, END_OF_TEXT), "H")
 
 
 @pytest.fixture(scope="module", params=[None, GPT_2, LLAMA_3, QWEN])
-def fast(request, words_of):
-    document = json.loads(words_of.content)
+def fast(request, tokenizer):
+    document = dict(tokenizer.document)
     if request.param:
         document["pre_tokenizer"] = split(request.param)
     encoder = encoder_of(document)

@@ -80,8 +80,8 @@ def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
     """The ids of each text. Raises InputError if the model does not know one of its characters."""
     for text in texts:
         check_known(tokenizer, "".join(text.pieces), text.place)
-    encoder = Encoder(json.dumps(tokenizer.document), tokenizer.words, "i")
-    chat = ChatEncoder(tokenizer, encoder) if any(text.is_chat for text in texts) else encoder
+    encoder = Encoder(tokenizer, "i")
+    chat = ChatEncoder(encoder) if any(text.is_chat for text in texts) else encoder
     widths, encoded = torch.tensor([len(word) for word in tokenizer.words]), list[Encoded]()
     for text in texts:
         way = chat if text.is_chat else encoder

@@ -9,7 +9,6 @@ what the assistant says, with the token that ends it; the ids of all else are st
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,10 +36,11 @@ class ChatEncoder:
     Raises InputError if the tokenizer has no tokens for turns.
     """
 
-    def __init__(self, tokenizer: Tokenizer, encoder: Encoder) -> None:
-        self.tokenizer, self.encoder = tokenizer, encoder
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder, self.tokenizer = encoder, encoder.tokenizer
+        special = self.tokenizer.special
         try:
-            self.begin, self.end = tokenizer.special[TURN], tokenizer.special[END_OF_TURN]
+            self.begin, self.end = special[TURN], special[END_OF_TURN]
         except KeyError as error:
             what = f"the tokenizer has no token {error}, which conversations need"
             raise InputError(what, "no-turns") from None
@@ -73,8 +73,8 @@ class Chat:
         if not tokenizer.chats:
             raise InputError("the model has not learned from conversations", "teach-to-chat")
         self.size = model.config.block_size
-        encoder = Encoder(json.dumps(tokenizer.document), tokenizer.words, "i")
-        self.encoder = ChatEncoder(tokenizer, encoder)
+        encoder = Encoder(tokenizer, "i")
+        self.encoder = ChatEncoder(encoder)
         (speaks,) = encoder.encode([SPEAKS])
         self.speaks = [self.encoder.begin, *array("i", speaks)]  # after which it answers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,10 @@ from launcher.errors import InputError
 from launcher.machines import cores
 
 if TYPE_CHECKING:
+    import tokenizers
     from tiktoken import Encoding
-    from tokenizers import Tokenizer
+
+    from entry_point.text import Tokenizer
 
 # The expressions by which tokenizers split a text: those of GPT-2, Qwen, and Llama 3; that of
 # Qwen3.5, which keeps combining marks with their letters, as Hindi, Thai, or Arabic with vowels
@@ -34,8 +36,8 @@ LONGEST = 1 << 18
 AT_ONCE = 16  # strings of this length, for threads to share
 
 
-def published_tokenizer(content: str) -> Tokenizer:
-    """The library's tokenizer, which encodes special tokens in a text as ordinary text.
+def published_tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a tokenizer.json. It encodes special tokens as ordinary text.
 
     It gets only what encodes, and of that only what published tokenizers of BPE over bytes have:
     other parts of a stranger's file can abort the process, or take any time and memory.
@@ -43,7 +45,6 @@ def published_tokenizer(content: str) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        document = json.loads(content)
         before, model = document["pre_tokenizer"], document["model"]
         steps = before["pretokenizers"] if before["type"] == "Sequence" else [before]
         if (found := document["normalizer"]) not in (None, {"type": "NFC"}):
@@ -65,7 +66,7 @@ def published_tokenizer(content: str) -> Tokenizer:
     return tokenizer
 
 
-def pattern_of(document: dict[str, Any]) -> str | None:
+def pattern_of(document: Mapping[str, Any]) -> str | None:
     """The expression by which a tokenizer.json splits a text; None: in another way."""
     plain = {"type": "ByteLevel", "add_prefix_space": False}
     before = document["pre_tokenizer"]
@@ -79,19 +80,18 @@ def pattern_of(document: dict[str, Any]) -> str | None:
     return None
 
 
-def fast_encoding(
-    document: dict[str, Any], tokenizer: Tokenizer, contents: Sequence[bytes]
-) -> Encoding | None:
+def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encoding | None:
     """The tokenizer in tiktoken, which is four times as fast; None if it might find other ids.
 
     tiktoken merges the pair that makes the lowest id, the library the pair that comes first in its
     list of merges. That is the same if the merges make the ids in their order, and the bytes of
     each id, by themselves, become that id.
     """
+    document = tokenizer.document
     pattern, model = pattern_of(document), document["model"]
     if pattern is None or model["type"] != "BPE" or model.get("ignore_merges"):
         return None
-    ids = {content: id for id, content in enumerate(contents) if content}
+    ids = {content: id for id, content in enumerate(tokenizer.words) if content}
     pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
     merged = {model["vocab"][token]: token for token in map("".join, pairs)}
     if (
@@ -99,7 +99,7 @@ def fast_encoding(
         or list(merged) != sorted(merged)
         or len(merged) != len(model["merges"])
         or {*merged, *(ids.get(bytes([byte])) for byte in range(256))} != set(ids.values())
-        or any([t.id for t in tokenizer.model.tokenize(s)] != [id] for id, s in merged.items())
+        or any([t.id for t in library.model.tokenize(s)] != [id] for id, s in merged.items())
     ):
         return None
     import tiktoken
@@ -113,20 +113,18 @@ def is_utf8(text: str) -> bool:
 
 
 class Encoder:
-    """Turns text into ids, as bytes of the type `code`, in threads on all cores.
+    """Turns text into ids, as bytes of the type `code`, in threads on all cores."""
 
-    contents holds the bytes of each id: text must come back from them.
-    """
-
-    def __init__(self, document: str, contents: Sequence[bytes], code: str) -> None:
-        self.tokenizer, self.contents, self.code = published_tokenizer(document), contents, code
-        normalizer = self.tokenizer.normalizer
+    def __init__(self, tokenizer: Tokenizer, code: str) -> None:
+        self.tokenizer, self.code = tokenizer, code
+        self.library = published_tokenizer(tokenizer.document)
+        normalizer = self.library.normalizer
         # Qwen's changes é of two characters to é of one, which is the same text.
         self.same = str if normalizer is None else normalizer.normalize_str
-        self.fast = fast_encoding(json.loads(document), self.tokenizer, contents)
+        self.fast = fast_encoding(tokenizer, self.library)
 
     def encode(self, pieces: Sequence[str]) -> list[bytes]:
-        """The ids of each piece. A long one is encoded in parts."""
+        """The ids of each piece, which must come back from them. A long one is encoded in parts."""
         if max(map(len, pieces), default=0) > LONGEST:
             return [b"".join(chain.from_iterable(map(self.encode, cut(piece)))) for piece in pieces]
         pieces = [self.same(piece) for piece in pieces]
@@ -135,7 +133,7 @@ class Encoder:
         else:
             found = self.ask(pieces)
         for piece, ids in zip(pieces, found, strict=True):
-            content = b"".join(map(self.contents.__getitem__, ids))
+            content = b"".join(map(self.tokenizer.words.__getitem__, ids))
             if content != piece.encode():
                 back = content.decode(errors="replace")
                 differ = (n for n, (a, b) in enumerate(zip(piece, back, strict=False)) if a != b)
@@ -146,7 +144,7 @@ class Encoder:
 
     def ask(self, pieces: Sequence[str]) -> list[list[int]]:
         """The ids by the library."""
-        found = self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        found = self.library.encode_batch_fast(pieces, add_special_tokens=False)
         return [each.ids for each in found]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -79,8 +78,8 @@ def encode(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
         raise InputError("the prompt is not UTF-8 text")
     check_known(tokenizer, prompt, "the prompt")
     end = prompt[-size * max(map(len, tokenizer.words)) :]  # at least `size` tokens
-    published = published_tokenizer(json.dumps(tokenizer.document))
-    ids: list[int] = published.encode(end, add_special_tokens=False).ids
+    library = published_tokenizer(tokenizer.document)
+    ids: list[int] = library.encode(end, add_special_tokens=False).ids
     return ids[-size:]
 
 

@@ -8,6 +8,7 @@ prefix without one is incomplete.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ from launcher.text.files import find_files, read_plain
 from launcher.text.formats import File, opened, stored
 
 if TYPE_CHECKING:  # it imports torch
-    from launcher.text.tokenizer import Words
+    from entry_point.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -190,36 +191,38 @@ def uri_of(name: str, sha256: str, settings: Settings, kind: str = "data") -> st
 def send_tokens(
     name: str,
     files: Sequence[File],
-    tokenizer: str | Path,
+    named: str | Path,
     vocab_size: int | None,
     settings: Settings,
     progress: Progress,
 ) -> Upload:
     """Encode text as tokens and upload them, unless they are in the store."""
     from launcher.text import tokens
-    from launcher.text.tokenizer import SAMPLE, fingerprint, fitting_size, learn_words
+    from launcher.text.tokenizer import SAMPLE, fingerprint, fitting_size, learn_tokenizer
 
     counts = tokens.survey(files)
     counts.check(name)
     wanted = vocab_size or fitting_size(counts.characters)
-    words = None if tokenizer == "bpe" else find_words(str(tokenizer), settings)
-    if words and counts.chats and words.tokenizer.unit == "characters":
-        what = f"{tokenizer} was trained on characters and cannot learn conversations"
+    tokenizer = None if named == "bpe" else find_tokenizer(str(named), settings)
+    if tokenizer and counts.chats and tokenizer.unit == "characters":
+        what = f"{named} was trained on characters and cannot learn conversations"
         raise InputError(what, "needs-bpe")
-    how = words.content if words else f"bpe {wanted}"
+    how = f"bpe {wanted}"
+    if tokenizer:
+        how = json.dumps(tokenizer.document, ensure_ascii=False)
     key = hashlib.sha256(f"{TOKENS_VERSION} {counts.sha256} {how}".encode()).hexdigest()
     uri = uri_of(name, key, settings)
     if known := find_upload(uri, settings):
         return replace(known, uploaded=False, documents=counts.documents)
-    if words is None:
+    if tokenizer is None:
         logger.info(f"tokenizer: learning {wanted:,} tokens")
         storage.expect(progress, min(counts.size, SAMPLE))
-        words = learn_words(files, wanted, progress)
-        if (learned := len(words.tokenizer)) < wanted:
+        tokenizer = learn_tokenizer(files, wanted, progress)
+        if (learned := len(tokenizer)) < wanted:
             what = f"{learned:,} tokens, not {wanted:,}: the text has no more to learn"
             logger.info(f"tokenizer: {what}")
     with temporary(settings) as directory:
-        made = tokens.encode(files, counts, words, directory, progress)
+        made = tokens.encode(files, counts, tokenizer, directory, progress)
         shards = [File(name, directory / name) for name in made["files"]]
         upload = Upload(
             uri=uri,
@@ -228,20 +231,20 @@ def send_tokens(
             characters=counts.characters,
             documents=counts.documents,
             chats=counts.chats > 0,
-            tokenizer=fingerprint(words.tokenizer),
+            tokenizer=fingerprint(tokenizer),
             **made,
         )
         send(upload, shards, settings, progress)
     return upload
 
 
-def find_words(word: str, settings: Settings) -> Words:
-    """The tokenizer that a user named: a file, a directory or a job."""
+def find_tokenizer(word: str, settings: Settings) -> Tokenizer:
+    """The one that a user named, by a file, a directory or a job."""
     from launcher.models.fetch import fetch_model
-    from launcher.text.tokenizer import open_words
+    from launcher.text.tokenizer import open_tokenizer
 
     is_here = is_path(word) or word.endswith(".json")
-    return open_words(storage.path_of(word) if is_here else fetch_model(word, settings))
+    return open_tokenizer(storage.path_of(word) if is_here else fetch_model(word, settings))
 
 
 def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Progress) -> None:

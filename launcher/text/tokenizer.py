@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
@@ -27,24 +26,12 @@ KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 SAMPLE = 1 << 27  # bytes to learn a vocabulary from
 
 
-@dataclass(frozen=True)
-class Words:
-    """A tokenizer.json, and its token that ends a document (None: text of characters has none)."""
-
-    content: str
-    end_of_text: str | None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer(json.loads(self.content), self.end_of_text)
-
-
 def fingerprint(tokenizer: Tokenizer) -> str:
     """A SHA-256 of the bytes that each id stands for."""
     return hashlib.sha256(repr(tokenizer.words).encode()).hexdigest()
 
 
-def open_words(path: Path) -> Words:
+def open_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in a tokenizer.json, or in a directory as of Hugging Face or of a model.
 
     Raises InputError if there is none, or it is not of BPE over bytes or of characters.
@@ -62,11 +49,10 @@ def open_words(path: Path) -> Words:
         end = end.get("content") if isinstance(end, dict) else end
         if not isinstance(end, str):
             end = next((name for name in KNOWN_ENDS if name in contents), None)
-        words = Words(json.dumps(document, ensure_ascii=False), end)
-        ends = words.tokenizer.unit == "characters" or end is not None
-        published_tokenizer(words.content)
-        if ends:
-            return words
+        tokenizer = Tokenizer(document, end)
+        published_tokenizer(document)
+        if end is not None or tokenizer.unit == "characters":
+            return tokenizer
         why = "no token for the end of a text; name one as eos_token in tokenizer_config.json"
     except (DataError, KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"not a tokenizer of BPE over bytes: {error}"
@@ -78,22 +64,23 @@ def fitting_size(characters: int) -> int:
     return 1 << min(max((characters // 512).bit_length() - 1, 9), 14)
 
 
-def learn_words(
+def learn_tokenizer(
     files: Sequence[File], vocab_size: int, progress: Progress = lambda n: None
-) -> Words:
+) -> Tokenizer:
     """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents.
 
     It reads at most SAMPLE bytes. The vocabulary is smaller where each word is one token before.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    import tokenizers
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
     by_words = pre_tokenizers.Split(Regex(QWEN35), "isolated")
     # A text without breaks, as of DNA, is one word, for which each merge takes time.
     cut = pre_tokenizers.Split(Regex(r"[\s\S]{256}"), "isolated")
     of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([by_words, cut, of_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.Sequence([by_words, cut, of_bytes])
+    library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -104,7 +91,7 @@ def learn_words(
     pieces = chain.from_iterable(documents(files, read))
     some = takewhile(lambda _: read.size <= SAMPLE and not left.is_set(), pieces)
     # The library looks at no signals: here, Ctrl-C ends the wait for it.
-    learned = in_thread(partial(tokenizer.train_from_iterator, some, trainer))
+    learned = in_thread(partial(library.train_from_iterator, some, trainer))
     try:
         told, ended = 0, False
         while not ended:
@@ -114,5 +101,5 @@ def learn_words(
     finally:
         left.set()
     learned.result()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([by_words, of_bytes])
-    return Words(tokenizer.to_str(), END_OF_TEXT)
+    library.pre_tokenizer = pre_tokenizers.Sequence([by_words, of_bytes])
+    return Tokenizer(json.loads(library.to_str()), END_OF_TEXT)

@@ -15,6 +15,7 @@ do not share a batch, and the last of them are those for validation, with all th
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import mmap
 import random
@@ -26,12 +27,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from entry_point.conversations import END_OF_TURN
+from entry_point.text import Tokenizer
 from launcher.errors import InputError, characters
 from launcher.files.storage import Progress, expect, json_bytes
 from launcher.models.chat import SPEAKS, ChatEncoder
 from launcher.models.encoder import Encoder
 from launcher.text.formats import Counts, File, documents
-from launcher.text.tokenizer import KNOWN_ENDS, Words
+from launcher.text.tokenizer import KNOWN_ENDS
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +56,20 @@ def survey(files: Sequence[File]) -> Counts:
 
 
 def encode(
-    files: Sequence[File], counts: Counts, words: Words, directory: Path, progress: Progress
+    files: Sequence[File],
+    counts: Counts,
+    tokenizer: Tokenizer,
+    directory: Path,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Write the documents as tokens into an empty directory; returns fields of their Upload.
 
     A single document is cut, its last tenth is the one for validation. Raises InputError if the
     text has changed since it was surveyed, or does not come back from the tokenizer.
     """
-    words = separated(words) if counts.chats else words
-    size = len(words.tokenizer)
+    tokenizer = separated(tokenizer) if counts.chats else tokenizer
+    content = json.dumps(tokenizer.document, ensure_ascii=False, separators=(",", ":"))
+    size = len(tokenizer)
     code = "i" if counts.chats else "H" if size <= 1 << 16 else "I"
     again = Counts()
     whole = documents(files, again)
@@ -72,18 +79,18 @@ def encode(
     expect(progress, counts.size)
     unsorted = directory / "unsorted"
     with unsorted.open("wb") as file:
-        ends, needed = write_documents(batches(whole, cut), words, code, file, progress)
+        ends, needed = write_documents(batches(whole, cut), tokenizer, code, file, progress)
     if again.sha256 != counts.sha256:
         raise InputError("the text changed while it was read; upload it again")
     meta: dict[str, Any] = {
         "dtype": {"H": "uint16", "I": "uint32", "i": "int32"}[code],
-        "end_of_text": words.end_of_text,
+        "end_of_text": tokenizer.end_of_text,
         "vocabulary_size": size,
         "documents": counts.documents,
         "characters": counts.characters,
         "bytes": counts.size,
         "source_sha256": counts.sha256,
-        "tokenizer_sha256": hashlib.sha256(words.content.encode()).hexdigest(),
+        "tokenizer_sha256": hashlib.sha256(content.encode()).hexdigest(),
     }
     with (
         unsorted.open("rb") as written,
@@ -103,9 +110,9 @@ def encode(
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "eos_token": words.end_of_text,
+        "eos_token": tokenizer.end_of_text,
     }
-    (directory / "tokenizer.json").write_text(words.content, encoding="utf-8")
+    (directory / "tokenizer.json").write_text(content, encoding="utf-8")
     (directory / "tokenizer_config.json").write_bytes(json_bytes(config))
     (directory / "meta.json").write_bytes(json_bytes(meta))
     train, val = meta["train"]["tokens"], meta["val"]["tokens"]
@@ -123,12 +130,12 @@ def encode(
     }
 
 
-def separated(words: Words) -> Words:
+def separated(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer with an end of text that does not end a turn, as Qwen's own does."""
-    if words.end_of_text != END_OF_TURN:
-        return words
-    if end := next((name for name in KNOWN_ENDS if name in words.tokenizer.special), None):
-        return Words(words.content, end)
+    if tokenizer.end_of_text != END_OF_TURN:
+        return tokenizer
+    if end := next((name for name in KNOWN_ENDS if name in tokenizer.special), None):
+        return Tokenizer(tokenizer.document, end)
     raise InputError(f"the tokenizer has no token but {END_OF_TURN} that ends a text")
 
 
@@ -159,16 +166,15 @@ def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
 
 
 def write_documents(
-    batched: Pieces, words: Words, code: str, file: IO[bytes], progress: Progress
+    batched: Pieces, tokenizer: Tokenizer, code: str, file: IO[bytes], progress: Progress
 ) -> tuple[array[int], array[int]]:
     """Write the ids of each document and of its end.
 
     Returns where each ends, counted in ids, and for each conversation the context that holds it up
     to its first answer.
     """
-    tokenizer = words.tokenizer
-    encoder = Encoder(words.content, tokenizer.words, code)
-    chat = ChatEncoder(tokenizer, encoder) if code == "i" else None
+    encoder = Encoder(tokenizer, code)
+    chat = ChatEncoder(encoder) if code == "i" else None
     end = array(code, [] if tokenizer.end is None else [~tokenizer.end if chat else tokenizer.end])
     known = {w.decode() for w in tokenizer.words} if tokenizer.unit == "characters" else None
     ends, needed, position = array("Q"), array("Q"), 0
