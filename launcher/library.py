@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import tracking
 from launcher.errors import InputError, LauncherError, ServiceError
-from launcher.files.storage import write_text
+from launcher.files.storage import write_bytes
 from launcher.finding import Listing, backend_for, find, full_id
 from launcher.forecast.table import Forecast
 from launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request, TrainingJob
@@ -180,7 +180,7 @@ class Job:
     def report(self, path: str | Path | None = None) -> Path:
         """Write a report as one HTML file (default: report-ID.html), and return its path."""
         place = Path(path or f"report-{self.id}.html")
-        write_text(str(place), page(compare(read_runs([self.id], self.settings))))
+        write_bytes(str(place), page(compare(read_runs([self.id], self.settings))).encode())
         return place
 
     def delete(self, keep_model: bool = False) -> None:

@@ -419,7 +419,7 @@ def test_only_a_changed_or_damaged_text_is_sent_again(home, source):
     sent: list[int] = []
     first, second = upload_data(source), upload_data(source, progress=sent.append)
     assert (second.uri, second.uploaded, sent) == (first.uri, False, [])
-    storage.write_text(f"{first.uri}/fox.txt", "cut")
+    storage.write_bytes(f"{first.uri}/fox.txt", b"cut")
     assert upload_data(source).uploaded
     assert (stored(first.uri) / "fox.txt").read_text() == LONG
     source.write_text(LONG + "more")

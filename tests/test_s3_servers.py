@@ -147,7 +147,7 @@ def test_an_interrupted_write_keeps_the_old_file(store, tmp_path):
     with pytest.raises(ServiceError, match="the line is cut"):
         storage.write_file(source, uri, interrupt)
     assert storage.list_files(store) == {}
-    storage.write_text(uri, "old")
+    storage.write_bytes(uri, b"old")
     with pytest.raises(ServiceError, match="the line is cut"):
         storage.write_file(source, uri, interrupt)
     assert storage.list_files(store) == {"broken.bin": 3}

@@ -55,7 +55,7 @@ def test_a_store_below_a_file_is_refused_by_name(cli, text_file):
 
 def test_an_upload_first_tells_the_size_of_all_files(home, text, tmp_path):
     for name in ("a.txt", "b.txt"):
-        storage.write_text(str(tmp_path / "texts" / name), text[:5000])
+        storage.write_bytes(str(tmp_path / "texts" / name), text[:5000].encode())
     hook = Expecting()
     upload = upload_data(tmp_path / "texts", progress=hook)
     assert hook.expected == sum(hook) == upload.size
@@ -76,7 +76,7 @@ def test_a_file_is_synced_beside_its_place_before_it_is_named(tmp_path, monkeypa
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     synced: list[bool] = []
     monkeypatch.setattr(os, "fsync", lambda _: synced.append((tmp_path / "there").exists()))
-    storage.write_text(storage.to_uri(tmp_path / "there"), "text")
+    storage.write_bytes(storage.to_uri(tmp_path / "there"), b"text")
     assert synced == [False, True]  # its directory last
     assert (tmp_path / "there").read_text() == "text"
 
@@ -165,7 +165,7 @@ def test_a_folder_object_of_the_console_is_not_a_file(s3, tmp_path):
 
 def test_a_key_on_s3_has_the_name_as_it_is(s3):
     for name in ODD_NAMES:
-        storage.write_text(storage.join(f"s3://{s3.bucket}/{name}", f"{name}.txt"), "content")
+        storage.write_bytes(storage.join(f"s3://{s3.bucket}/{name}", f"{name}.txt"), b"content")
     assert sorted(keys(s3)) == sorted(f"{name}/{name}.txt" for name in ODD_NAMES)
 
 
@@ -205,7 +205,7 @@ def test_a_silent_store_is_distinguished_from_a_refusal(s3, monkeypatch):
     """A job that is watched goes on over the one and not over the other."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with pytest.raises(ServiceError) as refused:
-        storage.write_text("s3://there-is-no-such-bucket/file", "text")
+        storage.write_bytes("s3://there-is-no-such-bucket/file", b"text")
     assert not isinstance(refused.value, Unreachable)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     S3FileSystem.clear_instance_cache()
@@ -216,7 +216,7 @@ def test_a_silent_store_is_distinguished_from_a_refusal(s3, monkeypatch):
 def test_writes_are_encrypted_with_the_kms_key(s3, emulator, tmp_path, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_KMS_KEY", "alias/mine")
     (tmp_path / "file").write_bytes(b"text")
-    storage.write_text(f"s3://{s3.bucket}/document", "text")
+    storage.write_bytes(f"s3://{s3.bucket}/document", b"text")
     storage.write_file(tmp_path / "file", f"s3://{s3.bucket}/file")
     sent = [each.action for each in emulator.accesses if each.resource.endswith("/document")]
     assert sent == ["s3:PutObject"]

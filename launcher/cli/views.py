@@ -37,7 +37,7 @@ def report_command(
       sm-nanogpt report JOB-ID JOB-ID -o comparison.html
       sm-nanogpt report --group latest
     """
-    from launcher.files.storage import write_text
+    from launcher.files.storage import write_bytes
     from launcher.launching.sweeps import find_sweep
     from launcher.views.page import page
     from launcher.views.report import compare, read_runs
@@ -52,7 +52,7 @@ def report_command(
     output = output or Path(f"report-{what}.html")
     if output.is_symlink() or (output.exists() and not output.is_file()):
         raise InputError(f"{output}: not a regular file; name another one with --output")
-    write_text(str(output), page(report, launch_again))
+    write_bytes(str(output), page(report, launch_again).encode())
     click.echo(output)
     if opens:
         import webbrowser

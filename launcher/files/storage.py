@@ -85,16 +85,12 @@ def reported(uri: str) -> Iterator[None]:
         room = type(error).__module__.partition(".")[0]
         if not isinstance(error, OSError) and room not in ("botocore", "aiobotocore", "aiohttp"):
             raise
-        raise described(uri, error) from None
-
-
-def described(uri: str, error: Exception) -> ServiceError:
-    why = ""
-    if isinstance(error, OSError) and not error.__cause__:  # a bucket's has one
-        why = error.strerror or "nothing is there" * isinstance(error, FileNotFoundError)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            why = f"this machine's disk is full ({why}); free some space"
-    return ServiceError(f"{uri}: {why}") if why else failure(uri, error)
+        why = ""
+        if isinstance(error, OSError) and not error.__cause__:  # a bucket's has one
+            why = error.strerror or "nothing is there" * isinstance(error, FileNotFoundError)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                why = f"this machine's disk is full ({why}); free some space"
+        raise (ServiceError(f"{uri}: {why}") if why else failure(uri, error)) from None
 
 
 def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
@@ -128,36 +124,32 @@ def replacing(path: Path) -> AbstractContextManager[BinaryIO]:
     return files.replacing(path, f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
 
 
-def copy_file(source: Path, target: Path, progress: Progress) -> None:
-    """Copy a regular file atomically, as private and as old as it is, to one that cannot be written
-    in place. Raises OSError."""
-    with open_file(source) as file, replacing(target) as out:
-        while chunk := file.read(CHUNK_BYTES):
-            out.write(chunk)
-            progress(len(chunk))
-        out.flush()
-        with suppress(PermissionError):  # of a file system without modes
-            shutil.copystat(source, out.name)
-            os.fchmod(out.fileno(), os.fstat(file.fileno()).st_mode & 0o555)
-
-
 def write_file(
     source: Path, uri: str, progress: Progress = lambda n: None, settings: Settings | None = None
 ) -> None:
     """Upload a local file atomically.
 
-    In a store on this machine it cannot be written again, since jobs link it. S3 receives parallel
-    parts, each with a checksum; the object's metadata holds the SHA-256 of the file.
+    In a store on this machine it is as private and as old as before, and cannot be written again,
+    since jobs link it. S3 receives parallel parts, each with a checksum; the object's metadata
+    holds the SHA-256 of the file.
     """
-    if (place := local_path(uri)) is not None:
+    place = local_path(uri)
+    if place is None:
+        fs, path = file_system(uri, settings)
+        sha256 = file_sha256(source)
         with reported(uri):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            copy_file(source, place, progress)
+            fs.put_file(str(source), path, Metadata={"sha256": sha256}, **by_parts(progress))
         return
-    fs, path = file_system(uri, settings)
-    sha256 = file_sha256(source)
     with reported(uri):
-        fs.put_file(str(source), path, Metadata={"sha256": sha256}, **by_parts(progress))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with open_file(source) as file, replacing(place) as out:
+            while chunk := file.read(CHUNK_BYTES):
+                out.write(chunk)
+                progress(len(chunk))
+            out.flush()
+            with suppress(PermissionError):  # of a file system without modes
+                shutil.copystat(source, out.name)
+                os.fchmod(out.fileno(), os.fstat(file.fileno()).st_mode & 0o555)
 
 
 def by_parts(progress: Progress) -> dict[str, Any]:
@@ -178,10 +170,6 @@ def write_json(uri: str, value: Any, settings: Settings | None = None) -> None:
 
 def json_bytes(value: Any) -> bytes:
     return (json.dumps(to_jsonable_python(value), indent=2) + "\n").encode()
-
-
-def write_text(uri: str, text: str, settings: Settings | None = None) -> None:
-    write_bytes(uri, text.encode(), settings)
 
 
 def write_bytes(uri: str, content: bytes, settings: Settings | None = None) -> None:

@@ -308,7 +308,7 @@ class SweepPlan:
             places = [self.backend.places(started[0])[0]]
         for place in places[:1]:
             self.mark = stop_mark(self.group, place, self.settings)
-            storage.write_text(self.mark, "run", self.settings)
+            storage.write_bytes(self.mark, b"run", self.settings)
 
     def is_stopped(self) -> bool:
         """Whether somebody stopped or deleted the sweep."""
@@ -358,7 +358,7 @@ def stop_all(group: str, tries: Tries, settings: Settings) -> list[JobDescriptio
                     backend.stop(now.job_id)
     finally:
         place = backend.places(newest[0].job_id)[0]
-        storage.write_text(stop_mark(group, place, settings), "stop", settings)
+        storage.write_bytes(stop_mark(group, place, settings), b"stop", settings)
     return running
 
 
