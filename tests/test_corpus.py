@@ -124,7 +124,7 @@ def test_what_is_not_text_is_refused_by_name(refusal, tmp_path, name, content, r
         *((name, b'{"text": "a"}\n', "JSON lines") for name in ("A.JSONL", "a.ndjson", "a.json")),
         ("b.jsonl.gz", gzip.compress(b'{"text": "a"}\n'), "JSON lines"),
         ("array.json", b' [\n{"text": "a"}]', "JSON"),
-        ("table.csv", b"text\na\n", "CSV"),
+        ("table.csv", b"text\na\n", "a table"),
         ("table.txt", b"PAR1", "Parquet"),
     ],
 )

@@ -56,8 +56,8 @@ def read(name: str, content: bytes, column: str = "text") -> list[tuple[str, boo
     found = {
         ".jsonl": lambda: records.json_lines(file, name),
         ".json": lambda: records.json_array(file, name),
-        ".csv": lambda: records.table(file, name, ","),
-        ".tsv": lambda: records.table(file, name, "\t"),
+        ".csv": lambda: records.table(file, name),
+        ".tsv": lambda: records.table(file, name),
         ".parquet": lambda: records.parquet(file, name, column),
     }[suffix]()
     documents = ((place, *records.document_of(record, place, column)) for place, record in found)
@@ -179,7 +179,7 @@ def test_a_long_file_is_not_in_memory_as_a_whole(name, tmp_path):
     with (tmp_path / name).open("rb") as file:
         tracemalloc.start()
         found = {
-            "a.csv": lambda: records.table(file, name, ","),
+            "a.csv": lambda: records.table(file, name),
             "a.parquet": lambda: records.parquet(file, name),
         }[name]()
         assert sum(1 for _ in found) == len(rows)

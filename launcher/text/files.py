@@ -66,7 +66,7 @@ def find_files(
             prefix = Path(root.resolve().name if folder and not alone else "")
             for path in below:
                 file = look(path, encoding, column, plain=added.match(path, root))
-                if file.format.needs_tokens and not tokens:
+                if file.format is not PLAIN and not tokens:
                     given = shlex.quote(str(path))
                     raise InputError(f"{path}: is {file.format.name}", "needs-tokens", path=given)
                 within = prefix / (path.relative_to(root) if folder else path.name)
@@ -81,7 +81,7 @@ def find_files(
     if problem:
         raise InputError(problem)
     faults += [(g.field, each, "fits no file") for g in (added, skipped) for each in g.unused]
-    if column != "text" and files and not any(file.format.needs_tokens for file in files):
+    if column != "text" and files and all(file.format is PLAIN for file in files):
         faults.append(("column", column, f"is for records, and {paths[0]} is plain text"))
     for field, value, why in faults:
         raise InputError(why, field=field, value=value)

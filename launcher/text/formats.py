@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +51,18 @@ class Format:
     read: str = ""  # the reader in `documents_of`, or "text"; "": the file is refused
     advice: str = ""  # what to do with a file that is refused
 
-    @property
-    def needs_tokens(self) -> bool:
-        return self.read not in ("", "text")
-
 
 PLAIN = Format("plain text", ".txt .md", read="text")
 JSON_LINES = Format("JSON lines", ".jsonl .ndjson", read="json_lines")
 JSON = Format("JSON", ".json", read="json_array")
-CSV = Format("CSV", ".csv", read="csv")
+TABLE = Format("a table", ".csv .tsv", read="table")
 PANDOC = "`pandoc -t plain -o {stem}.txt {path}` makes text of it"
 OFFICE = "save a text as .txt or .docx, and a table as .csv"
 PICKLE = "let the program that wrote it write its texts, as .txt or .jsonl"
 IMAGE = rb"\x89PNG|\xff\xd8\xff|GIF8|II\*\0"
 TESSERACT = "`tesseract {path} {stem}` reads the text in it"
 FORMATS = (
-    *(PLAIN, JSON_LINES, JSON, CSV),
-    Format("TSV", ".tsv", read="tsv"),
+    *(PLAIN, JSON_LINES, JSON, TABLE),
     Format("Parquet", ".parquet", b"PAR1", "parquet"),
     Format("a PDF", ".pdf", b"%PDF-", "", "`pdftotext {path}` makes text of it"),
     Format("a document", ".docx .odt .epub .rtf", rb"\{\\rtf", "", PANDOC),
@@ -154,7 +148,7 @@ def told_by(text: str, path: Path, column: str) -> Format:
         logger.warning(f"{path}: looks like JSON, but is read as text; rename it to *.json")
     header = re.split("[,;\t]", text.partition("\n")[0])
     is_table = column != "text" and column in [name.strip('\r "') for name in header]
-    return CSV if is_table and not path.suffix else PLAIN
+    return TABLE if is_table and not path.suffix else PLAIN
 
 
 def is_utf8(raw: File, encoding: str) -> bool:
@@ -253,17 +247,6 @@ class Counts:
     vocabulary: str = ""  # of a run by characters
     odd: dict[bytes, str] = field(default_factory=dict)
 
-    def counted(self, pieces: Iterator[str], digest: Any, chats: bool, place: str) -> Iterator[str]:
-        for piece in pieces:
-            content = piece.encode()
-            if chats:  # where a turn ends counts too
-                digest.update(len(content).to_bytes(8, "little"))
-            digest.update(content)
-            note_odd(content, place, self.odd)
-            self.characters += len(piece)
-            self.size += len(content)
-            yield piece
-
     def check(self, name: object) -> None:
         """Warn of odd characters. Raise InputError if there is too little text for any run."""
         for pattern, place in self.odd.items():
@@ -276,8 +259,8 @@ class Counts:
             raise InputError(f"{name}: {few}; use at least {needed}, better a million")
 
 
-def documents(files: Sequence[File], found: Counts) -> Iterator[Iterator[str]]:
-    """Each document, as pieces of at most PIECE characters. Fills in `found` on the way.
+def documents(files: Sequence[File], found: Counts) -> Iterator[str | None]:
+    """Each document as pieces of at most PIECE characters, then None. Fills in `found` on the way.
 
     A file of plain text is a document, and so is each record of others; empty ones are left out.
     The pieces of a conversation are its turns. Raises InputError.
@@ -285,8 +268,18 @@ def documents(files: Sequence[File], found: Counts) -> Iterator[Iterator[str]]:
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.name}\0".encode())
-        for place, chats, document in documents_of(file):
-            if (first := next(document, None)) is None:
+        for place, chats, pieces in documents_of(file):
+            before = found.size
+            for piece in pieces:
+                content = piece.encode()
+                if chats:  # where a turn ends counts too
+                    digest.update(len(content).to_bytes(8, "little"))
+                digest.update(content)
+                note_odd(content, place, found.odd)
+                found.characters += len(piece)
+                found.size += len(content)
+                yield piece
+            if found.size == before:
                 found.empty += 1
                 continue
             found.documents += 1
@@ -294,14 +287,14 @@ def documents(files: Sequence[File], found: Counts) -> Iterator[Iterator[str]]:
             if found.chats not in (0, found.documents):
                 what = "some documents are conversations, and others are text"
                 raise InputError(f"{place}: {what}; leave out the files of one kind")
-            yield found.counted(chain([first], document), digest, chats, place)
             digest.update(b"\0")
+            yield None
     found.sha256 = digest.hexdigest()
 
 
 def documents_of(file: File) -> Iterator[tuple[str, bool, Iterator[str]]]:
     """The place of each document, whether it is a conversation, and its turns or pieces."""
-    if file.format.read == "text":
+    if file.format is PLAIN:
         yield str(file.path), False, pieces_of(file)
         return
     from launcher.text import records  # imports torch
@@ -309,8 +302,7 @@ def documents_of(file: File) -> Iterator[tuple[str, bool, Iterator[str]]]:
     readers: dict[str, Any] = {
         "json_lines": records.json_lines,
         "json_array": records.json_array,
-        "csv": partial(records.table, delimiter=","),
-        "tsv": partial(records.table, delimiter="\t"),
+        "table": records.table,
         "parquet": partial(records.parquet, column=file.column),
     }
     with opened(file) as content:

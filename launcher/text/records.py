@@ -85,12 +85,12 @@ def json_array(file: IO[bytes], path: str) -> Records:
         yield f"{path}, item {number}", item
 
 
-def table(file: IO[bytes], path: str, delimiter: str) -> Records:
-    """Each row of a table whose first row names the columns. Excel may separate by semicolons."""
+def table(file: IO[bytes], path: str) -> Records:
+    """Each row of a table, below the names of its columns. Excel may separate by semicolons."""
     csv.field_size_limit(LONGEST_RECORD)
     lines = io.TextIOWrapper(file, "utf-8", newline="")
     first = lines.readline()
-    delimiter = max(delimiter + ",;\t", key=first.count)
+    delimiter = max("\t,;", key=first.count)
     rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
     names, line, problem = list[str](), 1, ""
     try:

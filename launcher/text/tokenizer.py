@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import wait
 from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
 from threading import Event
 
@@ -88,7 +88,7 @@ def learn_tokenizer(
         show_progress=False,
     )
     read, left = Counts(), Event()
-    pieces = chain.from_iterable(documents(files, read))
+    pieces = filter(None, documents(files, read))
     some = takewhile(lambda _: read.size <= SAMPLE and not left.is_set(), pieces)
     # The library looks at no signals: here, Ctrl-C ends the wait for it.
     learned = in_thread(partial(library.train_from_iterator, some, trainer))

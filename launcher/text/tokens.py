@@ -22,7 +22,6 @@ import random
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,13 +41,13 @@ SHARD_BYTES = 1 << 28
 # The part kept for validation: a tenth, but no more tokens than an evaluation can use.
 VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
 SEED = 1337
-Pieces = Iterator[list[str | None]]
+Batches = Iterator[list[str | None]]
 
 
 def survey(files: Sequence[File]) -> Counts:
     """Read all documents once, to count them."""
     counts = Counts()
-    deque(chain.from_iterable(documents(files, counts)), maxlen=0)
+    deque(documents(files, counts), maxlen=0)
     if counts.empty:
         total = counts.documents + counts.empty
         logger.warning(f"{counts.empty:,} of {total:,} documents left out: no text")
@@ -72,14 +71,15 @@ def encode(
     size = len(tokenizer)
     code = "i" if counts.chats else "H" if size <= 1 << 16 else "I"
     again = Counts()
-    whole = documents(files, again)
     if counts.chats == 1:
         raise InputError("one conversation is too little to train and validate on")
     cut = int(counts.characters * (1 - VALIDATION_FRACTION)) if counts.documents == 1 else 0
     expect(progress, counts.size)
     unsorted = directory / "unsorted"
     with unsorted.open("wb") as file:
-        ends, needed = write_documents(batches(whole, cut), tokenizer, code, file, progress)
+        ends, needed = write_documents(
+            batches(documents(files, again), cut), tokenizer, code, file, progress
+        )
     if again.sha256 != counts.sha256:
         raise InputError("the text changed while it was read; upload it again")
     meta: dict[str, Any] = {
@@ -166,7 +166,7 @@ def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
 
 
 def write_documents(
-    batched: Pieces, tokenizer: Tokenizer, code: str, file: IO[bytes], progress: Progress
+    batched: Batches, tokenizer: Tokenizer, code: str, file: IO[bytes], progress: Progress
 ) -> tuple[array[int], array[int]]:
     """Write the ids of each document and of its end.
 
@@ -197,21 +197,22 @@ def write_documents(
     return ends, needed
 
 
-def batches(whole: Iterator[Iterator[str]], cut: int) -> Pieces:
-    """Pieces of some BATCH characters together; None stands where a document ends.
+def batches(pieces: Iterator[str | None], cut: int) -> Batches:
+    """Those of `documents`, some BATCH characters together.
 
-    The first one ends after `cut` characters too, if that is not 0.
+    The first document ends after `cut` characters too, if that is not 0.
     """
     batch, size = list[str | None](), 0
-    for document in whole:
-        for piece in document:
-            batch += [piece[:cut], None, piece[cut:]] if 0 < cut <= len(piece) else [piece]
-            cut -= len(piece)
-            size += len(piece)
-            if size >= BATCH:
-                yield batch
-                batch, size = [], 0
-        batch.append(None)
+    for piece in pieces:
+        if piece is None:
+            batch.append(None)
+            continue
+        batch += [piece[:cut], None, piece[cut:]] if 0 < cut <= len(piece) else [piece]
+        cut -= len(piece)
+        size += len(piece)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
     yield batch
 
 
