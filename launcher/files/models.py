@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from entry_point.files import open_file, read_file
@@ -20,7 +21,6 @@ DOCUMENTS = {
     INDEX: "weight_map",
 }
 LARGEST = 1 << 25  # bytes of a document, or of the header of weights
-NOT_PARSED = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
 
 
 def is_path(place: str) -> bool:
@@ -60,12 +60,10 @@ def model_files(directory: Path) -> list[Path]:
 
 
 def named_weights(index: Path) -> set[str]:
-    try:
+    with suppress(Exception):  # whatever is in it
         names = set(json.loads(read_file(index, LARGEST))["weight_map"].values())
         if all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
             return names
-    except (OSError, *NOT_PARSED):
-        pass
     raise InputError(f"{index}: it does not name *.safetensors files")
 
 
@@ -73,12 +71,11 @@ def is_what_it_says(path: Path) -> bool:
     """Whether a file holds what its name promises."""
     from entry_point.checkpoint import read_header
 
-    try:
+    with suppress(Exception):  # whatever is in it
         if path.name in DOCUMENTS:
             found = json.loads(read_file(path, LARGEST))
             return isinstance(found, dict) and DOCUMENTS[path.name] in found
         with open_file(path) as file:
             read_header(file, LARGEST)
         return True
-    except (OSError, *NOT_PARSED):
-        return False
+    return False

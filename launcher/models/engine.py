@@ -88,14 +88,6 @@ class PackedLinear(nn.Module):
         y = torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), self.weight, self.scale)
         return y.view(*x.shape[:-1], -1).float()
 
-    @staticmethod
-    def supports(dtype: torch.dtype) -> bool:
-        """Whether this CPU has the operators."""
-        if not torch.backends.mkldnn.is_available():
-            return False
-        bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return dtype == torch.float32 or bf16
-
 
 @torch.inference_mode()
 def for_sampling(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
@@ -110,7 +102,10 @@ def for_sampling(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
         copy = GPT(model.config, model.embed.num_embeddings, torch.float32 if on_cpu else dtype)
     weights = {name: p.detach().to(copy.compute_dtype) for name, p in model.named_parameters()}
     copy.load_state_dict(weights, assign=True)
-    if on_cpu and large and PackedLinear.supports(dtype):
+    packs = on_cpu and large and torch.backends.mkldnn.is_available()
+    if packs and dtype == torch.bfloat16:
+        packs = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if packs and dtype in (torch.float32, torch.bfloat16):
         for part in list(copy.blocks.modules()):
             for name, child in part.named_children():
                 if isinstance(child, Linear):

@@ -67,7 +67,8 @@ def load_model(
     architecture, and InputError if the model needs the folder that trained it, which is not here.
     """
     directory = Path(directory)
-    published = is_published(directory)
+    ours = any((directory / name).exists() for name in ("SHA256SUMS", "training.json"))
+    published = (directory / "config.json").exists() and not ours
     try:
         if published:
             model, tokenizer = published_model(directory)
@@ -140,12 +141,6 @@ def own_model(
 
 
 LONGEST_CONTEXT = 4096  # of a published model here, whose memory would grow with more
-
-
-def is_published(directory: Path) -> bool:
-    """Whether another tool wrote the model in a directory."""
-    ours = ("SHA256SUMS", "training.json")
-    return (directory / "config.json").exists() and not any((directory / n).exists() for n in ours)
 
 
 def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
