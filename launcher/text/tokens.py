@@ -86,11 +86,6 @@ def encode(
     meta: dict[str, Any] = {
         "dtype": {"H": "uint16", "I": "uint32", "i": "int32"}[code],
         "end_of_text": tokenizer.end_of_text,
-        "vocabulary_size": size,
-        "documents": counts.documents,
-        "characters": counts.characters,
-        "bytes": counts.size,
-        "source_sha256": counts.sha256,
         "tokenizer_sha256": hashlib.sha256(content.encode()).hexdigest(),
     }
     with (
