@@ -119,7 +119,6 @@ def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:
 
 
 def reason_of(error: ValidationError) -> str:
-    """The first error, and its place."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = " ".join(".".join(map(str, first["loc"])).split())
     return f"{place}: {must_be(first['msg'])}".removeprefix(": ")

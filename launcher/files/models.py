@@ -68,7 +68,6 @@ def named_weights(index: Path) -> set[str]:
 
 
 def is_what_it_says(path: Path) -> bool:
-    """Whether a file holds what its name promises."""
     from entry_point.checkpoint import read_header
 
     with suppress(Exception):  # whatever is in it

@@ -46,7 +46,6 @@ def expect(progress: Progress, n: int) -> None:
 
 
 def to_uri(location: str | Path) -> str:
-    """The URI of a location. Raises InputError as local_path."""
     path = local_path(str(location))
     return str(location) if path is None else path.as_uri()
 
@@ -251,7 +250,6 @@ def read_cache(file: Path, kind: type[T]) -> T:
 
 
 def write_cache(file: Path, known: Mapping[str, Any]) -> None:
-    """Cache a dict, if possible."""
     with suppress(ServiceError):
         write_json(str(file), known)
 

@@ -143,7 +143,6 @@ class Encoder:
         return [array(self.code, ids).tobytes() for ids in found]
 
     def ask(self, pieces: Sequence[str]) -> list[list[int]]:
-        """The ids by the library."""
         found = self.library.encode_batch_fast(pieces, add_special_tokens=False)
         return [each.ids for each in found]
 

@@ -33,7 +33,6 @@ def turns_of(record: Any, place: str) -> list[str] | None:
 
 
 def may_be_chat(fields: set[str]) -> bool:
-    """Whether a record with these fields can be a conversation."""
     pairs = ({question, answer} for answer, question in PAIRS.items())
     return not fields.isdisjoint(LISTS) or any(pair <= fields for pair in pairs)
 

@@ -43,16 +43,13 @@ TOKENS_VERSION = 5  # of what launcher.text.tokens writes
 
 @dataclass(frozen=True)
 class Upload:
-    """Files in a store, or on their way there: a text, tokens of one, or a model.
-
-    size is in bytes; uploaded is False if they were already there.
-    """
+    """Files in a store, or on their way there: a text, tokens of one, or a model."""
 
     uri: str
-    size: Count
+    size: Count  # bytes
     sha256: str
     files: Annotated[tuple[str, ...], Field(fail_fast=True)]
-    uploaded: bool = True
+    uploaded: bool = True  # False: they were already there
     characters: Count = 0  # 0: a model
     vocabulary_size: Count = 0
     train_tokens: Count = 0  # 0: text, which a run takes by characters

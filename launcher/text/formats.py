@@ -43,8 +43,6 @@ Content = io.BufferedReader | io.BufferedRandom
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file."""
-
     name: str
     suffixes: str
     magic: bytes = b""  # a pattern of its first bytes

@@ -46,7 +46,6 @@ Batches = Iterator[list[str | None]]
 
 
 def survey(files: Sequence[File]) -> Counts:
-    """Read all documents once, to count them."""
     counts = Counts()
     deque(documents(files, counts), maxlen=0)
     if counts.empty:

@@ -21,8 +21,6 @@ from launcher.text import corpus
 
 @dataclass(frozen=True)
 class Stored:
-    """An upload in a store."""
-
     name: str
     uri: str
     kind: str  # text, tokens, conversations, model; incomplete: after an interruption
