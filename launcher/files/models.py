@@ -29,17 +29,6 @@ def is_path(place: str) -> bool:
     return "/" in place or any((path / name).exists() for name in marks)
 
 
-def no_model(place: str) -> InputError:
-    """The error for what is neither the directory of a model nor a job."""
-    problem = "a file; give the directory of a model"
-    if not path_of(place).exists():
-        problem = "no such directory"
-        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", place):
-            get = f"hf download {place} --local-dir {place.partition('/')[2]}"
-            problem += f"; for that of the Hugging Face Hub, `{get}`"
-    return InputError(f"{place}: {problem}")
-
-
 def model_files(directory: Path) -> list[Path]:
     """The documents that a run reads, and the weights: model.safetensors, or what the index names.
 

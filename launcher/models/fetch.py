@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import logging
+import re
 import shutil
 import tarfile
 import zlib
@@ -19,7 +20,7 @@ from entry_point.errors import FormatError, TrainingError
 from launcher.aws import Missing
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.files.models import is_path, model_files, no_model
+from launcher.files.models import is_path, model_files
 from launcher.files.progress import byte_progress
 from launcher.files.storage import Progress
 from launcher.finding import find
@@ -45,7 +46,13 @@ def model_directory(named: str, settings: Settings, entry_point: Path | None = N
         model_files(directory)
         return directory
     if not JOB_ID.fullmatch(named):  # no job has such an id
-        raise no_model(named)
+        problem = "a file; give the directory of a model"
+        if not directory.exists():
+            problem = "no such directory"
+            if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", named):
+                get = f"hf download {named} --local-dir {named.partition('/')[2]}"
+                problem += f"; for that of the Hugging Face Hub, `{get}`"
+        raise InputError(f"{named}: {problem}")
     return fetch_model(named, settings, entry_point)
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from entry_point.conversations import END_OF_TURN
+from entry_point.files import file_sha256
 from entry_point.text import Tokenizer
 from launcher.errors import InputError
 from launcher.files.storage import Progress, expect, json_bytes
@@ -55,11 +56,7 @@ def survey(files: Sequence[File]) -> Counts:
 
 
 def encode(
-    files: Sequence[File],
-    counts: Counts,
-    tokenizer: Tokenizer,
-    directory: Path,
-    progress: Progress,
+    files: Sequence[File], counts: Counts, tokenizer: Tokenizer, directory: Path, progress: Progress
 ) -> dict[str, Any]:
     """Write the documents as tokens into an empty directory; returns fields of their Upload.
 
@@ -226,14 +223,11 @@ def write_shards(
     while left:
         path = directory / f"{name}-{len(shards):05d}.bin"
         size = here = min(left, SHARD_BYTES)
-        digest = hashlib.sha256()
         with path.open("wb") as file:
             while here:
                 pending = pending or next(chunks)
                 part, pending = pending[:here], pending[here:]
-                file.write(part)
-                digest.update(part)
-                here -= len(part)
+                here -= file.write(part)
         left -= size
-        shards.append({"name": path.name, "tokens": size // width, "sha256": digest.hexdigest()})
+        shards.append({"name": path.name, "tokens": size // width, "sha256": file_sha256(path)})
     return shards
