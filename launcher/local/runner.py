@@ -17,12 +17,13 @@ import sys
 import tarfile
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launcher.errors import InputError, ServiceError
+from launcher.errors import ServiceError
 from launcher.files import storage
 from launcher.local.backend import CHECKPOINTS, HOST, Record, read_document
 from launcher.settings import Settings, load_settings
@@ -45,7 +46,6 @@ class LocalRun:
         assert record is not None
         self.job, self.record = record.job, record
         self.base = directory / "hosts" / HOST  # /opt/ml in a container
-        self.stop_requested = False
         self.state: dict[str, Any] = {"status": "InProgress", "started": time.time()}
         self.error: str | None = None  # train.py's last line that names an error
 
@@ -56,27 +56,27 @@ class LocalRun:
 
     def run(self) -> None:
         """Run the job to its end; its final state says how it ended."""
+        status = "Completed"
+        reason: str | None = None
         try:
             self.update(secondary="Downloading")
             self.lay_out()
             self.update(secondary="Training")
-            failure = self.train()
-            if failure is None:
+            reason = self.train()
+            if reason is None:
                 self.update(secondary="Uploading")
-                failure = self.pack()
+                self.pack()
         except Stopped:
-            self.update(status="Stopped", ended=time.time())
-            return
-        except (InputError, ServiceError, OSError) as error:
-            failure = f"{type(error).__name__}: {error}"
-        if failure is None:
-            self.update(status="Completed", ended=time.time())
-        else:
-            reason = failure[:FAILURE_REASON_CHARACTERS]
-            self.update(status="Failed", reason=reason, ended=time.time())
+            status = "Stopped"
+        except Exception as error:
+            traceback.print_exc()  # into runner.log
+            reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            status, reason = "Failed", reason[:FAILURE_REASON_CHARACTERS]
+        self.update(status=status, reason=reason, ended=time.time())
 
     def stopping(self) -> bool:
-        return self.stop_requested or (self.directory / "stop").exists()
+        return (self.directory / "stop").exists()
 
     def deleted(self) -> bool:
         """Whether the job was deleted; a rank may have recreated its directory."""
@@ -199,7 +199,8 @@ class LocalRun:
         if self.deleted() or (self.stopping() and code in stopped):
             raise Stopped
         if code == 0:
-            return None
+            wrote = any((self.base / "model").iterdir())
+            return None if wrote else "ServiceError: train.py exited with code 0 but wrote no model"
         if code > 0:
             return self.error or f"TrainingError: train.py ended with exit code {code}"
         hint = " (was there too little memory?)" if code == -signal.SIGKILL else ""
@@ -217,13 +218,9 @@ class LocalRun:
             with suppress(OSError):
                 log.write(f"{line}\n".encode())
 
-    # -- after ------------------------------------------------------------------------------------
-
-    def pack(self) -> str | None:
-        """Pack model and output; return why that failed, or None."""
+    def pack(self) -> None:
+        """Pack model and output. Raises ServiceError."""
         base = self.base
-        if not any((base / "model").iterdir()):
-            return "ServiceError: train.py exited with code 0 but wrote no model"
         for source, name in ((base / "model", "model"), (base / "output" / "data", "output")):
             target = self.directory / "output" / f"{name}.tar.gz"
             with (
@@ -233,7 +230,6 @@ class LocalRun:
             ):
                 for path in sorted(source.rglob("*")):
                     tar.add(path, arcname=path.relative_to(source).as_posix(), recursive=False)
-        return None
 
 
 def command_line(values: Mapping[str, Any]) -> list[str]:
@@ -244,14 +240,6 @@ def command_line(values: Mapping[str, Any]) -> list[str]:
 def main(directory: str, lock: str) -> None:
     """Run the job in a directory; `lock` is the descriptor that holds its lock."""
     run = LocalRun(Path(directory), load_settings())  # those of the launch
-
-    def on_signal(signum: int, frame: Any) -> None:
-        run.stop_requested = True
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
-    try:
-        run.run()
-    except BaseException as error:
-        run.update(status="Failed", reason=f"{type(error).__name__}: {error}", ended=time.time())
-        raise
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: (run.directory / "stop").touch())
+    run.run()
