@@ -21,7 +21,7 @@ from launcher.files.storage import local_path
 from launcher.launching.texts import find_channel
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.description import describe_job, is_our_job
-from launcher.sagemaker.logs import script_lines
+from launcher.sagemaker.logs import lines_of
 from launcher.settings import load_settings
 from launcher.source import Source
 from sm_nanogpt import JobDescription, jobs
@@ -381,7 +381,7 @@ def test_logs_show_only_the_lines_of_the_script():
         ("algo-2-1", f"{CHATTER}INFO     Orted process exited"),
         ("algo-1-1", f"{CHATTER}ERROR    Reporting training FAILURE"),
     ]
-    assert list(script_lines(lines)) == [
+    assert list(lines_of(lines)) == [
         "step=1/2 train_loss=1.0",
         "algo-2: OutOfMemory: too much",
         "mpirun noticed that process rank 3 exited",
@@ -398,7 +398,7 @@ def test_logs_find_the_lines_of_each_start_under_torchrun():
         lines += [(one, f"step={start}/20"), (two, "a warning"), (two, PRELOAD)]
         lines += [(one, f"{CHATTER}INFO     Done")]
     warned = "algo-2: a warning"
-    assert list(script_lines(lines)) == ["step=17/20", warned, "step=18/20", warned]
+    assert list(lines_of(lines)) == ["step=17/20", warned, "step=18/20", warned]
 
 
 def log_of(tags: list[str], steps: int) -> list[tuple[float, str, str]]:

@@ -259,13 +259,13 @@ def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(monkeypatch):
     monkeypatch.setattr("launcher.sagemaker.backend.time", clock_of(now))
     polls = iter(range(1000))
 
-    def news(job_id: str, seen: dict[str, str]) -> tuple[dict[str, Any], list[Any], dict[str, str]]:
+    def news(job_id: str, seen: dict[str, str]) -> tuple[dict[str, Any], list[Any]]:
         poll = next(polls)
         if poll == 1:
             now[0] += 100  # the outage
         raw = {"TrainingJobStatus": "Completed" if poll else "InProgress"}
         late = [(0, "algo-1", "the end")] if poll == 2 else []
-        return {**raw, "ResourceConfig": {"InstanceCount": 1}}, late, seen
+        return {**raw, "ResourceConfig": {"InstanceCount": 1}}, late
 
     monkeypatch.setattr(backend, "news", news)
     assert list(backend.stream_lines("job", True)) == [("algo-1", "the end")]

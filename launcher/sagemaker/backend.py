@@ -344,16 +344,14 @@ class SageMakerBackend:
 
     def stream_lines(self, job_id: str, follow: bool) -> Iterator[tuple[str, str]]:
         """The CloudWatch events of all hosts in order of time; with follow, until the job ends."""
-        if not follow:
-            yield from ((stream, message) for _, stream, message in self.news(job_id, {})[1])
-            return
-        seen = dict[str, str]()
+        ask = partial(self.news, job_id, {})
         heard, ended, pending = time.monotonic(), False, False
         while True:
-            ask = partial(self.news, job_id, seen)
-            raw, events, seen = aws.patiently(ask, job_id=job_id, code="job-goes-on")
+            raw, events = aws.patiently(ask, job_id=job_id, code="job-goes-on") if follow else ask()
             for _, stream, message in events:
                 yield stream, message
+            if not follow:
+                return
             if events or not ended:  # the last lines come after the end
                 heard = time.monotonic()
             ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
@@ -366,11 +364,6 @@ class SageMakerBackend:
 
     def news(
         self, job_id: str, seen: dict[str, str]
-    ) -> tuple[dict[str, Any] | None, Sequence[Event], dict[str, str]]:
-        """The state of a job, its events since `seen` in order of time, and the new `seen`.
-
-        The argument is not changed, so that no line is lost if an outage interrupts the call.
-        """
-        raw, seen = self.raw(job_id), dict(seen)
-        events = sorted(new_events(self.client("logs"), job_id, seen), key=lambda event: event[0])
-        return raw, events, seen
+    ) -> tuple[dict[str, Any] | None, Sequence[Event]]:
+        """The state of a job, and its events since `seen`, as new_events."""
+        return self.raw(job_id), new_events(self.client("logs"), job_id, seen)

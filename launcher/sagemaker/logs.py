@@ -21,24 +21,20 @@ NOISE = "ERROR: ld.so: object '/libchangehostname.so' "
 
 
 def lines_of(
-    lines: Iterable[tuple[str, str]], raw: bool, running: Collection[str] = ()
+    lines: Iterable[tuple[str, str]], raw: bool = False, running: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yield the lines of the script, or with raw every line after its host's name."""
-    if raw:
-        return (f"{stream.rpartition('-')[0]}: {line}" for stream, line in lines)
-    return script_lines(lines, running)
-
-
-def script_lines(lines: Iterable[tuple[str, str]], running: Collection[str] = ()) -> Iterator[str]:
     """Yield the lines of the script, and errors of the toolkit, from pairs (stream, line).
 
     A stream is HOST-TIME: each start of a spot job has streams of its own. In those named by
     `running` the script has started before the first line. Lines of hosts other than the first
-    start with the host's name.
+    start with the host's name. raw: yield every line, after its host's name.
     """
     started, at_command = set(running), set[str]()
     for stream, line in lines:
         host = stream.rpartition("-")[0]
+        if raw:
+            yield f"{host}: {line}"
+            continue
         if tagged := TAGGED.match(line):
             host, line = tagged[1], tagged[2]
         elif by_toolkit := TOOLKIT.match(line):
@@ -87,12 +83,16 @@ def pages_of(
         token = following
 
 
-def new_events(client: Any, job_id: str, seen: dict[str, str]) -> Iterator[Event]:
-    """Yield each event since `seen`, which is updated."""
+def new_events(client: Any, job_id: str, seen: dict[str, str]) -> list[Event]:
+    """The events since `seen`, in order of time. `seen` is updated at the end, so that no line is
+    lost if an outage interrupts the call."""
+    found, now = list[Event](), dict[str, str]()
     for stream in streams_of(client, job_id):
         for events, token in pages_of(client, stream, seen.get(stream)):
-            yield from events
-            seen[stream] = token
+            found += events
+            now[stream] = token
+    seen |= now
+    return sorted(found, key=lambda event: event[0])
 
 
 def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[Event], bool]:

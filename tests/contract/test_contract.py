@@ -18,7 +18,7 @@ from runs import SMALL, edited_folder, words
 
 from launcher.machines import cores
 from launcher.sagemaker.description import in_short
-from launcher.sagemaker.logs import script_lines
+from launcher.sagemaker.logs import lines_of
 
 VALUES: dict[str, Any] = {**SMALL, "precision": "float32"}
 ODD_VALUES: dict[str, Any] = {
@@ -176,7 +176,7 @@ def test_the_new_images_complaint_is_not_shown(job):
     hosts = job("torchrun, new")
     assert "\nERROR: ld.so: object '/libchangehostname.so'" in hosts[0].log
     lines = [(f"{host.name}-1", line) for host in hosts for line in host.log.splitlines()]
-    assert not [line for line in script_lines(lines) if "ld.so" in line]
+    assert not [line for line in lines_of(lines) if "ld.so" in line]
 
 
 # -- failures --------------------------------------------------------------------------------------
