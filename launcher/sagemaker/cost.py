@@ -156,32 +156,30 @@ def afford(
     """
     ceiling = ceiling_of(job, settings)
     found = {instance: price for instance in job.instances if (price := prices.of(instance))}
-    if earlier is None:
-        unknown = f"the cost of the earlier job {job.resume} is unknown"
-        if ceiling is not None:
-            raise InputError(unknown)
-        logger.info(unknown)
+    unknown = [f"the cost of the earlier job {job.resume} is unknown"] * (earlier is None)
     if prices.trouble:
         logger.info(prices.trouble)
     if lacking := [instance for instance in job.instances if instance not in found]:
-        unknown = f"the price of {' and '.join(lacking)} in {prices.region} is unknown"
+        unknown.append(f"the price of {' and '.join(lacking)} in {prices.region} is unknown")
+    for each in unknown:
         if ceiling is not None:
-            raise InputError(f"{unknown}, so the job may cost more than {ceiling}")
-        logger.info(f"price: {unknown}")
+            raise InputError(f"{each}, so the job may cost more than {ceiling}")
+        logger.info(each)
+    if lacking:
         return job.model_copy(update={"earlier_cost": earlier})
     # SageMaker may choose any of the types, so count the most expensive one.
     on_each = [job.model_copy(update={"instance": instance}) for instance in found]
     dearest = max(on_each, key=lambda each: rate(each, found[each.instance]))
     price = found[dearest.instance]
     per_hour = rate(dearest, price)
-    counts = 0.0 if ceiling is None or earlier is None else earlier
+    counts = earlier or 0.0 if ceiling else 0.0
     ready = dearest if ceiling is None else limited(dearest, per_hour, ceiling, counts)
     worst = counts + worst_case(per_hour, ready.time_limit, job.keep_alive or 0)
-    n, total = dearest.instance_count, usd(dearest.instance_count * price.per_hour)
-    each = f" ({n} x {usd(price.per_hour)})" * (n > 1)
-    spot = "; spot is billed for fewer seconds (AWS says: up to 90% less)" * dearest.spot
+    n, total = job.instance_count, usd(job.instance_count * price.per_hour)
+    hosts = f" ({n} x {usd(price.per_hour)})" * (n > 1)
+    spot = "; spot is billed for fewer seconds (AWS says: up to 90% less)" * job.spot
     of_which = f" ({dearest.instance}, the most expensive)" * (len(found) > 1)
-    logger.info(f"price: {total} an hour{each}, by {price.source}{spot}{of_which}")
+    logger.info(f"price: {total} an hour{hosts}, by {price.source}{spot}{of_which}")
     logger.info(
         f"cost: at most {usd(worst)}, if it runs for {ready.time_limit} s"
         f" (counted: {counted(counts)})"
