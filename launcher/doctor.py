@@ -126,7 +126,7 @@ def check_store(context: Context) -> Found:
 
 def check_price(context: Context) -> Found:
     assert context.instance is not None
-    prices = Prices(context.settings, context.cloud.region, context.cloud.session)
+    prices = Prices(context.settings)
     price = prices.of(context.instance)
     if prices.trouble or price is None:
         unknown = f"the price of {context.instance} in {prices.region} is unknown"

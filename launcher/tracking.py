@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from launcher.aws import aws_session, check_region, patiently
+from launcher.aws import patiently
 from launcher.curve import Curve, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -47,8 +47,7 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
     placed = {each.instance for each in found if each.is_placed} - {"local"}
     if not placed:
         return list(found)
-    session = aws_session(settings)
-    prices = Prices(settings, check_region(session), session)
+    prices = Prices(settings)
     known = {instance: prices.of(instance) for instance in sorted(placed)}
     priced, now = list[JobDescription](), time.time()
     for each in found:

@@ -36,7 +36,7 @@ from launcher.models.load import export_checkpoint, own_model, read_checkpoint
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
 from launcher.sagemaker.stack import remembered
-from launcher.settings import load_settings
+from launcher.settings import Settings, load_settings
 from launcher.source import Source
 from launcher.text import corpus
 from sm_nanogpt import InputError, Request, ServiceError
@@ -177,12 +177,12 @@ STACK = {"name": "n", "status": "s", "store": "s3://abc", "role": "r", "kms_key"
 )
 def test_a_hostile_cache_is_ignored(home, name, good):
     home.mkdir()
-    settings = settings_of(home)
+    settings = Settings(home=home, region="us-east-1").with_offline(True)
 
     def look(content: bytes) -> None:
         (home / name).write_bytes(content)  # no error is raised
         remembered(settings, "us-east-1")
-        price = Prices(settings, "us-east-1", None).of("ml.g5.xlarge")
+        price = Prices(settings).of("ml.g5.xlarge")
         assert price is not None
         cost.usd(cost.worst_case(price.per_hour, 3600))
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -44,6 +45,11 @@ def job(**values: Any) -> TrainingJob:
 def description(**values: Any) -> JobDescription:
     known = JobDescription("j", "InProgress", "Training", "ml.g5.12xlarge", 1, 0.0, "")
     return replace(known, **values)
+
+
+def offline(home: Path, **values: Any) -> Settings:
+    """The settings of a dry run, which asks for no price."""
+    return Settings(home=home, region="us-east-1", **values).with_offline(True)
 
 
 @pytest.fixture
@@ -225,12 +231,12 @@ def limited(tmp_path, caplog):
     which cost 0.197 USD. Returns it and what is said."""
 
     def run(values: dict[str, Any], inherited: str, configured: float | None) -> Any:
-        settings = Settings(home=tmp_path, max_cost=configured)
+        settings = offline(tmp_path, max_cost=configured)
         asked = job(**values)
         asked._inherited = frozenset(inherited.split())
         spent = 100 * HOURLY / 3600 if asked.resume else 0.0
         caplog.set_level("INFO", "launcher")
-        ready = afford(asked, settings, Prices(settings, "us-east-1", None), spent)
+        ready = afford(asked, settings, Prices(settings), spent)
         return ready.time_limit, caplog.messages[-1]
 
     return run
@@ -377,7 +383,7 @@ def test_a_deleted_job_of_a_chain_still_counts(cloud, stopped, launch, cli):
     ids=["first", "second", "no-record", "no-price"],
 )
 def test_the_earlier_cost_is_the_jobs_and_its_records(tmp_path, record, expected):
-    prices = Prices(Settings(home=tmp_path), "us-east-1", None)
+    prices = Prices(offline(tmp_path))
     hour = description(started=0.0, ended=3600.0)
     hour = replace(hour, instance=record.get("instance", hour.instance))
     found = earlier_cost(job(**record), hour, prices)
@@ -385,8 +391,8 @@ def test_the_earlier_cost_is_the_jobs_and_its_records(tmp_path, record, expected
 
 
 def test_an_unknown_cost_stops_only_a_job_with_a_ceiling(tmp_path, caplog):
-    settings, second = Settings(home=tmp_path), job(resume="first")
-    prices = Prices(settings, "us-east-1", None)
+    settings, second = offline(tmp_path), job(resume="first")
+    prices = Prices(settings)
     with pytest.raises(InputError, match="job first is unknown"):
         afford(second.replaced(max_cost=50), settings, prices, None)
     caplog.set_level("INFO", "launcher")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import boto3
 import money_service
 import pytest
 from money_service import TODAY
@@ -29,8 +27,8 @@ def service(money, home, monkeypatch):
     return money
 
 
-def prices(region: str = "us-east-1", session: Any = "new") -> Prices:
-    return Prices(Settings(), region, boto3.Session() if session == "new" else session)
+def prices(region: str = "us-east-1", offline: bool = False) -> Prices:
+    return Prices(Settings(region=region).with_offline(offline))
 
 
 def keep(home: Path, per_hour: float, days: int, region: str = "us-east-1") -> str:
@@ -61,11 +59,11 @@ def test_the_price_list_is_requested_once_a_week(service, home):
     assert service.operations() == ["GetProducts"] * 3
 
 
-@pytest.mark.parametrize("session", ["new", None])
-def test_an_old_price_counts_if_there_is_no_other(service, home, session):
+@pytest.mark.parametrize("offline", [False, True])
+def test_an_old_price_counts_if_there_is_no_other(service, home, offline):
     service.refuse["GetProducts"] = ("AccessDeniedException", "no")
     day = keep(home, 6.0, 80)
-    found = prices(session=session).of("ml.g5.12xlarge")
+    found = prices(offline=offline).of("ml.g5.12xlarge")
     assert found == Price(6.0, f"AWS's price list of {day}")
 
 
@@ -103,10 +101,10 @@ def test_a_partition_without_a_price_list_makes_no_request(service, region):
     assert service.operations() == []
 
 
-def test_without_a_session_no_request_is_made(service, home):
+def test_in_a_dry_run_no_request_is_made(service, home):
     keep(home, 6.0, days=1)
-    assert prices(session=None).of("ml.g5.12xlarge").per_hour == 6.0  # type: ignore[union-attr]
-    assert prices(session=None).of("ml.g5.xlarge") == offline_price("ml.g5.xlarge", "us-east-1")
+    assert prices(offline=True).of("ml.g5.12xlarge").per_hour == 6.0  # type: ignore[union-attr]
+    assert prices(offline=True).of("ml.g5.xlarge") == offline_price("ml.g5.xlarge", "us-east-1")
     assert not service.calls
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from launcher.aws import aws_session, check_region
 from launcher.errors import InputError, LauncherError
 from launcher.files import storage
 from launcher.finding import Listing
@@ -108,8 +107,7 @@ def known_places(request: Request, forecaster: Forecaster, settings: Settings) -
 def price_of(name: str, settings: Settings) -> float | None:
     """USD of a second on an instance type, with its disk; None, which is logged, if not known."""
     try:
-        session = aws_session(settings)
-        prices = Prices(settings, check_region(session), session)
+        prices = Prices(settings)
         price, trouble = prices.of(name), prices.trouble
     except LauncherError as error:
         price, trouble = None, str(error)

@@ -159,7 +159,7 @@ class SageMakerBackend:
         self, job: TrainingJob, earlier: tuple[TrainingJob, JobDescription] | None
     ) -> TrainingJob:
         """The job with a time limit that keeps it below its ceiling. earlier: what it resumes."""
-        prices = Prices(self.settings, self.region, self.session)
+        prices = Prices(self.settings)
         spent = cost.earlier_cost(*earlier, prices) if earlier else 0.0
         return cost.afford(job, self.settings, prices, spent)
 

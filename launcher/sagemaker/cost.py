@@ -17,11 +17,10 @@ import re
 import time
 from dataclasses import dataclass
 from datetime import date, timedelta
-from typing import Any
 
 from pydantic import Field
 
-from launcher.aws import NotAsked, make_client, why
+from launcher.aws import NotAsked, aws_session, check_region, make_client, why
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import Document
@@ -34,9 +33,7 @@ logger = logging.getLogger(__name__)
 # Seconds that are billed besides the run, which SageMaker does not limit: a generous allowance (the
 # default image has some 10 GB), not a promise. Very large data takes longer.
 AROUND_SECONDS = 420 + 120 + 60  # start; from the limit's SIGTERM to SIGKILL; upload
-
 SHORTEST_RUN = 60
-
 # USD of a GiB of disk for an hour. AWS asks 0.14 a month in us-east-1 and 0.27 where it is dearest.
 DISK_PER_HOUR = 0.27 / 730
 
@@ -239,19 +236,19 @@ Answers = dict[str, dict[str, Answer]]  # prices.json: by region and instance ty
 
 
 class Prices:
-    """The prices of a region. With no session, AWS is not asked."""
+    """The prices of the region of the settings. In a dry run, AWS is not asked."""
 
-    def __init__(self, settings: Settings, region: str, session: Any) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.file = settings.home / "prices.json"
-        self.region, self.session = region, session
+        self.session = aws_session(settings)
+        self.region = check_region(self.session)
         self.trouble = ""  # why AWS could not be asked; it is not asked again
 
     def of(self, instance: str) -> Price | None:
         """The price of an instance type, or None if it is unknown. Raises nothing."""
         kept = storage.read_cache(self.file, Answers)
         answer = kept.get(self.region, {}).get(instance)
-        asks = self.session is not None and not self.trouble
-        if asks and not (answer and answer.is_fresh):
+        if not (self.trouble or (answer and answer.is_fresh)):
             answer = self.ask(instance) or answer
         if answer is None:
             return offline_price(instance, self.region)
@@ -259,19 +256,16 @@ class Prices:
 
     def ask(self, instance: str) -> Answer | None:
         """Ask the price list and keep its price, if it has one; on failure set `trouble`."""
-        filters = {"regionCode": self.region, "instanceName": instance}
+        wanted = {"regionCode": self.region, "instanceName": instance}
+        filters = [{"Type": "TERM_MATCH", "Field": n, "Value": v} for n, v in wanted.items()]
         try:
             partition = self.session.get_partition_for_region(self.region)
             if partition != "aws":  # the endpoint rejects its credentials
                 self.trouble = f"there is no price list for {self.region} (partition {partition})"
                 return None
-            found = make_client(self.session, "pricing", ENDPOINT_REGION, 1).get_products(
-                ServiceCode="AmazonSageMaker",
-                Filters=[
-                    {"Type": "TERM_MATCH", "Field": name, "Value": value}
-                    for name, value in filters.items()
-                ],
-                MaxResults=100,
+            client = make_client(self.session, "pricing", ENDPOINT_REGION, 1)
+            found = client.get_products(
+                ServiceCode="AmazonSageMaker", Filters=filters, MaxResults=100
             )
             per_hour = training_price(found["PriceList"], instance)
             if per_hour is None:
