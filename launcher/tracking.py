@@ -54,8 +54,6 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
         if (price := known.get(each.instance)) is not None:
             each = replace(each, cost=cost.cost_of(each, price, now), price=price)
         priced.append(each)
-    if prices.trouble:
-        logger.info(prices.trouble)
     if unknown := [name for name, price in known.items() if price is None]:
         logger.info(f"the price of {' and '.join(unknown)} in {prices.region} is unknown")
     return priced

@@ -203,7 +203,7 @@ def test_cost_counts_seconds_that_are_or_may_be_billed(known, seconds):
 
 def test_a_disk_adds_to_the_price_of_a_type(caplog):
     prices = {"ml.r5d.large": Price(1.0, "A"), "ml.r5.large": Price(0.9, "B")}
-    known = SimpleNamespace(of=prices.get, trouble="", region="us-east-1")
+    known = SimpleNamespace(of=prices.get, region="us-east-1")
     two = job(instance=",".join(prices), volume_size=1000)
     caplog.set_level("INFO", "launcher")
     ready = afford(two, Settings(), cast("Prices", known), 0.0)

@@ -107,11 +107,10 @@ def known_places(request: Request, forecaster: Forecaster, settings: Settings) -
 def price_of(name: str, settings: Settings) -> float | None:
     """USD of a second on an instance type, with its disk; None, which is logged, if not known."""
     try:
-        prices = Prices(settings)
-        price, trouble = prices.of(name), prices.trouble
+        price, why = Prices(settings).of(name), ""
     except LauncherError as error:
-        price, trouble = None, str(error)
+        price, why = None, f": {error}"
     if price is None:
-        logger.info(f"the price of {name} is not known{f': {trouble}' if trouble else ''}")
+        logger.info(f"the price of {name} is not known{why}")
         return None
     return rate(TrainingJob(instance=name, data="s3://any"), price) / 3600

@@ -154,8 +154,6 @@ def afford(
     ceiling = ceiling_of(job, settings)
     found = {instance: price for instance in job.instances if (price := prices.of(instance))}
     unknown = [f"the cost of the earlier job {job.resume} is unknown"] * (earlier is None)
-    if prices.trouble:
-        logger.info(prices.trouble)
     if lacking := [instance for instance in job.instances if instance not in found]:
         unknown.append(f"the price of {' and '.join(lacking)} in {prices.region} is unknown")
     for each in unknown:
@@ -250,6 +248,8 @@ class Prices:
         answer = kept.get(self.region, {}).get(instance)
         if not (self.trouble or (answer and answer.is_fresh)):
             answer = self.ask(instance) or answer
+            if self.trouble:
+                logger.info(self.trouble)
         if answer is None:
             return offline_price(instance, self.region)
         return Price(answer.per_hour, f"AWS's price list of {answer.day}")
