@@ -148,10 +148,7 @@ class Deployment:
         raw = stacks.describe_stack(self.client, self.name)
         if raw is not None and not stacks.is_whole(raw["StackStatus"]):
             logger.info(self.state(raw))
-        stack = stacks.cache_stack(self.settings, self.region, raw)
-        if stack is None:
-            raise stacks.no_stack(self.settings, self.region)
-        return stack
+        return stacks.cache_stack(self.settings, self.region, raw)
 
     def removal(self, only: Collection[str] = ()) -> Removal | None:
         """What deleting the stack does; None if there is none, or it has none of these statuses."""

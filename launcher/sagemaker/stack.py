@@ -83,20 +83,19 @@ def find_stack(settings: Settings, session: Any) -> Stack | None:
     """The stack of the settings, in one call; None if there is none and the user named none."""
     region = aws.check_region(session)
     client = aws.make_client(session, "cloudformation", region, attempts=3)
-    stack = cache_stack(settings, region, describe_stack(client, settings.stack))
-    if stack is None and settings.names_stack:
-        raise no_stack(settings, region)
-    return stack
+    raw = describe_stack(client, settings.stack)
+    if raw is not None or settings.names_stack:
+        return cache_stack(settings, region, raw)
+    remember(settings, region, None)
+    return None
 
 
-def no_stack(settings: Settings, region: str) -> Missing:
-    return Missing(f"there is no stack {settings.stack} in {region}", "deploy-stack")
-
-
-def cache_stack(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:
-    """Read an answer of DescribeStacks and remember the stack. Raises as read_stack."""
+def cache_stack(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack:
+    """Read and remember an answer of describe_stack. Raises Missing for None, and as read_stack."""
     stack = None if raw is None else read_stack(raw)
     remember(settings, region, stack)
+    if stack is None:
+        raise Missing(f"there is no stack {settings.stack} in {region}", "deploy-stack")
     return stack
 
 
