@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 from launcher.aws import service_errors
-from launcher.errors import InputError
 from launcher.files import storage
 from launcher.job import TrainingJob
 from launcher.machines import looks_like_gpu
@@ -80,43 +79,39 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
     else:  # with `enable`, as in a well-known tutorial, each host would train alone
         options = mpi_options(job.environment)
         distribution = {"pytorchddp": {"enabled": True, "custom_mpi_options": options}}
-    try:
-        estimator = PyTorch(
-            entry_point="train.py",
-            source_dir=placement.source_uri(job_id),
-            image_uri=placement.image_uri,  # framework_version would end pytorchddp at PyTorch 2.2
-            distribution=distribution,
-            role=placement.role,
-            instance_type=job.instances[0],
-            instance_count=job.instance_count,
-            hyperparameters=dict(placement.hyperparameters),
-            metric_definitions=job.metric_definitions(),
-            output_path=output_uri,
-            code_location=output_uri,
-            checkpoint_s3_uri=placement.checkpoint_uri(job_id),
-            use_spot_instances=job.spot,
-            max_run=job.time_limit,
-            max_wait=job.wait_limit if job.spot else None,
-            keep_alive_period_in_seconds=job.keep_alive,
-            volume_size=job.volume_size,
-            environment=dict(job.environment) or None,
-            tags=tags_of(job, placement),
-            output_kms_key=placement.kms_key,
-            volume_kms_key=placement.volume_kms_key,
-            subnets=list(job.subnets) or None,
-            security_group_ids=list(job.security_group_ids) or None,
-            enable_network_isolation=job.network_isolation,
-            encrypt_inter_container_traffic=job.encrypt_traffic,
-            disable_profiler=True,
-            debugger_hook_config=False,
-            sagemaker_session=session,
-        )
-        channels = channels_of(job).items()
-        inputs = {name: TrainingInput(uri, input_mode=mode) for name, (uri, mode) in channels}
-        estimator.fit(inputs, job_name=job_id, wait=False)
-    except ValueError as error:  # the SDK's table of supported combinations
-        problem = " ".join(str(error).split())
-        raise InputError(f"the SageMaker SDK refuses this job: {problem}") from None
+    estimator = PyTorch(
+        entry_point="train.py",
+        source_dir=placement.source_uri(job_id),
+        image_uri=placement.image_uri,  # framework_version would end pytorchddp at PyTorch 2.2
+        distribution=distribution,
+        role=placement.role,
+        instance_type=job.instances[0],
+        instance_count=job.instance_count,
+        hyperparameters=dict(placement.hyperparameters),
+        metric_definitions=job.metric_definitions(),
+        output_path=output_uri,
+        code_location=output_uri,
+        checkpoint_s3_uri=placement.checkpoint_uri(job_id),
+        use_spot_instances=job.spot,
+        max_run=job.time_limit,
+        max_wait=job.wait_limit if job.spot else None,
+        keep_alive_period_in_seconds=job.keep_alive,
+        volume_size=job.volume_size,
+        environment=dict(job.environment) or None,
+        tags=tags_of(job, placement),
+        output_kms_key=placement.kms_key,
+        volume_kms_key=placement.volume_kms_key,
+        subnets=list(job.subnets) or None,
+        security_group_ids=list(job.security_group_ids) or None,
+        enable_network_isolation=job.network_isolation,
+        encrypt_inter_container_traffic=job.encrypt_traffic,
+        disable_profiler=True,
+        debugger_hook_config=False,
+        sagemaker_session=session,
+    )
+    channels = channels_of(job).items()
+    inputs = {name: TrainingInput(uri, input_mode=mode) for name, (uri, mode) in channels}
+    estimator.fit(inputs, job_name=job_id, wait=False)
     if len(job.instances) > 1:  # version 2 of the SDK lacks this option
         resources = session.request["ResourceConfig"]
         del resources["InstanceType"]
