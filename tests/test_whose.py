@@ -112,7 +112,7 @@ def test_the_last_job_stands_once_at_its_time(found, merged):
     of = "sm-nanogpt-20261126-00000{}".format
     raw = [{"TrainingJobName": of(f"{job[0]}-{job[1]}")} for job in found.split()]
     last = {"TrainingJobName": of("5-b")}
-    jobs = with_last(raw, last["TrainingJobName"], lambda: iter([last]))
+    jobs = with_last(raw, last["TrainingJobName"], iter([last]))
     assert [job["TrainingJobName"] for job in jobs] == [of("-".join(job)) for job in merged.split()]
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -243,13 +243,14 @@ def read_bytes(uri: str, settings: Settings | None = None, largest: int = LARGES
 
 
 def read_cache(file: Path, kind: type[T]) -> T:
-    """Read a cached dict; empty if it is missing or damaged."""
+    """Read a cached dict or list; empty if it is missing or damaged."""
     with suppress(ServiceError):
         return read_document(str(file), kind) or kind()
     return kind()
 
 
-def write_cache(file: Path, known: Mapping[str, Any]) -> None:
+def write_cache(file: Path, known: object) -> None:
+    """Cache a dict or list, if possible."""
     with suppress(ServiceError):
         write_json(str(file), known)
 

@@ -305,7 +305,7 @@ class SageMakerBackend:
         found = filter(is_our_job, jobs)
         for last in caller.remembered(self.settings):
             if (last.caller, last.region) == (me, self.region) and name in (None, last.name):
-                return with_last(found, last.job_id, partial(self.unlisted, last))
+                return with_last(found, last.job_id, self.unlisted(last))
         return found
 
     def unlisted(self, last: Launched) -> Iterator[dict[str, Any]]:

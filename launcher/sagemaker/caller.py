@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 from launcher.aws import make_client, service_errors
-from launcher.errors import ServiceError
 from launcher.files import storage
 from launcher.job import NAME_TAG, OWNER_TAG, SUMMARY_TAG, TAG_KEY, TAG_VALUE, time_of
 from launcher.settings import Settings
@@ -91,11 +89,10 @@ def remembered(settings: Settings) -> list[Launched]:
 
 
 def remember(launched: Launched, settings: Settings) -> None:
-    """Note the job that was launched last, if possible; Search finds it only after seconds."""
+    """Note the job that was launched last, if possible: its id has to be told in any case."""
     place = (launched.caller, launched.region)
     others = [each for each in remembered(settings) if (each.caller, each.region) != place]
-    with suppress(ServiceError):  # the job runs, and its id has to be told
-        storage.write_json(str(settings.home / LAST_LAUNCHED), [*others, launched])
+    storage.write_cache(settings.home / LAST_LAUNCHED, [*others, launched])
 
 
 def search_jobs(client: Any, owner: str | None, name: str | None) -> Iterator[dict[str, Any]]:
@@ -118,12 +115,12 @@ def search_jobs(client: Any, owner: str | None, name: str | None) -> Iterator[di
 
 
 def with_last(
-    found: Iterable[dict[str, Any]], job_id: str, ask: Callable[[], Iterator[dict[str, Any]]]
+    found: Iterable[dict[str, Any]], job_id: str, last: Iterator[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """What Search found, with the last launched job put where its time belongs.
 
-    Search finds a new job only after seconds; `ask` describes it. The jobs of one second stay in
-    the order of Search if it is among them, else it is the newest.
+    Search finds a new job only after seconds; `last` yields it, if it exists. The jobs of one
+    second stay in the order of Search if it is among them, else it is the newest.
     """
     name, placed = itemgetter("TrainingJobName"), False
     for time, jobs in groupby(found, key=lambda raw: time_of(name(raw))):
@@ -132,8 +129,8 @@ def with_last(
             continue
         second = list(jobs)
         if job_id not in map(name, second):
-            yield from ask()
+            yield from last
         yield from second
         placed = True
     if not placed:
-        yield from ask()
+        yield from last
