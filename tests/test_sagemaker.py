@@ -370,18 +370,18 @@ PRELOAD = "ERROR: ld.so: object '/libchangehostname.so' from LD_PRELOAD cannot b
 
 
 def test_logs_show_only_the_lines_of_the_script():
-    lines = [
-        ("algo-1-1", f"{CHATTER}INFO     Imported framework"),
-        ("algo-2-1", "bash: no job control in this shell"),
-        *(("algo-1-1", line) for line in ENVIRONMENT),
-        ("algo-1-1", f"{TAGGED}step=1/2 train_loss=1.0"),
-        ("algo-1-1", "[1,mpirank:3,algo-2]<stderr>:OutOfMemory: too much"),
-        ("algo-1-1", f"{TAGGED}{PRELOAD}"),
-        ("algo-1-1", "mpirun noticed that process rank 3 exited"),
-        ("algo-2-1", f"{CHATTER}INFO     Orted process exited"),
-        ("algo-1-1", f"{CHATTER}ERROR    Reporting training FAILURE"),
+    events = [
+        (0, "algo-1-1", f"{CHATTER}INFO     Imported framework"),
+        (0, "algo-2-1", "bash: no job control in this shell"),
+        *((0, "algo-1-1", line) for line in ENVIRONMENT),
+        (0, "algo-1-1", f"{TAGGED}step=1/2 train_loss=1.0"),
+        (0, "algo-1-1", "[1,mpirank:3,algo-2]<stderr>:OutOfMemory: too much"),
+        (0, "algo-1-1", f"{TAGGED}{PRELOAD}"),
+        (0, "algo-1-1", "mpirun noticed that process rank 3 exited"),
+        (0, "algo-2-1", f"{CHATTER}INFO     Orted process exited"),
+        (0, "algo-1-1", f"{CHATTER}ERROR    Reporting training FAILURE"),
     ]
-    assert list(lines_of(lines)) == [
+    assert list(lines_of(events)) == [
         "step=1/2 train_loss=1.0",
         "algo-2: OutOfMemory: too much",
         "mpirun noticed that process rank 3 exited",
@@ -391,14 +391,14 @@ def test_logs_show_only_the_lines_of_the_script():
 
 def test_logs_find_the_lines_of_each_start_under_torchrun():
     """A spot job that starts again has new streams, which the toolkit begins anew."""
-    lines = []
+    events = []
     for start in ("17", "18"):
         one, two = f"algo-1-{start}", f"algo-2-{start}"
-        lines += [(stream, line) for stream in (one, two) for line in ENVIRONMENT]
-        lines += [(one, f"step={start}/20"), (two, "a warning"), (two, PRELOAD)]
-        lines += [(one, f"{CHATTER}INFO     Done")]
+        events += [(0, stream, line) for stream in (one, two) for line in ENVIRONMENT]
+        events += [(0, one, f"step={start}/20"), (0, two, "a warning"), (0, two, PRELOAD)]
+        events += [(0, one, f"{CHATTER}INFO     Done")]
     warned = "algo-2: a warning"
-    assert list(lines_of(lines)) == ["step=17/20", warned, "step=18/20", warned]
+    assert list(lines_of(events)) == ["step=17/20", warned, "step=18/20", warned]
 
 
 def log_of(tags: list[str], steps: int) -> list[tuple[float, str, str]]:

@@ -268,7 +268,7 @@ def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(monkeypatch):
         return {**raw, "ResourceConfig": {"InstanceCount": 1}}, late
 
     monkeypatch.setattr(backend, "news", news)
-    assert list(backend.stream_lines("job", True)) == [("algo-1", "the end")]
+    assert list(backend.events("job", True)) == [(0, "algo-1", "the end")]
 
 
 def test_a_launch_is_retried_when_the_first_answer_is_lost(cloud, launch, monkeypatch):

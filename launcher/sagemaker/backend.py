@@ -340,16 +340,15 @@ class SageMakerBackend:
         """As LocalBackend.logs; raw includes the lines of the SageMaker toolkit."""
         if tail is not None:
             return iter(last_lines(self.client("logs"), job_id, tail, raw))
-        return lines_of(self.stream_lines(job_id, follow), raw)
+        return lines_of(self.events(job_id, follow), raw)
 
-    def stream_lines(self, job_id: str, follow: bool) -> Iterator[tuple[str, str]]:
+    def events(self, job_id: str, follow: bool) -> Iterator[Event]:
         """The CloudWatch events of all hosts in order of time; with follow, until the job ends."""
         ask = partial(self.news, job_id, {})
         heard, ended, pending = time.monotonic(), False, False
         while True:
             raw, events = aws.patiently(ask, job_id=job_id, code="job-goes-on") if follow else ask()
-            for _, stream, message in events:
-                yield stream, message
+            yield from events
             if not follow:
                 return
             if events or not ended:  # the last lines come after the end

@@ -21,16 +21,16 @@ NOISE = "ERROR: ld.so: object '/libchangehostname.so' "
 
 
 def lines_of(
-    lines: Iterable[tuple[str, str]], raw: bool = False, running: Collection[str] = ()
+    events: Iterable[Event], raw: bool = False, running: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yield the lines of the script, and errors of the toolkit, from pairs (stream, line).
+    """Yield the lines of the script, and errors of the toolkit.
 
     A stream is HOST-TIME: each start of a spot job has streams of its own. In those named by
     `running` the script has started before the first line. Lines of hosts other than the first
     start with the host's name. raw: yield every line, after its host's name.
     """
     started, at_command = set(running), set[str]()
-    for stream, line in lines:
+    for _, stream, line in events:
         host = stream.rpartition("-")[0]
         if raw:
             yield f"{host}: {line}"
@@ -110,7 +110,7 @@ def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[E
         if before and starts(page):
             before, found = False, -math.inf  # what the toolkit wrote earlier is short
         running = {stream.partition("/")[2]} if before else ()
-        found += len(list(lines_of([event[1:] for event in page], raw, running)))
+        found += len(list(lines_of(page, raw, running)))
         if found >= count + 2:  # the first two may be the command, which follows START
             break
     return events, before
@@ -125,4 +125,4 @@ def last_lines(client: Any, job_id: str, count: int, raw: bool) -> list[str]:
         events += own
         running |= {stream.partition("/")[2]} if before else set()
     events.sort(key=lambda event: event[0])
-    return list(deque(lines_of([event[1:] for event in events], raw, running), maxlen=count))
+    return list(deque(lines_of(events, raw, running), maxlen=count))

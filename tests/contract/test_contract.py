@@ -175,8 +175,8 @@ def test_hyperparameters_reach_every_rank_as_they_are(job, name):
 def test_the_new_images_complaint_is_not_shown(job):
     hosts = job("torchrun, new")
     assert "\nERROR: ld.so: object '/libchangehostname.so'" in hosts[0].log
-    lines = [(f"{host.name}-1", line) for host in hosts for line in host.log.splitlines()]
-    assert not [line for line in lines_of(lines) if "ld.so" in line]
+    events = [(0, f"{host.name}-1", line) for host in hosts for line in host.log.splitlines()]
+    assert not [line for line in lines_of(events) if "ld.so" in line]
 
 
 # -- failures --------------------------------------------------------------------------------------
