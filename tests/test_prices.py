@@ -10,7 +10,7 @@ import money_service
 import pytest
 from money_service import TODAY
 
-from launcher.sagemaker.cost import Price, Prices, offline_price, training_price
+from launcher.sagemaker.cost import Price, Prices, training_price
 from sm_nanogpt import Settings
 
 TRAIN = "USE1-Train:ml.g5.12xlarge"
@@ -104,7 +104,7 @@ def test_a_partition_without_a_price_list_makes_no_request(service, region):
 def test_in_a_dry_run_no_request_is_made(service, home):
     keep(home, 6.0, days=1)
     assert prices(offline=True).of("ml.g5.12xlarge").per_hour == 6.0  # type: ignore[union-attr]
-    assert prices(offline=True).of("ml.g5.xlarge") == offline_price("ml.g5.xlarge", "us-east-1")
+    assert prices(offline=True).of("ml.g5.xlarge") == Price(1.408, TABLE.source)
     assert not service.calls
 
 
@@ -127,9 +127,9 @@ def test_a_price_that_cannot_be_saved_is_still_returned(service, home):
     assert prices().of("ml.g5.12xlarge") == LISTED
 
 
-def test_the_table_covers_one_region():
-    assert offline_price("ml.g5.12xlarge", "us-east-1") == TABLE
-    assert offline_price("ml.g5.12xlarge", "eu-west-1") is None
+def test_the_table_covers_one_region(service):
+    assert prices(offline=True).of("ml.g5.12xlarge") == TABLE
+    assert prices("eu-west-1", offline=True).of("ml.g5.12xlarge") is None
 
 
 def test_a_product_of_the_free_tier_is_not_the_price():

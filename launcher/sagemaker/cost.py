@@ -163,17 +163,16 @@ def afford(
     if lacking:
         return job.model_copy(update={"earlier_cost": earlier})
     # SageMaker may choose any of the types, so count the most expensive one.
-    on_each = [job.model_copy(update={"instance": instance}) for instance in found]
-    dearest = max(on_each, key=lambda each: rate(each, found[each.instance]))
-    price = found[dearest.instance]
-    per_hour = rate(dearest, price)
-    counts = earlier or 0.0 if ceiling else 0.0
-    ready = dearest if ceiling is None else limited(dearest, per_hour, ceiling, counts)
+    rates = {each: rate(job.model_copy(update={"instance": each}), found[each]) for each in found}
+    dearest = max(rates, key=lambda each: rates[each])
+    price, per_hour = found[dearest], rates[dearest]
+    counts = earlier if ceiling and earlier else 0.0
+    ready = job if ceiling is None else limited(job, per_hour, ceiling, counts)
     worst = counts + worst_case(per_hour, ready.time_limit, job.keep_alive or 0)
     n, total = job.instance_count, usd(job.instance_count * price.per_hour)
     hosts = f" ({n} x {usd(price.per_hour)})" * (n > 1)
     spot = "; spot is billed for fewer seconds (AWS says: up to 90% less)" * job.spot
-    of_which = f" ({dearest.instance}, the most expensive)" * (len(found) > 1)
+    of_which = f" ({dearest}, the most expensive)" * (len(found) > 1)
     logger.info(f"price: {total} an hour{hosts}, by {price.source}{spot}{of_which}")
     logger.info(
         f"cost: at most {usd(worst)}, if it runs for {ready.time_limit} s"
@@ -181,8 +180,7 @@ def afford(
     )
     if ready.time_limit == ready.affordable_run:
         logger.info(f"time limit: {ready.time_limit} s, from {ceiling}")
-    costs = {"worst_cost": worst, "earlier_cost": earlier}
-    return ready.model_copy(update={"instance": job.instance, **costs})
+    return ready.model_copy(update={"worst_cost": worst, "earlier_cost": earlier})
 
 
 def counted(earlier: float) -> str:
@@ -225,10 +223,6 @@ class Answer(Document):
     per_hour: float = Field(gt=0, lt=1e6)
     day: date
 
-    @property
-    def is_fresh(self) -> bool:
-        return timedelta() <= date.today() - self.day < FRESH
-
 
 Answers = dict[str, dict[str, Answer]]  # prices.json: by region and instance type
 
@@ -246,13 +240,16 @@ class Prices:
         """The price of an instance type, or None if it is unknown. Raises nothing."""
         kept = storage.read_cache(self.file, Answers)
         answer = kept.get(self.region, {}).get(instance)
-        if not (self.trouble or (answer and answer.is_fresh)):
+        fresh = answer is not None and timedelta() <= date.today() - answer.day < FRESH
+        if not (fresh or self.trouble):
             answer = self.ask(instance) or answer
             if self.trouble:
                 logger.info(self.trouble)
-        if answer is None:
-            return offline_price(instance, self.region)
-        return Price(answer.per_hour, f"AWS's price list of {answer.day}")
+        if answer is not None:
+            return Price(answer.per_hour, f"AWS's price list of {answer.day}")
+        if self.region == OFFLINE_REGION and instance in OFFLINE:
+            return Price(OFFLINE[instance], f"the offline table of {OFFLINE_MONTH}")
+        return None
 
     def ask(self, instance: str) -> Answer | None:
         """Ask the price list and keep its price, if it has one; on failure set `trouble`."""
@@ -299,9 +296,3 @@ def training_price(products: list[str], instance: str) -> float | None:
         if dimension["unit"].lower() in ("hrs", "hours")
     ]
     return max(found, default=0.0) or None  # 0 USD means the free tier
-
-
-def offline_price(instance: str, region: str) -> Price | None:
-    if region != OFFLINE_REGION or instance not in OFFLINE:
-        return None
-    return Price(OFFLINE[instance], f"the offline table of {OFFLINE_MONTH}")
