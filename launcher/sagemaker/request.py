@@ -174,14 +174,12 @@ def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
     """
     values, explicit = job.all_hyperparameters(), job.explicit_hyperparameters()
     harmless = re.compile(r"[A-Za-z0-9._:/=+-]{1,2500}")
-    for name, value in list(values.items()):
-        if harmless.fullmatch(str(value)):
-            continue
-        if name in explicit:
+    odd = {name: value for name, value in values.items() if not harmless.fullmatch(str(value))}
+    for name, value in odd.items():
+        if name in explicit:  # else it is a default of the edited script
             allowed = "SageMaker hyperparameters allow only A-Z a-z 0-9 . _ : / = + -"
             raise InputError(f"{name}={value!r}: {allowed}")
-        del values[name]  # the edited script has the same default there
-    return values
+    return {name: value for name, value in values.items() if name not in odd}
 
 
 # The toolkit starts each rank of `pytorchddp` by `python -m mpi4py train.py`, and AWS's images for
