@@ -20,12 +20,11 @@ EXTRA = re.compile(r'^ExtraInfo "(.+?)"?\s*$', re.MULTILINE)
 
 def is_our_job(raw: dict[str, Any]) -> bool:
     """Whether a job has our layout of files in S3; other jobs are ignored."""
-    job_id = raw["TrainingJobName"]
     output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
-    checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "")
-    store = output.removesuffix("/jobs")
-    ours = output.startswith("s3://") and store != output
-    return ours and checkpoints.rstrip("/") == f"{store}/checkpoints/{job_id}"
+    checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "").rstrip("/")
+    store, _, folder = output.rpartition("/")
+    ours = store.startswith("s3://") and folder == "jobs"
+    return ours and checkpoints == f"{store}/checkpoints/{raw['TrainingJobName']}"
 
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
