@@ -71,11 +71,11 @@ def with_stack(
     if settings.store and not f"{settings.store}/".startswith(f"{stack.store}/"):
         logger.info(f"not using the role of stack {stack.name}: it can access only {stack.store}")
         return settings
-    offered = {name: getattr(stack, name) for name in names if not getattr(settings, name)}
-    found = {name: value for name, value in offered.items() if value}
-    source = f"stack {stack.name}{seen}"
-    for name, value in found.items():
-        logger.info(f"{name.replace('_', ' ')}: {value} ({source})")
+    found = dict[str, str]()
+    for name in names:
+        if not getattr(settings, name) and (value := getattr(stack, name)):
+            found[name] = value
+            logger.info(f"{name.replace('_', ' ')}: {value} (stack {stack.name}{seen})")
     return settings.model_copy(update=found)
 
 
