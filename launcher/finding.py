@@ -29,7 +29,6 @@ Jobs = Iterator[JobDescription]  # the newest first
 
 
 def backend_for(instance: str, settings: Settings) -> Backend:
-    """The backend that runs an instance type."""
     return LocalBackend(settings) if instance == "local" else SageMakerBackend(settings)
 
 

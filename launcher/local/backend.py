@@ -124,7 +124,6 @@ class LocalBackend:
             raise
 
     def start(self, directory: Path, source: Source, record: dict[str, Any]) -> None:
-        """Write the job's record and start its runner."""
         source.write(directory / "code")
         # Take the lock before the job is visible, and pass it on, so that it is held without a gap.
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
@@ -216,12 +215,10 @@ class LocalBackend:
                 yield description
 
     def stop(self, job_id: str) -> None:
-        """Ask a job to stop, and return at once."""
         path = self.jobs_dir / job_id / "stop"
         (path.with_name("stop-now") if path.exists() else path).touch()
 
     def places(self, job_id: str) -> Sequence[str]:
-        """URIs of the directories with the files of a job."""
         return [storage.to_uri(self.jobs_dir / job_id)]
 
     def forget(self, job_id: str) -> None:

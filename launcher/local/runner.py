@@ -36,7 +36,7 @@ ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit): .+")
 
 
 class Stopped(Exception):
-    """The run stopped early because it was asked to."""
+    """The run was asked to stop, or its job was deleted."""
 
 
 class LocalRun:

@@ -184,7 +184,6 @@ def afford(
 
 
 def counted(earlier: float) -> str:
-    """What the estimate includes besides the run."""
     before = f", {usd(earlier)} of the earlier jobs" if earlier else ""
     return f"an allowance of {AROUND_SECONDS} s for start-up, stop and upload{before}"
 
