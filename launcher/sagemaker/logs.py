@@ -95,34 +95,32 @@ def new_events(client: Any, job_id: str, seen: dict[str, str]) -> list[Event]:
     return sorted(found, key=lambda event: event[0])
 
 
-def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[Event], bool]:
-    """The last events of a stream, which make `count` lines if it has so many, and whether the
-    script started before them."""
+def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[Event], set[str]]:
+    """The last events of a stream, which make `count` lines if it has so many, and its name as
+    `running` of lines_of if the script started before them."""
 
     def starts(events: Iterable[Event]) -> bool:
         return any(message.startswith(START) for _, _, message in events)
 
     before = not raw and any(starts(page) for page, _ in pages_of(client, stream))
-    events: list[Event] = []
-    found = 0.0
+    running = {stream.partition("/")[2]} if before else set[str]()
+    events, found = list[Event](), 0.0
     for page, _ in pages_of(client, stream, backward=True):
         events = [*page, *events]
-        if before and starts(page):
-            before, found = False, -math.inf  # what the toolkit wrote earlier is short
-        running = {stream.partition("/")[2]} if before else ()
+        if running and starts(page):
+            running, found = set(), -math.inf  # what the toolkit wrote earlier is short
         found += len(list(lines_of(page, raw, running)))
         if found >= count + 2:  # the first two may be the command, which follows START
             break
-    return events, before
+    return events, running
 
 
 def last_lines(client: Any, job_id: str, count: int, raw: bool) -> list[str]:
     """The last lines of a job, of all streams in order of time. Each is read from its end."""
-    events: list[Event] = []
-    running = set[str]()
+    events, running = list[Event](), set[str]()
     for stream in streams_of(client, job_id):
-        own, before = last_events(client, stream, count, raw)
+        own, runs = last_events(client, stream, count, raw)
         events += own
-        running |= {stream.partition("/")[2]} if before else set()
+        running |= runs
     events.sort(key=lambda event: event[0])
     return list(deque(lines_of(events, raw, running), maxlen=count))
