@@ -82,8 +82,6 @@ class LocalRun:
         """Whether the job was deleted; a rank may have recreated its directory."""
         return not (self.directory / "job.json").exists()
 
-    # -- before -----------------------------------------------------------------------------------
-
     def lay_out(self) -> None:
         (self.directory / "logs").mkdir()
         (self.directory / "output").mkdir()
@@ -154,8 +152,6 @@ class LocalRun:
             "SM_USER_ARGS": json.dumps(command_line(values)),
             "PYTHONUNBUFFERED": "1",
         }
-
-    # -- training ---------------------------------------------------------------------------------
 
     def start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "train.py", *command_line(self.record.hyperparameters)]
