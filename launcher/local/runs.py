@@ -106,9 +106,8 @@ def run_all(
                     del running[process]
                     free.append(gpu)
                     fill()  # so that it runs while the caller looks at this one
-                    ended = process.returncode, seconds, used.ru_utime + used.ru_stime
-                    out = place / f"run-{index}"
-                    yield index, Ended(run, out, *ended)
+                    out, computed = place / f"run-{index}", used.ru_utime + used.ru_stime
+                    yield index, Ended(run, out, process.returncode, seconds, computed)
                     shutil.rmtree(out, ignore_errors=True)
         finally:
             for process in running:
