@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,21 +21,6 @@ LONGEST_WINDOW = 1024  # tokens, as the logits of longer windows can fill the me
 LEAST = -100.0  # such a logarithm, as a masked one is -inf
 
 
-class Leak(NamedTuple):
-    """Probabilities at `position` move by `difference`, in nats, with the later token `source`.
-
-    Without a source, they depend on other windows, or change from call to call.
-    """
-
-    position: int
-    source: int | None
-    difference: float
-
-    def __str__(self) -> str:
-        source = "more than earlier tokens" if self.source is None else f"token {self.source}"
-        return f"logits at {self.position} depend on {source} (by {self.difference:.2g})"
-
-
 @torch.inference_mode()
 def find_leak(
     logits: Callable[[Tensor], Tensor],
@@ -43,11 +28,12 @@ def find_leak(
     vocabulary_size: int,
     seed: int,
     n_cuts: int = 512,
-) -> Leak | None:
-    """A dependence of logits on later tokens, if one of `n_cuts` random cuts shows it.
+) -> str:
+    """How logits depend on later tokens, or '' if none of `n_cuts` random cuts shows it.
 
     From its cut on, a window is replaced: by random ids, or by another part of the windows, so that
-    no model can tell the test from text. What `logits` gives before the cut must then stay.
+    no model can tell the test from text. What `logits` gives before the cut must then stay. What
+    moves without a token to blame depends on other windows, or changes from call to call.
 
     Args:
         logits: from ids, int64 [n, T], to float32 [n, T, V].
@@ -89,9 +75,10 @@ def find_leak(
             row, position = divmod(int(difference.masked_fill(~moved, -1).argmax()), T)
             cut = int(cuts[row])
             end = cut + bisect_left(range(cut, T + 1), True, key=moves)
-            source = end - 1 if cut < end <= T else None
-            return Leak(position, source, float(difference[row, position]))
-    return None
+            source = f"token {end - 1}" if cut < end <= T else "more than earlier tokens"
+            nats = float(difference[row, position])
+            return f"logits at {position} depend on {source} (by {nats:.2g})"
+    return ""
 
 
 def leak_of(model: GPT, tokenizer: Tokenizer, chats: bool) -> str:

@@ -29,7 +29,6 @@ from test_causality import EMBEDDED, LAST, LEAKS, after
 from test_edited import HEAD, module_of
 from torch import Tensor
 
-from entry_point.causality import Leak
 from entry_point.config import make_config
 from entry_point.conversations import IGNORED
 from entry_point.huggingface import SCRIPT_SHA256, write_artefact
@@ -687,9 +686,10 @@ def test_eval_refuses_what_it_cannot_measure(words, fact, held, cli):
 
 
 def test_a_model_that_looks_ahead_fails_as_a_command(held, cli):
-    with patch.object(evaluate, "find_leak", lambda *_: Leak(17, 18, 3.2)):
+    leak = "logits at 17 depend on token 18 (by 3.2)"
+    with patch.object(evaluate, "find_leak", lambda *_: leak):
         ran = cli("eval", held.job_id, "held.txt")
-    assert ran.failed(1, "not causal: logits at 17 depend on token 18 (by 3.2)")
+    assert ran.failed(1, f"not causal: {leak}")
     assert ran.out == ""
 
 
