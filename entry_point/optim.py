@@ -103,10 +103,13 @@ class Muon:
     """
 
     def __init__(
-        self, weights: Mapping[str, tuple[Tensor, int]], config: Config, group: Group
+        self,
+        weights: Mapping[str, tuple[Tensor, int]],
+        config: Config,
+        group: Group,
+        dtype: torch.dtype,
     ) -> None:
-        self.weights, self.group = weights, group
-        self.momentum, self.weight_decay = config.momentum, config.weight_decay
+        self.weights, self.config, self.group, self.dtype = weights, config, group, dtype
         by_shape: dict[torch.Size, dict[str, int]] = {}
         for name, (weight, n_fused) in weights.items():
             by_shape.setdefault(tall(weight, n_fused).shape[1:], {})[name] = n_fused
@@ -125,11 +128,11 @@ class Muon:
         return zip(names, stack[: sum(counts)].split(counts), strict=True)
 
     @torch.no_grad()
-    def step(self, learning_rate: float, dtype: torch.dtype) -> None:
-        """One update of every matrix from its gradient; dtype is that of the orthogonalization."""
+    def step(self, scale: float) -> None:
+        learning_rate = self.config.learning_rate * scale
         sent: list[tuple[list[list[str]], Callable[[], Tensor]]] = []
         for shares, buffer in self.slices:
-            update = orthogonalize(self.average(shares[self.group.rank], buffer), dtype)
+            update = orthogonalize(self.average(shares[self.group.rank], buffer), self.dtype)
             sent.append((shares, self.group.async_all_gather(update)))
             del update
             # A slice travels while the next one is computed; more of them would need more memory.
@@ -146,8 +149,8 @@ class Muon:
             for name, part in self.parts(names, stack):
                 weight, n_fused = self.weights[name]
                 scale = max(1.0, weight.size(0) / n_fused / weight.size(1)) ** 0.5
-                if self.weight_decay:
-                    weight.mul_(1 - learning_rate * self.weight_decay)
+                if self.config.weight_decay:
+                    weight.mul_(1 - learning_rate * self.config.weight_decay)
                 tall(weight, n_fused).add_(part, alpha=-learning_rate * scale)
 
     def average(self, names: Sequence[str], buffer: Tensor) -> Tensor:
@@ -156,8 +159,8 @@ class Muon:
         gradients = [tall(gradient_of(weight), n_fused) for weight, n_fused in pairs]
         padding = torch.zeros_like(buffer[sum(map(len, gradients)) :])
         gradient = torch.cat([*gradients, padding])
-        buffer.lerp_(gradient, 1 - self.momentum)
-        return gradient.lerp_(buffer, self.momentum)
+        buffer.lerp_(gradient, 1 - self.config.momentum)
+        return gradient.lerp_(buffer, self.config.momentum)
 
     def owners(self) -> dict[str, int]:
         shares = ((rank, names) for shares, _ in self.slices for rank, names in enumerate(shares))
@@ -180,16 +183,16 @@ class AdamW:
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], weight_decay: float, config: Config
+        self, parameters: Mapping[str, Tensor], peak: float, weight_decay: float, config: Config
     ) -> None:
-        self.parameters, self.config, self.weight_decay = parameters, config, weight_decay
+        self.parameters, self.config = parameters, config
+        self.peak, self.weight_decay = peak, weight_decay
         self.steps = {n: torch.zeros((), device=p.device) for n, p in parameters.items()}
         self.exp_avg = {n: torch.zeros_like(p) for n, p in parameters.items()}
         self.exp_avg_sq = {n: torch.zeros_like(p) for n, p in parameters.items()}
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        """One update of every parameter from its gradient."""
+    def step(self, scale: float) -> None:
         adamw(
             list(self.parameters.values()),
             [gradient_of(parameter) for parameter in self.parameters.values()],
@@ -201,7 +204,7 @@ class AdamW:
             amsgrad=False,
             beta1=self.config.beta1,
             beta2=self.config.beta2,
-            lr=learning_rate,
+            lr=self.peak * scale,
             weight_decay=self.weight_decay,
             eps=1e-10,
             maximize=False,
@@ -217,7 +220,6 @@ class Optimizer:
 
     def __init__(self, model: GPT, config: Config, group: Group) -> None:
         self.config = config
-        self.dtype = model.compute_dtype
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         matrices = {
             f"{name}.weight": (module.weight, module.n_fused)
@@ -225,33 +227,30 @@ class Optimizer:
             if isinstance(module, Linear) and module.weight.requires_grad
         }
         rest = {name: p for name, p in self.parameters.items() if name not in matrices}
-        self.muon: Muon | None = None
         self.owners: dict[str, int] = {}  # the rank of each tensor of the state that one rank has
-        self.adamws: list[tuple[AdamW, float]] = []  # with their peak learning rates
         if config.optimizer == "muon":
-            self.muon = Muon(matrices, config, group)
-            self.owners = self.muon.owners()
+            muon = Muon(matrices, config, group, model.compute_dtype)
+            self.owners = muon.owners()
             by_peak: dict[float, dict[str, Tensor]] = {}
             for name, parameter in rest.items():
                 untied = parameter is model.embed.weight and model.head is not None
                 peak = config.embedding_learning_rate if untied else config.head_learning_rate
                 by_peak.setdefault(peak, {})[name] = parameter
-            self.adamws = [(AdamW(named, 0.0, config), peak) for peak, named in by_peak.items()]
+            adamws = [AdamW(named, peak, 0.0, config) for peak, named in by_peak.items()]
+            self.parts: list[Muon | AdamW] = [muon, *adamws]
         else:
             inner = {name: weight for name, (weight, _) in matrices.items()}
             decays = ((inner, config.weight_decay), (rest, 0.0))
             peak = config.learning_rate
-            self.adamws = [(AdamW(named, decay, config), peak) for named, decay in decays]
+            self.parts = [AdamW(named, peak, decay, config) for named, decay in decays]
 
     def step(self, scale: float) -> None:
         """One update from the gradients, at `scale` times the peak learning rates."""
         self.check_gradients()
         if self.config.grad_clip:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.config.grad_clip)
-        if self.muon is not None:
-            self.muon.step(self.config.learning_rate * scale, self.dtype)
-        for one, peak in self.adamws:
-            one.step(peak * scale)
+        for part in self.parts:
+            part.step(scale)
 
     @property
     def param_groups(self) -> list[dict[str, list[nn.Parameter]]]:
@@ -273,7 +272,4 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """The state by name: the live tensors; what another rank owns is on the meta device."""
-        state = {} if self.muon is None else self.muon.state()
-        for one, _ in self.adamws:
-            state.update(one.state())
-        return state
+        return {name: t for part in self.parts for name, t in part.state().items()}

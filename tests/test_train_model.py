@@ -364,10 +364,9 @@ def test_parts_of_a_fused_matrix_are_updated_separately():
     parts = [matrix.clone() for matrix in matrices]
     for part, gradient in zip(parts, gradients, strict=True):
         part.grad = gradient.clone()
-    Muon({"fused": (fused, 3)}, SMALL, alone()).step(0.02, torch.float32)
-    Muon({str(i): (part, 1) for i, part in enumerate(parts)}, SMALL, alone()).step(
-        0.02, torch.float32
-    )
+    apart = {str(i): (part, 1) for i, part in enumerate(parts)}
+    for weights in ({"fused": (fused, 3)}, apart):
+        Muon(weights, SMALL, alone(), torch.float32).step(1.0)
     torch.testing.assert_close(fused, torch.cat(parts), atol=1e-6, rtol=1e-5)
 
 
@@ -381,7 +380,7 @@ def test_the_update_of_a_tall_matrix_is_larger(rows, columns, n_fused, factor):
     gradients = tall(weight.grad.clone(), n_fused)
     assert gradients.size(1) >= gradients.size(2)
     expected = orthogonalize(gradients, torch.float32)
-    Muon({"weight": (weight, n_fused)}, SMALL, alone()).step(0.02, torch.float32)
+    Muon({"weight": (weight, n_fused)}, SMALL, alone(), torch.float32).step(1.0)
     torch.testing.assert_close(tall(weight, n_fused), -0.02 * factor * expected)
 
 
@@ -396,10 +395,10 @@ optim.SLICE = 1 << 14
 weights = {str(i): (torch.zeros(64, 64), 1) for i in range(64)}
 for weight, _ in weights.values():
     weight.grad = torch.ones_like(weight)
-muon = optim.Muon(weights, SMALL, alone())
+muon = optim.Muon(weights, SMALL, alone(), getattr(torch, sys.argv[1]))
 cpu = [torch.profiler.ProfilerActivity.CPU]
 with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
-    muon.step(0.02, getattr(torch, sys.argv[1]))
+    muon.step(1.0)
 profile.export_chrome_trace(sys.argv[2])
 with open(sys.argv[2]) as file:
     events = json.load(file)["traceEvents"]
