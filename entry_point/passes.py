@@ -25,10 +25,6 @@ from .model import GPT
 from .optim import Optimizer, first_steps, window_length
 
 
-def n_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 class Passes:
     """Computes the gradients of a step's batch, in passes of equal size.
 
@@ -55,7 +51,8 @@ class Passes:
         self.count = group.async_all_reduce_max(count)()  # that of the smallest GPU
         self.angles = functools.cache(model.angles)  # by length of windows
         self.reduce_dtype = getattr(torch, config.reduce_precision)
-        pays = compiling_pays(config, group.device, n_parameters(model), group.world_size)
+        self.n_parameters = sum(parameter.numel() for parameter in model.parameters())
+        pays = compiling_pays(config, group.device, self.n_parameters, group.world_size)
         self.compiled = config.compile == "on" or (config.compile == "auto" and pays)
         # Evaluations use the uncompiled model: compiling it for them takes longer than they do.
         self.net: nn.Module = self.runnable(model)  # what a pass runs

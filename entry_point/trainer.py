@@ -28,7 +28,7 @@ from .faults import fail, read_fault
 from .metrics import StepTimer, best_lines, duration, metric_line
 from .model import GPT, sample
 from .optim import Optimizer, learning_rate_scale
-from .passes import Passes, n_parameters
+from .passes import Passes
 from .text import Corpus
 
 # What a rank wants after a step; STOP is a checkpoint, and then the end.
@@ -217,7 +217,7 @@ class Trainer:
             f" {counted(self.passes.count, 'pass')} a step"
         )
         log(
-            f"{n_parameters(self.model):,} parameters; {len(corpus.train):,}"
+            f"{self.passes.n_parameters:,} parameters; {len(corpus.train):,}"
             f" {corpus.tokenizer.unit} to train on, {len(corpus.val):,} to validate on,"
             f" vocabulary {len(corpus.tokenizer):,}"
         )
