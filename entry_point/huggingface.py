@@ -371,11 +371,8 @@ def check_teacher(values: Mapping[str, Any], block_size: int) -> None:
 def load_pretrained(model: GPT, directory: Path) -> None:
     """Reads the weights of the model in a directory, which may be in several files, of any type.
 
-    A model on the meta device takes memory, on the CPU, once the shapes are known to fit.
-
-    Raises:
-        TrainingError: they do not fit.
-        DataError, FormatError: a file is missing, damaged, or not of its format.
+    A model on the meta device takes memory, on the CPU, once the shapes are known to fit. Raises
+    TrainingError if they do not, DataError or FormatError if a file is missing or damaged.
     """
     tensors: dict[str, Tensor] = {}
     index, files = directory / "model.safetensors.index.json", {"model.safetensors"}

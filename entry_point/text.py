@@ -42,9 +42,8 @@ class Corpus:
 def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     """The tokens in the channel, or else its text by characters.
 
-    Raises:
-        DataError: text is missing, damaged, not UTF-8, or does not fit the config or the model.
-        ConfigError: it is not the same on every host.
+    Raises DataError if it is missing, damaged, not UTF-8, or does not fit the config or the model;
+    ConfigError if it is not the same on every host.
     """
     models = container.init_from, container.teacher
     tokenizers = [read_tokenizer(model) for model in models if model]
