@@ -129,6 +129,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
+        """One update of every matrix from its gradient, at `scale` times the peak rate."""
         learning_rate = self.config.learning_rate * scale
         sent: list[tuple[list[list[str]], Callable[[], Tensor]]] = []
         for shares, buffer in self.slices:
@@ -148,10 +149,10 @@ class Muon:
         for names, stack in zip(shares, updates(), strict=True):
             for name, part in self.parts(names, stack):
                 weight, n_fused = self.weights[name]
-                scale = max(1.0, weight.size(0) / n_fused / weight.size(1)) ** 0.5
+                stretch = max(1.0, weight.size(0) / n_fused / weight.size(1)) ** 0.5
                 if self.config.weight_decay:
                     weight.mul_(1 - learning_rate * self.config.weight_decay)
-                tall(weight, n_fused).add_(part, alpha=-learning_rate * scale)
+                tall(weight, n_fused).add_(part, alpha=-learning_rate * stretch)
 
     def average(self, names: Sequence[str], buffer: Tensor) -> Tensor:
         """Adds the gradients of a share to its momentum; returns Nesterov's average of both."""
@@ -193,6 +194,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
+        """One update of every parameter from its gradient, at `scale` times the peak rate."""
         adamw(
             list(self.parameters.values()),
             [gradient_of(parameter) for parameter in self.parameters.values()],
