@@ -9,9 +9,9 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,7 +93,7 @@ class Prepared:
     job_id: str
     backend: Fake
     settings: Settings
-    channels: Sequence[Any] = ()
+    channels: Mapping[str, Any] = field(default_factory=dict)
 
     def upload(self) -> None:
         pass

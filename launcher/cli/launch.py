@@ -260,7 +260,7 @@ def launch_command(
     if follow or (follow is None and job.is_local):
         follow_job(job_id, settings, stops=job.is_local)
     else:
-        chats = any(channel.upload and channel.upload.chats for channel in plan.channels)
+        chats = any(channel.upload and channel.upload.chats for channel in plan.channels.values())
         then = command("chat" if chats else "fetch-and-sample", job_id)
         note(f"{remedy('job-goes-on', {'job_id': job_id})}; when it has completed: {then}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import permutations
 from pathlib import Path
@@ -49,7 +49,7 @@ class Plan:
     job: TrainingJob
     request: Mapping[str, Any]
     placement: Any
-    channels: Sequence[Channel]
+    channels: Mapping[str, Channel]  # by the fields of the job
     backend: Backend
     settings: Settings
     submitted: bool = field(default=False, init=False)
@@ -57,7 +57,7 @@ class Plan:
     def upload(self) -> None:
         """Put the texts where the job reads them."""
         with byte_progress("upload") as progress:
-            for channel in self.channels:
+            for channel in self.channels.values():
                 if channel.upload is not None:
                     if channel.upload.uploaded and not self.job.is_local:
                         logger.info(f"upload: {channel.named} to {channel.uri}")
@@ -93,7 +93,7 @@ def prepare(
     job = backend.price(job, draft.earlier)
     made = backend.request(job_id, job, placement)
     log_choices(request, job, draft.texts["data"])
-    channels = [*draft.texts.values(), *(model.channel for model in draft.models)]
+    channels = {**draft.texts, **{name: each.channel for name, each in draft.models.items()}}
     return Plan(job_id, job, made, placement, channels, backend, backend.settings)
 
 
@@ -114,7 +114,7 @@ class Draft:
     asked: Request
     job: TrainingJob
     texts: Texts
-    models: Sequence[start.InitialModel]
+    models: Mapping[str, start.InitialModel]  # by the fields init_from and teacher
     earlier: Earlier | None
     backend: Backend
 
@@ -135,13 +135,13 @@ def fill(asked: Request, settings: Settings, known: Texts | None = None) -> Draf
         request = prescribed(request, settings)
     near = backend.settings
     request = with_folder(request)
-    models, base = [], earlier.job.base if earlier else None
+    models, base = dict[str, start.InitialModel](), earlier.job.base if earlier else None
     if asked.init_from is not None:
-        models.append(model := start.find_model(request, near))
+        models["init_from"] = model = start.find_model(request, near)
         values = {"hyperparameters": model.hyperparameters, "init_from": model.channel.uri}
         request, base = request.model_copy(update=values), model.name
     if asked.teacher is not None:
-        models.append(teacher := start.find_model(request, near, "teacher"))
+        models["teacher"] = teacher = start.find_model(request, near, "teacher")
         request = request.model_copy(update={"teacher": teacher.channel.uri})
     gpu = machines.looks_like_gpu(request.instance or "local")
     if gpu and request.preset is request.size is None and not (asked.resume or asked.init_from):
@@ -359,14 +359,14 @@ def check(draft: Draft) -> None:
     check_device(job, "device" in draft.asked.hyperparameters, earlier)
     if earlier is not None:
         job.check_resumable(earlier.job, earlier.description)
-    for model in draft.models:
+    for model in draft.models.values():
         for text in draft.texts.values():
             model.check_known(text)
-    if draft.asked.teacher is not None:
+    if (teacher := draft.models.get("teacher")) is not None:
         with job.source.running():
             huggingface = job.source.module("huggingface")
             if hasattr(huggingface, "check_teacher"):  # in an older folder, only the run checks
-                huggingface.check_teacher(draft.models[-1].hyperparameters, config.block_size)
+                huggingface.check_teacher(teacher.hyperparameters, config.block_size)
     check_texts(draft.texts, config)
     if (upload := draft.texts["data"].upload) is not None:
         padding = 1 + upload.chats  # rows of conversations may be half empty

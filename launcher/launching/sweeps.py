@@ -142,12 +142,7 @@ def prepare_member(
         given["name"] = f"{sweep.job.name}{tail_of(job_id)}"
     request, texts = Request(**given), None
     if first is not None:
-        texts = {
-            name: channel
-            for name in ("data", "validation")
-            for channel in first.channels
-            if channel.uri == getattr(first.job, name)
-        }
+        texts = {n: text for n, text in first.channels.items() if n in ("data", "validation")}
         request._source = None if request.resume else first.job.source
     return prepare(request, settings, job_id, texts)
 
@@ -320,7 +315,7 @@ class SweepPlan:
         plan = self.plans[number]
         if isinstance(plan.backend, LocalBackend):
             plan.backend.parallel = self.sweep.parallel
-        replace(plan, channels=[]).submit()  # `submit` has uploaded them
+        replace(plan, channels={}).submit()  # `submit` has uploaded them
         self.running[number] = plan.job_id
         return Progress(number, plan.job_id, continued=plan.job.resume)
 
