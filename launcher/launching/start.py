@@ -68,9 +68,16 @@ class InitialModel:
 
 def find_model(request: Request, settings: Settings, field: str = "init_from") -> InitialModel:
     """The model that a request names, by a job's id, a directory or a URI, and its channel."""
-    reference = str(getattr(request, field))
+    reference, source = str(getattr(request, field)), request.source
+    given = request.hyperparameters if field == "init_from" else {}  # a teacher has its own
     with opened(reference, settings.with_offline(False)) as (directory, uri):
-        values, tokenizer = read_model(request, directory, field)
+        try:
+            values = source.module("huggingface").starting_values(directory, given)
+            tokenizer = source.module("text").read_tokenizer(directory)
+        except source.module("errors").TrainingError as error:
+            if "that script" in str(error):  # of an edited folder
+                raise InputError(str(error), "name-script") from None
+            raise InputError(str(error), field=field, value=reference) from None
         channel = Channel(reference, uri or storage.to_uri(directory), None, [])
         if uri is None and storage.local_path(settings.data_store) is None:
             sources = [File(path.name, path) for path in model_files(directory)]
@@ -78,20 +85,6 @@ def find_model(request: Request, settings: Settings, field: str = "init_from") -
             upload = corpus.upload_of(name, sources, settings, "models")
             channel = Channel(reference, upload.uri, upload, sources)
     return InitialModel(base_of(reference), channel, values, tokenizer)
-
-
-def read_model(
-    request: Request, directory: Path, field: str
-) -> tuple[Mapping[str, Scalar], Tokenizer]:
-    """The hyperparameters that a model prescribes, and its tokenizer; a teacher has its own."""
-    source, given = request.source, request.hyperparameters if field == "init_from" else {}
-    try:
-        values = source.module("huggingface").starting_values(directory, given)
-        return values, source.module("text").read_tokenizer(directory)
-    except source.module("errors").TrainingError as error:
-        if "that script" in str(error):  # of an edited folder
-            raise InputError(str(error), "name-script") from None
-        raise InputError(str(error), field=field, value=getattr(request, field)) from None
 
 
 def base_of(named: str) -> str:
