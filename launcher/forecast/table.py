@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import Field
@@ -11,7 +9,6 @@ from pydantic import Field
 from launcher.files import storage
 from launcher.files.documents import Count, Document
 from launcher.job import Expected, Positive
-from launcher.settings import Settings
 
 
 class Change(Document):
@@ -75,15 +72,6 @@ class Kept(Document):
 
     pilots: dict[str, Pilot] = Field(default_factory=dict)
     forecast: Forecast | None = None
-
-
-def place_of(texts: Sequence[str], source: str, settings: Settings) -> Path:
-    """The file that keeps the forecast of these texts by this training folder.
-
-    texts and source are their SHA-256 hashes.
-    """
-    digest = hashlib.sha256(" ".join([*texts, source]).encode()).hexdigest()
-    return settings.home / "forecasts" / f"{digest[:24]}.json"
 
 
 def recall(place: Path, size: float) -> Expected | None:

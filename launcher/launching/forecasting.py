@@ -49,10 +49,11 @@ def forecast(
     texts = find_texts(request, settings, settings)
     place = kept_forecast(request, texts, settings)
     for channel in texts.values():
-        if channel.upload is None:
-            raise InputError(f"{channel.named}: its length is not known; upload it from here")
-        if channel.upload.chats:
-            raise InputError("conversations are not forecast: the law is that of text")
+        problem = "" if channel.upload else "its length is not known; upload it from here"
+        if channel.upload and channel.upload.chats:
+            problem = "conversations are not forecast: the law is that of text"
+        if problem:
+            raise InputError(f"{channel.named}: {problem}")
     assert place is not None
     forecaster = Forecaster(corpus_of(texts, settings), request.source, place, told)
     check_texts(texts, forecaster.config_of(4, forecaster.tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 import time
@@ -309,8 +310,10 @@ def forecast_of(job: TrainingJob, texts: Texts, settings: Settings) -> Expected 
 def kept_forecast(request: Request, texts: Texts, settings: Settings) -> Path | None:
     """The file that keeps the forecast of texts; None if they were not uploaded from here."""
     hashes = [channel.upload.sha256 for channel in texts.values() if channel.upload]
-    known = len(hashes) == len(texts)
-    return table.place_of(hashes, request.source.sha256, settings) if known else None
+    if len(hashes) < len(texts):
+        return None
+    digest = hashlib.sha256(" ".join([*hashes, request.source.sha256]).encode()).hexdigest()
+    return settings.home / "forecasts" / f"{digest[:24]}.json"
 
 
 def summary_of(job: TrainingJob) -> str:
