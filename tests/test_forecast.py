@@ -18,7 +18,7 @@ from entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
 from launcher.forecast import forecast, pilots
 from launcher.forecast.forecast import Forecaster, Place, chosen
 from launcher.forecast.law import Law, Run, shared
-from launcher.forecast.pilots import Trial, drawn, pilots_of, write_text
+from launcher.forecast.pilots import Trial, drawn, pilots_of, write_ids
 from launcher.forecast.table import Pilot, Row, recall
 from launcher.job import Expected, JobDescription
 from launcher.launching import forecasting
@@ -125,7 +125,8 @@ def test_a_part_is_drawn_from_all_over_the_text(wanted):
 
 def test_a_part_is_written_as_a_run_reads_it(tmp_path):
     whole = corpus()
-    write_text(tmp_path / "text", whole, 50_000)
+    parts = drawn(whole.train, 50_000), drawn(whole.val, pilots.WRITTEN)
+    write_ids(tmp_path / "text", whole.tokenizer, *parts)
     values: Any = Config()
     found = read_tokens(tmp_path / "text", values)
     assert found.tokenizer.words == whole.tokenizer.words

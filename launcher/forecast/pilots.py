@@ -40,24 +40,17 @@ def pilots_of(tokens: int) -> list[tuple[float, int]]:
 def drawn(ids: Ids, wanted: int) -> Tensor:
     """So many ids of a text, in blocks from all over it: the parts of most texts differ."""
     if wanted >= len(ids):
-        return _copy(ids, 0, len(ids))
-    block = min(1 << 13, max(1 << 10, wanted >> 5))
-    count, all_blocks = max(1, wanted // block), len(ids) // block
-    places = (torch.arange(count) * all_blocks // count * block).tolist()
-    return torch.cat([_copy(ids, place, place + block) for place in places])
-
-
-def _copy(ids: Ids, start: int, stop: int) -> Tensor:
-    found = ids[start:stop]
+        found = ids[0 : len(ids)]
+    else:
+        block = min(1 << 13, max(1 << 10, wanted >> 5))
+        count, all_blocks = max(1, wanted // block), len(ids) // block
+        places = (torch.arange(count) * all_blocks // count * block).tolist()
+        found = torch.cat([ids[place : place + block] for place in places])
     return found.to(torch.int16) if found.dtype == torch.uint8 else found
 
 
-def write_text(directory: Path, corpus: Corpus, unique: int) -> None:
-    """Write so many ids to train on, and all to validate on, as `upload-data --tokenizer` does."""
-    write_ids(directory, corpus.tokenizer, drawn(corpus.train, unique), drawn(corpus.val, WRITTEN))
-
-
 def write_ids(directory: Path, tokenizer: Tokenizer, train: Tensor, val: Tensor) -> None:
+    """Write the ids of a text as `upload-data --tokenizer` does."""
     directory.mkdir()
     kind = {torch.int16: "uint16", torch.int32: "uint32"}[train.dtype]
     meta: dict[str, Any] = {"dtype": kind, "end_of_text": tokenizer.end_of_text}
@@ -88,8 +81,9 @@ def run_trials(
     """
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
         texts = {each.unique: Path(temporary) / str(each.unique) for each in trials}
+        val = drawn(corpus.val, WRITTEN)
         for n, text in texts.items():
-            write_text(text, corpus, n)
+            write_ids(text, corpus.tokenizer, drawn(corpus.train, n), val)
         runs = [
             Run(source, {"device": "cpu", **each.values}, texts[each.unique], each.threads)
             for each in trials
