@@ -14,12 +14,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from launcher.curve import total_steps
 from launcher.errors import InputError, ServiceError, must_be
 from launcher.files.documents import Document, Number, Scalar
-from launcher.machines import DEFAULT_VERSION, check_instances, types_of
+from launcher.machines import DEFAULT_VERSION, misfit, types_of
 from launcher.source import Source
 
 logger = logging.getLogger(__name__)
@@ -129,13 +129,8 @@ class Request(BaseModel):
             if name == "hyperparameters" and inner:
                 name, problem, value = "", f"{inner[0]}={value!r}: {problem}", None
             raise InputError(problem, field=name, value=value) from None
-
-    @model_validator(mode="after")
-    def _refuse_what_aws_refuses(self) -> Self:
-        check_instances(self.instances)
-        for name, value, problem in self._problems():
-            raise InputError(problem, field=name, value=value)
-        return self
+        for name, given, problem in self._problems():
+            raise InputError(problem, field=name, value=given)
 
     def _problems(self) -> Iterator[tuple[str, object, str]]:
         """Yield the fields that do not go together, with their values, and why."""
@@ -143,6 +138,8 @@ class Request(BaseModel):
         run = self.max_run or (0 if self.max_cost else DEFAULT_RUN)
         if not (self.instances or self.resume):
             yield "instance", None, "must be given: local, or a type such as ml.g5.12xlarge"
+        if problem := misfit(self.instances):
+            yield "instance", self.instance, problem
         if self.is_local:
             for name in sorted({n for n in given if given[n] is not False} - LOCAL_FIELDS):
                 yield name, None, "is for SageMaker, not for local"

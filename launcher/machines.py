@@ -67,34 +67,27 @@ def types_of(instance: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in instance.split(","))
 
 
-def check_instances(names: Sequence[str]) -> None:
-    """Raise InputError unless each name is `local`, a SageMaker type, or may be a newer type, and
-    SageMaker can choose among them: either all of them have GPUs or none has, for one image.
+def misfit(names: Sequence[str]) -> str:
+    """Why a job cannot run on one of these types, as SageMaker chooses, or ''.
+
+    Each is `local`, a SageMaker type, or may be a newer type. AWS adds families more often than
+    sizes, so an unknown size is a typo.
     """
-    problem = next(filter(None, map(problem_of, names)), "")
-    if len(names) > 1 and "local" in names:
-        problem = "local cannot be combined with other types"
-    elif len({looks_like_gpu(name) for name in names}) > 1:
-        problem = problem or "types with and without GPUs need different images"
-    if problem:
-        raise InputError(problem, field="instance", value=",".join(names))
-
-
-def problem_of(name: str) -> str:
-    """Why a name is no type to train on, or ''.
-
-    AWS adds families more often than sizes, so an unknown size is a typo.
-    """
-    if name == "local":
-        return ""
+    if "local" in names:
+        return "local cannot be combined with other types" if len(names) > 1 else ""
     sizes = {each.rpartition(".")[2] for each in sagemaker_types()}
-    if unfit := next((why for sign, why in UNSUITABLE.items() if re.match(sign, name)), ""):
-        return unfit
-    if name.startswith("ml.") and name.rpartition(".")[2] in sizes:
-        return ""
-    known = f"ml.{name.removeprefix('ml.')}"
-    close = did_you_mean(name, ["local"]) or did_you_mean(known, sagemaker_types(), cutoff=0.5)
-    return f"must be local or a SageMaker type{f'; {close}' if close else ''}"
+    for name in names:
+        for sign, why in UNSUITABLE.items():
+            if re.match(sign, name):
+                return why
+        if not name.startswith("ml.") or name.rpartition(".")[2] not in sizes:
+            known = f"ml.{name.removeprefix('ml.')}"
+            close = did_you_mean(name, ["local"])
+            close = close or did_you_mean(known, sagemaker_types(), cutoff=0.5)
+            return f"must be local or a SageMaker type{f'; {close}' if close else ''}"
+    if len({looks_like_gpu(name) for name in names}) > 1:
+        return "types with and without GPUs need different images"
+    return ""
 
 
 def describe_instance(name: str) -> str:

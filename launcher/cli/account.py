@@ -158,12 +158,12 @@ def doctor_command(instance: str | None, no_train: bool, as_json: bool) -> None:
       sm-nanogpt doctor --instance ml.g5.xlarge
     """
     from launcher.doctor import FAILURE, run_checks
-    from launcher.machines import check_instances
+    from launcher.job import Request
 
     logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings suffice
     settings = settings_of()
     if instance:
-        check_instances([instance])
+        Request(instance=instance)  # which refuses what is no instance type
 
     findings = []
     for finding in run_checks(settings, instance, train=not no_train):
