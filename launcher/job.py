@@ -114,7 +114,6 @@ class Request(BaseModel):
     encrypt_traffic: bool | None = None  # between hosts
 
     _inherited: frozenset[str] = PrivateAttr(default=frozenset())  # fields of the resumed job
-    _dialed: frozenset[str] = PrivateAttr(default=frozenset())  # hyperparameters by the size
     _source: Source | None = PrivateAttr(default=None)  # once a launch has read it
 
     def __init__(self, **values: Any) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import permutations
 from pathlib import Path
@@ -152,12 +152,14 @@ def fill(asked: Request, settings: Settings, known: Texts | None = None) -> Draf
     texts = known or find_texts(request, settings, near)
     request = start.sized(request, texts)
     request = start.with_whole_windows(request, texts["data"])
-    job = complete(request, texts, base, near)
+    job = complete(request, texts, base)
+    summary = summary_of(job, asked.hyperparameters)
+    expected = forecast_of(job, texts, near)
     if earlier is not None and job.config(1) == earlier.job.config(1):  # it is the same run
-        same: dict[str, Any] = {"expected": earlier.job.expected}
+        expected = earlier.job.expected
         if earlier.job.summary.startswith("size "):
-            same["summary"] = f"{earlier.job.summary} resumes {request.resume}"
-        job = job.model_copy(update=same)
+            summary = f"{earlier.job.summary} resumes {request.resume}"
+    job = job.model_copy(update={"summary": summary, "expected": expected})
     return Draft(asked, job, texts, models, earlier, backend)
 
 
@@ -285,26 +287,27 @@ def with_folder(request: Request) -> Request:
     return request
 
 
-def complete(request: Request, texts: Texts, base: str | None, settings: Settings) -> TrainingJob:
-    """The job with the places of its texts, with the launcher for its instance type, and with what
-    it is in words; base names the model that it starts from."""
+def complete(request: Request, texts: Texts, base: str | None) -> TrainingJob:
+    """The job with the places of its texts, and with the launcher for its instance type; base names
+    the model that it starts from."""
     places = {name: text.uri for name, text in texts.items()}
     chosen = {**request.given(), **places, "source_sha256": request.source.sha256}
     if not request.is_local:
         chosen.setdefault("launcher", machines.default_launcher(request.instance or ""))
     job = TrainingJob(**chosen, base=base)
-    job._inherited, job._source, job._dialed = request._inherited, request._source, request._dialed
-    expected = forecast_of(job, texts, settings) if job.size and job.teacher is None else None
-    return job.model_copy(update={"summary": summary_of(job), "expected": expected})
+    job._inherited, job._source = request._inherited, request._source
+    return job
 
 
 def forecast_of(job: TrainingJob, texts: Texts, settings: Settings) -> Expected | None:
     """The loss that was forecast for a job's size on its texts, if the job is that run."""
-    size, place = job.size or 0.0, kept_forecast(job, texts, settings)
+    if job.size is None or job.teacher is not None:
+        return None
+    place = kept_forecast(job, texts, settings)
     with job.source.running():
-        dialed = job.source.module("config").dial(size, *start.size_of(texts))
+        dialed = job.source.module("config").dial(job.size, *start.size_of(texts))
     given = {name: value for name, value in job.hyperparameters.items() if name != "seed"}
-    return table.recall(place, size) if place and given == dialed else None
+    return table.recall(place, job.size) if place and given == dialed else None
 
 
 def kept_forecast(request: Request, texts: Texts, settings: Settings) -> Path | None:
@@ -316,13 +319,13 @@ def kept_forecast(request: Request, texts: Texts, settings: Settings) -> Path | 
     return settings.home / "forecasts" / f"{digest[:24]}.json"
 
 
-def summary_of(job: TrainingJob) -> str:
-    """The size or preset, or else the nearest preset, the hyperparameters that differ, whether the
-    training folder is edited, and which model and which job it continues.
+def summary_of(job: TrainingJob, asked: Collection[str] = ()) -> str:
+    """The size and what was asked for besides, or the preset or the nearest one and what differs;
+    whether the training folder is edited, and which model and job it continues.
 
     Hyperparameters that an initial model prescribes are left out.
     """
-    source, hidden = job.source, {"device", *job._dialed}  # the device differs by machine
+    source, hidden = job.source, {"device"}  # which differs by machine
     module, base = source.module("config"), dict[str, Any]()
     presets = [job.preset] if job.preset else list(module.PRESETS)
     if job.init_from is not None:
@@ -337,7 +340,7 @@ def summary_of(job: TrainingJob) -> str:
         return [*([preset] if preset else []), *changed]
 
     if job.size:
-        given = sorted(values.keys() & {name.replace("-", "_") for name in job.hyperparameters})
+        given = sorted(values.keys() & {name.replace("-", "_") for name in asked})
         found = [f"size {job.size:g}", *(f"{n}={shortest(values[n])}" for n in given)]
     else:
         found = min(map(words, presets), key=len)

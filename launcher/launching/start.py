@@ -165,9 +165,7 @@ def sized(request: Request, texts: Texts) -> Request:
         del values["learning_rate"], values["weight_decay"]
     given = {name.replace("-", "_"): value for name, value in request.hyperparameters.items()}
     update = {"preset": None, "size": size, "hyperparameters": {**values, **given}}
-    request = request.model_copy(update=update)
-    request._dialed = frozenset(values) - frozenset(given)
-    return request
+    return request.model_copy(update=update)
 
 
 def with_whole_windows(request: Request, text: Channel) -> Request:
