@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -377,9 +376,7 @@ class JobDescription:
     @property
     def launched(self) -> tuple[str, float]:
         """When it was launched, to order jobs, by its id first: one clock wrote those."""
-        at = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self.created))
-        found = FULL_ID.fullmatch(self.job_id)
-        return found[1] if found else at, self.created
+        return time_of(self.job_id), self.created
 
     @property
     def is_placed(self) -> bool:
