@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from launcher.curve import total_steps
 from launcher.errors import InputError, ServiceError, must_be
@@ -64,6 +64,7 @@ KmsKey = Annotated[str, Field(pattern=r"^[a-zA-Z0-9:/_-]*$")]
 NetworkId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9-]+$")]
 TagText = Annotated[str, Field(pattern=r"^[\p{L}\p{Z}\p{N}_.:/=+@-]*$")]
 Variable = Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$")]
+Hyperparameter = Annotated[str, AfterValidator(lambda name: name.replace("-", "_"))]
 Launcher = Literal["pytorchddp", "torchrun"]
 InputMode = Literal["File", "FastFile"]
 
@@ -87,7 +88,7 @@ class Request(BaseModel):
     validation: str | None = None
     preset: str | None = None
     size: Annotated[float, Field(ge=0.25, le=16)] | None = None  # in place of a preset
-    hyperparameters: dict[str, Scalar] = Field(default_factory=dict)
+    hyperparameters: dict[Hyperparameter, Scalar] = Field(default_factory=dict)
     entry_point: Path | None = None  # training folder; None: that of this package
     init_from: str | None = None  # model to start from: job id, directory or URI
     teacher: str | None = None  # model to learn from, beside the text
@@ -217,7 +218,7 @@ class Request(BaseModel):
         With a base, which holds every field, they override the base.
         """
         config = self.config(1, base)
-        given = (n.replace("-", "_") for n, value in self.hyperparameters.items() if value != "")
+        given = (name for name, value in self.hyperparameters.items() if value != "")
         preset = self.source.module("config").PRESETS[self.preset] if self.preset else ()
         return {name: getattr(config, name) for name in (*preset, *given)}
 

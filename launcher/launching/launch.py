@@ -6,7 +6,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field, fields
 from itertools import permutations
 from pathlib import Path
@@ -153,7 +153,7 @@ def fill(asked: Request, settings: Settings, known: Texts | None = None) -> Draf
     request = start.sized(request, texts)
     request = start.with_whole_windows(request, texts["data"])
     job = complete(request, texts, base)
-    summary = summary_of(job, asked.hyperparameters)
+    summary = summary_of(job, asked.hyperparameters.keys())
     expected = forecast_of(job, texts, near)
     if earlier is not None and job.config(1) == earlier.job.config(1):  # it is the same run
         expected = earlier.job.expected
@@ -319,7 +319,7 @@ def kept_forecast(request: Request, texts: Texts, settings: Settings) -> Path | 
     return settings.home / "forecasts" / f"{digest[:24]}.json"
 
 
-def summary_of(job: TrainingJob, asked: Collection[str] = ()) -> str:
+def summary_of(job: TrainingJob, asked: Set[str] = frozenset()) -> str:
     """The size and what was asked for besides, or the preset or the nearest one and what differs;
     whether the training folder is edited, and which model and job it continues.
 
@@ -340,7 +340,7 @@ def summary_of(job: TrainingJob, asked: Collection[str] = ()) -> str:
         return [*([preset] if preset else []), *changed]
 
     if job.size:
-        given = sorted(values.keys() & {name.replace("-", "_") for name in asked})
+        given = sorted(values.keys() & asked)
         found = [f"size {job.size:g}", *(f"{n}={shortest(values[n])}" for n in given)]
     else:
         found = min(map(words, presets), key=len)

@@ -163,17 +163,15 @@ def sized(request: Request, texts: Texts) -> Request:
     if request.hyperparameters.get("optimizer") == "adamw":
         logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
         del values["learning_rate"], values["weight_decay"]
-    given = {name.replace("-", "_"): value for name, value in request.hyperparameters.items()}
-    update = {"preset": None, "size": size, "hyperparameters": {**values, **given}}
-    return request.model_copy(update=update)
+    values |= request.hyperparameters
+    return request.model_copy(update={"preset": None, "size": size, "hyperparameters": values})
 
 
 def with_whole_windows(request: Request, text: Channel) -> Request:
     """The request without a preset's short windows, if the text is of conversations."""
-    given = {name.replace("-", "_") for name in request.hyperparameters}
     chats = text.upload is not None and text.upload.chats
     short = getattr(request.config(1), "short_windows", 0)
-    if not chats or "short_windows" in given or not short:
+    if not chats or "short_windows" in request.hyperparameters or not short:
         return request
     logger.info(f"short_windows=0 (the preset's {short} would cut conversations)")
     values = {**request.hyperparameters, "short_windows": 0}
