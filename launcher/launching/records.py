@@ -51,8 +51,7 @@ def grid(sweep: Values, seeds: int, first: int) -> list[dict[str, Scalar]]:
 
 
 def write_record(group: str, sweep: Sweep, settings: Settings) -> None:
-    record = sweep.model_dump(mode="json")
-    record["job"] = sweep.job.model_dump(mode="json", exclude_unset=True)
+    record = sweep.model_dump(mode="json", exclude_unset=True)
     storage.write_json(str(record_of(group, settings)), record)
 
 
