@@ -92,13 +92,10 @@ def misfit(names: Sequence[str]) -> str:
 
 def describe_instance(name: str) -> str:
     """The GPUs of an instance type, or why it may not be one."""
-    if name in GPUS:
-        count, gpu = GPUS[name]
-        return f"{name}: {count} {gpu}"
-    if name in sagemaker_types():
-        return f"{name}: no GPU"
-    kind = "GPU" if looks_like_gpu(name) else "CPU"
-    return f"boto3 knows no training instance {name}; SageMaker may refuse it; assuming {kind}s"
+    if (gpus := gpus_of(name)) is None:
+        kind = "GPU" if looks_like_gpu(name) else "CPU"
+        return f"boto3 knows no training instance {name}; SageMaker may refuse it; assuming {kind}s"
+    return f"{name}: {gpus} {GPUS[name][1]}" if gpus else f"{name}: no GPU"
 
 
 def gpus_of(name: str) -> int | None:
