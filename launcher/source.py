@@ -24,6 +24,7 @@ from typing import Any
 import entry_point
 from entry_point.files import read_file
 from launcher.errors import InputError
+from launcher.files.storage import path_of
 from launcher.settings import Settings
 
 LARGEST = 1 << 20  # bytes of a file
@@ -54,6 +55,7 @@ class Source:
     @classmethod
     def read(cls, place: Path) -> Source:
         """Read a folder, named by itself or by its train.py."""
+        place = path_of(place).absolute()
         directory = place.parent if place.name == "train.py" else place
         try:
             paths = sorted(directory.glob("[!.]*.py"))  # as a shell, and without editors' files

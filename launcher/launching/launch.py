@@ -28,7 +28,7 @@ from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered
 from launcher.sagemaker.stack import notebook_role, with_stack
 from launcher.settings import Settings
-from launcher.source import Source, find_source, keep
+from launcher.source import find_source, keep
 from launcher.text import corpus
 
 logger = logging.getLogger(__name__)
@@ -276,11 +276,8 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
 
 def with_folder(request: Request) -> Request:
     """The request with its training folder, which is read here and not again."""
-    if request.entry_point is None:
-        source = request.source
-    else:
-        place = storage.path_of(request.entry_point).absolute()
-        source = request._source or Source.read(place)
+    source = request.source
+    if request.entry_point is not None:
         source.check_complete()
         request = request.model_copy(update={"entry_point": source.directory})
     request._source = source
