@@ -289,7 +289,7 @@ def problem(uri: str, image: Image | None, instance: str, launcher: str) -> str 
         return f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}; torchrun runs there"
     for name in types_of(instance):
         _, gpu = GPUS.get(name, (0, ""))
-        if image and gpu == "V100" and not image.cuda.startswith("12."):
+        if image and gpu.startswith("V100") and not image.cuda.startswith("12."):
             return (
                 f"{name_of(uri)} has CUDA {image.cuda}, which does not support the V100 of {name};"
                 " the image of PyTorch 2.8.0 does"

@@ -49,11 +49,12 @@ def test_each_image_runs_both_launchers_on_gpus_and_cpus():
             assert problem(image.name(gpu=False), image, "ml.m5.xlarge", launcher) is None
 
 
-def test_v100s_need_an_image_before_cuda_13():
+@pytest.mark.parametrize("instance", ["ml.p3.8xlarge", "ml.p3dn.24xlarge"])
+def test_v100s_need_an_image_before_cuda_13(instance):
     fitting = [
         image.version
         for image in IMAGES
-        if problem(image.name(gpu=True), image, "ml.p3.8xlarge", "torchrun") is None
+        if problem(image.name(gpu=True), image, instance, "torchrun") is None
     ]
     assert fitting == ["2.8.0"]
 
