@@ -238,7 +238,6 @@ class Request(BaseModel):
         return source.configs[values]
 
     def metric_definitions(self) -> list[dict[str, str]]:
-        """What SageMaker reads from the log: a name and a pattern each."""
         with self.source.running():
             return list(self.source.module("metrics").metric_definitions())
 
@@ -371,7 +370,6 @@ class JobDescription:
 
     @property
     def named(self) -> str:
-        """The id, with the name if there is one."""
         return f"{self.job_id} ({self.name})" if self.name else self.job_id
 
     @property
@@ -386,7 +384,6 @@ class JobDescription:
 
     @property
     def state(self) -> str:
-        """The status, with the secondary status if that differs."""
         if self.status == self.secondary_status:
             return self.status
         return f"{self.status} ({self.secondary_status})"

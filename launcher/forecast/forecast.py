@@ -86,7 +86,6 @@ class Forecaster:
             return self.config.Config(**self.values(size, tokens))
 
     def run_of(self, size: float, tokens: int, loss: float = math.nan) -> Run:
-        """A run of a size on a text of so many tokens."""
         config = self.config_of(size, tokens)
         trained = config.max_steps * config.batch_size * config.block_size
         return Run(config.matrix_parameters, trained, tokens, loss)

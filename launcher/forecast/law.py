@@ -55,7 +55,6 @@ class Law:
         return torch.tensor(rows, dtype=torch.float64)
 
     def of_text(self, pilots: Sequence[Run]) -> TextLaw:
-        """The law of the text on which these pilots ran."""
         x = self.features(pilots)
         y = torch.tensor([math.log(run.loss) for run in pilots], dtype=torch.float64)
         mean = torch.tensor(self.mean, dtype=torch.float64)
@@ -94,5 +93,4 @@ class TextLaw:
 
 @cache
 def shared() -> Law:
-    """The law that is shipped."""
     return Law(**json.loads(Path(__file__).with_name("law.json").read_bytes()))

@@ -75,7 +75,6 @@ class Kept(Document):
 
 
 def recall(place: Path, size: float) -> Expected | None:
-    """The loss that was forecast for a size of the text."""
     made = storage.read_cache(place, Kept).forecast
     rows = {row.size: row.expected for row in made.rows} if made else {}
     return rows.get(size)

@@ -56,7 +56,6 @@ class Plan:
     submitted: bool = field(default=False, init=False)
 
     def upload(self) -> None:
-        """Put the texts where the job reads them."""
         with byte_progress("upload") as progress:
             for channel in self.channels.values():
                 if channel.upload is not None:

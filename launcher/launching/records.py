@@ -56,12 +56,10 @@ def write_record(group: str, sweep: Sweep, settings: Settings) -> None:
 
 
 def read_record(group: str, settings: Settings) -> Sweep | None:
-    """The record of a sweep that was launched from this machine."""
     return storage.read_document(str(record_of(group, settings)), Sweep)
 
 
 def tries_of(found: Iterable[JobDescription | UnreadableJob], group: str) -> Tries:
-    """The jobs of a sweep among these."""
     tries: Tries = defaultdict(list)
     for job in found:
         name = MEMBER.fullmatch(job.job_id)

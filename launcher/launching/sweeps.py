@@ -242,7 +242,6 @@ class SweepPlan:
 
     @cached_property
     def running(self) -> dict[int, str]:
-        """The ids of the jobs that run, by number."""
         return {n: each[-1].job_id for n, each in self.tries.items() if each[-1].is_running}
 
     def submit(self) -> Iterator[Progress]:
