@@ -52,7 +52,8 @@ class Fake:
 
     poll_seconds = 0.0
 
-    def __init__(self, *jobs: JobDescription) -> None:
+    def __init__(self, settings: Settings, *jobs: JobDescription) -> None:
+        self.settings = settings
         self.jobs = {job.job_id: job for job in jobs}
         self.asked = Counter[str]()
         self.most = 0
@@ -92,7 +93,6 @@ class Prepared:
     job: Request
     job_id: str
     backend: Fake
-    settings: Settings
     channels: Mapping[str, Any] = field(default_factory=dict)
 
     def upload(self) -> None:
@@ -114,7 +114,8 @@ def ran(home, monkeypatch):
         used_up: tuple[str, ...] = (),
         sleep: Callable[[float], None] = lambda seconds: None,
     ) -> tuple[Fake, list[Request]]:
-        fake, prepared = Fake(*jobs), list[Request]()
+        settings = Settings(home=home)
+        fake, prepared = Fake(settings, *jobs), list[Request]()
 
         def with_costs(found: list[JobDescription], settings: Settings) -> list[JobDescription]:
             return [replace(job, cost=cost) for job in found]
@@ -123,13 +124,12 @@ def ran(home, monkeypatch):
             prepared.append(job)
             if job.resume in used_up:
                 raise CeilingTooLow("even a run of 60 s costs more")
-            return Prepared(job, job_id, fake, settings)
+            return Prepared(job, job_id, fake)
 
         monkeypatch.setattr(sweeps, "prepare", prepare)
         monkeypatch.setattr(sweeps, "with_costs", with_costs)
         monkeypatch.setattr(sweeps, "backend_for", lambda instance, settings: fake)
         monkeypatch.setattr(sweeps.time, "sleep", sleep)
-        settings = Settings(home=home)
         job = Request(instance="ml.g5.xlarge", data="x", max_cost=max_cost)
         sweep = Sweep(job=job, members=grid({"n_layer": [1, 2]}, 2, 7), parallel=2)
         write_record(GROUP, sweep, settings)

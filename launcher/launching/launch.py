@@ -43,7 +43,7 @@ class Plan:
     """A job that can be submitted, once: complete, checked and priced.
 
     request is that of CreateTrainingJob, and empty for a job of this machine. placement is what the
-    backend decided; settings have the store and role that the job uses.
+    backend decided, whose settings have the store and role that the job uses.
     """
 
     job_id: str
@@ -52,7 +52,6 @@ class Plan:
     placement: Any
     channels: Mapping[str, Channel]  # by the fields of the job
     backend: Backend
-    settings: Settings
     submitted: bool = field(default=False, init=False)
 
     def upload(self) -> None:
@@ -61,7 +60,7 @@ class Plan:
                 if channel.upload is not None:
                     if channel.upload.uploaded and not self.job.is_local:
                         logger.info(f"upload: {channel.named} to {channel.uri}")
-                    corpus.send(channel.upload, channel.sources, self.settings, progress)
+                    corpus.send(channel.upload, channel.sources, self.backend.settings, progress)
 
     def submit(self) -> str:
         """Upload the texts, start the job, and return its id.
@@ -71,8 +70,8 @@ class Plan:
         if self.submitted:  # again, it would take the files of the job that runs
             raise InputError(f"the plan of job {self.job_id} was submitted before; make another")
         self.upload()
-        with storage.reported(str(self.settings.home)):
-            keep(self.job.source, self.settings)  # models and resumed jobs need it
+        with storage.reported(str(self.backend.settings.home)):
+            keep(self.job.source, self.backend.settings)  # models and resumed jobs need it
         self.submitted = True
         self.backend.submit(self.job_id, self.job, self.placement, self.request)
         return self.job_id
@@ -94,7 +93,7 @@ def prepare(
     made = backend.request(job_id, job, placement)
     log_choices(request, job, draft.texts["data"])
     channels = {**draft.texts, **{name: each.channel for name, each in draft.models.items()}}
-    return Plan(job_id, job, made, placement, channels, backend, backend.settings)
+    return Plan(job_id, job, made, placement, channels, backend)
 
 
 # -- fill what is open -----------------------------------------------------------------------------

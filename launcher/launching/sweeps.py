@@ -295,7 +295,7 @@ class SweepPlan:
     def write_mark(self) -> None:
         """Write the file that says that this sweep may start jobs."""
         plans = self.plans.values()
-        places = [storage.join(p.settings.data_store, "jobs", p.job_id) for p in plans]
+        places = [storage.join(p.backend.settings.data_store, "jobs", p.job_id) for p in plans]
         if started := [each[0].job_id for each in self.tries.values() if not places]:
             places = [self.backend.places(started[0])[0]]
         for place in places[:1]:
