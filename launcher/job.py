@@ -280,8 +280,7 @@ class TrainingJob(Request):
     def time_limit(self) -> int:
         """Seconds that the job may run: the smallest of its limits."""
         own = self.max_run or (DAY if self.max_cost else DEFAULT_RUN)
-        limits = (own, self.affordable_run, self.max_wait)
-        return min(limit for limit in limits if limit is not None)
+        return min(filter(None, (own, self.affordable_run, self.max_wait)))
 
     @property
     def wait_limit(self) -> int:

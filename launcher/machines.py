@@ -260,9 +260,7 @@ def find_image(version: str) -> Image:
         if version in (image.version, image.minor):
             return image
     known = ", ".join(image.version for image in IMAGES)
-    raise InputError(
-        f"must be one of {known}", "other-image", field="pytorch_version", value=version
-    )
+    raise InputError(f"must be one of {known}", "other-image", "pytorch_version", version)
 
 
 def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
@@ -280,9 +278,8 @@ def problem(uri: str, image: Image | None, instance: str, launcher: str) -> str 
     image is the release that the URI names, if it is AWS's. instance may be several types,
     separated by commas.
     """
-    kind = re.search(
-        r"(^|/)pytorch[\w-]*:.*?-(inference|ec2|eks|ecs|cpu)\b|/pytorch-inference", uri
-    )
+    other = r"(^|/)pytorch[\w-]*:.*?-(inference|ec2|eks|ecs|cpu)\b|/pytorch-inference"
+    kind = re.search(other, uri)
     if kind and (kind[2] != "cpu" or looks_like_gpu(instance)):
         return f"{name_of(uri)} is no SageMaker training image for {instance}"
     if launcher == "pytorchddp" and TORCHRUN_ALONE in instance:
@@ -290,10 +287,8 @@ def problem(uri: str, image: Image | None, instance: str, launcher: str) -> str 
     for name in types_of(instance):
         _, gpu = GPUS.get(name, (0, ""))
         if image and gpu.startswith("V100") and not image.cuda.startswith("12."):
-            return (
-                f"{name_of(uri)} has CUDA {image.cuda}, which does not support the V100 of {name};"
-                " the image of PyTorch 2.8.0 does"
-            )
+            lacks = f"has CUDA {image.cuda}, which does not support the V100 of {name}"
+            return f"{name_of(uri)} {lacks}; the image of PyTorch 2.8.0 does"
     return None
 
 

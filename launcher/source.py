@@ -115,11 +115,8 @@ class Source:
         for name, needed in NEEDED.items():
             found = vars(self.module(name)) if f"{name}.py" in self.files else {}
             if missing := set(needed.split()) - found.keys():
-                raise InputError(
-                    f"{self.directory}: not an edited copy of this version's folder: {name}.py has"
-                    f" no {min(missing)}",
-                    "copy-folder",
-                )
+                problem = f"not an edited copy of this version's folder: {name}.py has no"
+                raise InputError(f"{self.directory}: {problem} {min(missing)}", "copy-folder")
 
     def refusal(self, error: BaseException) -> InputError:
         """An error that the folder's code raises on purpose, or another with its file and line."""
@@ -176,7 +173,5 @@ def find_source(sha256: str, settings: Settings, entry_point: Path | None = None
         if source.sha256 == sha256:
             return source
     but = f"and {place} is another" if entry_point else "which is not on this machine"
-    raise InputError(
-        f"the model belongs to the training folder with SHA-256 {sha256[:12]}..., {but}",
-        "another-folder",
-    )
+    problem = f"the model belongs to the training folder with SHA-256 {sha256[:12]}..., {but}"
+    raise InputError(problem, "another-folder")
