@@ -256,9 +256,8 @@ class SweepPlan:
             first.upload()
             # What later tries read must be what the first one does, whatever is changed or
             # launched meanwhile, and from any directory.
-            names = ("data", "validation", "init_from", "teacher", "entry_point")
-            fixed = {n: place for n in names if (place := getattr(first.job, n)) is not None}
-            if "entry_point" in fixed:
+            fixed: dict[str, Any] = {name: each.uri for name, each in first.channels.items()}
+            if first.job.entry_point is not None:
                 fixed["entry_point"] = keep(first.job.source, self.settings)
             job = self.sweep.job.model_copy(update=fixed)
             self.sweep = self.sweep.model_copy(update={"job": job})
