@@ -74,18 +74,15 @@ class Root(Group):
 )
 @click.version_option(package_name="sm-nanogpt")
 @valued(
-    "--store",
-    "URL",
+    "--store URL",
     "Where to keep data and models: s3://bucket/prefix or a directory. Default:"
     " SM_NANOGPT_STORE, config.toml, or the stack; else ~/.sm-nanogpt/store, or for SageMaker"
     " the account's default bucket.",
 )
-@valued("--region", "NAME", "AWS region (default: from the AWS configuration).")
-@valued("--profile", "NAME", "AWS profile.")
-@valued("--role", "ARN", "Execution role for SageMaker (default: from the stack).")
-@valued(
-    "--stack", "NAME", "CloudFormation stack that provides store and role (default: sm-nanogpt)."
-)
+@valued("--region NAME", "AWS region (default: from the AWS configuration).")
+@valued("--profile NAME", "AWS profile.")
+@valued("--role ARN", "Execution role for SageMaker (default: from the stack).")
+@valued("--stack NAME", "CloudFormation stack that provides store and role (default: sm-nanogpt).")
 @click.option("--debug", is_flag=True, help="Print the traceback of an error.")
 @click.pass_context
 def cli(context: click.Context, debug: bool, **settings: str | None) -> None:

@@ -25,26 +25,23 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @MODEL
 @click.argument("paths", metavar="TEXT...", nargs=-1, required=True, type=click.Path())
 @valued(
-    "--beside others",
-    "JOB-ID|DIR",
+    "--beside others JOB-ID|DIR",
     "Another model for the same text. Repeatable.",
     multiple=True,
     type=Job(trained=True),
 )
 @valued(
-    "--find canaries",
-    "FILE",
+    "--find canaries FILE",
     "Lines that a model may know by heart; a secret stands in braces: the code is {8231}.",
     type=FILE,
 )
 @valued(
-    "--questions",
-    "FILE",
+    "--questions FILE",
     "Conversations in JSON whose last message is the answer that is right.",
     type=FILE,
 )
-@valued("--column", "NAME", "Field of the text in a record (default: text).", default="text")
-@valued("--encoding", "NAME", "Read files that are not UTF-8 in this encoding.", default="")
+@valued("--column NAME", "Field of the text in a record (default: text).", default="text")
+@valued("--encoding NAME", "Read files that are not UTF-8 in this encoding.", default="")
 @click.option("--documents", is_flag=True, help="Print CSV, a line for each document.")
 @ENTRY_POINT
 @JSON

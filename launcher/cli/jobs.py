@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     type=click.Choice(["InProgress", "Stopping", "Completed", "Failed", "Stopped"]),
     help="Only jobs in this state.",
 )
-@valued("--limit", "N", "Only the newest N jobs.")
+@valued("--limit N", "Only the newest N jobs.")
 @click.option("--everyone", is_flag=True, help="Also the jobs of others in the AWS account.")
 @JSON
 def jobs_command(
@@ -180,7 +180,7 @@ def metrics_command(job_id: str, form: str | None) -> None:
 @click.command("logs", cls=Command)
 @JOB_ID
 @click.option("--follow", is_flag=True, help="Print new lines until the job ends.")
-@valued("--tail", "N", "Print only the last N lines.", type=click.IntRange(min=0))
+@valued("--tail N", "Print only the last N lines.", type=click.IntRange(min=0))
 @click.option("--raw", is_flag=True, help="Include the lines of the SageMaker toolkit.")
 def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None:
     """Print the output of a job's training script.

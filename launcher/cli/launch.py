@@ -23,56 +23,43 @@ if TYPE_CHECKING:
 
 @click.command("launch", cls=Command)
 @valued(
-    "--instance",
-    "TYPE[,TYPE...]",
+    "--instance TYPE[,TYPE...]",
     "SageMaker instance type, or `local` for this machine. With up to five types, the job runs"
     " on the first with free capacity (with --resume, by default as in the earlier job).",
 )
-@valued("--name", "NAME", "A name for the job, unique among yours, to use in place of its id.")
-@valued("--instance-count", "N", "Number of hosts (default: 1).")
+@valued("--name NAME", "A name for the job, unique among yours, to use in place of its id.")
+@valued("--instance-count N", "Number of hosts (default: 1).")
 @valued(
-    "--processes-per-instance",
-    "N",
+    "--processes-per-instance N",
     "With local and no GPU: number of processes (default: the fastest).",
 )
-@valued("--data", "NAME|URI|PATH", "Text to train on (default: last upload).")
+@valued("--data NAME|URI|PATH", "Text to train on (default: last upload).")
+@valued("--validation NAME|URI|PATH", "Text to validate on (default: the last tenth of the data).")
 @valued(
-    "--validation", "NAME|URI|PATH", "Text to validate on (default: the last tenth of the data)."
-)
-@valued(
-    "--preset",
-    "NAME",
+    "--preset NAME",
     "cpu (default; a minute on a CPU), quick (seconds), laptop (three minutes), baby (default"
     " on SageMaker GPU instances), small, gpt2 (124 M parameters), or auto (a size by the text).",
 )
 @valued(
-    "--size",
-    "N",
+    "--size N",
     "In place of a preset: a model 64 N wide, with all that follows from it (0.25 to 16).",
     type=float,
 )
 @valued(
-    "--set assignments",
-    "KEY=VALUE",
-    "Set a hyperparameter; `sm-nanogpt hyperparameters` lists them.",
+    "--set assignments KEY=VALUE", "Set a hyperparameter; `sm-nanogpt hyperparameters` lists them."
 )
-@valued("--config config_file", "FILE", "TOML file of hyperparameters.", type=click.Path())
-@valued("--entry-point", "DIR", "Your edited training folder.", type=click.Path())
+@valued("--config config_file FILE", "TOML file of hyperparameters.", type=click.Path())
+@valued("--entry-point DIR", "Your edited training folder.", type=click.Path())
 @valued(
-    "--init-from",
-    "JOB-ID|PATH|URI",
+    "--init-from JOB-ID|PATH|URI",
     "Start from the weights of an earlier job, or of a Hugging Face directory of the Qwen3 family.",
-    type=Job(trained=True),
 )
 @valued(
-    "--teacher",
-    "JOB-ID|PATH|URI",
+    "--teacher JOB-ID|PATH|URI",
     "Learn also from a model that you have, which has the same tokens.",
-    type=Job(trained=True),
 )
 @valued(
-    "--resume",
-    "JOB-ID",
+    "--resume JOB-ID",
     "Continue from the checkpoints of an earlier job.",
     type=Job(acts=True, sweeps=True),
 )
@@ -83,12 +70,11 @@ if TYPE_CHECKING:
     " SageMaker).",
 )
 @valued(
-    "--sweep",
-    "KEY=V1,V2,...",
+    "--sweep KEY=V1,V2,...",
     "Launch a job for each value of a hyperparameter; several --sweep make a grid.",
 )
-@valued("--seeds", "N", "Launch each job of a sweep with N seeds (default: 1).", default=1)
-@valued("--parallel", "N", "Number of jobs of a sweep that run at a time (default: 1).")
+@valued("--seeds N", "Launch each job of a sweep with N seeds (default: 1).", default=1)
+@valued("--parallel N", "Number of jobs of a sweep that run at a time (default: 1).")
 @click.option("--dry-run", is_flag=True, help="Print the SageMaker request without sending it.")
 @click.option(
     "--forecast",
@@ -103,12 +89,11 @@ if TYPE_CHECKING:
     type=click.Choice(["pytorchddp", "torchrun"]),
     help="How SageMaker starts the ranks (default: pytorchddp; torchrun on ml.p5.48xlarge).",
 )
-@valued("--pytorch-version", "V", "PyTorch version of the AWS image (default: 2.12.1).")
-@valued("--image-uri", "URI", "Use your own container image.")
-@valued("--max-run", "SECONDS", "Time limit (default: 3600).")
+@valued("--pytorch-version V", "PyTorch version of the AWS image (default: 2.12.1).")
+@valued("--image-uri URI", "Use your own container image.")
+@valued("--max-run SECONDS", "Time limit (default: 3600).")
 @valued(
-    "--max-cost",
-    "USD",
+    "--max-cost USD",
     "Stop before the job costs more. Counts the jobs that it resumes; for a sweep, all of its"
     " jobs.",
 )
@@ -119,31 +104,26 @@ if TYPE_CHECKING:
     " in the earlier job).",
 )
 @valued(
-    "--max-wait",
-    "SECONDS",
+    "--max-wait SECONDS",
     "With --spot: limit for waiting and running (default: 2 x max-run, at most 28 days).",
 )
-@valued("--keep-alive", "SECONDS", "Keep a warm pool after the job.")
-@valued(
-    "--volume-size", "GIB", "Disk per host, for instance types without local disks (default: 50)."
-)
+@valued("--keep-alive SECONDS", "Keep a warm pool after the job.")
+@valued("--volume-size GIB", "Disk per host, for instance types without local disks (default: 50).")
 @click.option(
     "--input-mode",
     type=click.Choice(["File", "FastFile"]),
     help="Copy the text to each host before the job starts (File, the default), or read it from S3"
     " as the job goes (FastFile).",
 )
-@valued("--environment", "KEY=VALUE", "Set an environment variable in the container.")
-@valued("--tag tags", "KEY=VALUE", "Tag the job.")
-@valued("--kms-key", "KEY", "KMS key that encrypts the job's disks and output.")
+@valued("--environment KEY=VALUE", "Set an environment variable in the container.")
+@valued("--tag tags KEY=VALUE", "Tag the job.")
+@valued("--kms-key KEY", "KMS key that encrypts the job's disks and output.")
 @valued(
-    "--subnet subnets",
-    "ID",
+    "--subnet subnets ID",
     "Subnet of your VPC. It must reach S3, by a NAT gateway or an S3 endpoint.",
 )
 @valued(
-    "--security-group security_group_ids",
-    "ID",
+    "--security-group security_group_ids ID",
     "Required with --subnet. For several hosts, it must allow traffic from itself.",
 )
 @click.option(
@@ -301,7 +281,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
 
 
 @click.command("hyperparameters", cls=Command)
-@valued("--entry-point", "DIR", "List those of your edited training folder.", type=click.Path())
+@valued("--entry-point DIR", "List those of your edited training folder.", type=click.Path())
 def hyperparameters_command(entry_point: str | None) -> None:
     """List what `launch --set` takes: ranges and defaults.
 
@@ -317,7 +297,7 @@ def hyperparameters_command(entry_point: str | None) -> None:
 
 @click.command("copy-script", cls=Command)
 @click.argument("directory", metavar="[DIR]", type=click.Path(path_type=Path), default="my_gpt")
-@valued("--from search", "NAME", "The folder that a search has kept, from `try start NAME`.")
+@valued("--from search NAME", "The folder that a search has kept, from `try start NAME`.")
 def copy_script_command(directory: Path, search: str | None) -> None:
     """Copy the training folder to DIR (default: my_gpt). Edit the model or the recipe there.
 

@@ -27,38 +27,36 @@ if TYPE_CHECKING:
     from launcher.settings import Settings
 
 ENTRY_POINT = valued(
-    "--entry-point",
-    "DIR",
+    "--entry-point DIR",
     "The edited folder that trained the model (default: the copy kept at launch).",
     type=click.Path(exists=True, path_type=Path),
 )
 
-# Some arguments of stream_samples, which checks them: their metavars, defaults, and what they do.
-SAMPLING: dict[str, tuple[str, float, str]] = {
-    "--max-new-tokens": ("N", 500, "Tokens (or characters) to generate."),
-    "--temperature": ("T", 0.8, "Randomness; 0 takes the most likely token."),
-    "--top-k": ("K", 0, "Sample from the K most likely tokens (0: all)."),
-    "--top-p": ("P", 1.0, "Sample from the most likely tokens whose probabilities sum to P."),
-    "--seed": ("S", 1337, "The same seed gives the same text."),
+# Some arguments of stream_samples, which checks them: their defaults, and what they do.
+SAMPLING: dict[str, tuple[float, str]] = {
+    "--max-new-tokens N": (500, "Tokens (or characters) to generate."),
+    "--temperature T": (0.8, "Randomness; 0 takes the most likely token."),
+    "--top-k K": (0, "Sample from the K most likely tokens (0: all)."),
+    "--top-p P": (1.0, "Sample from the most likely tokens whose probabilities sum to P."),
+    "--seed S": (1337, "The same seed gives the same text."),
 }
 
 
 def samples(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of SAMPLING to a command, which takes them as **sampling."""
-    for name, (metavar, default, text) in reversed(SAMPLING.items()):
-        command = valued(name, metavar, text, default=default, show_default=True)(command)
+    for usage, (default, text) in reversed(SAMPLING.items()):
+        command = valued(usage, text, default=default, show_default=True)(command)
     return command
 
 
 @click.command("fetch-and-sample", cls=Command)
 @MODEL
 @valued(
-    "--prompt",
-    "TEXT",
+    "--prompt TEXT",
     "Start of the text (default: a new line, or a new document). A model that has learned from"
     " conversations answers it.",
 )
-@valued("--num-samples", "N", "Number of texts to generate.", default=1, show_default=True)
+@valued("--num-samples N", "Number of texts to generate.", default=1, show_default=True)
 @samples
 @ENTRY_POINT
 @JSON
@@ -143,10 +141,9 @@ def check_origins(
 @click.command("play", cls=Command)
 @MODEL
 @click.argument("other", metavar="[JOB-ID|DIR]", required=False, type=Job(trained=True))
-@valued("--port", "N", "Port (default: a free one).", type=click.IntRange(1, 65535))
+@valued("--port N", "Port (default: a free one).", type=click.IntRange(1, 65535))
 @valued(
-    "--cors origins",
-    "ORIGIN",
+    "--cors origins ORIGIN",
     "Let the pages of another origin use the API, as http://localhost:3000. Repeatable.",
     multiple=True,
     callback=check_origins,
@@ -205,7 +202,7 @@ def play_command(
 
 @click.command("chat", cls=Command)
 @MODEL
-@valued("--system", "TEXT", "Instruct the model before the conversation.")
+@valued("--system TEXT", "Instruct the model before the conversation.")
 @samples
 @ENTRY_POINT
 def chat_command(model: str, system: str | None, entry_point: Path | None, **sampling: Any) -> None:

@@ -179,19 +179,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "GIB": {"type": int},
     "USD": {"type": float},
     "NAME|URI|PATH": {"type": click.Path()},
+    "JOB-ID|PATH|URI": {"type": Job(trained=True)},
     "KEY=VALUE": {"multiple": True, "callback": pairs},
     "KEY=V1,V2,...": {"multiple": True, "callback": lists},
     "ID": {"multiple": True},
 }
 
 
-def valued(names: str, metavar: str, help: str, **more: Any) -> Callable[[Any], Any]:
-    """An option that takes a value. names: the option, and its parameter if that has another."""
-    kind = {**KINDS.get(metavar, {}), **more}
-    return click.option(*names.split(), metavar=metavar, help=help, **kind)
+def valued(usage: str, help: str, **more: Any) -> Callable[[Any], Any]:
+    """An option that takes a value. usage: the option, its parameter if that has another name, and
+    the metavar."""
+    *names, metavar = usage.split()
+    return click.option(*names, metavar=metavar, help=help, **{**KINDS.get(metavar, {}), **more})
 
 
-GROUP = valued("--group", "SWEEP", "The jobs of a sweep, by its id or `latest`.")
+GROUP = valued("--group SWEEP", "The jobs of a sweep, by its id or `latest`.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID", type=Job())

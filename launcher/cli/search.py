@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 CODES = {"kept": 0, "refused": 4, "ceiling": 5}  # of a verdict; 3 of any other
 GOES_ON = "`{}` goes on with what has ended, and with a job that runs"
 WORDS = {"kept": "KEEP", "refused": "REFUSED", "ceiling": "CEILING"}
-SEARCH = valued(
-    "--group", "NAME", "The search, by the name that `try start` gave it.", required=True
-)
+SEARCH = valued("--group NAME", "The search, by the name that `try start` gave it.", required=True)
 
 
 def opened(name: str) -> Search:
@@ -41,15 +39,13 @@ def try_group() -> None:
 
 @try_group.command("start")
 @click.argument("name")
-@valued("--text data", "NAME|URI|PATH", "The text (default: the last upload).")
-@valued("--preset", "NAME", "The base's hyperparameters (default: quick; on GPUs baby).")
-@valued("--size", "N", "Instead: the size of the base, by a dial from 0.25 to 16.", type=float)
-@valued("--entry-point", "DIR", "The folder to begin with.", type=click.Path(path_type=Path))
-@valued("--instance", "TYPE", "Where runs are made (default: local).", default="local")
-@valued("--ceiling", "USD", "The most that all jobs of the search may cost.")
-@valued(
-    "--see", "NATS", "The smallest gain that counts (default: 0.005).", type=float, default=0.005
-)
+@valued("--text data NAME|URI|PATH", "The text (default: the last upload).")
+@valued("--preset NAME", "The base's hyperparameters (default: quick; on GPUs baby).")
+@valued("--size N", "Instead: the size of the base, by a dial from 0.25 to 16.", type=float)
+@valued("--entry-point DIR", "The folder to begin with.", type=click.Path(path_type=Path))
+@valued("--instance TYPE", "Where runs are made (default: local).", default="local")
+@valued("--ceiling USD", "The most that all jobs of the search may cost.")
+@valued("--see NATS", "The smallest gain that counts (default: 0.005).", type=float, default=0.005)
 def start_command(name: str, ceiling: float | None, see: float, **given: Any) -> None:
     """Begin the search NAME: keep text for the judge, and train the base with several seeds.
 
@@ -93,7 +89,7 @@ def start_command(name: str, ceiling: float | None, see: float, **given: Any) ->
 @try_group.command("run")
 @click.argument("folder", type=click.Path(path_type=Path))
 @SEARCH
-@valued("--note words", "TEXT", "What is tried, in a few words.", default="")
+@valued("--note words TEXT", "What is tried, in a few words.", default="")
 @JSON
 def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
     """Judge a changed training FOLDER against the base of a search.
@@ -139,8 +135,7 @@ def numbers(entry: dict[str, Any]) -> str:
 @try_group.command("log")
 @click.argument("name")
 @valued(
-    "--gain",
-    "PAIRS",
+    "--gain PAIRS",
     "First measure what all kept tries gain together, by 4, 8, 16, 32, or 64 pairs.",
     type=click.Choice(["4", "8", "16", "32", "64"]),
 )

@@ -18,23 +18,21 @@ SHORT = 200_000  # tokens: `cpu`, the default on a CPU, reads a shorter text ove
 @click.command("upload-data", cls=Command)
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path())
 @valued(
-    "--tokenizer",
-    "bpe|PATH|JOB-ID",
+    "--tokenizer bpe|PATH|JOB-ID",
     "Encode the text as tokens: bpe learns them from it; or name a tokenizer.json, a Hugging"
     " Face directory, or a job (default: train on characters).",
     type=Job(trained=True, other="bpe"),
 )
 @valued(
-    "--vocab-size",
-    "N",
+    "--vocab-size N",
     "With --tokenizer bpe: number of tokens (default: the characters of the text / 512,"
     " as a power of two from 512 to 16384).",
     type=click.IntRange(257, 1 << 20),
 )
-@valued("--include", "GLOB", "Plain text too, such as '*.py'.", multiple=True)
-@valued("--exclude", "GLOB", "Leave out files or folders.", multiple=True)
-@valued("--column", "NAME", "Field of the text in a record (default: text).")
-@valued("--encoding", "NAME", "Read files that are not UTF-8 in this encoding, such as cp1252.")
+@valued("--include GLOB", "Plain text too, such as '*.py'.", multiple=True)
+@valued("--exclude GLOB", "Leave out files or folders.", multiple=True)
+@valued("--column NAME", "Field of the text in a record (default: text).")
+@valued("--encoding NAME", "Read files that are not UTF-8 in this encoding, such as cp1252.")
 @JSON
 def upload_data_command(
     paths: tuple[str, ...],

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 @click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, type=Job())
 @GROUP
 @valued(
-    "-o --output",
-    "FILE",
+    "-o --output FILE",
     "File to write (default: report-JOB-ID.html, or report-N-runs.html).",
     type=click.Path(dir_okay=False, path_type=Path),
 )
