@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @valued(
     "--instance TYPE[,TYPE...]",
     "SageMaker instance type, or `local` for this machine. With up to five types, the job runs"
-    " on the first with free capacity (with --resume, by default as in the earlier job).",
+    " on the first with free capacity.",
 )
 @valued("--name NAME", "A name for the job, unique among yours, to use in place of its id.")
 @valued("--instance-count N", "Number of hosts (default: 1).")
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 )
 @valued(
     "--resume JOB-ID",
-    "Continue from the checkpoints of an earlier job.",
+    "Continue from the checkpoints of an earlier job, with its options where you give none.",
     type=Job(acts=True, sweeps=True),
 )
 @click.option(
@@ -100,8 +100,7 @@ if TYPE_CHECKING:
 @click.option(
     "--spot/--on-demand",
     default=None,
-    help="Spot is cheaper, and resumes after interruptions (default: on demand; with --resume, as"
-    " in the earlier job).",
+    help="Spot is cheaper, and resumes after interruptions (default: on demand).",
 )
 @valued(
     "--max-wait SECONDS",
@@ -129,13 +128,12 @@ if TYPE_CHECKING:
 @click.option(
     "--network-isolation/--no-network-isolation",
     default=None,
-    help="Run the job without network (default: from --resume or config.toml, else off).",
+    help="Run the job without network (default: from config.toml, else off).",
 )
 @click.option(
     "--encrypt-traffic/--no-encrypt-traffic",
     default=None,
-    help="Encrypt traffic between hosts, which is slower (default: from --resume or config.toml,"
-    " else off).",
+    help="Encrypt traffic between hosts, which is slower (default: from config.toml, else off).",
 )
 @click.pass_context
 def launch_command(
