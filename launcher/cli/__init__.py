@@ -88,7 +88,6 @@ class Root(Group):
 def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
     """Train your own GPT and sample from it in three commands.
 
-    \b
     Example:
       sm-nanogpt upload-data input.txt
       sm-nanogpt launch --instance local  (or ml.g5.12xlarge, for example, on SageMaker)

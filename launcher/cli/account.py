@@ -26,7 +26,6 @@ def infra_group() -> None:
     They form one CloudFormation stack, whose name is --stack before the command. The other commands
     read the bucket and the role from it.
 
-    \b
     Example:
       sm-nanogpt infra deploy
     """
@@ -42,7 +41,6 @@ def infra_group() -> None:
 def infra_deploy_command(dry_run: bool, yes: bool, **changes: Any) -> None:
     """Create or update the stack and print its outputs.
 
-    \b
     Example:
       sm-nanogpt infra deploy --dry-run
       sm-nanogpt --region eu-west-1 infra deploy
@@ -82,7 +80,6 @@ def infra_deploy_command(dry_run: bool, yes: bool, **changes: Any) -> None:
 def infra_show_command(as_json: bool) -> None:
     """Print the outputs of the stack.
 
-    \b
     Example:
       sm-nanogpt infra show
     """
@@ -97,7 +94,6 @@ def infra_show_command(as_json: bool) -> None:
 def infra_destroy_command(yes: bool) -> None:
     """Delete the stack. Keeps the bucket, with its data and models, and the KMS key.
 
-    \b
     Example:
       sm-nanogpt infra destroy
     """
@@ -153,7 +149,6 @@ def doctor_command(instance: str | None, no_train: bool, as_json: bool) -> None:
 
     Exit code 1 means that a check failed.
 
-    \b
     Example:
       sm-nanogpt doctor --instance ml.g5.xlarge
     """

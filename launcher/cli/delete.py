@@ -31,7 +31,6 @@ def in_units(size: float) -> str:
 def data_command(as_json: bool) -> None:
     """List what was uploaded, and which jobs used it.
 
-    \b
     Example:
       sm-nanogpt data
     """
@@ -83,7 +82,6 @@ def delete_command(
     jobs. For an upload, by its name in `sm-nanogpt data`, it covers its files here and on S3; by
     its URI, those of that place. The jobs that used it stay, with their models.
 
-    \b
     Example:
       sm-nanogpt delete JOB-ID --keep-model
       sm-nanogpt delete --group latest

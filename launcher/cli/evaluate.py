@@ -63,7 +63,6 @@ def eval_command(
     process of its own computes the model; the loss is computed from its logits outside of it. A
     model that looks ahead is refused.
 
-    \b
     Example:
       sm-nanogpt eval latest held-out.txt
       sm-nanogpt eval JOB-ID held-out.txt --beside another-job

@@ -51,7 +51,6 @@ def jobs_command(
 
     With --group, rank them by their validation loss.
 
-    \b
     Example:
       sm-nanogpt jobs --status Completed --limit 10
       sm-nanogpt jobs --group latest
@@ -112,7 +111,6 @@ def print_jobs(found: list[JobDescription], everyone: bool) -> None:
 def status_command(job_id: str, as_json: bool) -> None:
     """Show the state of a job.
 
-    \b
     Example:
       sm-nanogpt status JOB-ID
     """
@@ -149,7 +147,6 @@ def status_command(job_id: str, as_json: bool) -> None:
 def metrics_command(job_id: str, form: str | None) -> None:
     """Print the rows of a job's training curve. The job may still run.
 
-    \b
     Example:
       sm-nanogpt metrics JOB-ID --csv > curve.csv
     """
@@ -185,7 +182,6 @@ def metrics_command(job_id: str, form: str | None) -> None:
 def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None:
     """Print the output of a job's training script.
 
-    \b
     Example:
       sm-nanogpt logs JOB-ID --follow
       sm-nanogpt logs JOB-ID --tail 20
@@ -215,7 +211,6 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
 def wait_command(job_id: str) -> None:
     """Wait until a job ends. Exit code 0 means that it completed.
 
-    \b
     Example:
       sm-nanogpt wait JOB-ID && sm-nanogpt fetch-and-sample JOB-ID
     """
@@ -234,7 +229,6 @@ def stop_command(job_id: str | None, group: str | None) -> None:
     """Stop a running job, or all jobs of a sweep. A local job first writes a checkpoint; SageMaker
     keeps the newest one.
 
-    \b
     Example:
       sm-nanogpt stop JOB-ID
       sm-nanogpt stop --group latest

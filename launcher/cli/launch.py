@@ -157,7 +157,6 @@ def launch_command(
     Ctrl-C stops a local job after it writes a checkpoint. A job on SageMaker keeps running. SIGTERM
     and SIGHUP act as Ctrl-C.
 
-    \b
     Example:
       sm-nanogpt launch --instance local --processes-per-instance 2 --set max_steps=500
       sm-nanogpt launch --instance ml.g5.12xlarge --spot --dry-run
@@ -283,7 +282,6 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
 def hyperparameters_command(entry_point: str | None) -> None:
     """List what `launch --set` takes: ranges and defaults.
 
-    \b
     Example:
       sm-nanogpt hyperparameters
     """
@@ -299,7 +297,6 @@ def hyperparameters_command(entry_point: str | None) -> None:
 def copy_script_command(directory: Path, search: str | None) -> None:
     """Copy the training folder to DIR (default: my_gpt). Edit the model or the recipe there.
 
-    \b
     Example:
       sm-nanogpt copy-script my_gpt
       sm-nanogpt launch --instance local --entry-point my_gpt

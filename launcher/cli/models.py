@@ -72,7 +72,6 @@ def fetch_and_sample_command(
 
     DIR is a model directory on this machine: `fetch-and-sample` prints it after `model:`.
 
-    \b
     Example:
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
@@ -168,7 +167,6 @@ def play_command(
     Name a job, or a model directory: `fetch-and-sample` prints it after `model:`. The key of the
     page and the API is SM_NANOGPT_API_KEY, or api_key in config.toml, or a new one.
 
-    \b
     Example:
       sm-nanogpt play JOB-ID
       sm-nanogpt play JOB-ID another-job
@@ -211,7 +209,6 @@ def chat_command(model: str, system: str | None, entry_point: Path | None, **sam
     A model that has learned from conversations answers; any other continues what you type. A line
     that ends with a backslash continues on the next.
 
-    \b
     Example:
       sm-nanogpt chat JOB-ID
       sm-nanogpt chat JOB-ID --system "Answer in one word." --temperature 0

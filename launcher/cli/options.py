@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # click wraps no line after a backspace.
+        self.help = cleandoc(self.help or "").replace("\nExample:", "\n\b\nExample:")
         # Check the other parameters first: it may take seconds to look for a job.
         for parameter in self.params:
             parameter.is_eager = not isinstance(parameter.type, Job)

@@ -49,7 +49,6 @@ def try_group() -> None:
 def start_command(name: str, ceiling: float | None, see: float, **given: Any) -> None:
     """Begin the search NAME: keep text for the judge, and train the base with several seeds.
 
-    \b
     Example:
       sm-nanogpt try start shakespeare --text input.txt
       sm-nanogpt copy-script my_gpt --from shakespeare
@@ -97,7 +96,6 @@ def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
     Exit code 0: it is better, and is the base now; 3: it is no better; 4: the rules refuse it;
     5: it may cost more than the ceiling leaves.
 
-    \b
     Example:
       sm-nanogpt try run my_gpt --group shakespeare --note "squared ReLU"
     """
@@ -144,7 +142,6 @@ def numbers(entry: dict[str, Any]) -> str:
 def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> None:
     """List the tries of the search NAME, kept and not.
 
-    \b
     Example:
       sm-nanogpt try log shakespeare
       sm-nanogpt try log shakespeare --gain 8
@@ -188,7 +185,6 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
 def show_command(number: int, group: str) -> None:
     """Print what try NUMBER changes of the base that it was tried against.
 
-    \b
     Example:
       sm-nanogpt try show 7 --group shakespeare
     """

@@ -59,7 +59,6 @@ def upload_data_command(
 
     Texts are UTF-8, or UTF-16 or UTF-32 with a byte order mark; --encoding names others.
 
-    \b
     Example:
       sm-nanogpt upload-data input.txt
       sm-nanogpt upload-data notes more.txt --include '*.py' --exclude drafts

@@ -30,7 +30,6 @@ def report_command(
 ) -> None:
     """Write a report of jobs, or of a sweep, as one HTML file. Print its path.
 
-    \b
     Example:
       sm-nanogpt report latest --open
       sm-nanogpt report JOB-ID JOB-ID -o comparison.html
