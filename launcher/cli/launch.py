@@ -174,39 +174,40 @@ def launch_command(
 
     from_file = read_toml(Path(config_file)) if config_file else {}
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}
-    settings = settings_of()
+    settings, resumed = settings_of(), given.get("resume", "")
     source = context.get_parameter_source
     typed = {name for name in context.params if source(name) == ParameterSource.COMMANDLINE}
-    if forecasts:
-        own = {"forecasts", "as_json", *fields}
-        if other := [p.opts[0] for p in context.command.params if p.name in typed - own]:
-            raise InputError(f"{other[0]}: a forecast is for all sizes, without it")
-        show_forecast(given, settings, as_json)
-        return
-    if as_json:
-        raise InputError("--json is for --forecast; a launch prints the id of the job")
-    if "resume" in given and record_of(given["resume"], settings).exists():
-        if typed - {"resume", "max_cost", "parallel", "yes"}:
-            problem = f"{given['resume']} is a sweep, which continues as it was launched"
-            only = "besides --resume, give only --max-cost, --parallel or --yes"
-            raise InputError(f"{problem}: {only}")
-        run_sweep(continue_sweep(given["resume"], settings, given.get("max_cost"), parallel), yes)
-        return
-    if tail := tail_of(member := given.get("resume", "")):
-        again = command("launch", "--resume", member.removesuffix(tail))
-        note(f"{member} continues alone; its sweep continues with `{again}`")
-    request = Request(**given, hyperparameters={**from_file, **assignments})
-    if dry_run:
-        settings = settings.with_offline(True)
+    own = typed - {"forecasts", "as_json", *fields}
+    other = [parameter.opts[0] for parameter in context.command.params if parameter.name in own]
+    is_sweep = bool(resumed) and record_of(resumed, settings).exists()
     swept, problem = bool(sweep or seeds > 1), ""
-    if swept and follow is not None:
+    if forecasts and other:
+        problem = f"{other[0]}: a forecast is for all sizes, without it"
+    elif as_json and not forecasts:
+        problem = "--json is for --forecast; a launch prints the id of the job"
+    elif is_sweep and typed - {"resume", "max_cost", "parallel", "yes"}:
+        only = "besides --resume, give only --max-cost, --parallel or --yes"
+        problem = f"{resumed} is a sweep, which continues as it was launched: {only}"
+    elif swept and follow is not None:
         problem = "--follow and --detach are not for sweeps, which run until all jobs ended"
-    elif parallel and not swept:
+    elif parallel and not (swept or is_sweep):
         problem = "--parallel is for jobs of a sweep; add --sweep or --seeds"
-    elif dry_run and request.is_local:
+    elif dry_run and given.get("instance") == "local":
         problem = "--dry-run shows the request to SageMaker; --instance local sends none"
     if problem:
         raise InputError(problem)
+    if forecasts:
+        show_forecast(given, settings, as_json)
+        return
+    if is_sweep:
+        run_sweep(continue_sweep(resumed, settings, given.get("max_cost"), parallel), yes)
+        return
+    if tail := tail_of(resumed):
+        again = command("launch", "--resume", resumed.removesuffix(tail))
+        note(f"{resumed} continues alone; its sweep continues with `{again}`")
+    request = Request(**given, hyperparameters={**from_file, **assignments})
+    if dry_run:
+        settings = settings.with_offline(True)
     if swept:
         several = plan_sweep(request, settings, sweep, seeds, parallel or 1)
         if dry_run:
