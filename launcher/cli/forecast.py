@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import shlex
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from launcher.cli.show import at_ctrl_c, note, print_json, print_table
-from launcher.cli.words import command, option
+from launcher.cli.words import command, options
 from launcher.job import DEFAULT_RUN
 from launcher.sagemaker.cost import usd
 
 if TYPE_CHECKING:
-    from launcher.forecast.table import Forecast
     from launcher.settings import Settings
 
 
@@ -62,19 +59,12 @@ def show_forecast(given: dict[str, Any], settings: Settings, as_json: bool) -> N
         below = f"the lowest below {ceiling}: size {size:g}" if size else ""
         click.echo(below or f"no size is known to stay below {ceiling}")
     if size:
-        note(f"next: {command('launch', *map(str, next_words(given, made, size)))}")
-
-
-def next_words(given: dict[str, Any], made: Forecast, size: float) -> Iterator[object]:
-    """The options of the launch of a size: those that were given, and the time that it takes."""
-    for name, value in {"instance": "local", **given}.items():
-        yield option(name)
-        yield shlex.quote(str(value))
-    yield from ("--size", f"{size:g}")
-    row = next(row for row in made.rows if row.size == size)
-    longest = max((s for name, s in row.seconds.items() if s and name != "local"), default=0.0)
-    if "max_cost" not in given and 2 * longest > DEFAULT_RUN:
-        yield from ("--max-run", math.ceil(2 * longest))
+        wanted = {"instance": "local", **given, "size": f"{size:g}"}
+        row = next(row for row in made.rows if row.size == size)
+        longest = max((s for name, s in row.seconds.items() if s and name != "local"), default=0.0)
+        if "max_cost" not in given and 2 * longest > DEFAULT_RUN:
+            wanted["max_run"] = math.ceil(2 * longest)
+        note(f"next: {command('launch', *options(wanted))}")
 
 
 def cell(seconds: float | None, dollars: float | None) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.options import GROUP, Command, Job, settings_of, valued
-from launcher.cli.words import option
+from launcher.cli.words import options
 from launcher.errors import InputError
 
 if TYPE_CHECKING:
@@ -64,13 +63,6 @@ def launch_again(job: TrainingJob) -> str:
 
     asked = Request.model_fields.keys() - {"name", "instance"}
     given = job.model_dump(exclude_defaults=True, include=asked)
-    lines = [f"sm-nanogpt launch --instance {job.instance}"]
-    for name, value in given.items():
-        if name == "environment":
-            value = dict.fromkeys(value, "...")
-        if isinstance(value, dict):
-            value = [f"{key}={text}" for key, text in value.items()]
-        for each in value if isinstance(value, list | tuple) else [value]:
-            words = [option(name), *[str(each)] * (each is not True)]
-            lines.append(shlex.join(words))
-    return " \\\n  ".join(lines)
+    if job.environment:
+        given["environment"] = dict.fromkeys(job.environment, "...")
+    return " \\\n  ".join([f"sm-nanogpt launch --instance {job.instance}", *options(given)])

@@ -126,6 +126,17 @@ def option(field: str) -> str:
     return OPTIONS.get(field, f"--{field.replace('_', '-')}")
 
 
+def options(fields: Mapping[str, Any]) -> list[str]:
+    """The options of `launch` for fields of a request, each with its value, for a shell."""
+    found = []
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            value = [f"{key}={text}" for key, text in value.items()]
+        for each in value if isinstance(value, list | tuple) else [value]:
+            found.append(shlex.join([option(name), *[str(each)] * (each is not True)]))
+    return found
+
+
 def command(*words: str) -> str:
     """A command for the user to type, with the options that were given before the command.
 
