@@ -16,7 +16,7 @@ import pytest
 from launching import Finished
 from test_curves import file_rows
 
-from launcher.cli.views import launch_again
+from launcher.cli.jobs import launch_again
 from launcher.curve import Curve, Row
 from launcher.job import JobDescription, TrainingJob
 from launcher.views.page import page

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import click
 
-from launcher.cli import account, delete, evaluate, jobs, launch, models, search, upload, views
+from launcher.cli import account, delete, evaluate, jobs, launch, models, search, upload
 from launcher.cli.options import Group, valued
 from launcher.cli.show import logs_shown, note, silence
 from launcher.cli.words import sentence
@@ -39,7 +39,7 @@ COMMANDS: dict[str, list[click.Command]] = {
         jobs.status_command,
         jobs.logs_command,
         jobs.metrics_command,
-        views.report_command,
+        jobs.report_command,
         jobs.wait_command,
         jobs.stop_command,
         delete.delete_command,
