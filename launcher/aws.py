@@ -148,24 +148,14 @@ class Denied(ServiceError):
 
 def failure(what: str, error: BaseException) -> ServiceError:
     """Turn an exception of boto3 or s3fs, raised in `what`, into an error of one line."""
-    code = kind_of(error)
-    kind = {"aws-quota": OverQuota, "aws-denied": Denied}.get(code, ServiceError)
-    kind = Unreachable if is_outage(error) else kind
-    aws_code, _ = code_and_message(cause_of(error))
-    return kind(f"{what}: {why(error)}", code, aws_code=aws_code)
+    from botocore import exceptions
 
-
-def is_outage(error: BaseException) -> bool:
-    """Whether an exception of boto3 or s3fs is temporary.
-
-    Compares names of classes, since importing botocore takes a quarter of a second.
-    """
-    names = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
-    lost = {"botocore.exceptions.ConnectionError", "botocore.exceptions.HTTPClientError"}
-    answer = getattr(cause_of(error), "response", None) or {}
+    code, answer = kind_of(error), getattr(cause_of(error), "response", None) or {}
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    throttled = status == 429 or kind_of(error) == "aws-throttled"
-    return bool(names & lost) or throttled or status >= 500
+    lost = isinstance(error, (exceptions.ConnectionError, exceptions.HTTPClientError))
+    kinds = {"aws-quota": OverQuota, "aws-denied": Denied, "aws-throttled": Unreachable}
+    kind = Unreachable if lost or status == 429 or status >= 500 else kinds.get(code, ServiceError)
+    return kind(f"{what}: {why(error)}", code)
 
 
 def patiently(ask: Callable[[], T], *, job_id: str, code: str, deadline: float = math.inf) -> T:
