@@ -107,7 +107,8 @@ def infra_destroy_command(yes: bool) -> None:
     remove_stack(deployment, removal, yes)
 
 
-def show_removal(removal: Removal) -> None:
+def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
+    """Show what deleting a stack does, and delete it after confirmation."""
     if removal.bucket:
         note(f"keep     the bucket; to delete it: aws s3 rb --force s3://{removal.bucket}")
     if removal.key:
@@ -117,11 +118,6 @@ def show_removal(removal: Removal) -> None:
         note(f"detach   the launcher policy from {kind.lower()} {name}")
     for job_id in removal.jobs:
         note(f"warning: job {job_id} is running and fails without its role")
-
-
-def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
-    """Delete a stack after confirmation."""
-    show_removal(removal)
     agree(f"Delete stack {deployment.name} in {account_and_region(removal.stack_id)}?", yes)
     deployment.destroy(removal)
 
@@ -132,8 +128,8 @@ def account_and_region(arn: str) -> str:
 
 
 def print_stack(stack: Stack) -> None:
-    known = {name: value for name, value in asdict(stack).items() if value}
-    print_fields({name.replace("_", " "): str(value) for name, value in known.items()})
+    known = {name: str(value) for name, value in asdict(stack).items() if value}
+    print_fields({name.replace("_", " "): value for name, value in known.items()})
 
 
 @click.command("doctor", cls=Command)
