@@ -176,10 +176,6 @@ class Settings(BaseSettings):
         return self.store or self.local_store
 
     @property
-    def jobs_dir(self) -> Path:
-        return self.home / "jobs"
-
-    @property
     def models_dir(self) -> Path:
         return self.home / "models"
 
@@ -202,10 +198,15 @@ def problem_of(location: str) -> str:
 def load_settings(**given: str | None) -> Settings:
     """Load the settings; arguments override the environment and the config file.
 
-    Raises InputError as Settings, and if a variable SM_NANOGPT_* is no setting, or home cannot be
-    written.
+    Raises InputError as Settings, and if a variable SM_NANOGPT_* is no setting, as a typo is not,
+    or home cannot be written.
     """
-    check_variables()
+    known = [f"{PREFIX}{name.upper()}" for name in Settings.model_fields]
+    fine = {*known, "SM_NANOGPT_LAUNCHER"}  # the runner sets it for the training script
+    for name, value in sorted(os.environ.items()):
+        if value and name.upper().startswith(PREFIX) and name.upper() not in fine:
+            meant = did_you_mean(name.upper(), known, n=1, cutoff=0)
+            raise InputError(f"{name}: there is no such setting; {meant}")
     words = {name: value for name, value in given.items() if value}
     if "store" in words and not ABSOLUTE.match(words["store"]):
         words["store"] = str(Path(words["store"]).absolute())  # relative to the current directory
@@ -217,16 +218,6 @@ def load_settings(**given: str | None) -> Settings:
             f"{error.filename}: {error.strerror}; set SM_NANOGPT_HOME to another directory"
         ) from None
     return settings
-
-
-def check_variables() -> None:
-    """Raise InputError for an SM_NANOGPT_* variable that is no setting, such as a typo."""
-    known = [f"{PREFIX}{name.upper()}" for name in Settings.model_fields]
-    fine = {*known, "SM_NANOGPT_LAUNCHER"}  # the runner sets it for the training script
-    for name, value in sorted(os.environ.items()):
-        if value and name.upper().startswith(PREFIX) and name.upper() not in fine:
-            meant = did_you_mean(name.upper(), known, n=1, cutoff=0)
-            raise InputError(f"{name}: there is no such setting; {meant}")
 
 
 def process_of(module: str, *words: object) -> list[str]:

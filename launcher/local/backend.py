@@ -90,7 +90,7 @@ class LocalBackend:
     parallel = 1  # jobs at a time, which share the cores
 
     def __init__(self, settings: Settings) -> None:
-        self.jobs_dir = settings.jobs_dir
+        self.jobs_dir = settings.home / "jobs"
         self.settings = settings
 
     def check(self, job: TrainingJob) -> Placement:
