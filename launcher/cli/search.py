@@ -17,7 +17,6 @@ from launcher.cli.words import command, sentence
 from launcher.errors import InputError, LauncherError
 
 if TYPE_CHECKING:
-    from launcher.source import Source
     from launcher.trying.search import Search
 
 CODES = {"kept": 0, "refused": 4, "ceiling": 5}  # of a verdict; 3 of any other
@@ -193,16 +192,11 @@ def show_command(number: int, group: str) -> None:
     if number > len(tries):
         raise InputError(f"search {group} has {len(tries)} tries")
     entry = tries[number - 1]
-    click.echo("".join(changes(search.source(entry["base"]), search.source(entry["folder"]))))
-
-
-def changes(before: Source, after: Source) -> list[str]:
-    """A unified diff of two folders."""
-    lines = list[str]()
-    for name in sorted({*before.files, *after.files}):
+    before, after = (search.source(entry[key]).files for key in ("base", "folder"))
+    for name in sorted({*before, *after}):
         old, new = (
-            each.files.get(name, b"").decode(errors="replace").splitlines(True)
-            for each in (before, after)
+            files.get(name, b"").decode(errors="replace").splitlines(True)
+            for files in (before, after)
         )
-        lines += difflib.unified_diff(old, new, f"base/{name}", f"try/{name}")
-    return lines
+        lines = difflib.unified_diff(old, new, f"base/{name}", f"try/{name}")
+        click.echo("".join(lines), nl=False)
