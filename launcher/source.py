@@ -174,4 +174,4 @@ def find_source(sha256: str, settings: Settings, entry_point: Path | None = None
             return source
     but = f"and {place} is another" if entry_point else "which is not on this machine"
     problem = f"the model belongs to the training folder with SHA-256 {sha256[:12]}..., {but}"
-    raise InputError(problem, "another-folder")
+    raise InputError(problem, "name-folder")

@@ -29,15 +29,13 @@ REMEDIES: dict[str, str] = {
     "encode-for-model": "encode the text with `{sm} upload-data PATH --tokenizer {model}`",
     "idle-gpus": "add `--set device=auto`, or `--set device=cpu` if you mean it",
     "job-may-exist": "`{sm} status {job_id}` shows whether the job exists",
-    "name-script": "name it with --entry-point DIR",
     "no-role": "`{sm} infra deploy` creates one, or set --role or SM_NANOGPT_ROLE to its ARN",
     "no-stack-seen": "set --store or SM_NANOGPT_STORE to s3://bucket/prefix; or, if you have a"
     " stack, run `{sm} infra show` once",
     "no-store": "create one with `{sm} infra deploy`, or set --store or SM_NANOGPT_STORE to"
     " s3://bucket/prefix",
     "read-less": "use more text, or --set max_steps={steps} to read it {n} times",
-    "sdk-differs": "install the version in constraints.txt, or uninstall the package `sagemaker`:"
-    " without it, the planned request is sent",
+    "sdk-differs": "install the version in constraints.txt, or uninstall the package `sagemaker`",
     "store-on-s3": "set --store or SM_NANOGPT_STORE to s3://bucket/prefix",
     "train-on-cpu": "--set device=cpu trains without them",
     "cost-unconfirmed": "set a ceiling with --max-cost, where the price is known, or pass --yes",
@@ -64,7 +62,7 @@ REMEDIES: dict[str, str] = {
     "teach-to-chat": "`{sm} upload-data CHATS.jsonl --tokenizer JOB-ID` and"
     " `{sm} launch --init-from JOB-ID` teach it",
     "port-taken": "leave it out to take a free one",
-    "another-folder": "--entry-point DIR names another",
+    "name-folder": "name it with --entry-point DIR",
     # texts, files
     "other-column": "`--column` takes another field",
     "needs-tokens": "`{sm} upload-data {path} --tokenizer bpe` reads tables and JSON; to tune the"

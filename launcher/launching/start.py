@@ -76,7 +76,7 @@ def find_model(request: Request, settings: Settings, field: str = "init_from") -
             tokenizer = source.module("text").read_tokenizer(directory)
         except source.module("errors").TrainingError as error:
             if "that script" in str(error):  # of an edited folder
-                raise InputError(str(error), "name-script") from None
+                raise InputError(str(error), "name-folder") from None
             raise InputError(str(error), field=field, value=reference) from None
         channel = Channel(reference, uri or storage.to_uri(directory), None, [])
         if uri is None and storage.local_path(settings.data_store) is None:

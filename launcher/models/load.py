@@ -130,7 +130,7 @@ def own_model(
             folder = f"the folder that trained it (SHA-256 {training.script_sha256[:12]}...)"
             what = "the packaged one, which gave the same logits when the model was written"
             missing = f"{directory}: {folder} is not on this machine; using {what}"
-            logger.warning(missing, extra={"code": "another-folder"})
+            logger.warning(missing, extra={"code": "name-folder"})
     with errors_of(source):
         make = known_config if source.is_packaged else source.module("config").make_config
         # An edit may not support the meta device, on which load_pretrained compares shapes first.
