@@ -55,7 +55,7 @@ class Context:
     checked, and the quotas of all instances with GPUs are."""
 
     settings: Settings
-    instance: str | None = None
+    instance: str = ""
     stack: Stack | None = None
 
     @cached_property
@@ -125,7 +125,6 @@ def check_store(context: Context) -> Found:
 
 
 def check_price(context: Context) -> Found:
-    assert context.instance is not None
     prices = Prices(context.settings)
     price = prices.of(context.instance)
     if prices.trouble or price is None:
@@ -171,7 +170,7 @@ def run_checks(settings: Settings, instance: str | None, train: bool) -> Iterato
         checks |= {"credentials": check_credentials, "quota": check_quota}
         checks |= {"price": check_price} if instance else {}
         checks |= {"stack": check_stack, "role": check_role, "store": check_store}
-    context = Context(settings, instance)
+    context = Context(settings, instance or "")
     for name, check in checks.items():
         try:
             found = check(context)

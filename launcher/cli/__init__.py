@@ -133,8 +133,7 @@ def run(arguments: list[str] | None = None) -> int:
         click.echo(error.format_message(), err=True)
         return 2
     except (KeyboardInterrupt, click.Abort) as error:
-        with root or nullcontext():
-            note(": ".join(["interrupted", *map(str, error.args)]))
+        note(": ".join(["interrupted", *map(str, error.args)]))
         return 1
     except BrokenPipeError:
         silence(sys.stdout)  # `| head` is not a failure

@@ -105,7 +105,6 @@ class Group(Command, click.Group):
     """A group of these commands."""
 
     command_class = Command
-    group_class = type
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, {"sample": "fetch-and-sample"}.get(cmd_name, cmd_name))
