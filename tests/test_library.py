@@ -157,6 +157,11 @@ def test_jobs_reads_only_as_many_as_asked(held, job, monkeypatch):
     assert sm.jobs(name="nobody") == []
 
 
+def test_a_sweep_over_no_values_is_refused(home, text_file):
+    with pytest.raises(sm.InputError, match="has no values"):
+        sm.sweep(sm.Request(**TINY_JOB, data=str(text_file)), {"learning_rate": []})
+
+
 def test_a_state_that_no_job_has_is_refused(home):
     with pytest.raises(sm.InputError) as caught:
         sm.jobs(status="completed")

@@ -160,6 +160,8 @@ def plan_sweep(
         raise InputError("is given twice", "swept-and-set", "sweep", min(both))
     if request.is_local and parallel > 1 and request.processes_per_instance is None:
         request = request.model_copy(update={"processes_per_instance": 1})
+    if empty := [name for name, each in values.items() if not each]:
+        raise InputError("has no values", field="sweep", value=empty[0])
     members = records.grid(values, seeds, int(request.hyperparameters.get("seed", 1337)))
     check_name(request, settings)
     if request.name is not None:  # jobs that continue the sweep have names too
