@@ -348,6 +348,7 @@ def test_own_jobs_tell_the_speed_of_an_instance(forecaster, monkeypatch, home):
         ended("ml.g5.xlarge", 4),
         ended("ml.g5.xlarge", status="Failed"),
         ended("ml.g5.xlarge", job_id="taught", inputs={"teacher": "s3://bucket/models/large"}),
+        ended("ml.g5.xlarge", job_id="edited", hyperparameters={"optimizer": "lion"}),
         ended("ml.g5.xlarge"),
         ended("local"),
     ]
@@ -356,7 +357,7 @@ def test_own_jobs_tell_the_speed_of_an_instance(forecaster, monkeypatch, home):
     request = Request(instance="ml.g6.xlarge")
     unknown, known = forecasting.known_places(request, forecaster, load_settings())
     assert (unknown.name, unknown.flops) == ("ml.g6.xlarge", None)
-    assert (known.name, known.job) == ("ml.g5.xlarge", jobs[3].job_id)
+    assert (known.name, known.job) == ("ml.g5.xlarge", jobs[4].job_id)
     assert known.seconds(forecaster.work(3.0)) == pytest.approx(
         60 + 0.01 * forecaster.config_of(3.0, forecaster.tokens).max_steps, rel=0.01
     )

@@ -171,13 +171,16 @@ class Forecaster:
 
     def measured(self, job: JobDescription, vocabulary: int) -> Place | None:
         """What an ended job tells of its instance type; None if it did not complete, its speed is
-        unknown, or a teacher made it slower."""
+        unknown, a teacher made it slower, or its options are of another folder."""
         names = {f.name for f in fields(self.config.Config)}
         values = {n: v for n, v in job.hyperparameters.items() if n in names}
         speed = (job.metrics or {}).get("tokens_per_second")
         if job.status != "Completed" or not (speed and job.started and job.ended):
             return None
-        config = self.config.Config(**values)
+        try:
+            config = self.config.Config(**values)
+        except self.source.module("errors").ConfigError:
+            return None
         if getattr(config, "generations", 1) > 1 or "teacher" in job.inputs:  # those are slower
             return None
         step = config.batch_size * config.block_size
