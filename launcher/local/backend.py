@@ -216,7 +216,8 @@ class LocalBackend:
 
     def stop(self, job_id: str) -> None:
         path = self.jobs_dir / job_id / "stop"
-        (path.with_name("stop-now") if path.exists() else path).touch()
+        with storage.reported(str(path.parent)):
+            (path.with_name("stop-now") if path.exists() else path).touch()
 
     def places(self, job_id: str) -> Sequence[str]:
         return [storage.to_uri(self.jobs_dir / job_id)]
