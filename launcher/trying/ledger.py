@@ -7,6 +7,7 @@ search knows is read from it, so a killed command leaves what was before the ent
 
     start      what the search is: text, hyperparameters, folder, ceiling
     run        the loss and the seconds of one folder and seed
+    base       what the first folder loses, and by how much that varies
     fresh      how many fresh seeds two folders got
     reserved   what a job may cost, and its runs; settled: what it cost
     sending    it is about to be sent; sent: AWS has it
