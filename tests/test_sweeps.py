@@ -397,6 +397,7 @@ def test_the_ceiling_holds_for_the_sum(launch):
 
 def test_a_sweep_reads_its_text_and_its_folder_once(launch, tmp_path, monkeypatch):
     folder = launching.edited(tmp_path / "my", ('"a set of hyper', '"one set of hyper'))
+    Source.packaged()  # is read once in a process
     reads = Counter[str]()
 
     def counted(owner: Any, name: str) -> None:
