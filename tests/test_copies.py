@@ -200,6 +200,7 @@ def test_standard_input_is_a_file(copied, monkeypatch, tmp_path):
     [
         ("https://a.org/b.txt", "web address"),
         ("gs://bucket/b.txt", "s3://bucket/prefix"),
+        ("- -", "given once"),
         ("hf://me/model", "hf://datasets/OWNER/NAME"),
         ("", "the path is empty"),
     ],
@@ -207,7 +208,7 @@ def test_standard_input_is_a_file(copied, monkeypatch, tmp_path):
 def test_other_urls_are_refused_with_the_way(copied, source, fact, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # it is not asked for
     with pytest.raises(InputError) as refused:
-        copied(source)
+        copied(*source.split(" "))
     assert fact in str(refused.value)
 
 

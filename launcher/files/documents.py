@@ -8,6 +8,7 @@ than 200 and integers of more than 4,300 digits.
 from __future__ import annotations
 
 import codecs
+import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -127,6 +128,7 @@ def reason_of(error: ValidationError) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(read_file(path, LARGEST).decode())
+        json.dumps(values, default=str)  # fails for an integer that is too long for any message
         sections = [name for name, value in values.items() if isinstance(value, dict)]
         if not sections:
             return values

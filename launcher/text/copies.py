@@ -85,6 +85,8 @@ def copied(
         for copy in copies:
             copy.fill(wanted, progress)
 
+    if [*map(str, given)].count("-") > 1:
+        raise InputError("- can be given once: it is standard input")
     with ExitStack() as stack:
         readers.addFilter(rename)
         stack.callback(readers.removeFilter, rename)
