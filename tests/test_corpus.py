@@ -616,3 +616,11 @@ def test_without_shakespeare_pythons_own_reference_is_taken(
     text = (stored(ran.out.strip()) / "python-reference.txt").read_text()
     assert len(text) > 300_000 and 'The "while" statement' in text
     assert not (home / "cache/shakespeare.txt").exists()
+
+
+def test_without_either_text_an_own_one_is_asked_for(cli, monkeypatch):
+    url = "http://127.0.0.1:9/input.txt"
+    monkeypatch.setattr("launcher.text.copies.SHAKESPEARE_URL", url)
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    ran = cli("upload-data")
+    assert ran.failed(1, url, "`sm-nanogpt upload-data FILE`") and not ran.out

@@ -219,7 +219,7 @@ def first_text(settings: Settings | None = None) -> Path:
     """Tiny Shakespeare, as a file in the cache: downloaded once, and verified by its SHA-256.
 
     Many networks reach a package index and little else. There it is Python's language reference,
-    which comes with Python.
+    which comes with Python; without it, this raises ServiceError.
     """
     cache = (settings or load_settings()).home / "cache"
     shakespeare = cache / "shakespeare.txt"
@@ -234,8 +234,10 @@ def first_text(settings: Settings | None = None) -> Path:
     if not why:
         storage.write_bytes(str(shakespeare), content)
         return shakespeare
-    from pydoc_data.topics import topics  # of `help()`: half a megabyte of the reference
-
+    try:
+        from pydoc_data.topics import topics  # of `help()`: half a megabyte of the reference
+    except ImportError:
+        raise ServiceError(f"{SHAKESPEARE_URL}: {why}", "own-text") from None
     what = "took the language reference that comes with Python"
     logger.warning(f"{SHAKESPEARE_URL}: {why}; {what}", extra={"code": "own-text"})
     reference = cache / "python-reference.txt"
