@@ -28,11 +28,10 @@ from typing import IO, Any
 from entry_point.conversations import END_OF_TURN
 from entry_point.files import file_sha256
 from entry_point.text import Tokenizer
-from launcher.errors import InputError
+from launcher.errors import InputError, characters
 from launcher.files.storage import Progress, expect, json_bytes
 from launcher.models.chat import SPEAKS, ChatEncoder
 from launcher.models.encoder import Encoder
-from launcher.models.sample import check_known
 from launcher.text.formats import Counts, File, documents
 from launcher.text.tokenizer import KNOWN_ENDS
 
@@ -168,10 +167,13 @@ def write_documents(
     encoder = Encoder(tokenizer, code)
     chat = ChatEncoder(encoder) if code == "i" else None
     end = array(code, [] if tokenizer.end is None else [~tokenizer.end if chat else tokenizer.end])
+    known = {w.decode() for w in tokenizer.words} if tokenizer.unit == "characters" else None
     ends, needed, position = array("Q"), array("Q"), 0
     for batch in batched:
         pieces = [piece for piece in batch if piece is not None]
-        check_known(tokenizer, "".join(pieces), "the text")
+        if known and (unknown := sorted(set().union(*pieces) - known)):
+            lacks = f"characters that the tokenizer lacks: {characters(unknown)}"
+            raise InputError(f"the text has {lacks}")
         each = iter(chat.encode(pieces) if chat else encoder.encode(pieces))
         for piece in batch:
             ids = end.tobytes() if piece is None else next(each)
