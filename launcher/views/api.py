@@ -66,6 +66,7 @@ class WantedChat(Wanted):
 
 class WantedText(Wanted):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)] = ""
+    logprobs: None = None  # a number; 0 asks for some too
 
 
 # What cannot be done here; and the values that ask for nothing, besides 0 and what is empty.
@@ -74,10 +75,12 @@ MISSING = (
     *("logprobs", "response_format", "echo", "suffix"),
 )
 USUAL: dict[str, Any] = {"n": 1, "best_of": 1, "response_format": {"type": "text"}}
+LEAVE_OUT = "not supported here; leave it out"
 REFUSALS = {
     "content": "must be text, as a string or as parts of type text; images and null are not taken",
     "prompt": "must be one text, not several and not ids",
     "stop": "must be a string or a list of strings",
+    "logprobs": LEAVE_OUT,
 }
 
 
@@ -150,7 +153,7 @@ def routes(players: Sequence[Player]) -> list[Route]:
             return problem(400, reason(error))
         for name, value in (wanted.model_extra or {}).items():
             if name in MISSING and value and value != USUAL.get(name):
-                return problem(400, f"{name}: not supported here; leave it out")
+                return problem(400, f"{name}: {LEAVE_OUT}")
         if wanted.model not in by_name:
             said = f"no model {wanted.model!r}; there is {', '.join(by_name)}"
             return problem(404, said, "model_not_found")
