@@ -35,7 +35,9 @@ from launcher.files import storage
 from launcher.job import LOCAL_FIELDS, TrainingJob
 from launcher.launching.launch import find_earlier, new_job_id, resumed
 from launcher.local import backend
+from launcher.local.backend import LocalBackend
 from launcher.local.runner import LocalRun
+from launcher.settings import load_settings, process_of
 from launcher.source import Source, keep
 from launcher.text.corpus import upload_data
 from launcher.tracking import describe, logs, wait
@@ -136,9 +138,9 @@ from pathlib import Path
 job = Path(os.environ["SAGEMAKER_BASE_DIR"]).parents[1]
 model, stop = job / "hosts/algo-1/model/model.safetensors", job / "stop"
 
-def be_stopped():
+def be_stopped(mark=stop):
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    stop.touch()
+    mark.touch()
     signal.sigwait({signal.SIGTERM})
 """
 
@@ -617,6 +619,21 @@ def test_ctrl_c_in_logs_keeps_the_job_and_stop_ends_it(home, detach, cli):
 def test_a_stop_ends_a_script_wherever_it_is(tmp_path, script, status):
     assert run_job(tmp_path, script)["status"] == status
     assert (tmp_path / "output/model.tar.gz").exists() == (status == "Completed")
+
+
+def test_a_signal_and_a_stop_are_not_two_stops(home):
+    """As where all processes of a followed job are ended at once."""
+    directory = home / "jobs" / "sm-nanogpt-20261128-120000-abcdef"
+    write_job(directory)
+    saves = "be_stopped(job / 'ready'); time.sleep(1); model.touch()"
+    (directory / "code/train.py").write_text(PRELUDE + saves)
+    runner = subprocess.Popen(process_of("launcher.local.runner", directory, 0))
+    launching.until((directory / "ready").exists)
+    runner.terminate()
+    launching.until(lambda: "Stopping" in (directory / "state.json").read_text())
+    LocalBackend(load_settings()).stop(directory.name)
+    assert runner.wait() == 0
+    assert json.loads((directory / "state.json").read_text())["status"] == "Completed"
 
 
 FAILED = {"status": "Failed", "reason": "OSError: why"}

@@ -46,6 +46,7 @@ class LocalRun:
         assert record is not None
         self.job, self.record = record.job, record
         self.base = directory / "hosts" / HOST  # /opt/ml in a container
+        self.stop_requested = False  # by a signal
         self.state: dict[str, Any] = {"status": "InProgress", "started": time.time()}
         self.error: str | None = None  # train.py's last line that names an error
 
@@ -76,7 +77,7 @@ class LocalRun:
         self.update(status=status, reason=reason, ended=time.time())
 
     def stopping(self) -> bool:
-        return (self.directory / "stop").exists()
+        return self.stop_requested or (self.directory / "stop").exists()
 
     def deleted(self) -> bool:
         """Whether the job was deleted; a rank may have recreated its directory."""
@@ -236,6 +237,10 @@ def command_line(values: Mapping[str, Any]) -> list[str]:
 def main(directory: str, lock: str) -> None:
     """Run the job in a directory; `lock` is the descriptor that holds its lock."""
     run = LocalRun(Path(directory), load_settings())  # those of the launch
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: (run.directory / "stop").touch())
+
+    def on_signal(signum: int, frame: Any) -> None:
+        run.stop_requested = True
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
     run.run()
