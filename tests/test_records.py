@@ -72,6 +72,18 @@ def test_each_format_holds_the_same_documents(name):
     assert not any(is_chat for _, is_chat, _ in found)
 
 
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"text\na\tb\n", "a\tb"),
+        (b"text\na, b\n", "a, b"),
+        (b'text,"n\tm"\na;b,c\n', "a;b"),
+    ],
+)
+def test_the_first_row_shows_what_separates_cells(content, text):
+    assert read("a.csv", content) == [("a.csv:2", False, [text])]
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
 def test_conversations_are_in_each_format_that_nests(name):
     rows: list[dict[str, Any]] = [{"messages": CHAT, "text": None}, {"messages": None, "text": "b"}]

@@ -86,11 +86,12 @@ def json_array(file: IO[bytes], path: str) -> Records:
 
 
 def table(file: IO[bytes], path: str) -> Records:
-    """Each row of a table, below the names of its columns. Excel may separate by semicolons."""
+    """Each row of a table, below the names of its columns. Excel may separate by semicolons; one
+    column needs no separator, and may hold any."""
     csv.field_size_limit(LONGEST_RECORD)
     lines = io.TextIOWrapper(file, "utf-8", newline="")
     first = lines.readline()
-    delimiter = max("\t,;", key=first.count)
+    delimiter = max("\x1f,;\t", key=first.count)
     rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
     names, line, problem = list[str](), 1, ""
     try:
