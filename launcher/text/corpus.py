@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")  # of an upload
 LAST_UPLOADS = "last-uploads.json"  # URIs by `place`, the newest last
-TOKENS_VERSION = 5  # of what launcher.text.tokens writes
+TOKENS_VERSION = 6  # of what launcher.text.tokens writes
 
 
 @dataclass(frozen=True)
