@@ -607,6 +607,12 @@ def test_a_name_means_one_job_or_one_sweep(job, recorded, cli, text_file):
             assert ran.failed(2, f"--name {name}: ", owner)
 
 
+def test_a_sweep_without_a_job_has_no_report(home, cli):
+    sweep = Sweep(job=Request(instance="local"), members=[{}], parallel=1)
+    write_record(GROUP, sweep, Settings(home=home))
+    assert cli("report", "--group", GROUP).failed(1, "has no job")
+
+
 def test_a_sweep_has_a_report_of_jobs_with_a_curve(swept, job, cli):
     curves = sorted(job.home.glob(f"jobs/{swept}-*/hosts/algo-1/checkpoints/metrics-*"))
     assert cli("report", "--group", "latest").out == "report-2-runs.html\n"

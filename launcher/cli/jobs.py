@@ -233,7 +233,9 @@ def report_command(
 
     settings = settings_of()
     if group is not None:
-        _, tries = find_sweep(group, settings)
+        group, tries = find_sweep(group, settings)
+        if not tries:
+            raise ServiceError(f"sweep {group} has no job yet")
         job_ids = tuple(each[-1].job_id for _, each in sorted(tries.items()))
     report = compare(read_runs(job_ids, settings))
     several = len(report.runs) > 1
