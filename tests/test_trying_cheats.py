@@ -368,6 +368,18 @@ def test_more_steps_by_the_preset_are_refused_first(mine, tmp_path):
         checked(tiny_folder(tmp_path / "cheat", more), mine)
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (("max_steps=60, learning_rate=0.05", "max_steps=0, learning_rate=0.05"), "max_steps"),
+        (("\nPRESETS", "\nimport atexit\n\natexit.register(print, 'x')\nPRESETS"), "tokens"),
+    ],
+)
+def test_a_folder_without_a_number_of_tokens_is_refused(mine, tmp_path, change, why):
+    with pytest.raises(Refused, match=why):
+        mine.planned(Source.read(tiny_folder(tmp_path / "cheat", change)))
+
+
 def test_a_run_reaches_nothing_of_its_search(mine, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_HOME", str(mine.settings.home))
     before = launching.tree(mine.settings.home)

@@ -9,7 +9,6 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -268,15 +267,18 @@ class Search:
             self.loss_of(ended.out / "model", source, check=True)
 
     def planned(self, source: Source) -> int:
-        """The tokens on which a folder would train, as its config.py says; 0 if that fails, as a
-        run does then."""
+        """The tokens on which a folder would train, as its config.py says. Raises Refused."""
         script = PLANNED.format(words=self.start["words"]).encode()
         asked = Source(source.directory, {**source.files, "train.py": script})
         run = Run(asked, {}, self.text, limit=10 * self.limit, alone=True)
+        said = problem = ""
         for _, ended in run_all([run], 1):
-            with suppress(ValueError):
-                return int((ended.out / "log").read_text().strip().rpartition("\n")[2])
-        return 0
+            said, problem = (ended.out / "log").read_text(errors="replace"), ended.problem
+        try:
+            return int(said.strip().rpartition("\n")[2])
+        except ValueError:
+            problem = problem or "config.py does not say on how many tokens it trains"
+            raise Refused(problem) from None
 
     def compared(self, source: Source, base: Source, most: int) -> Entry:
         """The verdict by pairs: on seeds that all tries share, and then on fresh ones."""
