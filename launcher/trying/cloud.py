@@ -70,7 +70,10 @@ class OnSageMaker:
         self.place = f"{self.backend.caller().account} {self.backend.region}"
 
     def made(self, runs: Sequence[RunOf]) -> Iterator[Made]:
-        """Each run: those of the base first, which others need too, and those that failed last."""
+        """Each run: those of the base first, which others need too, and those that failed last.
+
+        Raises OverCeiling if the job may cost more than is left, and ServiceError if it fails.
+        """
         if not runs:
             return
         entry = self.known(runs) or self.send(runs)
@@ -98,8 +101,11 @@ class OnSageMaker:
                 if problem:  # it can be made anew
                     key = {"folder": source.sha256, "seed": seed}
                     self.ledger.add("failed", job=entry["job"], **key, why=problem)
-                yield Made(source, seed, place / "unpacked" / "model", facts.seconds, problem)
+                if facts is not UNMADE:
+                    yield Made(source, seed, place / "unpacked" / "model", facts.seconds, problem)
                 shutil.rmtree(place, ignore_errors=True)
+            if any(facts is UNMADE for facts, *_ in found):
+                raise ServiceError(f"job {entry['job']} ended before all runs were made; try again")
 
     # -- money ------------------------------------------------------------------------------------
 
