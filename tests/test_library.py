@@ -157,6 +157,13 @@ def test_jobs_reads_only_as_many_as_asked(held, job, monkeypatch):
     assert sm.jobs(name="nobody") == []
 
 
+def test_a_sweep_of_a_set_value_is_refused_with_dashes_too(home, text_file):
+    given = {"learning-rate": 0.01}
+    request = sm.Request(instance="local", data=str(text_file), hyperparameters=given)
+    with pytest.raises(sm.InputError, match="given twice"):
+        sm.sweep(request, {"learning-rate": [0.02, 0.03]})
+
+
 def test_a_sweep_over_no_values_is_refused(home, text_file):
     with pytest.raises(sm.InputError, match="has no values"):
         sm.sweep(sm.Request(**TINY_JOB, data=str(text_file)), {"learning_rate": []})

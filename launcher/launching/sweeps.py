@@ -154,6 +154,7 @@ def plan_sweep(
     seeds, `parallel` jobs at a time. Raises as `prepare` if a job cannot run.
     """
     given = {*request.hyperparameters, *["seed"] * (seeds > 1)}
+    values = {name.replace("-", "_"): each for name, each in values.items()}
     if (job_id := request.resume) is not None:
         raise InputError("continues one job", "sweep-of-one", "resume", job_id, job_id=job_id)
     if both := values.keys() & given:
