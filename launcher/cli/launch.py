@@ -185,7 +185,7 @@ def launch_command(
         problem = f"{other[0]}: a forecast is for all sizes, without it"
     elif as_json and not forecasts:
         problem = "--json is for --forecast; a launch prints the id of the job"
-    elif is_sweep and typed - {"resume", "max_cost", "parallel", "yes"}:
+    elif is_sweep and not forecasts and typed - {"resume", "max_cost", "parallel", "yes"}:
         only = "besides --resume, give only --max-cost, --parallel or --yes"
         problem = f"{resumed} is a sweep, which continues as it was launched: {only}"
     elif swept and follow is not None:

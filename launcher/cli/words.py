@@ -62,7 +62,7 @@ REMEDIES: dict[str, str] = {
     "teach-to-chat": "`{sm} upload-data CHATS.jsonl --tokenizer JOB-ID` and"
     " `{sm} launch --init-from JOB-ID` teach it",
     "port-taken": "leave it out to take a free one",
-    "name-folder": "name it with --entry-point DIR",
+    "name-folder": "--entry-point DIR names that folder",
     # texts, files
     "other-column": "`--column` takes another field",
     "needs-tokens": "`{sm} upload-data {path} --tokenizer bpe` reads tables and JSON; to tune the"
