@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,8 @@ def looks_like_gpu(name: str) -> bool:
 # -- cores of this machine -------------------------------------------------------------------------
 
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+CPU_TIMES = Path("/proc/stat")
+SAMPLE_SECONDS = 0.25
 
 
 def cpu_processes(config: Config) -> int:
@@ -160,6 +163,40 @@ def cpu_quota() -> float:
     except OSError:
         return math.inf
     return math.inf if limit == "max" else int(limit) / int(period)
+
+
+def is_busy() -> bool:
+    """Whether other programs use over a quarter of the cores that a job may use.
+
+    Linux tells it of a quarter of a second, in which this program waits. Elsewhere, the mean load
+    of the last minute decides, to which this program's own runs belong.
+    """
+    before = busy_seconds()
+    if before is None:
+        busy_cores = os.getloadavg()[0]
+    else:
+        time.sleep(SAMPLE_SECONDS)
+        busy_cores = ((busy_seconds() or before) - before) / SAMPLE_SECONDS
+    return busy_cores > cores() / 4
+
+
+def busy_seconds() -> float | None:
+    """The seconds that the CPUs of this process have computed for any program since the start of
+    the system; None where they are not counted.
+
+    https://docs.kernel.org/filesystems/proc.html#miscellaneous-kernel-statistics-in-proc-stat
+    """
+    try:
+        rows = [line.split() for line in CPU_TIMES.read_text().splitlines()]
+    except OSError:
+        return None
+    cpus = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    ticks = 0
+    for name, *counts in rows:
+        if name in cpus:
+            user, nice, system, _idle, _waiting, *interrupts = map(int, counts[:8])
+            ticks += user + nice + system + sum(interrupts)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def available_cores() -> int:

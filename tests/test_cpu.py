@@ -43,3 +43,27 @@ def test_omp_num_threads_limits_the_processes(monkeypatch, said, count):
     monkeypatch.setattr(machines, "cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", said)
     assert machines.cpu_processes(make_config({}, "baby")) == count
+
+
+@pytest.mark.parametrize(("busy_cores", "busy"), [(0.0, False), (0.8, False), (1.5, True)])
+def test_a_machine_is_busy_when_others_use_its_cores(monkeypatch, busy_cores, busy):
+    seconds = iter([100.0, 100.0 + busy_cores * machines.SAMPLE_SECONDS])
+    monkeypatch.setattr(machines, "busy_seconds", lambda: next(seconds))
+    monkeypatch.setattr(machines, "cores", lambda: 4)
+    assert machines.is_busy() is busy
+
+
+def test_only_the_cpus_of_this_process_are_counted(tmp_path, monkeypatch):
+    rows = ("cpu  9 9 9 9 9 9 9 9 0 0", "cpu0 300 100 200 900 50 1 2 3 7 7", "cpu1 9 9 9 9 9 9 9 9")
+    (tmp_path / "stat").write_text("\n".join(rows))
+    monkeypatch.setattr(machines, "CPU_TIMES", tmp_path / "stat")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr("os.sysconf", lambda name: 100)
+    assert machines.busy_seconds() == 6.06
+
+
+def test_where_no_cpu_is_counted_the_load_decides(tmp_path, monkeypatch):
+    monkeypatch.setattr(machines, "CPU_TIMES", tmp_path / "none")
+    monkeypatch.setattr(machines, "cores", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (1.5, 0.0, 0.0))
+    assert machines.is_busy()

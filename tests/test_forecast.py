@@ -65,6 +65,7 @@ def obedient(
 def lawful(monkeypatch):
     monkeypatch.setattr(forecast, "run_trials", obedient)
     monkeypatch.setattr(forecast, "shared", lambda: LAW)
+    monkeypatch.setattr(forecast, "is_busy", lambda: False)
 
 
 @pytest.fixture
@@ -160,6 +161,24 @@ def test_runs_that_ended_are_not_run_again(forecaster, monkeypatch):
     )
     again = Forecaster(forecaster.corpus, forecaster.source, forecaster.place, print)
     assert again.forecast("text", [], None) == made
+
+
+def test_times_of_a_busy_machine_are_marked_until_it_is_quiet(forecaster, monkeypatch):
+    monkeypatch.setattr(forecast, "is_busy", lambda: True)
+    busy = forecaster.forecast("text", [], None)
+    again = forecaster.forecast("text", [], None)
+    assert busy.busy and again == busy
+    assert "other programs" in busy.notes[0]
+    monkeypatch.setattr(forecast, "is_busy", lambda: False)
+    quiet = forecaster.forecast("text", [], None)
+    assert not quiet.busy
+    assert not any("other programs" in line for line in quiet.notes)
+
+
+def test_a_program_that_starts_meanwhile_is_noticed(forecaster, monkeypatch):
+    looks = iter([False, True])
+    monkeypatch.setattr(forecast, "is_busy", lambda: next(looks, False))
+    assert forecaster.forecast("text", [], None).busy
 
 
 def test_an_interruption_keeps_the_pilots_that_ended(forecaster, monkeypatch):
@@ -285,6 +304,13 @@ def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):
     size = told.out.partition(": size ")[2].partition("\n")[0]
     next_line = f"next: sm-nanogpt launch --instance local --data {text_here} --size {size}"
     assert told.err.splitlines()[-1] == next_line
+
+
+def test_a_column_of_doubtful_times_has_a_star(cli, lawful, text_here, monkeypatch):
+    monkeypatch.setattr(forecast, "is_busy", lambda: True)
+    ran = cli("launch", "--forecast", "--data", text_here).good
+    assert ran.out.splitlines()[0].endswith("local*")
+    assert "note: local" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ def show_forecast(given: dict[str, Any], settings: Settings, as_json: bool) -> N
     note(f"text: {made.text}, {made.tokens:,} {made.unit} to train on")
     note(f"pilots: {made.pilots} runs on this machine, {made.pilot_seconds:.0f} s")
     places = list(made.rows[0].seconds)
-    head = ["SIZE", "PARAMETERS", "READINGS", "VAL_LOSS", "80 % INTERVAL", "BITS/BYTE", *places]
+    columns = [f"{name}*" if name == "local" and made.busy else name for name in places]
+    head = ["SIZE", "PARAMETERS", "READINGS", "VAL_LOSS", "80 % INTERVAL", "BITS/BYTE", *columns]
     rows = [
         [
             f"{row.size:g}",

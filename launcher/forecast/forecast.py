@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,7 +18,7 @@ from launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_tr
 from launcher.forecast.table import Change, Forecast, Kept, Pilot, Row
 from launcher.job import Expected, JobDescription, TrainingJob
 from launcher.local.backend import plan_processes
-from launcher.machines import cores
+from launcher.machines import cores, is_busy
 from launcher.sagemaker.cost import AROUND_SECONDS
 from launcher.source import Source
 
@@ -59,6 +58,15 @@ class Place:
         """Whether a job below the ceiling, in USD, has the time for it."""
         dollars = self.dollars(work, AROUND_SECONDS)
         return dollars is not None and ceiling is not None and dollars <= ceiling
+
+
+@dataclass(frozen=True)
+class LocalTimes:
+    """The seconds that a job of each size takes here, and whether other programs used this machine
+    while that was measured."""
+
+    seconds: dict[float, float]
+    busy: bool
 
 
 class Forecaster:
@@ -139,24 +147,39 @@ class Forecaster:
         config = self.config_of(size, self.tokens)
         return self.work_of(config) * float(config.max_steps)
 
-    def local_seconds(self, sizes: Sequence[float]) -> dict[float, float]:
-        """The seconds that a job of each size takes here: a few steps show it, or by arithmetic
-        those of a smaller size, if a step takes long."""
-        found, speed, around = dict[float, float](), math.inf, 0.0
+    def local_times(self, sizes: Sequence[float]) -> LocalTimes:
+        """How long a job of each size takes here: a few steps show it, or by arithmetic those of a
+        smaller size, if a step takes long."""
+        found, speed, around, busy = dict[float, float](), math.inf, 0.0, False
         for size in sizes:
             config = self.config_of(size, self.tokens)
             per_step = self.work_of(config) / speed
             if per_step < LONG_STEP:
                 looks = round(LOOK_SECONDS / LOOK_STEPS / per_step) if per_step else MOST_LOOKS
                 steps = LOOK_STEPS * max(1, min(MOST_LOOKS, looks))
-                [made] = self.made([self.look(size, min(steps, config.max_steps))], at_once=1)
-                per_step, around = made.step_seconds, made.around
+                look = self.timed(self.look(size, min(steps, config.max_steps)))
+                per_step, around = look.step_seconds, look.around
+                busy = busy or look.busy
                 speed = self.work_of(config) / per_step
             evaluated = min(len(self.corpus.val), config.eval_tokens)
             passes = evaluated / (config.batch_size * config.block_size) / 3  # forward alone
             again = config.max_steps // config.eval_interval - 1
             found[size] = around + per_step * (config.max_steps + again * passes)
-        return found
+        return LocalTimes(found, busy)
+
+    def timed(self, look: Trial) -> Pilot:
+        """The outcome of a look, which says if other programs used this machine meanwhile. One that
+        was kept from such a time is made again once the machine is quiet."""
+        recorded = self.kept.pilots.get(look.name)
+        if recorded is not None and (not recorded.busy or is_busy()):
+            return recorded
+        self.keep(pilots={n: pilot for n, pilot in self.kept.pilots.items() if n != look.name})
+        busy_before = is_busy()
+        [pilot] = self.made([look], at_once=1)
+        if busy_before or is_busy():
+            pilot = pilot.model_copy(update={"busy": True})
+            self.keep(pilots={**self.kept.pilots, look.name: pilot})
+        return pilot
 
     def look(self, size: float, steps: int) -> Trial:
         """The first steps of a job on this machine, with the lengths of the windows of all."""
@@ -194,8 +217,6 @@ class Forecaster:
         """The forecast for this machine and for instance types; ceiling is in USD."""
         sizes = pilots_of(self.tokens)
         trials = [Trial(f"size {size:g} on {n:,}", self.values(size, n), n) for size, n in sizes]
-        if os.getloadavg()[0] > cores() / 2 and not self.kept.pilots:
-            self.told("other programs use this machine: times will be told too long")
         outcomes = self.made(trials, at_once=cores())
         runs = [self.run_of(*each, pilot.loss) for each, pilot in zip(sizes, outcomes, strict=True)]
         law = shared().of_text(runs)
@@ -203,9 +224,9 @@ class Forecaster:
         most = FURTHEST * sum(run.parameters * run.tokens for run in runs)
         whole = [(size, self.run_of(size, self.tokens)) for size in SIZES]
         within = [size for size, run in whole if run.parameters * run.tokens <= most]
-        here = self.local_seconds(within)
+        here = self.local_times(within)
         per_byte = outcomes[0].bits_per_byte / outcomes[0].loss
-        rows = [self.row(size, law, per_byte, places, here[size]) for size in within]
+        rows = [self.row(size, law, per_byte, places, here.seconds[size]) for size in within]
         best = chosen(rows) or SIZES[0]
         payable = [row for row in rows if any(p.fits(self.work(row.size), ceiling) for p in places)]
         made = Forecast(
@@ -218,7 +239,8 @@ class Forecaster:
             best=best,
             affordable=chosen(payable),
             **self.worth(best, law),
-            notes=notes(rows, best, places),
+            busy=here.busy,
+            notes=notes(rows, best, places, here.busy),
         )
         self.keep(forecast=made)
         return made
@@ -262,9 +284,12 @@ def chosen(rows: Sequence[Row]) -> float | None:
     return next((row.size for row in rows if row.expected.loss <= lowest + HARDLY), None)
 
 
-def notes(rows: Sequence[Row], best: float, places: Sequence[Place]) -> list[str]:
-    """What a reader of the table should know besides."""
+def notes(rows: Sequence[Row], best: float, places: Sequence[Place], busy: bool) -> list[str]:
+    """What a reader of the table should know besides. busy: as in LocalTimes."""
     said = []
+    if busy:
+        measured = "local: other programs used this machine while its speed was measured"
+        said.append(f"{measured}; jobs may be faster, and a forecast on a quiet one measures again")
     for place in places:
         if place.flops is None:
             said.append(f"no speed of {place.name} is known here, as no job of yours ended on it")

@@ -40,7 +40,8 @@ class Forecast(Document):
 
     best is the size of the lowest loss, or the smallest that is hardly worse; affordable is that
     below the ceiling, None if there is none. twice_text and twice_compute are what the loss of the
-    best size changes by with twice as much of each.
+    best size changes by with twice as much of each. busy: other programs used this machine while
+    its speed was measured, so its seconds may be too many.
     """
 
     text: str
@@ -53,18 +54,21 @@ class Forecast(Document):
     affordable: Positive | None
     twice_text: Change
     twice_compute: Change
+    busy: bool = False
     notes: list[str]
 
 
 class Pilot(Document):
     """What a run here gave: its loss, bits per byte, and seconds: of a step, without the few that
-    took unusually long; around all steps; and of the whole process."""
+    took unusually long; around all steps; and of the whole process. busy: other programs used this
+    machine meanwhile."""
 
     loss: Positive
     bits_per_byte: Positive
     step_seconds: Positive
     around: float
     seconds: Positive
+    busy: bool = False
 
 
 class Kept(Document):
