@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, 
 from launcher.curve import total_steps
 from launcher.errors import InputError, ServiceError, must_be
 from launcher.files.documents import Document, Number, Scalar
+from launcher.limits import violations
 from launcher.machines import DEFAULT_VERSION, misfit, types_of
 from launcher.source import Source
 
@@ -37,6 +38,8 @@ CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
 STATUSES = ("InProgress", "Stopping", "Completed", "Failed", "Stopped")
 RUNNING = STATUSES[:2]
 LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
+LONGEST_POOL = 3600  # seconds; the API takes more, and AWS's guide says that this is the limit
+TAGS = {"type": "map", "key": {"shape": "TagKey"}, "value": {"shape": "TagValue"}}
 
 Positive = Annotated[Number, Field(gt=0)]
 
@@ -59,11 +62,6 @@ Processes = Annotated[int, Field(ge=1, le=1024)]
 Seconds = Annotated[int, Field(ge=60, le=LONGEST_RUN)]
 Dollars = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Gibibytes = Annotated[int, Field(ge=1, le=16_384)]
-# The patterns of AWS, which checks lengths and counts itself at the launch.
-KmsKey = Annotated[str, Field(pattern=r"^[a-zA-Z0-9:/_-]*$")]
-NetworkId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9-]+$")]
-TagText = Annotated[str, Field(pattern=r"^[\p{L}\p{Z}\p{N}_.:/=+@-]*$")]
-Variable = Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$")]
 Hyperparameter = Annotated[str, AfterValidator(lambda name: name.replace("-", "_"))]
 Launcher = Literal["pytorchddp", "torchrun"]
 InputMode = Literal["File", "FastFile"]
@@ -102,14 +100,14 @@ class Request(BaseModel):
     max_run: Seconds | None = None  # None: an hour, or what the cost ceiling allows
     spot: bool | None = None
     max_wait: Seconds | None = None  # None: twice the time limit, up to 28 days
-    keep_alive: Annotated[int, Field(ge=1, le=3600)] | None = None
+    keep_alive: Annotated[int, Field(ge=1, le=LONGEST_POOL)] | None = None
     volume_size: Gibibytes | None = None
     input_mode: InputMode | None = None  # of the text; a model is always copied
-    environment: dict[Variable, str] = Field(default_factory=dict)
-    tags: dict[TagText, TagText] = Field(default_factory=dict)
-    kms_key: KmsKey | None = None
-    subnets: tuple[NetworkId, ...] = ()
-    security_group_ids: tuple[NetworkId, ...] = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+    tags: dict[str, str] = Field(default_factory=dict)
+    kms_key: str | None = None
+    subnets: tuple[str, ...] = ()
+    security_group_ids: tuple[str, ...] = ()
     network_isolation: bool | None = None
     encrypt_traffic: bool | None = None  # between hosts
 
@@ -162,6 +160,10 @@ class Request(BaseModel):
         if bool(self.subnets) != bool(self.security_group_ids):
             name = "subnets" if self.subnets else "security_group_ids"
             yield name, None, "subnets and security groups need each other"
+        if self.spot and self.keep_alive is not None:
+            rule = "SageMaker keeps no warm pool of spot capacity; leave out one of them"
+            yield "keep_alive", self.keep_alive, rule
+        yield from self._violations()
         for name in self.environment:
             if name.startswith(("SM_", "SAGEMAKER_")):
                 yield "environment", name, "SageMaker sets it"
@@ -172,6 +174,26 @@ class Request(BaseModel):
             rule = "start with a letter or digit, and not be `latest` or like an id"
             characters = "at most 63 letters, digits, dots, dashes and underscores"
             yield "name", self.name, f"must be {characters}, {rule}"
+
+    def _violations(self) -> Iterator[tuple[str, object, str]]:
+        """Yield the fields that SageMaker's API would refuse, with their values, and why."""
+        preferences = [{"InstanceType": name} for name in self.instances]
+        for name, value, shape in (
+            ("instance", preferences, "InstancePreferenceList"),
+            ("image_uri", self.image_uri, "AlgorithmImage"),
+            ("environment", self.environment, "TrainingEnvironmentMap"),
+            ("tags", self.tags, TAGS),
+            ("kms_key", self.kms_key, "KmsKeyId"),
+            ("subnets", self.subnets, "Subnets"),
+            ("security_group_ids", self.security_group_ids, "SecurityGroupIds"),
+        ):
+            if not value:
+                continue
+            for violation in violations(value, shape):
+                if isinstance(value, dict) and violation.path:  # the value may be secret
+                    yield name, violation.path[0], f"its value {violation.problem}"
+                else:
+                    yield name, violation.short_value, violation.problem
 
     def given(self) -> dict[str, Any]:
         """The fields that are not left out."""

@@ -6,7 +6,6 @@ the GPU families has none.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from entry_point.config import Config
 from launcher.errors import InputError, did_you_mean
+from launcher.limits import instance_types
 
 _ONE_GPU = dict.fromkeys(("xlarge", "2xlarge", "4xlarge", "8xlarge", "16xlarge"), 1)
 _ONE_TO_EIGHT = {**_ONE_GPU, "12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
@@ -54,15 +54,6 @@ UNSUITABLE = {
 }
 
 
-@functools.cache
-def sagemaker_types() -> tuple[str, ...]:
-    """The training instance types that boto3 knows; SageMaker may have newer ones."""
-    from botocore.loaders import create_loader
-
-    model = create_loader().load_service_model("sagemaker", "service-2")
-    return tuple(model["shapes"]["TrainingInstanceType"]["enum"])
-
-
 def types_of(instance: str) -> tuple[str, ...]:
     """The instance types that a field names, separated by commas."""
     return tuple(name.strip() for name in instance.split(","))
@@ -76,7 +67,7 @@ def misfit(names: Sequence[str]) -> str:
     """
     if "local" in names:
         return "local cannot be combined with other types" if len(names) > 1 else ""
-    sizes = {each.rpartition(".")[2] for each in sagemaker_types()}
+    sizes = {each.rpartition(".")[2] for each in instance_types()}
     for name in names:
         for sign, why in UNSUITABLE.items():
             if re.match(sign, name):
@@ -84,7 +75,7 @@ def misfit(names: Sequence[str]) -> str:
         if not name.startswith("ml.") or name.rpartition(".")[2] not in sizes:
             known = f"ml.{name.removeprefix('ml.')}"
             close = did_you_mean(name, ["local"])
-            close = close or did_you_mean(known, sagemaker_types(), cutoff=0.5)
+            close = close or did_you_mean(known, instance_types(), cutoff=0.5)
             return f"must be local or a SageMaker type{f'; {close}' if close else ''}"
     if len({looks_like_gpu(name) for name in names}) > 1:
         return "types with and without GPUs need different images"
@@ -103,7 +94,7 @@ def gpus_of(name: str) -> int | None:
     """The number of GPUs of an instance type; None if the type is unknown."""
     if name in GPUS:
         return GPUS[name][0]
-    return 0 if name in sagemaker_types() else None
+    return 0 if name in instance_types() else None
 
 
 # In EC2's names, a d after the generation means local disks; the GPU families have them too,

@@ -9,20 +9,18 @@ import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
 import boto3
-import botocore.session
 import pytest
-import regex
-from botocore.model import ListShape, MapShape, Shape, StructureShape
+from launching import edited
 
 from entry_point import config
 from entry_point.metrics import metric_definitions
-from launcher import machines, source
+from launcher import limits, machines, source
 from launcher.launching.launch import prepare
 from launcher.machines import DEFAULT_VERSION, IMAGES, find_image
 from launcher.sagemaker.backend import SageMakerBackend
@@ -34,6 +32,7 @@ from sm_nanogpt import InputError, Request, Settings
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
+SIX = (2, 4, 8, 12, 16, 24)
 NO_TRAINING = "no SageMaker training image"
 
 
@@ -270,6 +269,7 @@ def many(option: str, n: int) -> str:
         ("--max-wait 100", "--max-wait: is for spot"),
         ("--spot --max-wait 100", "--max-wait 100: must be at least the time limit, 3600"),
         ("--spot --max-wait 9999999", "--max-wait 9999999: "),
+        ("--spot --keep-alive 600", "--keep-alive 600: SageMaker keeps no warm pool of spot"),
         ("--keep-alive 3601", "--keep-alive 3601: must be at most 3600"),
         ("--max-run 1", "--max-run 1: must be at least 60"),
         ("--subnet subnet-1", "subnets and security groups need each other"),
@@ -277,7 +277,7 @@ def many(option: str, n: int) -> str:
         ("--subnet a --security-group 'sg 1'", "--security-group sg 1: must match"),
         ("--kms-key 'my key!'", "--kms-key my key!: must match"),
         ("--environment a-b=c", "--environment a-b: must match"),
-        ("--tag 'a=x,y;z'", "--tag x,y;z: must match"),
+        ("--tag 'a=x,y;z'", "--tag a: its value must match"),
         ("--tag 'a;b=c'", "--tag a;b: must match"),
         ("--environment SM_HOSTS=[]", "--environment SM_HOSTS: "),
         ("--environment 'NCCL_DEBUG=INFO; reboot'", "NCCL_DEBUG='INFO; reboot'"),
@@ -309,49 +309,75 @@ def test_a_request_aws_would_refuse_is_not_sent(cloud, s3, cli, text_file, words
     assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
 
 
+def words_of(option: str, n: int) -> str:
+    """An option n times, each with another value."""
+    return " ".join(f"{option} v{i}" for i in range(n))
+
+
 @pytest.mark.parametrize(
-    ("words", "place"),
+    ("words", "fact"),
     [
-        (f"{'--subnet a ' * 17} --security-group sg", "vpcConfig.subnets"),
-        (f"--subnet a {'--security-group b ' * 6}", "vpcConfig.securityGroupIds"),
-        (f"--image-uri {'x' * 256}", "algorithmSpecification.trainingImage"),
-        (f"--environment A={'x' * 513}", "environment.A"),
-        (many("--environment", 101), "environment"),
-        (many("--tag", 50), "tags"),
+        (f"{words_of('--subnet', 17)} --security-group sg", "--subnet: has 17 entries"),
+        (f"--subnet a {words_of('--security-group', 6)}", "--security-group: has 6 entries"),
+        (f"--subnet {'a' * 33} --security-group sg", "--subnet aaa"),
+        (f"--image-uri {'x' * 256}", "--image-uri xxx"),
+        (f"--environment A={'x' * 513}", "--environment A: its value has 513 characters"),
+        (many("--environment", 101), "--environment: has 101 entries"),
+        (f"--tag A={'x' * 257}", "--tag A: its value has 257 characters"),
+        (f"--tag {'A' * 129}=x", "--tag AAA"),
+        (many("--tag", 48), "--tag: has 51 entries"),
+        (f"--kms-key {'k' * 2049}", "--kms-key kkk"),
+        (f"--instance {','.join(f'ml.g5.{n}xlarge' for n in SIX)}", "--instance: has 6 entries"),
+        (f"--data s3://bucket/{'x' * 1024}", "--data s3://bucket/xxx"),
     ],
 )
-def test_a_value_that_aws_refuses_leaves_no_job(cloud, s3, cli, text_file, words, place):
-    """Its own words are clear, and refusing costs nothing: no copy of its rules is needed."""
-    ran = cli(*LAUNCH, "--data", str(text_file), *shlex.split(words))
-    assert ran.failed(1, "CreateTrainingJob: ", f"at '{place}' failed to satisfy constraint")
-    assert not cloud.sagemaker.jobs
-    keys = [each["Key"] for each in s3.list_objects_v2(Bucket=s3.bucket)["Contents"]]
-    assert all(key.startswith("some/prefix/data/") for key in keys)
+def test_a_dry_run_refuses_what_aws_would(rehearse, words, fact):
+    ran = rehearse(*shlex.split(words))
+    assert ran.failed(2, fact, "SageMaker takes at most")
+    assert ran.out == ""
 
 
-def shapes_below(shape: Shape) -> Iterator[Shape]:
-    yield shape
-    parts = list(shape.members.values()) if isinstance(shape, StructureShape) else []
-    parts += [shape.member] if isinstance(shape, ListShape) else []
-    parts += [shape.key, shape.value] if isinstance(shape, MapShape) else []
-    for part in parts:
-        yield from shapes_below(part)
+@pytest.mark.parametrize(
+    ("variable", "value", "fact"),
+    [
+        ("SM_NANOGPT_ROLE", f"arn:aws:iam::111122223333:role/{'r' * 2048}", "--role arn:aws:iam"),
+        ("SM_NANOGPT_TAGS", '{"a": "#"}', "from the settings: tags=a: its value must match"),
+    ],
+)
+def test_a_setting_that_aws_would_refuse_is_named(rehearse, monkeypatch, variable, value, fact):
+    monkeypatch.setenv(variable, value)
+    assert rehearse().failed(2, fact)
 
 
-def test_a_launch_needs_no_pattern_of_aws(dry, monkeypatch):
-    """They are Java's, and another release of boto3 may bring some that `re` does not compile. The
-    emulator, which stands for AWS, knows all that a request can meet."""
-    model = botocore.session.get_session().get_service_model("sagemaker")
-    shape = model.operation_model("CreateTrainingJob").input_shape
-    assert shape is not None
-    limited = [each for each in shapes_below(shape) if "pattern" in each.metadata]
-    assert len(limited) > 30
-    assert all(regex.compile(each.metadata["pattern"]) for each in limited)
+def test_a_store_whose_keys_would_be_too_long_is_named(home, cli, text_file):
+    place = ("--region", "us-east-1", "--store", f"s3://bucket/{'x' * 980}")
+    ran = cli(*place, *LAUNCH, "--data", str(text_file), "--dry-run")
+    assert ran.failed(2, "--store s3://bucket/xxx", "SageMaker takes at most 1,024")
 
-    def broken(shape: Shape) -> dict[str, Any]:
-        return {"pattern": r"\p{Alnum}("}
 
-    monkeypatch.setattr(Shape, "metadata", property(broken))
+def test_the_longest_that_aws_takes_is_taken(dry):
+    tags = [word for n in range(47) for word in ("--tag", f"{n}{'k' * 126}={'v' * 256}")]
+    network = f"{words_of('--subnet', 16)} {words_of('--security-group', 5)}".split()
+    request = dry("--environment", f"A={'x' * 512}", *tags, *network)
+    assert len(request["Tags"]) == 50
+    assert len(request["VpcConfig"]["Subnets"]) == 16
+
+
+def test_a_secret_that_is_too_long_is_not_printed(rehearse):
+    assert "hunter2" not in rehearse("--environment", f"KEY={'hunter2' * 80}").err
+
+
+def test_what_an_edited_folder_sends_too_much_of_is_named(rehearse, tmp_path):
+    more = "".join(f'    more_{n}: int = hyperparameter(0, "one more")\n' for n in range(100))
+    folder = edited(tmp_path / "edited", ("    seed: int = h", f"{more}    seed: int = h"))
+    assert rehearse("--entry-point", str(folder)).failed(2, "HyperParameters has 1")
+
+
+def test_a_pattern_that_only_java_reads_is_left_to_aws(dry, monkeypatch):
+    """Another release of boto3 may bring some."""
+    for shape in limits.shapes().values():
+        if "pattern" in shape:
+            monkeypatch.setitem(shape, "pattern", r"\p{Alnum}(")
     assert dry("--tag", "team=a")["Tags"]
 
 
@@ -382,8 +408,8 @@ def test_the_instances_with_local_disks_are_known(families, expected):
 def test_each_type_is_known_to_have_gpus_or_not():
     assert machines.describe_instance("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G"
     assert machines.describe_instance("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
-    assert set(machines.GPUS) <= set(machines.sagemaker_types())
-    for name in machines.sagemaker_types():
+    assert set(machines.GPUS) <= set(limits.instance_types())
+    for name in limits.instance_types():
         if machines.misfit([name]):
             assert name.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200."))
         else:

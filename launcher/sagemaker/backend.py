@@ -33,6 +33,7 @@ from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
 from launcher.sagemaker.request import (
     Placement,
+    check_request,
     create_request,
     sendable_hyperparameters,
     source_archive,
@@ -166,11 +167,12 @@ class SageMakerBackend:
     def request(self, job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
         """The CreateTrainingJob request of a job. Sends nothing; needs no credentials.
 
-        SageMaker checks the values, at once and before it bills anything. Where version 2 of the
-        SDK is installed, its estimator has to make the same, but for a dry run. Raises ServiceError
-        if it would send another request than is shown, priced and agreed to.
+        Where version 2 of the SDK is installed, its estimator has to make the same, but for a dry
+        run. Raises InputError if SageMaker's API would refuse it, and ServiceError if the estimator
+        would send another request than is shown, priced and agreed to.
         """
         request = create_request(job_id, job, placement)
+        check_request(request, job, placement)
         if placement.owner == OWNER_PLACEHOLDER:
             return request
         from launcher.sagemaker import estimator  # takes seconds

@@ -19,6 +19,7 @@ from typing import Any
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.job import Request, Scalar, TrainingJob
+from launcher.limits import violations
 from launcher.machines import looks_like_gpu
 from launcher.sagemaker.caller import our_tags
 from launcher.source import Source
@@ -160,6 +161,46 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
         "EnableManagedSpotTraining": job.spot,
     }
     return without_empty(request)
+
+
+# Which of our fields a part of the request comes from.
+CHANNEL_FIELDS = {
+    "training": "data",
+    "validation": "validation",
+    "model": "init_from",
+    "teacher": "teacher",
+    "code": "store",
+}
+FIELDS = {
+    "RoleArn": "role",
+    "AlgorithmSpecification": "entry_point",
+    "HyperParameters": "hyperparameters",
+    "OutputDataConfig": "store",
+    "CheckpointConfig": "store",
+    "Tags": "tags",
+}
+
+
+def check_request(request: Mapping[str, Any], job: TrainingJob, placement: Placement) -> None:
+    """Raise InputError if SageMaker's API would refuse a request, which names the field.
+
+    The job has checked the fields that are sent as they are; what is left comes from the settings,
+    the store and the training folder, or is too much together.
+    """
+    for violation in violations(request, "CreateTrainingJobRequest"):
+        part, *path = violation.path
+        field, value, problem = FIELDS.get(str(part), ""), violation.short_value, violation.problem
+        if part == "InputDataConfig":
+            channel = request["InputDataConfig"][path[0]]["ChannelName"]
+            field = CHANNEL_FIELDS[channel]
+        if isinstance(violation.value, str) and violation.value.startswith(placement.store):
+            field = "store"
+        if violation.path == ("Tags",):
+            ours = len(request["Tags"]) - len(job.tags)
+            problem = f"{problem} ({ours} are sm-nanogpt's)"
+        if part in ("HyperParameters", "AlgorithmSpecification"):
+            problem = f"{'.'.join(map(str, violation.path))} {problem}"
+        raise InputError(problem, field=field, value=value)
 
 
 def without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
