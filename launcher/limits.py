@@ -72,19 +72,19 @@ def violations(
 
 def limit_problem(value: Any, shape: Shape) -> str:
     """Why a value does not fit its shape, without what is in it; '' if it fits."""
-    least, most = shape.get("min"), shape.get("max")
+    minimum, maximum = shape.get("min"), shape.get("max")
     if shape["type"] in ("integer", "long"):
-        has, unit, size = "is", "", value
+        verb, unit, size = "is", "", value
     elif shape["type"] == "string":
-        has, unit, size = "has", " characters", len(value)
+        verb, unit, size = "has", " characters", len(value)
     elif shape["type"] in ("list", "map"):
-        has, unit, size = "has", " entries", len(value)
+        verb, unit, size = "has", " entries", len(value)
     else:
         return ""
-    if most is not None and size > most:
-        return f"{has} {size:,}{unit}, and SageMaker takes at most {most:,}"
-    if least is not None and size < least:
-        return f"{has} {size:,}{unit}, and SageMaker takes at least {least:,}"
+    if maximum is not None and size > maximum:
+        return f"{verb} {size:,}{unit}, and SageMaker takes at most {maximum:,}"
+    if minimum is not None and size < minimum:
+        return f"{verb} {size:,}{unit}, and SageMaker takes at least {minimum:,}"
     pattern = shape.get("pattern", "")
     if pattern and not fits_pattern(value, pattern):
         return f"must match {pattern}"

@@ -189,7 +189,8 @@ def check_request(request: Mapping[str, Any], job: TrainingJob, placement: Place
     """
     for violation in violations(request, "CreateTrainingJobRequest"):
         part, *path = violation.path
-        field, value, problem = FIELDS.get(str(part), ""), violation.short_value, violation.problem
+        field = FIELDS.get(str(part), "")
+        problem = violation.problem
         if part == "InputDataConfig":
             channel = request["InputDataConfig"][path[0]]["ChannelName"]
             field = CHANNEL_FIELDS[channel]
@@ -200,7 +201,7 @@ def check_request(request: Mapping[str, Any], job: TrainingJob, placement: Place
             problem = f"{problem} ({ours} are sm-nanogpt's)"
         if part in ("HyperParameters", "AlgorithmSpecification"):
             problem = f"{'.'.join(map(str, violation.path))} {problem}"
-        raise InputError(problem, field=field, value=value)
+        raise InputError(problem, field=field, value=violation.short_value)
 
 
 def without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
