@@ -321,6 +321,14 @@ def test_a_model_of_conversations_has_no_compressor_beside_it(models):
     assert found == {"validation": None, "ngram": None, "overlap": 0, "copied": 5}
 
 
+@pytest.mark.parametrize(("samples", "copied"), [(["", "first"], 5), (["", ""], 0)])
+def test_an_empty_sample_copies_nothing(samples, copied):
+    worker = Fake("abcdefghijklmnopqrstuvwxyz ", said=lambda prompts, **sampling: samples)
+    encoded = encode([Text("a", ["the first"])], worker.tokenizer)
+    training = Training(plain("a first text"), None)
+    assert evaluate.compared(worker, training, encoded, 2)["copied"] == copied
+
+
 def test_what_a_model_prints_is_no_data(edited, capfd):
     made = edited(after(EMBEDDED, f"{JUDGED} and print('loud')"), text="abc " * 3)
     out, err = capfd.readouterr()
@@ -608,9 +616,15 @@ def test_exact_answers_are_counted_by_kind(chats):
         assert sampling["temperature"] == 0
         return [answers[prompt[0]["content"]] for prompt in prompts]
 
-    worker = Fake("ab", said=answer)
+    worker = Fake("abcd", said=answer)
     worker.chats = chats
     assert asked(worker, asking) == {"sum": (1 if chats else 2, 3), "other": (1, 1)}
+
+
+def test_a_question_of_unknown_characters_names_its_place():
+    question = Question([{"role": "user", "content": "é?"}], "1", "sum", "asked.jsonl:3")
+    with pytest.raises(InputError, match=r"asked\.jsonl:3 has .*'\?', 'é'"):
+        asked(Fake("ab"), [question])
 
 
 # -- the whole -------------------------------------------------------------------------------------
@@ -701,6 +715,18 @@ def test_an_evaluation_is_kept_shown_in_reports_and_deleted(held, cli):
     assert all(fact in page for fact in made.facts().values())
     assert cli("delete", held.job_id, "--yes").good
     assert not list(held.home.rglob("eval-*"))
+
+
+def test_an_evaluation_of_another_version_breaks_no_report(held, caplog):
+    Job(held.job_id).eval("held.txt")
+    (file,) = (held.home / "models" / held.job_id).glob("eval-*.json")
+    record = json.loads(file.read_text())
+    del record["cuts"]
+    file.write_text(json.dumps(record))
+    caplog.clear()
+    assert "On other texts" not in Job(held.job_id).report().read_text("utf-8")
+    (message,) = caplog.messages
+    assert file.name in message and "cuts" in message
 
 
 def test_two_models_are_compared_by_the_same_passages(edited):

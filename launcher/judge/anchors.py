@@ -17,6 +17,13 @@ MOST = 1 << 23  # bytes that it learns from
 RUN = 50  # bytes of a run that is not there by chance
 
 
+def as_tensor(content: bytes | bytearray) -> Tensor:
+    """The bytes of a text, uint8 [n]. A model may give an empty one, which frombuffer refuses."""
+    if not content:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
 def xz(content: bytes) -> float:
     """Bits per byte of the text as `xz -9e` packs it, without a header."""
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]

@@ -156,7 +156,8 @@ def compared(
         own = encode([training.validation], worker.tokenizer)
         validation = document(own[0], *losses(worker, own)).bits_per_byte
     samples = worker.sample([None], num_samples=n_samples, max_new_tokens=LENGTH)
-    contents = [as_tensor(each.content) for each in encoded]
+    sample_contents = [anchors.as_tensor(sample.encode()) for sample in samples]
+    contents = [anchors.as_tensor(each.content) for each in encoded]
     overlap = anchors.overlap(training.content, contents)
     if overlap > MEMORY:
         logger.warning(f"{overlap:.0%} of the bytes stand in the training text: this tests memory")
@@ -164,17 +165,13 @@ def compared(
         validation=validation,
         ngram=None if has_chats(encoded) else anchors.ngram(training.content, torch.cat(contents)),
         overlap=overlap,
-        copied=anchors.longest_run(training.content, [as_tensor(s.encode()) for s in samples]),
+        copied=anchors.longest_run(training.content, sample_contents),
     )
 
 
 def has_chats(encoded: Sequence[Encoded]) -> bool:
     """Whether not all bytes count, but those of answers: then no compressor compares."""
     return any(each.text.is_chat for each in encoded)
-
-
-def as_tensor(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def cut(encoded: Sequence[Encoded], nats: Sequence[Tensor], least: int) -> list[Passage]:

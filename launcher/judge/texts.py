@@ -14,6 +14,7 @@ from torch import Tensor
 from entry_point.text import Ids, Tokenizer, unsigned
 from launcher.errors import InputError
 from launcher.finding import find
+from launcher.judge.anchors import as_tensor
 from launcher.launching.forecasting import corpus_of
 from launcher.launching.texts import Channel
 from launcher.models.chat import ChatEncoder
@@ -112,7 +113,7 @@ def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
     content = content_of(corpus.train, corpus.tokenizer.words, MOST_BYTES)
     own = content_of(corpus.val, corpus.tokenizer.words, VALIDATION_BYTES)
     validation = None if corpus.is_chat else Text("validation", [own.decode(errors="ignore")])
-    return Training(torch.frombuffer(content, dtype=torch.uint8), validation)
+    return Training(as_tensor(content), validation)
 
 
 def content_of(ids: Ids, words: Sequence[bytes], most: int = 1 << 30) -> bytearray:

@@ -23,8 +23,8 @@ from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
 from launcher.forecast.pilots import drawn, write_ids
 from launcher.job import Request
-from launcher.judge.anchors import overlap
-from launcher.judge.evaluate import as_tensor, check_causal, check_memory
+from launcher.judge.anchors import as_tensor, overlap
+from launcher.judge.evaluate import check_causal, check_memory
 from launcher.judge.score import losses
 from launcher.judge.texts import Text, content_of, encode
 from launcher.judge.worker import Worker
