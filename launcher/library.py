@@ -148,12 +148,12 @@ class Job:
     def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> str:
         """The answer to a conversation: [{"role": "user", "content": "Hello"}, ...].
 
-        Raises InputError if the model has not learned from conversations.
+        Raises InputError if the model has not learned from conversations, or a message lacks its
+        role or content.
         """
-        from launcher.models.chat import Message
+        from launcher.models.chat import read_messages
 
-        said = [Message(each["role"], each["content"]) for each in messages]
-        return self._answer(said, sampling.pop("max_new_tokens", 500), sampling)
+        return self._answer(read_messages(messages), sampling.pop("max_new_tokens", 500), sampling)
 
     def _answer(self, asked: Any, most: int, sampling: dict[str, Any]) -> str:
         from launcher.models.sample import answered, stream_samples

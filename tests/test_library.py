@@ -15,6 +15,7 @@ from test_sagemaker_resume import CHECKPOINT
 import sm_nanogpt as sm
 from launcher.files.storage import write_json
 from launcher.local.backend import LocalBackend
+from launcher.models.chat import read_messages
 
 TINY_JOB = {"instance": "local", "preset": "cpu", "hyperparameters": TINY}
 
@@ -90,6 +91,23 @@ def test_a_fetched_model_needs_no_aws(held, job, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     assert sm.job(held.id).sample(max_new_tokens=5) == text
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "Hello",
+        [{"role": "user"}],
+        [{"content": "Hello"}],
+        [{"role": "user", "content": None}],
+        [{"role": "human", "content": "Hello"}],
+        [{"role": "user", "content": "Hello"}, "Hi"],
+    ],
+)
+def test_a_message_without_role_or_content_is_refused(messages):
+    with pytest.raises(sm.InputError, match="message"):
+        read_messages(messages)
 
 
 def test_only_models_of_conversations_chat(held):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
+from launcher.files.documents import Damaged
 from launcher.files.storage import read_document, write_json
 from launcher.job import FULL_ID
 from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 LEAST = 10  # parts of a text that give an interval
 BITS = 1 / math.log(2)
@@ -130,7 +134,15 @@ def keep(made: Evaluation, name: str, settings: Settings) -> None:
 
 
 def kept(job_id: str, settings: Settings) -> list[Evaluation]:
-    """The evaluations of a job, the oldest first. Raises Damaged."""
+    """The evaluations of a job, the oldest first. One that does not fit is left out, and logged."""
     files = (settings.models_dir / job_id).glob("eval-*.json")
-    in_order = sorted(files, key=lambda file: file.stat().st_mtime)
-    return [found for file in in_order if (found := read_document(str(file), Evaluation))]
+    evaluations = []
+    for file in sorted(files, key=lambda file: file.stat().st_mtime):
+        try:
+            evaluation = read_document(str(file), Evaluation)
+        except Damaged as error:
+            logger.warning(f"an evaluation is left out: {error}; judge the text again")
+            continue
+        if evaluation is not None:
+            evaluations.append(evaluation)
+    return evaluations

@@ -18,6 +18,7 @@ from launcher.judge.evaluation import Canary
 from launcher.judge.score import losses
 from launcher.judge.texts import Text, encode
 from launcher.judge.worker import Worker
+from launcher.models.sample import check_known
 from launcher.text.chats import turns_of
 from launcher.text.formats import JSON, look, opened
 from launcher.text.records import json_array, json_lines
@@ -71,6 +72,7 @@ class Question:
     messages: list[dict[str, str]]
     answer: str
     kind: str
+    place: str = "a question"  # where it stands, such as asked.jsonl:3
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -88,14 +90,20 @@ def read_questions(path: Path) -> list[Question]:
                 raise InputError(f"{place}: the last message must be the assistant's answer")
             kind = record.get("kind") if isinstance(record, dict) else None
             answer = messages.pop()["content"].strip()
-            found.append(Question(messages, answer, str(kind or "all")))
+            found.append(Question(messages, answer, str(kind or "all"), place))
     if not found:
         raise InputError(f"{path}: no conversation is there")
     return found
 
 
 def asked(worker: Worker, questions: Sequence[Question]) -> dict[str, tuple[int, int]]:
-    """How many answers are exact at temperature 0, and how many were asked, by kind."""
+    """How many answers are exact at temperature 0, and how many were asked, by kind.
+
+    Raises InputError if the model does not know a character of a question.
+    """
+    for question in questions:
+        text = "".join(message["content"] for message in question.messages)
+        check_known(worker.tokenizer, text, question.place)
     right, total = Counter[str](), Counter(each.kind for each in questions)
     most = 8 + max((len(each.answer.encode()) for each in questions), default=0)
     said = worker.sample([q.messages for q in questions], max_new_tokens=most, temperature=0.0)

@@ -10,7 +10,7 @@ what the assistant says, with the token that ends it; the ids of all else are st
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -28,6 +28,21 @@ ROOM = 4  # an answer has at least 1 / ROOM of the context, if it may be so long
 class Message:
     role: str  # system, user or assistant
     content: str
+
+
+ROLES = ("system", "user", "assistant")
+
+
+def read_messages(messages: Sequence[Mapping[str, str]]) -> list[Message]:
+    """The messages of a conversation, each with a role and its content. Raises InputError."""
+    if not messages:
+        raise InputError("the conversation has no message")
+    for number, message in enumerate(messages, 1):
+        fields = message if isinstance(message, Mapping) else {}
+        if fields.get("role") not in ROLES or not isinstance(fields.get("content"), str):
+            needs = f"needs `role` ({', '.join(ROLES)}) and `content`, a text"
+            raise InputError(f"message {number} of the conversation {needs}")
+    return [Message(message["role"], message["content"]) for message in messages]
 
 
 class ChatEncoder:
