@@ -301,6 +301,8 @@ def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
         ("\x92", "U+0080 to U+009F"),
         ("\ufffd", "U+FFFD"),
         ("\ra", "carriage returns"),
+        ("\x1b[32mINFO\x1b[0m", "escape sequences"),
+        ("\x1b]0;a title\x07", "escape sequences"),
         ("\r\n é’\xa0", ""),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import sys
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ import click
 
 from launcher.cli.models import ENTRY_POINT
 from launcher.cli.options import JSON, MODEL, Command, Job, settings_of, valued
-from launcher.cli.show import note, print_json, print_table, shown
+from launcher.cli.show import note, print_json, print_table, print_text, shown
 from launcher.files.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -83,14 +83,21 @@ def eval_command(
     if as_json:
         print_json(found)
     elif documents:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(["model", "place", "bytes", "tokens", "nats", "bits_per_byte"])
-        for each in found:
-            for part in each.documents:
-                row = [part.place, part.size, part.tokens, part.nats, part.bits_per_byte]
-                writer.writerow([each.model, *row])
+        print_documents(found)
     else:
         show(found)
+
+
+def print_documents(evaluations: Sequence[Evaluation]) -> None:
+    """Print CSV, a line for each document of each model."""
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(["model", "place", "bytes", "tokens", "nats", "bits_per_byte"])
+    for evaluation in evaluations:
+        for part in evaluation.documents:
+            row = [part.place, part.size, part.tokens, part.nats, part.bits_per_byte]
+            writer.writerow([evaluation.model, *row])
+    print_text(table.getvalue(), nl=False)
 
 
 def show(found: Sequence[Evaluation]) -> None:

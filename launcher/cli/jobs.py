@@ -24,6 +24,7 @@ from launcher.cli.show import (
     print_fields,
     print_json,
     print_table,
+    print_text,
     shown,
     tell_end,
 )
@@ -193,7 +194,7 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
     lines = logs(job_id, follow, settings, raw, tail)
     try:
         for line in following(lines, job_id, settings) if follow else lines:
-            click.echo(line)
+            print_text(line)
             silent = False
     except KeyboardInterrupt:
         if not follow:

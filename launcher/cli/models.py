@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.options import JSON, MODEL, Command, Job, settings_of, valued
-from launcher.cli.show import note, print_json
+from launcher.cli.show import note, print_json, print_text
 from launcher.cli.words import command, sentence
 from launcher.errors import InputError, Terminated
 
@@ -89,11 +89,11 @@ def fetch_and_sample_command(
         print_json([start + "".join(text) for text in zip(*columns, strict=True)])
         return
     texts = [start] * num_samples
-    click.echo(start, nl=False)
+    print_text(start, nl=False)
     for column in columns:  # the first text as it comes, the others after it
-        click.echo(column[0], nl=False)
+        print_text(column[0], nl=False)
         texts = [text + piece for text, piece in zip(texts, column, strict=True)]
-    click.echo("".join(f"\n---\n{text}" for text in texts[1:]))
+    print_text("".join(f"\n---\n{text}" for text in texts[1:]))
 
 
 def open_model(
@@ -281,7 +281,9 @@ def converse(talk: Callable[[str, int], Generator[str]]) -> None:
                 line = line[:-1] + "\n" + input(". " * terminal).rstrip("\r")
             with closing(talk(line, n)) as texts:
                 for piece in texts:
-                    click.echo("---\n" * (n > 0 and not spoke and not terminal) + piece, nl=False)
+                    if n > 0 and not spoke and not terminal:
+                        click.echo("---")
+                    print_text(piece, nl=False)
                     spoke = True
         except EOFError:
             click.echo(nl=terminal)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.options import JSON, Group, settings_of, valued
-from launcher.cli.show import at_ctrl_c, note, print_json, print_table, shown
+from launcher.cli.show import at_ctrl_c, note, print_json, print_table, print_text, shown
 from launcher.cli.words import command, sentence
 from launcher.errors import InputError, LauncherError
 
@@ -199,4 +199,4 @@ def show_command(number: int, group: str) -> None:
             for files in (before, after)
         )
         lines = difflib.unified_diff(old, new, f"base/{name}", f"try/{name}")
-        click.echo("".join(lines), nl=False)
+        print_text("".join(lines), nl=False)

@@ -28,12 +28,17 @@ if TYPE_CHECKING:
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
+def escaped(text: str) -> str:
+    """Write control characters as \\x1b. A terminal would obey them."""
+    return CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
 def shown(text: str) -> str:
     """Escape control characters, and cut the middle of a text of over 1,000 characters.
 
     File names, logs and answers of AWS may contain anything.
     """
-    text = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    text = escaped(text)
     # The end of a message says what to do.
     return text if len(text) <= 1000 else f"{text[:700]} ... {text[-300:]}"
 
@@ -72,6 +77,16 @@ def next_step(description: JobDescription, settings: Settings) -> str:
 def note(text: str) -> None:
     """Print a message to stderr."""
     click.echo(shown(text), err=True)
+
+
+def print_text(text: str, nl: bool = True) -> None:
+    """Print what a model, a log or a file holds to stdout.
+
+    A file or a pipe gets the text as it is, a terminal with its control characters escaped.
+    """
+    if sys.stdout.isatty():
+        text = escaped(text)
+    click.echo(text, nl=nl, color=True)  # without color=True, click drops escape sequences
 
 
 @contextmanager

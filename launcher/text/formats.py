@@ -213,16 +213,22 @@ def stored(file: File) -> Iterator[Path]:
 
 CONTROLS = "control characters (U+0080 to U+009F), as of Windows-1252 that was read as Latin-1"
 RETURNS = r"carriage returns without line feeds; for line breaks: `tr '\r' '\n' < FILE > NEW-FILE`"
+ESCAPES = (
+    "escape sequences, as of a terminal's colors, which a model learns too; without colors:"
+    r" `sed 's/\x1b\[[0-9;]*m//g' < FILE > NEW-FILE`"
+)
 ODD = {  # with the encoding of the original, where another one may help
     rb"\xc2[\x80-\x9f]": (f"{CONTROLS}; upload the original", "cp1252"),
     rb"\xef\xbf\xbd": ("U+FFFD, the sign for lost characters; upload the original", "NAME"),
     rb"\r[^\n]": (RETURNS, ""),
+    rb"\x1b[\[\]]": (ESCAPES, ""),
 }
 
 
 def note_odd(content: bytes, place: str, odd: dict[bytes, str]) -> None:
     """Note where each of ODD is first met."""
-    if content.isascii() and b"\r" not in content:  # a short way for many short turns
+    plain = content.isascii() and b"\r" not in content and b"\x1b" not in content
+    if plain:  # a short way for many short turns
         return
     for pattern in ODD.keys() - odd.keys():
         if re.search(pattern, content):
