@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import lzma
 import math
 import os
@@ -329,10 +330,13 @@ def test_an_empty_sample_copies_nothing(samples, copied):
     assert evaluate.compared(worker, training, encoded, 2)["copied"] == copied
 
 
-def test_what_a_model_prints_is_no_data(edited, capfd):
-    made = edited(after(EMBEDDED, f"{JUDGED} and print('loud')"), text="abc " * 3)
-    out, err = capfd.readouterr()
-    assert (out, "loud" in err, made.size) == ("", True, 9)
+def test_what_a_model_prints_is_only_logged(edited, capfd, caplog):
+    caplog.set_level(logging.INFO, "launcher")
+    loud = f"{JUDGED} and print('bits per byte  0.001', flush=True)"
+    made = edited(after(EMBEDDED, loud), text="abc " * 3)
+    assert capfd.readouterr() == ("", "")
+    assert "the model's process: bits per byte  0.001" in caplog.messages
+    assert made.size == 9
 
 
 def test_huge_logits_give_an_infinite_perplexity(edited):

@@ -7,12 +7,15 @@ worker alone: the judge sends ids and gets logits, as bytes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +32,10 @@ from launcher.errors import LauncherError, ServiceError
 from launcher.files.documents import Document, parse
 from launcher.local.confine import PATIENCE, confined, end, environment
 from launcher.settings import Settings, load_settings, process_of
+
+logger = logging.getLogger(__name__)
+
+LONGEST_LINE = 1 << 12  # bytes that are logged together
 
 # The most of one pass: so many tokens stay in the cache (41k a second of `laptop`, twice as many
 # make 26k), and their logits take 64 MB.
@@ -52,8 +59,8 @@ class Worker:
 
     block_size is its context, size the number of its logits; chats: it has learned from
     conversations; edited: an edited folder computes it. It is judged by the tokens of `tokenizer`,
-    or else its own. alone: it reads nothing but the model and the folder, may write only a
-    directory that is deleted with it, what it prints is lost, and an answer has to come in PATIENT
+    or else its own. What it prints is logged. alone: it reads nothing but the model and the
+    folder, may write only a directory that is deleted with it, what it prints is lost, and an answer has to come in PATIENT
     seconds. Raises ServiceError if it fails, or has fewer logits than there are tokens.
     """
 
@@ -82,12 +89,14 @@ class Worker:
             command,
             env=env,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if alone else 2,
-            stderr=subprocess.DEVNULL if alone else None,
+            stdout=subprocess.DEVNULL if alone else subprocess.PIPE,
+            stderr=subprocess.DEVNULL if alone else subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C in the terminal reaches only the judge
         )
         theirs.close()
+        self.printing = threading.Thread(target=self.log_output, daemon=True)
+        self.printing.start()
         try:
             facts = parse(self.answer(), Facts, f"{directory}: what its process says")
             if facts.size < (known := len(self.tokenizer)):
@@ -104,7 +113,18 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         self.pipe.close()
         end(self.process)
+        self.printing.join(PATIENCE)  # a process that the model left may still hold its output
+        if self.process.stdout is not None and not self.printing.is_alive():
+            self.process.stdout.close()
         self.scratch.cleanup()
+
+    def log_output(self) -> None:
+        """Log what the model's code prints, so that none of it looks like the judge's own words."""
+        if self.process.stdout is None:
+            return
+        for line in iter(partial(self.process.stdout.readline, LONGEST_LINE), b""):
+            text = line.decode(errors="replace").rstrip()
+            logger.info(f"the model's process: {text}")
 
     def answer(self, *request: bytes, most: int | None = None) -> bytes:
         """What it answers, of so many bytes at most."""
