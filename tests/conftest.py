@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Generator
@@ -27,6 +28,9 @@ making_finished: list[Path] = []  # its home, meanwhile
 
 # As many tests run side by side as there are cores.
 torch.set_num_threads(1)
+
+# A script that puts the tests in the background makes them deaf to Ctrl-C, and all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example that takes long on a busy machine is no failure.
 hypothesis.settings.register_profile("tests", deadline=None)
@@ -116,6 +120,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         long[index::workers] + short[cuts[index] : cuts[index + 1]] for index in range(workers)
     ]
     items[:] = [item for share in shares for item in share]
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    """Torch's compiler, which counts how often it compiled a function, and refuses the ninth."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

@@ -162,9 +162,8 @@ def started(
         text=True,
         encoding="utf-8",
         start_new_session=True,
-        # Tests that run in the background of a script are deaf to Ctrl-C, and under nohup to a
-        # closed terminal, and so were this.
-        preexec_fn=hear_signals,
+        # Under nohup, tests are deaf to a closed terminal, and so were this.
+        preexec_fn=hear_hangup,
     )
     try:
         yield process
@@ -174,9 +173,8 @@ def started(
         process.communicate()
 
 
-def hear_signals() -> None:
-    for sign in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(sign, signal.SIG_DFL)
+def hear_hangup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def tree(directory: Path) -> set[str]:

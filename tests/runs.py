@@ -34,6 +34,9 @@ train = types.SimpleNamespace(**found)
 """
 LIMIT = 120.0  # seconds until a training counts as hung; some test machines are slow
 
+# Trainings of the tests compute the same on every machine: in the precision that stands here, and
+# not in that of the CPU, and with one thread per process, which `environment` sets. A test that is
+# about precision or threads sets its own.
 SMALL: dict[str, Any] = dict(
     n_layer=2,
     n_head=2,
@@ -46,6 +49,7 @@ SMALL: dict[str, Any] = dict(
     eval_tokens=2048,
     sample_length=0,
     device="cpu",
+    precision="float32",
 )
 
 

@@ -710,7 +710,7 @@ def in_a_terminal(*words: str) -> tuple[int, int]:
     command = [*launching.PROGRAM, *words]
     child, terminal = pty.fork()
     if child == 0:
-        launching.hear_signals()
+        launching.hear_hangup()
         os.execve(command[0], command, {**os.environ, "TERM": "dumb"})
     return child, terminal
 

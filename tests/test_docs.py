@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import graphlib
+import importlib
 import itertools
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,12 +121,14 @@ def test_shown_commands_are_found_and_checked():
 @pytest.mark.parametrize("page", MANUAL, ids=name_of)
 def test_each_named_option_exists(page):
     known = option_names(cli) | {f"--{option.name}" for option in OPTIONS} | {"--help"}
-    assert set(re.findall(r"`(--[a-z][a-z-]*)", prose(page))) <= known
+    unknown = set(re.findall(r"`(--[a-z][a-z-]*)", prose(page))) - known
+    assert not unknown, f"{name_of(page)} names {unknown}, which are options of no command"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_each_named_setting_and_import_exists(page):
-    assert set(re.findall(r"--set ([a-z]\w*)", page.read_text("utf-8"))) <= HYPERPARAMETERS
+    unknown = set(re.findall(r"--set ([a-z]\w*)", page.read_text("utf-8"))) - HYPERPARAMETERS
+    assert not unknown, f"{name_of(page)} sets {unknown}, which are fields of no Config"
     for block in blocks(page, "toml"):
         assert set(tomllib.loads(block)) <= HYPERPARAMETERS | set(Settings.model_fields)
     variables = re.findall(r"\bSM_NANOGPT_([A-Z_]+)", prose(page))
@@ -154,7 +159,10 @@ def rows(page: Path) -> list[list[str]]:
 def test_the_table_for_users_of_nanogpt_is_complete():
     options = option_names(cli)
     named = {span for cells in rows(NANOGPT) for span in CODE.findall(cells[1])}
-    assert named >= HYPERPARAMETERS
+    assert named >= HYPERPARAMETERS, (
+        f"{HYPERPARAMETERS - named}: a user of nanoGPT looks for each hyperparameter in "
+        "docs/from-nanogpt.md; add a row there"
+    )
     for span in named - HYPERPARAMETERS:
         if span.startswith("--"):
             assert span in options
@@ -217,7 +225,13 @@ def imports_of(module: str, files: dict[str, Path]) -> set[str]:
 
 def test_one_launcher_file_at_most_has_over_450_lines():
     files = (ROOT / "launcher").rglob("*.py")
-    assert len([file for file in files if len(file.read_text().splitlines()) > 450]) <= 1
+    lines = {name_of(file): len(file.read_text().splitlines()) for file in files}
+    long = {name: n for name, n in lines.items() if n > 450}
+    assert len(long) <= 1, (
+        f"{long}: one file of launcher/ at most has over 450 lines, so that a person can read the "
+        "whole topic; move a part with a topic of its own to a module of that name, add it to the "
+        "table in CONTRIBUTING.md, and shorten no text"
+    )
 
 
 def test_imports_run_as_the_architecture_is_drawn():
@@ -236,11 +250,27 @@ def test_imports_run_as_the_architecture_is_drawn():
         name = module.removeprefix("launcher.")
         while name not in drawn:
             name, dot, _ = name.rpartition(".")
-            assert dot, f"{module} is not in the drawing of docs/architecture.md"
+            assert dot, (
+                f"{module} is not in the drawing of docs/architecture.md: add it to the row of the "
+                "modules that it imports, or to one above"
+            )
         row[module] = drawn[name]
     used = {module: imports_of(module, files) for module in files}
-    assert not [(m, other) for m in used for other in used[m] if row[other] < row[m]]
+    upward = [f"{m} imports {other}" for m in used for other in used[m] if row[other] < row[m]]
+    assert not upward, (
+        f"{upward}: a module imports from its own row of the drawing in docs/architecture.md and "
+        "from those below, so that who reads a row has to know only these; pass what is needed as "
+        "an argument, or move it down"
+    )
     graphlib.TopologicalSorter(used).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize("package", ["entry_point", "launcher", "sm_nanogpt"])
+def test_the_tests_and_their_processes_test_this_checkout(package, tmp_path):
+    """Also with the Python of another checkout, as in a git worktree."""
+    code = f"import {package}; print({package}.__file__)"
+    seen = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True).strip()
+    assert seen == importlib.import_module(package).__file__ == str(ROOT / package / "__init__.py")
 
 
 @pytest.mark.parametrize(
@@ -263,4 +293,7 @@ def test_a_skip_fails_where_ci_is_set(test, pytester, pytestconfig, monkeypatch)
 def test_committed_notebooks_hold_no_output():
     for path in (ROOT / "examples").rglob("*.ipynb"):
         cells = nbformat.read(path, as_version=4).cells
-        assert not any(cell.get("outputs") for cell in cells)
+        assert not any(cell.get("outputs") for cell in cells), (
+            f"{name_of(path)} has outputs, which say what was true on one machine, and change with "
+            "each run; clear the outputs of all cells and save it"
+        )

@@ -478,7 +478,7 @@ def test_a_damaged_upload_is_refused(change, reason, made, tmp_path):
 @pytest.fixture(scope="module")
 def trained(made, tmp_path_factory):
     """Runs on one and on two ranks, with masked documents and a checkpoint of each step."""
-    values: dict[str, Any] = {**SMALL, "eval_tokens": 0, "precision": "float32"}
+    values: dict[str, Any] = {**SMALL, "eval_tokens": 0}
     values |= {"mask_documents": True, "checkpoint_seconds": 0.001, "data": made}
     found = {}
     for processes in (1, 2):

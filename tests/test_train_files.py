@@ -395,7 +395,7 @@ def trained(text_file, tmp_path_factory):
     """The model directory of a short training on a text with tabs, emoji and other scripts."""
     out = tmp_path_factory.mktemp("trained")
     steps = {"max_steps": STEPS, "eval_interval": STEPS, "log_interval": STEPS}
-    how = {**runs.SMALL, **steps, "n_embd": 64, "precision": "float32"}
+    how = {**runs.SMALL, **steps, "n_embd": 64}
     end = run(words(**how, data=text_file, out=out), cwd=out)
     assert end.status == 0, end.output
     return out

@@ -186,7 +186,7 @@ def graphs_on_cpu(directory: Path, *edits: tuple[str, str]) -> tuple[str, str]:
 
 def test_one_all_reduce_trains_as_ddp_does(tmp_path, text):
     """With a graph of each length of windows, and passes whose gradients add up."""
-    how: dict[str, Any] = dict(precision="float32", short_windows=0.6, dropout=0.1)
+    how: dict[str, Any] = dict(short_windows=0.6, dropout=0.1)
     how |= dict(gradient_accumulation_steps=2)
     ddp = losses_of(tmp_path / "ddp", text, 1, 2, **how)
     command = graphs_on_cpu(tmp_path / "train")
@@ -238,7 +238,7 @@ def test_ranks_go_without_graphs_if_one_cannot_record(tmp_path, text):
 
 @pytest.mark.parametrize("flat", [False, True], ids=["ddp", "flat"])
 def test_gradients_averaged_in_bfloat16_train_alike(tmp_path, text, flat):
-    how: dict[str, Any] = dict(precision="float32")
+    how: dict[str, Any] = {}
     if flat:
         how |= dict(command=graphs_on_cpu(tmp_path / "train"))
     exact = losses_of(tmp_path / "exact", text, 1, 2, **how)
@@ -524,7 +524,7 @@ def test_an_interruption_does_not_change_a_metric(tmp_path, text):
 
 def test_a_killed_run_resumes_on_any_number_of_ranks(tmp_path, text_file):
     """With the losses of one that was not interrupted, to rounding, and checkpoints of one form."""
-    how = dict(log_interval=1, weight_decay=0.1, precision="float32")
+    how = dict(log_interval=1, weight_decay=0.1)
     killed = environment(NANOGPT_FAULT="1:6:kill")
     forms = []
     for out, status, env in (("calm", 0, None), ("cut", 137, killed)):
@@ -642,8 +642,8 @@ def test_the_warm_up_makes_two_steps_of_each_window_length(tmp_path, short_windo
 
 @pytest.mark.parametrize("passes", [2, 4, 12])
 def test_accumulated_gradients_equal_the_whole_batchs(tmp_path, passes):
-    whole = trainer_of(tmp_path, precision="float32")
-    parts = trainer_of(tmp_path, precision="float32", gradient_accumulation_steps=passes)
+    whole = trainer_of(tmp_path)
+    parts = trainer_of(tmp_path, gradient_accumulation_steps=passes)
     mean_loss = whole.model(*whole.passes.batches.rows(3, 0, 1)).detach()
     for trainer in (whole, parts):
         torch.testing.assert_close(trainer.passes.forward_backward(3), mean_loss)
@@ -686,7 +686,7 @@ def test_dropout_is_a_function_of_seed_step_pass_and_rank(tmp_path, monkeypatch)
 
 
 def test_dropout_is_drawn_from_the_steps_own_seed(tmp_path):
-    one = trainer_of(tmp_path, dropout=0.5, precision="float32")
+    one = trainer_of(tmp_path, dropout=0.5)
     one.model.load_state_dict(lively(one.config).state_dict())
     torch.manual_seed(1)
     first = one.passes.forward_backward(3)
@@ -1041,7 +1041,7 @@ def test_ranks_go_on_together_if_one_cannot_compile(tmp_path, text_file):
 def test_compiling_does_not_change_the_losses_of_ranks(tmp_path, text):
     """With lengths of windows that change, and buckets of gradients that cut the graph in two."""
     graph_only = ("dynamic=False", 'dynamic=False, backend="aot_eager"')
-    how: dict[str, Any] = dict(n_layer=1, n_embd=224, short_windows=0.6, precision="float32")
+    how: dict[str, Any] = dict(n_layer=1, n_embd=224, short_windows=0.6)
     how |= dict(max_steps=10, eval_interval=5)
     command = edited_folder(tmp_path / "train", graph_only)
     eager = losses_of(tmp_path / "eager", text, 1, 2, **how, compile="off")
@@ -1080,7 +1080,7 @@ def test_every_evaluation_takes_the_same_spread_windows(tmp_path, monkeypatch, n
 
 
 def test_evaluation_is_the_mean_loss_without_dropout(tmp_path):
-    trainer = trainer_of(tmp_path, eval_tokens=0, precision="float32", dropout=0.5)
+    trainer = trainer_of(tmp_path, eval_tokens=0, dropout=0.5)
     # The layers begin as nothing, also to dropout.
     trainer.model.load_state_dict(lively(trainer.config).state_dict())
     value = loss_of(trainer)
@@ -1223,7 +1223,7 @@ def test_samples_are_escaped_in_a_log_of_ascii(unforked):
 
 def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path, capsys):
     """A run soon memorizes a short text of random characters."""
-    how = dict(n_embd=64, max_steps=60, eval_interval=10, learning_rate=0.05, precision="float32")
+    how = dict(n_embd=64, max_steps=60, eval_interval=10, learning_rate=0.05)
     trainer = trainer_of(tmp_path, **how)
     assert trainer.run()
     rows = [row for row in metrics(tmp_path / "output") if "val_loss" in row]

@@ -384,7 +384,8 @@ def test_ranks_that_would_train_apart_are_refused(text_file, tmp_path):
     """An error of the user, before the first step, that names the value."""
     fast = "return any(getattr(torch.cpu, test, lambda: False)() for test in tests)"
     unlike = edited_folder(tmp_path / "train", (fast, 'return os.environ["RANK"] == "0"'))
-    end = run(words(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=unlike)
+    arguments = words(**{**SMALL, "precision": "auto"}, data=text_file, processes=2)
+    end = run(arguments, cwd=tmp_path, command=unlike)
     assert end.status == 2
     said = r"ConfigError: precision is 'float32' on rank 1 \(.+\) and 'bfloat16' on rank 0; "
     assert re.match(said, end.last_line)

@@ -28,7 +28,7 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path, environment):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     sm_nanogpt = tmp_path / "clean" / "bin" / "sm-nanogpt"
-    environment = {**environment, "PATH": os.defpath}
+    environment = {**environment, "PATH": os.defpath, "PYTHONPATH": ""}
     output_of([sm_nanogpt, "upload-data", environment["TEXT"]], elsewhere, environment)
     launch: list[str | Path] = [sm_nanogpt, "launch", "--instance", "local", "--set", "max_steps=5"]
     job_id = output_of([*launch, "--processes-per-instance", "2"], elsewhere, environment).strip()

@@ -29,6 +29,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 LARGEST = 1 << 20  # bytes of a request, which holds the environment
+# Processes of the tests import this checkout, although another one may be installed.
+CHECKOUT = str(Path(__file__).parents[1])
+paths = [CHECKOUT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(paths)))
 # Taken before any test changes the environment: the server may start at any of them.
 STARTING = {**os.environ, "OMP_NUM_THREADS": "1"}
 PADDING = " " * 4000  # room for the command lines of forks
@@ -276,5 +280,5 @@ def rename(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     address = f"\0{sys.argv[2]}"
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    sys.path[:0] = [str(Path(__file__).parent), CHECKOUT]
     serve(socket.socket(fileno=int(sys.argv[1])))

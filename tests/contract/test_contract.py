@@ -20,9 +20,8 @@ from launcher.machines import cores
 from launcher.sagemaker.description import in_short
 from launcher.sagemaker.logs import lines_of
 
-VALUES: dict[str, Any] = {**SMALL, "precision": "float32"}
 ODD_VALUES: dict[str, Any] = {
-    **VALUES,
+    **SMALL,
     "optimizer": "adamw",
     "learning_rate": 1e-05,
     "tie_embeddings": True,
@@ -50,14 +49,14 @@ s/^SM_CURRENT_HOST=/&#/
 
 # Jobs of two hosts, each with two ranks. Those of ODD_VALUES declare what reached their ranks.
 JOBS: dict[str, dict[str, Any]] = {
-    "mpirun": dict(new_image=True, values=VALUES),  # as the default image
+    "mpirun": dict(new_image=True, values=SMALL),  # as the default image
     "mpirun, broken": dict(second_environment_sed=LOSSES, threads=None, values=ODD_VALUES),
-    "torchrun": dict(launcher="torchrun", values=VALUES),
+    "torchrun": dict(launcher="torchrun", values=SMALL),
     "torchrun, new": dict(
         launcher="torchrun", new_image=True, variables={"NCCL_DEBUG": "INFO"}, values=ODD_VALUES
     ),
     # {"pytorchddp": {"enable": True}}: nothing launches ranks or names their places
-    "train.py": dict(launcher="typo", values={**VALUES, "processes": 2}),
+    "train.py": dict(launcher="typo", values={**SMALL, "processes": 2}),
 }
 
 
@@ -96,7 +95,7 @@ def test_two_hosts_are_one_group_and_make_one_model(job, name):
 
 def test_one_host_is_one_group_whose_metrics_are_read(finished):
     """Behind the tag that mpirun puts before each line."""
-    (host,) = finished("one", values=VALUES)
+    (host,) = finished("one", values=SMALL)
     assert host.status == 0, host.log
     said = "running on 1 host x 2 CPU = 2 processes in one group (launched by mpirun;"
     assert host.log.count(said) == 1
@@ -112,7 +111,7 @@ def test_one_host_is_one_group_whose_metrics_are_read(finished):
 
 def test_two_hosts_have_the_losses_of_one_process(job, excerpt, tmp_path):
     (tmp_path / "input.txt").write_text(excerpt)
-    arguments = words(**VALUES, data=tmp_path / "input.txt", out=tmp_path / "out")
+    arguments = words(**SMALL, data=tmp_path / "input.txt", out=tmp_path / "out")
     assert runs.run(arguments, cwd=tmp_path).status == 0
     for name in ("mpirun", "torchrun"):
         rows = runs.metrics(job(name)[0].ml / "output/data")
@@ -192,7 +191,7 @@ def test_the_new_images_complaint_is_not_shown(job):
 def test_a_dead_rank_fails_the_job_with_its_cause(launcher, fault, says, cause, excerpt, tmp_path):
     options: dict[str, Any] = dict(launcher=launcher, hosts=2, gpus=1, new_image=True)
     options["variables"] = {"NANOGPT_FAULT": f"1:3:{fault}"}
-    with Job(tmp_path / "job", text=excerpt, values=VALUES, **options) as job:
+    with Job(tmp_path / "job", text=excerpt, values=SMALL, **options) as job:
         until(lambda: says in job.log)
         died = time.time()
         job.wait()
