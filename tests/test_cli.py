@@ -93,7 +93,11 @@ def test_every_test_has_a_name_of_under_60_characters():
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     assert names
-    assert [name for name in names if len(name) >= 60] == []
+    long = [name for name in names if len(name) >= 60]
+    assert not long, (
+        f"{long}: the name of a test is a sentence of under 60 characters, so that a list of tests "
+        "reads as a list of rules; say the rule in the name, and the rest in a docstring"
+    )
 
 
 # -- help -----------------------------------------------------------------------------------------

@@ -48,7 +48,10 @@ def test_no_message_below_the_cli_names_a_command(path):
         if OPTIONS & set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
         or re.search(rf"`({COMMANDS})\b|sm-nanogpt ({COMMANDS})\b", text)
     ]
-    assert found == []
+    assert not found, (
+        f"{found}: Python users meet this message too, and have no command line; raise an error "
+        "with a code and facts, and put the sentence with the command in REMEDIES of cli/words.py"
+    )
 
 
 def codes() -> Iterator[tuple[str, set[str]]]:
@@ -83,11 +86,14 @@ ERRORS = {*subclasses(InputError), *subclasses(ServiceError)}
 
 def test_each_code_has_a_remedy_with_its_facts():
     used = list(codes())
+    needed = {code for code, _ in used} | set(filter(None, CODES.values()))
+    silent, unused = needed - REMEDIES.keys(), REMEDIES.keys() - needed
+    assert not silent, f"{silent}: an error with a code says what to do; add it to cli/words.py"
+    assert not unused, f"{unused}: no error has such a code; take it out of cli/words.py"
     for code, facts in used:
         fields = {field for _, field, _, _ in Formatter().parse(REMEDIES[code]) if field}
-        assert fields - {"sm", "option"} <= facts, code
-    of_aws = set(filter(None, CODES.values()))
-    assert REMEDIES.keys() == {code for code, _ in used} | of_aws
+        missing = fields - {"sm", "option"} - facts
+        assert not missing, f"the remedy of {code!r} uses {missing}, which the error does not carry"
 
 
 def test_an_error_is_said_by_its_option():
@@ -119,4 +125,8 @@ def test_a_hundred_lines_of_code_have_two_or_three_raise():
         }
         lines = enumerate(map(str.strip, source.splitlines()), start=1)
         written += sum(bool(line) and line[0] != "#" and n not in prose for n, line in lines)
-    assert raised <= 0.025 * written, (raised, written)
+    assert raised <= 0.025 * written, (
+        f"{raised} raise in {written} lines of code, and 25 in 1,000 are enough: let an exception "
+        "of the library become one line where the command line prints it, or join checks that "
+        "refuse the same thing"
+    )
