@@ -105,9 +105,12 @@ class Job:
             raise ServiceError(f"job {self.id} failed: {reason}", job_id=self.id, reason=reason)
         return self
 
-    def stop(self) -> None:
-        """Ask the job to stop, on this machine after a checkpoint; `wait` waits for that."""
-        tracking.stop(self.id, self.settings)
+    def stop(self, *, confirmed: bool = False) -> None:
+        """Ask the job to stop, on this machine after a checkpoint; `wait` waits for that.
+
+        Raises NotYours if the job is somebody else's, unless confirmed.
+        """
+        tracking.stop(self.id, self.settings, confirmed)
 
     def metrics(self) -> Any:
         """The curve so far: a pandas DataFrame, or a list of dicts if pandas is not installed.
@@ -183,9 +186,14 @@ class Job:
         write_bytes(str(place), page(compare(read_runs([self.id], self.settings))).encode())
         return place
 
-    def delete(self, keep_model: bool = False) -> None:
-        """Delete the job and its files, here and on S3; keep_model: but for its fetched model."""
+    def delete(self, keep_model: bool = False, *, confirmed: bool = False) -> None:
+        """Delete the job and its files, here and on S3; keep_model: but for its fetched model.
+
+        Raises NotYours if the job is somebody else's, unless confirmed.
+        """
         description, places = tracking.places_of(self.id, self.settings)
+        if not confirmed:
+            tracking.check_yours(description, self.settings)
         if keep_model:
             fetch.keep_model(description, self.settings)
         tracking.delete(self.id, [*places][keep_model:], self.settings)

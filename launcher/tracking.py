@@ -17,6 +17,7 @@ from launcher.finding import find
 from launcher.job import JobDescription
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker import cost
+from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.cost import Prices
 from launcher.settings import Settings, load_settings
 
@@ -84,15 +85,41 @@ def metrics(job_id: str, settings: Settings | None = None, with_samples: bool = 
     return Curve(job_id, source, rows, samples)
 
 
-def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
+class NotYours(InputError):
+    """Somebody else owns a job that would be stopped or deleted: `owner`, None if not known."""
+
+
+def other_owner(job: JobDescription, settings: Settings) -> str:
+    """Who owns a job, if that is not the caller; '' for the caller's jobs and those of this
+    machine."""
+    if job.instance == "local":
+        return ""
+    backend = SageMakerBackend(settings)
+    owner = job.owner or backend.owner(job.job_id)
+    if owner is None:
+        return "somebody whom SageMaker does not name yet"
+    return "" if owner == backend.caller().owner else owner
+
+
+def check_yours(job: JobDescription, settings: Settings) -> None:
+    """Raise NotYours if somebody else owns a job."""
+    if owner := other_owner(job, settings):
+        raise NotYours(f"job {job.named} belongs to {owner}", "not-yours", owner=owner)
+
+
+def stop(job_id: str, settings: Settings | None = None, confirmed: bool = False) -> JobDescription:
     """Ask a running job to stop, and return at once with its description.
 
     A local job first writes a checkpoint. SageMaker kills a job within two minutes and does not
-    signal it, so its last periodic checkpoint remains.
+    signal it, so its last periodic checkpoint remains. Raises NotYours if the job is somebody
+    else's, unless confirmed.
     """
-    backend, description = find(job_id, settings or load_settings())
+    settings = settings or load_settings()
+    backend, description = find(job_id, settings)
     if not description.is_running:
         raise ServiceError(f"job {description.named} has already ended: {description.status}")
+    if not confirmed:
+        check_yours(description, settings)
     backend.stop(job_id)
     return description
 

@@ -23,6 +23,7 @@ from launcher.sagemaker.cost import CeilingTooLow, Unconfirmed
 from launcher.settings import Settings
 from launcher.text.corpus import Upload, upload_data
 from launcher.text.uploads import uploads
+from launcher.tracking import NotYours
 
 if TYPE_CHECKING:
     from launcher.models.load import load_model
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CeilingTooLow", "Damaged", "Denied", "Forecast", "InputError", "Job", "JobDescription",
-    "Missing", "OverQuota", "Plan", "Request", "ServiceError", "Settings", "Unconfirmed",
-    "Unreachable", "Upload", "forecast", "job", "jobs", "launch", "load_model", "prepare",
-    "stream_samples", "sweep", "upload_data", "uploads",
+    "Missing", "NotYours", "OverQuota", "Plan", "Request", "ServiceError", "Settings",
+    "Unconfirmed", "Unreachable", "Upload", "forecast", "job", "jobs", "launch", "load_model",
+    "prepare", "stream_samples", "sweep", "upload_data", "uploads",
 ]  # fmt: skip
 
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import shutil
+import sys
 
 import pytest
 from access import ACCOUNT
 
+import sm_nanogpt as sm
 from launcher.files.storage import write_json
 from launcher.finding import full_id
-from launcher.sagemaker.caller import Caller, Launched, owner_of, remember, remembered, with_last
+from launcher.sagemaker.caller import (
+    LAST_LAUNCHED,
+    Caller,
+    Launched,
+    owner_of,
+    remember,
+    remembered,
+    with_last,
+)
 from launcher.settings import load_settings
 from sm_nanogpt import Settings
 
@@ -133,8 +144,111 @@ def test_a_word_never_means_a_colleagues_job(cloud, cli, become, two, word):
 def test_a_whole_id_means_a_colleagues_job(cloud, cli, become, two):
     become("ada")
     assert json.loads(cli("status", two[1], "--json").out)["job_id"] == two[1]
-    assert cli("stop", two[1]).good
+    assert cli("stop", two[1], "--yes").good
     assert cloud.sagemaker.jobs[two[1]].stopping.is_set()
+
+
+# -- somebody else's -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """stdin is a terminal, at which somebody types these answers."""
+
+    def types(*answers: str) -> None:
+        stdin = io.StringIO("".join(f"{answer}\n" for answer in answers))
+        monkeypatch.setattr(stdin, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stdin", stdin)
+
+    return types
+
+
+def test_a_colleagues_job_is_not_stopped_unasked(cloud, cli, become, two):
+    become("ada")
+    assert cli("stop", two[1]).failed(2, f"job {two[1]} belongs to user/grace", "--yes")
+    assert not cloud.sagemaker.jobs[two[1]].stopping.is_set()
+    assert cli("stop", two[0]).good
+
+
+@pytest.mark.parametrize("answer, code", [("n", 1), ("y", 0)])
+def test_a_terminal_is_asked_about_a_colleagues_job(
+    cloud, cli, become, two, terminal, answer, code
+):
+    become("ada")
+    terminal(answer)
+    ran = cli("stop", two[1])
+    assert (ran.code, cloud.sagemaker.jobs[two[1]].stopping.is_set()) == (code, answer == "y")
+    assert f"job {two[1]} belongs to user/grace\n" in ran.err
+
+
+def test_a_job_that_search_does_not_know_yet_is_nobodys(cloud, cli, home, two):
+    cloud.sagemaker.search_lag = 500
+    assert cli("stop", two[1]).good  # grace launched it from here
+    (home / LAST_LAUNCHED).unlink()
+    assert cli("stop", two[0]).failed(2, "does not name yet", "--yes")
+
+
+def test_a_deletion_says_whose_job_it_is(cloud, cli, become, two):
+    become("ada")
+    for job_id in two:
+        cli("stop", job_id, "--yes")
+        cli("wait", job_id)
+    ran = cli("delete", *two)
+    assert ran.failed(2, "--yes")
+    assert f"{two[0]}, Stopped:\n" in ran.err
+    assert f"{two[1]}, Stopped, of user/grace:\n" in ran.err
+    assert set(two) <= cloud.sagemaker.jobs.keys()
+    assert cli("delete", *two, "--yes").good
+
+
+@pytest.fixture
+def sweep(cloud, cli, become, text_file):
+    """The id of a sweep of grace, of two jobs that run."""
+    become("grace")
+    first = cli("launch", "--instance", "ml.g5.12xlarge", "--data", str(text_file)).good.out.strip()
+    request = json.dumps(cloud.sagemaker.jobs[first].request)
+    for number in (1, 2):
+        cloud.sagemaker.CreateTrainingJob(json.loads(request.replace(first, f"{first}-{number}")))
+    return first
+
+
+def test_a_colleagues_sweep_is_not_stopped_unasked(cloud, cli, become, sweep):
+    become("ada")
+    members = [cloud.sagemaker.jobs[f"{sweep}-{number}"] for number in (1, 2)]
+    assert cli("stop", "--group", sweep).failed(2, "belongs to user/grace", "--yes")
+    assert not any(job.stopping.is_set() for job in members)
+    assert cli("stop", "--group", sweep, "--yes").good
+    assert all(job.stopping.is_set() for job in members)
+    ran = cli("delete", "--group", sweep)
+    assert ran.failed(2, "--yes")
+    assert ran.err.count("Stopped, of user/grace:\n") == 2
+    assert cli("delete", "--group", sweep, "--yes").good
+    assert not {job.name for job in members} & cloud.sagemaker.jobs.keys()
+
+
+def test_an_upload_that_colleagues_use_says_so(cloud, cli, become, two):
+    for job_id in two:
+        cloud.sagemaker.jobs[job_id].stop()
+        cli("wait", job_id)
+    [upload] = json.loads(cli("data", "--json").out)
+    assert upload["owners"] == ["user/ada", "user/grace"]
+    ran = cli("delete", upload["name"])
+    assert ran.failed(2, "--yes")
+    assert "used by 2 jobs of user/ada and user/grace:\n" in ran.err
+
+
+def test_python_takes_a_colleagues_job_only_if_confirmed(cloud, become, two):
+    become("ada")
+    job = sm.job(two[1])
+    with pytest.raises(sm.NotYours) as caught:
+        job.stop()
+    assert caught.value.owner == "user/grace"
+    job.stop(confirmed=True)
+    job.wait()
+    with pytest.raises(sm.NotYours):
+        job.delete()
+    job.delete(confirmed=True)
+    assert two[1] not in cloud.sagemaker.jobs
 
 
 def test_latest_of_each_is_deleted_and_resumed(cloud, s3, cli, become, two):

@@ -123,7 +123,7 @@ def delete_sweep(reference: str, settings: Settings, keep_model: bool, yes: bool
 
 def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, yes: bool) -> None:
     from launcher.models.fetch import keep_model as fetch
-    from launcher.tracking import delete, places_of
+    from launcher.tracking import delete, other_owner, places_of
 
     found = []
     for job_id in dict.fromkeys(job_ids):
@@ -132,7 +132,9 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
             del places[next(iter(places))]  # of its fetched models
         found.append((description, places))
     for description, places in found:
-        note(f"{description.named}, {description.status}:")
+        owner = other_owner(description, settings)
+        whose = f", of {owner}" if owner else ""
+        note(f"{description.named}, {description.status}{whose}:")
         for place, sizes in places.items():
             if sizes:
                 note(f"  {in_units(sum(sizes.values())):>8} in {len(sizes)} files: {place}")
@@ -164,7 +166,8 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
                 f"job {job_id} is reading {each.name}", "job-is-running", job_id=job_id
             )
         n = len(each.jobs)
-        note(f"{each.name}, {each.kind}, used by {n} job{'s' * (n != 1)}:")
+        owners = f" of {' and '.join(each.owners)}" if each.owners else ""
+        note(f"{each.name}, {each.kind}, used by {n} job{'s' * (n != 1)}{owners}:")
         note(f"  {in_units(each.size):>8}: {each.uri}")
     if any(each.jobs for each in found):
         note("jobs and models stay; `launch --resume` of a job then needs the same upload again")

@@ -6,13 +6,24 @@ import csv
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import GROUP, JOB_ID, JSON, Command, Job, settings_of, valued
+from launcher.cli.options import (
+    GROUP,
+    JOB_ID,
+    JSON,
+    YES,
+    Command,
+    Job,
+    settings_of,
+    unless_not_yours,
+    valued,
+)
 from launcher.cli.show import (
     at_ctrl_c,
     following,
@@ -282,9 +293,10 @@ def wait_command(job_id: str) -> None:
 @click.command("stop", cls=Command)
 @click.argument("job_id", metavar="[JOB-ID]", required=False, type=Job(acts=True))
 @GROUP
-def stop_command(job_id: str | None, group: str | None) -> None:
+@YES
+def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
     """Stop a running job, or all jobs of a sweep. A local job first writes a checkpoint; SageMaker
-    keeps the newest one.
+    keeps the newest one. Before it stops a job of somebody else, it asks.
 
     Example:
       sm-nanogpt stop JOB-ID
@@ -299,12 +311,15 @@ def stop_command(job_id: str | None, group: str | None) -> None:
         group, tries = find_sweep(group, settings)
         if not tries:
             raise ServiceError(f"sweep {group} has no job yet: press Ctrl-C where `launch` runs it")
-        for description in stop_all(group, tries, settings):
+        question = f"Stop sweep {group}?"
+        stop_sweep = partial(stop_all, group, tries, settings)
+        for description in unless_not_yours(stop_sweep, question, yes):
             note(f"stopping {description.job_id}")
             wait(description.job_id, settings)
         note(f"sweep {group} is stopped; `{command('launch', '--resume', group)}` continues it")
         return
     assert job_id is not None
-    local = stop(job_id, settings).instance == "local"
+    stop_job = partial(stop, job_id, settings)
+    local = unless_not_yours(stop_job, f"Stop job {job_id}?", yes).instance == "local"
     note(f"stopping {'after a checkpoint' if local else '(this may take two minutes)'}")
     tell_end(wait(job_id, settings), settings, "Completed", "Stopped")

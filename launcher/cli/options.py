@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -17,6 +17,8 @@ from launcher.errors import InputError
 
 if TYPE_CHECKING:
     from launcher.settings import Settings
+
+T = TypeVar("T")
 
 
 def settings_of() -> Settings:
@@ -162,6 +164,21 @@ def agree(question: str, yes: bool) -> None:
     if not click.confirm(question, err=True):
         note("not confirmed; nothing was changed")
         raise click.exceptions.Exit(1)
+
+
+def unless_not_yours(act: Callable[[bool], T], question: str, yes: bool) -> T:
+    """Do `act`, which takes whether it is confirmed. What belongs to somebody else is only touched
+    with --yes, or after a question on a terminal."""
+    from launcher.tracking import NotYours
+
+    try:
+        return act(yes)
+    except NotYours as error:
+        if not sys.stdin.isatty():
+            raise
+        note(str(error))
+    agree(question, yes=False)
+    return act(True)
 
 
 def agree_to_cost(worst: float, max_cost: float | None, settings: Settings, yes: bool) -> None:

@@ -43,6 +43,7 @@ REMEDIES: dict[str, str] = {
     "no-such-job": "`{sm} jobs` lists the jobs, and `{sm} data` the uploads",
     "no-jobs-yet": "`{sm} launch --instance local` starts one",
     "in-another-region": "--region {region}, before the command, finds it",
+    "not-yours": "pass --yes if you mean it",
     "job-is-running": "stop it first: `{sm} stop {job_id}`",
     "job-goes-on": "`{sm} logs {job_id} --follow` follows it",
     "sweep-is-running": "let it end, or stop it with `{sm} stop --group {group}`",

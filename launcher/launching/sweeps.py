@@ -27,7 +27,7 @@ from launcher.local.backend import LocalBackend
 from launcher.sagemaker.cost import CeilingTooLow, usd
 from launcher.settings import Settings
 from launcher.source import keep
-from launcher.tracking import with_costs
+from launcher.tracking import check_yours, with_costs
 
 logger = logging.getLogger(__name__)
 
@@ -335,13 +335,18 @@ class SweepPlan:
                 yield Progress(number, job_id, description)
 
 
-def stop_all(group: str, tries: Tries, settings: Settings) -> list[JobDescription]:
+def stop_all(
+    group: str, tries: Tries, settings: Settings, confirmed: bool = False
+) -> list[JobDescription]:
     """Stop the running jobs of a sweep, and keep it from starting others; returns those jobs.
 
-    The command that runs the sweep stops a job that it starts meanwhile.
+    The command that runs the sweep stops a job that it starts meanwhile. Raises NotYours if the
+    sweep is somebody else's, unless confirmed.
     """
     if not (newest := [each[-1] for each in tries.values()]):
         return []
+    if not confirmed:
+        check_yours(newest[0], settings)
     backend, running = backend_for(newest[0].instance, settings), []
     try:
         for job in newest:

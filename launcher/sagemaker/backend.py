@@ -303,7 +303,8 @@ class SageMakerBackend:
         Search lags, so the job that the caller launched last from here is asked for by its id.
         """
         me = self.caller()
-        jobs = search_jobs(self.client("sagemaker"), None if everyone else me.owner, name)
+        owner = None if everyone else me.owner
+        jobs = search_jobs(self.client("sagemaker"), owner, name)
         found = filter(is_our_job, jobs)
         for last in caller.remembered(self.settings):
             if (last.caller, last.region) == (me, self.region) and name in (None, last.name):
@@ -314,6 +315,15 @@ class SageMakerBackend:
         """The job that was launched last, if it exists, with the tags that Search would tell."""
         if (raw := self.raw(last.job_id)) is not None:
             yield {**raw, "Tags": our_tags(last.caller.owner, last.name, last.summary)}
+
+    def owner(self, job_id: str) -> str | None:
+        """Who owns a job; None if Search does not know the job yet, which takes seconds."""
+        for last in caller.remembered(self.settings):
+            if last.job_id == job_id:
+                return last.caller.owner
+        for raw in search_jobs(self.client("sagemaker"), job_id=job_id):
+            return describe_job(raw, None).owner
+        return None
 
     def stop(self, job_id: str) -> None:
         self.client("sagemaker").stop_training_job(TrainingJobName=job_id)

@@ -95,12 +95,20 @@ def remember(launched: Launched, settings: Settings) -> None:
     storage.write_cache(settings.home / LAST_LAUNCHED, [*others, launched])
 
 
-def search_jobs(client: Any, owner: str | None, name: str | None) -> Iterator[dict[str, Any]]:
-    """The account's training jobs by our tags, or those of an owner or of a name, newest first."""
-    tags = {TAG_KEY: TAG_VALUE, OWNER_TAG: owner, NAME_TAG: name}
+def search_jobs(
+    client: Any, owner: str | None = None, name: str | None = None, job_id: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """The account's training jobs by our tags, or those of an owner, a name, or an id, newest
+    first."""
+    properties = {
+        f"Tags.{TAG_KEY}": TAG_VALUE,
+        f"Tags.{OWNER_TAG}": owner,
+        f"Tags.{NAME_TAG}": name,
+        "TrainingJobName": job_id,
+    }
     filters = [
-        {"Name": f"Tags.{key}", "Operator": "Equals", "Value": value}
-        for key, value in tags.items()
+        {"Name": key, "Operator": "Equals", "Value": value}
+        for key, value in properties.items()
         if value is not None
     ]
     pages = client.get_paginator("search").paginate(

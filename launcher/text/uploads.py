@@ -28,6 +28,7 @@ class Stored:
     written: float  # seconds since the epoch
     jobs: list[str]  # ids of all that read it, newest first
     running: list[str]  # those of them that have not ended
+    owners: list[str]  # of those on SageMaker, by name
     manifest: corpus.Upload | None  # None: incomplete
 
 
@@ -85,6 +86,7 @@ def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -
                 written=facts.get("mtime") or facts["LastModified"].timestamp(),
                 jobs=[job.job_id for job in readers],
                 running=[job.job_id for job in readers if job.is_running],
+                owners=sorted({job.owner for job in readers if job.owner}),
                 manifest=upload,
             )
 

@@ -324,7 +324,7 @@ class SageMaker:
             job
             for job in sorted(self.jobs.values(), key=lambda job: -job.created)
             if time.time() > job.created + self.search_lag
-            and wanted.items() <= {tag["Key"]: tag["Value"] for tag in job.tags}.items()
+            and wanted.items() <= searchable(job).items()
         ]
         first = int(body.get("NextToken", 0))
         page = found[first : first + PAGE]
@@ -334,6 +334,12 @@ class SageMaker:
         if first + PAGE < len(found):
             answer["NextToken"] = str(first + PAGE)
         return answer
+
+
+def searchable(job: Job) -> dict[str, str]:
+    """What Search finds a job by: its tags, and its name."""
+    tags = {tag["Key"]: tag["Value"] for tag in job.tags}
+    return {**tags, "TrainingJobName": job.name}
 
 
 # -- refusals --------------------------------------------------------------------------------------
