@@ -9,12 +9,13 @@ import math
 import os
 import pty
 import random
+import re
 import select
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
@@ -30,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import Finished
+from launching import Finished, Ran
 from models import SMALL, lively, tokenizer_of
 from runs import metrics, run, words
 from starlette.testclient import TestClient
@@ -147,7 +148,17 @@ WITH_SYSTEM = ["system\nc", *ASKED]
         ({"instruction": "a", "input": "c", "output": "b"}, ["user\na\n\nc", "assistant\nb"]),
         ({"prompt": "a", "completion": "b", "messages": None, "label": True}, ASKED),
         ({"prompt": said("a"), "completion": said("b", roles="assistant")}, ASKED),
+        ({"instruction": None, "input": "a", "output": "b"}, ASKED),
+        ({"conversations": said("a", "b", roles="user bing", to="from value")}, ASKED),
+        (
+            {"messages": [], "prompt": None, "completion": "", "conversations": said("a", "b")},
+            ASKED,
+        ),
         ({"text": "a", "messages": None}, None),
+        ({"text": "a", "messages": []}, None),
+        ({"text": "a", "prompt": None, "completion": None}, None),
+        ({"text": "a", "instruction": "", "output": " "}, None),
+        ({"text": None, "prompt": None, "completion": None}, None),
         ({"prompt": "a"}, None),
     ],
 )
@@ -158,7 +169,9 @@ def test_each_form_of_a_conversation_gives_its_turns(record, turns):
 @pytest.mark.parametrize(
     ("record", "facts"),
     [
-        ({"messages": []}, "says nothing"),
+        ({"messages": []}, "no messages"),
+        ({"messages": None}, "no messages"),
+        ({"prompt": None, "completion": ""}, "no messages"),
         ({"messages": {}}, "`messages`"),
         ({"messages": "[]"}, "`messages`"),
         (["a"], "message 1 role"),
@@ -186,17 +199,55 @@ def test_what_cannot_be_learned_is_named(record, facts):
     assert all(fact in str(error.value) for fact in facts.split()), error.value
 
 
-def test_a_bad_line_uploads_nothing_and_is_numbered(cli, home, tmp_path, text_file):
-    path = write_chats(tmp_path / "chats.jsonl")
-    for line in ('{"messages": []}\n', '{"text": "a"}\n', "0\n"):
-        write_chats(path)
-        with path.open("a") as file:
-            file.write(line)
-        ran = cli("upload-data", str(path), "--tokenizer", "bpe", "--vocab-size", "300")
-        assert (ran.code, ran.out) == (2, "")
-        assert f"{path}" in ran.error
+def test_a_column_of_text_beats_an_empty_pair():
+    record = {"story": "a", "prompt": None, "completion": None}
+    assert turns_of(record, "", column="story") is None
+
+
+def upload_records(cli: Any, path: Path, records: Sequence[Any]) -> Ran:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return cli("upload-data", str(path), "--tokenizer", "bpe", "--vocab-size", "300")
+
+
+def sums(count: int) -> list[Any]:
+    return [{"messages": asked(f"What is {n} + {n}?", str(2 * n))} for n in range(count)]
+
+
+def test_a_bad_line_uploads_nothing_and_is_numbered(cli, home, tmp_path):
+    for record in ({"text": "a"}, 0):
+        ran = upload_records(cli, tmp_path / "chats.jsonl", [*sums(200), record])
+        assert ran.failed(2, "chats.jsonl:201: ") and not ran.out
         assert not (home / "store/data").exists()
-    assert ":201: " in ran.error
+
+
+def test_what_cannot_teach_is_left_out_and_counted(cli, home, tmp_path):
+    empty = {"messages": asked("Why?", "")}
+    silent = {"messages": []}
+    tool = {"messages": [{"role": "tool", "content": "a"}]}
+    records = [empty, *sums(200), silent, empty, tool]
+    ran = upload_records(cli, tmp_path / "chats.jsonl", records).good
+    (line,) = [line for line in ran.err.splitlines() if "left out" in line]
+    assert line.startswith("warning: 4 of 204 conversations left out: ")
+    assert re.search(r"no text \(2: \S*chats\.jsonl:1; \S*chats\.jsonl:203\)", line)
+    assert re.search(r"no messages \(1: \S*chats\.jsonl:202\)", line)
+    assert re.search(r"'tool'.* \(1: \S*chats\.jsonl:204\)", line)
+    assert "200 conversations, " in ran.err
+    assert upload_records(cli, tmp_path / "chats.jsonl", sums(200)).out == ran.out
+
+
+def test_data_of_which_most_cannot_teach_is_refused(cli, home, tmp_path):
+    empty = {"instruction": "Why?", "output": ""}
+    assert upload_records(cli, tmp_path / "half.jsonl", [empty] * 40 + sums(40)).good
+    ran = upload_records(cli, tmp_path / "most.jsonl", [empty] * 41 + sums(40))
+    assert ran.failed(2, "41 of 81 conversations", "`output` has no text (41: ", "most.jsonl:1; ")
+
+
+def test_empty_pairs_beside_texts_are_columns(cli, tmp_path):
+    texts = [{"text": f"Line {n}. " * 9, "prompt": None, "completion": None} for n in range(99)]
+    texts.append({"text": "", "prompt": None, "completion": None})
+    ran = upload_records(cli, tmp_path / "rows.jsonl", texts).good
+    assert "99 documents, " in ran.err
+    assert "1 of 100 documents left out: no text" in ran.err
 
 
 def test_both_kinds_or_one_conversation_alone_are_refused(cli, tmp_path):

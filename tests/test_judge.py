@@ -595,6 +595,15 @@ def test_a_question_without_an_answer_is_refused(record, tmp_path):
         read_questions(tmp_path / "a.jsonl")
 
 
+def test_a_conversation_without_an_answer_is_not_judged(home, tmp_path, caplog):
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": c}] for c in "bc"]
+    lines = [json.dumps({"messages": messages}) for messages in (*chats, [])]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    texts = read_texts([str(tmp_path / "chats.jsonl")], Settings(home=home))
+    assert [text.is_chat for text in texts] == [True, True]
+    assert "1 of 3 conversations left out" in caplog.text
+
+
 @pytest.mark.parametrize("read", [read_canaries, read_questions])
 def test_a_file_without_anything_to_ask_is_refused(read, tmp_path):
     (tmp_path / "none.jsonl").write_text("\n")

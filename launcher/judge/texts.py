@@ -6,6 +6,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from launcher.settings import Settings
 from launcher.text.copies import copied
 from launcher.text.files import find_files
 from launcher.text.formats import documents_of
+from launcher.text.skipped import Skipped
 
 MOST_BYTES = 1 << 28  # of the text to train on, with which others are compared
 VALIDATION_BYTES = 1 << 17  # of the model's own validation text that are scored
@@ -63,15 +65,17 @@ class Encoded:
 def read_texts(
     paths: Sequence[str], settings: Settings, encoding: str = "", column: str = "text"
 ) -> list[Text]:
-    """The documents of what `upload_data` takes, without empty ones. Raises InputError."""
-    found = list[Text]()
+    """The documents that `upload_data` would take of these paths. Raises InputError."""
+    found, skipped = list[Text](), Skipped()
     with copied(paths, settings) as (here, fill):
         files = find_files(here, tokens=True, encoding=encoding, column=column, fill=fill)
-        for place, is_chat, pieces in (each for file in files for each in documents_of(file)):
+        documents = chain.from_iterable(documents_of(file, skipped) for file in files)
+        for place, is_chat, pieces in documents:
             for copy, given in zip(here, paths, strict=True):
                 place = place.replace(str(copy), str(given))
             if any(whole := list(pieces)):
                 found.append(Text(place, whole, is_chat))
+        skipped.check(sum(text.is_chat for text in found))
     if not found:
         raise InputError(f"{', '.join(paths)}: no text is there")
     return found

@@ -7,29 +7,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.errors import InputError
 from launcher.models.chat import SPEAKS
+from launcher.text.skipped import EXAMPLE, Unlearnable
 
 ROLES = {role: role for role in ("system", "user", "assistant")}
 ROLES |= {"developer": "system", "human": "user", "gpt": "assistant"}
+ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}  # as ShareGPT has them
 LISTS = ("messages", "conversations")
-PAIRS = {"output": "instruction", "completion": "prompt"}  # an answer, and what was asked
+PAIRS = {"output": "instruction", "completion": "prompt"}  # an answer, and its question
 FIELDS = {*LISTS, *PAIRS, *PAIRS.values(), "system", "input", "history", "label", "kto_tag"}
-EXAMPLE = (
-    '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-)
 
 
-def turns_of(record: Any, place: str) -> list[str] | None:
+class Fault(Exception):
+    """Why no model can learn from a conversation: its message or field, and what is wrong."""
+
+    def __init__(self, subject: str, problem: str) -> None:
+        super().__init__(f"{subject} {problem}")
+        kind = "a message" if subject.startswith("message ") else subject
+        self.reason = f"{kind} {problem}"
+
+
+def turns_of(record: Any, place: str, column: str = "text") -> list[str] | None:
     """The turns of a conversation, each as `role\\ncontent`; None if the record is none.
 
-    Raises InputError, which starts with `place`, if a model cannot learn from it.
+    column is the field that holds a text, if the record is one. Raises Unlearnable, which starts
+    with `place`, if no model can learn from it.
     """
     try:
-        messages = messages_of(record)
+        messages = messages_of(record, column)
         return None if messages is None else turns_in(messages)
-    except InputError as error:
-        raise InputError(f"{place}: {error}; a conversation is like {EXAMPLE}") from None
+    except Fault as fault:
+        problem = f"{place}: {fault}; a conversation is like {EXAMPLE}"
+        raise Unlearnable(problem, fault.reason, place) from None
 
 
 def may_be_chat(fields: set[str]) -> bool:
@@ -37,39 +46,57 @@ def may_be_chat(fields: set[str]) -> bool:
     return not fields.isdisjoint(LISTS) or any(pair <= fields for pair in pairs)
 
 
-def messages_of(record: Any) -> dict[str, Any] | None:
-    """The messages of a record by their names in an error; None if it is no conversation."""
+def is_empty(value: Any) -> bool:
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
+
+
+def messages_of(record: Any, column: str) -> dict[str, Any] | None:
+    """The messages of a record by their names in an error; None if it is no conversation.
+
+    Tables that were joined have empty columns, so the first form that holds anything counts. If
+    all are empty, a record that has the column of a text is that text.
+    """
     if isinstance(record, list):
         return numbered(record)
-    if not isinstance(record, dict) or record.keys().isdisjoint((*LISTS, *PAIRS)):
+    if not isinstance(record, dict) or not may_be_chat(set(record)):
         return None
-    given = {field: value for field, value in record.items() if value not in (None, "")}
-    system = {"`system`": said("system", given["system"])} if "system" in given else {}
+    filled = {field: value for field, value in record.items() if not is_empty(value)}
+    system = {}
+    if "system" in filled:
+        system["`system`"] = message("system", filled["system"])
     for field in LISTS:
-        if field in given:
-            if not isinstance(given[field], list):
-                raise InputError(f"`{field}` is no list of messages")
-            return system | numbered(given[field])
-    for answer, question in PAIRS.items():
-        if answer in record and question in record:
-            return system | pair_of(given, question, answer)
-    return None
+        if field in filled:
+            if not isinstance(filled[field], list):
+                raise Fault(f"`{field}`", "is no list of messages")
+            return system | numbered(filled[field])
+    pairs = [(q, a) for a, q in PAIRS.items() if {q, a} <= record.keys()]
+    for question, answer in pairs:
+        if question in filled or answer in filled:
+            return system | messages_of_pair(filled, question, answer)
+    return None if column in record else {}
 
 
-def pair_of(given: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
-    if given.get("label") is False or given.get("kto_tag") is False:
-        raise InputError(f"`{answer}` is labeled as a bad answer, and all are learned")
-    if given.get("history"):
-        raise InputError("`history` is not read; write all of it as `messages`")
-    asked, answered = given.get(question), given.get(answer)
+def messages_of_pair(filled: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
+    if filled.get("label") is False or filled.get("kto_tag") is False:
+        raise Fault(f"`{answer}`", "is labeled as a bad answer, and all are learned")
+    if "history" in filled:
+        raise Fault("`history`", "is not read; write all of it as `messages`")
+    asked, answered = filled.get(question), filled.get(answer)
     if isinstance(asked, list) and isinstance(answered, list):
         return numbered(asked + answered)
-    if answer == "output" and "input" in given:  # after a blank line, as in Alpaca's own prompt
-        asked = [{"type": "text", "text": text} for text in (asked, "\n\n", given["input"])]
-    return {f"`{question}`": said("user", asked), f"`{answer}`": said("assistant", answered)}
+    if answer == "output" and "input" in filled:
+        asked = asked_with_input(asked, filled["input"])
+    return {f"`{question}`": message("user", asked), f"`{answer}`": message("assistant", answered)}
 
 
-def said(role: str, content: Any) -> dict[str, Any]:
+def asked_with_input(instruction: Any, context: Any) -> Any:
+    """An instruction and its input after a blank line, as in Alpaca's own prompt."""
+    if instruction is None:
+        return context
+    return [{"type": "text", "text": text} for text in (instruction, "\n\n", context)]
+
+
+def message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -87,10 +114,12 @@ def turns_in(messages: dict[str, Any]) -> list[str]:
         if ROLES.get(role) == "system" and text is not None and not text.strip():
             continue
         if fault := fault_of(fields, role, text, not turns):
-            raise InputError(f"{name} {fault}")
+            raise Fault(name, fault)
         turns.append(f"{ROLES[role]}\n{text}")
+    if not messages:
+        raise Fault("the conversation", "has no messages")
     if not any(turn.startswith(SPEAKS) for turn in turns):
-        raise InputError("the assistant says nothing")
+        raise Fault("the assistant", "says nothing")
     return turns
 
 

@@ -25,6 +25,7 @@ from launcher.errors import InputError
 from launcher.files.documents import not_text, read_text
 from launcher.files.storage import CHUNK_BYTES
 from launcher.models.encoder import LONGEST as PIECE
+from launcher.text.skipped import Skipped, Unlearnable
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -250,9 +251,12 @@ class Counts:
     sha256: str = ""
     vocabulary: str = ""  # of a run by characters
     odd: dict[bytes, str] = field(default_factory=dict)
+    skipped: Skipped = field(default_factory=Skipped)
 
     def check(self, name: object) -> None:
-        """Warn of odd characters. Raise InputError if there is too little text for any run."""
+        """Warn of odd characters, and of conversations that are left out. Raise InputError if those
+        are too many, or there is too little text for any run."""
+        self.skipped.check(self.chats)
         for pattern, place in self.odd.items():
             what, encoding = ODD[pattern]
             advice = dict(code="give-encoding", encoding=encoding) if encoding else {}
@@ -266,13 +270,14 @@ class Counts:
 def documents(files: Sequence[File], found: Counts) -> Iterator[str | None]:
     """Each document as pieces of at most PIECE characters, then None. Fills in `found` on the way.
 
-    A file of plain text is a document, and so is each record of others; empty ones are left out.
-    The pieces of a conversation are its turns. Raises InputError.
+    A file of plain text is a document, and so is each record of others. Empty ones are left out,
+    and conversations from which no model can learn. The pieces of a conversation are its turns.
+    Raises InputError.
     """
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.name}\0".encode())
-        for place, chats, pieces in documents_of(file):
+        for place, chats, pieces in documents_of(file, found.skipped):
             before = found.size
             for piece in pieces:
                 content = piece.encode()
@@ -296,8 +301,11 @@ def documents(files: Sequence[File], found: Counts) -> Iterator[str | None]:
     found.sha256 = digest.hexdigest()
 
 
-def documents_of(file: File) -> Iterator[tuple[str, bool, Iterator[str]]]:
-    """The place of each document, whether it is a conversation, and its turns or pieces."""
+def documents_of(file: File, skipped: Skipped) -> Iterator[tuple[str, bool, Iterator[str]]]:
+    """The place of each document, whether it is a conversation, and its turns or pieces.
+
+    Conversations from which no model can learn are added to `skipped`.
+    """
     if file.format is PLAIN:
         yield str(file.path), False, pieces_of(file)
         return
@@ -311,7 +319,12 @@ def documents_of(file: File) -> Iterator[tuple[str, bool, Iterator[str]]]:
     }
     with opened(file) as content:
         for place, record in readers[file.format.read](content, str(file.path)):
-            yield (place, *records.document_of(record, place, file.column))
+            try:
+                is_chat, pieces = records.document_of(record, place, file.column)
+            except Unlearnable as error:
+                skipped.add(error)
+                continue
+            yield place, is_chat, pieces
 
 
 def pieces_of(file: File) -> Iterator[str]:

@@ -35,7 +35,7 @@ def document_of(record: Any, place: str, column: str = "text") -> tuple[bool, It
     fields = record if isinstance(record, dict) else {}
     text = fields.get(column)
     if column == "text" or text is None:
-        pieces = turns_of(record, place)
+        pieces = turns_of(record, place, column)
     else:
         pieces = turns_of(text, place) if isinstance(text, list) else None
     if text is None and column in fields:  # null, as an empty cell of a table
