@@ -222,7 +222,7 @@ def test_a_bad_line_uploads_nothing_and_is_numbered(cli, home, tmp_path):
 
 def test_what_cannot_teach_is_left_out_and_counted(cli, home, tmp_path):
     empty = {"messages": asked("Why?", "")}
-    silent = {"messages": []}
+    silent: dict[str, Any] = {"messages": []}
     tool = {"messages": [{"role": "tool", "content": "a"}]}
     records = [empty, *sums(200), silent, empty, tool]
     ran = upload_records(cli, tmp_path / "chats.jsonl", records).good

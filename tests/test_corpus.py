@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -32,7 +33,7 @@ from launcher.text import corpus
 from launcher.text.copies import first_text
 from launcher.text.corpus import find_upload, last_upload
 from launcher.text.formats import look, pieces_of, zstd
-from sm_nanogpt import InputError, upload_data
+from sm_nanogpt import InputError, ServiceError, upload_data
 
 URL = "https://127.0.0.1:9/a"
 LONG = "The quick brown fox jumps over the lazy dog.\n" * 100
@@ -431,7 +432,8 @@ def test_only_a_changed_or_damaged_text_is_sent_again(home, source):
     assert (stored(first.uri) / "fox.txt").read_text() == LONG
 
 
-def test_a_leftover_file_is_in_no_other_upload(home, tmp_path):
+def test_a_leftover_file_is_in_no_other_upload(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "WRITERS", 1)
     (tmp_path / "texts").mkdir()
     for name in ("a", "b"):
         (tmp_path / f"texts/{name}.txt").write_text(LONG + name)
@@ -446,6 +448,72 @@ def test_a_leftover_file_is_in_no_other_upload(home, tmp_path):
     uri = upload_data(tmp_path / "texts").uri
     assert launching.tree(stored(uri)) == {"a1.txt", "b.txt"}
     assert find_upload(uri, launching.settings_of(home)) is not None
+
+
+def write_notes(folder: Path, count: int) -> Path:
+    folder.mkdir()
+    for number in range(count):
+        (folder / f"{number}.txt").write_text(f"Note {number} of many small ones.")
+    return folder
+
+
+def test_small_files_are_written_side_by_side(home, tmp_path, monkeypatch):
+    write, together = storage.write_file, threading.Barrier(4)
+
+    def write_with_others(*args: Any) -> None:
+        together.wait(timeout=10)
+        write(*args)
+
+    monkeypatch.setattr(storage, "write_file", write_with_others)
+    upload = upload_data(write_notes(tmp_path / "notes", 40))
+    assert len(launching.tree(stored(upload.uri))) == 40
+
+
+def test_large_files_are_written_in_turn(home, tmp_path, monkeypatch):
+    write, writing = storage.write_file, threading.Lock()
+
+    def write_alone(*args: Any) -> None:
+        assert writing.acquire(blocking=False)
+        write(*args)
+        writing.release()
+
+    monkeypatch.setattr(storage, "write_file", write_alone)
+    monkeypatch.setattr(corpus, "SMALL_FILE", 0)
+    upload = upload_data(write_notes(tmp_path / "notes", 40))
+    assert len(launching.tree(stored(upload.uri))) == 40
+
+
+def test_no_file_is_begun_after_one_that_fails(home, tmp_path, monkeypatch):
+    begun = list[str]()
+
+    def fail(path: Path, *_: Any) -> None:
+        begun.append(path.name)
+        raise ServiceError("the line is cut")
+
+    monkeypatch.setattr(storage, "write_file", fail)
+    with pytest.raises(ServiceError, match="cut"):
+        upload_data(write_notes(tmp_path / "notes", 400))
+    assert len(begun) <= 2 * corpus.WRITERS
+    assert list((home / "store/data").glob("*.json")) == []
+
+
+def test_a_killed_upload_is_none_and_the_next_completes_it(home, tmp_path):
+    folder = write_notes(tmp_path / "notes", 400)
+    program = """
+import time
+from launcher.cli import main
+from launcher.text import corpus
+corpus.digest_of = lambda files: time.sleep(100)
+main()
+"""
+    command = [sys.executable, "-c", program, "upload-data", str(folder)]
+    with subprocess.Popen(command, env=launching.environment(home)) as process:
+        launching.until(lambda: len(list(home.glob("store/data/*/*.txt"))) > 9)
+        process.kill()
+    assert list((home / "store/data").glob("*.json")) == []
+    upload = upload_data(folder)
+    assert upload.uploaded
+    assert find_upload(upload.uri, launching.settings_of(home)) is not None
 
 
 def test_a_prefix_without_a_manifest_is_not_an_upload(home, source):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import boto3
@@ -139,6 +140,22 @@ def test_an_uploaded_text_is_not_sent_again(store, text_file, cli):
     assert first.out == again.out
     assert "already in the store" in again.err
     assert "already in the store" not in first.err
+
+
+def test_the_manifest_of_many_files_is_written_last(store, home, tmp_path, monkeypatch):
+    write, there = storage.write_json, list[int]()
+
+    def record(uri: str, *rest: Any) -> None:
+        if uri.startswith(store) and uri.endswith(".json"):
+            there.append(len(storage.list_files(uri.removesuffix(".json"))))
+        write(uri, *rest)
+
+    (tmp_path / "notes").mkdir()
+    for number in range(50):
+        (tmp_path / f"notes/{number}.txt").write_text(f"Note {number} of many small ones.")
+    monkeypatch.setattr(storage, "write_json", record)
+    upload = upload_data(tmp_path / "notes", Settings(home=home, store=store))
+    assert there == [50] == [len(upload.files)]
 
 
 def test_an_interrupted_write_keeps_the_old_file(store, tmp_path):

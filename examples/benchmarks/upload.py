@@ -1,4 +1,4 @@
-"""Seconds and memory of upload-data: by characters, and as tokens.
+"""Seconds and memory of upload-data: by characters, as tokens, and of many small files.
 
 Examples:
   python examples/benchmarks/upload.py --text input.txt
@@ -7,14 +7,16 @@ Examples:
 
 The large text repeats the given one. Its tokens are those of a BPE that each checkout learns from
 the given text before, with --vocab-size. Their speed is from the difference between the large text
-and the given one, so it leaves out the start. With --before, the same commands of another checkout
-run in turns with these.
+and the given one, so it leaves out the start. The small files have the lines of the given text in
+turn, and are compared with `cp -r` of their folder and `sync`. With --before, the same commands of
+another checkout run in turns with these.
 """
 
 from __future__ import annotations
 
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import measure
@@ -33,6 +35,8 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         env = {"SM_NANOGPT_HOME": str(home), "PYTHONPATH": str(checkout)}
         command = [*CLI, "upload-data", str(text), *map(str, words)]
         return cost(Process(command, cwd=checkout, env=env))
+
+    folder = write_notes(scratch / "notes", args.text, 100 if args.quick else args.files)
 
     checkouts = {"": ROOT} | ({", before": args.before.absolute()} if args.before else {})
     tokenizers = dict[Path, Path]()  # each checkout has its own
@@ -54,27 +58,51 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
             raise Failed("the large text took no longer than the given one; more --megabytes")
         return (large.stat().st_size - args.text.stat().st_size) / 1e6 / (seconds - small), memory
 
-    ways = {"characters": by_characters, "tokens": by_tokens}
-    sides = {
+    def by_files(checkout: Path) -> tuple[float, float]:
+        return upload(checkout, folder)
+
+    def copied(index: int) -> tuple[float, float]:
+        target = scratch / f"copy-{index}"
+        return cost(Process(["sh", "-c", 'cp -r "$0" "$1" && sync', str(folder), str(target)]))
+
+    ways = {"characters": by_characters, "tokens": by_tokens, "files": by_files}
+    sides: dict[str, Callable[[int], tuple[float, float]]] = {
         f"{way}{when}": lambda index, run=run, checkout=checkout: run(checkout)
         for way, run in ways.items()
         for when, checkout in checkouts.items()
     }
+    sides["cp"] = copied
     found = measure.alternate(args.rounds, sides)
-    report = Report(findings={"text": f"{large.stat().st_size / 1e6:.0f} MB"})
+    findings = {"text": f"{large.stat().st_size / 1e6:.0f} MB", "files": f"{args.files:,}"}
+    report = Report(findings=findings)
     for side, figures in found.items():
         speeds, memory = map(list, zip(*figures, strict=True))
         what = "MB/s" if side.startswith("tokens") else "seconds"
         report.rows.append({"": side, what: speeds, "memory MB": memory})
-        if args.before and not side.endswith("before"):
+        if f"{side}, before" in found:
             before, _ = map(list, zip(*found[f"{side}, before"], strict=True))
             report.findings[f"{side}, {what} over those before"] = measure.ratio(speeds, before)
+    seconds = {way: [second for second, _ in found[way]] for way in ("files", "cp")}
+    report.findings["files, seconds over those of cp"] = measure.ratio(
+        seconds["files"], seconds["cp"]
+    )
     return report
+
+
+def write_notes(folder: Path, text: Path, count: int) -> Path:
+    """A folder of small files, 500 in each folder below it, each with another text."""
+    lines = text.read_text("utf-8").splitlines()
+    for number in range(count):
+        path = folder / str(number // 500) / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{number}: {lines[number % len(lines)]}\n", "utf-8")
+    return folder
 
 
 if __name__ == "__main__":
     parser = measure.parser(__doc__, rounds=3, nanogpt=False)
     parser.add_argument("--megabytes", type=float, default=200, help="of text (default 200)")
+    parser.add_argument("--files", type=int, default=2000, help="small ones (default 2000)")
     parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="(default 4096)")
     parser.add_argument("--before", type=Path, metavar="PATH", help="a checkout to compare with")
     measure.run(parser, benchmark)

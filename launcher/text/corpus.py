@@ -12,9 +12,13 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -27,7 +31,7 @@ from launcher.files.models import is_path
 from launcher.files.storage import Progress
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
-from launcher.text.copies import copied, name_of, temporary
+from launcher.text.copies import copied, in_thread, name_of, temporary
 from launcher.text.files import find_files, read_plain
 from launcher.text.formats import File, opened, stored
 
@@ -38,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")  # of an upload
 LAST_UPLOADS = "last-uploads.json"  # URIs by `place`, the newest last
+WRITERS, SMALL_FILE = 16, 1 << 20  # files of up to SMALL_FILE bytes that are written at once
+CLEANUP_SECONDS = 5.0
 TOKENS_VERSION = 6  # of what launcher.text.tokens writes
 
 
@@ -249,13 +255,50 @@ def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Pr
     if not upload.uploaded:
         return
     storage.expect(progress, upload.size)
-    for file in files:
-        with stored(file) as path:
-            storage.write_file(path, storage.join(upload.uri, file.name), progress, settings)
+    write_files(files, upload.uri, settings, progress)
     if digest_of(files) != upload.sha256:  # leave it without a manifest
         raise InputError("the text changed during the upload; upload it again")
     manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
     storage.write_json(f"{upload.uri}.json", manifest, settings)
+
+
+def write_files(files: Sequence[File], uri: str, settings: Settings, progress: Progress) -> None:
+    """Write files below a URI: small ones side by side, since each waits for the disk or for S3.
+
+    Large ones follow in turn; on S3, each goes in parallel parts. After an error or Ctrl-C no other
+    file is begun.
+    """
+    lock, is_stopped = Lock(), Event()
+
+    def report(n: int) -> None:
+        with lock:
+            progress(n)
+
+    def write(file: File) -> None:
+        with stored(file) as path:
+            storage.write_file(path, storage.join(uri, file.name), report, settings)
+
+    def write_rest(queue: SimpleQueue[File]) -> None:
+        with suppress(Empty):
+            while not is_stopped.is_set():
+                write(queue.get_nowait())
+
+    small_files, large_files = SimpleQueue[File](), list[File]()
+    for file in files:
+        if file.path.stat().st_size <= SMALL_FILE:
+            small_files.put(file)
+        else:
+            large_files.append(file)
+    n_writers = min(WRITERS, small_files.qsize())
+    writers = [in_thread(partial(write_rest, small_files)) for _ in range(n_writers)]
+    try:
+        for writer in wait(writers, return_when=FIRST_EXCEPTION).done:
+            writer.result()
+    finally:
+        is_stopped.set()
+        wait(writers, CLEANUP_SECONDS)  # they remove what is half written
+    for file in large_files:
+        write(file)
 
 
 def digest_of(files: Sequence[File]) -> str:
