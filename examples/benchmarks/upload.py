@@ -66,11 +66,10 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         return cost(Process(["sh", "-c", 'cp -r "$0" "$1" && sync', str(folder), str(target)]))
 
     ways = {"characters": by_characters, "tokens": by_tokens, "files": by_files}
-    sides: dict[str, Callable[[int], tuple[float, float]]] = {
-        f"{way}{when}": lambda index, run=run, checkout=checkout: run(checkout)
-        for way, run in ways.items()
-        for when, checkout in checkouts.items()
-    }
+    sides = dict[str, Callable[[int], tuple[float, float]]]()
+    for way, upload_text in ways.items():
+        for when, checkout in checkouts.items():
+            sides[f"{way}{when}"] = on_checkout(upload_text, checkout)
     sides["cp"] = copied
     found = measure.alternate(args.rounds, sides)
     findings = {"text": f"{large.stat().st_size / 1e6:.0f} MB", "files": f"{args.files:,}"}
@@ -87,6 +86,12 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         seconds["files"], seconds["cp"]
     )
     return report
+
+
+def on_checkout(
+    upload_text: Callable[[Path], tuple[float, float]], checkout: Path
+) -> Callable[[int], tuple[float, float]]:
+    return lambda _: upload_text(checkout)
 
 
 def write_notes(folder: Path, text: Path, count: int) -> Path:
