@@ -26,13 +26,17 @@ Places = dict[str, dict[str, int]]  # bytes by file, by directory or prefix
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
-    """Describe a job, with its cost, name and settings.
-
-    SageMaker tells the last two only in lists; they are in the job's record.
-    """
+    """Describe a job, with its cost, name and settings."""
     settings = settings or load_settings()
-    backend, description = find(job_id, settings)
-    description = with_costs([description], settings)[0]
+    return with_costs([identify(job_id, settings)], settings)[0]
+
+
+def identify(job_id: str, settings: Settings, attempts: int | None = None) -> JobDescription:
+    """Describe a job, with its name and settings; attempts as for `find`.
+
+    SageMaker tells these only in lists; they are in the job's record.
+    """
+    backend, description = find(job_id, settings, attempts)
     if description.summary is not None:
         return description
     try:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models import lively, tokenizer_of
 from playwright.sync_api import ConsoleMessage, Page, sync_playwright
 from test_chat import directory, tuned
 from test_curves import file_rows
-from test_play import served, site
+from test_play import LETTERS, served, site
 from test_report import sibling
 
 from launcher.models.chat import Message
@@ -300,6 +301,22 @@ def test_a_message_that_fails_can_be_sent_again(talk):
     page.locator(".status.error", has_text="too long").wait_for()
     assert page.input_value("#prompt").startswith("a a a")
     assert page.locator(".asked").count() == 1
+
+
+def test_a_message_to_a_chat_and_a_plain_model_is_sent_once(directory, visit):
+    plain = Player("plain", lively(), tokenizer_of(LETTERS))
+    with served([Player("chat", *load_model(directory)), plain]) as site:
+        page = visit(f"http://127.0.0.1:{site.port}/?token=secret", within="http://127.0.0.1:.*")
+        page.wait_for_selector("#anew")
+        page.fill("#max_new_tokens", "5")
+        for number, message in enumerate(("2 + 2?", "bad"), 1):
+            ask(page, message)
+            assert page.input_value("#prompt") == ""
+            assert page.locator(".asked").count() == number
+        refused, fine = ("never seen: '+', '2', '?'", "5 tokens")
+        assert fine in page.locator(".status").last.inner_text()
+        ask(page, "2 + 2?")
+        assert refused in page.locator(".status.error").inner_text()
 
 
 def test_the_page_of_play_fits_a_phone(play):

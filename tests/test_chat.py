@@ -1049,6 +1049,71 @@ def test_a_base_url_without_v1_is_told(client, openai):
             call()
 
 
+@pytest.fixture
+def ask(player):
+    """Asks the API of two models, one of which is that of a job with a name."""
+    named = replace(player, name="named", job_id="sm-nanogpt-20261128-182734-6306f7")
+    other = replace(player, name="/models/other")
+    http = {
+        number: TestClient(make_app(players, "t", api.routes(players)))
+        for number, players in {1: [named], 2: [named, other]}.items()
+    }
+
+    def ask(path: str, body: Any = None, models: int = 2) -> Any:
+        method = "GET" if body is None else "POST"
+        headers = {"authorization": "bearer t"}
+        url = f"http://testserver{path}"
+        return http[models].request(method, url, json=body, headers=headers)
+
+    return ask
+
+
+@pytest.mark.parametrize("path", ["//v1/models", "/v1//models", "/v1/models/", "///v1///models//"])
+def test_several_slashes_are_one(ask, path):
+    assert [model["id"] for model in ask(path).json()["data"]] == ["named", "/models/other"]
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/models", "/v1 is missing from the base URL"),
+        ("/v1beta/models", "/v1 is missing from the base URL"),
+        ("/v1/v1/models", "/v1 is twice in the base URL"),
+        ("//v1//v1", "/v1 is twice in the base URL"),
+        ("/v1", "/v1/models lists the models"),
+        ("/v1/responses", "GET /v1/responses is not there"),
+    ],
+)
+def test_a_wrong_path_says_what_is_wrong_with_it(ask, path, hint):
+    answer = ask(path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith(hint)
+
+
+@pytest.mark.parametrize(
+    "name", ["named", "sm-nanogpt-20261128-182734-6306f7", "named (…6306f7)", "/models/other"]
+)
+def test_a_model_answers_to_each_of_its_names(ask, name):
+    done = ask("/v1/completions", {"model": name, "prompt": "The", "max_tokens": 1})
+    listed = "/models/other" if name == "/models/other" else "named"
+    assert (done.status_code, done.json()["model"]) == (200, listed)
+    assert ask(f"/v1/models/{name}").json()["id"] == listed
+
+
+def test_a_model_alone_needs_no_name(ask):
+    assert ask("/v1/completions", {"prompt": "The", "max_tokens": 1}, models=1).status_code == 200
+    several = ask("/v1/completions", {"model": None, "prompt": "The"})
+    assert several.status_code == 400
+    assert "named, /models/other" in several.json()["error"]["message"]
+
+
+def test_a_prompt_of_null_is_as_one_left_out(ask):
+    wish = {"model": "named", "max_tokens": 5, "seed": 1}
+    texts = [ask("/v1/completions", body).json() for body in (wish, {**wish, "prompt": None})]
+    assert texts[0]["choices"] == texts[1]["choices"]
+    assert texts[0]["usage"] == texts[1]["usage"]
+
+
 def test_a_wrong_method_is_told_the_right_one(client, openai):
     with pytest.raises(openai.APIStatusError, match="405") as caught:
         client().get("/chat/completions", cast_to=object)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -19,11 +20,11 @@ from hypothesis import strategies as st
 from models import lively, tokenizer_of
 
 from entry_point.model import GPT
-from launcher.cli.models import about
+from launcher.cli.models import about, player_of
 from launcher.models.fetch import fetch_model
 from launcher.views import api
 from launcher.views.play import Player, Token, listen, make_app, make_server, until
-from sm_nanogpt import Job, stream_samples
+from sm_nanogpt import Job, Settings, stream_samples
 
 ORIGIN = "http://localhost:3000"
 LETTERS = "\nabcdefghi "  # as many as the small models have
@@ -292,6 +293,21 @@ def test_a_page_tells_the_loss_and_settings_of_a_job(job):
     assert told.startswith(f"val_loss {made['val_loss']:.4f} at step {made['step']}; ")
     assert "n_embd=32" in told
     assert about(job.directory) == ""
+
+
+def test_a_job_is_played_by_its_name_and_settings(job):
+    record = json.loads((job.directory / "job.json").read_text())
+    record["job"]["name"] = "mine"
+    (job.directory / "job.json").write_text(json.dumps(record))
+    directory = fetch_model(job.job_id)
+    for model in (job.job_id, str(directory)):
+        player = player_of(model, Settings(home=job.home), None)
+        assert (player.name, player.job_id) == ("mine", job.job_id)
+        assert player.title == f"mine (…{job.job_id[-6:]})"
+        assert player.about.endswith(record["job"]["summary"])
+    shutil.copytree(directory, "elsewhere")
+    player = player_of("./elsewhere", Settings(home=job.home), None)
+    assert player.title == player.name == "./elsewhere"
 
 
 def test_an_origin_without_a_scheme_is_refused(cli):

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,15 @@ import click
 from launcher.cli.options import JSON, MODEL, Command, Job, settings_of, valued
 from launcher.cli.show import note, print_json, print_text
 from launcher.cli.words import command, sentence
-from launcher.errors import InputError, Terminated
+from launcher.errors import InputError, LauncherError, Terminated
 
 if TYPE_CHECKING:
     from entry_point.model import GPT
     from entry_point.text import Tokenizer
+    from launcher.job import JobDescription
     from launcher.models.chat import Chat, Message
     from launcher.settings import Settings
+    from launcher.views.play import Player
 
 ENTRY_POINT = valued(
     "--entry-point DIR",
@@ -112,8 +114,35 @@ def open_model(
     return directory, model, tokenizer
 
 
-def about(directory: Path) -> str:
-    """The loss of a model, and its settings; "" for one of another tool."""
+def player_of(model: str, settings: Settings, entry_point: Path | None) -> Player:
+    """A model to play with, which is named as its job, or else as its directory."""
+    from launcher.views.play import Player
+
+    directory, loaded, tokenizer = open_model(model, settings, entry_point)
+    job = job_behind(model, directory, settings)
+    if job is None:
+        return Player(model, loaded, tokenizer, about(directory))
+    facts = about(directory, job.summary)
+    return Player(job.name or job.job_id, loaded, tokenizer, facts, job.job_id)
+
+
+def job_behind(model: str, directory: Path, settings: Settings) -> JobDescription | None:
+    """The job that made a model in a directory; None for another, or if it cannot be looked up."""
+    from launcher.job import FULL_ID
+    from launcher.tracking import identify
+
+    for part in (model, *reversed(directory.absolute().parts)):
+        if FULL_ID.fullmatch(part):
+            with suppress(LauncherError):
+                return identify(part, settings, attempts=2)
+    return None
+
+
+def about(directory: Path, summary: str | None = None) -> str:
+    """The loss of a model, and its settings; "" for one of another tool.
+
+    summary has the settings as `jobs` lists them; without it they are read from the model.
+    """
     from launcher.files.documents import Damaged, parse
     from launcher.job import TrainingJob
     from launcher.launching.launch import summary_of
@@ -121,9 +150,12 @@ def about(directory: Path) -> str:
 
     try:
         made = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
-        values = asdict(known_config(made["config"]))
-        job = TrainingJob(instance="local", data=str(directory), hyperparameters=values)
-        return f"val_loss {made['val_loss']:.4f} at step {made['step']}; {summary_of(job)}"
+        loss = f"val_loss {made['val_loss']:.4f} at step {made['step']}"
+        if not summary:
+            values = asdict(known_config(made["config"]))
+            job = TrainingJob(instance="local", data=str(directory), hyperparameters=values)
+            summary = summary_of(job)
+        return f"{loss}; {summary}"
     except (OSError, Damaged, KeyError, TypeError, InputError):
         return ""
 
@@ -179,10 +211,10 @@ def play_command(
 
     settings = settings_of()
     listener = play.listen(port or 0)
-    players = []
-    for named in filter(None, (model, other)):
-        directory, loaded, tokenizer = open_model(named, settings, entry_point)
-        players.append(play.Player(named, loaded, tokenizer, about(directory)))
+    models = [model] if other is None else [model, other]
+    players = [player_of(each, settings, entry_point) for each in models]
+    if len({player.name for player in players}) < len(players):  # two jobs of one name
+        players = [replace(player, name=player.job_id or player.name) for player in players]
     at, key = listener.getsockname()[1], settings.api_key or secrets.token_urlsafe()
     url = f"http://127.0.0.1:{at}/?token={quote(key, safe='')}"
     click.echo(url)

@@ -59,9 +59,10 @@ class Worker:
 
     block_size is its context, size the number of its logits; chats: it has learned from
     conversations; edited: an edited folder computes it. It is judged by the tokens of `tokenizer`,
-    or else its own. What it prints is logged. alone: it reads nothing but the model and the
-    folder, may write only a directory that is deleted with it, what it prints is lost, and an answer has to come in PATIENT
-    seconds. Raises ServiceError if it fails, or has fewer logits than there are tokens.
+    or else its own. What it prints is logged. alone: it reads nothing but the model and the folder,
+    may write only a directory that is deleted with it, what it prints is lost, and an answer has to
+    come in PATIENT seconds. Raises ServiceError if it fails, or has fewer logits than there are
+    tokens.
     """
 
     def __init__(

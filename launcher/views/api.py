@@ -35,7 +35,7 @@ class Wanted(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False, extra="allow")
 
-    model: str
+    model: str | None = None  # needed only where there are several
     max_tokens: Most = None
     temperature: float | None = None
     top_p: float | None = None
@@ -65,7 +65,7 @@ class WantedChat(Wanted):
 
 
 class WantedText(Wanted):
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)] = ""
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)] | None = None
     logprobs: None = None  # a number; 0 asks for some too
 
 
@@ -133,7 +133,10 @@ class Answer:
 
 def routes(players: Sequence[Player]) -> list[Route]:
     """/v1/models, /v1/chat/completions and /v1/completions."""
-    by_name = {player.name: player for player in players}
+    # A model goes by its name; also by the id of its job, and by its title on the page.
+    by_name = {p.name: p for p in players}
+    by_other_name = {name: p for p in players for name in (p.job_id, p.title) if name}
+    known = {**by_other_name, **by_name}
 
     def entry(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": 0, "owned_by": "sm-nanogpt"}
@@ -142,9 +145,11 @@ def routes(players: Sequence[Player]) -> list[Route]:
         return JSONResponse({"object": "list", "data": [*map(entry, by_name)]})
 
     async def model(request: HTTPRequest) -> Response:
-        if (name := request.path_params["name"]) not in by_name:
+        name = request.path_params["name"]
+        player = known.get(name) or known.get(f"/{name}")  # a directory begins with a slash
+        if player is None:
             return problem(404, f"no model {name!r}", "model_not_found")
-        return JSONResponse(entry(name))
+        return JSONResponse(entry(player.name))
 
     async def complete(request: HTTPRequest, kind: type[WantedChat] | type[WantedText]) -> Response:
         try:
@@ -154,10 +159,12 @@ def routes(players: Sequence[Player]) -> list[Route]:
         for name, value in (wanted.model_extra or {}).items():
             if name in MISSING and value and value != USUAL.get(name):
                 return problem(400, f"{name}: {LEAVE_OUT}")
-        if wanted.model not in by_name:
+        if wanted.model is None and len(by_name) > 1:
+            return problem(400, f"model: must be one of {', '.join(by_name)}")
+        player = players[0] if wanted.model is None else known.get(wanted.model)
+        if player is None:
             said = f"no model {wanted.model!r}; there is {', '.join(by_name)}"
             return problem(404, said, "model_not_found")
-        player = by_name[wanted.model]
         answer, tokens = begin(player, wanted)
         if wanted.stream:
             usage = bool((wanted.stream_options or {}).get("include_usage"))
@@ -188,7 +195,7 @@ def begin(player: Player, wanted: WantedChat | WantedText) -> tuple[Answer, Iter
         _, ids, most = player.chat.fitting(messages, size if most is None else most)
         kind = "chat.completion"
     else:
-        prompt = "".join(wanted.prompt)
+        prompt = "".join(wanted.prompt or "")
         ids = encode(player.tokenizer, prompt, size) if prompt else [player.tokenizer.start]
         kind, most = "text_completion", 16 if most is None else most
     request = SamplingRequest(

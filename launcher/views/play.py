@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import secrets
 import socket
 import time
@@ -36,6 +37,7 @@ from entry_point.model import GPT
 from entry_point.text import Tokenizer
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import adapter, reason_of
+from launcher.job import end_of
 from launcher.models.chat import Chat, Message, TooLong
 from launcher.models.load import is_edited
 from launcher.models.sample import stream_samples
@@ -51,10 +53,11 @@ Likely = tuple[list[tuple[str, float]], int]
 class Player:
     """A model on the page, which generates one text at a time."""
 
-    name: str
+    name: str  # of its job, or else its directory
     model: GPT
     tokenizer: Tokenizer
     about: str = ""  # its loss and settings
+    job_id: str = ""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @cached_property
@@ -62,9 +65,16 @@ class Player:
         """Raises InputError if the model has not learned from conversations."""
         return Chat(self.model, self.tokenizer)
 
+    @property
+    def title(self) -> str:
+        """The name, with the end of the job's id: own1t (…79bf20)."""
+        if self.job_id in ("", self.name):
+            return self.name
+        return f"{self.name} (…{end_of(self.job_id)})"
+
     def described(self) -> dict[str, object]:
         return {
-            "name": self.name,
+            "name": self.title,
             "about": self.about,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "unit": self.tokenizer.unit,
@@ -222,8 +232,7 @@ def make_app(
 
     async def nothing(request: HTTPRequest, error: Exception) -> Response:
         path = request.url.path
-        hint = "" if path.startswith("/v1/") else "; /v1 is missing from the base URL"
-        return problem(404, f"{request.method} {path} is not there{hint}")
+        return problem(404, f"{request.method} {path} is not there{hint_for(path)}")
 
     async def refused(request: HTTPRequest, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
@@ -242,10 +251,28 @@ def make_app(
     errors = (ClientDisconnect, ValidationError, InputError, ServiceError)
     handlers: dict[Any, Any] = {404: nothing, **dict.fromkeys(errors, refused)}
     inner = Starlette(routes=routes, exception_handlers=handlers)
+    guard = guarded(of_single_slashes(inner), key)
     # Outside of the guard: a browser asks before it sends the key.
-    return CORSMiddleware(
-        guarded(inner, key), allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
-    )
+    return CORSMiddleware(guard, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+
+
+def hint_for(path: str) -> str:
+    """What may be wrong with the base URL of a client that asks for this path."""
+    if re.match(r"/v1/v1(/|$)", path):
+        return "; /v1 is twice in the base URL"
+    if path == "/v1":
+        return "; /v1/models lists the models"
+    return "" if path.startswith("/v1/") else "; /v1 is missing from the base URL"
+
+
+def of_single_slashes(app: ASGIApp) -> ASGIApp:
+    """Read several slashes of a path as one, as a base URL that ends in a slash makes two."""
+
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        path = re.sub("/+", "/", scope["path"])
+        await app({**scope, "path": path.rstrip("/") or "/"}, receive, send)
+
+    return route
 
 
 def problem(status: int, message: str, code: str | None = None) -> JSONResponse:

@@ -12,7 +12,7 @@ from typing import Any
 from launcher.curve import Curve, Row, samples_of_log, total_steps
 from launcher.errors import ServiceError
 from launcher.finding import find
-from launcher.job import FULL_ID, JobDescription, TrainingJob
+from launcher.job import JobDescription, TrainingJob, end_of
 from launcher.judge.evaluation import Evaluation, kept
 from launcher.launching.launch import shortest
 from launcher.launching.sweeps import Rank, differences, ranking
@@ -39,9 +39,7 @@ class Run:
     @property
     def short_name(self) -> str:
         """The name, or else the end of the id."""
-        job_id = self.description.job_id
-        end = job_id.split("-", 4)[4] if FULL_ID.fullmatch(job_id) else job_id
-        return self.job.name or end
+        return self.job.name or end_of(self.description.job_id)
 
     def logged(self, pattern: str) -> str:
         """The first group of the first line of the log that begins so, or ''."""
