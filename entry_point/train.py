@@ -58,6 +58,10 @@ if not __package__:  # run as a script: its folder, whatever its name, is the pa
 if __name__ == "__main__" and "TORCH_CPP_LOG_LEVEL" not in os.environ:
     # A rank whose peer is gone prints C++ stack traces as warnings, before the reason and after it.
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch reads it when it is imported
+if __name__ == "__main__":
+    # The Pythons that this one starts, such as ranks on GPUs, import nothing of the current
+    # directory, where a user may have a random.py.
+    os.environ["PYTHONSAFEPATH"] = "1"
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # Threads that wait for each other spin, with GNU's OpenMP for some milliseconds. If another
     # program uses a core, the spinning delays the thread that they wait for. `cpu` on
@@ -91,6 +95,7 @@ from entry_point.errors import (
     log,
     report_failure,
 )
+from entry_point.files import open_standard_streams
 from entry_point.text import load_corpus
 from entry_point.trainer import Trainer
 
@@ -212,4 +217,5 @@ def run(argv: Sequence[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
+    open_standard_streams()
     run(sys.argv[1:])

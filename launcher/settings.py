@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -218,16 +217,3 @@ def load_settings(**given: str | None) -> Settings:
             f"{error.filename}: {error.strerror}; set SM_NANOGPT_HOME to another directory"
         ) from None
     return settings
-
-
-def process_of(module: str, *words: object) -> list[str]:
-    """The command of a process that calls `main` of a module of the launcher with these words.
-
-    It imports the launcher from the same place as this process, and nothing else there.
-    """
-    root = str(Path(__file__).parents[1].absolute())
-    start = (
-        "import sys; sys.path.insert(0, sys.argv.pop()); import launcher, entry_point;"
-        f" del sys.path[0]; from {module} import main; main(*sys.argv[1:])"
-    )
-    return [sys.executable, "-c", start, *map(str, words), root]

@@ -366,7 +366,7 @@ def test_a_worker_that_died_is_an_error_in_one_line(start, models):
         worker.process.kill()
         worker.process.wait()
         for _ in range(2):
-            with pytest.raises(ServiceError, match="its process ended"):
+            with pytest.raises(ServiceError, match="its process was killed by SIGKILL"):
                 worker.logits(torch.zeros(1, 4, dtype=torch.int64))
 
 
@@ -754,8 +754,10 @@ def test_two_models_are_compared_by_the_same_passages(edited):
     assert high - low < 0.01 < (spread(parts) or 0.0)
 
 
-def test_eval_as_a_process_with_its_worker(finished, text, tmp_path):
+def test_eval_as_a_process_imports_nothing_of_its_folder(finished, text, tmp_path):
     """With no other way to start a process than the product's."""
+    for name in ("random", "json", "types", "token", "torch"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the wrong {name}')")
     (tmp_path / "known.txt").write_text(text[:6000])
     words = ("eval", finished.job_id, "known.txt", "--documents")
     with patch.object(launching.warm, "replacing", lambda start: subprocess):

@@ -36,8 +36,9 @@ from launcher.job import LOCAL_FIELDS, TrainingJob
 from launcher.launching.launch import find_earlier, new_job_id, resumed
 from launcher.local import backend
 from launcher.local.backend import LocalBackend
+from launcher.local.process import python_command
 from launcher.local.runner import LocalRun
-from launcher.settings import load_settings, process_of
+from launcher.settings import load_settings
 from launcher.source import Source, keep
 from launcher.text.corpus import upload_data
 from launcher.tracking import describe, logs, wait
@@ -627,7 +628,7 @@ def test_a_signal_and_a_stop_are_not_two_stops(home):
     write_job(directory)
     saves = "be_stopped(job / 'ready'); time.sleep(1); model.touch()"
     (directory / "code/train.py").write_text(PRELUDE + saves)
-    runner = subprocess.Popen(process_of("launcher.local.runner", directory, 0))
+    runner = subprocess.Popen(python_command("launcher.local.runner", directory, 0))
     launching.until((directory / "ready").exists)
     runner.terminate()
     launching.until(lambda: "Stopping" in (directory / "state.json").read_text())

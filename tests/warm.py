@@ -47,7 +47,7 @@ def serves(command: Sequence[str], env: Mapping[str, str]) -> bool:
     names -= {"PYTHONUNBUFFERED", "GOMP_SPINCOUNT", "TORCH_CPP_LOG_LEVEL"}
     names -= {"TORCHINDUCTOR_CACHE_DIR"}  # which transformers sets, and nothing reads at the start
     usual = all((env.get(name) or "") == (STARTING.get(name) or "") for name in names)
-    known = command[1] == "-c" or command[1].endswith(".py")
+    known = command[1] in ("-P", "-c") or command[1].endswith(".py")
     return usual and sys.platform == "linux" and command[0] == sys.executable and known
 
 
@@ -252,6 +252,8 @@ def become(
 def run(argv: list[str]) -> None:
     """Runs code or a script as the main module."""
     sys.modules["warm"] = sys.modules["__main__"]
+    is_safe = argv[0] == "-P"  # without the current directory in sys.path
+    argv = argv[is_safe:]
     sys.argv = argv if argv[0] != "-c" else ["-c", *argv[2:]]
     if argv[0] == "-c":
         import launcher.local.backend
@@ -259,7 +261,10 @@ def run(argv: list[str]) -> None:
 
         for module, start in ((launcher.local.backend, Process), (launcher.local.runner, Fork)):
             module.subprocess = replacing(start)  # type: ignore[attr-defined]
-        sys.path[0] = ""
+        if is_safe:
+            del sys.path[0]
+        else:
+            sys.path[0] = ""
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(argv[1], "<string>", "exec"), main.__dict__)
     else:  # it may be an edited one, and knows no launcher

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import click
 
+from entry_point.files import open_standard_streams
 from launcher.cli import account, delete, evaluate, jobs, launch, models, search, upload
 from launcher.cli.options import Group, valued
 from launcher.cli.show import logs_shown, note, silence
@@ -105,9 +106,9 @@ def run(arguments: list[str] | None = None) -> int:
     debug = "--debug" in words  # wherever it stands
     root: click.Context | None = None
     try:
-        if sys.stdin is None:  # as `<&-` leaves it
-            sys.stdin = io.StringIO()
-        if sys.stdout is None:  # as `>&-` leaves it
+        prints_nowhere = sys.stdout is None  # as `>&-` leaves it
+        open_standard_streams()
+        if prints_nowhere:
             raise InputError(
                 "stdout is closed, so results cannot be printed; use `>/dev/null` to discard them"
             )

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -27,11 +26,13 @@ from torch import Tensor
 
 import entry_point
 import launcher
+from entry_point.files import open_standard_streams
 from entry_point.text import Tokenizer, read_tokenizer
 from launcher.errors import LauncherError, ServiceError
 from launcher.files.documents import Document, parse
 from launcher.local.confine import PATIENCE, confined, end, environment
-from launcher.settings import Settings, load_settings, process_of
+from launcher.local.process import how_it_ended, python_command
+from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +75,11 @@ class Worker:
         alone: bool = False,
     ) -> None:
         self.directory, self.tokenizer = directory, tokenizer or read_tokenizer(directory)
-        self.limit = PATIENT if alone else None
+        self.alone, self.limit = alone, PATIENT if alone else None
         self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        open_standard_streams()  # else the pipe may get the number of one
         self.pipe, theirs = Pipe()
-        command = process_of(__name__, theirs.fileno(), directory, entry_point or "")
+        command = python_command(__name__, theirs.fileno(), directory, entry_point or "")
         env, scratch = dict(os.environ), Path(self.scratch.name)
         if alone:
             env = environment(scratch)
@@ -137,10 +139,16 @@ class Worker:
                 return self.pipe.recv_bytes(most)
             raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
         except (EOFError, OSError):
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(PATIENCE)
-            ended = f"its process ended with {self.process.poll()}; was there too little memory?"
-            raise ServiceError(f"{self.directory}: {ended}") from None
+            raise ServiceError(f"{self.directory}: its process {self.how_it_ended()}") from None
+
+    def how_it_ended(self) -> str:
+        try:
+            status = self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            return "answers no more"
+        if status > 0 and not self.alone:
+            return f"{how_it_ended(status)}; what it printed is above"
+        return how_it_ended(status)
 
     def logits(self, ids: Tensor) -> Tensor:
         """Logits, float32 [n, T, size], of ids [n, T]."""

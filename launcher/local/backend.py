@@ -32,7 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from entry_point.files import open_file
+from entry_point.files import open_file, open_standard_streams
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -47,8 +47,9 @@ from launcher.job import (
     checkpoints_among,
     time_of,
 )
+from launcher.local.process import python_command
 from launcher.machines import cores, cpu_processes
-from launcher.settings import Settings, process_of
+from launcher.settings import Settings
 from launcher.source import Source
 
 logger = logging.getLogger(__name__)
@@ -124,14 +125,15 @@ class LocalBackend:
             raise
 
     def start(self, directory: Path, source: Source, record: dict[str, Any]) -> None:
+        open_standard_streams()  # else the lock may get the number of stdin, and not be passed on
         source.write(directory / "code")
         # Take the lock before the job is visible, and pass it on, so that it is held without a gap.
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
             storage.write_json(str(directory / "job.json"), record)
             subprocess.Popen(
-                process_of("launcher.local.runner", directory, lock.fileno()),
-                cwd=directory,  # it holds nothing to import by mistake
+                python_command("launcher.local.runner", directory, lock.fileno()),
+                cwd=directory,
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")

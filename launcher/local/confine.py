@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from launcher.local.process import python_command
+
 CREATE, ADD, RESTRICT = 444, 445, 446  # the system calls, on all that Linux runs on but Alpha
 # Bits of rights: to execute, write, read, list; to remove directories and files; to make
 # directories and files, but no devices, sockets, pipes and links; to move, cut, control devices.
@@ -64,8 +66,6 @@ def confined(
 
     devices: it may use the GPUs of the machine. SIGTERM ends it with all that it started.
     """
-    from launcher.settings import process_of  # which the process that confines does without
-
     if not version():
         return [*command]
     gpus = [path for name in ("nvidia*", "dri", "kfd") for path in Path("/dev").glob(name)]
@@ -73,7 +73,7 @@ def confined(
     read = [*readable, *packages(), Path("/dev/urandom")]
     above = [Path(__file__).parents[2]]  # where Python looks for the launcher
     lists = (os.pathsep.join(map(str, paths)) for paths in (above, read, write))
-    return process_of(__name__, os.getpid(), *lists, *command)
+    return python_command(__name__, os.getpid(), *lists, *command)
 
 
 def environment(scratch: Path) -> dict[str, str]:

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 from launcher.errors import ServiceError
 from launcher.files import storage
 from launcher.local.backend import CHECKPOINTS, HOST, Record, read_document
+from launcher.local.process import how_it_ended
 from launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
@@ -198,10 +199,9 @@ class LocalRun:
         if code == 0:
             wrote = any((self.base / "model").iterdir())
             return None if wrote else "ServiceError: train.py exited with code 0 but wrote no model"
-        if code > 0:
-            return self.error or f"TrainingError: train.py ended with exit code {code}"
-        hint = " (was there too little memory?)" if code == -signal.SIGKILL else ""
-        return f"TrainingError: train.py was killed by {signal.Signals(-code).name}{hint}"
+        if code > 0 and self.error:
+            return self.error
+        return f"TrainingError: train.py {how_it_ended(code)}"
 
     def keep_output(self, output: Iterable[bytes], log: BinaryIO) -> None:
         """Copy the output of train.py to the job's log, line by line.

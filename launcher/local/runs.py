@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from entry_point.files import open_standard_streams
 from launcher.local.confine import PATIENCE, confined, end, environment
+from launcher.local.process import how_it_ended
 from launcher.source import Source
 
 SILENT = {"sample_length": 0, "log_interval": 1 << 20}  # hyperparameters of a run nobody watches
@@ -57,19 +59,19 @@ class Ended:
         if self.seconds > self.run.limit:
             return f"it took over {self.run.limit:.0f} s"
         if self.status < 0:
-            return f"it was killed by signal {-self.status}"
+            return f"it {how_it_ended(self.status)}"
         if not self.status:
             return ""
         with (self.out / "log").open("rb") as log:  # of any size
             log.seek(max(0, log.seek(0, os.SEEK_END) - 4000))
             said = log.read().decode(errors="replace").strip()
-        last = said.rpartition("\n")[2][-1000:] or f"it ended with exit status {self.status}"
+        last = said.rpartition("\n")[2][-1000:] or f"it {how_it_ended(self.status)}"
         places = re.findall(rf'{self.run.source.sha256}/(\w+\.py)", line (\d+)', said)
         return ": ".join([*map(":".join, places[-1:]), last])
 
 
 def run_all(
-    runs: Sequence[Run], at_once: int, gpus: Sequence[int] = ()
+    runs: Sequence[Run], at_once: int, gpus: Sequence[str] = ()
 ) -> Iterator[tuple[int, Ended]]:
     """Make these runs, some at once, and yield each with its index when it ends.
 
@@ -77,8 +79,8 @@ def run_all(
     until the next one is asked for. None goes on afterwards.
     """
     waiting = deque(enumerate(runs))
-    free: list[int | None] = [*gpus] or [None] * at_once
-    running = dict[subprocess.Popen[bytes], tuple[int, float, int | None]]()
+    free: list[str | None] = [*gpus] or [None] * at_once
+    running = dict[subprocess.Popen[bytes], tuple[int, float, str | None]]()
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
         place = Path(temporary)
 
@@ -114,8 +116,9 @@ def run_all(
                 end(process)
 
 
-def start(run: Run, code: Path, out: Path, gpu: int | None) -> subprocess.Popen[bytes]:
+def start(run: Run, code: Path, out: Path, gpu: str | None) -> subprocess.Popen[bytes]:
     """Start train.py in a session of its own, which Ctrl-C does not reach; it ends with us."""
+    open_standard_streams()
     values = {**SILENT, **run.values, "data": run.text, "out": out}
     words = [f"--{name}={value}" for name, value in values.items()]
     command = [sys.executable, str(code / "train.py"), *words]
@@ -123,7 +126,7 @@ def start(run: Run, code: Path, out: Path, gpu: int | None) -> subprocess.Popen[
     env |= {"OMP_NUM_THREADS": str(run.threads), "SM_NANOGPT_LAUNCHER": "sm-nanogpt"}
     out.mkdir()
     if gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        env["CUDA_VISIBLE_DEVICES"] = gpu
     if run.alone:
         command = confined(command, [code, run.text], [out], devices=gpu is not None)
     with (out / "log").open("wb") as log:

@@ -149,7 +149,7 @@ def last_line(log: Any) -> str:
 def end_all_of(user: int) -> None:
     """End what a user has left running."""
     code = f"import os; os.getuid() == {user} and os.kill(-1, 9)"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-I", "-c", code]
     subprocess.run(command, user=user, group=user, extra_groups=[], stderr=subprocess.DEVNULL)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from launcher.local.confine import version
+from launcher.local.process import visible_gpus
 from launcher.local.runs import Run, run_all
 from launcher.machines import cores
 from launcher.source import Source
@@ -40,7 +41,9 @@ class Here:
 
     def __init__(self, search: Search) -> None:
         self.search = search
-        self.gpus = range(0 if search.start["device"] == "cpu" else torch.cuda.device_count())
+        self.gpus: list[str] = []
+        if search.start["device"] != "cpu":
+            self.gpus = visible_gpus(torch.cuda.device_count())
         if (known := version()) < 4:
             open_to = "TCP" if known else "any file, and TCP"
             logger.warning(f"on this system, runs are not kept from {open_to} (Landlock)")
