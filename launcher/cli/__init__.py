@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import re
 import signal
 import sys
@@ -19,6 +20,7 @@ from itertools import pairwise
 from typing import NoReturn
 
 import click
+from click.shell_completion import shell_complete
 
 from entry_point.files import open_standard_streams
 from launcher.cli import account, delete, evaluate, jobs, launch, models, search, upload
@@ -26,6 +28,8 @@ from launcher.cli.options import Group, valued
 from launcher.cli.show import logs_shown, note, silence
 from launcher.cli.words import sentence
 from launcher.errors import InputError, LauncherError, Terminated
+
+COMPLETION_VARIABLE = "_SM_NANOGPT_COMPLETE"
 
 COMMANDS: dict[str, list[click.Command]] = {
     "Text and training": [
@@ -101,7 +105,12 @@ def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Run a command and return its exit code."""
+    """Run a command and return its exit code.
+
+    A shell that wants completions says so in _SM_NANOGPT_COMPLETE, as click defines it.
+    """
+    if instruction := os.environ.get(COMPLETION_VARIABLE):
+        return shell_complete(cli, {}, "sm-nanogpt", COMPLETION_VARIABLE, instruction)
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words  # wherever it stands
     root: click.Context | None = None

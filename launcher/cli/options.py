@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from launcher.cli.show import note
 from launcher.cli.words import command
@@ -52,7 +53,7 @@ class Command(click.Command):
         given = [
             bool(v) for name, v in ctx.params.items() if name in ("job_id", "job_ids", "group")
         ]
-        if len(given) == 2 and sum(given) != 1:
+        if len(given) == 2 and sum(given) != 1 and not ctx.resilient_parsing:
             raise InputError("give a JOB-ID, or --group with the id of a sweep")
         return rest
 
@@ -85,7 +86,7 @@ class Job(click.ParamType[str]):
     name = "job"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if ctx is None or value == self.other:
+        if ctx is None or ctx.resilient_parsing or value == self.other:
             return value
         from launcher.finding import full_id
         from launcher.launching.records import recorded_as
@@ -101,6 +102,14 @@ class Job(click.ParamType[str]):
             instead = command(str(ctx.command.name) if takes else "jobs", "--group", value)
             raise InputError(f"{value} is a sweep: use `{instead}`, or one of its jobs, {value}-1")
         return full_id(value, settings, self.acts, self.trained)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Complete a file where a model may be one; jobs are not looked for."""
+        if not self.trained:
+            return []
+        return [CompletionItem(incomplete, type="file")]
 
 
 class Group(Command, click.Group):

@@ -1,0 +1,83 @@
+"""Completion in a shell: what Tab offers, by click's own means."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import shlex
+import time
+
+import launching
+import pytest
+
+from launcher import cli as commands
+
+
+def completions(typed: str, monkeypatch, capsys) -> list[str]:
+    """What bash gets for a line whose last word is not finished, as "kind,word"."""
+    monkeypatch.setenv("COMP_WORDS", f"sm-nanogpt {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+    monkeypatch.setenv("_SM_NANOGPT_COMPLETE", "bash_complete")
+    assert commands.run([]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("fe", ["plain,fetch-and-sample"]),
+        ("--sto", ["plain,--store"]),
+        ("try st", ["plain,start"]),
+        ("launch --conf", ["plain,--config"]),
+        ("launch --data here/my", ["file,here/my"]),
+        ("upload-data in", ["file,in"]),
+        ("fetch-and-sample ./mod", ["file,./mod"]),
+        ("eval latest held", ["file,held"]),
+    ],
+)
+def test_tab_completes_commands_options_and_files(typed, offered, monkeypatch, capsys):
+    assert completions(typed, monkeypatch, capsys) == offered
+
+
+@pytest.mark.parametrize("typed", ["delete no-such-job --ye", "report a --group b --op"])
+def test_tab_looks_for_no_job_and_refuses_nothing(typed, home, monkeypatch, capsys):
+    assert len(completions(typed, monkeypatch, capsys)) == 1
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_its_script(shell, monkeypatch, capsys):
+    monkeypatch.setenv("_SM_NANOGPT_COMPLETE", f"{shell}_source")
+    assert commands.run([]) == 0
+    out, err = capsys.readouterr()
+    assert "_SM_NANOGPT_COMPLETE" in out
+    assert err == ""
+
+
+def test_a_tab_in_bash_completes_a_command(quick, tmp_path):
+    """As documented: source the script in an interactive bash, then type and press Tab."""
+    program = tmp_path / "sm-nanogpt"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(launching.PROGRAM)} "$@"\n')
+    program.chmod(0o755)
+    settings = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TERM": "dumb"}
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], settings)
+    try:
+        os.write(terminal, b'eval "$(_SM_NANOGPT_COMPLETE=bash_source sm-nanogpt)"\n')
+        os.write(terminal, b"echo rea''dy\n")
+        read_until(terminal, "\nready")
+        os.write(terminal, b"sm-nanogpt fetch-an\t")
+        read_until(terminal, "sm-nanogpt fetch-and-sample")
+    finally:
+        os.close(terminal)  # hangs up, which ends the shell
+        os.waitpid(child, 0)
+
+
+def read_until(terminal: int, text: str) -> None:
+    output = ""
+    deadline = time.monotonic() + 60
+    while text not in output:
+        assert time.monotonic() < deadline, output
+        if select.select([terminal], [], [], 1)[0]:
+            output += os.read(terminal, 1 << 16).decode(errors="replace")
