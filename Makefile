@@ -17,12 +17,21 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 .PHONY: demo test test-all check test-image emulator gpu lint clean
 
-# Two processes, so that what it shows is DistributedDataParallel.
+# It follows what upload-data advises: `--preset auto` for a short text. Else two processes, so that
+# what it shows is DistributedDataParallel.
 demo: .venv/installed
-	@echo "to have sm-nanogpt on the PATH: . .venv/bin/activate" >&2
-	$(BIN)/sm-nanogpt upload-data $(if $(TEXT),"$(TEXT)")
-	job_id=$$($(BIN)/sm-nanogpt launch --instance local --preset cpu --processes-per-instance 2) && \
-	$(BIN)/sm-nanogpt fetch-and-sample $$job_id
+	@advice=$$($(BIN)/sm-nanogpt upload-data $(if $(TEXT),"$(TEXT)") 2>&1 >/dev/null); status=$$?; \
+	echo "$$advice" >&2; [ $$status -eq 0 ] || exit $$status; \
+	case "$$advice" in \
+	*"--preset auto"*) options="--preset auto" ;; \
+	*) options="--preset cpu --processes-per-instance 2" ;; \
+	esac; \
+	job_id=$$($(BIN)/sm-nanogpt launch --instance local $$options) && \
+	$(BIN)/sm-nanogpt fetch-and-sample $$job_id && \
+	printf '%s\n' "" "That was a sample of job $$job_id. What you can type now:" \
+		"  . .venv/bin/activate            # puts sm-nanogpt on your PATH, in this shell" \
+		"  sm-nanogpt play latest          # try the model in your browser" \
+		"  make demo TEXT=notes.txt        # the same with a text of yours" >&2
 
 pytest := $(BIN)/pytest -n auto --dist worksteal
 slow := tests/slow tests/e2e/test_day.py tests/e2e/test_tutorial.py
