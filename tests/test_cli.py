@@ -25,6 +25,7 @@ import pytest
 
 from entry_point.config import Config
 from launcher import cli as commands
+from launcher.cli.show import print_columns
 from launcher.cli.words import command, option
 from launcher.files import storage
 from launcher.files.progress import byte_progress
@@ -354,7 +355,7 @@ def test_an_unreadable_job_hides_no_other(job, newer, cli, file, content):
 def test_an_empty_list_of_jobs_says_how_to_begin(cli):
     ran = cli("jobs")
     assert (ran.code, ran.out) == (0, "")
-    assert "sm-nanogpt launch --instance local" in ran.err
+    assert "next: sm-nanogpt upload-data FILE" in ran.err
     assert json.loads(cli("jobs", "--json").out) == []
     assert cli("status", "latest").failed(1, "sm-nanogpt launch", "AWS_REGION")
     assert cli("jobs", "--group", "latest").failed(2, "--sweep")
@@ -394,6 +395,51 @@ def test_an_ended_job_cannot_be_stopped(job, cli):
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize(
+    ("width", "heads"),
+    [
+        (120, ["NAME", "LOSS", "DATA", "URI"]),
+        (30, ["NAME", "LOSS", "DATA"]),
+        (20, ["NAME", "LOSS"]),
+        (5, ["NAME…"]),
+    ],
+)
+def test_a_narrow_terminal_gets_fewer_columns(width, heads, monkeypatch):
+    columns = {
+        "NAME": ["a-name", "b"],
+        "LOSS": ["1.5", None],
+        "DATA": ["data-1234", None],
+        "URI": ["file:///home/you/data-1234", None],
+    }
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_columns(columns, optional=("URI", "DATA"))
+    assert isinstance(sys.stdout, Terminal)
+    lines = sys.stdout.getvalue().splitlines()
+    assert lines[0].split() == heads
+    assert max(map(len, lines)) <= width
+
+
+def test_columns_that_are_not_shown_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "20")
+    print_columns({"NAME": ["short"], "URI": ["file:///a/long/one"]}, optional=("URI",))
+    note = capsys.readouterr().err
+    assert "URI" in note
+    assert "--json" in note
+
+
+def test_a_pipe_gets_every_column(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    print_columns({"NAME": ["short"], "URI": ["file:///a/long/one"]}, optional=("URI",))
+    assert capsys.readouterr() == ("NAME   URI\nshort  file:///a/long/one\n", "")
+
+
+def test_after_an_upload_the_next_step_is_to_launch(cli, text_file):
+    cli("upload-data", str(text_file))
+    assert "next: sm-nanogpt launch --instance local" in cli("jobs").err
 
 
 def test_a_long_upload_shows_a_progress_bar(monkeypatch):

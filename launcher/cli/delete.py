@@ -61,7 +61,7 @@ def print_uploads(found: list[Stored]) -> None:
         more = f" and {len(each.jobs) - 3} more" * (len(each.jobs) > 3)
         columns["USED BY"].append(", ".join(job_id[-6:] for job_id in each.jobs[:3]) + more)
         columns["URI"].append(each.uri)
-    print_columns(columns)
+    print_columns(columns, optional=("URI", "DOCUMENTS", "TRAIN TOKENS", "CHARACTERS"))
 
 
 @click.command("delete", cls=Command)

@@ -45,6 +45,7 @@ from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.job import JobDescription, TrainingJob
+    from launcher.settings import Settings
 
 
 @click.command("jobs", cls=Command)
@@ -89,19 +90,29 @@ def jobs_command(
         print_json(found)
     elif group is not None:
         print_ranking(tries, read_record(group, settings))
-    elif found or not (listing.failure or listing.unreadable or status):
+    elif found:
         print_jobs(found, everyone)
+    elif not (listing.failure or listing.unreadable or status):
+        note(f"no jobs yet; next: {first_step(settings)}")
     if listing.failure is not None:
         raise listing.failure
+
+
+def first_step(settings: Settings) -> str:
+    """The command that a person without jobs types next."""
+    from launcher.text.corpus import last_upload
+
+    try:
+        last_upload(settings)
+    except InputError:
+        return command("upload-data", "FILE")
+    return command("launch", "--instance", "local")
 
 
 def print_jobs(found: list[JobDescription], everyone: bool) -> None:
     from launcher.sagemaker.cost import usd
     from launcher.views.card import facts
 
-    if not found:
-        note(f"no jobs yet: {command('launch', '--instance', 'local')}")
-        return
     rows = [
         {
             **facts(d),
@@ -115,7 +126,8 @@ def print_jobs(found: list[JobDescription], everyone: bool) -> None:
     ]
     heads = ["job-id", "name", "owner", "state", "instance", "step", "best loss", "bits/byte"]
     heads += ["cost", "data", "settings"]
-    print_columns({head.upper(): [row[head] for row in rows] for head in heads})
+    columns = {head.upper(): [row[head] for row in rows] for head in heads}
+    print_columns(columns, optional=("BITS/BYTE", "DATA", "INSTANCE", "COST", "STEP"))
 
 
 @click.command("status", cls=Command)

@@ -183,17 +183,52 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, default=to_jsonable_python))
 
 
-def print_table(rows: Sequence[Sequence[str]], err: bool = False, align: str = "<") -> None:
+def aligned(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
+    """Lines whose cells stand below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
     for row in rows:
         cells = (f"{cell:{align}{width}}" for cell, width in zip(row, widths, strict=True))
-        click.echo(shown("  ".join(cells).rstrip()), err=err)
+        lines.append(shown("  ".join(cells).rstrip()))
+    return lines
 
 
-def print_columns(columns: Mapping[str, Sequence[str | None]]) -> None:
-    """Print a table; a column of which no row has anything is left out."""
-    table = [[head, *cells] for head, cells in columns.items() if any(cells)]
-    print_table([[cell or "-" for cell in row] for row in zip(*table, strict=True)])
+def print_table(rows: Sequence[Sequence[str]], err: bool = False, align: str = "<") -> None:
+    for line in aligned(rows, align):
+        click.echo(line, err=err)
+
+
+def print_columns(
+    columns: Mapping[str, Sequence[str | None]], optional: Sequence[str] = ()
+) -> None:
+    """Print a table; a column of which no row has anything is left out.
+
+    On a terminal that is too narrow, the optional columns go, the first of `optional` first, and a
+    note names them. Where that is not enough, lines end in an ellipsis.
+    """
+    table = {head: [cell or "-" for cell in cells] for head, cells in columns.items() if any(cells)}
+    if not sys.stdout.isatty():
+        print_table(rows_of(table))
+        return
+    width = shutil.get_terminal_size().columns
+    hidden = []
+    for head in optional:
+        if width_of(table) > width and table.pop(head, None):
+            hidden.append(head)
+    for row in aligned(rows_of(table)):
+        click.echo(row if len(row) <= width else f"{row[: width - 1]}…")
+    if hidden:
+        note(f"not shown on a terminal of {width} columns: {', '.join(hidden)}; --json prints all")
+
+
+def rows_of(table: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """The rows of a table that is given by its columns; the first has their heads."""
+    columns = [[head, *cells] for head, cells in table.items()]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def width_of(table: Mapping[str, Sequence[str]]) -> int:
+    return max(map(len, aligned(rows_of(table))), default=0)
 
 
 def print_fields(fields: Mapping[str, str | None]) -> None:
