@@ -98,6 +98,12 @@ def test_deploy_shows_its_changes_and_repeats_none(account, cli):
     assert again.err == "stack sm-nanogpt: nothing to change\n"
 
 
+def test_a_plan_has_a_key_only_where_one_is_wanted(account, cli):
+    key = "add      AWS::KMS::Key Key"
+    assert key not in cli("infra", "deploy", "--dry-run").err
+    assert key in cli("infra", "deploy", "--dry-run", "--kms").err
+
+
 def test_without_a_terminal_yes_is_needed(account, cli):
     assert cli("infra", "deploy").failed(2, "--yes")
     assert stacks() == []

@@ -1,6 +1,7 @@
 """moto's CloudFormation, made to do what AWS's does where our template or commands meet the gap.
 
-AWS::NoValue leaves a list; a bucket policy is a resource; a change set may be empty; executed, it
+AWS::NoValue leaves a list; a bucket policy is a resource; a change set may be empty, and lists no
+resource whose condition is false; executed, it
 gives the stack its outputs and parameters, tells of each resource, and rolls back when one fails,
 which keeps what is to be retained unless RetainExceptOnCreate is said; change sets of a stack that
 is not made yet share it; the policies of roles and keys are text; an update reaches what only
@@ -169,7 +170,41 @@ def create(backend: Any, **words: Any) -> tuple[str, str]:
         del backend.stacks[stack_id]
         change_set = backend.change_sets[change_set_id]
         change_set.stack, change_set.stack_id = before[0], before[0].stack_id
-    return change_set_id, backend.change_sets[change_set_id].stack_id
+    change_set = backend.change_sets[change_set_id]
+    if words["change_set_type"] == "CREATE":
+        omitted = conditional_resources(change_set)
+        change_set.changes = [
+            change for change in change_set.changes if change.logical_resource_id not in omitted
+        ]
+    return change_set_id, change_set.stack_id
+
+
+def conditional_resources(change_set: Any) -> set[str]:
+    """The resources of a change set whose condition is false, which AWS does not list."""
+    template = change_set.template_dict
+    stack = change_set.stack
+    resources = parsing.ResourceMap(
+        stack.stack_id,
+        stack.name,
+        change_set.parameters,
+        {},
+        stack.region_name,
+        stack.account_id,
+        template,
+        None,
+    )
+    resources.load_parameters()
+    resources.load_conditions()
+    conditions = {
+        name: resource["Condition"]
+        for name, resource in template["Resources"].items()
+        if "Condition" in resource
+    }
+    return {
+        name
+        for name, condition in conditions.items()
+        if not resources.lazy_condition_map[condition]
+    }
 
 
 def as_text(document: Any) -> str:
