@@ -35,6 +35,7 @@ OTHERS = (
     "tests/aws/README.md",
 )
 PAGES = [*MANUAL, *(ROOT / name for name in OTHERS)]
+AWS = ROOT / "docs/aws.md"
 NANOGPT, ARCHITECTURE = ROOT / "docs/from-nanogpt.md", ROOT / "docs/architecture.md"
 HYPERPARAMETERS = {field.name for field in dataclasses.fields(Config)}
 
@@ -96,6 +97,17 @@ def option_names(command: click.Command) -> set[str]:
     return names
 
 
+def commands_with(option: str, group: click.Group = cli, before: str = "") -> set[str]:
+    """The names of the commands that have an option, such as "infra show"."""
+    names = set()
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            names |= commands_with(option, command, f"{name} ")
+        elif option in option_names(command):
+            names.add(f"{before}{name}")
+    return names
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, by GitHub's rule."""
     headings = HEADING.findall(prose(page))
@@ -123,6 +135,13 @@ def test_each_named_option_exists(page):
     known = option_names(cli) | {f"--{option.name}" for option in OPTIONS} | {"--help"}
     unknown = set(re.findall(r"`(--[a-z][a-z-]*)", prose(page))) - known
     assert not unknown, f"{name_of(page)} names {unknown}, which are options of no command"
+
+
+def test_the_commands_that_print_json_are_listed():
+    start, end = "These commands print JSON with `--json`:", ".\n"
+    sentence = AWS.read_text("utf-8").partition(start)[2].partition(end)[0]
+    expected = commands_with("--json") - {"launch"} | {"launch --forecast"}
+    assert set(CODE.findall(sentence)) == expected
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
