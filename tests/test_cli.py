@@ -407,7 +407,7 @@ class Terminal(io.StringIO):
     ],
 )
 def test_a_narrow_terminal_gets_fewer_columns(width, heads, monkeypatch):
-    columns = {
+    columns: dict[str, list[str | None]] = {
         "NAME": ["a-name", "b"],
         "LOSS": ["1.5", None],
         "DATA": ["data-1234", None],

@@ -14,7 +14,9 @@ import pytest
 from launcher import cli as commands
 
 
-def completions(typed: str, monkeypatch, capsys) -> list[str]:
+def completions(
+    typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
     """What bash gets for a line whose last word is not finished, as "kind,word"."""
     monkeypatch.setenv("COMP_WORDS", f"sm-nanogpt {typed}")
     monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))

@@ -213,7 +213,8 @@ def print_columns(
     width = shutil.get_terminal_size().columns
     hidden = []
     for head in optional:
-        if width_of(table) > width and table.pop(head, None):
+        if head in table and width_of(table) > width:
+            del table[head]
             hidden.append(head)
     for row in aligned(rows_of(table)):
         click.echo(row if len(row) <= width else f"{row[: width - 1]}…")
