@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import settings_of
 from models import lively, tokenizer_of
 from playwright.sync_api import ConsoleMessage, Page, sync_playwright
 from test_chat import directory, tuned
@@ -15,6 +17,7 @@ from test_curves import file_rows
 from test_play import LETTERS, served, site
 from test_report import sibling
 
+from launcher.judge.evaluation import Evaluation, keep
 from launcher.models.chat import Message
 from launcher.views.play import Player
 from sm_nanogpt import load_model, stream_samples
@@ -72,6 +75,30 @@ def report(job, cli):
     ran = cli("report", job.job_id, sibling(job, 1, 1.25, n_embd=64))
     assert ran.code == 0, ran.err
     return Path(ran.out.strip()).absolute().as_uri()
+
+
+JUDGED = Evaluation(
+    model="",
+    text="",
+    size=6000,
+    tokens=6000,
+    bits_per_byte=2.214,
+    half=0.045,
+    unit="passages of 1,000 bytes",
+    perplexity=4.64,
+    xz=3.1,
+    samples="100 samples of 500 characters",
+    cuts=512,
+    worst=[],
+    canaries=[],
+    answers={},
+    parts=[],
+    documents=[],
+    ngram=2.9,
+    validation=2.2,
+    overlap=0.01,
+    copied=80,
+)
 
 
 def drawn(page: Page) -> Page:
@@ -141,6 +168,23 @@ def test_pointing_at_a_line_shows_its_values(report, job, visit):
 def test_a_report_fits_a_phone(report, visit):
     page = drawn(visit(report, viewport={"width": 390, "height": 800}))
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize("n_texts", [1, 2])
+def test_numbers_stand_beside_their_labels_on_a_phone(job, cli, visit, n_texts):
+    for number in range(n_texts):
+        text = f"a-text-with-a-long-name-{number}.txt"
+        keep(replace(JUDGED, model=job.job_id, text=text), str(number), settings_of(job.home))
+    address = Path(cli("report", job.job_id).good.out.strip()).absolute().as_uri()
+    page = drawn(visit(address, viewport={"width": 390, "height": 800}))
+    rows = page.locator(".judged tbody tr")
+    assert rows.count() == len(JUDGED.facts())
+    for row in rows.all():
+        boxes: list[Any] = [cell.bounding_box() for cell in row.locator("th, td").all()]
+        label, *numbers = boxes
+        assert len(numbers) == n_texts
+        assert all(label["x"] + label["width"] <= each["x"] for each in numbers)
+        assert all(each["x"] + each["width"] <= 390 for each in numbers)
 
 
 def test_seven_differences_fit_a_laptop(job, cli, visit):
