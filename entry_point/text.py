@@ -106,7 +106,8 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
     if unknown := seen[~torch.isin(seen, known)].tolist():
         raise DataError(
             f"the text has {counted(len(unknown), 'character')} that the initial model does not"
-            f" know: {', '.join(repr(chr(code)) for code in unknown[:20])}"
+            f" know: {', '.join(repr(chr(code)) for code in unknown[:20])}; replace them or leave"
+            " them out, or train a new model on tokens (upload-data --tokenizer bpe)"
         )
     dtype = torch.uint8 if len(known) <= 1 << 8 else torch.int32
     ids = torch.zeros(int(known.max()) + 1, dtype=dtype)

@@ -80,6 +80,13 @@ def characters(found: Iterable[str]) -> str:
     return ", ".join(named[:20]) + " and more" * (len(named) > 20)
 
 
+def unknown_characters(name: str, unknown: Iterable[str]) -> InputError:
+    """The error for a text of this name with characters that a model of characters lacks."""
+    problem = f"{name} has characters that the model has never seen: {characters(sorted(unknown))}"
+    what_to_do = "replace them or leave them out; a model of tokens knows all characters"
+    return InputError(f"{problem}; {what_to_do}", "use-tokens")
+
+
 def must_be(message: str) -> str:
     """A message of pydantic in the words of our own errors."""
     for theirs, ours in WORDS.items():

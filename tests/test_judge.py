@@ -219,6 +219,12 @@ def test_characters_that_a_model_never_saw_are_refused(write):
         encode(write(**{"a.txt": "ab\nabéé".encode() + b"b"}), tokenizer_of("ab\n"))
 
 
+def test_unknown_characters_of_many_texts_are_named_at_once():
+    texts = [Text(f"{n}.txt", [piece]) for n, piece in enumerate(["ab", "a#", "b", "’a"])]
+    with pytest.raises(InputError, match=r"1\.txt, as 1 other document, has .*: '#', '’'; replace"):
+        encode(texts, tokenizer_of("ab"))
+
+
 # -- what cannot pay -------------------------------------------------------------------------------
 
 WINDOWS = [(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4]))]
@@ -725,7 +731,8 @@ def test_an_evaluation_is_kept_shown_in_reports_and_deleted(held, cli):
     (kept,) = evaluation.kept(held.job_id, launching.settings_of(held.home))
     assert (kept.bits_per_byte, kept.documents) == (made.bits_per_byte, [])
     page = Job(held.job_id).report().read_text("utf-8")
-    assert all(fact in page for fact in made.facts().values())
+    facts = {fact.removesuffix(f" in {made.samples}") for fact in made.facts().values()}
+    assert all(fact in page for fact in {*facts, made.samples})
     assert cli("delete", held.job_id, "--yes").good
     assert not list(held.home.rglob("eval-*"))
 

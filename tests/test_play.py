@@ -28,7 +28,7 @@ from sm_nanogpt import Job, Settings, stream_samples
 
 ORIGIN = "http://localhost:3000"
 LETTERS = "\nabcdefghi "  # as many as the small models have
-TWENTY = ": " + ", ".join(repr(chr(code)) for code in range(1000, 1020)) + " and more"
+TWENTY = ": " + ", ".join(repr(chr(code)) for code in range(1000, 1020)) + " and more; replace"
 WISH: dict[str, Any] = dict(
     prompt="abc", max_new_tokens=40, temperature=0.8, top_k=0, top_p=1, seed=7, stop=""
 )
@@ -183,14 +183,14 @@ def test_the_chosen_token_is_listed_however_unlikely(site):
         ({"max_new_tokens": 0}, "max_new_tokens=0: "),
         ({"top_p": 2}, "top_p=2.0: must be over 0 and at most 1"),
         ({"prompt": "".join(map(chr, range(1000, 9000)))}, TWENTY),
-        ({"prompt": "A"}, ": 'A'"),
+        ({"prompt": "A"}, ": 'A'; replace them or leave them out"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(site, wish, named):
     answer = site.connect("/page/generate/0", {**WISH, **wish})
     said = json.loads(answer.read())["error"]["message"]
     assert (answer.status, "\n" in said) == (400, False)
-    assert said.startswith(named) or said.endswith(named)
+    assert named in said
 
 
 def test_a_stop_string_ends_the_text(site):

@@ -58,6 +58,7 @@ REMEDIES: dict[str, str] = {
     "model-not-yet": "`{sm} logs {job_id} --follow` shows its progress,"
     " `{sm} stop {job_id}` stops it",
     "no-model-left": "`{sm} logs {job_id}` shows what happened",
+    "use-tokens": "`{sm} upload-data PATH --tokenizer bpe` makes the text of one",
     "text-changes": "use another tokenizer, or --tokenizer bpe",
     "no-turns": "use --tokenizer bpe, a model that was trained on such tokens, or one of Qwen's",
     "teach-to-chat": "`{sm} upload-data CHATS.jsonl --tokenizer JOB-ID` and"

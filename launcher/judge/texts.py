@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from entry_point.text import Ids, Tokenizer, unsigned
-from launcher.errors import InputError
+from launcher.errors import InputError, unknown_characters
 from launcher.finding import find
 from launcher.judge.anchors import as_tensor
 from launcher.launching.forecasting import corpus_of
@@ -21,7 +21,7 @@ from launcher.launching.texts import Channel
 from launcher.models.chat import ChatEncoder
 from launcher.models.encoder import Encoder
 from launcher.models.load import known_config
-from launcher.models.sample import check_known
+from launcher.models.sample import unknown_in
 from launcher.settings import Settings
 from launcher.text.copies import copied
 from launcher.text.files import find_files
@@ -83,8 +83,7 @@ def read_texts(
 
 def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
     """The ids of each text. Raises InputError if the model does not know one of its characters."""
-    for text in texts:
-        check_known(tokenizer, "".join(text.pieces), text.place)
+    check_all_known(texts, tokenizer)
     encoder = Encoder(tokenizer, "i")
     chat = ChatEncoder(encoder) if any(text.is_chat for text in texts) else encoder
     widths, encoded = torch.tensor([len(word) for word in tokenizer.words]), list[Encoded]()
@@ -94,6 +93,21 @@ def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
         plain = ids ^ (ids >> 63)  # ~id does not count
         encoded.append(Encoded(text, plain, ids >= 0, widths[plain], text.content))
     return encoded
+
+
+def check_all_known(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
+    """Raise InputError with all characters of the texts that a model of characters lacks."""
+    unknown_by_place = {
+        text.place: unknown
+        for text in texts
+        if (unknown := unknown_in(tokenizer, "".join(text.pieces)))
+    }
+    if not unknown_by_place:
+        return
+    name, *others = unknown_by_place
+    if others:
+        name = f"{name}, as {len(others)} other document{'s' if len(others) > 1 else ''},"
+    raise unknown_characters(name, set().union(*unknown_by_place.values()))
 
 
 # -- the text that a model has learned from --------------------------------------------------------

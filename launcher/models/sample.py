@@ -9,7 +9,7 @@ import torch
 
 from entry_point.model import GPT
 from entry_point.text import Tokenizer
-from launcher.errors import InputError, ServiceError, characters
+from launcher.errors import InputError, ServiceError, unknown_characters
 from launcher.models import engine
 from launcher.models.chat import Chat, Message
 from launcher.models.encoder import is_utf8, published_tokenizer
@@ -85,11 +85,16 @@ def encode(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
 
 def check_known(tokenizer: Tokenizer, text: str, named: str) -> None:
     """Raise InputError if a model of characters has no ids for some of a text's."""
+    unknown = unknown_in(tokenizer, text)
+    if unknown:
+        raise unknown_characters(named, unknown)
+
+
+def unknown_in(tokenizer: Tokenizer, text: str) -> set[str]:
+    """The characters of a text that a model of characters has no ids for."""
     if tokenizer.unit != "characters":
-        return
-    if unknown := sorted({*text} - {word.decode() for word in tokenizer.words}):
-        what = f"characters that the model has never seen: {characters(unknown)}"
-        raise InputError(f"{named} has {what}")
+        return set()
+    return {*text} - {word.decode() for word in tokenizer.words}
 
 
 def answered(

@@ -28,7 +28,7 @@ from typing import IO, Any
 from entry_point.conversations import END_OF_TURN
 from entry_point.files import file_sha256
 from entry_point.text import Tokenizer
-from launcher.errors import InputError, characters
+from launcher.errors import InputError, unknown_characters
 from launcher.files.storage import Progress, expect, json_bytes
 from launcher.models.chat import SPEAKS, ChatEncoder
 from launcher.models.encoder import Encoder
@@ -171,9 +171,9 @@ def write_documents(
     ends, needed, position = array("Q"), array("Q"), 0
     for batch in batched:
         pieces = [piece for piece in batch if piece is not None]
-        if known and (unknown := sorted(set().union(*pieces) - known)):
-            lacks = f"characters that the tokenizer lacks: {characters(unknown)}"
-            raise InputError(f"the text has {lacks}")
+        unknown = set().union(*pieces) - known if known else set()
+        if unknown:
+            raise unknown_characters("the text", unknown)
         each = iter(chat.encode(pieces) if chat else encoder.encode(pieces))
         for piece in batch:
             ids = end.tobytes() if piece is None else next(each)
