@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,26 @@ from launcher.errors import InputError, did_you_mean, must_be
 
 
 def default_home() -> Path:
-    return Path(os.environ.get("SM_NANOGPT_HOME") or "~/.sm-nanogpt").expanduser()
+    return expand_user(os.environ.get("SM_NANOGPT_HOME") or "~/.sm-nanogpt")
+
+
+def expand_user(path: str | Path) -> Path:
+    """The path, with the user's home directory in place of `~`.
+
+    Raises InputError if there is none: no HOME, or an empty one, and no line in /etc/passwd, as
+    a container's user of any number has none.
+    """
+    path = str(path)
+    if path.startswith("~/") and not os.environ.get("HOME"):
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            home = ""
+        if not home:
+            why = "there is no home directory; set SM_NANOGPT_HOME to a directory, or HOME"
+            raise InputError(f"{path}: {why}")
+        return Path(home) / path.removeprefix("~/")
+    return Path(os.path.expanduser(path))  # noqa: PTH111  (Path's refuses a file named ~notes.txt)
 
 
 def config_file() -> Path:
@@ -117,13 +138,16 @@ class Settings(BaseSettings):
     @field_validator("home")
     @classmethod
     def _absolute(cls, home: Path) -> Path:
-        return home.expanduser().absolute()
+        return expand_user(home).absolute()
 
     @classmethod
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], *_: Any, **sources: Any
     ) -> tuple[Any, ...]:
-        toml = TomlConfigSettingsSource(settings_cls, config_file())
+        file = None
+        with suppress(InputError):  # without a home directory there is no file
+            file = config_file()
+        toml = TomlConfigSettingsSource(settings_cls, file)
         return sources["init_settings"], sources["env_settings"], toml
 
     def with_offline(self, offline: bool) -> Settings:
@@ -161,7 +185,7 @@ class Settings(BaseSettings):
             return True
         files = (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials"))
         return any(  # as boto3 reads them; users set /dev/null to name none
-            Path(os.environ.get(name, f"~/.aws/{file}")).expanduser().is_file()
+            os.path.isfile(os.path.expanduser(os.environ.get(name, f"~/.aws/{file}")))  # noqa: PTH111, PTH113
             for name, file in files
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,6 +28,38 @@ def test_home_is_below_the_users_home_or_as_named(home, monkeypatch, variable, p
     else:
         monkeypatch.setenv("SM_NANOGPT_HOME", variable)
     assert load_settings().home == home.parent / place
+
+
+@pytest.fixture(params=["no HOME", "an empty HOME"])
+def nobody(request, home, monkeypatch):
+    """A user without a home directory, as a container's user of any number is."""
+    monkeypatch.delenv("HOME")
+    if request.param == "an empty HOME":
+        monkeypatch.setenv("HOME", "")
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError("uid not found")))
+
+
+def test_without_a_home_directory_one_has_to_be_named(nobody, monkeypatch):
+    monkeypatch.delenv("SM_NANOGPT_HOME")
+    with pytest.raises(InputError, match="set SM_NANOGPT_HOME"):
+        load_settings()
+
+
+def test_a_home_that_is_named_needs_no_home_directory(nobody, home):
+    settings = load_settings()
+    assert (settings.home, settings.reaches_aws) == (home, False)
+
+
+def test_a_program_may_name_a_home_without_any_other(nobody, home, monkeypatch):
+    monkeypatch.delenv("SM_NANOGPT_HOME")
+    assert Settings(home=home).home == home
+
+
+def test_an_empty_home_is_that_of_the_system(home, monkeypatch):
+    monkeypatch.delenv("SM_NANOGPT_HOME")
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setattr("pwd.getpwuid", Mock(return_value=Mock(pw_dir=str(home))))
+    assert load_settings().home == home / ".sm-nanogpt"
 
 
 @pytest.mark.parametrize("file", ["", "/dev/null", "missing"])

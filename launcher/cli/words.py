@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -145,7 +144,9 @@ def command(*words: str) -> str:
     context = click.get_current_context(silent=True)
     given = dict(context.find_root().obj or {}) if context else {}
     if "://" not in (given.get("store") or "://"):
-        given["store"] = str(Path(given["store"]).expanduser().absolute())
+        from launcher.settings import expand_user
+
+        given["store"] = str(expand_user(given["store"]).absolute())
     options = [each for name, value in given.items() if value for each in (f"--{name}", value)]
     return " ".join(filter(None, ("sm-nanogpt", shlex.join(options), *words)))
 

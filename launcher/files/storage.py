@@ -25,7 +25,7 @@ from entry_point.files import check_size, file_sha256, open_file, read_file
 from launcher.aws import failure, not_asked
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, parse
-from launcher.settings import Settings, load_settings, problem_of
+from launcher.settings import Settings, expand_user, load_settings, problem_of
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def path_of(word: str | Path) -> Path:
     """The path that a user typed; `~` is the home directory. Raises InputError if it is empty."""
     if word == "":
         raise InputError("the path is empty: give a path or s3://bucket/prefix")
-    return Path(os.path.expanduser(word))  # noqa: PTH111  (Path's refuses a file named ~notes.txt)
+    return expand_user(word)
 
 
 def local_path(location: str) -> Path | None:
