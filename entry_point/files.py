@@ -60,6 +60,15 @@ def open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
 
 
+def flush_to_disk(descriptor: int) -> None:
+    """As os.fsync, where the file system has it: network drives and FUSE may not."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
+
+
 @contextmanager
 def replacing(path: Path, temporary: str = "unfinished.sagemaker-ignore") -> Iterator[BinaryIO]:
     """A file that gets the name `path` when the body succeeds; a power loss leaves no part of it.
@@ -72,10 +81,12 @@ def replacing(path: Path, temporary: str = "unfinished.sagemaker-ignore") -> Ite
         with unfinished.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            flush_to_disk(file.fileno())
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY)
-    os.fsync(directory)
-    os.close(directory)
+    try:
+        flush_to_disk(directory)
+    finally:
+        os.close(directory)

@@ -448,7 +448,7 @@ class Trainer:
             )
         with self.checkpoints.writing(output_dir):
             output_dir.mkdir(parents=True, exist_ok=True)
-            shutil.copy(self.checkpoints.curve, output_dir / "metrics.jsonl")
+            shutil.copyfile(self.checkpoints.curve, output_dir / "metrics.jsonl")
         if self.config.sample_length:
             self.log_sample("after training", self.config.sample_length)
         for line in best_lines(self.metrics, self.best_step, self.config.generations):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -26,6 +27,8 @@ from launcher.aws import failure, not_asked
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, parse
 from launcher.settings import Settings, expand_user, load_settings, problem_of
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -146,8 +149,9 @@ def write_file(
                 out.write(chunk)
                 progress(len(chunk))
             out.flush()
-            with suppress(PermissionError):  # of a file system without modes
+            with suppress(OSError):  # of a file system without times
                 shutil.copystat(source, out.name)
+            with suppress(OSError):  # of one without modes
                 os.fchmod(out.fileno(), os.fstat(file.fileno()).st_mode & 0o555)
 
 
@@ -293,7 +297,7 @@ def fetch(
 ) -> list[Path]:
     """Download a file, or all files below a prefix, into a directory; return their paths.
 
-    Those of this machine are linked to.
+    Those of this machine are linked to, or copied where the file system has no links.
     """
     fs, path = file_system(uri, settings)
     files = list_files(uri, settings)
@@ -311,9 +315,29 @@ def fetch(
                 if target.stat().st_size != size or (sha256 and file_sha256(target) != sha256):
                     raise ServiceError(f"s3://{source}: the download is damaged; fetch it again")
             else:
-                target.symlink_to(source)
+                link_or_copy(Path(source), target, settings)
                 progress(files[name])
     return list(targets.values())
+
+
+def link_or_copy(source: Path, target: Path, settings: Settings | None = None) -> None:
+    """Link to a file, or copy it, which is logged, where the file system has no links.
+
+    Inside the home a link is relative, so that it holds when the home is moved.
+    """
+    directory = target.parent.resolve()
+    link = source
+    if settings is not None:
+        home = settings.home.resolve()
+        if directory.is_relative_to(home) and source.resolve().is_relative_to(home):
+            link = Path(os.path.relpath(source.resolve(), directory))
+    try:
+        target.symlink_to(link)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        logger.warning(f"{source}: copied, as {directory} cannot hold a link ({error.strerror})")
+        shutil.copyfile(source, target)
 
 
 def place_below(directory: Path, name: str, uri: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import logging
 import math
@@ -17,7 +16,7 @@ from typing import IO, Any
 
 from launcher.aws import PATIENCE_SECONDS, OverQuota, patiently
 from launcher.errors import InputError, ServiceError
-from launcher.files import storage
+from launcher.files import locks, storage
 from launcher.finding import Backend, Listing, backend_for, is_part, not_asked
 from launcher.job import FULL_ID, JobDescription, Request
 from launcher.launching import records
@@ -40,13 +39,11 @@ def alone(group: str, settings: Settings) -> IO[str]:
     """
     path = record_of(group, settings).with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    file = path.open("w")
+    if not locks.lock(file, wait=False):
         problem = f"another command runs sweep {group}"
-        raise ServiceError(problem, "sweep-is-running", group=group) from None
-    return lock
+        raise ServiceError(problem, "sweep-is-running", group=group)
+    return file
 
 
 def stop_mark(group: str, place: str, settings: Settings) -> str:

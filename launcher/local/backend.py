@@ -20,7 +20,6 @@ To delete a job, delete its directory: the runner ends its ranks when job.json i
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -34,8 +33,8 @@ from typing import Any, Literal, TypeVar
 
 from entry_point.files import open_file, open_standard_streams
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file
-from launcher.errors import InputError, ServiceError
-from launcher.files import storage
+from launcher.errors import InputError, LauncherError, ServiceError
+from launcher.files import locks, storage
 from launcher.files.documents import Count, Damaged, Document, Moment, Scalar
 from launcher.job import (
     JOB_ID,
@@ -119,7 +118,7 @@ class LocalBackend:
         try:
             with storage.reported(str(directory)):
                 self.start(directory, job.source, record)
-        except ServiceError:
+        except LauncherError:
             if not (directory / "job.json").exists():
                 shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -129,7 +128,7 @@ class LocalBackend:
         source.write(directory / "code")
         # Take the lock before the job is visible, and pass it on, so that it is held without a gap.
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            locks.lock(lock)
             storage.write_json(str(directory / "job.json"), record)
             subprocess.Popen(
                 python_command("launcher.local.runner", directory, lock.fileno()),
@@ -161,11 +160,14 @@ class LocalBackend:
         record = read_document(directory / "job.json", Record)
         if record is None:
             return None
-        job, alive = record.job, is_held(directory / "lock")
-        there = read_document(directory / "state.json", State)
+        job, there = record.job, read_document(directory / "state.json", State)
         state = there or State()
+        is_gone = state.status in RUNNING and not locks.is_locked(directory / "lock")
+        if is_gone:  # or it has just ended
+            there = read_document(directory / "state.json", State)
+            state = there or State()
         status, reason = state.status, state.reason
-        if status in RUNNING and not alive:
+        if status in RUNNING and is_gone:
             status, reason = "Failed", GONE
             if there is None:
                 reason = f"it could not be started: {last_line(directory / 'runner.log')}"
@@ -299,16 +301,6 @@ def by_launch(path: Path) -> tuple[str, float]:
     with suppress(FileNotFoundError):  # the job is just deleted
         return time_of(path.parent.name), path.stat().st_mtime
     return "", 0.0
-
-
-def is_held(lock: Path) -> bool:
-    """Whether a process holds the lock. Tests it with a shared lock, so readers do not conflict."""
-    try:
-        with suppress(FileNotFoundError), open_file(lock) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
 
 
 def tail(path: Path, size: int) -> list[bytes]:

@@ -28,6 +28,7 @@ from launcher.files import storage
 from launcher.local.backend import CHECKPOINTS, HOST, Record, read_document
 from launcher.local.process import how_it_ended
 from launcher.settings import Settings, load_settings
+from launcher.source import Source
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
 FAILURE_REASON_CHARACTERS = 1024
@@ -90,7 +91,7 @@ class LocalRun:
         job, channels = self.job, self.job.channels
         for name in ("input/config", "model", "output/data", "checkpoints"):
             (self.base / name).mkdir(parents=True)
-        shutil.copytree(self.directory / "code", self.base / "code")
+        Source.read(self.directory / "code").write(self.base / "code")
         for channel, uri in channels.items():
             storage.fetch(uri, self.base / "input" / "data" / channel, settings=self.settings)
         self.write_config(list(channels))
@@ -99,7 +100,7 @@ class LocalRun:
             if not any(source.glob("checkpoint-*.safetensors")):
                 raise ServiceError(f"the checkpoints to resume from are missing: {source} has none")
             for path in sorted(source.glob("*.safetensors")):
-                shutil.copy(path, self.base / "checkpoints")
+                shutil.copyfile(path, self.base / "checkpoints" / path.name)
 
     def write_config(self, channels: list[str]) -> None:
         values = {name: json.dumps(value) for name, value in self.record.hyperparameters.items()}

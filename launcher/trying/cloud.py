@@ -7,7 +7,6 @@ killed is found again by its reservation.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import shutil
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from entry_point.text import read_json
 from launcher import machines, tracking
 from launcher.errors import InputError, LauncherError, ServiceError
-from launcher.files import storage
+from launcher.files import locks, storage
 from launcher.files.documents import Document
 from launcher.job import DEFAULT_RUN, JobDescription, Request
 from launcher.launching import launch
@@ -128,18 +127,14 @@ class OnSageMaker:
     @contextmanager
     def sending(self) -> Iterator[None]:
         """From the reservation of a job until AWS has answered."""
-        with (self.search.directory / "sending").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH)
+        with (self.search.directory / "sending").open("w") as file:
+            locks.lock(file, shared=True)
             yield
 
     def is_sending(self) -> bool:
         """Whether a command, which may have slept for hours, is about to send a job."""
-        with (self.search.directory / "sending").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
+        with (self.search.directory / "sending").open("w") as file:
+            return not locks.lock(file, wait=False)
 
     # -- a job ------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ search knows is read from it, so a killed command leaves what was before the ent
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -28,8 +27,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from entry_point.files import flush_to_disk
 from launcher.errors import InputError, ServiceError
-from launcher.files import storage
+from launcher.files import locks, storage
 from launcher.sagemaker.cost import usd
 
 FIRST = "0" * 64
@@ -77,8 +77,8 @@ class Ledger:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """With what others have added, while no one else adds."""
-        with storage.reported(str(self.path)), self.path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with storage.reported(str(self.path)), self.path.with_suffix(".lock").open("w") as file:
+            locks.lock(file)
             self.read()
             yield
 
@@ -96,7 +96,7 @@ class Ledger:
             file.seek(self.size)
             file.write(line)
             file.flush()
-            os.fsync(file.fileno())
+            flush_to_disk(file.fileno())
         self.entries.append(entry)
         self.head, self.size = hashlib.sha256(line).hexdigest(), self.size + len(line)
         return entry

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import math
 import re
@@ -20,7 +19,7 @@ from entry_point.files import open_file
 from entry_point.text import Corpus, Tokenizer, read_json
 from launcher.curve import total_steps
 from launcher.errors import InputError, LauncherError, ServiceError
-from launcher.files import storage
+from launcher.files import locks, storage
 from launcher.forecast.pilots import drawn, write_ids
 from launcher.job import Request
 from launcher.judge.anchors import as_tensor, overlap
@@ -209,13 +208,11 @@ class Search:
 
     def attempt(self, source: Source, note: str) -> Entry:
         """Judge a folder against the base, and add the verdict to the ledger."""
-        with (self.directory / "running").open("w") as lock:
+        with (self.directory / "running").open("w") as file:
             if self.start["instance"] == "local":
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
+                if not locks.lock(file, wait=False):
                     self.told("another try runs; this one waits for it")
-                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    locks.lock(file)
                 self.ledger.read()
             return self.judge(source, note)
 
