@@ -425,6 +425,8 @@ def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli, option, 
     }
     assert f"/models/{job.job_id}-" in channels[name]
     assert channels[name].endswith("/")
+    [summary] = [t["Value"] for t in json.loads(ran.out)["Tags"] if t["Key"].endswith("-summary")]
+    assert job.job_id in summary.split()
 
 
 @pytest.mark.usefixtures("cloud")

@@ -58,6 +58,7 @@ def test_a_summary_names_preset_changes_and_origin(fields, words):
     [
         (EARLIER, EARLIER),
         (f"file:///home/me/.sm-nanogpt/models/{EARLIER}/9ce7267a3271", EARLIER),  # of a sweep
+        (f"s3://bucket/models/{EARLIER}-526ff4dd31bf", EARLIER),  # uploaded, with its hash
         ("./Qwen3-0.6B/", "Qwen3-0.6B"),
         ("s3://bucket/models/qwen3-0-6b-0123456789ab/", "qwen3-0-6b-0123456789ab"),
     ],

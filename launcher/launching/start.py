@@ -89,8 +89,12 @@ def find_model(request: Request, settings: Settings, field: str = "init_from") -
 
 def base_of(named: str) -> str:
     """What people call a model: the id of the job that made it, or the name of its directory."""
-    ids = [part for part in Path(named).parts if FULL_ID.fullmatch(part)]
-    return ids[-1] if ids else Path(named).absolute().name
+    for part in reversed(Path(named).parts):
+        uploaded = part.rpartition("-")[0] if corpus.NAME.fullmatch(part) else ""  # with its hash
+        for job_id in (uploaded, part):
+            if FULL_ID.fullmatch(job_id):
+                return job_id
+    return Path(named).absolute().name
 
 
 @contextmanager
