@@ -270,14 +270,17 @@ def launch(request: Request, settings: Settings | None = None, confirmed: bool =
     return prepare(request, settings).submit(confirmed)
 
 
-def forecast(request: Request, settings: Settings | None = None) -> Forecast:
+def forecast(
+    request: Request, settings: Settings | None = None, max_cost: float | None = None
+) -> Forecast:
     """What each size would be on the text of a request, from about two minutes of pilots here.
 
-    The request may set instance, data, validation, entry_point, and max_cost. Each pilot is logged.
-    Raises InputError if it sets another field or nothing can be known, and ServiceError if a pilot
-    fails.
+    The request may set instance, data, validation and entry_point. With max_cost, in USD, the
+    forecast has the size of the lowest loss that a job on SageMaker may have for it. Each pilot is
+    logged. Raises InputError if the request sets another field or nothing can be known, and
+    ServiceError if a pilot fails.
     """
-    return forecasting.forecast(request, settings or load_settings())
+    return forecasting.forecast(request, settings or load_settings(), max_cost=max_cost)
 
 
 def sweep(

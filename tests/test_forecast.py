@@ -306,6 +306,20 @@ def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):
     assert told.err.splitlines()[-1] == next_line
 
 
+def test_a_ceiling_counts_on_the_types_that_are_known(cli, lawful, text_here, monkeypatch):
+    places = [Place("ml.dear", 1e12, 100.0, 0.1), Place("ml.cheap", 1e12, 100.0, 0.001)]
+    monkeypatch.setattr(forecasting, "known_places", lambda *_: places)
+    ran = cli("launch", "--forecast", "--data", text_here, "--max-cost", "5").good
+    assert "the lowest below 5.00 USD: size " in ran.out
+    assert ran.err.splitlines()[-1].startswith("next: sm-nanogpt launch --instance ml.cheap ")
+    assert " --max-cost 5" in ran.err.splitlines()[-1]
+
+
+def test_a_ceiling_without_a_known_type_says_so(cli, lawful, text_here):
+    ran = cli("launch", "--forecast", "--data", text_here, "--max-cost", "5").good
+    assert "no size is known to stay below 5.00 USD on SageMaker" in ran.out
+
+
 def test_a_column_of_doubtful_times_has_a_star(cli, lawful, text_here, monkeypatch):
     monkeypatch.setattr(forecast, "is_busy", lambda: True)
     ran = cli("launch", "--forecast", "--data", text_here).good
@@ -321,6 +335,7 @@ def test_a_column_of_doubtful_times_has_a_star(cli, lawful, text_here, monkeypat
         (["--spot"], "--spot"),
         (["--sweep", "seed=1,2"], "--sweep"),
         (["--dry-run"], "--dry-run"),
+        (["--max-cost", "0"], "--max-cost 0"),
         (["--data", "nowhere"], "nowhere"),
     ],
 )
@@ -380,10 +395,13 @@ def test_own_jobs_tell_the_speed_of_an_instance(forecaster, monkeypatch, home):
     ]
     monkeypatch.setattr(forecasting.Listing, "__iter__", lambda self: iter(jobs))
     monkeypatch.setattr(forecasting, "price_of", lambda name, settings: 0.001)
+    read = list[str]()
+    monkeypatch.setattr(forecasting, "known_upload", lambda uri, settings: read.append(uri))
     request = Request(instance="ml.g6.xlarge")
     unknown, known = forecasting.known_places(request, forecaster, load_settings())
     assert (unknown.name, unknown.flops) == ("ml.g6.xlarge", None)
     assert (known.name, known.job) == ("ml.g5.xlarge", jobs[4].job_id)
+    assert read == [jobs[4].data]  # of no job that tells nothing
     assert known.seconds(forecaster.work(3.0)) == pytest.approx(
         60 + 0.01 * forecaster.config_of(3.0, forecaster.tokens).max_steps, rel=0.01
     )

@@ -11,9 +11,10 @@ import click
 from launcher.cli.show import at_ctrl_c, note, print_json, print_table
 from launcher.cli.words import command, options
 from launcher.job import DEFAULT_RUN
-from launcher.sagemaker.cost import usd
+from launcher.sagemaker.cost import AROUND_SECONDS, usd
 
 if TYPE_CHECKING:
+    from launcher.forecast.table import Row
     from launcher.settings import Settings
 
 
@@ -22,9 +23,11 @@ def show_forecast(given: dict[str, Any], settings: Settings, as_json: bool) -> N
     from launcher.job import Request
     from launcher.launching.forecasting import forecast
 
-    request = Request(**{"instance": "local", **given})
+    fields = {"instance": "local", **given}
+    max_cost = fields.pop("max_cost", None)  # of a job on any of the known instance types
+    request = Request(**fields)
     with at_ctrl_c("the pilots that have ended are kept"):
-        made = forecast(request, settings, lambda line: note(f"pilot: {line}"))
+        made = forecast(request, settings, lambda line: note(f"pilot: {line}"), max_cost)
     if as_json:
         print_json(made)
         return
@@ -55,17 +58,29 @@ def show_forecast(given: dict[str, Any], settings: Settings, as_json: bool) -> N
         f" {made.twice_compute}"
     )
     size: float | None = made.best
-    if request.max_cost and not request.is_local:
-        size, ceiling = made.affordable, usd(request.max_cost)
+    if max_cost is not None:
+        size, ceiling = made.affordable, usd(max_cost)
         below = f"the lowest below {ceiling}: size {size:g}" if size else ""
-        click.echo(below or f"no size is known to stay below {ceiling}")
+        click.echo(below or f"no size is known to stay below {ceiling} on SageMaker")
     if size:
         wanted = {"instance": "local", **given, "size": f"{size:g}"}
         row = next(row for row in made.rows if row.size == size)
+        if max_cost is not None and request.is_local:
+            wanted["instance"] = cheapest_type(row)
         longest = max((s for name, s in row.seconds.items() if s and name != "local"), default=0.0)
         if "max_cost" not in given and 2 * longest > DEFAULT_RUN:
             wanted["max_run"] = math.ceil(2 * longest)
         note(f"next: {command('launch', *options(wanted))}")
+
+
+def cheapest_type(row: Row) -> str:
+    """The instance type on which a size costs the least, with the allowance for a job's start."""
+    costs = dict[str, float]()
+    for name, dollars in row.dollars.items():
+        seconds = row.seconds[name]
+        if dollars and seconds:
+            costs[name] = dollars * (1 + AROUND_SECONDS / seconds)
+    return min(costs, key=lambda name: costs[name])
 
 
 def cell(seconds: float | None, dollars: float | None) -> str:

@@ -192,9 +192,13 @@ class Forecaster:
         unique, threads = min(self.tokens, WRITTEN), max(1, cores() // n)
         return Trial(f"speed of size {size:g}", {**values, **short}, unique, threads)
 
-    def measured(self, job: JobDescription, vocabulary: int) -> Place | None:
+    def measured(self, job: JobDescription, vocabulary: Callable[[], int]) -> Place | None:
         """What an ended job tells of its instance type; None if it did not complete, its speed is
-        unknown, a teacher made it slower, or its options are of another folder."""
+        unknown, a teacher made it slower, or its options are of another folder.
+
+        vocabulary reads how many characters or tokens its text has, and is called only if the
+        job tells something.
+        """
         names = {f.name for f in fields(self.config.Config)}
         values = {n: v for n, v in job.hyperparameters.items() if n in names}
         speed = (job.metrics or {}).get("tokens_per_second")
@@ -208,7 +212,7 @@ class Forecaster:
             return None
         step = config.batch_size * config.block_size
         around = max(0.0, job.ended - job.started - config.max_steps * step / speed)
-        flops = speed / step * self.work_of(config, vocabulary)
+        flops = speed / step * self.work_of(config, vocabulary())
         return Place(job.instance, flops, around, job=job.job_id)
 
     # -- the forecast -----------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -29,20 +31,26 @@ if TYPE_CHECKING:  # they import torch
 
 logger = logging.getLogger(__name__)
 
-TAKEN = {"instance", "data", "validation", "entry_point", "max_cost"}  # of a request
+TAKEN = {"instance", "data", "validation", "entry_point"}  # of a request
 NEWEST = 200  # jobs that are asked for their speed
 
 
 def forecast(
-    request: Request, settings: Settings, told: Callable[[str], None] = logger.info
+    request: Request,
+    settings: Settings,
+    told: Callable[[str], None] = logger.info,
+    max_cost: float | None = None,
 ) -> table.Forecast:
     """What each size would be on the text of a request, here and on its instances.
 
-    told gets a line for each pilot that ends. What was run is kept, also after an interruption.
-    Raises InputError if nothing can be known, and ServiceError if a pilot fails.
+    told gets a line for each pilot that ends. max_cost is the most that a job on SageMaker may
+    cost, in USD. What was run is kept, also after an interruption. Raises InputError if nothing can
+    be known, and ServiceError if a pilot fails.
     """
     from launcher.forecast.forecast import Forecaster
 
+    if max_cost is not None and not 0 < max_cost < math.inf:
+        raise InputError("must be more than 0", field="max_cost", value=max_cost)
     if other := sorted(request.given().keys() - TAKEN):
         raise InputError("a forecast is for all sizes, without it", field=other[0])
     request = with_folder(request)
@@ -58,7 +66,7 @@ def forecast(
     forecaster = Forecaster(corpus_of(texts, settings), request.source, place, told)
     check_texts(texts, forecaster.config_of(4, forecaster.tokens))
     places = known_places(request, forecaster, settings)
-    return forecaster.forecast(texts["data"].named, places, request.max_cost)
+    return forecaster.forecast(texts["data"].named, places, max_cost)
 
 
 def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) -> Corpus:
@@ -95,14 +103,19 @@ def known_places(request: Request, forecaster: Forecaster, settings: Settings) -
     listing, known = Listing(settings), dict[str, Place]()
     for job in islice(listing, NEWEST):
         if job.instance != "local" and job.instance_count == 1 and job.instance not in known:
-            upload = known_upload(job.data, settings)
-            place = forecaster.measured(job, upload.vocabulary_size if upload else 0)
+            place = forecaster.measured(job, partial(vocabulary_of, job.data, settings))
             known |= {job.instance: place} if place else {}
     if listing.failure is not None:
         logger.info(str(listing.failure))
     names = [name for name in dict.fromkeys([*request.instances, *known]) if name != "local"]
     places = [known.get(name, Place(name)) for name in names]
     return [replace(place, per_second=price_of(place.name, settings)) for place in places]
+
+
+def vocabulary_of(uri: str, settings: Settings) -> int:
+    """How many characters or tokens an upload has; 0 if it is gone."""
+    upload = known_upload(uri, settings)
+    return upload.vocabulary_size if upload else 0
 
 
 def price_of(name: str, settings: Settings) -> float | None:
