@@ -89,13 +89,19 @@ def find(
     raise Missing(f"there is no job {job_id!r}{where}{model}", "no-such-job", job_id=job_id)
 
 
-def full_id(reference: str, settings: Settings, acts: bool = False, trained: bool = False) -> str:
+def full_id(
+    reference: str,
+    settings: Settings,
+    acts: bool = False,
+    trained: bool = False,
+    charted: bool = False,
+) -> str:
     """The full id of a job, from its id, its name, a part of its id, or `latest`.
 
     A part is the start, the end or the time of an id. Only a full id may be that of somebody else's
     job. acts: the job will be changed. It is named first, and SageMaker is always asked. trained:
     its model will be read, so `latest` is the newest job that has one, and a path of a model may
-    stand for it. A path, and a reference to no job, is returned unchanged. Raises InputError if
+    stand for it. charted: its curve will be read, so `latest` is no job of a search. A path, and a reference to no job, is returned unchanged. Raises InputError if
     several jobs match, and ServiceError if another job than that found may be meant.
     """
     if FULL_ID.fullmatch(reference) or not WORD.fullmatch(reference):
@@ -104,13 +110,16 @@ def full_id(reference: str, settings: Settings, acts: bool = False, trained: boo
         return reference
     if LocalBackend(settings).describe(reference) is not None:
         return reference
+    lacks: Callable[[JobDescription], str] = lacks_curve if charted else no_lack
+    if trained:
+        lacks = partial(lacks_model, settings=settings)
     listing, found, latest = Listing(settings), None, reference == "latest"
     if not acts and not caller.remembered(settings):  # nothing of this home runs on SageMaker
-        found = choose(reference, listing.read(LocalBackend), trained, settings)
+        found = choose(reference, listing.read(LocalBackend), lacks)
         if found and latest and settings.reaches_aws:
             why = "SageMaker was not asked, since no job was launched there from here"
             logger.info(f"latest is {found.named}; {why}")
-    found = found or choose(reference, iter(listing), trained, settings)
+    found = found or choose(reference, iter(listing), lacks)
     for job in listing.unreadable:
         if latest and (acts or found is None):  # it may be the one
             raise job.error
@@ -148,10 +157,12 @@ def check_no_later(found: JobDescription, settings: Settings, acts: bool) -> Non
         logger.info(problem, extra={"code": "in-another-region", "region": last.region})
 
 
-def choose(reference: str, jobs: Jobs, trained: bool, settings: Settings) -> JobDescription | None:
+def choose(
+    reference: str, jobs: Jobs, lacks: Callable[[JobDescription], str]
+) -> JobDescription | None:
     """The job among these that a reference means. Raises InputError if there are several."""
     if reference == "latest":
-        return newest(jobs, trained, settings)
+        return newest(jobs, lacks)
     every = list(jobs)
     matches = [job for job in every if job.name == reference]
     matches = matches or [job for job in every if is_part(reference, job.job_id)]
@@ -167,17 +178,35 @@ def is_part(text: str, job_id: str) -> bool:
     return len(text) >= SHORTEST_PART and (ends or text in (moment, moment[9:]))
 
 
-def newest(jobs: Jobs, trained: bool, settings: Settings) -> JobDescription | None:
-    """The first of these jobs; if `trained`, the first that has a model, where one has."""
-    first = None
+def newest(jobs: Jobs, lacks: Callable[[JobDescription], str]) -> JobDescription | None:
+    """The first of these jobs that lacks nothing; where there is none, the first."""
+    first, problem = None, ""
     for job in jobs:
-        if not trained or has_model(job, settings):
+        lack = lacks(job)
+        if not lack:
             if first is not None:
-                why = f"{first.job_id} is {first.state} and has no model"
-                logger.info(f"{why}; the newest job with a model is {job.named}")
+                logger.info(f"{first.job_id} {problem}; the newest other job is {job.named}")
             return job
-        first = first or job
+        if first is None:
+            first, problem = job, lack
     return first
+
+
+def no_lack(job: JobDescription) -> str:
+    """`latest` means any job."""
+    return ""
+
+
+def lacks_curve(job: JobDescription) -> str:
+    """Why a job has no training curve of its own, or ''."""
+    return f"makes the runs of search {job.search}" if job.search else ""
+
+
+def lacks_model(job: JobDescription, settings: Settings) -> str:
+    """Why a job has no model of its own, or ''."""
+    if lack := lacks_curve(job):
+        return lack
+    return "" if has_model(job, settings) else f"is {job.state} and has no model"
 
 
 def has_model(job: JobDescription, settings: Settings) -> bool:

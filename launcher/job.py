@@ -29,6 +29,7 @@ DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
 
 TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # tag of our jobs
 OWNER_TAG, NAME_TAG, SUMMARY_TAG = (f"{TAG_KEY}-{word}" for word in ("owner", "name", "summary"))
+SEARCH_VARIABLE = "NANOGPT_SEARCH"  # names the search whose runs a job makes, in its environment
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 # As launch.new_job_id makes it, with the numbers of a sweep's jobs.
 FULL_ID = re.compile(r"sm-nanogpt-(\d{8}-\d{6})-[0-9a-f]{6}(-\d+(-try\d+)?)?")
@@ -358,7 +359,8 @@ class JobDescription:
     epoch. metrics holds the newest values of the training curve. model_uri, checkpoint_uri and
     checkpoint_step are None until there is a model or a checkpoint. For jobs on SageMaker, the
     checkpoint fields are also None while the job runs and in a list of jobs, since S3 is not asked.
-    inputs holds the URI of each channel by its name: training, validation, model, teacher.
+    inputs holds the URI of each channel by its name: training, validation, model, teacher. search
+    names the search whose runs the job makes: it has no model or curve of its own.
     """
 
     job_id: str
@@ -372,6 +374,7 @@ class JobDescription:
     name: str | None = None
     owner: str | None = None
     summary: str | None = None  # as launch.summary_of says
+    search: str | None = None
     expected: Expected | None = None  # what was forecast for it
     inputs: dict[str, str] = field(default_factory=dict)
     failure_reason: str | None = None

@@ -76,6 +76,15 @@ def opened(home: Path) -> Search:
     return Search("plays", Settings(home=home), lambda line: None)
 
 
+def test_a_note_of_any_bytes_is_kept_and_shown(started, tmp_path):
+    tried = folder(tmp_path / "b", 0.0001)
+    note = os.fsdecode(b"caf\xe9")  # as a command gets an argument
+    assert started("try", "run", str(tried), "--group", "plays", "--note", note).code == 3
+    [entry] = json.loads(started("try", "log", "plays", "--json").good.out)
+    assert entry["note"] == note
+    assert "caf" in started("try", "log", "plays").good.out
+
+
 def test_the_judges_text_is_in_nothing_that_runs_read(started, home, text):
     place = home / "tries" / "plays"
     judged = (place / "judge.txt").read_text()

@@ -356,6 +356,20 @@ def test_a_keep_is_two_jobs_of_known_cost(attempt, jobs, home, cloud):
     assert {*range(1, 9)} < base_seeds
 
 
+@pytest.mark.parametrize("command", ["fetch-and-sample", "metrics", "report"])
+def test_latest_is_no_job_of_a_search(jobs, cli, job, command):
+    ran = cli(command, "latest")
+    said = f"makes the runs of search plays; the newest other job is {job.job_id}"
+    assert said in ran.good.err
+
+
+def test_a_job_of_a_search_says_that_it_has_no_model(jobs, cli):
+    driver = jobs[-1].name
+    assert cli("fetch-and-sample", driver).failed(1, "search plays", "copy-script my_gpt --from")
+    assert cli("wait", driver).good.err.endswith("sm-nanogpt try log plays\n")
+    assert "search:      plays\n" in cli("status", driver).good.out
+
+
 def test_a_job_reaches_nobody_and_has_each_folder_apart(attempt, jobs, home, cloud):
     attempt(0.05)
     request, files = jobs[-1].request, cloud.archive_of(jobs[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,12 @@ def test_any_edited_byte_but_the_last_lines_is_found(place):
             file_of(place).write_bytes(content[:at] + bytes([byte]) + content[at + 1 :])
             with pytest.raises(ServiceError, match="was changed after it was written"):
                 Ledger(place)
+
+
+def test_a_note_of_any_bytes_is_kept(place):
+    note = os.fsdecode(b"caf\xe9 \xf0\x9f\x8c\x8d")  # as a command gets an argument
+    Ledger(place).add("try", number=1, note=note)
+    assert Ledger(place).of("try")[0]["note"] == note
 
 
 @pytest.mark.parametrize("change", ["removed", "doubled", "swapped"])

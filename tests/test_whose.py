@@ -402,7 +402,7 @@ def failed(job, job_id):
 def test_for_a_model_latest_is_the_newest_that_has_one(job, cli, text_file):
     newer = failed(job, "sm-nanogpt-20990101-000000-abcdef")
     assert f"job:         {newer}\n" in cli("status", "latest").out
-    said = f"{newer} is Failed and has no model; the newest job with a model is {job.job_id}"
+    said = f"{newer} is Failed and has no model; the newest other job is {job.job_id}"
     ran = cli("fetch-and-sample", "latest", "--max-new-tokens", "3").good
     assert said in ran.err
     assert f"/models/{job.job_id}/" in ran.err

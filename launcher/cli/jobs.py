@@ -17,6 +17,7 @@ from launcher.cli.options import (
     GROUP,
     JOB_ID,
     JSON,
+    RUN_ID,
     YES,
     Command,
     Job,
@@ -166,7 +167,7 @@ def status_command(job_id: str, as_json: bool) -> None:
 
 
 @click.command("metrics", cls=Command)
-@JOB_ID
+@RUN_ID
 @click.option("--csv", "form", flag_value="csv", help="Print CSV.")
 @click.option("--json", "form", flag_value="json", help="Print JSON.")
 def metrics_command(job_id: str, form: str | None) -> None:
@@ -232,7 +233,7 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
 
 
 @click.command("report", cls=Command)
-@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, type=Job())
+@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, type=Job(charted=True))
 @GROUP
 @valued(
     "-o --output FILE",

@@ -75,13 +75,15 @@ class Job(click.ParamType[str]):
 
     acts: the command changes the job. sweeps, uploads: it takes those of a sweep, an upload too.
     trained: it reads a model, so `latest` is the newest job that has one; a path or a URI, which
-    names a model elsewhere, stays as it is, and so does `other`.
+    names a model elsewhere, stays as it is, and so does `other`. charted: it reads a curve, so
+    `latest` is no job of a search.
     """
 
     acts: bool = False
     sweeps: bool = False
     uploads: bool = False
     trained: bool = False
+    charted: bool = False
     other: str = ""
     name = "job"
 
@@ -101,7 +103,7 @@ class Job(click.ParamType[str]):
             takes = any(each.name == "group" for each in ctx.command.params)
             instead = command(str(ctx.command.name) if takes else "jobs", "--group", value)
             raise InputError(f"{value} is a sweep: use `{instead}`, or one of its jobs, {value}-1")
-        return full_id(value, settings, self.acts, self.trained)
+        return full_id(value, settings, self.acts, self.trained, self.charted)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -225,4 +227,5 @@ GROUP = valued("--group SWEEP", "The jobs of a sweep, by its id or `latest`.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID", type=Job())
+RUN_ID = click.argument("job_id", metavar="JOB-ID", type=Job(charted=True))
 MODEL = click.argument("model", metavar="JOB-ID|DIR", type=Job(trained=True))

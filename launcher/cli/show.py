@@ -62,6 +62,8 @@ def next_step(description: JobDescription, settings: Settings) -> str:
     from launcher.text.corpus import known_upload
 
     job_id = description.job_id
+    if description.search:
+        return f"its runs are those of a search: {command('try', 'log', description.search)}"
     if description.status == "Completed":
         upload = known_upload(description.data, settings)
         chats = upload is not None and upload.chats

@@ -73,7 +73,11 @@ def fetch_model(
         _, description = find(job_id, settings, attempts=2 if sums else None)
         place = place_of(description, settings)
     except (InputError, ServiceError) as error:
-        if not sums or error.code in ("model-not-yet", "no-model-left"):  # AWS has answered
+        if not sums or error.code in (
+            "model-not-yet",
+            "no-model-left",
+            "models-of-a-search",
+        ):  # AWS has answered
             raise
         # The model of the end, and else that of the newest checkpoint.
         place = max(sums, key=lambda s: ("/step-" not in str(s), s.stat().st_mtime)).parent
@@ -87,6 +91,9 @@ def fetch_model(
 def place_of(description: JobDescription, settings: Settings) -> Path:
     """Where the model of a job, or of its newest checkpoint, is kept here once it was fetched."""
     job_id, step = description.job_id, description.checkpoint_step
+    if description.search:
+        problem = f"job {job_id} made the runs of search {description.search}, and has no model"
+        raise ServiceError(problem, "models-of-a-search", search=description.search)
     if description.model_uri is not None:
         return settings.models_dir / job_id / storage.fingerprint(description.model_uri, settings)
     if description.is_running:

@@ -7,7 +7,14 @@ import re
 from typing import Any
 
 from launcher.errors import ServiceError
-from launcher.job import NAME_TAG, OWNER_TAG, RUNNING, SUMMARY_TAG, JobDescription
+from launcher.job import (
+    NAME_TAG,
+    OWNER_TAG,
+    RUNNING,
+    SEARCH_VARIABLE,
+    SUMMARY_TAG,
+    JobDescription,
+)
 
 # A FailureReason is the last line of the failed rank, `Name: cause [kind]`. If it left none, the
 # toolkit surrounds what it printed with pages of its own, and adds a line for a killed process.
@@ -80,6 +87,7 @@ def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescript
         name=tags.get(NAME_TAG),
         owner=tags.get(OWNER_TAG),
         summary=tags.get(SUMMARY_TAG),
+        search=raw.get("Environment", {}).get(SEARCH_VARIABLE),
         inputs=channels,
         failure_reason=None if status in RUNNING else reason,
         message=transitions[-1].get("StatusMessage") if transitions else None,

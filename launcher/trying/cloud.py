@@ -22,7 +22,7 @@ from launcher import machines, tracking
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.documents import Document
-from launcher.job import DEFAULT_RUN, JobDescription, Request
+from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request
 from launcher.launching import launch
 from launcher.launching.texts import Channel
 from launcher.local.runs import SILENT
@@ -192,6 +192,7 @@ class OnSageMaker:
             preset=words.pop("preset", None),
             hyperparameters=words,
             max_run=seconds,
+            environment={SEARCH_VARIABLE: self.search.name},
             network_isolation=True,
         )
         request._source = self.folder(runs, seconds)

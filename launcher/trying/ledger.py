@@ -87,9 +87,12 @@ class Ledger:
             return self.write(kind, **facts)
 
     def write(self, kind: str, **facts: Any) -> Entry:
-        """Add an entry; the ledger is locked. Raises OSError."""
+        """Add an entry; the ledger is locked. Raises OSError.
+
+        A note or a path may hold bytes that are not UTF-8; JSON escapes them.
+        """
         entry = {"previous": self.head, "kind": kind, "at": round(time.time(), 3), **facts}
-        line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+        line = json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
         with os.fdopen(fd, "wb") as file:
             file.truncate(self.size)  # what a killed command began

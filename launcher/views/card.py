@@ -29,6 +29,7 @@ def facts(job: JobDescription) -> dict[str, str | None]:
         "job": job.job_id,
         "name": job.name,
         "settings": job.summary,
+        "search": job.search,
         "state": job.state,
         "reason": job.failure_reason,
         "instance": f"{job.instance_count} x " * (job.instance_count > 1) + job.instance,
