@@ -42,6 +42,7 @@ CODES = {
 CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")  # a signature has its time
 PATIENCE_SECONDS = 300.0  # without an answer, until watching a job fails
 AGAIN_SECONDS = 5.0
+RETRY_SECONDS = 60.0  # until a job that a quota refused is sent again
 
 
 def aws_session(settings: Settings) -> Any:
@@ -177,6 +178,40 @@ def patiently(ask: Callable[[], T], *, job_id: str, code: str, deadline: float =
                 problem = f"{error}; a running job continues and is billed"
                 raise ServiceError(problem, code, job_id=job_id) from error
         time.sleep(min(AGAIN_SECONDS, max(0.0, until - time.monotonic())))
+
+
+class QuotaWait:
+    """How long a job waits for a quota of the account: while jobs of ours run, and some minutes
+    longer, since SageMaker may count a job for a while after its end."""
+
+    def __init__(self) -> None:
+        self.retry_at = 0.0  # in time.monotonic() seconds, as is freed_at
+        self.freed_at = -math.inf
+        self.waits = False
+
+    @property
+    def may_send(self) -> bool:
+        return time.monotonic() >= self.retry_at
+
+    def note_end(self) -> None:
+        """A job of ours has ended."""
+        self.retry_at, self.freed_at = 0.0, time.monotonic()
+
+    def note_sent(self) -> None:
+        self.waits = False
+
+    def note_refusal(self, quota: OverQuota, others_run: bool) -> bool:
+        """Wait for another minute; True for the first one. Raises the refusal if no job runs that
+        could make room."""
+        now = time.monotonic()
+        if not others_run and now > self.freed_at + PATIENCE_SECONDS:
+            raise quota
+        is_first, self.waits = not self.waits, True
+        self.retry_at = now + RETRY_SECONDS
+        return is_first
+
+    def sleep(self) -> None:
+        time.sleep(max(0.0, self.retry_at - time.monotonic()))
 
 
 @contextmanager

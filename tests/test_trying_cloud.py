@@ -8,7 +8,7 @@ import json
 import random
 import tarfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ import sagemaker_service
 from access import Refusal
 from test_trying import folder, gain_of
 
+from launcher.aws import OverQuota, QuotaWait
 from launcher.errors import ServiceError
 from launcher.job import JobDescription
 from launcher.source import Source
@@ -86,9 +87,18 @@ class Aws:
             job_id, status, status, "ml.g5.xlarge", 1, job.created, "", model_uri=uri
         )
 
+    def list(self) -> Iterator[JobDescription]:
+        for name in [*self.jobs]:
+            if job := self.describe(name):
+                yield job
+
+    def wait_for_quota(self) -> None:
+        self.now += 60
+        self.event()
+
     def submit(self, job_id: str, job: Any, *_: Any) -> None:
         if self.draw.random() < self.trouble:
-            raise ServiceError("over the quota")
+            raise OverQuota("over the quota")
         self.event()
         if self.draw.random() < self.trouble:  # the request is lost, or its answer
             raise ServiceError("no answer", "job-may-exist", job_id=job_id)
@@ -109,7 +119,7 @@ class Aws:
             raise ServiceError(f"there is no job {job_id}")
         return found
 
-    def with_costs(self, found: list[JobDescription], settings: Any) -> list[Any]:
+    def with_costs(self, found: Sequence[JobDescription], settings: Any) -> Sequence[Any]:
         if self.draw.random() < self.trouble:
             return [SimpleNamespace(cost=None)]
         job = self.jobs[found[0].job_id]
@@ -137,6 +147,7 @@ def aws(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs_of, "SageMakerBackend", lambda settings: aws)
     monkeypatch.setattr(jobs_of, "time", clock)
     monkeypatch.setattr(ledger, "time", clock)
+    monkeypatch.setattr(QuotaWait, "sleep", lambda self: aws.wait_for_quota())
     monkeypatch.setattr(ledger.os, "fsync", lambda fd: None)
     monkeypatch.setattr(jobs_of.launch, "cloud_settings", lambda backend: None)
     monkeypatch.setattr(jobs_of.launch, "prepare", prepare)
@@ -161,7 +172,7 @@ def search_in(place: Path) -> Any:
         name="plays",
         directory=place,
         ledger=book,
-        settings=None,
+        settings=SimpleNamespace(max_cost=None),
         start=book.entries[0],
         told=lambda line: None,
         seconds=lambda folder: 30.0,
@@ -426,7 +437,7 @@ def test_a_job_whose_answer_was_lost_is_taken(attempt, jobs, home, cloud):
 @pytest.mark.parametrize("how", ["refused", "failed"])
 def test_a_job_that_fails_can_be_tried_again(attempt, jobs, home, cloud, how):
     if how == "refused":
-        cloud.refuse["CreateTrainingJob"] = ("ResourceLimitExceeded", "no quota")
+        cloud.refuse["CreateTrainingJob"] = ("AccessDeniedException", "no quota")
     else:
         cloud.sagemaker.next_script = {"reason": "AlgorithmError: the GPU is gone"}
     assert attempt().failed(1, "no quota" if how == "refused" else "the GPU is gone")
@@ -436,6 +447,31 @@ def test_a_job_that_fails_can_be_tried_again(attempt, jobs, home, cloud, how):
     cloud.sagemaker.next_script = {}
     assert attempt().code == 3
     assert not ledger_of(home).open
+
+
+def test_a_job_waits_while_another_holds_the_quota(attempt, jobs, home, cloud, monkeypatch):
+    """SageMaker counts the job of the base for a while after its end."""
+    monkeypatch.setattr("launcher.aws.RETRY_SECONDS", 0.1)
+    quota = cloud.sagemaker.quota
+    quota["ml.g5.12xlarge for training job usage"] = 0
+    wait = QuotaWait.sleep
+
+    def frees(self: QuotaWait) -> None:
+        quota["ml.g5.12xlarge for training job usage"] = 1
+        wait(self)
+
+    monkeypatch.setattr(QuotaWait, "sleep", frees)
+    ran = attempt()
+    assert ran.code == 3
+    assert ran.err.count(" waits: CreateTrainingJob: ") == 1
+    assert len(jobs) == 2 and not ledger_of(home).open
+
+
+def test_a_job_that_no_quota_will_allow_is_refused_at_once(attempt, jobs, home, cloud, monkeypatch):
+    cloud.sagemaker.jobs.clear()
+    cloud.sagemaker.quota["ml.g5.12xlarge for training job usage"] = 0
+    assert attempt().failed(1, "request an increase")
+    assert ledger_of(home).of("settled")[-1]["usd"] == 0
 
 
 def test_a_damaged_model_refuses_the_try_alone(attempt, jobs, home, cloud):

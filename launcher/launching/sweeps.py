@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from statistics import fmean
 from typing import IO, Any
 
-from launcher.aws import PATIENCE_SECONDS, OverQuota, patiently
+from launcher.aws import OverQuota, QuotaWait, patiently
 from launcher.errors import InputError, ServiceError
 from launcher.files import locks, storage
 from launcher.finding import Backend, Listing, backend_for, is_part, not_asked
@@ -29,8 +29,6 @@ from launcher.source import keep
 from launcher.tracking import check_yours, with_costs
 
 logger = logging.getLogger(__name__)
-
-RETRY_SECONDS = 60.0  # until a job that a quota refused is sent again
 
 
 def alone(group: str, settings: Settings) -> IO[str]:
@@ -268,27 +266,24 @@ class SweepPlan:
         with self.lock or alone(self.group, self.settings):
             for number, limit in self.limited.items():
                 yield Progress(number, self.tries[number][-1].job_id, obstacle=limit)
-            left, retry_at, freed, waits = [*self.plans], 0.0, -math.inf, False
+            left, quota_wait = [*self.plans], QuotaWait()
             self.write_mark()
             while left or self.running:
                 if stopped := self.is_stopped():
                     left = []
                 room = len(self.running) < self.sweep.parallel
-                if left and room and time.monotonic() >= retry_at:
+                if left and room and quota_wait.may_send:
                     try:
                         yield self.start(left[0])
-                        left, waits = left[1:], False
+                        left = left[1:]
+                        quota_wait.note_sent()
                     except OverQuota as quota:
-                        # SageMaker may count a job for a while after its end.
-                        if not self.running and time.monotonic() > freed + PATIENCE_SECONDS:
-                            raise
-                        if not waits:
+                        if quota_wait.note_refusal(quota, bool(self.running)):
                             yield Progress(left[0], self.plans[left[0]].job_id, obstacle=quota)
-                        retry_at, waits = time.monotonic() + RETRY_SECONDS, True
                     continue
                 time.sleep(max(0.5, self.backend.poll_seconds))
                 for ended in self.poll(stopped):
-                    retry_at, freed = 0.0, time.monotonic()
+                    quota_wait.note_end()
                     yield ended
 
     def write_mark(self) -> None:

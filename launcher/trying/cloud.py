@@ -14,11 +14,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from entry_point.text import read_json
 from launcher import machines, tracking
+from launcher.aws import PATIENCE_SECONDS, OverQuota, QuotaWait
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.documents import Document
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 UNKNOWN_SECONDS = 3600  # after which a job that AWS does not know will never be there
 # Seconds of a job's time limit besides its runs: for what may go slower, and before and after them.
 MARGIN, AROUND = 300, 120
+NEWEST = 100  # jobs among which one is looked for that holds the quota
 UPLOADED = 30e6  # bytes of models in a second
 LARGEST = 1 << 36  # bytes of a model
 DRIVER = Path(driver.__file__)
@@ -172,7 +175,7 @@ class OnSageMaker:
             try:
                 plan.upload()  # which may take long
                 self.ledger.add("sending", job=job_id)
-                plan.backend.submit(job_id, plan.job, plan.placement, plan.request)
+                self.submit_within_quota(job_id, plan)
             except LauncherError as error:
                 unclear = error.code == "job-may-exist"  # for an hour from now
                 kind, facts = ("sending", {}) if unclear else ("settled", {"usd": 0.0})
@@ -180,6 +183,27 @@ class OnSageMaker:
                 raise
             self.ledger.add("sent", job=job_id)
         return entry
+
+    def submit_within_quota(self, job_id: str, plan: launch.Plan) -> None:
+        """Submit a job; if a quota refuses it, wait as long as jobs run that may make room."""
+        quota_wait = QuotaWait()
+        while True:
+            try:
+                plan.backend.submit(job_id, plan.job, plan.placement, plan.request)
+                return
+            except OverQuota as quota:
+                if quota_wait.note_refusal(quota, self.others_run(plan.job.instance)):
+                    self.search.told(f"job {job_id} waits: {quota}")
+            quota_wait.sleep()
+
+    def others_run(self, instance: str) -> bool:
+        """True if a job of the caller on this instance type runs, or ended minutes ago: SageMaker
+        may count a job for a while after its end."""
+        for job in islice(self.backend.list(), NEWEST):
+            if isinstance(job, JobDescription) and job.instance == instance:
+                if job.is_running or time.time() < (job.ended or 0.0) + PATIENCE_SECONDS:
+                    return True
+        return False
 
     def planned(self, job_id: str, runs: Sequence[RunOf], seconds: int) -> launch.Plan:
         """The job of these runs, with a time limit. Nothing is sent."""
