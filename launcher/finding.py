@@ -101,8 +101,9 @@ def full_id(
     A part is the start, the end or the time of an id. Only a full id may be that of somebody else's
     job. acts: the job will be changed. It is named first, and SageMaker is always asked. trained:
     its model will be read, so `latest` is the newest job that has one, and a path of a model may
-    stand for it. charted: its curve will be read, so `latest` is no job of a search. A path, and a reference to no job, is returned unchanged. Raises InputError if
-    several jobs match, and ServiceError if another job than that found may be meant.
+    stand for it. charted: its curve will be read, so `latest` is no job of a search. A path, and a
+    reference to no job, is returned unchanged. Raises InputError if several jobs match, and
+    ServiceError if another job than that found may be meant.
     """
     if FULL_ID.fullmatch(reference) or not WORD.fullmatch(reference):
         return reference

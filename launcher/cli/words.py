@@ -56,8 +56,8 @@ REMEDIES: dict[str, str] = {
     " and `save_pretrained` of transformers writes one",
     "model-not-yet": "`{sm} logs {job_id} --follow` shows its progress,"
     " `{sm} stop {job_id}` stops it",
-    "models-of-a-search": "`{sm} copy-script my_gpt --from {search}` writes the folder that the search"
-    " has kept",
+    "models-of-a-search": "`{sm} copy-script my_gpt --from {search}` writes the folder that the"
+    " search has kept",
     "no-model-left": "`{sm} logs {job_id}` shows what happened",
     "use-tokens": "`{sm} upload-data PATH --tokenizer bpe` makes the text of one",
     "text-changes": "use another tokenizer, or --tokenizer bpe",

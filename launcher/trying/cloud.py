@@ -24,7 +24,7 @@ from launcher.aws import PATIENCE_SECONDS, OverQuota, QuotaWait
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.documents import Document
-from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request
+from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request, UnreadableJob
 from launcher.launching import launch
 from launcher.launching.texts import Channel
 from launcher.local.runs import SILENT
@@ -200,9 +200,10 @@ class OnSageMaker:
         """True if a job of the caller on this instance type runs, or ended minutes ago: SageMaker
         may count a job for a while after its end."""
         for job in islice(self.backend.list(), NEWEST):
-            if isinstance(job, JobDescription) and job.instance == instance:
-                if job.is_running or time.time() < (job.ended or 0.0) + PATIENCE_SECONDS:
-                    return True
+            if isinstance(job, UnreadableJob) or job.instance != instance:
+                continue
+            if job.is_running or time.time() < (job.ended or 0.0) + PATIENCE_SECONDS:
+                return True
         return False
 
     def planned(self, job_id: str, runs: Sequence[RunOf], seconds: int) -> launch.Plan:
