@@ -169,7 +169,6 @@ CHANNEL_FIELDS = {
     "validation": "validation",
     "model": "init_from",
     "teacher": "teacher",
-    "code": "store",
 }
 FIELDS = {
     "RoleArn": "role",
@@ -193,7 +192,7 @@ def check_request(request: Mapping[str, Any], job: TrainingJob, placement: Place
         problem = violation.problem
         if part == "InputDataConfig":
             channel = request["InputDataConfig"][path[0]]["ChannelName"]
-            field = CHANNEL_FIELDS[channel]
+            field = CHANNEL_FIELDS.get(channel, "store")  # that of the script is in the store
         if isinstance(violation.value, str) and violation.value.startswith(placement.store):
             field = "store"
         if violation.path == ("Tags",):
