@@ -219,7 +219,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # steps two wide layers learn more than four.
     "quick": dict(n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,
                   max_steps=180, learning_rate=0.05, momentum=0.85, short_windows=0.3,
-                  device="cpu"),
+                  eval_interval=90, device="cpu"),
     # The best model that two CPU cores make of a megabyte of text in three minutes.
     "laptop": dict(n_layer=4, n_head=3, n_embd=192, block_size=1024, batch_size=2, max_steps=1900,
                    weight_decay=0.1, short_windows=0.9, eval_interval=500, eval_tokens=1 << 17,

@@ -178,6 +178,13 @@ def test_every_preset_is_valid_and_cpu_the_default():
     assert make_config({"device": "cpu"}) == make_config({}, "cpu")
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_evaluates_twice_or_more(preset):
+    """One validation loss is a dot in a report, and not a curve."""
+    config = make_config({}, preset)
+    assert config.max_steps >= 2 * config.eval_interval
+
+
 def test_values_override_the_preset_which_overrides_the_base():
     config = make_config({"n_layer": "2"}, "baby", {"n_embd": 12, "seed": 5})
     assert (config.n_layer, config.n_embd, config.seed) == (2, 384, 5)

@@ -721,6 +721,22 @@ def test_best_weights_are_exported_without_their_checkpoint(
     assert "note: the model is that of step 4; " in capsys.readouterr().out
 
 
+def test_evaluations_change_no_bit_of_the_training(tmp_path, monkeypatch):
+    evaluated: list[torch.Tensor] = []
+
+    def record(model: GPT, *rest: Any) -> float:
+        evaluated.append(model.embed.weight.detach().clone())
+        return evaluate(model, *rest)
+
+    monkeypatch.setattr("entry_point.trainer.evaluate", record)
+    last_weights = []
+    for interval in (1, 8):
+        assert trainer_of(tmp_path / str(interval), max_steps=8, eval_interval=interval).run()
+        last_weights.append(evaluated[-1])
+    assert len(evaluated) == 8 + 1
+    assert torch.equal(*last_weights)
+
+
 def test_a_resumed_run_exports_the_best_weights_before_it(tmp_path, monkeypatch):
     losses = iter([2.0, 3.0, 4.0])
     monkeypatch.setattr("entry_point.trainer.evaluate", lambda *_: next(losses))
