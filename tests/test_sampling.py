@@ -31,6 +31,17 @@ def test_stdout_holds_only_the_text(say):
     assert ran.out.endswith("\n")
 
 
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_sample_begins_with_a_word(job, say, monkeypatch, words):
+    pieces = [["\n", "\r\n"], ["\n\n", "b"], ["a", "\n"], ["\n", "c"]]
+    monkeypatch.setattr("launcher.models.sample.stream_samples", lambda *_, **__: iter(pieces))
+    texts = ["a\n", "b\nc"]
+    printed = "\n---\n".join(texts) + "\n"
+    ran = say("--num-samples", "2", *words).good
+    assert texts == json.loads(ran.out) if words else ran.out == printed
+    assert say("--num-samples", "2", "--prompt", "T").good.out.startswith("T\n\n\na")
+
+
 def test_a_seed_decides_the_text(say):
     assert say("--seed", "7").out == say("--seed", "7").out != say("--seed", "8").out
 

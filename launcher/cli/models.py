@@ -6,7 +6,7 @@ import io
 import re
 import shlex
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -72,7 +72,8 @@ def fetch_and_sample_command(
 ) -> None:
     """Download a job's model and print text from it. `sample` is short for this command.
 
-    DIR is a model directory on this machine: `fetch-and-sample` prints it after `model:`.
+    DIR is a model directory on this machine: `fetch-and-sample` prints it after `model:`. Without
+    a prompt, the line breaks before the first word are left out.
 
     Example:
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
@@ -87,6 +88,8 @@ def fetch_and_sample_command(
     begin, sampling["max_new_tokens"] = answered(loaded, tokenizer, prompt, most)
     columns = stream_samples(loaded, tokenizer, begin, num_samples=num_samples, **sampling)
     start = begin if isinstance(begin, str) else ""
+    if prompt is None:
+        columns = without_first_breaks(columns)
     if as_json:
         print_json([start + "".join(text) for text in zip(*columns, strict=True)])
         return
@@ -96,6 +99,20 @@ def fetch_and_sample_command(
         print_text(column[0], nl=False)
         texts = [text + piece for text, piece in zip(texts, column, strict=True)]
     print_text("".join(f"\n---\n{text}" for text in texts[1:]))
+
+
+def without_first_breaks(columns: Iterator[list[str]]) -> Iterator[list[str]]:
+    """The pieces of some texts, without the line breaks that a text begins with."""
+    begun = set[int]()
+    for column in columns:
+        pieces = []
+        for number, piece in enumerate(column):
+            if number not in begun:
+                piece = piece.lstrip("\r\n")
+            if piece:
+                begun.add(number)
+            pieces.append(piece)
+        yield pieces
 
 
 def open_model(
