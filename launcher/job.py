@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, 
 from launcher.curve import total_steps
 from launcher.errors import InputError, ServiceError, must_be
 from launcher.files.documents import Document, Number, Scalar
+from launcher.files.moved import text_id
 from launcher.limits import violations
 from launcher.machines import DEFAULT_VERSION, misfit, types_of
 from launcher.source import Source
@@ -317,7 +318,10 @@ class TrainingJob(Request):
         A job that reached its last step without writing a model may be resumed to write it.
         """
         jobs = [
-            {"config": asdict(job.config(1)), "corpus_sha256": (job.data, job.validation)}
+            {
+                "config": asdict(job.config(1)),
+                "corpus_sha256": (text_id(job.data), text_id(job.validation)),
+            }
             for job in (before, self)
         ]
         with self.source.running():

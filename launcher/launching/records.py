@@ -19,6 +19,7 @@ from pydantic import Field
 from launcher.errors import ServiceError
 from launcher.files import storage
 from launcher.files.documents import Count, Document, Scalar
+from launcher.files.moved import find_moved
 from launcher.job import JobDescription, Request, UnreadableJob
 from launcher.settings import Settings
 
@@ -56,7 +57,12 @@ def write_record(group: str, sweep: Sweep, settings: Settings) -> None:
 
 
 def read_record(group: str, settings: Settings) -> Sweep | None:
-    return storage.read_document(str(record_of(group, settings)), Sweep)
+    sweep = storage.read_document(str(record_of(group, settings)), Sweep)
+    if sweep is None or sweep.job.entry_point is None:
+        return sweep
+    folder = Path(find_moved(str(sweep.job.entry_point), settings))
+    job = sweep.job.model_copy(update={"entry_point": folder})
+    return sweep.model_copy(update={"job": job})
 
 
 def tries_of(found: Iterable[JobDescription | UnreadableJob], group: str) -> Tries:

@@ -36,6 +36,7 @@ from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.documents import Count, Damaged, Document, Moment, Scalar
+from launcher.files.moved import find_moved
 from launcher.job import (
     JOB_ID,
     LOCAL_FIELDS,
@@ -157,7 +158,7 @@ class LocalBackend:
     def read(self, job_id: str) -> JobDescription | None:
         """Describe a job; None if there is none. Also raises OSError."""
         directory = self.jobs_dir / job_id
-        record = read_document(directory / "job.json", Record)
+        record = self.record(job_id)
         if record is None:
             return None
         job, there = record.job, read_document(directory / "state.json", State)
@@ -200,9 +201,21 @@ class LocalBackend:
         )
 
     def job(self, job_id: str) -> TrainingJob:
-        record = read_document(self.jobs_dir / job_id / "job.json", Record)
+        record = self.record(job_id)
         assert record is not None
         return record.job
+
+    def record(self, job_id: str) -> Record | None:
+        """The record of a job, which reads its texts and models where they are now."""
+        record = read_document(self.jobs_dir / job_id / "job.json", Record)
+        if record is None:
+            return None
+        inputs = {
+            name: find_moved(uri, self.settings)
+            for name in ("data", "validation", "init_from", "teacher")
+            if (uri := getattr(record.job, name)) is not None
+        }
+        return record.model_copy(update={"job": record.job.model_copy(update=inputs)})
 
     def list(
         self, everyone: bool = False, name: str | None = None

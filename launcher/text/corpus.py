@@ -28,6 +28,7 @@ from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Count, Damaged
 from launcher.files.models import is_path
+from launcher.files.moved import NAME, find_moved
 from launcher.files.storage import Progress
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
@@ -40,7 +41,6 @@ if TYPE_CHECKING:  # it imports torch
 
 logger = logging.getLogger(__name__)
 
-NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")  # of an upload
 LAST_UPLOADS = "last-uploads.json"  # URIs by `place`, the newest last
 WRITERS, SMALL_FILE = 16, 1 << 20  # files of up to SMALL_FILE bytes that are written at once
 CLEANUP_SECONDS = 5.0
@@ -345,9 +345,9 @@ def known_upload(uri: str | None, settings: Settings) -> Upload | None:
 
 
 def located(word: str, settings: Settings) -> str:
-    """The URI of an upload that is given by its name; else the word."""
+    """The URI of an upload that is given by its name, or was moved; else the word."""
     if not NAME.fullmatch(word) or Path(word).exists():
-        return word
+        return find_moved(word, settings)
     stores = [settings.local_store, with_store(settings).data_store]
     for uri in [storage.to_uri(storage.join(store, "data", word)) for store in stores]:
         if is_there(uri, settings, unasked=True):
@@ -365,7 +365,9 @@ def last_upload(settings: Settings) -> str:
     if storage.local_path(settings.data_store) is None:
         places.add(place(settings.local_store))
     last = storage.read_cache(settings.home / LAST_UPLOADS, dict[str, str])
-    uris = [uri for each, uri in last.items() if each in places or not settings.store]
+    uris = [find_moved(uri, settings) for uri in last.values()]
+    if settings.store:
+        uris = [uri for uri in uris if uri.rpartition("/data/")[0] in places]
     problem = f"nothing was uploaded to {settings.data_store} from here"
     for uri in uris[-1:]:
         if is_there(uri, settings, unasked=True):

@@ -12,6 +12,7 @@ from typing import Any
 
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
+from launcher.files.moved import text_id
 from launcher.finding import Listing
 from launcher.job import JobDescription
 from launcher.sagemaker.stack import with_stack
@@ -75,9 +76,7 @@ def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -
                 upload, what = None, "incomplete"
             elif upload.train_tokens:
                 what = "conversations" if upload.chats else "tokens"
-            readers = [
-                job for job in jobs if uri in {read.rstrip("/") for read in job.inputs.values()}
-            ]
+            readers = [job for job in jobs if reads(job, uri)]
             yield Stored(
                 name=name,
                 uri=uri,
@@ -89,6 +88,14 @@ def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -
                 owners=sorted({job.owner for job in readers if job.owner}),
                 manifest=upload,
             )
+
+
+def reads(job: JobDescription, uri: str) -> bool:
+    """Whether a job reads an upload, or one of the same name in a copy of this machine's store."""
+    inputs = [each.rstrip("/") for each in job.inputs.values()]
+    if uri.startswith("s3://"):
+        return uri in inputs
+    return text_id(uri) in [text_id(each) for each in inputs if not each.startswith("s3://")]
 
 
 def delete(upload: Stored, settings: Settings) -> None:
