@@ -23,6 +23,7 @@ from test_trying import folder, gain_of
 from launcher.aws import OverQuota, QuotaWait
 from launcher.errors import ServiceError
 from launcher.job import JobDescription
+from launcher.settings import Settings
 from launcher.source import Source
 from launcher.trying import cloud as jobs_of
 from launcher.trying import driver, ledger, search
@@ -172,7 +173,7 @@ def search_in(place: Path) -> Any:
         name="plays",
         directory=place,
         ledger=book,
-        settings=SimpleNamespace(max_cost=None),
+        settings=Settings(home=place),
         start=book.entries[0],
         told=lambda line: None,
         seconds=lambda folder: 30.0,
@@ -411,6 +412,13 @@ def test_a_killed_commands_job_is_taken_not_paid_again(attempt, jobs, home, monk
     assert len(jobs) == 2 and not ledger_of(home).open
 
 
+def begun_job(self: Search) -> dict[str, Any]:
+    """Send the job of the base, and do not wait for it."""
+    first = self.source(self.start["folder"])
+    OnSageMaker(self).send([(first, seed) for seed in range(1, 9)])
+    return {"loss": 2.0, "sd": 0.01, "pairs": 8}
+
+
 def failing(error: BaseException) -> Callable[..., Any]:
     def fail(*_: Any, **__: Any) -> Any:
         raise error
@@ -515,6 +523,64 @@ def test_a_search_takes_one_type_of_instance(cloud, cli, text_file):
     words = ("--instance", "ml.g5.xlarge,ml.g6.xlarge", "--ceiling", "10")
     ran = cli("try", "start", "plays", "--text", str(text_file), *words)
     assert ran.failed(2, "--instance ml.g5.xlarge,ml.g6.xlarge: a search takes one type")
+
+
+STARTS = ("try", "start", "plays", "--instance", "ml.g5.12xlarge", "--ceiling", "10")
+
+
+def test_a_ceiling_of_the_settings_shortens_the_first_job(cloud, cli, text_file, monkeypatch, home):
+    monkeypatch.setenv("SM_NANOGPT_MAX_COST", "3")
+    monkeypatch.setattr(Search, "base", begun_job)
+    assert cli(*STARTS, "--text", str(text_file)).good
+    [job] = cloud.sagemaker.jobs.values()
+    [reserved] = ledger_of(home).of("reserved")
+    assert reserved["usd"] <= 3
+    assert job.request["StoppingCondition"]["MaxRuntimeInSeconds"] < 3600
+
+
+@pytest.mark.parametrize("refusal", ["settings", "ceiling", "quota", "denied"])
+def test_a_search_that_is_refused_leaves_nothing(cloud, cli, text_file, monkeypatch, home, refusal):
+    words = [*STARTS, "--text", str(text_file)]
+    if refusal == "settings":
+        monkeypatch.setenv("SM_NANOGPT_MAX_COST", "1")
+    elif refusal == "ceiling":
+        words[-3] = "0.01"
+    elif refusal == "quota":
+        cloud.sagemaker.quota["ml.g5.12xlarge for training job usage"] = 0
+    else:
+        cloud.refuse["CreateTrainingJob"] = ("AccessDeniedException", "not you")
+    assert cli(*words).code == (2 if refusal in ("settings", "ceiling") else 1)
+    assert [*(home / "tries").iterdir()] == []
+    assert not cloud.sagemaker.jobs
+
+
+def test_a_refused_start_keeps_what_another_command_reserved(
+    cloud, cli, text_file, monkeypatch, home
+):
+    def reserved_meanwhile(self: Search) -> None:
+        self.ledger.reserve("another", 9.5, place="", runs=[])
+        raise OverCeiling("no money is free")
+
+    monkeypatch.setattr(Search, "base", reserved_meanwhile)
+    assert cli(*STARTS, "--text", str(text_file)).failed(2, "no money is free")
+    assert ledger_of(home).reserved == 9.5
+
+
+def test_a_command_that_waited_writes_to_no_removed_search(tmp_path, monkeypatch):
+    place = tmp_path / "plays"
+    place.mkdir()
+    book = Ledger(place)
+    book.add("start", ceiling=CEILING)
+
+    def removed_meanwhile(file: Any) -> None:
+        place.rename(tmp_path / "old")
+        place.mkdir()
+        (place / "ledger.lock").touch()
+
+    monkeypatch.setattr(ledger.locks, "lock", removed_meanwhile)
+    with pytest.raises(ServiceError, match="plays was removed"):
+        book.reserve("a-job", 1.0)
+    assert not (place / "ledger.jsonl").exists()
 
 
 def test_without_a_price_nothing_is_sent(cloud, cli, text_file, s3):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import math
 import shlex
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +54,6 @@ def start_command(name: str, ceiling: float | None, see: float, **given: Any) ->
     """
     from launcher.job import Request
     from launcher.machines import looks_like_gpu
-    from launcher.trying.ledger import OverCeiling
     from launcher.trying.rule import seen_by
     from launcher.trying.search import begin
 
@@ -73,8 +71,8 @@ def start_command(name: str, ceiling: float | None, see: float, **given: Any) ->
     with at_ctrl_c(GOES_ON.format(command("try", "run", "FOLDER", "--group", name))):
         try:
             base = search.base()
-        except OverCeiling:
-            shutil.rmtree(search.directory)  # nothing was sent
+        except LauncherError:
+            search.remove_unused()
             raise
     seen = ", ".join(f"{gain:.3f} by {n}" for n, gain in seen_by(base["sd"]).items())
     note(f"base: a loss of {base['loss']:.4f} nats, over 8 seeds (sd {base['sd']:.4f})")

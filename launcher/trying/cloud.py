@@ -159,16 +159,11 @@ class OnSageMaker:
         search, job_id = self.search, launch.new_job_id()
         # In each GPU's share, the runs of the base come first, and a seed's two runs are in one.
         runs = sorted(runs, key=lambda run: run[0].sha256 != self.ledger.base)
-        seconds = self.seconds_for(len(runs))
-        plan, free = self.planned(job_id, runs, seconds), self.ledger.free
-        if (cost := plan.job.worst_cost) is None:
-            raise InputError(f"the price of {plan.job.instance} is unknown, so no ceiling can hold")
-        if not self.measured and cost > free:  # as long as it may be
-            seconds = math.floor(free / cost * (seconds + AROUND_SECONDS)) - AROUND_SECONDS
-            if seconds > AROUND + MARGIN:
-                search.told(f"the ceiling allows {seconds} s")
-                plan = self.planned(job_id, runs, seconds)
-        cost, keys = plan.job.worst_cost or cost, [key_of(run) for run in runs]
+        if self.measured:
+            plan = self.planned(job_id, runs, self.seconds_for(len(runs)), self.settings)
+        else:
+            plan = self.first_plan(job_id, runs)
+        cost, keys = cost_of_plan(plan), [key_of(run) for run in runs]
         with self.sending():
             entry = self.ledger.reserve(job_id, cost, place=self.place, runs=keys)
             search.told(f"job {job_id}: {len(runs)} runs, at most {usd(cost)}")
@@ -183,6 +178,22 @@ class OnSageMaker:
                 raise
             self.ledger.add("sent", job=job_id)
         return entry
+
+    def first_plan(self, job_id: str, runs: Sequence[RunOf]) -> launch.Plan:
+        """A job of runs of which none was measured: an hour, or what the ceilings allow."""
+        seconds, limit = DEFAULT_RUN, self.ledger.free
+        if self.settings.max_cost is not None:  # of each job, from the settings
+            limit = min(limit, self.settings.max_cost)
+        unlimited = self.settings.model_copy(update={"max_cost": None})
+        plan = self.planned(job_id, runs, seconds, unlimited)
+        cost = cost_of_plan(plan)
+        if cost <= limit:
+            return plan
+        affordable = math.floor(limit / cost * (seconds + AROUND_SECONDS)) - AROUND_SECONDS
+        if affordable > AROUND + MARGIN:
+            self.search.told(f"the ceiling allows {affordable} s")
+            seconds = affordable
+        return self.planned(job_id, runs, seconds, self.settings)
 
     def submit_within_quota(self, job_id: str, plan: launch.Plan) -> None:
         """Submit a job; if a quota refuses it, wait as long as jobs run that may make room."""
@@ -206,8 +217,11 @@ class OnSageMaker:
                 return True
         return False
 
-    def planned(self, job_id: str, runs: Sequence[RunOf], seconds: int) -> launch.Plan:
-        """The job of these runs, with a time limit. Nothing is sent."""
+    def planned(
+        self, job_id: str, runs: Sequence[RunOf], seconds: int, settings: Settings
+    ) -> launch.Plan:
+        """The job of these runs, with a time limit. Nothing is sent. Raises CeilingTooLow if it may
+        cost more than a job may by the settings."""
         words = dict(self.search.start["words"])
         text = self.text(launch.cloud_settings(self.backend))
         request = Request(
@@ -221,7 +235,7 @@ class OnSageMaker:
             network_isolation=True,
         )
         request._source = self.folder(runs, seconds)
-        return launch.prepare(request, self.settings, job_id, {"data": text})
+        return launch.prepare(request, settings, job_id, {"data": text})
 
     @property
     def measured(self) -> Entry | None:
@@ -239,9 +253,7 @@ class OnSageMaker:
         return description
 
     def seconds_for(self, n: int) -> int:
-        """The time limit of a job of n runs: an hour before any is measured, then twice theirs."""
-        if not self.measured:
-            return DEFAULT_RUN
+        """The time limit of a job of n runs: twice what they take, by those that were measured."""
         usual = self.search.seconds(self.search.start["folder"])
         at_once = machines.gpus_of(self.search.start["instance"]) or 1
         return math.ceil(MARGIN + 2 * usual * math.ceil(n / at_once) + self.after(n))
@@ -281,6 +293,13 @@ class OnSageMaker:
             val_tokens=meta["val"]["shards"][0]["tokens"],
         )
         return Channel(search.start["text"], upload.uri, upload, files)
+
+
+def cost_of_plan(plan: launch.Plan) -> float:
+    """The USD that a job may cost. Raises InputError if its price is unknown."""
+    if plan.job.worst_cost is None:
+        raise InputError(f"the price of {plan.job.instance} is unknown, so no ceiling can hold")
+    return plan.job.worst_cost
 
 
 def key_of(run: RunOf) -> list[Any]:

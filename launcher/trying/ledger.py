@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from entry_point.files import flush_to_disk
 from launcher.errors import InputError, ServiceError
@@ -79,8 +79,20 @@ class Ledger:
         """With what others have added, while no one else adds."""
         with storage.reported(str(self.path)), self.path.with_suffix(".lock").open("w") as file:
             locks.lock(file)
+            self.check_present(file)
             self.read()
             yield
+
+    def check_present(self, file: IO[str]) -> None:
+        """Raise ServiceError if the search was removed while this waited for its lock."""
+        path = self.path.with_suffix(".lock")
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise ServiceError(f"the search {self.path.parent.name} was removed")
+
+    @property
+    def is_unused(self) -> bool:
+        """True if no run was made, no job was sent, and no money is reserved."""
+        return not (self.open or self.of("sent") or self.of("run"))
 
     def add(self, kind: str, **facts: Any) -> Entry:
         with self.locked():

@@ -204,6 +204,14 @@ class Search:
         pairs = rule.pairs_for(self.start["see"], stdev(losses))
         return self.ledger.add("base", loss=fmean(losses), sd=stdev(losses), pairs=pairs)
 
+    def remove_unused(self) -> None:
+        """Remove a search whose beginning was refused, so that its name is free; not if a run was
+        made, or if any command has reserved money for a job."""
+        removal = tempfile.TemporaryDirectory(prefix=".new-", dir=self.directory.parent)
+        with removal as scratch, self.ledger.locked():
+            if self.ledger.is_unused:
+                self.directory.rename(Path(scratch) / "search")
+
     # -- a try ------------------------------------------------------------------------------------
 
     def attempt(self, source: Source, note: str) -> Entry:
