@@ -83,7 +83,7 @@ def characters(found: Iterable[str]) -> str:
 def unknown_characters(name: str, unknown: Iterable[str]) -> InputError:
     """The error for a text of this name with characters that a model of characters lacks."""
     problem = f"{name} has characters that the model has never seen: {characters(sorted(unknown))}"
-    what_to_do = "replace them or leave them out; a model of tokens knows all characters"
+    what_to_do = "replace them or leave them out, or use a model of tokens, which knows all"
     return InputError(f"{problem}; {what_to_do}", "use-tokens")
 
 

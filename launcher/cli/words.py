@@ -59,7 +59,7 @@ REMEDIES: dict[str, str] = {
     "models-of-a-search": "`{sm} copy-script my_gpt --from {search}` writes the folder that the"
     " search has kept",
     "no-model-left": "`{sm} logs {job_id}` shows what happened",
-    "use-tokens": "`{sm} upload-data PATH --tokenizer bpe` makes the text of one",
+    "use-tokens": "`{sm} upload-data PATH --tokenizer bpe` makes tokens to train one",
     "text-changes": "use another tokenizer, or --tokenizer bpe",
     "no-turns": "use --tokenizer bpe, a model that was trained on such tokens, or one of Qwen's",
     "teach-to-chat": "`{sm} upload-data CHATS.jsonl --tokenizer JOB-ID` and"
