@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from launcher.cli.show import note
+from launcher.cli.show import escaped, note
 from launcher.cli.words import command
 from launcher.errors import InputError
 
@@ -172,7 +172,7 @@ def agree(question: str, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise InputError("this is not an interactive terminal; pass --yes to confirm")
-    if not click.confirm(question, err=True):
+    if not click.confirm(escaped(question), err=True):
         note("not confirmed; nothing was changed")
         raise click.exceptions.Exit(1)
 

@@ -215,8 +215,8 @@ def stored(file: File) -> Iterator[Path]:
 CONTROLS = "control characters (U+0080 to U+009F), as of Windows-1252 that was read as Latin-1"
 RETURNS = r"carriage returns without line feeds; for line breaks: `tr '\r' '\n' < FILE > NEW-FILE`"
 ESCAPES = (
-    "escape sequences, as of a terminal's colors, which a model learns too; without colors:"
-    r" `sed 's/\x1b\[[0-9;]*m//g' < FILE > NEW-FILE`"
+    "escape sequences, as of a terminal's colors, which a model learns too; with NO_COLOR=1 most"
+    " programs write none"
 )
 ODD = {  # with the encoding of the original, where another one may help
     rb"\xc2[\x80-\x9f]": (f"{CONTROLS}; upload the original", "cp1252"),
