@@ -116,6 +116,15 @@ def test_differences_come_first_and_the_best_on_top(job, text_of):
     assert Path("report-2-runs.html").exists()
 
 
+@pytest.mark.parametrize(("n_rows", "dots"), [(1, True), (2, False)])
+def test_a_training_line_of_one_point_is_a_dot(n_rows, dots):
+    run = made_up("a", "characters", 1.0, 1.0)
+    rows: list[Row] = [{"step": n, "train_loss": 1.0} for n in range(n_rows)]
+    run = replace(run, curve=Curve("a", "", rows))
+    speed = data_of(page(compare([run])))["plots"]["speed"]
+    assert bool(speed["layer"][0]["mark"]["point"]) == dots
+
+
 def test_samples_have_the_color_of_their_run():
     first, second = (made_up(f"j{n}", "characters", n, n) for n in (1, 2))
     second = replace(second, curve=replace(second.curve, samples={"after training": "text"}))

@@ -105,7 +105,7 @@ def show(found: Sequence[Evaluation]) -> None:
     first, n = found[0], len(found[0].documents)
     text = f"{first.text}, {n:,} document{'s' * (n > 1)}, {first.size:,} bytes"
     certain = f"95 % intervals by {first.unit}" if first.half else "too short for an interval"
-    note(f"text: {text}; each token counts, the first too; {certain}")
+    note(f"text: {text}; {certain}")
     columns = [{"": each.model, **each.facts(first)} for each in found]
     names = [name for name in columns[-1] if name or len(found) > 1]
     print_table([[name, *(column.get(name, "") for column in columns)] for name in names])

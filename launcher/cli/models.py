@@ -103,14 +103,14 @@ def fetch_and_sample_command(
 
 def without_first_breaks(columns: Iterator[list[str]]) -> Iterator[list[str]]:
     """The pieces of some texts, without the line breaks that a text begins with."""
-    begun = set[int]()
+    with_text = set[int]()
     for column in columns:
         pieces = []
         for number, piece in enumerate(column):
-            if number not in begun:
+            if number not in with_text:
                 piece = piece.lstrip("\r\n")
             if piece:
-                begun.add(number)
+                with_text.add(number)
             pieces.append(piece)
         yield pieces
 

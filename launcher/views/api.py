@@ -134,9 +134,10 @@ class Answer:
 def routes(players: Sequence[Player]) -> list[Route]:
     """/v1/models, /v1/chat/completions and /v1/completions."""
     # A model goes by its name; also by the id of its job, and by its title on the page.
-    by_name = {p.name: p for p in players}
-    by_other_name = {name: p for p in players for name in (p.job_id, p.title) if name}
-    known = {**by_other_name, **by_name}
+    by_name = {player.name: player for player in players}
+    by_title = {player.title: player for player in players}
+    by_job_id = {player.job_id: player for player in players if player.job_id}
+    by_any_name = {**by_title, **by_job_id, **by_name}
 
     def entry(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": 0, "owned_by": "sm-nanogpt"}
@@ -146,7 +147,8 @@ def routes(players: Sequence[Player]) -> list[Route]:
 
     async def model(request: HTTPRequest) -> Response:
         name = request.path_params["name"]
-        player = known.get(name) or known.get(f"/{name}")  # a directory begins with a slash
+        # A directory begins with a slash, which is one with that before it.
+        player = by_any_name.get(name) or by_any_name.get(f"/{name}")
         if player is None:
             return problem(404, f"no model {name!r}", "model_not_found")
         return JSONResponse(entry(player.name))
@@ -161,7 +163,7 @@ def routes(players: Sequence[Player]) -> list[Route]:
                 return problem(400, f"{name}: {LEAVE_OUT}")
         if wanted.model is None and len(by_name) > 1:
             return problem(400, f"model: must be one of {', '.join(by_name)}")
-        player = players[0] if wanted.model is None else known.get(wanted.model)
+        player = players[0] if wanted.model is None else by_any_name.get(wanted.model)
         if player is None:
             said = f"no model {wanted.model!r}; there is {', '.join(by_name)}"
             return problem(404, said, "model_not_found")

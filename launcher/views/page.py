@@ -102,7 +102,8 @@ def line_plot(report: Report, y: str, title: str, series: Sequence[str]) -> dict
         dash = alt.Scale(domain=labels, range=dashes)
         base = base.encode(strokeDash=alt.StrokeDash("color:N", scale=dash, legend=None))
     dot = alt.OverlayMarkDef(filled=True, size=26, opacity=1)  # else a single one is not seen
-    dots = {"raw": False, "training": False, "validation": dot}
+    has_one_point = any(len(run.curve.points("train_loss")) == 1 for run in report.runs)
+    dots = {"raw": False, "training": dot if has_one_point else False, "validation": dot}
     layers: list[Any] = [
         base.transform_filter(alt.datum.series == name)
         .mark_line(strokeWidth=width, opacity=opacity, strokeJoin="round", point=dots[name])
