@@ -13,7 +13,16 @@ import click
 from click.core import ParameterSource
 
 from launcher.cli.options import YES, Command, Job, agree_to_cost, settings_of, valued
-from launcher.cli.show import at_ctrl_c, explain, following, next_step, note, print_json, silence
+from launcher.cli.show import (
+    at_ctrl_c,
+    explain,
+    following,
+    next_step,
+    note,
+    print_json,
+    print_text,
+    silence,
+)
 from launcher.cli.words import command, remedy
 from launcher.errors import InputError, ServiceError
 
@@ -289,7 +298,8 @@ def hyperparameters_command(entry_point: str | None) -> None:
     from launcher.source import Source
 
     source = Source.read(Path(entry_point)) if entry_point else Source.packaged()
-    click.echo(source.module("config").hyperparameter_table().strip("\n").replace("  --", "  "))
+    table = source.module("config").hyperparameter_table()
+    print_text(table.strip("\n").replace("  --", "  "))
 
 
 @click.command("copy-script", cls=Command)
