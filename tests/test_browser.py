@@ -282,7 +282,8 @@ def ask(page: Page, question: str) -> str:
     page.keyboard.type(question)
     page.keyboard.press("Enter")
     ended(page)
-    return page.locator(".said").last.text_content() or ""
+    answers = page.locator(".said").all_text_contents()
+    return answers[-1] if answers else ""
 
 
 def test_the_page_keeps_a_conversation_until_a_new_one(talk):
@@ -335,6 +336,14 @@ def test_the_page_says_what_the_model_no_longer_sees(talk):
         "line => [...line.parentNode.children].indexOf(line)"
     )
     assert above == dropped
+
+
+def test_an_empty_answer_is_said_and_can_be_asked_again(talk):
+    page, player = talk
+    player.tokenizer.ends = {*range(len(player.tokenizer))}
+    ask(page, "What is 3 + 3?")
+    assert "the text is empty" in page.locator(".status").inner_text()
+    assert page.input_value("#prompt") == "What is 3 + 3?"
 
 
 def test_a_message_that_fails_can_be_sent_again(talk):
