@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import shutil
 import signal
@@ -25,8 +26,8 @@ from test_whose import sibling
 
 from launcher.aws import OverQuota
 from launcher.errors import ServiceError
-from launcher.job import JobDescription, Request
-from launcher.launching import sweeps
+from launcher.job import JobDescription, Request, TrainingJob
+from launcher.launching import pot, sweeps
 from launcher.launching.records import Sweep, grid, read_record, record_of, tries_of, write_record
 from launcher.launching.sweeps import find_sweep, plan_left, prepare_member, ranking, stop_all
 from launcher.local.backend import LocalBackend
@@ -58,13 +59,15 @@ class Fake:
         self.asked = Counter[str]()
         self.most = 0
         self.stopped: list[str] = []
+        self.worst: dict[str, float] = {}  # USD that a job may cost
+        self.costs: dict[str, float] = {}
 
     def stop(self, job_id: str) -> None:
         self.stopped.append(job_id)
         self.jobs[job_id] = described(job_id, "Stopping")
 
-    def job(self, job_id: str) -> Request:
-        return Request(instance="local")
+    def job(self, job_id: str) -> TrainingJob:
+        return TrainingJob(instance="ml.g5.xlarge", data="x", worst_cost=self.worst.get(job_id))
 
     def places(self, job_id: str) -> list[str]:
         return [f"file:///{job_id}"]
@@ -90,7 +93,7 @@ class Fake:
 class Prepared:
     """A job on a Fake that can be submitted."""
 
-    job: Request
+    job: TrainingJob
     job_id: str
     backend: Fake
     channels: Mapping[str, Any] = field(default_factory=dict)
@@ -99,6 +102,7 @@ class Prepared:
         pass
 
     def submit(self) -> None:
+        self.backend.worst[self.job_id] = self.job.worst_cost or 0.0
         self.backend.submit(self.job_id)
 
 
@@ -111,26 +115,39 @@ def ran(home, monkeypatch):
         stop_at: str = "",
         max_cost: float | None = None,
         cost: float = 0.0,  # of each earlier job
+        share: Callable[[], float] = lambda: 0.0,  # of what it may cost, for each other job
+        least: float = 0.0,  # USD that the shortest run may cost
+        max_run: int | None = None,
         used_up: tuple[str, ...] = (),
         sleep: Callable[[float], None] = lambda seconds: None,
     ) -> tuple[Fake, list[Request]]:
         settings = Settings(home=home)
         fake, prepared = Fake(settings, *jobs), list[Request]()
+        fake.worst |= {job.job_id: least for job in jobs if job.is_running}
+
+        def cost_of(job_id: str) -> float:
+            if job_id not in fake.worst:
+                return cost
+            return fake.costs.setdefault(job_id, share() * fake.worst[job_id])
 
         def with_costs(found: list[JobDescription], settings: Settings) -> list[JobDescription]:
-            return [replace(job, cost=cost) for job in found]
+            return [replace(job, cost=cost_of(job.job_id)) for job in found]
 
         def prepare(job: Request, settings: Settings, job_id: str, texts: Any) -> Prepared:
             prepared.append(job)
-            if job.resume in used_up:
+            if job.resume in used_up or (job.max_cost or least) < least:
                 raise CeilingTooLow("even a run of 60 s costs more")
-            return Prepared(job, job_id, fake)
+            worst = least if job.max_run else job.max_cost
+            made = TrainingJob(
+                **{"instance": "ml.g5.xlarge", "data": "x", **job.given()}, worst_cost=worst
+            )
+            return Prepared(made, job_id, fake)
 
         monkeypatch.setattr(sweeps, "prepare", prepare)
-        monkeypatch.setattr(sweeps, "with_costs", with_costs)
+        monkeypatch.setattr(pot, "with_costs", with_costs)
         monkeypatch.setattr(sweeps, "backend_for", lambda instance, settings: fake)
         monkeypatch.setattr(sweeps.time, "sleep", sleep)
-        job = Request(instance="ml.g5.xlarge", data="x", max_cost=max_cost)
+        job = Request(instance="ml.g5.xlarge", data="x", max_cost=max_cost, max_run=max_run)
         sweep = Sweep(job=job, members=grid({"n_layer": [1, 2]}, 2, 7), parallel=2)
         write_record(GROUP, sweep, settings)
         tries = tries_of(fake.list(), GROUP)
@@ -167,8 +184,8 @@ def test_a_sweep_continues_where_it_was(ran):
 
 def test_a_failed_trys_cost_lowers_the_ceiling(ran):
     failed = [described(f"{GROUP}-1{suffix}", "Failed") for suffix in ("", "-try2")]
-    fake, prepared = ran(*failed, described(f"{GROUP}-11", "Failed"), max_cost=4, cost=0.25)
-    assert [each.max_cost for each in prepared] == [0.5, 1, 1, 1]
+    fake, prepared = ran(*failed, max_cost=4, cost=0.25)
+    assert prepared[0].max_cost == 3.5 / 2  # two jobs run at a time
     assert f"{GROUP}-1-try3" in fake.jobs
 
 
@@ -176,7 +193,35 @@ def test_a_resumed_try_has_what_others_left(ran):
     """`prepare` itself counts the tries that this one continues."""
     stopped = replace(described(f"{GROUP}-1-try2", "Stopped"), checkpoint_uri="s3://x")
     _, prepared = ran(described(f"{GROUP}-1", "Failed"), stopped, max_cost=4, cost=0.25)
-    assert (prepared[0].resume, prepared[0].max_cost) == (stopped.job_id, 0.75)
+    assert (prepared[0].resume, prepared[0].max_cost) == (stopped.job_id, 3.5 / 2 + 0.25)
+
+
+def test_jobs_of_a_sweep_give_back_what_they_do_not_spend(ran):
+    """Four jobs that may cost 1.30 each, under 2.65 USD, of which each spends a third."""
+    fake, _ = ran(max_cost=2.65, least=1.3, max_run=60, share=lambda: 1 / 3)
+    assert len(fake.jobs) == 4
+    assert sum(fake.costs.values()) == pytest.approx(4 * 1.3 / 3)
+
+
+def test_a_sweep_starts_no_job_that_its_pot_cannot_pay(ran):
+    fake, _ = ran(max_cost=3, least=1.3, max_run=60, share=lambda: 1.0)
+    assert len(fake.jobs) == 2
+
+
+@pytest.mark.parametrize("max_run", [None, 60])
+def test_no_sweep_costs_more_than_its_ceiling(ran, max_run):
+    """Whatever its jobs, and earlier ones, cost of what they may cost."""
+    started = Counter[int]()
+    for seed in range(40):
+        draw = random.Random(seed)
+        earlier = [described(f"{GROUP}-{n}", "Failed") for n in range(1, draw.randint(1, 4))]
+        cost = draw.uniform(0, 0.9)
+        running = replace(described(f"{GROUP}-4", "InProgress"))
+        fake, _ = ran(*earlier, running, max_cost=4, least=1.3, cost=cost, max_run=max_run,
+                      share=draw.random)  # fmt: skip
+        assert cost * len(earlier) + sum(fake.costs.values()) <= 4
+        started[len(fake.costs)] += 1
+    assert len(started) > 1
 
 
 def test_a_job_that_is_there_is_not_started_again(ran):
@@ -392,7 +437,26 @@ def test_the_ceiling_holds_for_the_sum(launch):
     requests = json.loads(ran.out)
     assert [r["HyperParameters"]["n_layer"] for r in requests] == ["2", "2", "4", "4"]
     limits = {r["StoppingCondition"]["MaxRuntimeInSeconds"] for r in requests}
-    assert limits == {1956}  # 2556 s for 1 USD at 1.408 USD an hour, of which 600 s are kept back
+    assert limits == {9627}  # 10,227 s for 4 USD at 1.408 USD an hour; 600 s are kept back
+
+
+def test_short_jobs_share_a_ceiling_that_each_barely_fits(cloud, launch):
+    """Each may cost 0.29 USD, with the allowance for its start, and costs a few cents."""
+    ran = launch("n_layer=1,2,4", "--max-run", "120", "--max-cost", "0.50", "--parallel", "3").good
+    assert "cost: at most 0.50 USD together\n" in ran.err
+    assert [job.status for job in cloud.sagemaker.jobs.values()] == ["Completed"] * 3
+    limits = {
+        job.request["StoppingCondition"]["MaxRuntimeInSeconds"]
+        for job in cloud.sagemaker.jobs.values()
+    }
+    assert limits == {120}
+
+
+def test_a_ceiling_of_the_settings_is_for_each_job(cloud, launch, monkeypatch):
+    monkeypatch.setenv("SM_NANOGPT_MAX_COST", "0.4")
+    assert launch("n_layer=1,2", "--max-cost", "2").good
+    for job in cloud.sagemaker.jobs.values():
+        assert job.request["StoppingCondition"]["MaxRuntimeInSeconds"] == 422
 
 
 def test_a_sweep_reads_its_text_and_its_folder_once(launch, tmp_path, monkeypatch):
@@ -443,7 +507,8 @@ def test_a_sweep_shows_its_cost_and_ranks(cloud, launch, cli, home, monkeypatch)
     document["members"].append({"n_layer": 6})
     record.write_text(json.dumps(document))
     ran = cli("launch", "--resume", group).good
-    assert "\ncost: at most 0.67 USD together\n" in ran.err  # a third, for the job left
+    # What the first two left, for the last.
+    assert re.search(r"\ncost: at most (1\.\d\d|2\.00) USD together\n", ran.err)
     for once in ("warning: the run reads the text 39 times", "price: "):
         assert ran.err.count(once) == 1
 

@@ -21,12 +21,13 @@ from launcher.finding import Backend, Listing, backend_for, is_part, not_asked
 from launcher.job import FULL_ID, JobDescription, Request
 from launcher.launching import records
 from launcher.launching.launch import Plan, check_name, new_job_id, prepare
+from launcher.launching.pot import Pot, costs_of, pot_of, prepare_affordable, slots_for
 from launcher.launching.records import Sweep, Tries, Values, record_of, tail_of
 from launcher.local.backend import LocalBackend
-from launcher.sagemaker.cost import CeilingTooLow, usd
+from launcher.sagemaker.cost import CeilingTooLow
 from launcher.settings import Settings
 from launcher.source import keep
-from launcher.tracking import check_yours, with_costs
+from launcher.tracking import check_yours
 
 logger = logging.getLogger(__name__)
 
@@ -108,31 +109,26 @@ def prepare_member(
     job_id: str,
     tries: Sequence[JobDescription] = (),
     first: Plan | None = None,
+    amount: float | None = None,
 ) -> Plan:
     """The member's next job, checked. It continues the last try if that left a checkpoint.
 
-    Its cost ceiling is its share of that of the sweep, which includes all its tries. first: the
-    plan of another member, with the same texts and folder, which are not read again. Raises
-    CeilingTooLow if its tries have used up its share.
+    amount: USD that the job itself may cost; None: no ceiling. first: the plan of another member,
+    with the same texts and folder, which are not read again. Raises CeilingTooLow if even the
+    shortest run costs more.
     """
     given = sweep.job.given()
     given["hyperparameters"] = {**sweep.job.hyperparameters, **sweep.members[number - 1]}
-    others = {job.job_id: job for job in tries}  # whose cost `prepare` does not count
+    resumed_cost = 0.0
     if tries:
         backend = backend_for(sweep.job.instance or "local", settings)
         last = backend.describe(tries[-1].job_id)
         if last is not None and last.checkpoint_uri:
             given = {"resume": last.job_id}
-            earlier = last.job_id
-            while sweep.job.max_cost is not None and earlier in others:
-                del others[earlier]
-                earlier = backend.job(earlier).resume or ""
-    if sweep.job.max_cost is not None:
-        spent = sum(each.cost or 0.0 for each in with_costs([*others.values()], settings))
-        share = sweep.job.max_cost / len(sweep.members)
-        if share <= spent:
-            raise CeilingTooLow(f"its tries cost {usd(spent)}, and its share is {usd(share)}")
-        given["max_cost"] = share - spent
+            if amount is not None:
+                resumed_cost = costs_of(tries, backend, settings).chain
+    if amount is not None:
+        given["max_cost"] = min(amount + resumed_cost, settings.max_cost or math.inf)
     if sweep.job.name is not None:
         given["name"] = f"{sweep.job.name}{tail_of(job_id)}"
     request, texts = Request(**given), None
@@ -186,17 +182,27 @@ def continue_sweep(
 
 def plan_left(group: str, sweep: Sweep, settings: Settings, tries: Tries) -> SweepPlan:
     """Check and price what is left of a sweep. tries: its jobs so far."""
+    backend = backend_for(sweep.job.instance or "local", settings)
+    pot = None
+    if sweep.job.max_cost is not None:
+        pot = pot_of(sweep.job.max_cost, tries, backend, settings)
+    left = sweep.left(tries)
     plans, limited = dict[int, Plan](), dict[int, CeilingTooLow]()
-    for number in sweep.left(tries):
+    for number in left:
         earlier, first = tries.get(number, []), next(iter(plans.values()), None)
+        job_id = records.next_id(group, number, earlier)
+        prepare_for = partial(prepare_member, sweep, number, settings, job_id, earlier, first)
         try:
-            job_id = records.next_id(group, number, earlier)
-            plans[number] = prepare_member(sweep, number, settings, job_id, earlier, first)
+            if pot is None:
+                plans[number] = prepare_for(None)
+            else:  # what runs may give back what it has reserved
+                slots = slots_for(sweep, len(left))
+                plans[number] = prepare_affordable(prepare_for, pot.unspent, slots)
         except CeilingTooLow as limit:
             if not earlier:
                 raise
             limited[number] = limit
-    return SweepPlan(group, sweep, settings, tries, plans, limited)
+    return SweepPlan(group, sweep, settings, tries, plans, limited, pot)
 
 
 @dataclass
@@ -216,8 +222,8 @@ class SweepPlan:
     """A sweep whose jobs are checked and priced.
 
     tries: its jobs so far, which get those that are started. plans: the jobs that are left to
-    start. limited: why others are not, since their tries have used up their shares of the cost.
-    lock: keeps other commands from running the sweep, if it has jobs.
+    start. limited: why others are not, since the ceiling is used up. pot: its money, if it has a
+    ceiling. lock: keeps other commands from running the sweep, if it has jobs.
     """
 
     group: str
@@ -226,13 +232,15 @@ class SweepPlan:
     tries: Tries
     plans: dict[int, Plan]
     limited: dict[int, CeilingTooLow]
+    pot: Pot | None = None
     lock: IO[str] | None = None
     mark: str = ""
 
     @property
     def worst_cost(self) -> float:
         """What the jobs may cost together, in USD; infinity if the price is unknown."""
-        return sum(plan.job.worst_cost or math.inf for plan in self.plans.values())
+        worst = sum(plan.job.worst_cost or math.inf for plan in self.plans.values())
+        return worst if self.pot is None else min(worst, self.pot.unspent)
 
     @cached_property
     def backend(self) -> Backend:
@@ -266,24 +274,30 @@ class SweepPlan:
         with self.lock or alone(self.group, self.settings):
             for number, limit in self.limited.items():
                 yield Progress(number, self.tries[number][-1].job_id, obstacle=limit)
-            left, quota_wait = [*self.plans], QuotaWait()
+            left, quota_wait, needs_money = [*self.plans], QuotaWait(), False
             self.write_mark()
             while left or self.running:
                 if stopped := self.is_stopped():
                     left = []
                 room = len(self.running) < self.sweep.parallel
-                if left and room and quota_wait.may_send:
+                if left and room and quota_wait.may_send and not needs_money:
                     try:
-                        yield self.start(left[0])
+                        yield self.start(left[0], len(left))
                         left = left[1:]
                         quota_wait.note_sent()
                     except OverQuota as quota:
                         if quota_wait.note_refusal(quota, bool(self.running)):
                             yield Progress(left[0], self.plans[left[0]].job_id, obstacle=quota)
+                    except CeilingTooLow as limit:
+                        needs_money = bool(self.running)  # which may give some back
+                        if not needs_money:
+                            yield Progress(left[0], self.plans[left[0]].job_id, obstacle=limit)
+                            left = left[1:]
                     continue
                 time.sleep(max(0.5, self.backend.poll_seconds))
                 for ended in self.poll(stopped):
                     quota_wait.note_end()
+                    needs_money = False
                     yield ended
 
     def write_mark(self) -> None:
@@ -301,14 +315,33 @@ class SweepPlan:
         read = partial(storage.read_bytes, self.mark, self.settings)
         return patiently(read, job_id=self.group, code="") != b"run"
 
-    def start(self, number: int) -> Progress:
-        """Start a member's next job. Raises OverQuota, or as `Plan.submit`."""
+    def start(self, number: int, n_left: int) -> Progress:
+        """Start a member's next job, one of n_left. Raises OverQuota, CeilingTooLow, or as
+        `Plan.submit`."""
         plan = self.plans[number]
+        if self.pot is not None:
+            plan = self.affordable(plan, number, n_left, self.pot)
         if isinstance(plan.backend, LocalBackend):
             plan.backend.parallel = self.sweep.parallel
         replace(plan, channels={}).submit()  # `submit` has uploaded them
+        if self.pot is not None:
+            self.pot.reserve(number, plan.job)
         self.running[number] = plan.job_id
         return Progress(number, plan.job_id, continued=plan.job.resume)
+
+    def affordable(self, plan: Plan, number: int, n_left: int, pot: Pot) -> Plan:
+        """The plan of a job, with a ceiling by what is free now. Raises CeilingTooLow if that is
+        too little, or would cut its time limit while other jobs run, which may give back some."""
+        tries = self.tries.get(number, [])
+        prepare_for = partial(
+            prepare_member, self.sweep, number, self.settings, plan.job_id, tries, plan
+        )
+        slots = slots_for(self.sweep, n_left, len(self.running))
+        plan = prepare_affordable(prepare_for, pot.free, slots)
+        max_run = self.sweep.job.max_run
+        if self.running and max_run is not None and plan.job.time_limit < max_run:
+            raise CeilingTooLow(f"a run of {max_run} s may cost more than is free: {pot}")
+        return plan
 
     def poll(self, stop: bool) -> Iterator[Progress]:
         """Ask about each job that runs, and stop it if asked. Yields those that have ended."""
@@ -317,6 +350,7 @@ class SweepPlan:
             if (description := patiently(ask, job_id=self.group, code="")) is None:
                 logger.info(f"job {job_id} was deleted")
                 del self.running[number]
+                self.settle(number, None)
                 continue
             if stop and description.status == "InProgress":
                 self.backend.stop(job_id)
@@ -324,7 +358,13 @@ class SweepPlan:
             self.tries[number] = [*earlier, description]
             if not description.is_running:
                 del self.running[number]
+                self.settle(number, description)
                 yield Progress(number, job_id, description)
+
+    def settle(self, number: int, job: JobDescription | None) -> None:
+        """Count what a job cost that has ended or was deleted."""
+        if self.pot is not None:
+            self.pot.settle(number, job, self.settings)
 
 
 def stop_all(
