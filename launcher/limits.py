@@ -85,10 +85,21 @@ def limit_problem(value: Any, shape: Shape) -> str:
         return f"{verb} {size:,}{unit}, and SageMaker takes at most {maximum:,}"
     if minimum is not None and size < minimum:
         return f"{verb} {size:,}{unit}, and SageMaker takes at least {minimum:,}"
+    if shape["type"] == "string" and not is_utf8(value):
+        return "is not UTF-8"
     pattern = shape.get("pattern", "")
     if pattern and not fits_pattern(value, pattern):
         return f"must match {pattern}"
     return ""
+
+
+def is_utf8(text: str) -> bool:
+    """False for what Python makes of an argument with other bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def fits_pattern(text: str, pattern: str) -> bool:

@@ -329,6 +329,7 @@ def words_of(option: str, n: int) -> str:
         (f"--kms-key {'k' * 2049}", "--kms-key kkk"),
         (f"--instance {','.join(f'ml.g5.{n}xlarge' for n in SIX)}", "--instance: has 6 entries"),
         (f"--data s3://bucket/{'x' * 1024}", "--data s3://bucket/xxx"),
+        (f"--validation s3://bucket/some/prefixes/{'x' * 1024}", "--validation s3://bucket/some"),
     ],
 )
 def test_a_dry_run_refuses_what_aws_would(rehearse, words, fact):
@@ -341,6 +342,7 @@ def test_a_dry_run_refuses_what_aws_would(rehearse, words, fact):
     ("variable", "value", "fact"),
     [
         ("SM_NANOGPT_ROLE", f"arn:aws:iam::111122223333:role/{'r' * 2048}", "--role arn:aws:iam"),
+        ("SM_NANOGPT_KMS_KEY", "a key", "--kms-key a key: must match"),
         ("SM_NANOGPT_TAGS", '{"a": "#"}', "from the settings: tags=a: its value must match"),
     ],
 )
@@ -365,6 +367,10 @@ def test_the_longest_that_aws_takes_is_taken(dry):
 
 def test_a_secret_that_is_too_long_is_not_printed(rehearse):
     assert "hunter2" not in rehearse("--environment", f"KEY={'hunter2' * 80}").err
+
+
+def test_a_value_that_is_not_utf8_says_so(rehearse):
+    assert rehearse("--environment", os.fsdecode(b"A=caf\xe9")).failed(2, "is not UTF-8")
 
 
 def test_what_an_edited_folder_sends_too_much_of_is_named(rehearse, tmp_path):

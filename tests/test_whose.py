@@ -237,6 +237,13 @@ def test_an_upload_that_colleagues_use_says_so(cloud, cli, become, two):
     assert "used by 2 jobs of user/ada and user/grace:\n" in ran.err
 
 
+def test_an_unused_upload_says_that_its_owner_is_unknown(cloud, cli, text_file):
+    name = cli("upload-data", str(text_file)).good.out.strip().rpartition("/")[2]
+    ran = cli("delete", name)
+    assert ran.failed(2, "--yes")
+    assert "used by 0 jobs, so whose it is, is not known:\n" in ran.err
+
+
 def test_python_takes_a_colleagues_job_only_if_confirmed(cloud, become, two):
     become("ada")
     job = sm.job(two[1])

@@ -166,7 +166,11 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
                 f"job {job_id} is reading {each.name}", "job-is-running", job_id=job_id
             )
         n = len(each.jobs)
-        owners = f" of {' and '.join(each.owners)}" if each.owners else ""
+        owners = ""
+        if each.owners:
+            owners = f" of {' and '.join(each.owners)}"
+        elif each.uri.startswith("s3:") and not each.jobs:
+            owners = ", so whose it is, is not known"
         note(f"{each.name}, {each.kind}, used by {n} job{'s' * (n != 1)}{owners}:")
         note(f"  {in_units(each.size):>8}: {each.uri}")
     if any(each.jobs for each in found):

@@ -193,8 +193,10 @@ def check_request(request: Mapping[str, Any], job: TrainingJob, placement: Place
         if part == "InputDataConfig":
             channel = request["InputDataConfig"][path[0]]["ChannelName"]
             field = CHANNEL_FIELDS.get(channel, "store")  # that of the script is in the store
-        if isinstance(violation.value, str) and violation.value.startswith(placement.store):
+        if isinstance(violation.value, str) and violation.value.startswith(f"{placement.store}/"):
             field = "store"
+        if path and path[-1] in ("KmsKeyId", "VolumeKmsKeyId"):
+            field = "kms_key"
         if violation.path == ("Tags",):
             ours = len(request["Tags"]) - len(job.tags)
             problem = f"{problem} ({ours} are sm-nanogpt's)"
