@@ -16,6 +16,7 @@ In a SageMaker container it needs no arguments except hyperparameters. It reads 
 To change                                                   open
 
     a hyperparameter, a preset, the command line            config.py
+    the hyperparameters of a size (`launch --size`)         sizes.py
     a layer, the activation, what the model is              model.py
     how attention, norms and the loss are computed          kernels.py
     the learning rate schedule, the optimizers              optim.py

@@ -29,12 +29,13 @@ from launcher.settings import Settings
 
 LARGEST = 1 << 20  # bytes of a file
 NEEDED = {
-    "config": "make_config PRESETS hyperparameter_table check_resumable dial worth",
+    "config": "make_config PRESETS hyperparameter_table check_resumable",
     "errors": "TrainingError",
     "huggingface": "starting_values load_pretrained model_tensors with_weights write_artefact"
     " Tokenizer",
     "metrics": "metric_definitions",
     "model": "GPT",
+    "sizes": "MOST_READINGS dial worth",
     "text": "read_tokenizer",
 }
 

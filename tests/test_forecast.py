@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from entry_point.config import Config, dial
+from entry_point.config import Config
 from entry_point.data import read_windows
+from entry_point.sizes import dial
 from entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
 from launcher.forecast import forecast, pilots
 from launcher.forecast.forecast import Forecaster, Place, chosen

@@ -9,8 +9,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from entry_point.config import Config, dial, make_config
+from entry_point.config import Config, make_config
 from entry_point.device import tokens_per_pass
+from entry_point.sizes import dial
 from launcher.job import TrainingJob
 from launcher.launching import start, texts
 from launcher.text.corpus import Upload

@@ -44,7 +44,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 import sm_nanogpt  # noqa: E402
-from entry_point.config import Config, dial  # noqa: E402
+from entry_point.config import Config  # noqa: E402
+from entry_point.sizes import dial  # noqa: E402
 from entry_point.text import Corpus, read_text, read_tokens  # noqa: E402
 from launcher.files import storage  # noqa: E402
 from launcher.forecast.law import Law, Run, shared  # noqa: E402

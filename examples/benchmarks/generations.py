@@ -29,7 +29,8 @@ from measure import ROOT, Report
 from trainers import SHAPES, ours
 
 sys.path.insert(0, str(ROOT))
-from entry_point.config import PRESETS, dial, make_config, rates
+from entry_point.config import PRESETS, make_config
+from entry_point.sizes import dial, rates
 
 AS_LONG = 2.25  # a step with a teacher takes 1.25 times one without
 DECAYS, DROPOUTS = (1.0, 3.0), (0.0, 0.1)  # times that of the preset; added to its own

@@ -77,7 +77,8 @@ class Forecaster:
 
     def __init__(self, corpus: Corpus, source: Source, place: Path, told: Callable[[str], None]):
         self.corpus, self.source, self.place, self.told = corpus, source, place, told
-        self.config, self.kept = source.module("config"), storage.read_cache(place, Kept)
+        self.config, self.sizes = source.module("config"), source.module("sizes")
+        self.kept = storage.read_cache(place, Kept)
         self.tokens, self.unit = len(corpus.train), corpus.tokenizer.unit
         if self.tokens < SMALLEST:
             few = f"{self.tokens:,} {self.unit} to train on are too few for pilots"
@@ -87,7 +88,7 @@ class Forecaster:
 
     def values(self, size: float, tokens: int) -> dict[str, Any]:
         with self.source.running():
-            return dict(self.config.dial(size, tokens))
+            return dict(self.sizes.dial(size, tokens))
 
     def config_of(self, size: float, tokens: int) -> Any:
         with self.source.running():

@@ -300,7 +300,7 @@ def forecast_of(job: TrainingJob, texts: Texts, settings: Settings) -> Expected 
         return None
     place = kept_forecast(job, texts, settings)
     with job.source.running():
-        dialed = job.source.module("config").dial(job.size, *start.size_of(texts))
+        dialed = job.source.module("sizes").dial(job.size, *start.size_of(texts))
     given = {name: value for name, value in job.hyperparameters.items() if name != "seed"}
     return table.recall(place, job.size) if place and given == dialed else None
 

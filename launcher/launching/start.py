@@ -155,14 +155,14 @@ def sized(request: Request, texts: Texts) -> Request:
     if request.preset != "auto" and request.size is None:
         return request
     tokens, chats = size_of(texts)
-    module, size, ranks = request.source.module("config"), request.size, ranks_of(request)
+    sizes, size, ranks = request.source.module("sizes"), request.size, ranks_of(request)
     with request.source.running():
         if size is None:
             most = SIZES[-1] if on_gpus(request) else LARGEST_ON_CPU
-            readable = module.MOST_READINGS * tokens
-            fitting = [each for each in SIZES if each <= most and module.worth(each) <= readable]
+            readable = sizes.MOST_READINGS * tokens
+            fitting = [each for each in SIZES if each <= most and sizes.worth(each) <= readable]
             size = max(fitting, default=SIZES[0])
-        values = module.dial(size, tokens, chats, ranks)
+        values = sizes.dial(size, tokens, chats, ranks)
     logger.info(f"size: {size:g}, for {tokens:,} tokens of text")
     if request.hyperparameters.get("optimizer") == "adamw":
         logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
