@@ -194,11 +194,17 @@ class Config:
         return self.n_layer * self.n_embd * (attention + 3 * self.hidden_dim)
 
     def passes(self, world_size: int, tokens: int = TOKENS_PER_PASS) -> int:
-        """The passes of equal size, with at most these tokens, of a process's slice of a batch."""
-        rows, limit = self.batch_size // world_size, tokens // self.block_size
-        needed = math.ceil(rows / max(1, limit))
-        fitting = (n for n in range(needed, rows) if rows % n == 0)
-        return self.gradient_accumulation_steps or next(fitting, max(1, rows))
+        """The number of passes over a process's slice of a batch, of at most these tokens each.
+
+        They have equally many rows, if at most twice the fewest passes allow that: a GPU compiles
+        and records one for each number of rows. Else the fewest do, and differ by one row.
+        """
+        if self.gradient_accumulation_steps:
+            return self.gradient_accumulation_steps
+        rows = max(1, self.batch_size // world_size)
+        fewest = math.ceil(rows / max(1, tokens // self.block_size))
+        equal = (n for n in range(fewest, 2 * fewest + 1) if rows % n == 0)
+        return next(equal, fewest)
 
     def check_world_size(self, world_size: int) -> None:
         """Raises ConfigError unless world_size processes share the batch evenly."""

@@ -56,7 +56,7 @@ class Packed:
         The mean over passes and ranks is then that over the learned targets of the batch.
         """
         counts = self.learned[starts // self.rows.size(1)]
-        own = counts.chunk(world_size)[rank].chunk(passes)
+        own = counts.chunk(world_size)[rank].tensor_split(passes)
         return [float(n.sum()) * world_size * passes / float(counts.sum()) for n in own]
 
     def question(self) -> list[int]:

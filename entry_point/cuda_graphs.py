@@ -45,8 +45,8 @@ class PassGraph:
 
 def record_passes(
     run: Run, passes: Sequence[tuple[Tensor, Tensor, float]], parameters: Sequence[Tensor]
-) -> tuple[dict[int, PassGraph], Tensor | None]:
-    """A graph for each length of windows [rows, length] in the passes, if there can be one.
+) -> tuple[dict[torch.Size, PassGraph], Tensor | None]:
+    """A graph for each pass, by the shape of its inputs [rows, length], if there can be one.
 
     They add to the gradients of the parameters, which are views of one buffer, the second result.
     The graphs share the memory of the largest pass, and an evaluation needs memory in addition. The
@@ -66,7 +66,7 @@ def record_passes(
         return {}, None
     try:
         pool = torch.cuda.graph_pool_handle()
-        graphs = {x.size(1): PassGraph(run, x, y, pool) for x, y, _ in passes}
+        graphs = {x.shape: PassGraph(run, x, y, pool) for x, y, _ in passes}
     except RuntimeError as error:
         cause = first_line(error.__context__ or error)
         raise TrainingError(f"no CUDA graph (compile=off needs none): {cause}") from error

@@ -26,7 +26,7 @@ from .optim import Optimizer, first_steps, window_length
 
 
 class Passes:
-    """Computes the gradients of a step's batch, in passes of equal size.
+    """Computes the gradients of a step's batch, in passes whose rows differ by one at most.
 
     DistributedDataParallel averages the gradients of several ranks while the last pass computes.
     Where a GPU records passes as CUDA graphs, each rank replays those of the bare model, and one
@@ -59,15 +59,19 @@ class Passes:
         self.teacher: GPT | None = None
         self.asked: Any = None  # what runs the teacher
         self.records = can_use_graph(config, group.device, model.compute_dtype)
-        self.graphs: dict[int, PassGraph] = {}  # by length of windows
+        self.graphs: dict[torch.Size, PassGraph] = {}  # by shape of inputs
         self.gradients: Tensor | None = None  # all of them, in one buffer, where there are graphs
         if not self.records:
             self.distribute()
 
     def runnable(self, model: GPT) -> Any:
         """What computes a model in a pass."""
+        if not self.compiled:
+            return model
+        # Four lengths of windows, with two numbers of rows, of a model and its teacher.
+        torch._dynamo.config.cache_size_limit = 16  # its name since torch 2.0
         # One graph for all lengths of windows would break at each attention.
-        return torch.compile(model, dynamic=False) if self.compiled else model
+        return torch.compile(model, dynamic=False)
 
     def forward_backward(self, step: int) -> Tensor:
         """Gradients of the step's batch, averaged over the ranks; returns this rank's mean loss."""
@@ -77,7 +81,7 @@ class Passes:
             if config.dropout:
                 torch.manual_seed(derive_seed(config.seed, "dropout", step, index, group.rank))
             with self.no_sync() if index < self.count - 1 else nullcontext():
-                total += self.graphs.get(x.size(1), self.run_pass)(x, y, weight)
+                total += self.graphs.get(x.shape, self.run_pass)(x, y, weight)
         if self.gradients is not None:  # DistributedDataParallel averages in the last pass
             group.average_(self.gradients, self.reduce_dtype)
             for buffer in self.model.buffers():  # of an edit; it broadcasts these too
@@ -108,16 +112,21 @@ class Passes:
         return loss.detach()
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor, float]]:
-        """A step's passes: inputs and targets [rows, length], and its share of the loss."""
-        group, shares = self.group, [1.0] * self.count
-        length = window_length(step, self.config)
+        """A step's passes: inputs and targets [rows, length], and the factor of its mean loss.
+
+        The mean over the passes is then that over all rows, or over all targets of conversations.
+        """
+        group, length = self.group, window_length(step, self.config)
         x, y = self.batches.rows(step, group.rank, group.world_size)
         # As the inputs of a graph: the compiler makes another model for other strides.
         x, y = x.reshape(-1, length).contiguous(), y.reshape(-1, length).contiguous()
+        inputs, targets = x.tensor_split(self.count), y.tensor_split(self.count)
         if isinstance(packed := self.batches.tokens, Packed):
             starts = self.batches.window_starts(step)
             shares = packed.loss_shares(starts, group.rank, group.world_size, self.count)
-        return list(zip(x.chunk(self.count), y.chunk(self.count), shares, strict=True))
+        else:
+            shares = [len(rows) * self.count / len(x) for rows in inputs]
+        return list(zip(inputs, targets, shares, strict=True))
 
     def ask(self, x: Tensor) -> Tensor:
         """The teacher's logits of ids [rows, length], as many of each as the model has."""
@@ -129,7 +138,7 @@ class Passes:
     def be_taught(self, teacher: GPT) -> None:
         """From now on, and after warm_up, the model learns from the teacher too."""
         if self.compiled:
-            torch.compiler.reset()  # it compiles a function for at most 8 kinds of inputs
+            torch.compiler.reset()  # it compiles a function for 16 kinds of inputs at most
         self.teacher, self.teacher_angles = teacher, functools.cache(teacher.angles)
         self.asked = self.runnable(teacher)
         self.graphs, self.gradients = {}, None
@@ -179,11 +188,11 @@ class Passes:
         self.model.zero_grad()
 
     def record(self, steps: Sequence[int]) -> None:
-        """Records a pass for each length of windows; if a rank cannot, all go on without."""
-        passes = [self.batch(step)[0] for step in steps]
+        """Records a pass of each shape; if a rank cannot, all go on without."""
+        passes = {x.shape: (x, y, weight) for step in steps for x, y, weight in self.batch(step)}
         parameters = list(self.optimizer.parameters.values())
         with self.group.without_heartbeats():
-            graphs, gradients = record_passes(self.run_pass, passes, parameters)
+            graphs, gradients = record_passes(self.run_pass, [*passes.values()], parameters)
         if self.group.async_all_reduce_max(not graphs)():
             self.records = False
             self.distribute()

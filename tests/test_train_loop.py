@@ -169,7 +169,7 @@ class Replay:
 
 def record_passes(run, passes, parameters):
     gradients = flat_gradients(parameters)
-    return {x.size(1): Replay(run, x, y) for x, y, _ in passes}, gradients
+    return {x.shape: Replay(run, x, y) for x, y, _ in passes}, gradients
 
 def can_use_graph(*_):
     return True
@@ -640,10 +640,11 @@ def test_the_warm_up_makes_two_steps_of_each_window_length(tmp_path, short_windo
     assert seen == [length for length in expected for _ in range(2)]
 
 
-@pytest.mark.parametrize("passes", [2, 4, 12])
-def test_accumulated_gradients_equal_the_whole_batchs(tmp_path, passes):
-    whole = trainer_of(tmp_path)
-    parts = trainer_of(tmp_path, gradient_accumulation_steps=passes)
+@pytest.mark.parametrize("rows, passes", [(12, 2), (12, 4), (12, 12), (13, 2), (14, 4)])
+def test_accumulated_gradients_equal_the_whole_batchs(tmp_path, monkeypatch, rows, passes):
+    whole = trainer_of(tmp_path, batch_size=rows)
+    monkeypatch.setattr(Config, "passes", lambda *_: passes)
+    parts = trainer_of(tmp_path, batch_size=rows)
     mean_loss = whole.model(*whole.passes.batches.rows(3, 0, 1)).detach()
     for trainer in (whole, parts):
         torch.testing.assert_close(trainer.passes.forward_backward(3), mean_loss)
@@ -985,6 +986,42 @@ def test_replayed_passes_train_as_executed_ones(tmp_path, cuda):
     whole = graph(x, y, 1.0).clone()
     torch.manual_seed(1)
     assert torch.equal(graph(x, y, 0.5), whole / 2)
+
+
+@pytest.fixture
+def unequal(monkeypatch):
+    """Seventeen rows of windows that double, in three passes."""
+    monkeypatch.setattr("entry_point.passes.tokens_per_pass", lambda *_: 6 * 32)
+    return dict(batch_size=17, block_size=32, short_windows=0.6, max_steps=10)
+
+
+def test_passes_of_each_shape_are_recorded(tmp_path, cuda, unequal):
+    trainer = trainer_of(tmp_path, **unequal)
+    trainer.passes.records = True
+    trainer.passes.warm_up()
+    lengths = {4: (46, 45), 8: (23, 22), 16: (12, 11), 32: (6, 5)}
+    shapes = {(rows, length) for length, both in lengths.items() for rows in both}
+    assert trainer.passes.graphs.keys() == shapes
+
+
+def test_passes_of_each_shape_are_compiled(tmp_path, monkeypatch, unequal):
+    """Those of a teacher too: beyond a limit, Dynamo would run the others uncompiled."""
+    compiled: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    trainer = trainer_of(tmp_path, **unequal, generations=2, compile="on")
+    torch.compiler.reset()
+    trainer.passes.rehearse([0, 2, 4, 6])
+    assert len(compiled) == 8
+    assert trainer.teacher is not None
+    trainer.passes.be_taught(trainer.teacher)
+    trainer.passes.rehearse([0, 2, 4, 6])
+    assert len(compiled) == 8 + 16
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("fault", ["memory", "it waits for the GPU"])
