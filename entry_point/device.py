@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from importlib.util import find_spec
 
 import torch
 
 from .config import TOKENS_PER_PASS, Config, Options
 from .container import Container
+from .cores import cores
 from .distributed import Ranks
 from .errors import ConfigError, TrainingError, counted
 
@@ -72,8 +72,7 @@ def local_processes(config: Config, container: Container, options: Options) -> i
 
 def share_cores(processes: int) -> None:
     """Gives this process as many threads as it has cores, where `processes` share them."""
-    cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-    torch.set_num_threads(max(1, len(cores) // processes))
+    torch.set_num_threads(max(1, cores() // processes))
 
 
 def keep_freed_memory() -> None:

@@ -29,9 +29,9 @@ To change                                                   open
     the model directory for transformers                    huggingface.py
     how it is found out that a model looks ahead            causality.py
 
-and, seldom, SageMaker's hosts and paths (container.py), devices and precision (device.py),
-processes (distributed.py), CUDA graphs (cuda_graphs.py), messages (errors.py), faults on purpose
-(faults.py), opening and replacing files (files.py).
+and, seldom, SageMaker's hosts and paths (container.py), devices and precision (device.py), cores
+(cores.py), processes (distributed.py), CUDA graphs (cuda_graphs.py), messages (errors.py), faults
+on purpose (faults.py), opening and replacing files (files.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What jobs run on: SageMaker's instance types and images, and the cores of this machine.
+"""What jobs run on: SageMaker's instance types and images, and the processes of this machine.
 
 boto3 knows the names; the table below adds the GPUs, from EC2's data. A training type outside of
 the GPU families has none.
@@ -6,7 +6,6 @@ the GPU families has none.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from entry_point.config import Config
+from entry_point.cores import cores
 from launcher.errors import InputError, did_you_mean
 from launcher.limits import instance_types
 
@@ -115,9 +115,8 @@ def looks_like_gpu(name: str) -> bool:
     return bool(re.match(r"ml\.[gp]\d", name))
 
 
-# -- cores of this machine -------------------------------------------------------------------------
+# -- processes of this machine ---------------------------------------------------------------------
 
-CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 CPU_TIMES = Path("/proc/stat")
 SAMPLE_SECONDS = 0.25
 
@@ -137,23 +136,6 @@ def cpu_processes(config: Config) -> int:
     threads = re.match(r"\s*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))
     at_once = min(cores() // int(threads[1] if threads else 1), 8)
     return next((n for n in range(at_once, 1, -1) if shares % n == 0), 1)
-
-
-def cores() -> int:
-    """The cores that a job may use. Beyond a container's quota, threads are halted."""
-    return max(1, int(min(available_cores(), cpu_quota())))
-
-
-def cpu_quota() -> float:
-    """CPU seconds per second that this container allows; infinite without a limit.
-
-    https://docs.kernel.org/admin-guide/cgroup-v2.html
-    """
-    try:
-        limit, period = CPU_MAX.read_text().split()  # "max 100000" or "150000 100000"
-    except OSError:
-        return math.inf
-    return math.inf if limit == "max" else int(limit) / int(period)
 
 
 def is_busy() -> bool:
@@ -188,17 +170,6 @@ def busy_seconds() -> float | None:
             user, nice, system, _idle, _waiting, *interrupts = map(int, counts[:8])
             ticks += user + nice + system + sum(interrupts)
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def available_cores() -> int:
-    """Cores that this process may use; two hardware threads of one core count once."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    return len(cores)
 
 
 # -- images ----------------------------------------------------------------------------------------

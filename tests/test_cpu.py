@@ -2,28 +2,57 @@
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from entry_point import cores
 from entry_point.config import make_config
+from entry_point.device import share_cores
 from launcher import machines
+
+DOCKER = "12:cpu,cpuacct:/docker/4f\n11:memory:/docker/4f\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "quota"), [("max 100000\n", math.inf), ("250000 100000\n", 2.5), (None, math.inf)]
+    ("files", "groups", "quota"),
+    [
+        ({}, "", math.inf),
+        ({"cpu.max": "max 100000\n"}, "0::/\n", math.inf),
+        ({"cpu.max": "250000 100000\n"}, "0::/\n", 2.5),
+        ({"a.slice/cpu.max": "150000 100000\n"}, "0::/a.slice/b.service\n", 1.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, "", math.inf),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, DOCKER, 0.5),
+        (
+            {
+                "cpu/docker/4f/cpu.cfs_quota_us": "400000",
+                "cpu/docker/4f/cpu.cfs_period_us": "100000",
+            }
+            | {"cpu/docker/cpu.cfs_quota_us": "300000", "cpu/docker/cpu.cfs_period_us": "100000"},
+            DOCKER,
+            3.0,
+        ),
+    ],
+    ids=["none", "no limit", "a limit", "a slice", "v1, no limit", "v1, a container", "v1, nested"],
 )
-def test_the_cpu_quota_is_that_of_the_container(tmp_path, monkeypatch, content, quota):
-    monkeypatch.setattr(machines, "CPU_MAX", tmp_path / "cpu.max")
-    if content is not None:
-        (tmp_path / "cpu.max").write_text(content)
-    assert machines.cpu_quota() == quota
+def test_the_cpu_quota_is_that_of_the_container(tmp_path, monkeypatch, files, groups, quota):
+    monkeypatch.setattr(cores, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cores, "OWN_CGROUPS", tmp_path / "groups")
+    for name, content in {**files, "groups": groups}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert cores.cpu_quota() == quota
 
 
-@pytest.mark.parametrize(("quota", "cores"), [(math.inf, 64), (2.5, 2), (0.5, 1), (100.0, 64)])
-def test_a_job_takes_no_more_cores_than_the_quota_allows(monkeypatch, quota, cores):
+@pytest.mark.parametrize(("quota", "count"), [(math.inf, 64), (2.5, 2), (0.5, 1), (100.0, 64)])
+def test_a_job_takes_no_more_cores_than_the_quota_allows(monkeypatch, quota, count):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1064)))
-    monkeypatch.setattr(machines, "cpu_quota", lambda: quota)
-    assert machines.cores() == cores
+    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    assert cores.cores() == count
+    threads = Mock()
+    monkeypatch.setattr("torch.set_num_threads", threads)
+    share_cores(2)
+    threads.assert_called_once_with(max(1, count // 2))
 
 
 def test_a_large_model_takes_one_process_per_core(monkeypatch):

@@ -52,6 +52,7 @@ from entry_point import train
 from entry_point.checkpoint import Checkpoints, read_safetensors
 from entry_point.config import Config, Options
 from entry_point.container import read_container
+from entry_point.cores import cores
 from entry_point.cuda_graphs import record_passes
 from entry_point.data import evaluate, inputs_and_targets, read_windows
 from entry_point.device import can_use_graph, choose_precision, compiling_pays
@@ -63,7 +64,6 @@ from entry_point.model import GPT
 from entry_point.optim import gradient_of, window_length
 from entry_point.text import Corpus, load_corpus
 from entry_point.trainer import Trainer
-from launcher.machines import cores
 from launcher.models.load import own_model
 
 ALONE = Ranks(0, 1, 0, 1, "hand")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from entry_point.cores import cores
 from entry_point.text import Corpus, unsigned
 from launcher.errors import InputError
 from launcher.files import storage
@@ -18,7 +19,7 @@ from launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_tr
 from launcher.forecast.table import Change, Forecast, Kept, Pilot, Row
 from launcher.job import Expected, JobDescription, TrainingJob
 from launcher.local.backend import plan_processes
-from launcher.machines import cores, is_busy
+from launcher.machines import is_busy
 from launcher.sagemaker.cost import AROUND_SECONDS
 from launcher.source import Source
 

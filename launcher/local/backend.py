@@ -31,6 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from entry_point.cores import cores
 from entry_point.files import open_file, open_standard_streams
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file
 from launcher.errors import InputError, LauncherError, ServiceError
@@ -48,7 +49,7 @@ from launcher.job import (
     time_of,
 )
 from launcher.local.process import python_command
-from launcher.machines import cores, cpu_processes
+from launcher.machines import cpu_processes
 from launcher.settings import Settings
 from launcher.source import Source
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from entry_point.cores import cores
 from launcher.errors import InputError
-from launcher.machines import cores
 
 if TYPE_CHECKING:
     import tokenizers

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from entry_point.cores import cores
 from launcher.local.confine import version
 from launcher.local.process import visible_gpus
 from launcher.local.runs import Run, run_all
-from launcher.machines import cores
 from launcher.source import Source
 
 if TYPE_CHECKING:

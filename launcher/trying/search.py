@@ -14,6 +14,7 @@ from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any
 
 from entry_point.checkpoint import LARGEST_HEADER, read_header
+from entry_point.cores import cores
 from entry_point.errors import TrainingError
 from entry_point.files import open_file
 from entry_point.text import Corpus, Tokenizer, read_json
@@ -31,7 +32,6 @@ from launcher.launching import launch
 from launcher.launching.forecasting import corpus_of
 from launcher.local.confine import packages
 from launcher.local.runs import Run, run_all
-from launcher.machines import cores
 from launcher.settings import Settings
 from launcher.source import Source, keep
 from launcher.text.corpus import digest_of

@@ -16,7 +16,7 @@ from container import Host, Job
 from launching import until
 from runs import SMALL, edited_folder, words
 
-from launcher.machines import cores
+from entry_point.cores import cores
 from launcher.sagemaker.description import in_short
 from launcher.sagemaker.logs import lines_of
 
