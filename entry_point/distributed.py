@@ -31,7 +31,7 @@ from .errors import ConfigError, TrainingError, failure_report, report_failure
 
 JOIN_MINUTES = 10  # for all ranks to come
 LONGEST_WAIT = timedelta(minutes=30)  # for a rank that compiles, evaluates or writes a large model
-STOP_SECONDS = 5.0  # replaces hang_seconds after a signal to stop
+STOP_SECONDS = 20.0  # replaces hang_seconds after a signal to stop: a disk may stall for so long
 
 
 def start_ranks(
@@ -72,11 +72,26 @@ def start_ranks(
         name = f"rank {first + local_rank} on {container.current_host}"
         ranks.append(context.Process(target=run_rank, args=(env, sys.argv[1:]), name=name))
         ranks[-1].start()
-    if first == 0:  # after the forks, since it starts a thread; it lives as long as the variable
-        _store = dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
-        )
-    return wait_for_ranks(ranks)
+    try:
+        if first == 0:  # after the forks, since it starts a thread; lives as long as the variable
+            _store = serve_store(address, port, fd)
+        return wait_for_ranks(ranks)
+    except BaseException:  # without a store, the ranks would wait for it in C++
+        for rank in ranks:
+            rank.kill()
+        raise
+
+
+def serve_store(address: str, port: int, listener: int) -> dist.TCPStore:
+    """The store at which the ranks meet, served to those who connect to a listening socket."""
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+        use_libuv=False,  # that of torch before 2.8 takes no listening socket
+    )
 
 
 def wait_for_ranks(ranks: Sequence[Any]) -> int:
@@ -221,7 +236,7 @@ class Group:
                 " network interface to use)"
             ) from None
         server = "the launcher of rank 0" if served else f"rank 0 on {reports[0].host}"
-        self.watchdog = Watchdog(store, self.rank, reports, hang_seconds, server)
+        self.watchdog = Watchdog(store, self.rank, reports, hang_seconds, server, self.device)
 
     def heartbeat(self) -> None:
         """Every rank calls it at the same points, before it waits for others.
@@ -403,9 +418,15 @@ class Watchdog:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, reports: list[Report], hang_seconds: float, server: str
+        self,
+        store: dist.Store,
+        rank: int,
+        reports: list[Report],
+        hang_seconds: float,
+        server: str,
+        device: torch.device,
     ) -> None:
-        self.store, self.rank, self.reports = store, rank, reports
+        self.store, self.rank, self.reports, self.device = store, rank, reports, device
         self.hang_seconds, self.server = hang_seconds, server
         self.heartbeats, self.timeout = 0, LONGEST_WAIT.total_seconds()
         self.events = deque[torch.cuda.Event]()  # heartbeats that a GPU has not come to
@@ -423,6 +444,8 @@ class Watchdog:
             thread.start()
 
     def watch_ranks(self) -> None:
+        if self.device.type == "cuda":  # else this thread's queries take memory of the first GPU
+            torch.cuda.set_device(self.device)
         keys, report = report_keys(len(self.reports)), self.reports[self.rank]
         with suppress(RuntimeError):  # the store's server is gone, as watch_store will say
             while not self.ended.wait(1):

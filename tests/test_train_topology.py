@@ -48,6 +48,7 @@ from entry_point.distributed import Group, Ranks, Report, Watchdog, read_ranks, 
 from entry_point.errors import ConfigError, DataError, TrainingError, failure_report, report_failure
 
 ENDLESS = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -236,6 +237,22 @@ def test_a_port_that_is_taken_is_named(monkeypatch, tmp_path):
         )
         with pytest.raises(TrainingError, match=f"at port {port}: .*; set MASTER_PORT"):
             start_ranks(Mock(), container, 1, "cpu")
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, KeyboardInterrupt])
+def test_ranks_do_not_outlive_a_parent_without_a_store(monkeypatch, tmp_path, error):
+    """The store of torch 2.6, by libuv, takes no listening socket: it raises the first."""
+    ranks = [Mock(), Mock()]
+    context = Mock(Process=Mock(side_effect=ranks))
+    store = Mock(side_effect=error)
+    monkeypatch.setattr("multiprocessing.get_context", lambda method: context)
+    monkeypatch.setattr(dist, "TCPStore", store)
+    host = container(tmp_path, hosts=("localhost",), current_host="localhost")
+    with pytest.raises(error):
+        start_ranks(Mock(), host, 2, "cpu")
+    assert store.call_args.kwargs["use_libuv"] is False
+    for rank in ranks:
+        rank.kill.assert_called_once_with()
 
 
 # -- devices ---------------------------------------------------------------------------------------
@@ -504,7 +521,7 @@ def test_a_run_on_one_host_listens_only_on_loopback(paused):
 
 
 def test_one_signal_ends_a_hung_run(text_file, tmp_path):
-    command = edited_folder(tmp_path / "train", ("STOP_SECONDS = 5.0", "STOP_SECONDS = 0.1"))
+    command = edited_folder(tmp_path / "train", ("STOP_SECONDS = 20.0", "STOP_SECONDS = 0.1"))
     endless = words(**{**ENDLESS, "hang_seconds": 600}, data=text_file, processes=2)
     with started(endless, cwd=tmp_path, command=command) as process:
         wait_for_line(process, "step=5/")
@@ -519,7 +536,8 @@ def test_a_rank_that_waits_for_its_device_forever_is_named(text_file, tmp_path):
     """After hang_seconds, or soon after a signal."""
     begins = 'a checkpoint, may take any time.\n        """\n'
     hangs = "        if self.rank == 1: print('hangs', flush=True), time.sleep(600)\n"
-    command = edited_folder(tmp_path / "train", (begins, begins + hangs))
+    soon = ("STOP_SECONDS = 20.0", "STOP_SECONDS = 5.0")
+    command = edited_folder(tmp_path / "train", (begins, begins + hangs), soon)
     with ExitStack() as stack:
         left_alone, stopped = (
             stack.enter_context(started(arguments, cwd=tmp_path, command=command))
@@ -591,7 +609,7 @@ def test_the_watchdog_names_the_rank_that_hangs(
 ):
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
     first = [Report(0, 0, 1800, "here"), Report(0, 0, 1800, "there")]
-    watchdog = Watchdog(dist.HashStore(), 0, first, 10.0, "rank 0 on here")
+    watchdog = Watchdog(dist.HashStore(), 0, first, 10.0, "rank 0 on here", CPU)
     found = []
     for second in range(1, seconds + 1):
         here = Report(second, heartbeats[0], timeouts[0], "here")
@@ -603,7 +621,7 @@ def test_the_watchdog_names_the_rank_that_hangs(
 
 def test_a_heartbeat_counts_once_the_gpu_has_come_to_it(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
-    watchdog = Watchdog(dist.HashStore(), 0, [Report(0, 0, 1800, "here")] * 2, 10.0, "rank 0")
+    watchdog = Watchdog(dist.HashStore(), 0, [Report(0, 0, 1800, "here")] * 2, 10.0, "rank 0", CPU)
     group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container())
     group.watchdog, group.device = watchdog, torch.device("cuda")
     events = [Mock(query=Mock(return_value=done)) for done in (True, False, False)]
@@ -615,6 +633,28 @@ def test_a_heartbeat_counts_once_the_gpu_has_come_to_it(monkeypatch):
     for event in events:
         event.query.return_value = True
     assert watchdog.count_heartbeats() == 3
+
+
+def test_the_watchdog_asks_the_gpu_of_its_rank(monkeypatch):
+    """A thread begins with the first GPU, whose memory its queries would take."""
+    devices: dict[int, torch.device] = {}  # by thread
+    asked = threading.Event()
+
+    def query() -> bool:
+        assert devices[threading.get_ident()] == torch.device("cuda", 1)
+        asked.set()
+        return True
+
+    def set_device(device: torch.device) -> None:
+        devices[threading.get_ident()] = device
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    reports = [Report(0, 0, 1800, "here")] * 2
+    store = Mock(multi_get=lambda keys: [json.dumps(report) for report in reports])
+    watchdog = Watchdog(store, 1, reports, 10.0, "rank 0", torch.device("cuda", 1))
+    watchdog.events.append(Mock(query=query))
+    assert asked.wait(10)
+    watchdog.end()
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["stopped", "gone"])
@@ -634,7 +674,7 @@ def test_a_store_that_does_not_answer_is_a_hang(monkeypatch, gone):
 
     monkeypatch.setattr("entry_point.distributed.end_hung", end)
     reports = [Report(0, 0, 1800, "here"), Report(0, 0, 1800, "there")]
-    watchdog = Watchdog(Mock(multi_get=multi_get), 1, reports, -1.9, "rank 0 on here")
+    watchdog = Watchdog(Mock(multi_get=multi_get), 1, reports, -1.9, "rank 0 on here", CPU)
     assert ended.wait(10)
     watchdog.end()
     assert [words.partition(",")[0] for words in found] == ["rank 0 on here"]
