@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .files import open_file, replacing
 
 CHECKPOINTS, CURVES = "checkpoint-*.safetensors", "metrics-*.jsonl"
 Contents = Iterable[Tensor] | None
+T = TypeVar("T")
 
 
 class Checkpoints:
@@ -133,27 +134,47 @@ class Checkpoints:
                 path.unlink()
 
     def latest_state(self) -> dict[str, Any]:
-        """The state that load_latest gives, unlogged, for --resume. Raises ConfigError for none."""
-        if (loaded := self.load_latest(warn=lambda line: None)) is None:
-            raise ConfigError(f"--resume: there is no checkpoint in {self.directory}")
-        return loaded[1]
+        """The state of the newest checkpoint, for --resume. Raises ConfigError if there is none.
 
-    def load_latest(
-        self, warn: Callable[[str], None] = log
-    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        Every rank asks for it, so it reads no tensors: load_latest finds out if they are damaged.
+        """
+        state = self.newest_intact(lambda path: read_state(read_metadata(path)), lambda line: None)
+        if state is None:
+            raise ConfigError(f"--resume: there is no checkpoint in {self.directory}")
+        return state
+
+    def load_latest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The newest intact checkpoint; None for none. Raises TrainingError if all are damaged."""
+
+        def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+            tensors, metadata = read_safetensors(path, sealed=True)
+            return tensors, read_state(metadata)
+
+        return self.newest_intact(read, log)
+
+    def newest_intact(self, read: Callable[[Path], T], warn: Callable[[str], None]) -> T | None:
+        """What `read` makes of the newest checkpoint that it can read; None if there is none.
+
+        Raises TrainingError if all are damaged.
+        """
         why = ""
         for step in self.steps():
             try:
-                tensors, metadata = read_safetensors(self.path(step), sealed=True)
-                self.kept = [step]
-                return tensors, json.loads(metadata["state"])
+                contents = read(self.path(step))
             except (FormatError, OSError, KeyError, ValueError) as error:
                 why = why or str(error)
                 warn(f"checkpoint of step {step} is skipped: {error}")
+            else:
+                self.kept = [step]
+                return contents
         if why:
             raise TrainingError(f"every checkpoint in {self.directory} is damaged: {why}")
         return None
+
+
+def read_state(metadata: Mapping[str, str]) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(metadata["state"])
+    return state
 
 
 DTYPES = {
@@ -216,10 +237,7 @@ def read_safetensors(
     """
     tensors = {}
     with open_file(path) as file:
-        try:
-            header, metadata = read_header(file, largest)
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError):
-            raise FormatError(f"{path.name} is damaged: its header does not fit it") from None
+        header, metadata = sound_header(file, path, largest)
         sha256 = metadata.pop("sha256", None)
         digest = header_digest(header, metadata)
         for name, entry in header.items():
@@ -230,6 +248,22 @@ def read_safetensors(
         found = "is missing" if sha256 is None else "does not match"
         raise FormatError(f"{path.name} is damaged: its SHA-256 {found}")
     return tensors, metadata
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a file. Raises FormatError if its header is damaged; OSError."""
+    with open_file(path) as file:
+        return sound_header(file, path, LARGEST_HEADER)[1]
+
+
+def sound_header(
+    file: BufferedReader, path: Path, largest: int
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """As read_header; raises FormatError if the header is damaged, or does not fit the file."""
+    try:
+        return read_header(file, largest)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError):
+        raise FormatError(f"{path.name} is damaged: its header does not fit it") from None
 
 
 def read_header(file: BufferedReader, largest: int) -> tuple[dict[str, Any], dict[str, str]]:

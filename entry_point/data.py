@@ -140,11 +140,14 @@ def evaluate(
     chunks = eval_windows(val, config)
     sums = torch.zeros(2, len(chunks), device=group.device)
     model.eval()
-    for index in range(group.rank, len(chunks), group.world_size):
-        windows = read_windows(val, chunks[index], config.block_size)
-        x, y = inputs_and_targets(windows, group.device)
-        sums[0, index] = model(x, y, end=end, chats=isinstance(val, Packed))
-        sums[1, index] = (y != IGNORED).sum()
+    for first in range(0, len(chunks), group.world_size):
+        group.heartbeat()  # of every rank, also of one that the last chunks do not reach
+        index = first + group.rank
+        if index < len(chunks):
+            windows = read_windows(val, chunks[index], config.block_size)
+            x, y = inputs_and_targets(windows, group.device)
+            sums[0, index] = model(x, y, end=end, chats=isinstance(val, Packed))
+            sums[1, index] = (y != IGNORED).sum()
     model.train()
     losses, counts = group.sum_(sums).tolist()
     return sum(loss * n for loss, n in zip(losses, counts, strict=True)) / sum(counts)

@@ -24,6 +24,8 @@ class StepTimer:
     """Seconds per step since `restart`, without pauses; 0.0 before the first."""
 
     def __init__(self) -> None:
+        self.last = 0.0  # seconds that the host took for the last step; a GPU may lag behind it
+        self.measured = 0.0  # seconds per step when the device was last waited for
         self.restart()
 
     def restart(self) -> None:
@@ -33,7 +35,7 @@ class StepTimer:
     def step(self) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self.last = time.perf_counter() - began  # seconds of the last step
+        self.last = time.perf_counter() - began
         self.steps += 1
 
     @contextmanager
@@ -45,6 +47,11 @@ class StepTimer:
     @property
     def seconds_per_step(self) -> float:
         return (time.perf_counter() - self.since) / self.steps if self.steps else 0.0
+
+    def measure(self) -> float:
+        """seconds_per_step, once the device has finished them."""
+        self.measured = self.seconds_per_step
+        return self.measured
 
 
 def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:

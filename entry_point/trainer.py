@@ -104,7 +104,7 @@ class Trainer:
         while self.step < config.total_steps:
             if self.generation and self.step % config.max_steps == 0:
                 self.begin_generation()
-            group.allow_seconds(5 * timer.last)  # so that long steps have enough time
+            group.allow_seconds(5 * max(timer.last, timer.measured))  # long steps have enough time
             if fault[:2] == (group.rank, self.step):
                 fail(fault[2], lambda: bool(self.stop_signal))
             with timer.step():
@@ -228,7 +228,7 @@ class Trainer:
     def log_duration(self) -> None:
         """Logs the time, and on a GPU the memory, of a run that has long to go."""
         self.group.synchronize()
-        seconds_per_step = self.timer.seconds_per_step
+        seconds_per_step = self.timer.measure()
         left = self.seconds_left(seconds_per_step)
         if self.is_main and left > LONG_RUN:
             log(
@@ -246,7 +246,7 @@ class Trainer:
         """The metric line of the steps since the last; takes the weights if they are the best."""
         config, group = self.config, self.group
         group.synchronize()
-        seconds_per_step = self.timer.seconds_per_step
+        seconds_per_step = self.timer.measure()
         row: dict[str, Any] = {"step": self.step}
         if self.steps_summed:
             losses = float(group.sum_(self.loss_sum)) / group.world_size

@@ -303,6 +303,18 @@ def test_a_broken_checkpoint_is_passed_over(checkpoints, capsys):
     assert checkpoints.steps() == [25, 10]
 
 
+def test_the_options_of_a_resumed_run_need_no_tensors(checkpoints, monkeypatch):
+    """Every rank asks for them, and rank 0 alone reads the tensors."""
+    save(checkpoints, 10)
+    save(checkpoints, 20)
+    content = checkpoints.path(20).read_bytes()
+    checkpoints.path(20).write_bytes(content[:-1])
+    monkeypatch.setattr("entry_point.checkpoint.read_safetensors", Mock(side_effect=AssertionError))
+    assert checkpoints.latest_state()["step"] == 10
+    checkpoints.path(20).write_bytes(content)
+    assert checkpoints.latest_state()["step"] == 20
+
+
 def test_checkpoints_that_are_all_broken_are_an_error(checkpoints):
     save(checkpoints, 10)
     save(checkpoints, 20)

@@ -54,7 +54,7 @@ from entry_point.config import Config, Options
 from entry_point.container import read_container
 from entry_point.cores import cores
 from entry_point.cuda_graphs import record_passes
-from entry_point.data import evaluate, inputs_and_targets, read_windows
+from entry_point.data import eval_windows, evaluate, inputs_and_targets, read_windows
 from entry_point.device import can_use_graph, choose_precision, compiling_pays
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import ConfigError, DataError, TrainingError
@@ -1161,16 +1161,45 @@ def test_evaluation_does_not_depend_on_the_number_of_ranks(tmp_path, text_file):
     assert len({end.output for end in ends}) == 1, ends
 
 
+@pytest.mark.parametrize("n_ranks", [1, 3, 7])
+def test_ranks_show_equally_often_that_they_evaluate(tmp_path, n_ranks):
+    """Also those that have fewer chunks: else the watchdog would take them for hung."""
+    trainer = trainer_of(tmp_path, block_size=16, eval_tokens=0)
+    val, counts = ids(40_000, seed=3), list[int]()
+    for rank in range(n_ranks):
+        group = MagicMock(rank=rank, world_size=n_ranks, device=torch.device("cpu"))
+        group.sum_.side_effect = lambda sums: sums + 1
+        evaluate(trainer.model, val, trainer.config, group)
+        counts.append(group.heartbeat.call_count)
+    n_chunks = len(eval_windows(val, trainer.config))
+    assert counts == [math.ceil(n_chunks / n_ranks)] * n_ranks
+
+
+def test_a_step_may_take_as_long_as_measured_ones(tmp_path, monkeypatch):
+    """The host only starts the kernels of a GPU, and waits for them before a metric line."""
+    trainer = trainer_of(tmp_path, max_steps=4, log_interval=2, eval_interval=4)
+    clock, allowed = [0.0], list[float]()
+
+    def synchronize() -> None:
+        clock[0] += 200.0
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(trainer.group, "synchronize", synchronize)
+    monkeypatch.setattr(trainer.group, "allow_seconds", allowed.append)
+    assert trainer.run()
+    assert allowed[:3] == [0.0, 0.0, 5 * 100.0]
+
+
 # -- what it prints and leaves ---------------------------------------------------------------------
 
 
 def test_a_long_run_says_once_how_long_it_takes(tmp_path, monkeypatch, capsys):
     trainer = trainer_of(tmp_path, max_steps=100)
-    trainer.step, trainer.timer = 8, Mock(seconds_per_step=10.0)
+    trainer.step, trainer.timer = 8, Mock(measure=Mock(return_value=10.0))
     trainer.log_duration()
     note = capsys.readouterr().out
     assert note == "note: 10 s a step: about 0:15:20 to step 100\n"
-    trainer.timer.seconds_per_step = 0.3
+    trainer.timer.measure.return_value = 0.3
     trainer.log_duration()  # half a minute for the rest
     assert not capsys.readouterr().out
 
