@@ -90,6 +90,13 @@ def test_the_last_upload_moves_with_its_store(is_uri, home, text_file, tmp_path)
     assert last_upload(settings).startswith(store.as_uri())
 
 
+def test_the_store_that_is_set_comes_before_that_of_the_home(home, text_file, tmp_path):
+    upload_data(text_file, Settings(home=home))
+    upload_data(text_file, Settings(home=home, store=str(tmp_path / "store")))
+    store = (tmp_path / "store").rename(tmp_path / "moved")
+    assert last_upload(Settings(home=home, store=str(store))).startswith(store.as_uri())
+
+
 def test_an_upload_that_is_deleted_is_not_found(moved):
     shutil.rmtree(moved.home / "store")
     with pytest.raises(InputError, match="is deleted or incomplete"):

@@ -42,7 +42,7 @@ def find_moved(location: str, settings: Settings) -> str:
 def candidates(path: Path, settings: Settings) -> list[Path]:
     """Where what was at a path would be in this home and in the stores of this machine."""
     if match := IN_STORE.search(str(path)):
-        stores = map(storage.local_path, (settings.local_store, settings.data_store))
+        stores = map(storage.local_path, (settings.data_store, settings.local_store))
         return [store / match[0] for store in stores if store is not None]
     if match := IN_HOME.search(str(path)):
         return [settings.home / match[0]]

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, unquote
@@ -26,6 +26,7 @@ from entry_point.files import check_size, file_sha256, open_file, read_file
 from launcher.aws import failure, not_asked
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, parse
+from launcher.files.locks import lock
 from launcher.settings import Settings, expand_user, load_settings, problem_of
 
 logger = logging.getLogger(__name__)
@@ -120,10 +121,15 @@ def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
     return system, kind._strip_protocol(uri)
 
 
-def replacing(path: Path) -> AbstractContextManager[BinaryIO]:
-    """Open a local file to write atomically."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a local file to write atomically. Its lock shows that it is in use."""
     # With a random name, since threads share a process id, and containers may.
-    return files.replacing(path, f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    name = f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}"
+    with files.replacing(path, name) as file:
+        with suppress(InputError):  # without locks, nobody removes it
+            lock(file)
+        yield file
 
 
 def write_file(

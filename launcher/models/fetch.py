@@ -14,7 +14,6 @@ import shutil
 import tarfile
 import zlib
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
 
 from entry_point.errors import FormatError, TrainingError
 from launcher.aws import Missing
@@ -22,6 +21,7 @@ from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.models import is_path, model_files
 from launcher.files.progress import byte_progress
+from launcher.files.scratch import scratch
 from launcher.files.storage import Progress
 from launcher.finding import find
 from launcher.job import FULL_ID, JOB_ID, JobDescription, checkpoints_among
@@ -128,25 +128,24 @@ def download(
     """
     models_dir = settings.models_dir
     if not place.exists():
-        with storage.reported(str(models_dir)), byte_progress("fetch") as progress:
-            models_dir.mkdir(parents=True, exist_ok=True)  # on the file system of the result
-            scratch = TemporaryDirectory(
-                prefix=".fetch-", dir=models_dir, ignore_cleanup_errors=True
-            )
-            with scratch as name:
-                made = Path(name) / "model"
-                if uri := description.model_uri:
-                    (archive,) = storage.fetch(uri, made.with_name("tar"), progress, settings)
-                    extract(archive, made, uri)
-                else:
-                    step = export(description, made, settings, progress, entry_point)
-                    place = place.with_name(f"step-{step:08d}")
-                place.parent.mkdir(exist_ok=True)
-                try:
-                    made.rename(place)
-                except OSError:
-                    if not place.is_dir():  # by another process, which was first
-                        raise
+        with (
+            storage.reported(str(models_dir)),
+            byte_progress("fetch") as progress,
+            scratch(models_dir, ".fetch-") as directory,  # on the file system of the result
+        ):
+            made = directory / "model"
+            if uri := description.model_uri:
+                (archive,) = storage.fetch(uri, made.with_name("tar"), progress, settings)
+                extract(archive, made, uri)
+            else:
+                step = export(description, made, settings, progress, entry_point)
+                place = place.with_name(f"step-{step:08d}")
+            place.parent.mkdir(exist_ok=True)
+            try:
+                made.rename(place)
+            except OSError:
+                if not place.is_dir():  # by another process, which was first
+                    raise
     if description.model_uri is None:
         state = f"job {description.job_id} is {description.status}"
         logger.warning(f"{state}; this is its last checkpoint, {place.name}")

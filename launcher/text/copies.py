@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 
 from launcher.errors import InputError, ServiceError, not_installed
 from launcher.files import storage
+from launcher.files.scratch import scratch
 from launcher.files.storage import Progress
 from launcher.settings import Settings, load_settings
 
@@ -108,10 +108,8 @@ def copied(
 def temporary(settings: Settings) -> Iterator[Path]:
     """A temporary directory in the cache. Raises ServiceError if the disk is full."""
     cache = settings.home / "cache"
-    with storage.reported(str(cache)):
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="text-", dir=cache) as directory:
-            yield Path(directory)
+    with storage.reported(str(cache)), scratch(cache, "text-") as directory:
+        yield directory
 
 
 def local(given: str | Path) -> Path | None:

@@ -29,6 +29,7 @@ from launcher.files import storage
 from launcher.files.documents import Count, Damaged
 from launcher.files.models import is_path
 from launcher.files.moved import NAME, find_moved
+from launcher.files.scratch import FILES, remove_leftovers
 from launcher.files.storage import Progress
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
@@ -254,6 +255,8 @@ def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Pr
     """Put a surveyed upload into the store, unless it is there. Raises InputError if it changed."""
     if not upload.uploaded:
         return
+    if (directory := storage.local_path(upload.uri)) is not None:
+        remove_leftovers(directory.rglob(FILES))  # of an upload that was killed
     storage.expect(progress, upload.size)
     write_files(files, upload.uri, settings, progress)
     if digest_of(files) != upload.sha256:  # leave it without a manifest

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from launcher.aws import PATIENCE_SECONDS, OverQuota, QuotaWait
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.documents import Document
+from launcher.files.scratch import scratch
 from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request, UnreadableJob
 from launcher.launching import launch
 from launcher.launching.texts import Channel
@@ -85,12 +85,12 @@ class OnSageMaker:
             why = description.failure_reason or "it left no models"
             raise ServiceError(f"job {entry['job']} is {description.status}: {why}")
         uri = description.model_uri
-        with tempfile.TemporaryDirectory(prefix=".job-", dir=self.search.directory) as name:
-            (archive,) = storage.fetch(uri, Path(name) / "tar", settings=self.settings)
-            fetch.extract(archive, Path(name) / "runs", uri)
+        with scratch(self.search.directory, ".job-") as directory:
+            (archive,) = storage.fetch(uri, directory / "tar", settings=self.settings)
+            fetch.extract(archive, directory / "runs", uri)
             found, base = [], self.ledger.base
             for run in runs:
-                place = Path(name) / "runs" / f"run-{entry['runs'].index(key_of(run))}"
+                place = directory / "runs" / f"run-{entry['runs'].index(key_of(run))}"
                 facts = storage.read_document(str(place / "facts.json"), Facts) or UNMADE
                 found.append((facts, run, place))
             found.sort(key=lambda each: (bool(each[0].problem), each[1][0].sha256 != base))

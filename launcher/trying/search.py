@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -21,6 +20,7 @@ from entry_point.text import Corpus, Tokenizer, read_json
 from launcher.curve import total_steps
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
+from launcher.files.scratch import scratch
 from launcher.forecast.pilots import drawn, write_ids
 from launcher.job import Request
 from launcher.judge.anchors import as_tensor, overlap
@@ -207,10 +207,9 @@ class Search:
     def remove_unused(self) -> None:
         """Remove a search whose beginning was refused, so that its name is free; not if a run was
         made, or if any command has reserved money for a job."""
-        removal = tempfile.TemporaryDirectory(prefix=".new-", dir=self.directory.parent)
-        with removal as scratch, self.ledger.locked():
+        with scratch(self.directory.parent, ".new-") as directory, self.ledger.locked():
             if self.ledger.is_unused:
-                self.directory.rename(Path(scratch) / "search")
+                self.directory.rename(directory / "search")
 
     # -- a try ------------------------------------------------------------------------------------
 
@@ -396,9 +395,8 @@ def begin(
     }
     with storage.reported(str(place)):
         keep(job.source, settings)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".new-", dir=place.parent) as scratch:
-            (made := Path(scratch) / "search").mkdir(mode=0o700)  # of the judge alone
+        with scratch(place.parent, ".new-") as directory:
+            (made := directory / "search").mkdir(mode=0o700)  # of the judge alone
             least = max(FEWEST, job.config(1).block_size + 1)
             begun["judge"] = write_texts(made, corpus_of({"data": text}, settings), least, told)
             begun["runs_read"] = digest_of(files_of(made / "text"))

@@ -1,0 +1,143 @@
+"""What killed commands leave in the home: the next command removes it, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import Mock
+
+import launching
+import pytest
+import runs
+
+from launcher.files import storage
+from launcher.files.scratch import remove_all_leftovers, remove_leftovers, scratch
+from launcher.text.copies import temporary
+from launcher.text.corpus import upload_data
+from sm_nanogpt import Settings
+
+# A command that writes what is temporary, and then waits to be killed.
+WRITES = {
+    "a directory": """
+from launcher.files.scratch import scratch
+with scratch(Path(sys.argv[1]) / "cache", "text-") as directory:
+    (directory / "part").write_text("x")
+    wait()
+""",
+    "a file": """
+from launcher.files import storage
+with storage.replacing(Path(sys.argv[1]) / "store/data/text.txt") as file:
+    file.write(b"x" * 100_000)
+    wait()
+""",
+}
+START = """
+import sys, time
+from pathlib import Path
+
+def wait():
+    print("it waits", flush=True)
+    time.sleep(1000)
+"""
+
+
+@contextmanager
+def writing(what: str, home: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that writes something temporary into a home."""
+    (home / "store/data").mkdir(parents=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", START + WRITES[what], str(home)],
+        env={**os.environ, "PYTHONPATH": str(runs.SCRIPT.parents[1])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "it waits\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def files_in(home: Path) -> set[str]:
+    return {path.name for path in home.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_what_a_running_command_uses_stays(what, home):
+    with writing(what, home):
+        before = launching.tree(home)
+        remove_all_leftovers(Settings(home=home))
+        assert launching.tree(home) == before
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_what_a_killed_command_left_is_removed(what, home):
+    with writing(what, home) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert files_in(home)
+        remove_all_leftovers(Settings(home=home))
+        assert not files_in(home)
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_without_locks_nothing_is_removed(what, home, monkeypatch):
+    with writing(what, home) as process:
+        process.kill()
+        process.wait()
+        before = launching.tree(home)
+        monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(37, "No locks available")))
+        remove_all_leftovers(Settings(home=home))
+        assert launching.tree(home) == before
+
+
+def test_the_next_command_of_a_kind_removes_what_is_left(home):
+    with writing("a directory", home) as process:
+        process.kill()
+        process.wait()
+        with temporary(Settings(home=home)) as directory:
+            assert list((home / "cache").iterdir()) == [directory]
+
+
+def test_a_repeated_upload_removes_what_a_killed_one_left(home, text_file):
+    uri = upload_data(text_file, Settings(home=home)).uri
+    directory = storage.local_path(uri)
+    assert directory is not None
+    (home / f"store/data/{directory.name}.json").unlink()
+    (directory / ".input.txt.0123abcd.tmp").write_text("half")
+    upload_data(text_file, Settings(home=home))
+    assert len(list(directory.iterdir())) == 1
+
+
+def test_delete_removes_what_killed_commands_left(home, job, cli):
+    leftovers = [home / path for path in ("models/.fetch-1", "tries/.new-2", "tries/a/.job-3")]
+    for directory in leftovers:
+        directory.mkdir(parents=True)
+        (directory / ".lock").write_text("held by a command\n")
+    cli("delete", job.job_id, "--yes").good  # noqa: B018
+    assert not any(directory.exists() for directory in leftovers)
+
+
+@pytest.mark.parametrize(("age", "stays"), [(0, True), (2 * 24 * 60 * 60, False)])
+def test_what_may_be_about_to_be_locked_stays_for_a_day(age, stays, tmp_path):
+    """A file is created, then locked, and then written."""
+    empty = tmp_path / ".file.0123abcd.tmp"
+    empty.touch()
+    os.utime(empty, (time.time() - age,) * 2)
+    remove_leftovers([empty])
+    assert empty.exists() == stays
+
+
+def test_a_directory_that_cannot_be_removed_ends_nothing(tmp_path, monkeypatch):
+    """On NFS, a file that is mapped keeps its directory."""
+    monkeypatch.setattr("os.rmdir", Mock(side_effect=OSError(39, "Directory not empty")))
+    with scratch(tmp_path / "cache", "text-") as directory:
+        (directory / "shard").write_bytes(b"x")
