@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 # Pydantic's words, and ours.
@@ -22,21 +23,27 @@ WORDS = {
 }
 
 
+LONGEST = 1000  # characters of a message; somebody may pass a text where a path belongs
+
+
 class LauncherError(Exception):
     """What is wrong, in one sentence, with facts to act on, which are attributes: `error.job_id`.
 
     code says which remedy fits, by its key in launcher.cli.words.REMEDIES; "": none. field is the
     argument that is wrong, by its name in Request, Settings or a function, and value what it was.
+    A long message is cut in the middle.
     """
 
     def __init__(
         self, problem: str, code: str = "", field: str = "", value: object = None, **facts: Any
     ) -> None:
-        given = field if value is None else f"{field}={value}"
-        super().__init__(f"{given}: {problem}" if field else problem)
+        problem = shortened(problem)
+        subject = field if value is None else shortened(f"{field}={value}", 200)
+        super().__init__(f"{subject}: {problem}" if field else problem)
         self.facts = facts
         vars(self).update(facts)
         self.problem, self.code, self.field, self.value = problem, code, field, value
+        self.names_field = bool(field)  # in its message
 
     if TYPE_CHECKING:  # the facts are attributes
 
@@ -44,7 +51,20 @@ class LauncherError(Exception):
 
     def within(self, context: str) -> Self:
         """The same error with more to its message: `context: ...`."""
-        return type(self)(f"{context}: {self}", self.code, **self.facts)
+        error = type(self)(f"{context}: {self}", self.code, **self.facts)
+        error.field, error.value = self.field, self.value
+        return error
+
+
+@contextmanager
+def about(field: str, value: object = None) -> Iterator[None]:
+    """Let an error that has no field have this one. Its message stays as it is."""
+    try:
+        yield
+    except LauncherError as error:
+        if not error.field:
+            error.field, error.value = field, value
+        raise
 
 
 class InputError(LauncherError):
@@ -57,6 +77,14 @@ class ServiceError(LauncherError):
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP came."""
+
+
+def shortened(text: str, limit: int = LONGEST) -> str:
+    """A text of at most about `limit` characters: the middle of a longer one is left out, since
+    the end of a message says what to do."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit * 7 // 10]} ... {text[-limit * 3 // 10 :]}"
 
 
 def not_installed(package: str, extra: str) -> InputError:

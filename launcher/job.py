@@ -16,12 +16,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from launcher.curve import total_steps
-from launcher.errors import InputError, ServiceError, must_be
+from launcher.errors import InputError, ServiceError, about, must_be
 from launcher.files.documents import Document, Number, Scalar
 from launcher.files.moved import text_id
 from launcher.limits import violations
 from launcher.machines import DEFAULT_VERSION, misfit, types_of
 from launcher.source import Source
+from launcher.values import plain
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class Request(BaseModel):
 
     def __init__(self, **values: Any) -> None:
         try:
-            super().__init__(**values)
+            super().__init__(**plain(values))
         except ValidationError as error:
             first = error.errors()[0]
             name, *inner = (str(part) for part in first["loc"])
@@ -127,7 +128,10 @@ class Request(BaseModel):
             problem = known.get(first["type"], must_be(first["msg"]))
             value = None if first["type"] == "missing" else first["input"]
             if name == "hyperparameters" and inner:
-                name, problem, value = "", f"{inner[0]}={value!r}: {problem}", None
+                if len(inner) > 1:  # of the kinds that a value may have
+                    problem = "must be a finite number, a text, or True or False"
+                with about(name, values[name]):
+                    raise InputError(f"{inner[0]}={value!r}: {problem}") from None
             raise InputError(problem, field=name, value=value) from None
         for name, given, problem in self._problems():
             raise InputError(problem, field=name, value=given)
@@ -149,7 +153,8 @@ class Request(BaseModel):
             yield "processes_per_instance", None, "is for local; SageMaker takes one per GPU"
         for name in ("preset", "resume", "init_from"):
             if self.size is not None and name in given:
-                yield "size", f"{self.size:g}", f"is for a new model, without {name}"
+                too = f"{name} sets the size of the model too; give one of the two"
+                yield "size", f"{self.size:g}", too
         if self.preset == "auto" and self.init_from is not None:
             yield "preset", "auto", "is for a new model, without init_from"
         if self.image_uri is not None and "pytorch_version" in given:
@@ -251,12 +256,12 @@ class Request(BaseModel):
         """The script's Config; base replaces the defaults."""
         source, base = self.source, base and dict(base)
         values = json.dumps([self.preset, self.hyperparameters, base])
-        with source.running():
+        with about("hyperparameters", self.hyperparameters), source.running():
             if values not in source.configs:
                 module = source.module("config")
                 if self.preset is not None and self.preset not in module.PRESETS:
                     choices = ", ".join(["auto", *module.PRESETS])
-                    raise InputError(f"preset={self.preset!r}: must be one of {choices}")
+                    raise InputError(f"must be one of {choices}", "", "preset", self.preset)
                 made = module.make_config(self.hyperparameters, self.preset, base)
                 source.configs[values] = made
             source.configs[values].check_world_size(world_size)

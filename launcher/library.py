@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import tracking
-from launcher.errors import InputError, LauncherError, ServiceError
-from launcher.files.storage import write_bytes
+from launcher.errors import InputError, LauncherError, ServiceError, about
+from launcher.files.storage import path_of, write_bytes
 from launcher.finding import Listing, backend_for, find, full_id
 from launcher.forecast.table import Forecast
 from launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request, TrainingJob
@@ -27,6 +27,7 @@ from launcher.launching.sweeps import plan_sweep
 from launcher.models import fetch
 from launcher.sagemaker.cost import ceiling_of, check_confirmed
 from launcher.settings import Settings, load_settings
+from launcher.values import plain
 from launcher.views.card import card
 from launcher.views.page import page
 from launcher.views.report import compare, read_runs
@@ -126,13 +127,13 @@ class Job:
         names = ["step", "train_loss", "val_loss", *(name for row in rows for name in row)]
         return DataFrame(rows, columns=[*dict.fromkeys(names)])
 
-    def model(self, entry_point: Path | None = None) -> Path:
+    def model(self, entry_point: str | Path | None = None) -> Path:
         """The directory of the model, which is downloaded unless it is here, and checked.
 
         For a job that failed or was stopped, the model is that of its newest checkpoint.
         entry_point names the folder that trained it, if its launch kept none here.
         """
-        return fetch.fetch_model(self.id, self.settings, entry_point)
+        return fetch.fetch_model(self.id, self.settings, path_or_none(entry_point))
 
     @cached_property
     def _loaded(self) -> tuple[GPT, Tokenizer]:
@@ -166,9 +167,12 @@ class Job:
         return "".join(piece for (piece,) in pieces)
 
     def eval(
-        self, *texts: str | Path, questions: Path | None = None, find: Path | None = None
+        self,
+        *texts: str | Path,
+        questions: str | Path | None = None,
+        find: str | Path | None = None,
     ) -> Evaluation:
-        """What the model is worth on texts, which are as for `upload_data`.
+        """What the model is worth on texts, which are as for `upload_data`, or uploads.
 
         questions and find name the files of `--questions` and `--find`. Raises InputError if it
         cannot read them, and ServiceError if the model looks ahead.
@@ -176,15 +180,22 @@ class Job:
         from launcher.judge.evaluate import evaluate
         from launcher.judge.texts import read_texts
 
-        paths = [*map(str, texts)]
-        given = (self.id, self.model(), ", ".join(paths), read_texts(paths, self.settings))
-        return evaluate(*given, self.settings, find=find, questions=questions)
+        paths = [plain(text) for text in texts]
+        return evaluate(
+            self.id,
+            self.model(),
+            ", ".join(paths),
+            read_texts(paths, self.settings),
+            self.settings,
+            find=path_or_none(find),
+            questions=path_or_none(questions),
+        )
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write a report as one HTML file (default: report-ID.html), and return its path."""
-        place = Path(path or f"report-{self.id}.html")
-        write_bytes(str(place), page(compare(read_runs([self.id], self.settings))).encode())
-        return place
+        file = path_of(plain(path) or f"report-{self.id}.html")
+        write_bytes(str(file), page(compare(read_runs([self.id], self.settings))).encode())
+        return file
 
     def delete(self, keep_model: bool = False, *, confirmed: bool = False) -> None:
         """Delete the job and its files, here and on S3; keep_model: but for its fetched model.
@@ -241,14 +252,20 @@ class Plan:
         return Job(self._plan.submit(), self._settings)
 
 
+def path_or_none(path: str | Path | None) -> Path | None:
+    return None if path is None else path_of(plain(path))
+
+
 def with_full_ids(request: Request, settings: Settings) -> Request:
     """The request, with full ids of the jobs that it names."""
     ids = {}
     if request.resume is not None:
-        ids["resume"] = full_id(request.resume, settings, acts=True)
+        with about("resume", request.resume):
+            ids["resume"] = full_id(request.resume, settings, acts=True)
     for name in ("init_from", "teacher"):
         if (model := getattr(request, name)) is not None:
-            ids[name] = full_id(model, settings, trained=True)
+            with about(name, model):
+                ids[name] = full_id(model, settings, trained=True)
     return request.model_copy(update=ids)
 
 
@@ -285,7 +302,7 @@ def forecast(
 
 def sweep(
     request: Request,
-    values: Mapping[str, Sequence[Any]],
+    values: Mapping[str, Iterable[Any]],
     seeds: int = 1,
     parallel: int = 1,
     settings: Settings | None = None,
@@ -293,8 +310,9 @@ def sweep(
 ) -> list[Job]:
     """Run a job for each combination of the values, with each of `seeds` seeds, to their ends.
 
-    `parallel` run at a time; max_cost is for all of them. Returns the jobs, that of the lowest loss
-    first. Jobs that run when this is interrupted go on. Raises as `launch`.
+    values: of hyperparameters, or of `size` or `preset`, as lists, ranges or arrays. `parallel` run
+    at a time; max_cost is for all of them. Returns the jobs, that of the lowest loss first. Jobs
+    that run when this is interrupted go on. Raises as `launch`.
     """
     settings = settings or load_settings()
     plan = plan_sweep(with_full_ids(request, settings), settings, values, seeds, parallel)
@@ -315,7 +333,7 @@ def job(reference: str = "latest", settings: Settings | None = None) -> Job:
     Only a full id may be of somebody else's job; it is not looked for before the job is used.
     """
     settings = settings or load_settings()
-    job_id = full_id(reference, settings)
+    job_id = full_id(plain(reference), settings)
     if not FULL_ID.fullmatch(job_id):
         find(job_id, settings)  # says that there is none
     return Job(job_id, settings)

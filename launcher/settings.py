@@ -19,6 +19,7 @@ from pydantic_settings import (
 )
 
 from launcher.errors import InputError, did_you_mean, must_be
+from launcher.values import plain
 
 
 def default_home() -> Path:
@@ -100,7 +101,7 @@ class Settings(BaseSettings):
 
     def __init__(self, **values: Any) -> None:
         try:
-            super().__init__(**values)
+            super().__init__(**plain(values))
         except ValidationError as error:
             first = error.errors()[0]
             name, given = str(first["loc"][0]), first["input"]

@@ -139,6 +139,26 @@ def test_three_runs_are_plotted_by_what_varies():
     assert compare(runs[:2]).varied == []
 
 
+def of_size(size: float, **explicit: Any) -> Run:
+    run = made_up(f"s{size:g}", "characters", size, size, n_embd=64 * size, **explicit)
+    summary = " ".join([f"size {size:g}", *(f"{name}={v}" for name, v in explicit.items())])
+    return replace(run, job=TrainingJob(data="/data", size=size, summary=summary))
+
+
+def test_runs_of_several_sizes_differ_in_their_size():
+    report = compare([of_size(1), of_size(2), of_size(3)])
+    assert (report.differing, report.varied) == (["size"], ["size"])
+    assert "n_embd" not in report.shared
+    assert [run.label for run in report.runs] == ["s1, size 1", "s2, size 2", "s3, size 3"]
+
+
+def test_what_is_set_besides_a_size_is_a_difference():
+    assert compare([of_size(1, max_steps=7), of_size(2)]).differing == ["max_steps", "size"]
+    seeds = [of_size(1, seed=1), of_size(1, seed=2), of_size(2, seed=1), of_size(2, seed=2)]
+    ranks = compare(seeds).over_seeds
+    assert [(rank.values["size"], len(rank.losses)) for rank in ranks] == [(1, 2), (2, 2)]
+
+
 def test_several_seeds_have_a_mean_and_a_spread():
     settings = [(0.1, 1, 2.0), (0.1, 2, 3.0), (0.2, 1, 2.25), (0.2, 2, 2.5)]
     made = (made_up(f"{p}{n}", "characters", loss, 1, dropout=p, seed=n) for p, n, loss in settings)

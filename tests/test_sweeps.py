@@ -385,6 +385,15 @@ def test_the_last_try_of_a_member_is_its_newest():
         ("--sweep seed=1,2 --resume a-job", "--init-from a-job"),
         ("--sweep n_layer=1,2 --set n-layer=3", "--sweep n_layer: is given twice"),
         ("--sweep seed=1,2 --seeds 2", "--sweep seed: is given twice"),
+        ("--sweep size=1,2 --size 3", "--sweep size: is given twice"),
+        ("--sweep preset=quick,cpu --preset quick", "--sweep preset: is given twice"),
+        ("--sweep size=1,2 --preset quick", "--sweep size: is given twice"),
+        ("--sweep preset=quick,cpu --size 1", "--sweep preset: is given twice"),
+        ("--sweep size=1,2 --sweep preset=quick,cpu", "vary one of the two"),
+        ("--sweep size=1,99", "--size 99: must be at most 16"),
+        ("--sweep size=1,big", "--size big: must be"),
+        ("--sweep preset=quick,fast", "--preset fast: must be one of auto, "),
+        ("--sweep instance=local,ml.g5.xlarge", "there is no such hyperparameter"),
         ("--parallel 2", "--parallel is for jobs of a sweep"),
         ("--seeds 2 --detach", "--follow and --detach"),
         ("--sweep learning_rate=1e-3,0.001", "--sweep learning_rate=1e-3,0.001:"),
@@ -592,6 +601,26 @@ def test_a_local_sweep_starts_from_one_latest_model(job, text_file, cli):
     models = {local.job(f"{ran.out.strip()}-{n}").init_from for n in (1, 2)}
     assert len(models) == 1
     assert job.job_id in str(models)
+
+
+@pytest.mark.parametrize("varied", ["size=0.5,1", "preset=quick,auto"])
+def test_a_sweep_varies_sizes_and_presets(home, cli, text_file, varied):
+    name, _, values = varied.partition("=")
+    words = ["--sweep", varied, *launching.sets(max_steps=2, sample_length=0, device="cpu")]
+    ran = cli(*LOCAL, "--data", str(text_file), *words, "--name", "grid").good
+    table = cli("jobs", "--group", "grid").good.out.splitlines()
+    assert table[0].split()[-3:-2] == [name]
+    assert {line.split()[4] for line in table[1:]} == set(values.split(","))
+    first = LocalBackend(Settings(home=home)).job(f"{ran.out.strip()}-1")
+    assert str(getattr(first, name)) == values.partition(",")[0]
+    assert "max_steps=2" in first.summary
+
+
+def test_a_member_that_is_started_again_keeps_its_size(home, text_file):
+    request = Request(instance="local", data=str(text_file), hyperparameters={"max_steps": 2})
+    sweep = Sweep(job=request, members=[{"size": 0.5, "seed": 3}], parallel=1)
+    job = prepare_member(sweep, 1, Settings(home=home), f"{GROUP}-1-try2").job
+    assert (job.size, job.hyperparameters["seed"], job.config(1).max_steps) == (0.5, 3, 2)
 
 
 def test_parallel_local_jobs_share_the_cores(home, cli, text_file, monkeypatch):

@@ -80,7 +80,8 @@ if TYPE_CHECKING:
 )
 @valued(
     "--sweep KEY=V1,V2,...",
-    "Launch a job for each value of a hyperparameter; several --sweep make a grid.",
+    "Launch a job for each value of a hyperparameter, of size, or of preset; several --sweep make a"
+    " grid.",
 )
 @valued("--seeds N", "Launch each job of a sweep with N seeds (default: 1).", default=1)
 @valued("--parallel N", "Number of jobs of a sweep that run at a time (default: 1).")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from launcher.cli.words import command, reason_of, remedies, remedy
-from launcher.errors import ServiceError
+from launcher.errors import ServiceError, shortened
 
 if TYPE_CHECKING:
     from launcher.curve import Curve
@@ -38,9 +38,7 @@ def shown(text: str) -> str:
 
     File names, logs and answers of AWS may contain anything.
     """
-    text = escaped(text)
-    # The end of a message says what to do.
-    return text if len(text) <= 1000 else f"{text[:700]} ... {text[-300:]}"
+    return shortened(escaped(text))
 
 
 def explain(description: JobDescription, settings: Settings) -> str:

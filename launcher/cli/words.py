@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.errors import LauncherError
+from launcher.errors import LauncherError, shortened
 
 if TYPE_CHECKING:
     from launcher.job import JobDescription
@@ -50,7 +50,7 @@ REMEDIES: dict[str, str] = {
     " `{sm} launch --sweep KEY=V1,V2` starts one",
     "sweep-of-one": "to start the jobs of a sweep from its weights, use --init-from {job_id}",
     "no-search": "`{sm} try start NAME` begins one",
-    "swept-and-set": "leave it out of --sweep, or of --set, --config and --seeds",
+    "swept-and-set": "leave it out of --sweep, or of --set, --config, --seeds, --size and --preset",
     # models, views
     "not-a-model": "`{sm} fetch-and-sample JOB-ID` prints the directory of a model after `model:`,"
     " and `save_pretrained` of transformers writes one",
@@ -186,7 +186,10 @@ def remedies(error: object) -> list[str]:
 
 def sentence(error: LauncherError) -> str:
     """An error in the words of the command line: its option, what is wrong, what to do."""
-    given = option(error.field) if error.field else ""
-    given += f" {error.value}" if error.value is not None else ""
-    said = f"{given}: {error.problem}" if given else error.problem
-    return "; ".join([said, *remedies(error)])
+    message = error.problem
+    if error.names_field:
+        subject = option(error.field)
+        if error.value is not None:
+            subject = shortened(f"{subject} {error.value}", 200)
+        message = f"{subject}: {message}"
+    return "; ".join([message, *remedies(error)])

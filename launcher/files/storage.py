@@ -36,6 +36,7 @@ T = TypeVar("T")
 CHUNK_BYTES = 1 << 22
 PART_BYTES = 1 << 24
 PARALLEL_PARTS = 8
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # characters, on every system
 TEMPORARY = ".tmp"  # suffix of files that are being written
 # In /opt/ml/checkpoints, files that are being written end in *-ignore, which SageMaker does not
 # upload. It makes the others beside a file that it uploads.
@@ -55,9 +56,14 @@ def to_uri(location: str | Path) -> str:
 
 
 def path_of(word: str | Path) -> Path:
-    """The path that a user typed; `~` is the home directory. Raises InputError if it is empty."""
+    """The path that a user typed; `~` is the home directory. Raises InputError if it is empty, or
+    so long that it is a text."""
     if word == "":
         raise InputError("the path is empty: give a path or s3://bucket/prefix")
+    longest_name = max(map(len, str(word).split("/")))
+    if longest_name > LONGEST_NAME or len(str(word)) > LONGEST_PATH:
+        shown = " ".join(str(word)[:40].split())
+        raise InputError(f"{shown!r}... is a text, not a path: write it to a file")
     return expand_user(word)
 
 

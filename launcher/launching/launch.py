@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from launcher import machines
 from launcher.aws import NotAsked
-from launcher.errors import InputError, ServiceError
+from launcher.errors import InputError, ServiceError, about
 from launcher.files import storage
 from launcher.files.progress import byte_progress
 from launcher.finding import Backend, Listing, find
@@ -121,7 +121,8 @@ class Draft:
 def fill(asked: Request, settings: Settings, known: Texts | None = None) -> Draft:
     """Choose what a request leaves open: from the earlier job, the settings, the initial model, the
     text, and the defaults of the machine."""
-    request, earlier = asked, find_earlier(asked, settings)
+    with about("resume", asked.resume):
+        request, earlier = asked, find_earlier(asked, settings)
     if earlier is not None:
         request, earlier = resumed(asked, earlier, settings)
     check_name(request, settings)
@@ -133,14 +134,17 @@ def fill(asked: Request, settings: Settings, known: Texts | None = None) -> Draf
         settings = backend.settings = cloud_settings(backend)
         request = prescribed(request, settings)
     near = backend.settings
-    request = with_folder(request)
+    with about("entry_point", request.entry_point):
+        request = with_folder(request)
     models, base = dict[str, start.InitialModel](), earlier.job.base if earlier else None
     if asked.init_from is not None:
-        models["init_from"] = model = start.find_model(request, near)
+        with about("init_from", asked.init_from):
+            models["init_from"] = model = start.find_model(request, near)
         values = {"hyperparameters": model.hyperparameters, "init_from": model.channel.uri}
         request, base = request.model_copy(update=values), model.name
     if asked.teacher is not None:
-        models["teacher"] = teacher = start.find_model(request, near, "teacher")
+        with about("teacher", asked.teacher):
+            models["teacher"] = teacher = start.find_model(request, near, "teacher")
         request = request.model_copy(update={"teacher": teacher.channel.uri})
     gpu = machines.looks_like_gpu(request.instance or "local")
     if gpu and request.preset is request.size is None and not (asked.resume or asked.init_from):
@@ -148,7 +152,8 @@ def fill(asked: Request, settings: Settings, known: Texts | None = None) -> Draf
     if request.preset != "auto" and request.size is None:
         request.config(1)  # tells of a mistake before a long text is read
     texts = known or find_texts(request, settings, near)
-    request = start.sized(request, texts)
+    with about("data", request.data):
+        request = start.sized(request, texts)
     request = start.with_whole_windows(request, texts["data"])
     job = complete(request, texts, base)
     summary = summary_of(job, asked.hyperparameters.keys())
@@ -384,7 +389,9 @@ def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None
         return
     if machines.looks_like_gpu(job.instance) and getattr(job.config(1), "device", "") == "cpu":
         what = f"preset {job.preset}" if job.preset else "the job"
-        raise InputError(f"{what} trains on the CPU, and {job.instance} has GPUs", "idle-gpus")
+        problem = f"{what} trains on the CPU, and {job.instance} has GPUs"
+        with about("instance", job.instance):
+            raise InputError(problem, "idle-gpus")
 
 
 def log_choices(asked: Request, job: TrainingJob, text: Channel) -> None:

@@ -12,21 +12,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from launcher.errors import ServiceError
+from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Count, Document, Scalar
 from launcher.files.moved import find_moved
 from launcher.job import JobDescription, Request, UnreadableJob
 from launcher.settings import Settings
+from launcher.values import plain
 
 MEMBER = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-try(\d+))?")
 
 Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number, the newest last
 Values = Mapping[str, Sequence[Scalar]]  # what a sweep varies, by name
+MODEL_CHOICES = ("size", "preset")  # fields of a request that a sweep varies as hyperparameters
 
 
 class Sweep(Document):
@@ -36,11 +38,46 @@ class Sweep(Document):
     members: list[dict[str, Scalar]]
     parallel: Annotated[Count, Field(ge=1)]
 
+    def fields_of(self, number: int) -> dict[str, Any]:
+        """The fields of a request that a member has of its own, with all its hyperparameters."""
+        values = self.members[number - 1]
+        fields: dict[str, Any] = {n: value for n, value in values.items() if n in MODEL_CHOICES}
+        varied = {n: value for n, value in values.items() if n not in MODEL_CHOICES}
+        return {**fields, "hyperparameters": {**self.job.hyperparameters, **varied}}
+
     def left(self, tries: Tries) -> list[int]:
         """The numbers of the members that have to be started, for the first time or again."""
         newest = {number: each[-1] for number, each in tries.items() if each}
         done = {n for n, job in newest.items() if job.is_running or job.status == "Completed"}
         return [number for number in range(1, len(self.members) + 1) if number not in done]
+
+
+def listed(name: str, values: Any) -> list[Any]:
+    """The values of a name: of a list, a range, an array, or anything else that yields them."""
+    values = plain(values)
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InputError(f"{name} needs a list of values, not {values!r}", field="sweep")
+    values = [plain(value) for value in values]
+    if not values:
+        raise InputError("has no values", field="sweep", value=name)
+    if len({repr(value) for value in values}) < len(values):
+        raise InputError("a value is given twice", field="sweep", value=name)
+    return values
+
+
+def check_varied(varied: Values, request: Request, seeds: int) -> None:
+    """Raise InputError if the request sets what a sweep varies. A size and a preset set the same
+    hyperparameters, so they count as one."""
+    settled = set(request.hyperparameters)
+    if seeds > 1:
+        settled.add("seed")
+    if any(name in request.given() for name in MODEL_CHOICES):
+        settled.update(MODEL_CHOICES)
+    if both := varied.keys() & settled:
+        raise InputError("is given twice", "swept-and-set", "sweep", min(both))
+    if varied.keys() >= set(MODEL_CHOICES):
+        problem = "a preset sets the size of the model too; vary one of the two"
+        raise InputError(problem, field="sweep", value="size")
 
 
 def grid(sweep: Values, seeds: int, first: int) -> list[dict[str, Scalar]]:

@@ -22,7 +22,7 @@ from launcher.job import FULL_ID, JobDescription, Request
 from launcher.launching import records
 from launcher.launching.launch import Plan, check_name, new_job_id, prepare
 from launcher.launching.pot import Pot, costs_of, pot_of, prepare_affordable, slots_for
-from launcher.launching.records import Sweep, Tries, Values, record_of, tail_of
+from launcher.launching.records import Sweep, Tries, record_of, tail_of
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker.cost import CeilingTooLow
 from launcher.settings import Settings
@@ -117,8 +117,7 @@ def prepare_member(
     with the same texts and folder, which are not read again. Raises CeilingTooLow if even the
     shortest run costs more.
     """
-    given = sweep.job.given()
-    given["hyperparameters"] = {**sweep.job.hyperparameters, **sweep.members[number - 1]}
+    given = {**sweep.job.given(), **sweep.fields_of(number)}
     resumed_cost = 0.0
     if tries:
         backend = backend_for(sweep.job.instance or "local", settings)
@@ -139,22 +138,19 @@ def prepare_member(
 
 
 def plan_sweep(
-    request: Request, settings: Settings, values: Values, seeds: int, parallel: int
+    request: Request, settings: Settings, values: Mapping[str, Any], seeds: int, parallel: int
 ) -> SweepPlan:
     """Check and price the jobs of a new sweep: each combination of the values, with each of `seeds`
-    seeds, `parallel` jobs at a time. Raises as `prepare` if a job cannot run.
+    seeds, `parallel` jobs at a time. Raises InputError if the values are no lists, or as `prepare`
+    if a job cannot run.
     """
-    given = {*request.hyperparameters, *["seed"] * (seeds > 1)}
-    values = {name.replace("-", "_"): each for name, each in values.items()}
     if (job_id := request.resume) is not None:
         raise InputError("continues one job", "sweep-of-one", "resume", job_id, job_id=job_id)
-    if both := values.keys() & given:
-        raise InputError("is given twice", "swept-and-set", "sweep", min(both))
+    varied = {name.replace("-", "_"): records.listed(name, each) for name, each in values.items()}
+    records.check_varied(varied, request, seeds)
     if request.is_local and parallel > 1 and request.processes_per_instance is None:
         request = request.model_copy(update={"processes_per_instance": 1})
-    if empty := [name for name, each in values.items() if not each]:
-        raise InputError("has no values", field="sweep", value=empty[0])
-    members = records.grid(values, seeds, int(request.hyperparameters.get("seed", 1337)))
+    members = records.grid(varied, seeds, int(request.hyperparameters.get("seed", 1337)))
     check_name(request, settings)
     if request.name is not None:  # jobs that continue the sweep have names too
         request.replaced(name=f"{request.name}-{len(members)}-try99")

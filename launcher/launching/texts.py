@@ -9,7 +9,7 @@ from typing import Any
 
 from entry_point.files import LARGEST_TEXT, TOO_MUCH_TEXT
 from launcher.aws import NotAsked
-from launcher.errors import InputError
+from launcher.errors import InputError, about
 from launcher.files import storage
 from launcher.job import Request
 from launcher.settings import Settings
@@ -88,10 +88,14 @@ def find_channel(location: str, settings: Settings) -> Channel:
 
 def find_texts(request: Request, settings: Settings, near: Settings) -> dict[str, Channel]:
     """Where the job, whose store is that of `near`, reads its texts, by the job's fields."""
-    named = {"data": request.data or corpus.last_upload(settings), "validation": request.validation}
-    return {
-        n: find_channel(corpus.located(text, settings), near) for n, text in named.items() if text
-    }
+    with about("data"):
+        data = request.data or corpus.last_upload(settings)
+    named, channels = {"data": data, "validation": request.validation}, {}
+    for name, text in named.items():
+        if text:
+            with about(name, text):
+                channels[name] = find_channel(corpus.located(text, settings), near)
+    return channels
 
 
 def check_texts(channels: Texts, config: Any) -> None:
@@ -102,11 +106,12 @@ def check_texts(channels: Texts, config: Any) -> None:
     for name, channel in channels.items():
         if (text := channel.upload) is None:
             continue
-        if not text.train_tokens and getattr(config, "mask_documents", False):
-            problem = "mask_documents needs tokens, whose documents have an end"
-            raise InputError(f"{channel.named}: {problem}", "needs-ends")
-        if problem := problem_of(text, config, "" if len(channels) == 1 else name):
-            raise InputError(f"{channel.named}: {problem}")
+        with about(name, channel.named):
+            if not text.train_tokens and getattr(config, "mask_documents", False):
+                problem = "mask_documents needs tokens, whose documents have an end"
+                raise InputError(f"{channel.named}: {problem}", "needs-ends")
+            if problem := problem_of(text, config, "" if len(channels) == 1 else name):
+                raise InputError(f"{channel.named}: {problem}")
         if longer := sum(n for context, n in text.contexts.items() if context > config.block_size):
             many = f"{longer:,} of {text.documents:,} conversations are longer than"
             end = "they end with the last answer that fits, or are left out"

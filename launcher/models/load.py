@@ -29,8 +29,10 @@ from entry_point.model import GPT
 from entry_point.text import Tokenizer, read_json, read_tokenizer
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, Count, Damaged, Document, Scalar, parse
+from launcher.files.storage import path_of
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source
+from launcher.values import plain
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ def load_model(
     Raises ServiceError if the directory holds no model of sm-nanogpt, nor one of Qwen3's
     architecture, and InputError if the model needs the folder that trained it, which is not here.
     """
-    directory = Path(directory)
+    directory = path_of(plain(directory))
     ours = any((directory / name).exists() for name in ("SHA256SUMS", "training.json"))
     published = (directory / "config.json").exists() and not ours
     try:

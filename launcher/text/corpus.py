@@ -36,6 +36,7 @@ from launcher.settings import Settings, load_settings
 from launcher.text.copies import copied, in_thread, name_of, temporary
 from launcher.text.files import find_files, read_plain
 from launcher.text.formats import File, opened, stored
+from launcher.values import plain
 
 if TYPE_CHECKING:  # it imports torch
     from entry_point.text import Tokenizer
@@ -79,7 +80,7 @@ class Upload:
 
 
 def upload_data(
-    paths: str | Path | Iterable[str | Path],
+    paths: str | Path | Upload | Iterable[str | Path | Upload],
     settings: Settings | None = None,
     progress: Progress = lambda n: None,
     tokenizer: str | Path | None = None,
@@ -105,12 +106,14 @@ def upload_data(
     Raises InputError if the files are not text or are too short to train on, and as with_store
     does; ServiceError if the store failed.
     """
-    paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    tokenizer, vocab_size, given = plain(tokenizer), plain(vocab_size), plain(paths)
+    given = [given] if isinstance(given, str) else given
+    locations: list[str] = [plain(path) for path in given]
     include, exclude = ((each,) if isinstance(each, str) else each for each in (include, exclude))
     if vocab_size is not None and tokenizer != "bpe":
         raise InputError("needs the tokenizer bpe", field="vocab_size", value=vocab_size)
-    settings, name = settings or load_settings(), name_of(paths[0]) if paths else "no path"
-    with copied(paths, settings, progress) as (here, fill):
+    settings, name = settings or load_settings(), name_of(locations[0]) if locations else "no path"
+    with copied(locations, settings, progress) as (here, fill):
         # A wrong path is refused before AWS is asked.
         files = find_files(here, include, exclude, tokenizer is not None, encoding, column, fill)
         settings = with_store(settings)

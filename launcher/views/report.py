@@ -15,6 +15,7 @@ from launcher.finding import find
 from launcher.job import JobDescription, TrainingJob, end_of
 from launcher.judge.evaluation import Evaluation, kept
 from launcher.launching.launch import shortest
+from launcher.launching.records import MODEL_CHOICES
 from launcher.launching.sweeps import Rank, differences, ranking
 from launcher.settings import Settings
 from launcher.text.corpus import Upload, known_upload
@@ -111,6 +112,7 @@ class Run:
         places = {name: getattr(job, name) for name in names}
         return {
             **d.hyperparameters,
+            **{name: getattr(job, name) for name in MODEL_CHOICES},
             "instance": d.instance,
             "instance_count": d.instance_count,
             **{name: (at or "").rstrip("/").rpartition("/")[2] for name, at in places.items()},
@@ -142,16 +144,18 @@ class Report:
     @property
     def varied(self) -> list[str]:
         """The hyperparameters to plot the result against: one to four numbers, of three runs."""
-        values = [run.description.hyperparameters for run in self.runs]
-        names = [name for name in differences(values) if name != "seed"]
-        fit = all(type(each.get(name)) in (int, float) for each in values for name in names)
-        return names if fit and len(names) <= 4 and len(values) >= 3 else []
+        hyperparameters = {*self.runs[0].description.hyperparameters, *MODEL_CHOICES} - {"seed"}
+        names = [name for name in self.differing if name in hyperparameters]
+        values = [run.configuration.get(name) for run in self.runs for name in names]
+        fit = all(type(value) in (int, float) for value in values)
+        return names if fit and len(names) <= 4 and len(self.runs) >= 3 else []
 
     @property
     def shared(self) -> dict[str, Any]:
         """The hyperparameters that all runs have in common."""
-        values = self.runs[0].description.hyperparameters
-        return {name: value for name, value in values.items() if name not in self.differing}
+        values = [run.description.hyperparameters for run in self.runs]
+        different = differences(values)
+        return {name: value for name, value in values[0].items() if name not in different}
 
     @property
     def validated_alike(self) -> bool:
@@ -163,7 +167,9 @@ class Report:
         """The configurations with the spread of their losses, if one was run with several seeds."""
         bests = [{"best_loss": run.best.get("val_loss")} for run in self.runs]
         runs = zip(self.runs, bests, strict=True)
-        ranks = ranking([replace(run.description, metrics=best) for run, best in runs])
+        jobs = [replace(run.description, metrics=best) for run, best in runs]
+        values = [{name: run.configuration[name] for name in self.differing} for run in self.runs]
+        ranks = ranking(jobs, values)
         several = any(len(rank.losses) > 1 for rank in ranks)
         return ranks if several and not self.per_byte else []
 
@@ -203,7 +209,9 @@ def read_run(job_id: str, settings: Settings) -> Run:
 
 def compare(runs: Sequence[Run]) -> Report:
     """Rank the runs, and name each by its id and what sets it apart."""
+    set_by_model = hyperparameters_of_models(runs)
     differing = differences([run.configuration for run in runs])
+    differing = [name for name in differing if name not in set_by_model]
     report = Report(runs, differing, len({run.tokenizer for run in runs}) > 1)
     ranked = sorted(runs, key=report.score)
     named = []
@@ -212,6 +220,19 @@ def compare(runs: Sequence[Run]) -> Report:
         label = ", ".join([run.short_name, *(apart if len(apart) <= 2 else [])])
         named.append(replace(run, label=label))
     return replace(report, runs=named)
+
+
+def hyperparameters_of_models(runs: Sequence[Run]) -> set[str]:
+    """The hyperparameters that differ only because the runs are of several sizes, or of several
+    presets: those that no run sets besides, by its summary."""
+    jobs = [run.job for run in runs]
+    for choice in MODEL_CHOICES:
+        values = {getattr(job, choice) for job in jobs}
+        if len(values) < 2 or None in values or not all(job.summary for job in jobs):
+            continue
+        explicit = {name for job in jobs for name in re.findall(r"(\w+)=", job.summary)}
+        return {*runs[0].description.hyperparameters} - explicit
+    return set()
 
 
 def plain(value: Any) -> str:

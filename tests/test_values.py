@@ -1,0 +1,173 @@
+"""What Python users pass: numbers of other libraries, arrays, paths, uploads, jobs, texts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import sm_nanogpt as sm
+from launcher.launching.records import listed
+from launcher.values import plain
+
+TEXT = "\n".join(f"line {n} of a text that stands where a path belongs" for n in range(200))
+FULL_ID = "sm-nanogpt-20260101-000000-abcdef"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.int64(3), 3),
+        (np.float64(0.5), 0.5),
+        (np.bool_(True), True),
+        (np.str_("adamw"), "adamw"),
+        (np.array(3), 3),
+        (torch.tensor(3), 3),
+        (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (pd.Series([3])[0], 3),
+        (Fraction(1, 2), 0.5),
+        (True, True),
+        ("text", "text"),
+    ],
+)
+def test_a_value_of_another_library_becomes_pythons(value, expected):
+    assert (plain(value), type(plain(value))) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (np.logspace(-2, -1, 2), [0.01, 0.1]),
+        (np.arange(1, 3), [1, 2]),
+        (np.array(["muon", "adamw"]), ["muon", "adamw"]),
+        (torch.tensor([1, 2]), [1, 2]),
+        (pd.Series([0.5, 0.25]), [0.5, 0.25]),
+        (pd.Index([1, 2]), [1, 2]),
+        (range(2, 4), [2, 3]),
+        ((np.int64(n) for n in (1, 2)), [1, 2]),
+        ({1: "a", 2: "b"}.keys(), [1, 2]),
+    ],
+)
+def test_a_sweep_takes_any_sequence_of_values(values, expected):
+    taken = listed("x", values)
+    assert taken == expected
+    assert [type(value) for value in taken] == [type(value) for value in expected]
+
+
+@pytest.mark.parametrize("values", [5, "adamw", np.array(5), [], np.array([]), [1, 1], [0.1, 0.1]])
+def test_no_list_of_different_values_is_refused(values):
+    with pytest.raises(sm.InputError) as caught:
+        listed("x", values)
+    assert caught.value.field == "sweep"
+    assert "x" in str(caught.value)
+
+
+def test_a_request_takes_numbers_of_numpy_as_pythons():
+    values = {"max_steps": np.int64(3), "tie_embeddings": np.bool_(True)}
+    request = sm.Request(instance=np.str_("local"), hyperparameters=values)
+    assert repr(request.hyperparameters) == "{'max_steps': 3, 'tie_embeddings': True}"
+    spent = sm.Request(instance="ml.g5.xlarge", max_cost=Decimal("2.5"), max_run=np.int32(600))
+    assert (spent.max_cost, spent.max_run) == (2.5, 600)
+
+
+def test_a_request_takes_paths_uploads_and_jobs(home, text_file):
+    data = sm.upload_data([text_file])
+    assert sm.Request(instance="local", data=Path("~/x.txt")).data == "~/x.txt"
+    assert sm.Request(instance="local", data=data, validation=data).data == data.uri
+    assert sm.Request(instance="local", init_from=sm.Job(FULL_ID)).init_from == FULL_ID
+    assert sm.Settings(store=home / "store").store == str(home / "store")
+
+
+def test_an_upload_takes_lists_of_paths_of_any_kind(home, text_file, tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name + text_file.read_text()[:9000])
+    names = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    files = [np.array(names), pd.Series(names), map(Path, names), [np.str_(n) for n in names]]
+    assert {sm.upload_data(paths).files for paths in files} == {("a.txt", "b.txt")}
+    assert sm.upload_data(sm.upload_data(names)).files == ("a.txt", "b.txt")
+
+
+def test_the_home_directory_of_a_path_is_found(home, text_file):
+    (Path.home() / "mine.txt").write_text(text_file.read_text())
+    assert sm.upload_data(Path("~/mine.txt")).files == ("mine.txt",)
+
+
+def test_values_need_no_numpy():
+    words = "import sys; sys.modules['numpy'] = None; from launcher.values import plain; plain([1])"
+    subprocess.run([sys.executable, "-c", words], check=True)
+
+
+def local(**fields: Any) -> sm.Plan:
+    return sm.prepare(sm.Request(instance="local", **fields))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        sm.upload_data,
+        sm.load_model,
+        sm.job,
+        lambda text: local(data=text),
+        lambda text: local(init_from=text),
+        lambda text: local(teacher=text),
+        lambda text: local(entry_point=text),
+        lambda text: local(preset=text),
+        lambda text: local(hyperparameters={"learning_rate": text}),
+        lambda text: local(hyperparameters={text: 1}),
+        lambda text: sm.Request(instance="local", name=text),
+        lambda text: sm.Request(instance=text),
+    ],
+)
+def test_a_text_in_a_wrong_place_gives_a_short_error(home, text_file, call):
+    sm.upload_data(text_file)
+    with pytest.raises((sm.InputError, sm.Missing)) as caught:
+        call(TEXT)
+    assert len(str(caught.value)) < 1100 < len(TEXT)
+
+
+@pytest.mark.parametrize("location", [TEXT, "a/" * 5000])
+def test_a_text_for_a_path_is_called_so(home, location):
+    with pytest.raises(sm.InputError, match="is a text, not a path"):
+        sm.upload_data(location)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"preset": "fast"}, "preset"),
+        ({"hyperparameters": {"n_layr": 3}}, "hyperparameters"),
+        ({"hyperparameters": {"n_layer": 0}}, "hyperparameters"),
+        ({"hyperparameters": {"n_layer": [1]}}, "hyperparameters"),
+        ({"hyperparameters": {"n_embd": 7}}, "hyperparameters"),
+        ({"data": "nofile.txt"}, "data"),
+        ({"data": "no-upload-0123456789ab"}, "data"),
+        ({"validation": "nofile.txt"}, "validation"),
+        ({"validation": "short.txt"}, "validation"),
+        ({"init_from": "nope"}, "init_from"),
+        ({"teacher": "./nope"}, "teacher"),
+        ({"resume": "nope"}, "resume"),
+        ({"entry_point": "nope"}, "entry_point"),
+        ({"size": 99}, "size"),
+        ({"name": "latest"}, "name"),
+    ],
+)
+def test_an_error_about_a_field_has_its_name_and_value(home, text_file, tmp_path, fields, field):
+    sm.upload_data(text_file)
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises((sm.InputError, sm.ServiceError)) as caught:
+        local(**fields)
+    assert (caught.value.field, str(caught.value.value)) == (field, str(fields[field]))
+
+
+def test_a_launch_without_any_upload_is_about_data(home):
+    with pytest.raises(sm.InputError) as caught:
+        local()
+    assert (caught.value.field, caught.value.value) == ("data", None)
