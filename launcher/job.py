@@ -185,6 +185,8 @@ class Request(BaseModel):
 
     def _violations(self) -> Iterator[tuple[str, object, str]]:
         """Yield the fields that SageMaker's API would refuse, with their values, and why."""
+        if self.is_local:
+            return
         preferences = [{"InstanceType": name} for name in self.instances]
         for name, value, shape in (
             ("instance", preferences, "InstancePreferenceList"),
