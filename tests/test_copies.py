@@ -19,6 +19,7 @@ from launcher.text.copies import copied as copies_of
 from launcher.text.copies import name_of
 from sm_nanogpt import InputError, ServiceError, Settings
 
+BPE = ("--tokenizer", "bpe", "--vocab-size", "300")
 FILES = {
     "README.md": b"the card",
     "train.csv": b"text\nhello\n",
@@ -242,11 +243,22 @@ def test_standard_input_is_read_by_its_content(cli, monkeypatch):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows), isatty=bool))
     more = ("--tokenizer", "bpe", "--vocab-size", "300", "--column", "Review")
     assert "90 documents" in cli("upload-data", "-", *more).good.err
+    rows = rows.replace(b"Review", b"text")
+    for options, fact in (((), "is a table, and records"), (BPE, "90 documents")):
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows), isatty=bool))
+        assert fact in cli("upload-data", "-", *options).err
     for text, fact in ((b"Rev, a\n", "records, and - is plain"), (b"%PDF-1", "`pdftotext FILE`")):
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text), isatty=bool))
         assert cli("upload-data", "-", "--column", "Review").failed(2, fact)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(lines), isatty=bool))
     assert cli("upload-data", "-").failed(2, "`sm-nanogpt upload-data - --tokenizer bpe`")
+
+
+def test_a_table_of_standard_input_is_never_silent(cli, monkeypatch):
+    rows = b"id,body\n" + b"".join(b"%d,a sea %d\n" % (n, n) for n in range(90))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows), isatty=bool))
+    err = cli("upload-data", "-", *BPE).good.err
+    assert "-: looks like a table, but is read as text; `--tokenizer bpe --column NAME`" in err
 
 
 def test_an_error_names_the_source_not_its_copy(hub, home):

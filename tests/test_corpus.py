@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -82,8 +83,16 @@ TAR = b"books/one.txt".ljust(257, b"\0") + b"ustar\x0000" + LONG.encode()
         ("binary.bin", b"\x7fELF\x00\x01" * 500, "binary"),
         ("late.bin", LONG.encode() * 10 + b"\x00", "zero at byte 45000"),
         ("short.txt", b"To be", "5 characters"),
-        ("latin.txt", LONG.encode() + b"caf\xe9 " * 5, r"\(byte 4503\).*'[^']*café.*cp1252`"),
-        ("win.txt", LONG.encode() + b"\x93quoted\x94" * 5, r"\(byte 4500\).*“quoted”.*cp1252`"),
+        (
+            "latin.txt",
+            LONG.encode() + b"caf\xe9 " * 5,
+            r"\(line 101, column 4: byte 0xe9\).*'[^']*café.*cp1252`",
+        ),
+        (
+            "win.txt",
+            LONG.encode() + b"\x93quoted\x94" * 5,
+            r"\(line 101, column 1: byte 0x93\).*“quoted”.*cp1252`",
+        ),
         ("french.txt", WORDS.encode("cp1252"), "À l’heure.* --encoding cp1252`"),
         ("czech.txt", ("Příliš žluťoučký kůň. " * 90).encode("cp1250"), "--encoding cp1250`"),
         ("russian.txt", ("зимнюю пору я из лесу " * 90).encode("koi8-r"), "--encoding koi8_r`"),
@@ -106,6 +115,15 @@ TAR = b"books/one.txt".ljust(257, b"\0") + b"ustar\x0000" + LONG.encode()
         ("twice.gz", gzip.compress(gzip.compress(LONG.encode())), "binary"),
         ("texts/deep/bad.txt", b"\xff" * 100, "not UTF-8"),
         ("texts/meta.json", b"{}", "these are tokens"),
+        ("page.html", b"<p>", r"is an HTML page; `pandoc -f html \S* plain -o page.txt"),
+        ("page.txt", b"\n<!doctype HTML>" + LONG.encode(), "is an HTML page; "),
+        ("page.md", codecs.BOM_UTF8 + b'<?xml version="1.0"?><html>', "is an HTML page; "),
+        ("page.html.gz", gzip.compress(b"<html>"), r"`gunzip -k \S*` unpacks it; then `pandoc"),
+        ("a.ipynb", b"{}", "is a notebook; `jupyter nbconvert "),
+        ("a.arrow", b"\xff" * 4, "is an Arrow file; `python -c "),
+        ("a.bin", b"ARROW1\0\0", "is a Feather file; `python -c "),
+        ("texts/state.json", b"{}", "no text is there"),
+        ("a.parquet.gz", gzip.compress(b"PAR1"), r"is Parquet; `gunzip -k \S*` unpacks it"),
     ],
 )
 def test_what_is_not_text_is_refused_by_name(refusal, tmp_path, name, content, reason):
@@ -122,7 +140,8 @@ def test_what_is_not_text_is_refused_by_name(refusal, tmp_path, name, content, r
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        *((name, b'{"text": "a"}\n', "JSON lines") for name in ("A.JSONL", "a.ndjson", "a.json")),
+        *((name, b'{"text": "a"}\n', "JSON lines") for name in ("A.JSONL", "a.ndjson")),
+        ("a.json", b'{"text": "a"}\n', "JSON"),
         ("b.jsonl.gz", gzip.compress(b'{"text": "a"}\n'), "JSON lines"),
         ("array.json", b' [\n{"text": "a"}]', "JSON"),
         ("table.csv", b"text\na\n", "a table"),
@@ -133,7 +152,7 @@ def test_records_are_sent_to_a_tokenizer(refusal, tmp_path, name, content, what)
     (tmp_path / "only").mkdir()
     path = tmp_path / "only" / name
     path.write_bytes(content)
-    assert f"only/{name}: is {what}; " in (error := refusal(f"only/{name}"))
+    assert f"only/{name}: is {what}, " in (error := refusal(f"only/{name}"))
     assert re.search(rf"`sm-nanogpt upload-data \S*only/{name} --tokenizer bpe`", error)
     if path.suffix != ".txt":
         assert "only: no text is there; 1 file left out: 1 ." in (error := refusal("only"))
@@ -145,6 +164,56 @@ def test_json_that_is_called_text_is_warned_about(cli, tmp_path):
     (tmp_path / "notes.jsonl.txt").write_text(LONG)
     assert "chats.txt: looks like JSON" in cli("upload-data", "chats.txt").good.err
     assert "JSON" not in cli("upload-data", "notes.jsonl.txt").good.err
+
+
+@pytest.mark.parametrize("names", [("dataset_dict.json",), ("dataset_info.json", "state.json")])
+def test_a_saved_data_set_is_known_by_its_files(refusal, tmp_path, names):
+    (tmp_path / "texts/saved").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "texts/saved" / name).write_text("{}")
+    assert "load_from_disk('" in refusal("texts")
+
+
+def test_a_page_is_text_for_who_includes_it(home, tmp_path):
+    (tmp_path / "a.html").write_text(f"<html>{LONG}")
+    assert upload_data(tmp_path, include="*.html").files == ("a.txt",)
+
+
+def test_conversations_are_offered_the_tokens_of_a_model(cli, tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
+    assert cli("upload-data", "chats.jsonl").failed(2, "chats.jsonl --tokenizer JOB-ID` encodes")
+
+
+@pytest.mark.parametrize("text", ["id,text\n", "id,body\n"])
+def test_a_table_that_is_called_text_is_warned_about(cli, tmp_path, text):
+    (tmp_path / "table.txt").write_text(text + "1,a sea\n" * 99)
+    assert "table.txt: looks like a table" in cli("upload-data", "table.txt").good.err
+
+
+def test_a_full_temporary_folder_is_named(cli, tmp_path, monkeypatch):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(LONG.encode()))
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("launcher.text.formats.shutil.copyfileobj", fail)
+    ran = cli("upload-data", "a.txt.gz")
+    assert ran.failed(1, "is full, where a.txt.gz is unpacked; TMPDIR names another")
+
+
+def test_another_encoding_needs_no_temporary_file(home, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(WORDS.encode("utf-16"))
+    monkeypatch.setattr("tempfile.TemporaryFile", Mock(side_effect=OSError))
+    assert list(pieces_of(look(tmp_path / "a.txt"))) == [WORDS]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
+def test_a_small_file_unpacks_to_little(home, tmp_path, monkeypatch, pack):
+    monkeypatch.setattr("launcher.text.unpacking.RATIO_FREE_BYTES", 1 << 20)
+    (tmp_path / "a.txt.gz").write_bytes(pack(bytes([97]) * (1 << 23)))
+    with pytest.raises(InputError, match=r"a\.txt\.gz: unpacks to over \d+ MiB"):
+        upload_data(tmp_path / "a.txt.gz")
 
 
 # -- folders --------------------------------------------------------------------------------------
@@ -183,6 +252,28 @@ def test_a_folder_gives_its_texts_and_says_what_it_leaves(cli, notes):
     ):
         assert f"warning: notes: {left}" in ran.err
     assert "2 hidden, 1 virtual environment, 1 link to a folder" in ran.err
+
+
+def test_files_for_tests_are_warned_about(cli, tmp_path):
+    names = ("train", "test-00000", "testimony", "validation/a", "dev_b")
+    for name in names:
+        (tmp_path / f"texts/{name}.txt").parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"texts/{name}.txt").write_text(name + LONG)
+    options = ["--exclude", "dev_*", "--exclude", "test-*", "--exclude", "validation"]
+    ran = cli("upload-data", "texts").good
+    assert "also trained on, by their names for tests: " in ran.err
+    assert f"`{shlex.join(options)}`" in ran.err
+    ran = cli("upload-data", "texts", *options).good
+    assert "for tests" not in ran.err and "2 files" in ran.err
+    assert "for tests" not in cli("upload-data", "texts/validation").good.err
+
+
+def test_advice_is_for_files_that_were_looked_at(cli, notes):
+    (notes / "weights.bin").touch()  # as a copy that was not fetched
+    (notes / "packed.xyz").write_bytes(gzip.compress(LONG.encode()))
+    ran = cli("upload-data", "notes").good
+    assert "1 .bin" in ran.err and "--include '*.bin'" not in ran.err
+    assert "1 .xyz" in ran.err and "--include '*.xyz'" not in ran.err
 
 
 def test_patterns_add_and_leave_out(home, notes):
@@ -290,8 +381,8 @@ def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
     assert texts == [WORDS, LONG]
     with pytest.raises(InputError, match=r"a.txt: is not EUC_JP text"):
         upload_data(tmp_path / "texts", encoding="euc_jp")
-    for wrong in ("hex", "utf-nine"):
-        with pytest.raises(InputError, match=f"encoding={wrong}: unknown"):
+    for wrong in ("hex", "utf-nine", "idna", "undefined"):
+        with pytest.raises(InputError, match=f"encoding={wrong}: is no encoding"):
             upload_data(tmp_path / "texts", encoding=wrong)
 
 
@@ -301,6 +392,8 @@ def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
     [
         ("\x92", "U+0080 to U+009F"),
         ("\ufffd", "U+FFFD"),
+        ("Ã©", "read as Windows-1252"),
+        ("â€™", "read as Windows-1252"),
         ("\ra", "carriage returns"),
         ("\x1b[32mINFO\x1b[0m", "escape sequences"),
         ("\x1b]0;a title\x07", "escape sequences"),
@@ -383,7 +476,8 @@ def test_a_subdirectory_that_cannot_be_read_is_named(refusal, tmp_path, monkeypa
         return scandir(place)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    assert refusal("texts").endswith("texts/closed: Permission denied")
+    error = refusal("texts")
+    assert "texts/closed: Permission denied; `--exclude closed`" in error
 
 
 def test_a_text_that_changes_meanwhile_is_refused(home, cli, source, monkeypatch):

@@ -127,6 +127,7 @@ def twins() -> bytes:
 
 TWINS = twins()
 DEEP = b"[" * 100_000
+LONG_NUMBER = b"9" * 5_000
 
 
 @pytest.mark.parametrize(
@@ -138,23 +139,27 @@ DEEP = b"[" * 100_000
             (":1: ", "`text`", "`body`", "fields of text"),
         ),
         ("a.jsonl", lines([{}]), (":1: ", "`text`")),
-        ("a.jsonl", lines([{"text": ["a"]}]), (":1: ", "`text`")),
-        ("a.jsonl", b'"a"\n', (":1: ", "no JSON object")),
+        ("a.jsonl", lines([{"text": ["a"]}]), (":1: ", "`text`", "`jq -c '.text |= ")),
+        ("a.jsonl", b'"a"\n', (":1: ", "no object", "`jq -c '. | {text: .}' ")),
+        ("a.jsonl", b"5\n", (":1: ", "no JSON object")),
         ("a.json", b'[{"text": "a"}\n {"text": "b"}]', ("not JSON", "line 2 ")),
         ("a.json", b'[{"text": "a"}, {"text": "b"', ("not JSON", "line 1 ")),
         ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', ("Extra data", "line 2 ")),
-        ("a.json", DEEP, ("not JSON",)),
+        ("a.json", DEEP, ("not JSON", "nests too deeply")),
+        ("a.jsonl", DEEP, (":1: ", "nests too deeply")),
+        ("a.json", b"[%s]" % LONG_NUMBER, ("not JSON", "4,300 digits")),
+        ("a.jsonl", LONG_NUMBER, (":1: ", "4,300 digits")),
         ("a.json", b"[1]", ("item 1", "no JSON object")),
-        ("a.csv", b"id,body\n1,a\n", (":2: ", "`text`", "`id`, `body`", "fields of text")),
+        ("a.csv", b"id,body\n1,a\n", (":1: ", "`text`", "`id`, `body`", "fields of text")),
         ("a.csv", HEAD + b'2,"b\n', (":3: ", "doubled")),
         ("a.csv", HEAD + b'2,"b"c\n', (":3: ", "doubled")),
         ("a.csv", HEAD + b"2,b,c\n", (":3: ", "3 cells", "has 2")),
         ("a.csv", HEAD + b"2\n", (":3: ", "1 cell", "has 2")),
         ("a.parquet", parquet([{"id": 1, "body": "a"}]), (": ", "`text`", "of text: `body`")),
-        ("a.parquet", parquet([{"text": 1}]), ("row 1", "`text` is no text")),
+        ("a.parquet", parquet([{"text": 1, "b": "a"}]), ("`text` is int64", "of text: `b`")),
         ("a.parquet", TWINS, ("two columns", "`text`")),
         ("a.csv", b"text,text\na,b\n", ("two columns", "`text`")),
-        ("a.jsonl", b'{\n"text": "a"\n}\n', (":1: ", "on one line, ", "`jq -c . FILE`")),
+        ("a.jsonl", b'{\n"text": "a"\n}\n' * 2, (":1: ", "on one line, ", "`jq -c . FILE`")),
         ("a.json", b'[{"title": "a", "mapping": {}}]', ("item 1", "ChatGPT's own export")),
         ("a.parquet", b"PAR1" + b"x" * 100, ("damaged",)),
         ("a.parquet", parquet([{"text": "a" * 9999}], compression=None)[:5000], ("damaged",)),
@@ -167,6 +172,54 @@ def test_a_record_without_text_is_refused_with_its_place(name, content, facts, t
     assert str(raised.value).startswith(f"{tmp_path / name}")
     assert all(fact in str(raised.value) for fact in facts), raised.value
     assert "\n" not in str(raised.value)
+
+
+def parquet_of(**columns: pa.Array) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table(columns), file)
+    return file.getvalue()
+
+
+NEVER = pa.array([253402300800000], pa.timestamp("ms"))  # 10000-01-01, which Python has not
+STRUCT = pa.array([{"title": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("content", "facts"),
+    [
+        (parquet_of(body=pa.array(["a"]), until=NEVER), ("no field `text`", "of text: `body`")),
+        (parquet_of(body=STRUCT), ("no field `text`", "of text: none")),
+        (parquet_of(text=STRUCT), ("`text` is struct<title: string>",)),
+        (parquet_of(text=pa.array([b"\xff"])), ("row 1", "bytes that are not UTF-8")),
+        (parquet_of(messages=NEVER), ("row 1", "does not know")),
+        (parquet([{f"c{n}": "a" for n in range(999)}]), ("`c19` and 979 more",)),
+    ],
+)
+def test_a_schema_names_the_columns_of_text(content, facts):
+    with pytest.raises(InputError) as refused:
+        read("a.parquet", content)
+    assert all(fact in str(refused.value) for fact in facts), refused.value
+
+
+def test_bytes_of_text_are_text():
+    assert read("a.parquet", parquet_of(text=pa.array(["é".encode()])))[0][2] == ["é"]
+
+
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_a_small_parquet_file_unpacks_to_little(dictionary, monkeypatch):
+    monkeypatch.setattr("launcher.text.unpacking.RATIO_FREE_BYTES", 1 << 20)
+    rows = [{"text": "a" * 10_000}] * 2_000
+    content = parquet(rows, use_dictionary=dictionary, compression="zstd")
+    with pytest.raises(InputError, match=r"^a\.parquet: unpacks to over"):
+        read("a.parquet", content)
+
+
+def test_a_table_with_many_columns_is_read_in_a_moment():
+    names = [f"c{number}" for number in range(50_000)]
+    content = f"{','.join(names)},text\n{',' * len(names)}a\n".encode()
+    assert read("a.csv", content) == [("a.csv:2", False, ["a"])]
+    with pytest.raises(InputError, match="`c19` and 49,980 more"):
+        read("a.csv", ",".join(names).encode())
 
 
 def test_an_empty_array_has_no_records():

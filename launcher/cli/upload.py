@@ -51,7 +51,7 @@ def upload_data_command(
       *.txt, *.md             plain text; each file is a document
     With --tokenizer also records; each becomes a document or a conversation:
       *.jsonl, *.ndjson       JSON, one object a line
-      *.json                  JSON, an array of objects
+      *.json                  JSON, an array of objects, or one
       *.csv, *.tsv            tables with a header
       *.parquet               tables, as those of the Hub
     All but Parquet may be compressed:

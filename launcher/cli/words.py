@@ -68,11 +68,21 @@ REMEDIES: dict[str, str] = {
     "name-folder": "--entry-point DIR names that folder",
     # texts, files
     "other-column": "`--column` takes another field",
-    "needs-tokens": "`{sm} upload-data {path} --tokenizer bpe` reads tables and JSON; to tune the"
-    " model of a job, `--tokenizer JOB-ID`",
+    "needs-tokens": "`{sm} upload-data {path} --tokenizer bpe` learns tokens from them, and"
+    " `--tokenizer JOB-ID` takes those of a job's model",
+    "chats-need-tokens": "`{sm} upload-data {path} --tokenizer JOB-ID` encodes these conversations"
+    " for the model of that job, and `--tokenizer bpe` for a new one",
     "needs-bpe": "train a base on `{sm} upload-data TEXT --tokenizer bpe`",
     "take-plain": "`--include {glob}` takes such files as plain text",
+    "name-column": "`--tokenizer bpe --column NAME` reads a column of it",
+    "leave-out": "`--exclude {glob}` leaves it out",
+    "hold-out": "`{excludes}` leaves them out, to measure a model on them",
     "give-encoding": "`upload-data --encoding {encoding}` converts it",
+    "mend-utf8": "no other encoding fits the rest: repair it, or `iconv -c -f utf-8 -t utf-8 FILE"
+    " > NEW-FILE` leaves it out",
+    "mend-surrogates": '`python3 -c "import sys; b = sys.stdin.buffer.read(); sys.stdout.buffer'
+    ".write(b.decode('utf-8', 'surrogatepass').encode('utf-16', 'surrogatepass').decode('utf-16')"
+    '.encode())" < FILE > NEW-FILE` makes UTF-8 of it',
     "download": "`curl -L {url} | {sm} upload-data -` takes what is there",
     "first-text": "without a PATH, `{sm} upload-data` takes tiny Shakespeare",
     "own-text": "to train on a text of your own: `{sm} upload-data FILE`",
@@ -155,7 +165,10 @@ def command(*words: str) -> str:
 
 def remedy(code: str, facts: Mapping[str, Any]) -> str:
     """What to do about an error, or what a log record says, or ''."""
-    return REMEDIES[code].format_map({**facts, "sm": command()}) if code else ""
+    if not code:
+        return ""
+    excludes = " ".join(f"--exclude {glob}" for glob in facts.get("globs", ()))
+    return REMEDIES[code].format_map({**facts, "sm": command(), "excludes": excludes})
 
 
 def reason_of(description: JobDescription) -> str | None:

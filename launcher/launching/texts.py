@@ -14,7 +14,7 @@ from launcher.files import storage
 from launcher.job import Request
 from launcher.settings import Settings
 from launcher.text import corpus
-from launcher.text.files import find_files
+from launcher.text.files import find_files, warn_of_held_out
 from launcher.text.formats import File
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,9 @@ def find_channel(location: str, settings: Settings) -> Channel:
         uri = storage.join(settings.data_store, "data", path.name)
         upload = replace(known, uri=uri, uploaded=not corpus.is_there(uri, settings))
     else:
-        upload, sources = corpus.survey(path.name, find_files([path]), settings)
+        files = find_files([path])
+        warn_of_held_out(files)
+        upload, sources = corpus.survey(path.name, files, settings)
     return Channel(location, upload.uri, upload, sources)
 
 

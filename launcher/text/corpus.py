@@ -34,7 +34,7 @@ from launcher.files.storage import Progress
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
 from launcher.text.copies import copied, in_thread, name_of, temporary
-from launcher.text.files import find_files, read_plain
+from launcher.text.files import find_files, read_plain, warn_of_held_out
 from launcher.text.formats import File, opened, stored
 from launcher.values import plain
 
@@ -116,6 +116,7 @@ def upload_data(
     with copied(locations, settings, progress) as (here, fill):
         # A wrong path is refused before AWS is asked.
         files = find_files(here, include, exclude, tokenizer is not None, encoding, column, fill)
+        warn_of_held_out(files)
         settings = with_store(settings)
         if tokenizer is None:
             upload, files = survey(name, files, settings)

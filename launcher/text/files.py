@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain, count
@@ -15,11 +17,27 @@ from pathlib import Path
 
 from launcher.errors import InputError
 from launcher.files import storage
-from launcher.files.documents import read_text
 from launcher.text.copies import Fill
-from launcher.text.formats import PLAIN, Counts, File, bare, look, named, note_odd, opened
+from launcher.text.encodings import is_encoding, read_text
+from launcher.text.formats import (
+    COMPRESSIONS,
+    PLAIN,
+    Counts,
+    File,
+    bare,
+    documents_of,
+    first_with_magic,
+    look,
+    named,
+    note_odd,
+    opened,
+)
+from launcher.text.skipped import Skipped
 
 logger = logging.getLogger("launcher.text")
+
+HELD_OUT = re.compile(r"(test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
+SAVED = {"dataset_info.json", "state.json"}
 
 
 class Globs:
@@ -54,8 +72,10 @@ def find_files(
     added, skipped = Globs("include", include), Globs("exclude", exclude)
     files, names, alone = list[File](), set[str](), len(paths) == 1
     faults, problem = list[tuple[str, str, str]](), ""
+    if encoding and not is_encoding(encoding):
+        why = "is no encoding of files; for example: cp1252, gb18030"
+        raise InputError(why, field="encoding", value=encoding)
     try:
-        "".encode(encoding or "utf-8")
         for root in paths:
             folder = root.is_dir()
             if folder:
@@ -65,10 +85,11 @@ def find_files(
             fill(below)
             prefix = Path(root.resolve().name if folder and not alone else "")
             for path in below:
+                if folder and not os.access(path, os.R_OK):
+                    raise unreadable(path, root)
                 file = look(path, encoding, column, plain=added.match(path, root))
                 if file.format is not PLAIN and not tokens:
-                    given = shlex.quote(str(path))
-                    raise InputError(f"{path}: is {file.format.name}", "needs-tokens", path=given)
+                    raise needs_tokens(file)
                 within = prefix / (path.relative_to(root) if folder else path.name)
                 files.append(replace(file, name=name_in_upload(within, names)))
     except OSError as error:
@@ -76,8 +97,6 @@ def find_files(
     except UnicodeEncodeError:
         shown = os.fsencode(path).decode(errors="backslashreplace")
         problem = f"{shown}: its name is not UTF-8; rename it"
-    except LookupError:
-        faults.append(("encoding", encoding, "unknown; for example: cp1252, gb18030"))
     if problem:
         raise InputError(problem)
     faults += [(g.field, each, "fits no file") for g in (added, skipped) for each in g.unused]
@@ -91,10 +110,65 @@ def find_files(
     return files
 
 
+def needs_tokens(file: File) -> InputError:
+    """The error for records where a text by characters was asked for."""
+    is_chat = False
+    with suppress(InputError):  # who makes tokens of it is told
+        is_chat = next((is_chat for _, is_chat, _ in documents_of(file, Skipped())), False)
+    what = f"{file.path}: is {file.format.name}, and records are read as tokens"
+    path = shlex.quote(str(file.path))
+    if is_chat:
+        return InputError(what, "chats-need-tokens", path=path)
+    return InputError(what, "needs-tokens", path=path)
+
+
+def unreadable(path: Path, root: Path, why: str = "Permission denied") -> InputError:
+    """The error for a file or folder below a folder that cannot be opened."""
+    glob = shlex.quote(path.relative_to(root).as_posix())
+    return InputError(f"{path}: {why}", "leave-out", glob=glob)
+
+
+def warn_of_held_out(files: Sequence[File]) -> None:
+    """Warn if some of the files, but not all, are called as those that nothing should learn."""
+    globs_of = {file: held_out(file) for file in files}
+    names = [file.path.name for file in files if globs_of[file]]
+    if not names or len(names) == len(files):
+        return
+    globs = [shlex.quote(glob) for glob in dict.fromkeys(globs_of.values()) if glob]
+    shown = ", ".join(names[:3])
+    if len(names) > 3:
+        shown = f"{len(names):,} files, such as {shown}"
+    facts = {"code": "hold-out", "globs": globs[:8]}
+    logger.warning(f"also trained on, by their names for tests: {shown}", extra=facts)
+
+
+def held_out(file: File) -> str:
+    """The pattern of a file for tests or validation, by its name or that of a folder; or ''."""
+    for folder in Path(file.name).parent.parts:
+        if HELD_OUT.fullmatch(folder):
+            return folder
+    match = HELD_OUT.match(file.path.name)
+    if not match:
+        return ""
+    return f"{match[0]}*" if match[0] == file.path.name else f"{file.path.name[: match.end() + 1]}*"
+
+
+def check_saved(folder: Path, names: Sequence[str]) -> None:
+    """Raise InputError if a folder is what `save_to_disk` of Hugging Face's datasets writes."""
+    part = "['train']" if "dataset_dict.json" in names else ""
+    if not part and not SAVED.issubset(names):
+        return
+    target = f"{folder.resolve().name}.parquet"
+    read = f"d.load_from_disk('{folder}'){part}.to_parquet('{target}')"
+    how = f'`python -c "import datasets as d; {read}"` makes Parquet of it'
+    raise InputError(f"{folder}: was written by `save_to_disk` of datasets; {how}")
+
+
 def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool, alone: bool) -> list[Path]:
     """The files of a folder that are taken, sorted; the others are logged. alone: one must be."""
     taken, left, aside, errors = list[Path](), list[Path](), Counter[str](), list[OSError]()
     for place, folders, names in os.walk(root, onerror=errors.append):
+        check_saved(Path(place), names)
         for path in [Path(place, name) for name in (*folders, *names)]:
             if why := reason_to_skip(path, root, skipped):
                 aside[why] += 1
@@ -104,7 +178,7 @@ def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool, alone: b
                 read = known is PLAIN or (tokens and known is not None and known.read)
                 (taken if added.match(path, root) or read else left).append(path)
     for error in errors:  # which rglob ignores
-        raise error
+        raise unreadable(Path(error.filename), root, str(error.strerror))
     if aside:
         logger.info(f"{root}: {listed(aside)}")
     lines = left_out(left, root)
@@ -126,8 +200,9 @@ def reason_to_skip(path: Path, root: Path, skipped: Globs) -> str:
         return "excluded"
     if path.name.startswith("."):
         return "hidden"
-    if (path / "pyvenv.cfg").exists():
-        return "virtual environment"
+    with suppress(PermissionError):  # the walk names the folder
+        if (path / "pyvenv.cfg").exists():
+            return "virtual environment"
     if path.is_symlink() and not path.is_file():
         return "link to a folder" if path.is_dir() else "broken link"
     return ""
@@ -151,16 +226,19 @@ def left_out(files: Sequence[Path], root: Path) -> list[tuple[str, dict[str, str
             facts = dict(code="needs-tokens", path=shlex.quote(str(root)))
         elif known:
             how = f"; {known.advice.format(path='FILE', stem='NAME')}"
-        elif not is_binary(one[kind]):
+        elif is_plain(one[kind]):
             glob = shlex.quote(f"{'*' * kind.startswith('.')}{kind}")
             facts = dict(code="take-plain", glob=glob)
         groups.setdefault(facts.get("code", how), (Counter(), how, facts))[0][kind] = n
     return [(f"{listed(kinds)}{how}", facts) for kinds, how, facts in groups.values()]
 
 
-def is_binary(path: Path) -> bool:
+def is_plain(path: Path) -> bool:
+    """Whether a file begins as text; not if it is empty, as a copy that was not fetched."""
     with path.open("rb") as file:
-        return b"\0" in file.read(512)
+        begins = file.read(512)
+    is_packed = any(begins.startswith(magic) for magic, _ in COMPRESSIONS.values())
+    return bool(begins) and b"\0" not in begins and not is_packed and not first_with_magic(begins)
 
 
 def name_in_upload(within: Path, taken: set[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import gzip
 import hashlib
 import io
@@ -14,18 +15,20 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from entry_point.files import open_file
-from launcher.errors import InputError
-from launcher.files.documents import not_text, read_text
+from launcher.errors import InputError, ServiceError
 from launcher.files.storage import CHUNK_BYTES
 from launcher.models.encoder import LONGEST as PIECE
+from launcher.text.encodings import as_utf8, read_text
 from launcher.text.skipped import Skipped, Unlearnable
+from launcher.text.tables import names_in
+from launcher.text.unpacking import bounded
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -44,36 +47,67 @@ Content = io.BufferedReader | io.BufferedRandom
 
 @dataclass(frozen=True)
 class Format:
+    """A kind of files: how to recognize it, and who reads it or what to do with it."""
+
     name: str
     suffixes: str
     magic: bytes = b""  # a pattern of its first bytes
     read: str = ""  # the reader in `documents_of`, or "text"; "": the file is refused
     advice: str = ""  # what to do with a file that is refused
+    is_text: bool = False  # of these, `include` takes any as plain text
 
 
-PLAIN = Format("plain text", ".txt .md", read="text")
-JSON_LINES = Format("JSON lines", ".jsonl .ndjson", read="json_lines")
-JSON = Format("JSON", ".json", read="json_array")
-TABLE = Format("a table", ".csv .tsv", read="table")
+PLAIN = Format("plain text", ".txt .md", read="text", is_text=True)
+JSON_LINES = Format("JSON lines", ".jsonl .ndjson", read="json_lines", is_text=True)
+JSON = Format("JSON", ".json", read="json_array", is_text=True)
+JSON_OBJECTS = replace(JSON, suffixes="", read="json_lines")  # a .json that holds no array
+TABLE = Format("a table", ".csv .tsv", read="table", is_text=True)
+PARQUET = Format("Parquet", ".parquet", b"PAR1", read="parquet")
+HTML = Format(
+    "an HTML page",
+    ".html .htm .xhtml",
+    rb"(?i)(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html)\b",
+    advice="`pandoc -f html -t plain -o {stem}.txt {path}` makes text of it",
+    is_text=True,
+)
+NOTEBOOK = Format(
+    "a notebook",
+    ".ipynb",
+    advice="`jupyter nbconvert --to script {path}` makes code of it, `--to markdown` a text",
+    is_text=True,
+)
+ARROW = Format(
+    "an Arrow file",
+    ".arrow",
+    advice='`python -c "import datasets as d;'
+    " d.Dataset.from_file('{path}').to_parquet('{stem}.parquet')\"` makes Parquet of it",
+)
+FEATHER = Format(
+    "a Feather file",
+    ".feather",
+    rb"ARROW1|FEA1",
+    advice='`python -c "import pandas as p;'
+    " p.read_feather('{path}').to_parquet('{stem}.parquet')\"` makes Parquet of it",
+)
 PANDOC = "`pandoc -t plain -o {stem}.txt {path}` makes text of it"
 OFFICE = "save a text as .txt or .docx, and a table as .csv"
 PICKLE = "let the program that wrote it write its texts, as .txt or .jsonl"
 IMAGE = rb"\x89PNG|\xff\xd8\xff|GIF8|II\*\0"
 TESSERACT = "`tesseract {path} {stem}` reads the text in it"
+TAR = Format("an archive", ".tar .tgz", rb".{257}ustar", advice="unpack it: `tar -xf {path}`")
 FORMATS = (
-    *(PLAIN, JSON_LINES, JSON, TABLE),
-    Format("Parquet", ".parquet", b"PAR1", "parquet"),
+    *(PLAIN, JSON_LINES, JSON, TABLE, PARQUET, HTML, NOTEBOOK, ARROW, FEATHER, TAR),
     Format("a PDF", ".pdf", b"%PDF-", "", "`pdftotext {path}` makes text of it"),
     Format("a document", ".docx .odt .epub .rtf", rb"\{\\rtf", "", PANDOC),
     Format("an Office file", ".doc .ppt .pptx .xls .xlsx .ods", rb"\xd0\xcf\x11\xe0", "", OFFICE),
     Format("a zip archive", ".zip", rb"PK\x03\x04", "", "unpack it: `unzip {path}`"),
-    Format("an archive", ".tar .tgz", rb".{257}ustar", "", "unpack it: `tar -xf {path}`"),
     Format("a bzip2 file", ".bz2", rb"BZh", "", "unpack it: `bunzip2 {path}`"),
     Format("an xz file", ".xz", rb"\xfd7zXZ", "", "unpack it: `unxz {path}`"),
     Format("a pickle", ".pkl .pickle .pt .pth", rb"\x80[\x02-\x05]", "", PICKLE),
     Format("an image", ".png .jpg .jpeg .gif .tif .tiff", IMAGE, "", TESSERACT),
 )
-BY_SUFFIX = {suffix: each for each in FORMATS for suffix in each.suffixes.split()}
+BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes.split()}
+UNPACK = {".gz": "`gunzip -k {path}`", ".zst": "`zstd -d {path}`"}
 COMPRESSIONS: dict[str, tuple[bytes, Any]] = {
     ".gz": (b"\x1f\x8b", gzip.open),
     ".zst": (b"\x28\xb5\x2f\xfd", zstd.open),
@@ -121,74 +155,99 @@ def look(path: Path, encoding: str = "", column: str = "text", plain: bool = Fal
     raw = File(path.name, path, compression=compression, column=column)
     with opened(raw) as file:
         begins = file.read(1 << 12)
-    found = PLAIN if plain else named(path) or PLAIN
-    if found.read:  # else it is refused as what its name says: a .docx begins as a .zip
-        found = next((f for f in FORMATS if f.magic and re.match(f.magic, begins, re.S)), found)
-    if not found.read:
-        where = str(path) if path.suffix else "FILE"  # such as standard input
-        advice = found.advice.format(path=shlex.quote(where), stem=shlex.quote(path.stem))
-        raise InputError(f"{path}: is {found.name}; {advice}")
+    format = format_of(path, begins, plain)
+    if not format.read or (format is PARQUET and compression):
+        raise InputError(f"{path}: is {format.name}; {advice_for(format, path, compression)}")
     codec = next((codec for mark, codec in MARKS.items() if begins.startswith(mark)), "")
-    if encoding and not codec and found.read != "parquet" and not is_utf8(raw, encoding):
+    if encoding and not codec and format is not PARQUET and not is_utf8(raw, encoding):
         codec = encoding
-    text = begins.decode(codec or "utf-8", "ignore").lstrip()
-    if found is PLAIN and not plain:
-        found = told_by(text, path, column)
-    if found is JSON and not text.startswith("["):
-        found = JSON_LINES
-    return replace(raw, format=found, encoding=codec)
+    text = begins.decode(codec or "utf-8", "ignore").lstrip("\ufeff\r\n")
+    if format is PLAIN and not plain:
+        format = told_by(text, path, column)
+    if format is JSON and not text.lstrip().startswith("["):
+        format = JSON_OBJECTS
+    return replace(raw, format=format, encoding=codec)
+
+
+def format_of(path: Path, begins: bytes, plain: bool) -> Format:
+    """The format of a file that begins so. plain: it is text, if it may be."""
+    format = PLAIN if plain else named(path) or PLAIN
+    if format.read:  # else it is what its name says: a .docx begins as a .zip
+        format = first_with_magic(begins) or format
+    if plain and format.is_text:
+        return PLAIN
+    return format
+
+
+def first_with_magic(begins: bytes) -> Format | None:
+    """The format whose files have such first bytes, if it has a magic."""
+    return next((f for f in FORMATS if f.magic and re.match(f.magic, begins, re.S)), None)
+
+
+def advice_for(format: Format, path: Path, compression: str = "") -> str:
+    """What to do with a file that is refused."""
+    shown = str(path) if path.suffix else "FILE"  # such as standard input
+    if not compression or format is TAR:
+        return format.advice.format(path=shlex.quote(shown), stem=shlex.quote(path.stem))
+    unpack = UNPACK[compression].format(path=shlex.quote(shown))
+    unpacked = bare(path)
+    advice = format.advice.format(path=shlex.quote(str(unpacked)), stem=shlex.quote(unpacked.stem))
+    return f"{unpack} unpacks it; then {advice}" if advice else f"{unpack} unpacks it"
 
 
 def told_by(text: str, path: Path, column: str) -> Format:
     """The format of a file by the beginning of its text, if its name has no suffix to tell it."""
-    if re.match(r'\[?\s*\{\s*"', text):
+    if re.match(r'\s*\[?\s*\{\s*"', text):
         if not path.suffix:  # such as standard input
             return JSON
         logger.warning(f"{path}: looks like JSON, but is read as text; rename it to *.json")
-    header = re.split("[,;\t]", text.partition("\n")[0])
-    is_table = column != "text" and column in [name.strip('\r "') for name in header]
-    return TABLE if is_table and not path.suffix else PLAIN
+    names = names_in(text)
+    is_column = column in names and (column != "text" or len(names) > 1)
+    if is_column and not path.suffix:
+        return TABLE
+    if len(names) > 1 and text.count("\n") > 3:
+        what = "looks like a table, but is read as text"
+        if path.suffix:
+            logger.warning(f"{path}: {what}; rename it to *.csv, or *.tsv")
+        else:
+            logger.warning(f"{path}: {what}", extra={"code": "name-column"})
+    return PLAIN
 
 
 def is_utf8(raw: File, encoding: str) -> bool:
-    """Whether a file is UTF-8; ASCII alone may also stand for other characters."""
+    """Whether a file is UTF-8; ASCII alone may also stand for other characters.
+
+    Raises InputError if it is UTF-8 but for a few places, which another encoding would spoil.
+    """
     wide = re.match("utf.?(16|32)", encoding, re.I)  # it has zeros, which are no text here
     same = True
-    with suppress(InputError), opened(raw) as file:
-        for chunk, text in read_text(file, raw.path, CHUNK_BYTES):
-            if not text.isascii():
-                return True
-            same = same and (wide is not None or chunk.decode(encoding, "replace") == text)
-        return same
-    return False
+    try:
+        with opened(raw) as file:
+            for chunk, text in read_text(file, raw.path, CHUNK_BYTES):
+                if not text.isascii():
+                    return True
+                same = same and (wide is not None or chunk.decode(encoding, "replace") == text)
+    except InputError as error:
+        if error.code in ("mend-utf8", "mend-surrogates"):
+            raise
+        return False
+    return same
 
 
 @contextmanager
-def converted(file: io.BufferedReader, encoding: str) -> Iterator[Content]:
-    """The file itself, or a temporary one with the same text as UTF-8."""
-    if not encoding:
-        yield file
-        return
-    with tempfile.TemporaryFile() as copy:
-        text = io.TextIOWrapper(file, encoding, newline="")
-        while part := text.read(CHUNK_BYTES):
-            copy.write(part.encode())
-        copy.seek(0)
-        yield copy
-
-
-@contextmanager
-def opened(file: File) -> Iterator[Content]:
+def opened(file: File) -> Iterator[io.BufferedReader]:
     """A file's content, uncompressed, as UTF-8. Raises InputError where that or the body fails."""
     try:
         with (
             open_file(file.path) as raw,
             COMPRESSIONS.get(file.compression, (b"", nullcontext))[1](raw) as plain,
-            converted(io.BufferedReader(plain), file.encoding) as content,
         ):
+            content = plain
+            if file.compression:
+                content = bounded(content, file.path, file.path.stat().st_size)
+            if file.encoding:
+                content = as_utf8(content, file.path, file.encoding)
             yield content
-    except UnicodeDecodeError as error:
-        raise not_text(file.path, error.object, error.start, error.encoding) from None
     except (UnicodeError, OSError, EOFError, zlib.error, zstd.ZstdError) as error:
         why = getattr(error, "strerror", "") or f"damaged: {error}"
         if isinstance(error, UnicodeError):  # no byte order mark
@@ -205,14 +264,21 @@ def stored(file: File) -> Iterator[Path]:
         yield file.path
         return
     with opened(file) as content, tempfile.NamedTemporaryFile() as copy:
-        shutil.copyfileobj(content, copy, CHUNK_BYTES)
-        copy.flush()
+        try:
+            shutil.copyfileobj(content, copy, CHUNK_BYTES)
+            copy.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            full = f"{tempfile.gettempdir()} is full, where {file.path} is unpacked"
+            raise ServiceError(f"{full}; TMPDIR names another directory") from None
         yield Path(copy.name)
 
 
 # -- what may be wrong with a text -----------------------------------------------------------------
 
 CONTROLS = "control characters (U+0080 to U+009F), as of Windows-1252 that was read as Latin-1"
+LATIN = "U+00C3 or U+00E2 before a sign, as of UTF-8 that was read as Windows-1252 ('Ã©' for 'é')"
 RETURNS = r"carriage returns without line feeds; for line breaks: `tr '\r' '\n' < FILE > NEW-FILE`"
 ESCAPES = (
     "escape sequences, as of a terminal's colors, which a model learns too; with NO_COLOR=1 most"
@@ -221,6 +287,7 @@ ESCAPES = (
 ODD = {  # with the encoding of the original, where another one may help
     rb"\xc2[\x80-\x9f]": (f"{CONTROLS}; upload the original", "cp1252"),
     rb"\xef\xbf\xbd": ("U+FFFD, the sign for lost characters; upload the original", "NAME"),
+    rb"\xc3\x83\xc2[\x80-\xbf]|\xc3\xa2\xe2\x82\xac": (f"{LATIN}; upload the original", ""),
     rb"\r[^\n]": (RETURNS, ""),
     rb"\x1b[\[\]]": (ESCAPES, ""),
 }
@@ -314,7 +381,7 @@ def documents_of(file: File, skipped: Skipped) -> Iterator[tuple[str, bool, Iter
     readers: dict[str, Any] = {
         "json_lines": records.json_lines,
         "json_array": records.json_array,
-        "table": records.table,
+        "table": partial(records.table, column=file.column),
         "parquet": partial(records.parquet, column=file.column),
     }
     with opened(file) as content:

@@ -38,6 +38,7 @@ from launcher.text.tokenizer import KNOWN_ENDS
 logger = logging.getLogger(__name__)
 
 BATCH = 1 << 22  # characters encoded at once
+PIECE_OVERHEAD = 256  # characters that a piece of a batch counts for besides its own
 SHARD_BYTES = 1 << 28
 # The part kept for validation: a tenth, but no more tokens than an evaluation can use.
 VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
@@ -200,7 +201,7 @@ def batches(pieces: Iterator[str | None], cut: int) -> Batches:
             continue
         batch += [piece[:cut], None, piece[cut:]] if 0 < cut <= len(piece) else [piece]
         cut -= len(piece)
-        size += len(piece)
+        size += len(piece) + PIECE_OVERHEAD
         if size >= BATCH:
             yield batch
             batch, size = [], 0

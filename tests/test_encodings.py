@@ -1,0 +1,80 @@
+"""Bytes as text: what a text is that is not UTF-8 in some place, and what to do."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+
+import pytest
+
+from launcher.cli.words import sentence
+from launcher.text.encodings import as_utf8, read_text
+from launcher.text.formats import look
+from sm_nanogpt import InputError
+
+ACCENTS = "L’été à la rivière, façade et fenêtre.\n" * 20
+PASTED = ACCENTS.encode() + b"L\x92\xe9t\xe9 \xe0 la rivi\xe8re.\n" + ACCENTS.encode()
+
+
+def cesu8(text: str) -> bytes:
+    """A text with an emoji, as MySQL and Java write it."""
+    high, low = "\ud83d".encode("utf-8", "surrogatepass"), "\ude42".encode("utf-8", "surrogatepass")
+    return text.encode() + high + low + b"\n" + text.encode()
+
+
+FAULTS = {
+    "a pasted line": (PASTED, "UTF-8 but for one place (line 21, column 2: byte 0x92)"),
+    "two pasted lines": (PASTED + b"\xe9t\xe9\n", "UTF-8 but for 2 lines, the first (line 21, "),
+    "surrogates": (cesu8(ACCENTS), "has surrogates (line 21, column 1: byte 0xed)"),
+    "surrogates in ASCII": (cesu8("The lamp.\n"), "has surrogates (line 2, column 1: "),
+    "a cut": (ACCENTS.encode() + b"\xc3", "it ends inside a character, at line 21, column 1"),
+    "a zero": (b"a\0b\n" + ACCENTS.encode(), "a zero at byte 1 (line 1, column 2)"),
+}
+COMMAND = r"`((?:iconv|python3|tr) .*) FILE > NEW-FILE`"
+
+
+@pytest.mark.parametrize("size", [1 << 20, 7])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_and_its_remedy_works(fault, size):
+    content, fact = FAULTS[fault]
+    with pytest.raises(InputError) as refused:
+        list(read_text(io.BytesIO(content), "a.txt", size))
+    if size > 7:
+        assert fact in str(refused.value)
+    assert refused.value.code != "give-encoding"
+    command = re.search(COMMAND, sentence(refused.value))
+    assert command
+    ran = subprocess.run(f"{command[1]} -", shell=True, input=content, capture_output=True)
+    list(read_text(io.BytesIO(ran.stdout), "a.txt", size))
+
+
+@pytest.mark.parametrize("fault", ["a pasted line", "surrogates"])
+def test_no_encoding_spoils_what_is_utf8_elsewhere(fault, tmp_path):
+    (tmp_path / "a.txt").write_bytes(FAULTS[fault][0])
+    with pytest.raises(InputError, match="line 21"):
+        look(tmp_path / "a.txt", encoding="cp1252")
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("春江潮水连海平，海上明月共潮生。" * 200, "gb18030"),
+        ("зимнюю пору я из лесу вышел " * 90, "cp1251"),
+        ("зимнюю пору я из лесу вышел " * 90, "cp866"),
+        ("いろはにほへと。" * 200, "shift-jis"),
+        ("한국어 문장을 씁니다. " * 200, "cp949"),
+        ("café au lait " * 90, "cp1252"),
+        ("The café is old. " * 90 + "é", "cp1252"),
+    ],
+)
+def test_an_encoding_is_taken_for_texts_in_it(text, encoding, tmp_path):
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    assert look(tmp_path / "a.txt", encoding=encoding).encoding == encoding
+    assert as_utf8(io.BytesIO(text.encode(encoding)), "", encoding).read().decode() == text
+
+
+def test_another_encoding_has_places_too():
+    content = "あ\nい\n".encode("euc_jp") + b"a\xff"
+    with pytest.raises(InputError, match=r"is not EUC_JP text \(line 3, column 2: byte 0xff\)"):
+        as_utf8(io.BytesIO(content), "a.txt", "euc_jp").read()

@@ -1,0 +1,96 @@
+"""JSON that is no list of records: what is said about it leads to documents."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.text.formats import documents_of, look
+from launcher.text.skipped import Skipped
+from sm_nanogpt import InputError
+
+TEXTS = [f"This is text {number}." for number in range(9)]
+RECORDS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
+TELEGRAM = [{"from": "Ann", "text": [text, {"type": "bold", "text": "!"}]} for text in TEXTS]
+DISCORD = [{"content": text, "author": {"id": "5"}} for text in TEXTS]
+CLAUDE = [
+    {
+        "uuid": "u",
+        "chat_messages": [{"sender": who, "text": text} for who in ("human", "assistant")],
+    }
+    for text in TEXTS
+]
+
+FORMS: dict[str, Any] = {
+    "an array in an object": {"version": "1", "data": RECORDS},
+    "messages of people": {"name": "Reading circle", "messages": TELEGRAM},
+    "messages of a server": {"guild": {"id": "1"}, "messages": DISCORD},
+    "arrays in an array": {"chats": {"list": [{"id": 1, "messages": TELEGRAM}] * 2}},
+    "an object of objects": {f"k{number}": record for number, record in enumerate(RECORDS)},
+    "columns of pandas": {"text": {str(n): text for n, text in enumerate(TEXTS)}, "id": {"0": 1}},
+    "strings": TEXTS,
+    "an array of strings": {"sentences": TEXTS},
+    "an odd name": {"my records": RECORDS},
+    "Claude's conversations": CLAUDE,
+}
+
+
+def read(path: Path, column: str = "text") -> list[str]:
+    """The documents of a file; as many as the commands in the errors make of it."""
+    for _ in range(3):
+        try:
+            file = look(path, column=column)
+            return ["".join(pieces) for _, _, pieces in documents_of(file, Skipped())]
+        except InputError as error:
+            command = re.search(r"`(jq .*) FILE > RECORDS.jsonl`", str(error))
+            if not command:
+                raise
+        made = subprocess.run(
+            f"{command[1]} {path}", shell=True, check=True, capture_output=True, text=True
+        )
+        path = path.with_name(f"made-{path.stem}.jsonl")
+        path.write_text(made.stdout)
+    raise AssertionError("the commands lead nowhere")
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_command_of_an_error_makes_documents(form, indent, tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(FORMS[form], indent=indent))
+    documents = read(tmp_path / "a.json", "content" if form == "messages of a server" else "text")
+    assert all(any(text in document for document in documents) for text in TEXTS)
+    assert len(documents) in (len(TEXTS), 2 * len(TEXTS))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz"])
+def test_an_object_names_the_array_in_it(name, tmp_path):
+    content = json.dumps(FORMS["an array in an object"], indent=1).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(
+        InputError, match=r"one JSON object: .* in `data` \(9\): `jq -c '.data\[\]'"
+    ):
+        list(documents_of(look(tmp_path / name), Skipped()))
+
+
+def test_a_file_of_one_record_is_one_document(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(RECORDS[0], indent=1))
+    assert read(tmp_path / "a.json") == [TEXTS[0]]
+
+
+def test_an_array_over_many_lines_is_read_by_any_name(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(RECORDS, indent=1))
+    assert read(tmp_path / "a.jsonl") == TEXTS
+
+
+def test_a_notebook_by_another_name_is_known(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"cells": [{}], "nbformat": 4}))
+    with pytest.raises(InputError, match="a notebook; `jupyter nbconvert"):
+        read(tmp_path / "a.json")

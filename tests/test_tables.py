@@ -1,0 +1,76 @@
+"""Tables as spreadsheets and databases write them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from launcher.text import records
+from launcher.text.tables import names_in
+from sm_nanogpt import InputError
+
+
+def read(content: str, column: str = "text") -> list[tuple[str, str]]:
+    """The place and the text of each row."""
+    rows = records.table(io.BytesIO(content.encode()), "a.csv", column)
+    return [(place, row[column]) for place, row in rows]
+
+
+TABLES = {
+    "a line of Excel": ("sep=;\r\nid;text\r\n1;a, b\r\n", 3),
+    "a tab in that line": ("sep=\t\nid\ttext\n1\ta, b\n", 3),
+    "any separator in that line": ("sep=^\nid^text\n1^a, b\n", 3),
+    "a blank line": ('\nid,text\n1,"a, b"\n', 3),
+    "separators in quotes": ('"id";"name, as it is, in full";"text"\n1;x;a, b\n', 2),
+    "a line break in quotes": ('"id\nof it",text\n1,"a, b"\n', 3),
+    "bars": ("id|text\n1|a, b\n", 2),
+    "spaces around names": ('id, text\n1,"a, b"\n', 2),
+    "lines that end in CR": ('id,text\r1,"a, b"\r', 2),
+}
+
+
+@pytest.mark.parametrize("form", TABLES)
+def test_a_table_is_read_as_its_program_meant_it(form):
+    content, line = TABLES[form]
+    assert read(content) == [(f"a.csv:{line}", "a, b")]
+
+
+@pytest.mark.parametrize("separator", ["\t", "|"])
+def test_quotes_are_letters_where_nothing_is_quoted(separator):
+    rows = ["id,text", '1,"Hello" he said', '2,5" disk', '3,"']
+    content = "\n".join(rows).replace(",", separator)
+    assert [text for _, text in read(content)] == ['"Hello" he said', '5" disk', '"']
+
+
+def test_quotes_enclose_cells_where_each_is_whole():
+    assert read('id\ttext\n1\t"a ""b"""\n2\t"c\nd"\n') == [
+        ("a.csv:2", 'a "b"'),
+        ("a.csv:3", "c\nd"),
+    ]
+
+
+@pytest.mark.parametrize("separator", ["^", "~", ":"])
+def test_no_advice_leads_to_whole_rows(separator):
+    with pytest.raises(InputError) as refused:
+        read(f"id{separator}text\n1{separator}a\n")
+    assert f"`sep={separator}`" in str(refused.value)
+    assert refused.value.code != "other-column"
+
+
+def test_one_column_may_have_any_name():
+    assert read("review\na; b\n", "review") == [("a.csv:2", "a; b")]
+    with pytest.raises(InputError, match="fields of text: `review`"):
+        read("review\na; b\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("id,text\n1,a\n2,b\n", ["id", "text"]),
+        ("Dear reader, welcome\nto these pages.\nHere, as there, we\n", []),
+        ("Shall I compare thee to a summer's day, and to a night?\nThou art, too\n", []),
+    ],
+)
+def test_a_table_is_known_by_its_beginning(text, names):
+    assert names_in(text) == names
