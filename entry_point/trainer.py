@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import huggingface
+from .causality import leak_of
 from .checkpoint import Checkpoints
 from .config import Config, check_resumable, derive_seed
 from .container import Container
@@ -48,6 +50,7 @@ class Trainer:
         self.bytes_per_token = bytes_per_token(corpus, config)
         masks = config.mask_documents or corpus.is_chat
         self.end = corpus.tokenizer.end if masks else None
+        self.leak_tested = False
         self.stop_signal = 0  # the first signal that asked to stop
         self.step = 0  # steps that are done
         self.kept_step: int | None = None  # of the newest checkpoint
@@ -118,6 +121,8 @@ class Trainer:
             if wanted:
                 with timer.pause():
                     self.save_checkpoint()
+                    if self.is_main and wanted != STOP:
+                        self.warn_of_leak()
             if wanted == STOP:
                 if self.is_main:
                     log(f"stopped by a signal; the checkpoint of step {self.step} is written")
@@ -378,6 +383,20 @@ class Trainer:
         self.kept_step = self.step
         if not gc.isenabled():
             gc.collect()
+
+    def warn_of_leak(self) -> None:
+        """Logs once, and before the end, that the model looks ahead, as an edit may make it.
+
+        Before the first checkpoint, projections that begin at zero may hide it.
+        """
+        if self.leak_tested or self.step == self.config.total_steps:  # finish tests the best model
+            return
+        self.leak_tested, tokenizer = True, self.corpus.tokenizer
+        weights = {name: t.to("cpu", copy=True) for name, t in self.model.state_dict().items()}
+        with suppress(Exception):  # of a model that cannot be tested, as finish will say
+            model = huggingface.with_weights(self.config, len(tokenizer), weights)
+            if leak := leak_of(model, tokenizer, self.corpus.is_chat):
+                log(f"warning: at step {self.step}, {leak}")
 
     def gather(self, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
         """Each of self.tensors() from the rank that has it; all ranks go through them together."""

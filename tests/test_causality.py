@@ -153,6 +153,8 @@ def test_a_run_says_that_its_model_looks_ahead(text_file, tmp_path):
     training = json.loads((tmp_path / "out/model/training.json").read_text())
     assert said is not None
     assert (training["causal"], training["leak"]) == (False, said[1])
+    early = re.search(r"warning: at step (\d+), not causal: ", end.output)
+    assert early is not None and int(early[1]) == 5  # of 10
 
 
 def next_at(distance: int) -> Any:
