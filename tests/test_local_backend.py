@@ -782,6 +782,31 @@ def test_a_job_that_would_leave_gpus_idle_is_refused(monkeypatch):
         backend.plan_processes(TrainingJob(data="/data", processes_per_instance=2))
 
 
+@pytest.mark.parametrize(
+    ("busy", "placement", "threads", "parallel", "notes"),
+    [
+        (True, (1, 0), "", 1, 1),
+        (False, (1, 0), "", 1, 0),
+        (True, (4, 0), "", 1, 0),
+        (True, (1, 1), "", 1, 0),
+        (True, (1, 0), "2", 1, 0),
+        (True, (1, 0), "", 2, 0),
+    ],
+    ids=["busy", "quiet", "one thread each", "a GPU", "chosen", "a sweep"],
+)
+def test_a_job_on_busy_cores_hears_of_one_thread(
+    home, monkeypatch, caplog, busy, placement, threads, parallel, notes
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr(backend, "cores", lambda: 4)
+    monkeypatch.setattr(backend, "is_busy", lambda: busy)
+    here = backend.LocalBackend(Settings(home=home))
+    here.parallel = parallel
+    with caplog.at_level("INFO"):
+        here.note_busy_cores(*placement)
+    assert len(caplog.records) == notes
+
+
 def test_jobs_of_one_second_are_listed_as_they_were_launched(home, job):
     """Their ids differ in the random end alone."""
     here, record = backend.LocalBackend(Settings(home=home)), job.directory / "job.json"

@@ -49,7 +49,7 @@ from launcher.job import (
     time_of,
 )
 from launcher.local.process import python_command
-from launcher.machines import cpu_processes
+from launcher.machines import cpu_processes, is_busy
 from launcher.settings import Settings
 from launcher.source import Source
 
@@ -110,6 +110,7 @@ class LocalBackend:
         self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
     ) -> None:
         directory, (processes, gpus) = self.jobs_dir / job_id, placement
+        self.note_busy_cores(processes, gpus)
         record = {
             "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
             "hyperparameters": job.all_hyperparameters(),
@@ -124,6 +125,14 @@ class LocalBackend:
             if not (directory / "job.json").exists():
                 shutil.rmtree(directory, ignore_errors=True)
             raise
+
+    def note_busy_cores(self, processes: int, gpus: int) -> None:
+        """Log that one thread may be faster, if a job's threads would wait for other programs."""
+        chosen = os.environ.get("OMP_NUM_THREADS")
+        if gpus or chosen or self.parallel > 1 or cores() // processes < 2:
+            return
+        if is_busy():
+            logger.info("other programs use the cores: OMP_NUM_THREADS=1 may be faster")
 
     def start(self, directory: Path, source: Source, record: dict[str, Any]) -> None:
         open_standard_streams()  # else the lock may get the number of stdin, and not be passed on
