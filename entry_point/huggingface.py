@@ -18,7 +18,7 @@ from .causality import LONGEST_WINDOW, leak_of
 from .checkpoint import read_safetensors, write_safetensors
 from .config import Config, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
-from .errors import ConfigError, FormatError, TrainingError, is_out_of_memory
+from .errors import ConfigError, DataError, FormatError, TrainingError, is_out_of_memory
 from .files import file_sha256, replacing
 from .kernels import NORM_EPS
 from .model import GPT, activation_name
@@ -357,9 +357,19 @@ def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         "rope_theta": found["rope_theta"],
         "vocab_size": found["vocab_size"],
     }
-    slides = found.get("use_sliding_window") and found.get("sliding_window")
-    longest = min(found["max_position_embeddings"], slides or math.inf)
+    longest = positions(found, "max_position_embeddings")
+    if found.get("use_sliding_window") and found.get("sliding_window"):
+        longest = min(longest, positions(found, "sliding_window"))
     return shape, {"block_size": min(longest, 1024), **free}
+
+
+def positions(document: Mapping[str, Any], name: str) -> int:
+    """A number of positions in config.json. Raises ConfigError unless it is a whole one, over 0."""
+    value = document[name]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 1 <= value < math.inf or value != int(value):
+        raise ConfigError(f"config.json: {name}={value!r}: must be a whole number, at least 1")
+    return int(value)
 
 
 def check_teacher(values: Mapping[str, Any], block_size: int) -> None:
@@ -368,11 +378,22 @@ def check_teacher(values: Mapping[str, Any], block_size: int) -> None:
         raise ConfigError(f"{block_size=}: must be at most {context}, the teacher's context")
 
 
+def check_values(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises DataError unless all weights are finite numbers of a floating-point type."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise DataError(f"{directory}: {name} is of type {kind}, as no weights are")
+        if not tensor.isfinite().all():
+            raise DataError(f"{directory}: {name} has values that are infinite or not numbers")
+
+
 def load_pretrained(model: GPT, directory: Path) -> None:
     """Reads the weights of the model in a directory, which may be in several files, of any type.
 
     A model on the meta device takes memory, on the CPU, once the shapes are known to fit. Raises
-    TrainingError if they do not, DataError or FormatError if a file is missing or damaged.
+    TrainingError if they do not, DataError or FormatError if a file is missing or damaged, or holds
+    other values than finite numbers.
     """
     tensors: dict[str, Tensor] = {}
     index, files = directory / "model.safetensors.index.json", {"model.safetensors"}
@@ -386,6 +407,8 @@ def load_pretrained(model: GPT, directory: Path) -> None:
     if model.head is None:  # published files may hold the tied head too
         tensors.pop("lm_head.weight", None)
     edited = read_json(directory / "config.json").get("model_type") == EDITED
+    if not edited:  # whose buffers may hold anything
+        check_values(directory, tensors)
 
     def fill() -> None:
         weights: dict[str, Tensor] = model.state_dict()

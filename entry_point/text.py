@@ -269,6 +269,7 @@ class Tokenizer:
                 words = {vocab[word]: bytes(byte[c] for c in word) for word in plain}
             self.special = {token["content"]: token["id"] for token in added if token["special"]}
             words |= {t["id"]: b"" if t["special"] else t["content"].encode() for t in added}
+            check_ids(words, len({*vocab.values()}) < len(vocab))
             self.words = [words.get(id, b"") for id in range(max(words) + 1)]
             self.end = self.special[end_of_text] if end_of_text is not None else None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -287,6 +288,18 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.word, ids)).decode(errors="replace")
+
+
+LARGEST_VOCABULARY = 1 << 21  # ids; there are 1.1 million characters
+
+
+def check_ids(ids: Iterable[Any], are_shared: bool) -> None:
+    """Raises ValueError unless all are whole numbers below LARGEST_VOCABULARY, each of one word."""
+    if are_shared:
+        raise ValueError("two words have the same id")
+    for id in ids:
+        if type(id) is not int or not 0 <= id < LARGEST_VOCABULARY:
+            raise ValueError(f"the id {id!r} is no whole number from 0 to {LARGEST_VOCABULARY - 1}")
 
 
 def byte_characters() -> dict[str, int]:

@@ -340,7 +340,7 @@ def test_a_published_model_with_a_named_pipe_is_refused(tmp_path, cli):
     for name in ("SHA256SUMS", "training.json"):  # which other tools do not write
         (model / name).unlink()
     os.mkfifo(model / "chat_template.jinja")
-    assert cli("fetch-and-sample", str(model)).failed(1, "chat_template.jinja")
+    assert cli("fetch-and-sample", str(model)).failed(2, "chat_template.jinja")
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, os.mkdir])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -174,6 +175,12 @@ def test_a_tuned_published_model_loads_elsewhere(documents, byte_pairs, publishe
         ({"quantization_config": {}}, "quantization_config={}"),
         ({"hidden_size": 0.5}, "n_embd=0.5"),
         ({"num_key_value_heads": 3}, "n_kv_head=3"),
+        ({"hidden_size": math.inf}, "n_embd=inf"),
+        ({"max_position_embeddings": math.inf}, "max_position_embeddings=inf"),
+        ({"max_position_embeddings": math.nan}, "max_position_embeddings=nan"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings='many'"),
+        ({"max_position_embeddings": True}, "max_position_embeddings=True"),
+        ({"use_sliding_window": True, "sliding_window": -1}, "sliding_window=-1"),
     ],
 )
 def test_unsupported_model_features_are_named(published, tmp_path, values, refused):
@@ -212,6 +219,11 @@ def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], objec
     write_safetensors(file, tensors, {})
 
 
+def change_values(file: Path, value: float) -> None:
+    """Give the last norm this value, and its type."""
+    change_tensors(file, lambda tensors: tensors.update({NORM: torch.full((64,), value)}))
+
+
 @pytest.mark.parametrize(
     "damage, error",
     [
@@ -224,8 +236,23 @@ def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], objec
             "qwen/0.*",
         ),
         (lambda file, index: change_tensors(file, lambda t: t.pop(NORM)), f"{NORM} is nothing"),
+        (lambda file, index: change_values(file, math.nan), f"{NORM} has values that"),
+        (lambda file, index: change_values(file, -math.inf), f"{NORM} has values that"),
+        (lambda file, index: change_values(file, 7), f"{NORM} is of type int64"),
+        (lambda file, index: change_values(file, True), f"{NORM} is of type bool"),
     ],
-    ids=["missing", "cut", "vast header", "no map", "elsewhere", "other name"],
+    ids=[
+        "missing",
+        "cut",
+        "vast header",
+        "no map",
+        "elsewhere",
+        "other name",
+        "not numbers",
+        "infinite",
+        "whole numbers",
+        "truth values",
+    ],
 )
 def test_weights_that_do_not_fit_are_refused(qwen, damage, error):
     index = qwen / "model.safetensors.index.json"

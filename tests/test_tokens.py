@@ -281,6 +281,7 @@ QWEN_3_5 = (
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+NO_STEPS = {"type": "Sequence", "pretokenizers": []}
 PRECOMPILED = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
 
 
@@ -318,11 +319,19 @@ def test_published_tokenizers_of_bytes_are_taken(change, document, tmp_path):
         (lambda d: d.update(added_tokens=[]), "no token for the end of a text"),
         (lambda d: d.pop("model"), "not a tokenizer of BPE over bytes: 'model'"),
         (lambda d: d["model"].update(vocab=None), "of characters: TypeError"),
-        (lambda d: d["model"].update(vocab={"a": "b"}), "of characters: TypeError"),
+        (lambda d: d["model"].update(vocab={"a": "b"}), "the id 'b' is no whole number"),
         (lambda d: d.update(added_tokens=[{"id": 0, "special": False, "content": 1}]), "Attribute"),
         (lambda d: d.update(normalizer=PRECOMPILED), "has a normalizer, Precompiled"),
         (lambda d: d.update(pre_tokenizer=split(r"(a+)+$")), "splits text in an unknown way"),
         (lambda d: d.update(pre_tokenizer={"type": "Whitespace"}), "splits text in an unknown way"),
+        (lambda d: d.update(pre_tokenizer=None), "has no pre_tokenizer"),
+        (lambda d: d.update(pre_tokenizer=NO_STEPS), "has a pre_tokenizer without steps"),
+        (lambda d: d["model"].update(unk_token="<unk>"), "has the unk_token '<unk>', which its"),
+        (lambda d: d["model"]["vocab"].update(far=2**31), "the id 2147483648 is no whole number"),
+        (lambda d: d["model"]["vocab"].update(far=-1), "the id -1 is no whole number"),
+        (lambda d: d["model"]["vocab"].update(far=0.5), "the id 0.5 is no whole number"),
+        (lambda d: d["model"]["vocab"].update(far=3), "two words have the same id"),
+        (lambda d: d["added_tokens"][0].update(id=2**31), "the id 2147483648 is no whole number"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_refused(change, reason, document, tmp_path):

@@ -46,7 +46,14 @@ def published_tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
     try:
         before, model = document["pre_tokenizer"], document["model"]
+        if before is None:
+            raise ValueError("has no pre_tokenizer, which splits a text")
         steps = before["pretokenizers"] if before["type"] == "Sequence" else [before]
+        if not steps:
+            raise ValueError("has a pre_tokenizer without steps")
+        unknown = model.get("unk_token")
+        if unknown is not None and unknown not in model["vocab"]:
+            raise ValueError(f"has the unk_token {unknown!r}, which its vocabulary lacks")
         if (found := document["normalizer"]) not in (None, {"type": "NFC"}):
             raise ValueError(f"has a normalizer, {found['type']}, that may change the text")
         for step in steps:

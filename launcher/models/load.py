@@ -65,8 +65,9 @@ def load_model(
     computes it if both have the same kernels.py and model.py; also if that folder is gone and the
     model is Qwen3's, which is logged.
 
-    Raises ServiceError if the directory holds no model of sm-nanogpt, nor one of Qwen3's
-    architecture, and InputError if the model needs the folder that trained it, which is not here.
+    Raises ServiceError if the directory holds no model of sm-nanogpt; InputError if it holds one of
+    another tool that is not of Qwen3's architecture or has other values than a model's, or if the
+    model needs the folder that trained it, which is not here.
     """
     directory = path_of(plain(directory))
     ours = any((directory / name).exists() for name in ("SHA256SUMS", "training.json"))
@@ -78,7 +79,8 @@ def load_model(
             model, tokenizer = own_model(directory, settings, entry_point)
     except (TrainingError, KeyError, TypeError, ValueError, OSError) as error:
         kind = "not a model of the Qwen3 family: " * published
-        raise ServiceError(f"{directory} does not load: {kind}{error}") from None
+        failure = InputError if published else ServiceError
+        raise failure(f"{directory} does not load: {kind}{error}") from None
     fast = has_fast_bfloat16(torch.device("cpu"))
     if not is_edited(model) and model.config.precision != "float32" and fast:
         model.compute_dtype = torch.bfloat16
