@@ -89,12 +89,13 @@ def refusing(monkeypatch, error, *functions):
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES])
 def test_what_cannot_be_linked_is_copied(error, monkeypatch, tmp_path, caplog):
+    caplog.set_level("INFO")
     (tmp_path / "text.txt").write_text("a text")
     refusing(monkeypatch, error, "os.symlink")
     storage.fetch(str(tmp_path / "text.txt"), tmp_path / "channel")
     copy = tmp_path / "channel/text.txt"
     assert (copy.read_text(), copy.is_symlink()) == ("a text", False)
-    assert "copied" in caplog.text
+    assert "a copy of" in caplog.text
 
 
 def test_a_copy_that_fails_is_an_error(monkeypatch, tmp_path):
@@ -196,6 +197,8 @@ def test_a_job_runs_where_only_contents_are_kept(on_such_a_disk, home, text_file
         "fetch-and-sample", ran.out.strip(), "--max-new-tokens", "5", **refused
     )
     assert sampled.good.out
+    (log,) = home.glob("jobs/*/runner.log")
+    assert "a copy of" in log.read_text()
     (channel,) = home.glob("jobs/*/hosts/algo-1/input/data/training")
     assert not any(path.is_symlink() for path in channel.iterdir())
 

@@ -348,7 +348,8 @@ def link_or_copy(source: Path, target: Path, settings: Settings | None = None) -
     except FileExistsError:
         raise
     except OSError as error:
-        logger.warning(f"{source}: copied, as {directory} cannot hold a link ({error.strerror})")
+        why = f"its file system has no links ({error.strerror})"
+        logger.info(f"{target}: a copy of {source}, as {why}")
         shutil.copyfile(source, target)
 
 

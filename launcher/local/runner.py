@@ -8,6 +8,7 @@ model and output.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -237,6 +238,7 @@ def command_line(values: Mapping[str, Any]) -> list[str]:
 
 def main(directory: str, lock: str) -> None:
     """Run the job in a directory; `lock` is the descriptor that holds its lock."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # into runner.log
     run = LocalRun(Path(directory), load_settings())  # those of the launch
 
     def on_signal(signum: int, frame: Any) -> None:
