@@ -77,6 +77,7 @@ REMEDIES: dict[str, str] = {
     "name-column": "`--tokenizer bpe --column NAME` reads a column of it",
     "leave-out": "`--exclude {glob}` leaves it out",
     "hold-out": "`{excludes}` leaves them out, to measure a model on them",
+    "text-repeats": "leave out what stands there twice",
     "give-encoding": "`upload-data --encoding {encoding}` converts it",
     "mend-utf8": "no other encoding fits the rest: repair it, or `iconv -c -f utf-8 -t utf-8 FILE"
     " > NEW-FILE` leaves it out",

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from entry_point.text import Ids, Tokenizer, unsigned
+from entry_point.text import Tokenizer
 from launcher.errors import InputError, unknown_characters
 from launcher.finding import find
 from launcher.judge.anchors import as_tensor
@@ -27,6 +27,7 @@ from launcher.text.copies import copied
 from launcher.text.files import find_files
 from launcher.text.formats import documents_of
 from launcher.text.skipped import Skipped
+from launcher.text.tokens import content_of
 
 MOST_BYTES = 1 << 28  # of the text to train on, with which others are compared
 VALIDATION_BYTES = 1 << 17  # of the model's own validation text that are scored
@@ -132,14 +133,3 @@ def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
     own = content_of(corpus.val, corpus.tokenizer.words, VALIDATION_BYTES)
     validation = None if corpus.is_chat else Text("validation", [own.decode(errors="ignore")])
     return Training(as_tensor(content), validation)
-
-
-def content_of(ids: Ids, words: Sequence[bytes], most: int = 1 << 30) -> bytearray:
-    """The first bytes of a text."""
-    content = bytearray()
-    for at in range(0, len(ids), 1 << 20):
-        some = unsigned(ids[at : min(at + (1 << 20), len(ids))])
-        content += b"".join(map(words.__getitem__, (some ^ (some >> 63)).tolist()))
-        if len(content) >= most:
-            break
-    return content[:most]

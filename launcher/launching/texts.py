@@ -16,6 +16,7 @@ from launcher.settings import Settings
 from launcher.text import corpus
 from launcher.text.files import find_files, warn_of_held_out
 from launcher.text.formats import File
+from launcher.text.repeats import share_between, warn_of_repeats
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ def check_texts(channels: Texts, config: Any) -> None:
     texts = {text.upload.sha256 if text.upload else text.uri for text in channels.values()}
     if len(texts) < len(channels):
         logger.warning("validation is the text to train on: val_loss will not show memorizing")
+    else:
+        warn_of_repeats(channels["data"].named, repeated_share(channels))
     for name, channel in channels.items():
         if (text := channel.upload) is None:
             continue
@@ -118,6 +121,28 @@ def check_texts(channels: Texts, config: Any) -> None:
             many = f"{longer:,} of {text.documents:,} conversations are longer than"
             end = "they end with the last answer that fits, or are left out"
             logger.warning(f"{many} block_size={config.block_size}: {end}")
+
+
+def repeated_share(channels: Texts) -> float | None:
+    """The share of the validation text that stands in the training text; None if not known.
+
+    It is not known of texts on S3, but for those that hold their own validation part.
+    """
+    data, validation = channels["data"], channels.get("validation")
+    if validation is None:
+        return data.upload.repeated if data.upload else None
+    files, other_files = files_of(data), files_of(validation)
+    if not (files and other_files and validation.upload):
+        return None
+    return share_between(files, other_files, validation.upload.characters)
+
+
+def files_of(channel: Channel) -> tuple[File, ...]:
+    """The files of a plain text on this machine; none if it is elsewhere, or tokens."""
+    directory, upload = storage.local_path(channel.uri), channel.upload
+    if channel.sources or upload is None or upload.train_tokens or directory is None:
+        return tuple(channel.sources)
+    return tuple(File(name, directory / name) for name in upload.files)
 
 
 def problem_of(text: corpus.Upload, config: Any, field: str) -> str:

@@ -36,6 +36,7 @@ from launcher.settings import Settings, load_settings
 from launcher.text.copies import copied, in_thread, name_of, temporary
 from launcher.text.files import find_files, read_plain, warn_of_held_out
 from launcher.text.formats import File, opened, stored
+from launcher.text.repeats import share_within, warn_of_repeats
 from launcher.values import plain
 
 if TYPE_CHECKING:  # it imports torch
@@ -68,6 +69,8 @@ class Upload:
     answers: dict[str, Count] = field(default_factory=dict)  # the least that holds one, by part
     vocabulary: str = ""  # the characters of a text
     tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
+    # The share of its validation part that stands in its training part; None: not measured.
+    repeated: Annotated[float, Field(ge=0, le=1)] | None = None
 
     @property
     def n_training(self) -> int:
@@ -123,6 +126,7 @@ def upload_data(
             send(upload, files, settings, progress)
         else:
             upload = send_tokens(name, files, tokenizer, vocab_size, settings, progress)
+        warn_of_repeats(name, upload.repeated)
     last = storage.read_cache(settings.home / LAST_UPLOADS, dict[str, str])
     last.pop(place(settings.data_store), None)
     last[place(settings.data_store)] = upload.uri  # the newest is the last
@@ -159,8 +163,13 @@ def place(store: str) -> str:
 def survey(name: str, files: Sequence[File], settings: Settings) -> tuple[Upload, list[File]]:
     """The upload that plain text makes, and its files. Raises InputError as read_plain."""
     counts, kept = read_plain(name, files)
+    uri = uri_of(name, counts.sha256, settings)
+    with suppress(NotAsked):
+        earlier = find_upload(uri, settings)
+        if earlier is not None and earlier.repeated is not None:
+            return replace(earlier, uploaded=False), kept
     upload = Upload(
-        uri=(uri := uri_of(name, counts.sha256, settings)),
+        uri=uri,
         size=counts.size,
         sha256=counts.sha256,
         files=tuple(file.name for file in kept),
@@ -168,6 +177,7 @@ def survey(name: str, files: Sequence[File], settings: Settings) -> tuple[Upload
         characters=counts.characters,
         vocabulary_size=len(counts.vocabulary),
         vocabulary=counts.vocabulary,
+        repeated=share_within(kept, counts.characters),
     )
     return upload, kept
 
@@ -240,6 +250,7 @@ def send_tokens(
             documents=counts.documents,
             chats=counts.chats > 0,
             tokenizer=fingerprint(tokenizer),
+            repeated=None if counts.chats else tokens.share_within(directory),
             **made,
         )
         send(upload, shards, settings, progress)

@@ -26,7 +26,7 @@ from launcher.job import Request
 from launcher.judge.anchors import as_tensor, overlap
 from launcher.judge.evaluate import check_causal, check_memory
 from launcher.judge.score import losses
-from launcher.judge.texts import Text, content_of, encode
+from launcher.judge.texts import Text, encode
 from launcher.judge.worker import Worker
 from launcher.launching import launch
 from launcher.launching.forecasting import corpus_of
@@ -36,6 +36,7 @@ from launcher.settings import Settings
 from launcher.source import Source, keep
 from launcher.text.corpus import digest_of
 from launcher.text.formats import File
+from launcher.text.tokens import content_of
 from launcher.trying import rule
 from launcher.trying.here import MOST_SIZE, SLOW, Here
 from launcher.trying.ledger import Entry, Ledger, OverCeiling

@@ -1,0 +1,112 @@
+"""How much of a validation text stands in its training text, and where that is said."""
+
+from __future__ import annotations
+
+import random
+import textwrap
+from pathlib import Path
+
+import launching
+import pytest
+
+from launcher.text import repeats
+from launcher.text.repeats import RUN, repeated_share, sampled_ranges
+from sm_nanogpt import upload_data
+
+
+def words(seed: int, count: int = 9000) -> str:
+    draw = random.Random(seed)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return " ".join("".join(draw.choices(letters, k=5)) for _ in range(count))
+
+
+def share(training: str, validation: str) -> float:
+    content = training.encode()
+    pieces = [content[at : at + 1000] for at in range(0, len(content), 1000)]
+    return repeated_share(pieces, validation.encode(), len(content))
+
+
+def test_a_new_text_has_no_share_and_an_old_one_all():
+    assert share(words(1), words(2)) == 0
+    assert share(words(1), words(1)[7000:20000]) == 1
+    assert share("", words(1)) == share(words(1), "") == 0
+
+
+def test_the_share_is_of_the_bytes_in_long_runs():
+    old, new = words(1), words(2)
+    assert share(old, new[:3000] + old[500:1500]) == pytest.approx(0.25, abs=0.001)
+    assert share(old, new[:600] + old[500 : 500 + RUN - 1]) == 0
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_line_breaks_and_spaces_make_no_difference(width):
+    text = words(1)
+    again = textwrap.fill(text[6000:18000], width).replace("\n", "\r\n  ")
+    assert share(text, again) > 0.99
+
+
+@pytest.mark.parametrize("lookups", [10, 10_000])
+def test_a_long_training_text_is_looked_up_in_steps(monkeypatch, lookups):
+    monkeypatch.setattr(repeats, "LOOKUPS", lookups)
+    old, new = words(1), words(2)
+    assert share(old, new[:5000] + old[500:5500]) == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_long_validation_text_is_sampled_in_parts():
+    assert sampled_ranges(100, limit=160) == [(0, 100)]
+    ranges = sampled_ranges(1600, limit=160)
+    assert len(ranges) == 16
+    assert ranges[:2] == [(0, 10), (100, 110)] and ranges[-1] == (1500, 1510)
+
+
+@pytest.fixture
+def twice(tmp_path: Path) -> Path:
+    (tmp_path / "twice.txt").write_text(words(1) * 2)
+    return tmp_path / "twice.txt"
+
+
+WARNING = "100% of the validation text stands in the training text"
+
+
+def test_a_text_that_stands_twice_is_said_at_upload(cli, twice):
+    assert WARNING in cli("upload-data", str(twice)).good.err
+    assert WARNING in cli("upload-data", str(twice)).good.err  # already in the store
+
+
+def test_a_text_that_stands_twice_is_said_at_launch(cli, twice):
+    cli("upload-data", str(twice))
+    for data in (None, twice):
+        ran = cli(*launching.launching("--detach", data=data)).good
+        assert ran.err.count(WARNING) == 1
+
+
+def test_files_with_one_text_below_other_titles_are_said(cli, tmp_path):
+    (tmp_path / "notes").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / f"notes/{name}.txt").write_text(f"Title {name}\n{words(1)}")
+    assert "100% of the validation text" in cli("upload-data", "notes").good.err
+
+
+def test_tokens_of_a_text_that_stands_twice_are_said(cli, twice):
+    ran = cli("upload-data", str(twice), "--tokenizer", "bpe", "--vocab-size", "300").good
+    assert WARNING in ran.err
+    once = twice.with_name("once.txt")
+    once.write_text(words(3))
+    ran = cli("upload-data", str(once), "--tokenizer", "bpe", "--vocab-size", "300").good
+    assert "stands in" not in ran.err
+
+
+def test_a_validation_text_within_the_training_text_is_said(cli, tmp_path):
+    (tmp_path / "data.txt").write_text(words(1))
+    (tmp_path / "part.txt").write_text(words(1)[9000:20000])
+    (tmp_path / "other.txt").write_text(words(2))
+    cli("upload-data", "part.txt")
+    for validation, said in (("part.txt", True), ("other.txt", False)):
+        arguments = launching.launching("--detach", "--validation", validation, data="data.txt")
+        assert (WARNING in cli(*arguments).good.err) == said
+
+
+def test_the_share_is_kept_in_the_manifest(home, twice, monkeypatch):
+    assert upload_data(twice).repeated == 1
+    monkeypatch.delattr(repeats, "repeated_share")
+    assert upload_data(twice).repeated == 1
