@@ -11,6 +11,7 @@ import os
 import random
 import re
 import subprocess
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -404,6 +405,24 @@ def test_overlap_is_exact(training, texts, chunk):
     with patch.object(anchors, "CHUNK", chunk), patch.object(anchors, "RUN", 5):
         found = anchors.overlap(plain(training), [*map(plain, texts)])
     assert found == covered / sum(map(len, texts))
+
+
+@given(st.text("a \n\t\r", max_size=40).map(str.encode), st.integers(1, 9))
+def test_white_space_is_one_space(content, chunk):
+    with patch.object(anchors, "CHUNK", chunk):
+        found, is_first = anchors.with_one_space(plain(content))
+    assert bytes(found.tolist()) == re.sub(rb"[ \t\n\r]+", b" ", content)
+    assert int(is_first.sum()) == len(found)
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_overlap_and_runs_see_through_line_breaks(width, text):
+    training = text.encode()[:100_000]
+    again = textwrap.fill(training[40_000:50_000].decode(), width).replace("\n", "  \r\n").encode()
+    new = bytes(random.Random(1).choices(b"etaoinshrdlu", k=len(again)))
+    assert anchors.overlap(plain(training), [plain(again)]) == pytest.approx(1, abs=0.01)
+    assert anchors.overlap(plain(training), [plain(again + new)]) == pytest.approx(0.5, abs=0.01)
+    assert anchors.longest_run(plain(training), [plain(again)]) > 5000
 
 
 def test_overlap_reads_the_training_text_once():

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from launcher.text.repeats import RUN
+
 ORDER = 5  # of the n-gram model
 MOST = 1 << 23  # bytes that it learns from
-RUN = 50  # bytes of a run that is not there by chance
 
 
 def as_tensor(content: bytes | bytearray) -> Tensor:
@@ -99,20 +100,44 @@ def found_in(training: Tensor, wanted: Tensor, length: int) -> Tensor:
     return there[places]
 
 
+def with_one_space(content: Tensor) -> tuple[Tensor, Tensor]:
+    """A text with each run of white space as one space, and for each of its bytes whether it is
+    the first of such a run, or no white space: uint8 [m], and bool [n]."""
+    parts, firsts, before = list[Tensor](), list[Tensor](), False
+    for part in content.split(CHUNK):
+        is_space = (part == ord(" ")) | ((part >= ord("\t")) & (part <= ord("\r")))
+        follows_space = F.pad(is_space[:-1], (1, 0), value=before)
+        is_first = ~(is_space & follows_space)
+        parts.append(part.masked_fill(is_space, ord(" "))[is_first])
+        firsts.append(is_first)
+        before = bool(is_space[-1:].any())
+    return torch.cat(parts), torch.cat(firsts)
+
+
 def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
-    """The fraction of bytes in runs of RUN bytes or more that the training text has too."""
-    runs, covered = [hashes(text, RUN) for text in texts], 0
-    found = found_in(training, torch.cat(runs), RUN).long()  # reads the training text once
-    for text, begins in zip(texts, found.split([*map(len, runs)]), strict=True):
+    """The fraction of bytes in runs of RUN bytes or more that the training text has too.
+
+    Both are compared with each run of white space as one space, which counts as many bytes as it
+    has in the text.
+    """
+    training, _ = with_one_space(training)
+    spaced = [with_one_space(text) for text in texts]
+    runs, covered = [hashes(text, RUN) for text, _ in spaced], 0
+    shared = found_in(training, torch.cat(runs), RUN).long()  # reads the training text once
+    for (text, is_first), begins in zip(spaced, shared.split([*map(len, runs)]), strict=True):
         edges = torch.zeros(len(text) + 1, dtype=torch.int64)
         edges[: len(begins)] += begins
         edges[RUN : RUN + len(begins)] -= begins
-        covered += int((edges.cumsum(0) > 0).sum())
+        is_shared = edges.cumsum(0) > 0
+        covered += int(is_shared[is_first.cumsum(0) - 1].sum())
     return covered / sum(map(len, texts))
 
 
 def longest_run(training: Tensor, texts: Sequence[Tensor]) -> int:
-    """The bytes of the longest run of any text that the training text has too."""
+    """The bytes of the longest run of any text that the training text has too, with each run of
+    white space as one space."""
+    training, _ = with_one_space(training)
+    texts = [with_one_space(text)[0] for text in texts if len(text)]
     low, high = 0, min(max(map(len, texts), default=0), len(training))
     while low < high:
         length = (low + high + 1) // 2

@@ -72,8 +72,8 @@ class Evaluation:
     bits per byte too: of a compressor on the text, of a 5-gram model of the training text on it,
     and of this model on the first 128 kB of its own validation text. overlap is the fraction of
     bytes in runs of 50 or more that the training text has too, and copied the bytes of the longest
-    run that it shares with `samples`. None stands for what cannot be known. documents has the worst
-    first.
+    run that it shares with `samples`, both with white space as one space. None stands for what
+    cannot be known. documents has the worst first.
     """
 
     model: str
