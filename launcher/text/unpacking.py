@@ -26,7 +26,7 @@ class Unpacking:
         """Count bytes. Raises InputError if there are too many."""
         self.size += n_bytes
         if self.size > self.limit:
-            what = f"unpacks to over {self.limit >> 20:,} MiB, {LARGEST_RATIO} times its own size"
+            what = f"unpacks to over {self.limit >> 20:,} MiB, over {LARGEST_RATIO} times its size"
             raise InputError(
                 f"{self.name}: {what}; if it is text, unpack it and give what comes out"
             )
