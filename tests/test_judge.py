@@ -296,7 +296,10 @@ BEHAVES: dict[str, tuple[list[tuple[str, str]], str]] = {
     ),
     "raises": ([after(EMBEDDED, f"assert not {JUDGED}, 'too long'")], "AssertionError: too long"),
     "exits": ([after(EMBEDDED, f"{JUDGED} and exit(3)")], "ended with exit code 3"),
-    "dies": ([after(EMBEDDED, f"{JUDGED} and __import__('os')._exit(7)")], "ended with exit code 7"),
+    "dies": (
+        [after(EMBEDDED, f"{JUDGED} and __import__('os')._exit(7)")],
+        "ended with exit code 7",
+    ),
     "gives NaN": ([(HEAD, f"{HEAD}\n        logits = logits * torch.nan")], "."),
 }
 
