@@ -169,7 +169,8 @@ def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool, alone: b
     taken, left, aside, errors = list[Path](), list[Path](), Counter[str](), list[OSError]()
     for place, folders, names in os.walk(root, onerror=errors.append):
         check_saved(Path(place), names)
-        for path in [Path(place, name) for name in (*folders, *names)]:
+        folders.sort()  # a file system lists them in any order
+        for path in [Path(place, name) for name in sorted([*folders, *names])]:
             if why := reason_to_skip(path, root, skipped):
                 aside[why] += 1
                 folders[:] = [name for name in folders if name != path.name]
