@@ -26,6 +26,10 @@ ROOT = Path(__file__).parent.parent
 
 making_finished: list[Path] = []  # its home, meanwhile
 
+# Tests make and delete many small files, which takes half of their time on a disk.
+MEMORY = Path("/dev/shm")
+MEMORY_NEEDED = 8 << 30  # bytes
+
 # As many tests run side by side as there are cores.
 torch.set_num_threads(1)
 
@@ -45,6 +49,15 @@ botocore.loaders.create_loader = botocore.session.create_loader
 def pytest_addoption(parser: pytest.Parser) -> None:
     words = "leave out tests that start a process, a server or a container (make check)"
     parser.addoption("--quick", action="store_true", help=words)
+
+
+def pytest_configure() -> None:
+    """Has `tmp_path` in memory, where there is enough, and where programs may be started from."""
+    if MEMORY.is_dir():
+        room = os.statvfs(MEMORY)
+        is_large = room.f_bavail * room.f_frsize >= MEMORY_NEEDED
+        if is_large and not room.f_flag & os.ST_NOEXEC:
+            os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -123,9 +136,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def compiler():
-    """Torch's compiler, which counts how often it compiled a function, and refuses the ninth."""
+def torch_for_the_next_test():
+    """A test may leave more threads. The compiler counts how often it compiled a function, and
+    refuses the ninth time."""
     yield
+    torch.set_num_threads(1)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
