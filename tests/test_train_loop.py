@@ -502,7 +502,7 @@ def test_a_finished_run_started_again_rewrites_its_artefact(tmp_path, capsys):
 
 def test_an_interruption_does_not_change_a_metric(tmp_path, text):
     """Checkpoints after every step, and an end between two metric lines."""
-    how: dict[str, Any] = dict(log_interval=60, eval_interval=60, max_steps=60)
+    how: dict[str, Any] = dict(log_interval=20, eval_interval=20, max_steps=20)
     how["checkpoint_seconds"] = 1e-6
 
     def losses_in(name: str) -> list[float]:
@@ -514,10 +514,10 @@ def test_an_interruption_does_not_change_a_metric(tmp_path, text):
         (1, -9, pytest.approx(losses_in("whole"), rel=0.02)),
     ]:
         (env,) = make_hosts(tmp_path / f"cut {before}", text)
-        fault = {"NANOGPT_FAULT": "0:36:kill"}
+        fault = {"NANOGPT_FAULT": "0:12:kill"}
         trained(tmp_path, {**env, **fault}, status=status, processes=before, **how)
         end = trained(tmp_path, env, processes=2, **how)
-        assert "resumed from the checkpoint of step 36" in end.output
+        assert "resumed from the checkpoint of step 12" in end.output
         assert ("note: the checkpoint is of " in end.output) == (before == 1)
         assert losses_in(f"cut {before}") == expected
 
