@@ -1,6 +1,7 @@
 # make demo: set up, then upload, train for about a minute, sample. TEXT=notes.txt names a text.
 # make test: set up, then lint, types, tests. make test-all: also the slow ones, as CI runs it.
 # make check: the same, but for tests that start a process, a server or a container.
+# make test-older-cpu: the tests of trainings, with the instructions of an older CPU.
 # make gpu: checks and measures on this machine's GPU; examples/benchmarks/README.md tells more.
 # make emulator: AWS on this machine, whose training jobs really run; CONTRIBUTING.md tells more.
 
@@ -15,7 +16,7 @@ pip_install = $(if $(UV),uv pip install --python $(1)/bin/python,$(1)/bin/pip in
 # With these, each process of the tests would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
-.PHONY: demo test test-all check test-image emulator gpu lint clean
+.PHONY: demo test test-all check test-older-cpu test-image emulator gpu lint clean
 
 # It follows what upload-data advises: `--preset auto` for a short text. Else two processes, so that
 # what it shows is DistributedDataParallel.
@@ -41,12 +42,19 @@ test test-all: lint .venv-contract/installed
 	$(BIN)/cfn-lint infra/template.yaml
 	$(pytest) $(left_out)
 
+# What the trainings of the tests compare does not depend on the instructions of the CPU.
+test-older-cpu: .venv/installed-for-tests
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 $(pytest) -q -r '' \
+		tests/test_train_model.py tests/test_train_loop.py tests/test_generations.py
+
 check: lint
+	@echo "tests that start no process: half a minute, on two quiet cores" >&2
 	$(pytest) -q -r '' --quick
 
 lint: .venv/installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@echo "types: seconds; the first time, and after an upgrade, a minute or two" >&2
 	$(BIN)/mypy
 
 emulator: .venv/installed-for-tests .venv-contract/installed
