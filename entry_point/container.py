@@ -1,4 +1,4 @@
-"""Where a run is: SageMaker's hosts and directories."""
+"""Where a run is: SageMaker's hosts and directories, and the place of a process among the ranks."""
 
 from __future__ import annotations
 
@@ -106,3 +106,37 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
         output_dir=Path(env.get("SM_OUTPUT_DATA_DIR") or base / "output/data"),
         checkpoint_dir=base / "checkpoints",
     )
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process in the group, as its launcher gave it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+
+
+def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
+    """torchrun's variables, else Open MPI's; None when nothing launched this process.
+
+    Raises TrainingError if the hosts of a job are not in one group, ConfigError if one is missing.
+    """
+    names, launcher = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"], "torchrun"
+    if not {"RANK", "WORLD_SIZE"} <= env.keys():
+        names = [f"OMPI_COMM_WORLD_{name.replace('WORLD_', '')}" for name in names]
+        launcher = "mpirun"
+    if names[1] not in env:
+        return None
+    if missing := [name for name in names if name not in env]:
+        raise ConfigError(f"{names[1]} is set, so set {', '.join(missing)} too, as torchrun does")
+    rank, world_size, local_rank, local_world_size = (int(env[name]) for name in names)
+    launcher = env.get("SM_NANOGPT_LAUNCHER", launcher)
+    if n_hosts > 1 and world_size != n_hosts * local_world_size:
+        raise TrainingError(
+            f"{launcher} made a group of {world_size} with {local_world_size} on this host, but the"
+            f" job has {n_hosts} hosts: each would train a model of its own"
+        )
+    return Ranks(rank, world_size, local_rank, local_world_size, launcher)

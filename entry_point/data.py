@@ -14,8 +14,8 @@ from .conversations import IGNORED, Packed
 from .distributed import Group
 from .text import Corpus, Ids, Shards, unsigned
 
-PIECE = 1 << 16  # adjacent windows, of 128 MB where each has 1024 tokens of 2 bytes
-POOL = 16 * PIECE  # windows that are shuffled at once; their order takes 8 MB
+NEIGHBORS = 1 << 16  # windows read from one place: 128 MB where each has 1024 tokens of 2 bytes
+SHUFFLED = 16 * NEIGHBORS  # windows that are shuffled at once; their order takes 8 MB
 
 
 class Batches:
@@ -23,8 +23,8 @@ class Batches:
 
     Each epoch starts at a random offset, splits the text into adjacent windows, and visits each
     once, in random order. The few tokens that an epoch leaves out at either end are seen in other
-    epochs. A text of more than POOL windows is shuffled by pieces first, and then within a pool of
-    16 of them, so that a disk reads a few places at a time. Packed conversations are visited row
+    epochs. A text of more than SHUFFLED windows is shuffled by pieces first, and then within a pool
+    of 16 of them, so that a disk reads a few places at a time. Packed conversations are visited row
     by row.
     """
 
@@ -69,23 +69,23 @@ class Batches:
         parts, index, end = [], step * self.batch_size, (step + 1) * self.batch_size
         while index < end:
             epoch, place = divmod(index, self.windows_per_epoch)
-            pool, place = divmod(place, POOL)
+            pool, place = divmod(place, SHUFFLED)
             parts.append(self.newest(epoch, pool)[place : place + end - index])
             index += len(parts[-1])
         return torch.cat(parts)
 
     def shuffled(self, epoch: int, pool: int) -> Tensor:
-        """Where the windows of a pool of an epoch begin, in random order: int64 [at most POOL]."""
+        """Where the windows of a pool begin, in random order: int64 [at most SHUFFLED]."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
         offset = torch.randint(self.offsets, (), generator=generator)
         count = self.windows_per_epoch
-        windows = torch.arange(min(count, POOL))
-        if count > POOL:  # the pieces begin at a random window; the last may be short
+        windows = torch.arange(min(count, SHUFFLED))
+        if count > SHUFFLED:  # the pieces begin at a random window; the last may be short
             first = torch.randint(count, (), generator=generator)
-            pieces = torch.randperm(count // PIECE, generator=generator)
-            pieces = torch.cat([pieces, torch.tensor([count // PIECE])])
-            pieces = pieces[pool * POOL // PIECE : (pool + 1) * POOL // PIECE]
-            windows = (pieces[:, None] * PIECE + torch.arange(PIECE)).flatten()
+            pieces = torch.randperm(count // NEIGHBORS, generator=generator)
+            pieces = torch.cat([pieces, torch.tensor([count // NEIGHBORS])])
+            pieces = pieces[pool * SHUFFLED // NEIGHBORS : (pool + 1) * SHUFFLED // NEIGHBORS]
+            windows = (pieces[:, None] * NEIGHBORS + torch.arange(NEIGHBORS)).flatten()
             windows = (windows[windows < count] + first) % count
             generator.manual_seed(derive_seed(self.seed, "epoch", epoch, pool))
         order = torch.randperm(len(windows), generator=generator)

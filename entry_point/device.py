@@ -8,9 +8,8 @@ from importlib.util import find_spec
 import torch
 
 from .config import TOKENS_PER_PASS, Config, Options
-from .container import Container
+from .container import Container, Ranks
 from .cores import cores
-from .distributed import Ranks
 from .errors import ConfigError, TrainingError, counted
 
 

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing import connection
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import Config
-from .container import Container
+from .container import Container, Ranks
 from .errors import ConfigError, TrainingError, failure_report, report_failure
 
 JOIN_MINUTES = 10  # for all ranks to come
@@ -140,40 +139,6 @@ def end_with_parent() -> None:
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():  # it ended before that
             os.kill(os.getpid(), signal.SIGINT)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The place of this process in the group, as its launcher gave it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    launcher: str
-
-
-def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
-    """torchrun's variables, else Open MPI's; None when nothing launched this process.
-
-    Raises TrainingError if the hosts of a job are not in one group, ConfigError if one is missing.
-    """
-    names, launcher = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"], "torchrun"
-    if not {"RANK", "WORLD_SIZE"} <= env.keys():
-        names = [f"OMPI_COMM_WORLD_{name.replace('WORLD_', '')}" for name in names]
-        launcher = "mpirun"
-    if names[1] not in env:
-        return None
-    if missing := [name for name in names if name not in env]:
-        raise ConfigError(f"{names[1]} is set, so set {', '.join(missing)} too, as torchrun does")
-    rank, world_size, local_rank, local_world_size = (int(env[name]) for name in names)
-    launcher = env.get("SM_NANOGPT_LAUNCHER", launcher)
-    if n_hosts > 1 and world_size != n_hosts * local_world_size:
-        raise TrainingError(
-            f"{launcher} made a group of {world_size} with {local_world_size} on this host, but the"
-            f" job has {n_hosts} hosts: each would train a model of its own"
-        )
-    return Ranks(rank, world_size, local_rank, local_world_size, launcher)
 
 
 class Group:
@@ -408,10 +373,11 @@ def read_reports(store: dist.Store, keys: list[str]) -> list[Report]:
 class Watchdog:
     """Two threads that end this process with the name of the rank that hangs.
 
-    Each second, one writes this rank's Report to the store and reads those of the others. A rank
-    hangs if it has not written for hang_seconds, as its process is stopped or its host is gone, or
-    if it is furthest behind and has exceeded its own timeout (at least hang_seconds). The other
-    thread ends this process if the store does not answer.
+    Each second, one writes this rank's Report to the store and reads those of the others. Every
+    rank judges all. A rank is dead if its report stays the same for hang_seconds, as its process is
+    stopped or its host is gone. It hangs if it has the fewest heartbeats, and the last is older
+    than its own timeout (at least hang_seconds). The other thread ends this process if the store
+    does not answer.
 
     They count seconds by their own rounds instead of a clock, so that a suspended laptop is not
     taken for a hang.

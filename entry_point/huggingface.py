@@ -391,7 +391,7 @@ def check_values(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 def load_pretrained(model: GPT, directory: Path) -> None:
     """Reads the weights of the model in a directory, which may be in several files, of any type.
 
-    A model on the meta device takes memory, on the CPU, once the shapes are known to fit. Raises
+    A meta model is given memory, on the CPU, only after all shapes have been checked. Raises
     TrainingError if they do not, DataError or FormatError if a file is missing or damaged, or holds
     other values than finite numbers.
     """

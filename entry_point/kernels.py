@@ -157,7 +157,7 @@ def taught_loss(
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The mean cross-entropy of head(x); the whole logits are never in memory.
+    """The mean cross-entropy of head(x). Uncompiled, it holds the logits of one chunk at a time.
 
     Each chunk of rows is turned into its gradients at once (Liger Kernel, arXiv:2410.10989, section
     3.2), so nothing is computed twice. Inputs: x [N, C], the head's weight [V, C], targets [N];

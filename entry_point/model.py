@@ -39,7 +39,8 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head = config.n_head, config.kv_heads
         self.head_dim, self.dropout = config.head_width, config.dropout
-        # Matrices of one shape: n_head / n_kv_head of them for q, then k and v.
+        # q, k and v are one weight. Muon cuts it into equal matrices: n_head / n_kv_head for q, one
+        # for k, one for v.
         n = self.n_kv_head * self.head_dim
         self.qkv = Linear(config.n_embd, n, n_fused=self.n_head // self.n_kv_head + 2)
         self.out = Linear(self.n_head * self.head_dim, config.n_embd)
@@ -195,10 +196,10 @@ class GPT(nn.Module):
         conversations do not see each other's end token, and targets below 0 are ignored. `taught`
         are a teacher's logits, whose probabilities are learned beside the targets.
         """
-        how: tuple[Any, ...] = ()
+        teaching: tuple[Any, ...] = ()
         if taught is not None:
             c = self.config
-            how = taught.flatten(0, 1), c.teacher_share, c.teacher_temperature
+            teaching = taught.flatten(0, 1), c.teacher_share, c.teacher_temperature
         mask = None if end is None else document_mask(idx, end, chats, self.config)
         cos, sin = angles or self.angles(idx.size(1))
         x = self.embed(idx).to(self.compute_dtype)
@@ -213,12 +214,12 @@ class GPT(nn.Module):
         if targets is not None and targets.numel() * len(head.weight) > limit:
             # needs_input_grad is true for a parameter even under no_grad.
             weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
-            return ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), chats, *how)
+            return ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), chats, *teaching)
         logits = F.linear(x, head.weight.to(x.dtype)).float()
         if targets is None:
             return logits
-        if how:
-            return taught_loss(logits.flatten(0, 1), targets.flatten(), *how)
+        if teaching:
+            return taught_loss(logits.flatten(0, 1), targets.flatten(), *teaching)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

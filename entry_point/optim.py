@@ -87,7 +87,10 @@ SLICE = 1 << 23
 
 
 def deal(counts: Mapping[str, int], n_slices: int, n_ranks: int) -> list[list[list[str]]]:
-    """For each slice, the names in each rank's share; the largest first, to the smallest share."""
+    """Splits the weights into n_slices x n_ranks shares of about equal size, by their names.
+
+    The largest weight goes first, and each to the smallest share.
+    """
     shares: list[list[str]] = [[] for _ in range(n_slices * n_ranks)]
     for name in sorted(counts, key=counts.__getitem__, reverse=True):
         min(shares, key=lambda share: sum(counts[other] for other in share)).append(name)

@@ -31,7 +31,7 @@ class Passes:
     DistributedDataParallel averages the gradients of several ranks while the last pass computes.
     Where a GPU records passes as CUDA graphs, each rank replays those of the bare model, and one
     all-reduce of all gradients follows the last. Attention does not cross the token `end`. After
-    be_taught, the model learns what the teacher says, too.
+    set_teacher, the model learns what the teacher says, too.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class Passes:
         config = model.config
         self.is_chat = isinstance(batches.tokens, Packed)
         count = config.passes(group.world_size, tokens_per_pass(config, group.device))
-        self.count = group.async_all_reduce_max(count)()  # that of the smallest GPU
+        self.n_passes = group.async_all_reduce_max(count)()  # that of the smallest GPU
         self.angles = functools.cache(model.angles)  # by length of windows
         self.reduce_dtype = getattr(torch, config.reduce_precision)
         self.n_parameters = sum(parameter.numel() for parameter in model.parameters())
         pays = compiling_pays(config, group.device, self.n_parameters, group.world_size)
         self.compiled = config.compile == "on" or (config.compile == "auto" and pays)
         # Evaluations use the uncompiled model: compiling it for them takes longer than they do.
-        self.net: nn.Module = self.runnable(model)  # what a pass runs
+        self.trained_net: nn.Module = self.runnable(model)  # what a pass runs
         self.teacher: GPT | None = None
-        self.asked: Any = None  # what runs the teacher
-        self.records = can_use_graph(config, group.device, model.compute_dtype)
+        self.teacher_net: Any = None  # what runs the teacher
+        self.uses_graphs = can_use_graph(config, group.device, model.compute_dtype)
         self.graphs: dict[torch.Size, PassGraph] = {}  # by shape of inputs
         self.gradients: Tensor | None = None  # all of them, in one buffer, where there are graphs
-        if not self.records:
+        if not self.uses_graphs:
             self.distribute()
 
     def runnable(self, model: GPT) -> Any:
@@ -80,7 +80,7 @@ class Passes:
         for index, (x, y, weight) in enumerate(self.batch(step)):
             if config.dropout:
                 torch.manual_seed(derive_seed(config.seed, "dropout", step, index, group.rank))
-            with self.no_sync() if index < self.count - 1 else nullcontext():
+            with self.no_sync() if index < self.n_passes - 1 else nullcontext():
                 total += self.graphs.get(x.shape, self.run_pass)(x, y, weight)
         if self.gradients is not None:  # DistributedDataParallel averages in the last pass
             group.average_(self.gradients, self.reduce_dtype)
@@ -90,7 +90,7 @@ class Passes:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Passes within add to this rank's own gradients."""
-        net = self.net
+        net = self.trained_net
         return net.no_sync() if isinstance(net, DistributedDataParallel) else nullcontext()
 
     def zero_grad(self) -> None:
@@ -102,11 +102,11 @@ class Passes:
     def run_pass(self, x: Tensor, y: Tensor, weight: float | Tensor) -> Tensor:
         """Adds a pass's gradients, and returns its share of the loss."""
         angles = self.angles(x.size(1))
-        how: dict[str, Any] = dict(angles=angles, end=self.end, chats=self.is_chat)
+        arguments: dict[str, Any] = dict(angles=angles, end=self.end, chats=self.is_chat)
         if self.teacher is not None:
             with torch.no_grad():
-                how["taught"] = self.ask(x)
-        loss = self.net(x, y, **how) / self.count * weight
+                arguments["taught"] = self.teacher_logits(x)
+        loss = self.trained_net(x, y, **arguments) / self.n_passes * weight
         self.group.heartbeat()  # what follows waits for the others, in DDP
         self.scaler.scale(loss).backward()
         return loss.detach()
@@ -120,27 +120,27 @@ class Passes:
         x, y = self.batches.rows(step, group.rank, group.world_size)
         # As the inputs of a graph: the compiler makes another model for other strides.
         x, y = x.reshape(-1, length).contiguous(), y.reshape(-1, length).contiguous()
-        inputs, targets = x.tensor_split(self.count), y.tensor_split(self.count)
+        inputs, targets = x.tensor_split(self.n_passes), y.tensor_split(self.n_passes)
         if isinstance(packed := self.batches.tokens, Packed):
             starts = self.batches.window_starts(step)
-            shares = packed.loss_shares(starts, group.rank, group.world_size, self.count)
+            shares = packed.loss_shares(starts, group.rank, group.world_size, self.n_passes)
         else:
-            shares = [len(rows) * self.count / len(x) for rows in inputs]
+            shares = [len(rows) * self.n_passes / len(x) for rows in inputs]
         return list(zip(inputs, targets, shares, strict=True))
 
-    def ask(self, x: Tensor) -> Tensor:
+    def teacher_logits(self, x: Tensor) -> Tensor:
         """The teacher's logits of ids [rows, length], as many of each as the model has."""
         angles = self.teacher_angles(x.size(1))
-        logits = self.asked(x, angles=angles, end=self.end, chats=self.is_chat)
+        logits = self.teacher_net(x, angles=angles, end=self.end, chats=self.is_chat)
         missing = self.model.embed.weight.size(0) - logits.size(-1)  # rows may be padding
         return F.pad(logits, (0, missing), value=-math.inf)
 
-    def be_taught(self, teacher: GPT) -> None:
+    def set_teacher(self, teacher: GPT) -> None:
         """From now on, and after warm_up, the model learns from the teacher too."""
         if self.compiled:
             torch.compiler.reset()  # it compiles a function for 16 kinds of inputs at most
         self.teacher, self.teacher_angles = teacher, functools.cache(teacher.angles)
-        self.asked = self.runnable(teacher)
+        self.teacher_net = self.runnable(teacher)
         self.graphs, self.gradients = {}, None
         self.model.zero_grad()
 
@@ -154,10 +154,10 @@ class Passes:
         """
         steps = first_steps(self.config)
         before = [buffer.clone() for buffer in self.model.buffers()]  # of an edit
-        if self.records:
+        if self.uses_graphs:
             self.rehearse(steps)
             self.record(steps)
-        if not self.graphs and self.net is not self.model:
+        if not self.graphs and self.trained_net is not self.model:
             self.rehearse(sorted(2 * steps))
         for buffer, value in zip(self.model.buffers(), before, strict=True):
             buffer.detach().copy_(value)
@@ -194,7 +194,7 @@ class Passes:
         with self.group.without_heartbeats():
             graphs, gradients = record_passes(self.run_pass, [*passes.values()], parameters)
         if self.group.async_all_reduce_max(not graphs)():
-            self.records = False
+            self.uses_graphs = False
             self.distribute()
         else:
             self.graphs, self.gradients = graphs, gradients
@@ -204,8 +204,8 @@ class Passes:
         """Has DistributedDataParallel average the gradients, while the last pass computes."""
         device = self.group.device
         if self.group.world_size > 1:
-            self.net = DistributedDataParallel(
-                self.net,
+            self.trained_net = DistributedDataParallel(
+                self.trained_net,
                 device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
             )
@@ -213,4 +213,4 @@ class Passes:
                 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
                 send: Any = hooks.bf16_compress_hook  # by its name, torch refuses it without NCCL
-                self.net.register_comm_hook(None, lambda _, bucket: send(None, bucket))
+                self.trained_net.register_comm_hook(None, lambda _, bucket: send(None, bucket))

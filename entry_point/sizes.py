@@ -8,7 +8,7 @@ from typing import Any
 MOST_READINGS = 16  # of a text, as in `baby`: more of them are worth little
 
 
-def shape(size: float) -> tuple[int, int, int]:
+def size_of_model(size: float) -> tuple[int, int, int]:
     """Layers, heads and width of a size, which is the width / 64: 3 is as wide as `laptop`, 6 as
     `baby`, 8 as `small`, 12 as `gpt2`."""
     # In few seconds two layers learn more; from 6 on, depth and width grow alike.
@@ -18,13 +18,13 @@ def shape(size: float) -> tuple[int, int, int]:
     return layers, heads, 8 * heads * max(1, round(8 * size / heads))
 
 
-def worth(size: float) -> int:
+def tokens_worth_training(size: float) -> int:
     """The tokens that a model of a size is worth, however short the text is.
 
     Two for each parameter as in `cpu` and `laptop`, ten in `small`, 27 in `gpt2`
     (arXiv:2203.15556 says 20).
     """
-    layers, _, width = shape(size)
+    layers, _, width = size_of_model(size)
     parameters = layers * width * (4 * width + 24 * round(width / 3))
     return round(parameters * min(28, 1.8 + (size / 3.55) ** 2.65))
 
@@ -35,7 +35,7 @@ def dial(size: float, tokens: int, chats: bool = False, ranks: int = 1) -> dict[
     chats: it is of conversations. ranks: how many share a batch. docs/hyperparameters.md has what
     was measured behind each formula.
     """
-    layers, heads, width = shape(size)
+    layers, heads, width = size_of_model(size)
     # It doubles from size to size: a better model makes use of more.
     context = min(1024, max(64, 64 * round(4 * 2 ** (size - 1))))
     context = min(context, max(16, tokens // 12 // 8 * 8))  # the validation text has to fill one
@@ -43,7 +43,9 @@ def dial(size: float, tokens: int, chats: bool = False, ranks: int = 1) -> dict[
     rows = (600 * size + 5 * size**4.4) / context
     batch = max(1, round(rows)) if rows < 4 else 2 ** round(math.log2(rows))
     batch = math.ceil(batch / ranks) * ranks
-    steps = max(20, round(min(worth(size), MOST_READINGS * tokens) / (batch * context)))
+    steps = max(
+        20, round(min(tokens_worth_training(size), MOST_READINGS * tokens) / (batch * context))
+    )
     trained = steps * batch * context
     readings = trained / tokens
     return {
@@ -54,7 +56,7 @@ def dial(size: float, tokens: int, chats: bool = False, ranks: int = 1) -> dict[
         "block_size": context,
         "batch_size": batch,
         "max_steps": steps,
-        **rates(size, steps, readings),
+        **optimizer_values(size, steps, readings),
         # Small models lose by it, even after many readings.
         "dropout": round(0.2 * clip((size - 4) / 2) * clip((readings - 8) / 8), 2),
         "short_windows": 0.0 if chats else 0.5,
@@ -63,7 +65,7 @@ def dial(size: float, tokens: int, chats: bool = False, ranks: int = 1) -> dict[
     }
 
 
-def rates(size: float, steps: int, readings: float) -> dict[str, float]:
+def optimizer_values(size: float, steps: int, readings: float) -> dict[str, float]:
     """The optimizer's hyperparameters for so many steps, which read the text so often."""
     # 0.05 for 180 steps as in `quick`, 0.03 for 1000 as in `baby`.
     rate = min(0.05, max(0.02, 0.024 * (2000 / steps) ** 0.3))

@@ -76,7 +76,7 @@ with warnings.catch_warnings():
 from entry_point import huggingface
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config, Options, make_config, option_table, read_options
-from entry_point.container import Container, read_container
+from entry_point.container import Container, Ranks, read_container, read_ranks
 from entry_point.device import (
     choose_device,
     keep_freed_memory,
@@ -85,7 +85,7 @@ from entry_point.device import (
     share_cores,
     tokens_per_pass,
 )
-from entry_point.distributed import Group, Ranks, end_with_parent, read_ranks, start_ranks
+from entry_point.distributed import Group, end_with_parent, start_ranks
 from entry_point.errors import (
     ConfigError,
     DataError,

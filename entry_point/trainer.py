@@ -20,11 +20,11 @@ from . import huggingface
 from .causality import leak_of
 from .checkpoint import Checkpoints
 from .config import Config, check_resumable, derive_seed
-from .container import Container
+from .container import Container, Ranks
 from .conversations import END_OF_TURN, Packed
 from .data import Batches, bytes_per_token, evaluate
 from .device import choose_precision, machine_line, memory_line, share_cores
-from .distributed import Group, Ranks
+from .distributed import Group
 from .errors import ConfigError, TrainingError, counted, log
 from .faults import fail, read_fault
 from .metrics import StepTimer, best_lines, duration, metric_line
@@ -36,7 +36,7 @@ from .text import Corpus
 # What a rank wants after a step; STOP is a checkpoint, and then the end.
 NOTHING, CHECKPOINT, STOP = range(3)
 
-TAUGHT_TIME = 1.25  # of a step with a teacher to one without
+TAUGHT_TIME = 1.25  # a step with a teacher takes so many times as long
 LONG_RUN = 60.0  # seconds: a run that takes longer says so
 
 
@@ -68,8 +68,8 @@ class Trainer:
         self.steps_summed = 0
 
         dtype = choose_precision(config, device)
-        how = {"script_sha256": huggingface.SCRIPT_SHA256, **dataclasses.asdict(config)}
-        group.check_same({**how, "precision": str(dtype).removeprefix("torch.")})
+        settings = {"script_sha256": huggingface.SCRIPT_SHA256, **dataclasses.asdict(config)}
+        group.check_same({**settings, "precision": str(dtype).removeprefix("torch.")})
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
         self.model = GPT(config, len(corpus.tokenizer), dtype).to(device)
@@ -94,9 +94,9 @@ class Trainer:
         config, group, timer = self.config, self.group, self.timer
         self.restore()
         if not self.generation and self.container.teacher is not None:
-            self.passes.be_taught(self.read_teacher(self.container.teacher))
+            self.passes.set_teacher(self.read_teacher(self.container.teacher))
         elif self.generation and self.teacher is not None and self.step % config.max_steps:
-            self.passes.be_taught(self.teacher)
+            self.passes.set_teacher(self.teacher)
         with timer.step():
             self.passes.warm_up()
         timer.restart()
@@ -181,7 +181,7 @@ class Trainer:
             which = f"generation {self.generation + 1} of {self.config.generations}"
             log(f"{which}: it starts anew, and also learns from the best model so far")
         if self.passes.teacher is not self.teacher:
-            self.passes.be_taught(self.teacher)
+            self.passes.set_teacher(self.teacher)
             with self.timer.step():
                 self.passes.warm_up()
             self.timer.restart()
@@ -219,7 +219,7 @@ class Trainer:
         log(machine_line(device, ranks, hosts))
         log(
             f"chosen: {precision}, {'compiled' if self.passes.compiled else 'eager'},"
-            f" {counted(self.passes.count, 'pass')} a step"
+            f" {counted(self.passes.n_passes, 'pass')} a step"
         )
         log(
             f"{self.passes.n_parameters:,} parameters; {len(corpus.train):,}"

@@ -35,7 +35,7 @@ NEEDED = {
     " Tokenizer",
     "metrics": "metric_definitions",
     "model": "GPT",
-    "sizes": "MOST_READINGS dial worth",
+    "sizes": "MOST_READINGS dial tokens_worth_training",
     "text": "read_tokenizer",
 }
 

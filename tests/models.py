@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from entry_point.config import Config, Options
-from entry_point.container import read_container
-from entry_point.distributed import Group, Ranks
+from entry_point.container import Ranks, read_container
+from entry_point.distributed import Group
 from entry_point.model import GPT
 from entry_point.optim import Optimizer
 from entry_point.text import Tokenizer, character_tokenizer

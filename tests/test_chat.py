@@ -38,10 +38,10 @@ from starlette.testclient import TestClient
 from test_play import LETTERS, served
 
 from entry_point.config import Config, Options
-from entry_point.container import read_container
+from entry_point.container import Ranks, read_container
 from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, IGNORED, TURN, Packed
 from entry_point.data import Batches, evaluate
-from entry_point.distributed import Group, Ranks
+from entry_point.distributed import Group
 from entry_point.errors import DataError
 from entry_point.text import Tokenizer, load_corpus, read_tokenizer
 from launcher.cli.models import converse, talk

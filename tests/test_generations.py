@@ -116,7 +116,7 @@ def test_each_generation_has_the_whole_schedule():
 
 def test_passes_with_a_teacher_are_replayed_as_executed(tmp_path, cuda):  # noqa: F811
     eager, trainer = (trainer_of(tmp_path / name, **THREE) for name in ("eager", "recorded"))
-    trainer.passes.records = True
+    trainer.passes.uses_graphs = True
     trainer.passes.warm_up()
     plain = dict(trainer.passes.graphs)
     for one in (eager, trainer):

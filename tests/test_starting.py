@@ -18,8 +18,8 @@ from runs import SMALL, environment, metrics, run, words
 
 from entry_point.checkpoint import read_safetensors, write_safetensors
 from entry_point.config import Config, Options, make_config
-from entry_point.container import read_container
-from entry_point.distributed import Group, Ranks
+from entry_point.container import Ranks, read_container
+from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
 from entry_point.model import GPT

@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 from runs import SMALL, metrics, run, words
 
 from entry_point.config import Config, Options
-from entry_point.container import read_container
+from entry_point.container import Ranks, read_container
 from entry_point.data import Batches
-from entry_point.distributed import Group, Ranks
+from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError
 from entry_point.text import Corpus, Tokenizer, character_tokenizer, load_corpus
 from launcher.files import storage

@@ -16,9 +16,9 @@ import torch
 from models import characters
 
 from entry_point.config import Config, Options, derive_seed
-from entry_point.container import read_container
+from entry_point.container import Ranks, read_container
 from entry_point.data import Batches
-from entry_point.distributed import Group, Ranks
+from entry_point.distributed import Group
 from entry_point.errors import DataError
 from entry_point.text import Corpus, Shards, load_corpus
 
@@ -189,8 +189,8 @@ def test_more_characters_than_memory_holds_are_not_read(tmp_path, monkeypatch):
 def pools(request, monkeypatch):
     """A text of a pool of windows, and a longer one."""
     if request.param == "many pools":
-        monkeypatch.setattr("entry_point.data.PIECE", 4)
-        monkeypatch.setattr("entry_point.data.POOL", 16)
+        monkeypatch.setattr("entry_point.data.NEIGHBORS", 4)
+        monkeypatch.setattr("entry_point.data.SHUFFLED", 16)
 
 
 def batches(n: int, **hyperparameters: Any) -> Batches:
@@ -246,8 +246,8 @@ def test_a_text_of_one_pool_is_shuffled_as_a_whole():
 
 
 def test_a_longer_text_is_read_in_few_places_at_a_time(monkeypatch):
-    monkeypatch.setattr("entry_point.data.PIECE", 10)
-    monkeypatch.setattr("entry_point.data.POOL", 40)
+    monkeypatch.setattr("entry_point.data.NEIGHBORS", 10)
+    monkeypatch.setattr("entry_point.data.SHUFFLED", 40)
     b = batches(8001, batch_size=1)  # 999 windows: 24 pools, and another of 3 pieces and 9 windows
     orders = [epoch_of(b, epoch) for epoch in range(2)]
     for order in orders:

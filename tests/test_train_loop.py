@@ -51,12 +51,12 @@ from runs import (
 from entry_point import train
 from entry_point.checkpoint import Checkpoints, read_safetensors
 from entry_point.config import Config, Options
-from entry_point.container import read_container
+from entry_point.container import Ranks, read_container
 from entry_point.cores import cores
 from entry_point.cuda_graphs import record_passes
 from entry_point.data import eval_windows, evaluate, inputs_and_targets, read_windows
 from entry_point.device import can_use_graph, choose_precision, compiling_pays
-from entry_point.distributed import Group, Ranks
+from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError, TrainingError
 from entry_point.faults import read_fault
 from entry_point.metrics import best_lines, metric_definitions, metric_line
@@ -295,7 +295,7 @@ def test_ranks_average_gradients_in_float32(tmp_path, text_file):
         "    trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), 'scale': 64.0})\n"
         "    randomize(trainer.model)\n"
         "    for step in range(3):\n"
-        "        with trainer.passes.net.no_sync():\n"
+        "        with trainer.passes.trained_net.no_sync():\n"
         "            trainer.passes.forward_backward(step)\n"
         "        own = [p.grad.clone() for p in trainer.model.parameters()]\n"
         "        trainer.model.zero_grad()\n"
@@ -318,7 +318,7 @@ def test_ranks_make_as_many_passes_as_the_smallest_gpu(tmp_path, text_file):
     probe = (
         "passes = sys.modules['entry_point.passes']\n"
         "passes.tokens_per_pass = lambda *_: (1 << 14, 1 << 7)[group.rank]\n"
-        "print(trainer_of(block_size=64, batch_size=16).passes.count)\n"
+        "print(trainer_of(block_size=64, batch_size=16).passes.n_passes)\n"
     )
     assert [end.output for end in run_ranks(tmp_path, text_file, 2, probe)] == ["4\n", "4\n"]
 
@@ -620,7 +620,9 @@ def test_short_windows_double_up_to_the_block_size(tmp_path):
     lengths = [window_length(step, trainer.config) for step in range(10)]
     assert lengths == [1, 1, 2, 2, 4, 4, 8, 8, 8, 8]
     seen: list[torch.Tensor] = []
-    trainer.passes.net.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    trainer.passes.trained_net.register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[0])
+    )
     for step in (0, 2, 4, 6):
         trainer.passes.forward_backward(step)
         assert seen[-1].shape == (12 * 8 // lengths[step], lengths[step])
@@ -635,7 +637,9 @@ def test_the_warm_up_makes_two_steps_of_each_window_length(tmp_path, short_windo
     trainer = trainer_of(tmp_path, **how)
     seen: list[int] = []
     trainer.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].size(1)))
-    trainer.passes.net = torch.nn.DataParallel(trainer.model)  # as if there were several ranks
+    trainer.passes.trained_net = torch.nn.DataParallel(
+        trainer.model
+    )  # as if there were several ranks
     trainer.passes.warm_up()
     assert seen == [length for length in expected for _ in range(2)]
 
@@ -965,7 +969,7 @@ def cuda(monkeypatch):
 def test_replayed_passes_train_as_executed_ones(tmp_path, cuda):
     how = dict(batch_size=4, gradient_accumulation_steps=2, dropout=0.1, max_steps=4)
     eager, trainer = (trainer_of(tmp_path / name, **how) for name in ("eager", "recorded"))
-    trainer.passes.records = True
+    trainer.passes.uses_graphs = True
     trainer.passes.warm_up()
     (graph,) = trainer.passes.graphs.values()
     cuda.reset_peak_memory_stats.assert_called_once()
@@ -997,7 +1001,7 @@ def unequal(monkeypatch):
 
 def test_passes_of_each_shape_are_recorded(tmp_path, cuda, unequal):
     trainer = trainer_of(tmp_path, **unequal)
-    trainer.passes.records = True
+    trainer.passes.uses_graphs = True
     trainer.passes.warm_up()
     lengths = {4: (46, 45), 8: (23, 22), 16: (12, 11), 32: (6, 5)}
     shapes = {(rows, length) for length, both in lengths.items() for rows in both}
@@ -1018,7 +1022,7 @@ def test_passes_of_each_shape_are_compiled(tmp_path, monkeypatch, unequal):
     trainer.passes.rehearse([0, 2, 4, 6])
     assert len(compiled) == 8
     assert trainer.teacher is not None
-    trainer.passes.be_taught(trainer.teacher)
+    trainer.passes.set_teacher(trainer.teacher)
     trainer.passes.rehearse([0, 2, 4, 6])
     assert len(compiled) == 8 + 16
     torch.compiler.reset()
@@ -1029,7 +1033,7 @@ def test_where_nothing_can_be_recorded_there_is_no_graph(
     tmp_path, cuda, capsys, monkeypatch, fault
 ):
     trainer = trainer_of(tmp_path)
-    trainer.passes.records = True
+    trainer.passes.uses_graphs = True
     if fault == "memory":
         cuda.max_memory_allocated.return_value = 6
     modes, run_pass = list[str](), trainer.passes.run_pass
@@ -1052,7 +1056,7 @@ def test_where_nothing_can_be_recorded_there_is_no_graph(
 
 def test_a_pass_that_fails_while_it_is_recorded_ends_the_run(tmp_path, cuda):
     trainer = trainer_of(tmp_path)
-    trainer.passes.records = True
+    trainer.passes.uses_graphs = True
     cuda.graph.side_effect = RuntimeError("operation not permitted")
     with pytest.raises(TrainingError, match="compile=off"):
         trainer.passes.warm_up()

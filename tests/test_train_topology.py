@@ -41,10 +41,10 @@ from runs import (
 
 from entry_point import train
 from entry_point.config import Config, Options
-from entry_point.container import Container, read_container
+from entry_point.container import Container, Ranks, read_container, read_ranks
 from entry_point.cores import cores
 from entry_point.device import choose_device, local_processes, machine_line, rank_device
-from entry_point.distributed import Group, Ranks, Report, Watchdog, read_ranks, start_ranks
+from entry_point.distributed import Group, Report, Watchdog, start_ranks
 from entry_point.errors import ConfigError, DataError, TrainingError, failure_report, report_failure
 
 ENDLESS = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}

@@ -30,7 +30,7 @@ from trainers import SHAPES, ours
 
 sys.path.insert(0, str(ROOT))
 from entry_point.config import PRESETS, make_config
-from entry_point.sizes import dial, rates
+from entry_point.sizes import dial, optimizer_values
 
 AS_LONG = 2.25  # a step with a teacher takes 1.25 times one without
 DECAYS, DROPOUTS = (1.0, 3.0), (0.0, 0.1)  # times that of the preset; added to its own
@@ -41,7 +41,11 @@ def longer(base: dict[str, Any], size: float | None, tokens: int) -> dict[str, A
     config = make_config(base)
     steps = round(AS_LONG * config.max_steps)
     readings = steps * config.batch_size * config.block_size / tokens
-    return {**base, "max_steps": steps, **({} if size is None else rates(size, steps, readings))}
+    return {
+        **base,
+        "max_steps": steps,
+        **({} if size is None else optimizer_values(size, steps, readings)),
+    }
 
 
 def grid(base: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -164,9 +164,9 @@ def small(args: Namespace) -> dict[str, Any]:
 def trainer_of(text: Path, out: Path, words: Mapping[str, Any]) -> Any:
     """A Trainer of one process."""
     from entry_point.config import Config, Options
-    from entry_point.container import read_container
+    from entry_point.container import Ranks, read_container
     from entry_point.device import rank_device
-    from entry_point.distributed import Group, Ranks
+    from entry_point.distributed import Group
     from entry_point.text import load_corpus
     from entry_point.trainer import Trainer
 

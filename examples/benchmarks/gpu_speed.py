@@ -243,7 +243,7 @@ def profiled(name: str, text: Path, out: Path, look: Look, found: Found) -> None
     kernels.FLEX_DEVICE = "cuda" if look.flex else "none"
     trainer, steps = trainer_of(text, out, look.words), look.steps
     synchronize, cuda = trainer.group.synchronize, trainer.group.device.type == "cuda"
-    trainer.passes.records &= look.graph
+    trainer.passes.uses_graphs &= look.graph
     if look.documents:
         trainer.passes.end = 0
         trainer.corpus.train[::500] = 0

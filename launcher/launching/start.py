@@ -160,7 +160,11 @@ def sized(request: Request, texts: Texts) -> Request:
         if size is None:
             most = SIZES[-1] if on_gpus(request) else LARGEST_ON_CPU
             readable = sizes.MOST_READINGS * tokens
-            fitting = [each for each in SIZES if each <= most and sizes.worth(each) <= readable]
+            fitting = [
+                each
+                for each in SIZES
+                if each <= most and sizes.tokens_worth_training(each) <= readable
+            ]
             size = max(fitting, default=SIZES[0])
         values = sizes.dial(size, tokens, chats, ranks)
     logger.info(f"size: {size:g}, for {tokens:,} tokens of text")
