@@ -29,7 +29,6 @@ from launcher.files import storage
 from launcher.local.backend import CHECKPOINTS, HOST, Record, read_document
 from launcher.local.process import how_it_ended
 from launcher.settings import Settings, load_settings
-from launcher.source import Source
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
 FAILURE_REASON_CHARACTERS = 1024
@@ -92,7 +91,9 @@ class LocalRun:
         job, channels = self.job, self.job.channels
         for name in ("input/config", "model", "output/data", "checkpoints"):
             (self.base / name).mkdir(parents=True)
-        Source.read(self.directory / "code").write(self.base / "code")
+        (self.base / "code").mkdir()
+        for path in (self.directory / "code").iterdir():  # contents alone: not all disks have modes
+            shutil.copyfile(path, self.base / "code" / path.name)
         for channel, uri in channels.items():
             storage.fetch(uri, self.base / "input" / "data" / channel, settings=self.settings)
         self.write_config(list(channels))
