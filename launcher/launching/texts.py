@@ -106,8 +106,6 @@ def check_texts(channels: Texts, config: Any) -> None:
     texts = {text.upload.sha256 if text.upload else text.uri for text in channels.values()}
     if len(texts) < len(channels):
         logger.warning("validation is the text to train on: val_loss will not show memorizing")
-    else:
-        warn_of_repeats(channels["data"].named, repeated_share(channels))
     for name, channel in channels.items():
         if (text := channel.upload) is None:
             continue
@@ -121,6 +119,8 @@ def check_texts(channels: Texts, config: Any) -> None:
             many = f"{longer:,} of {text.documents:,} conversations are longer than"
             end = "they end with the last answer that fits, or are left out"
             logger.warning(f"{many} block_size={config.block_size}: {end}")
+    if len(texts) == len(channels):
+        warn_of_repeats(channels["data"].named, repeated_share(channels))
 
 
 def repeated_share(channels: Texts) -> float | None:
