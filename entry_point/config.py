@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ class Config:
         "muon", "muon (AdamW for all but matrices) or adamw", choices=("muon", "adamw"), fixed=True
     )
     learning_rate: float = hyperparameter(
-        0.0, "peak, with muon that of the matrices (0: 0.02 for muon, 0.001 for adamw)", 0, 1e37
+        0.0, "peak, with muon that of the matrices (0: 0.02 with muon, 0.001 with adamw)", 0, 1e37
     )
     embedding_learning_rate: float = hyperparameter(
         0.1, "peak learning rate of the embedding (muon)", 0, 1e37
@@ -413,15 +414,23 @@ def option_table() -> str:
     return "\n".join(["options:", *lines]) + hyperparameter_table()
 
 
+ZERO = re.compile(r" \(0: ([^)]*)\)")  # in the help of a field: what the value 0 means
+
+
 def hyperparameter_table() -> str:
     """A line for each hyperparameter, in groups, with its meaning, range and default."""
     lines = []
     for f in dataclasses.fields(Config):
         if f.metadata["group"]:
             lines += ["", f"hyperparameters of the {f.metadata['group']}:"]
+        text = f.metadata["help"]
+        default = repr(f.default)
+        zero = ZERO.search(text)
+        if zero and not f.default:
+            text = ZERO.sub("", text)
+            default = f"0, which means {zero[1]}"
         kept = "; --resume keeps it" * f.metadata["fixed"]
-        meaning = f"{f.metadata['help']}; {allowed(f)}{kept} (default: {f.default!r})"
-        lines.append(f"  --{f.name:<28} {meaning}")
+        lines.append(f"  --{f.name:<28} {text}; {allowed(f)}{kept} (default: {default})")
     return "\n".join(["", *lines])
 
 

@@ -470,7 +470,10 @@ def test_hyperparameters_lists_those_of_the_script(cli, tmp_path):
     told = cli("hyperparameters").out
     listed = {line.split()[0] for line in told.splitlines() if "; " in line}
     assert listed == {field.name for field in fields(Config)}
-    assert "(0: 0.02 for muon, 0.001 for adamw); a number from 0 to 1e+37 (default: 0.0)\n" in told
+    assert (
+        "; a number from 0 to 1e+37 (default: 0, which means 0.02 with muon, 0.001 with adamw)\n"
+        in told
+    )
     assert "(0: all); a whole number, at least 0 (default: 32768)\n" in told
     kept = {line.split()[0] for line in told.splitlines() if "; --resume keeps it" in line}
     assert kept == {field.name for field in fields(Config) if field.metadata["fixed"]}
