@@ -80,6 +80,12 @@ def test_the_last_upload_moves_with_its_home(moved):
     assert upload.uri.startswith(moved.home.as_uri())
 
 
+def test_an_upload_is_said_to_be_where_its_home_is(moved, text_file):
+    upload = upload_data(text_file, moved)
+    assert not upload.uploaded
+    assert upload.uri.startswith(moved.home.as_uri())
+
+
 @pytest.mark.parametrize("is_uri", [False, True])
 def test_the_last_upload_moves_with_its_store(is_uri, home, text_file, tmp_path):
     store = tmp_path / "store"

@@ -349,9 +349,10 @@ def read_manifest(uri: str, settings: Settings) -> Upload | None:
     if re.fullmatch(r"s3://[^/]+/?", uri):  # .json would name another bucket
         return None
     try:
-        return storage.read_document(f"{uri.rstrip('/')}.json", Upload, settings)
+        upload = storage.read_document(f"{uri.rstrip('/')}.json", Upload, settings)
     except Damaged:
         return None
+    return upload and replace(upload, uri=uri)  # a moved store's manifests name its old place
 
 
 def known_upload(uri: str | None, settings: Settings) -> Upload | None:
