@@ -192,6 +192,7 @@ STRUCT = pa.array([{"title": "a"}])
         (parquet_of(text=STRUCT), ("`text` is struct<title: string>",)),
         (parquet_of(text=pa.array([b"\xff"])), ("row 1", "bytes that are not UTF-8")),
         (parquet_of(messages=NEVER), ("row 1", "does not know")),
+        (parquet_of(text=pa.array([["a"]])), ("row 1", "`text` is no text", "of text: none")),
         (parquet([{f"c{n}": "a" for n in range(999)}]), ("`c19` and 979 more",)),
     ],
 )

@@ -46,6 +46,8 @@ def explain(record: Any, place: str, column: str) -> str:
 
     place is where it stands, as the readers of launcher/text/records.py say it.
     """
+    if re.search(r", row \d+$", place):
+        return ""  # of a Parquet file, which jq does not read
     root = ".[]" if re.search(r", item \d+$", place) else "."
     if isinstance(record, str):
         return f"a string, and no object; `jq -c '{root} | {{text: .}}' {OUT}` makes records of it"
