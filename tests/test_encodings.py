@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 
@@ -11,6 +12,7 @@ import pytest
 from launcher.cli.words import sentence
 from launcher.text.encodings import as_utf8, read_text
 from launcher.text.formats import look
+from launcher.text.records import json_lines
 from sm_nanogpt import InputError
 
 ACCENTS = "L’été à la rivière, façade et fenêtre.\n" * 20
@@ -54,6 +56,14 @@ def test_no_encoding_spoils_what_is_utf8_elsewhere(fault, tmp_path):
     (tmp_path / "a.txt").write_bytes(FAULTS[fault][0])
     with pytest.raises(InputError, match="line 21"):
         look(tmp_path / "a.txt", encoding="cp1252")
+
+
+def test_a_bad_byte_in_json_lines_is_no_other_encoding():
+    record = json.dumps({"text": ACCENTS}, ensure_ascii=False).encode()
+    with pytest.raises(InputError) as refused:
+        list(json_lines(io.BytesIO(record + b'\n{"text": "a \x92"}'), "a.jsonl"))
+    assert str(refused.value).startswith("a.jsonl:2: is UTF-8 but for one place (column 13: ")
+    assert refused.value.code == "mend-utf8"
 
 
 @pytest.mark.parametrize(

@@ -72,15 +72,16 @@ def no_document(record: Any, place: str, column: str) -> InputError:
 def json_lines(file: IO[bytes], path: str) -> Records:
     """Each line, or the only object or the items of a file that is one value over many lines."""
     lines = iter(lambda: file.readline(LONGEST_RECORD + 1), b"")
-    is_first = True
+    is_first, n_beyond_ascii = True, 0  # bytes before the line
     for number, line in enumerate(lines, 1):
         if line.isspace():
             continue
         place = f"{path}:{number}"
         try:
-            record = json.loads(line.decode().rstrip())
+            text = line.decode()
+            record = json.loads(text.rstrip())
         except UnicodeDecodeError as error:
-            raise not_text(place, line, error.start) from None
+            raise not_text(place, line, error.start, n_before=n_beyond_ascii) from None
         except (ValueError, RecursionError) as error:
             whole = read_whole(file) if is_first else None
             if whole is None:
@@ -91,6 +92,7 @@ def json_lines(file: IO[bytes], path: str) -> Records:
                 yield from items_of(whole, path)
             return
         is_first = False
+        n_beyond_ascii += len(line) - len(text)
         yield place, record
 
 
