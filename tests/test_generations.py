@@ -27,6 +27,7 @@ from entry_point.kernels import ChunkedLoss, taught_by, taught_loss
 from entry_point.model import GPT
 from entry_point.optim import learning_rate_scale, window_length
 from launcher.curve import seconds_left, total_steps
+from launcher.job import Request
 from launcher.launching.texts import FEW_READINGS, check_readings
 
 THREE = dict(max_steps=10, generations=3, eval_interval=5)
@@ -207,7 +208,7 @@ def test_generations_on_a_text_read_seldom_are_warned_about(caplog):
     for generations, steps in ((1, 100), (2, 100), (2, 100 * FEW_READINGS)):
         config = Config(max_steps=steps, generations=generations, batch_size=1, block_size=10)
         caplog.clear()
-        check_readings(config, 1000)
+        check_readings(Request(instance="local"), config, 1000)
         assert bool(caplog.records) is (generations == 2 and steps == 100)
 
 

@@ -12,7 +12,7 @@ import torch
 from entry_point.config import Config, make_config
 from entry_point.device import tokens_per_pass
 from entry_point.sizes import dial
-from launcher.job import TrainingJob
+from launcher.job import SEARCH_VARIABLE, Request, TrainingJob
 from launcher.launching import start, texts
 from launcher.text.corpus import Upload
 
@@ -75,9 +75,30 @@ def test_passes_are_the_fewest_or_at_most_twice_as_many(batch_size, world_size, 
     + [(preset, 1_003_854, 0) for preset in ("cpu", "quick", "laptop", "baby")],
 )
 def test_a_text_that_is_read_too_often_is_warned_about(preset, tokens, steps, caplog):
-    texts.check_readings(job("local", preset).config(1), tokens)
+    request = Request(instance="local", hyperparameters={"max_steps": 1})
+    texts.check_readings(request, job("local", preset).config(1), tokens)
     assert ("will memorize it" in caplog.text) is bool(steps)
     assert [record.steps for record in caplog.records] == [steps] * bool(steps)
+
+
+@pytest.mark.parametrize(
+    "values, code",
+    [
+        ({}, "fitting-size"),
+        ({"preset": "laptop"}, "fitting-size"),
+        ({"size": 4}, "fitting-size"),
+        ({"preset": "auto"}, "more-text"),
+        ({"hyperparameters": {"max_steps": 900}}, "fewer-steps"),
+        ({"preset": "auto", "hyperparameters": {"max_steps": 900}}, "fewer-steps"),
+        ({"init_from": "JOB"}, "fewer-steps"),
+        ({"resume": "JOB"}, ""),
+        ({"environment": {SEARCH_VARIABLE: "words"}}, ""),
+    ],
+)
+def test_what_helps_against_memorizing_is_still_open(values, code, caplog):
+    """A small text asks for a small model; four steps of a large one would train nothing."""
+    texts.check_readings(Request(instance="ml.m5.xlarge", **values), Config(), 2000)
+    assert [getattr(record, "code", "") for record in caplog.records] == [code]
 
 
 def text(tokens: int, chats: bool = False) -> dict[str, texts.Channel]:

@@ -33,7 +33,9 @@ REMEDIES: dict[str, str] = {
     " stack, run `{sm} infra show` once",
     "no-store": "create one with `{sm} infra deploy`, or set --store or SM_NANOGPT_STORE to"
     " s3://bucket/prefix",
-    "read-less": "use more text, or --set max_steps={steps} to read it {n} times",
+    "fewer-steps": "use more text, or --set max_steps={steps} to read it {n} times",
+    "fitting-size": "use more text, or --preset auto, which fits the model to the text",
+    "more-text": "use more text",
     "sdk-differs": "install the version in constraints.txt, or uninstall the package `sagemaker`",
     "store-on-s3": "set --store or SM_NANOGPT_STORE to s3://bucket/prefix",
     "train-on-cpu": "--set device=cpu trains without them",

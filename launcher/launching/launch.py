@@ -376,7 +376,7 @@ def check(draft: Draft) -> None:
     check_texts(draft.texts, config)
     if (upload := draft.texts["data"].upload) is not None:
         padding = 1 + upload.chats  # rows of conversations may be half empty
-        check_readings(config, upload.n_training * padding)
+        check_readings(draft.asked, config, upload.n_training * padding)
 
 
 def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None:

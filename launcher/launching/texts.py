@@ -11,7 +11,7 @@ from entry_point.files import LARGEST_TEXT, TOO_MUCH_TEXT
 from launcher.aws import NotAsked
 from launcher.errors import InputError, about
 from launcher.files import storage
-from launcher.job import Request
+from launcher.job import SEARCH_VARIABLE, Request
 from launcher.settings import Settings
 from launcher.text import corpus
 from launcher.text.files import find_files, warn_of_held_out
@@ -177,15 +177,31 @@ def problem_of(text: corpus.Upload, config: Any, field: str) -> str:
     return ""
 
 
-def check_readings(config: Any, tokens: int) -> None:
-    """Warn if a run of this config reads its text too often, or too seldom for generations."""
+def check_readings(request: Request, config: Any, tokens: int) -> None:
+    """Warn if a run of this config reads its text too often, or too seldom for generations.
+
+    request is what the user asked for, which decides what to do about it.
+    """
     step = config.batch_size * config.block_size
     regularized = any(getattr(config, name, 0) for name in ("weight_decay", "dropout"))
     most = MOST_IF_REGULARIZED if regularized else MOST_READINGS
     if (readings := config.max_steps * step / tokens) > most:
-        steps = max(1, READINGS * tokens // step)
         often = f"the run reads the text {readings:.0f} times, and will memorize it"
-        logger.warning(often, extra={"code": "read-less", "steps": steps, "n": READINGS})
+        steps = max(1, READINGS * tokens // step)
+        logger.warning(often, extra=remedy_for_readings(request, steps))
     if getattr(config, "generations", 1) > 1 and readings < FEW_READINGS:
         each = f"each model reads the text {readings:.1f} times; below {FEW_READINGS}"
         logger.warning(f"{each}, a larger model gains more than another generation")
+
+
+def remedy_for_readings(request: Request, steps: int) -> dict[str, object]:
+    """The code and the facts of what helps a run that reads its text too often; empty if nothing
+    is open. `steps` read the text READINGS times.
+    """
+    if request.resume is not None or SEARCH_VARIABLE in request.environment:
+        return {}  # its text and its size are those of its beginning
+    if request.init_from is not None or "max_steps" in request.hyperparameters:
+        return {"code": "fewer-steps", "steps": steps, "n": READINGS}
+    if request.preset == "auto":
+        return {"code": "more-text"}
+    return {"code": "fitting-size"}
