@@ -118,6 +118,7 @@ def ran(home, monkeypatch):
         share: Callable[[], float] = lambda: 0.0,  # of what it may cost, for each other job
         least: float = 0.0,  # USD that the shortest run may cost
         max_run: int | None = None,
+        affordable_run: int | None = None,  # seconds, by the settings
         used_up: tuple[str, ...] = (),
         sleep: Callable[[float], None] = lambda seconds: None,
     ) -> tuple[Fake, list[Request]]:
@@ -139,7 +140,9 @@ def ran(home, monkeypatch):
                 raise CeilingTooLow("even a run of 60 s costs more")
             worst = least if job.max_run else job.max_cost
             made = TrainingJob(
-                **{"instance": "ml.g5.xlarge", "data": "x", **job.given()}, worst_cost=worst
+                **{"instance": "ml.g5.xlarge", "data": "x", **job.given()},
+                worst_cost=worst,
+                affordable_run=affordable_run,
             )
             return Prepared(made, job_id, fake)
 
@@ -206,6 +209,24 @@ def test_jobs_of_a_sweep_give_back_what_they_do_not_spend(ran):
 def test_a_sweep_starts_no_job_that_its_pot_cannot_pay(ran):
     fake, _ = ran(max_cost=3, least=1.3, max_run=60, share=lambda: 1.0)
     assert len(fake.jobs) == 2
+
+
+def test_jobs_that_the_settings_shorten_run_side_by_side(ran):
+    fake, _ = ran(max_cost=9, least=1.3, max_run=600, affordable_run=60)
+    assert fake.most == 2
+
+
+def test_a_deleted_job_is_not_waited_for(ran, monkeypatch):
+    """The second job waits for what the first may give back; nobody knows what that has cost."""
+    polls = list[float]()
+
+    def sleep(seconds: float) -> None:
+        polls.append(seconds)
+        assert len(polls) < 10
+
+    monkeypatch.setattr(Fake, "describe", lambda fake, job_id: None)
+    fake, _ = ran(max_cost=2, least=1.3, max_run=60, sleep=sleep)
+    assert list(fake.jobs) == [f"{GROUP}-1"]
 
 
 @pytest.mark.parametrize("max_run", [None, 60])

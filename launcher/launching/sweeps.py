@@ -291,10 +291,11 @@ class SweepPlan:
                             left = left[1:]
                     continue
                 time.sleep(max(0.5, self.backend.poll_seconds))
-                for ended in self.poll(stopped):
+                n_running = len(self.running)
+                yield from self.poll(stopped)
+                if len(self.running) < n_running:  # some have ended, or were deleted
                     quota_wait.note_end()
                     needs_money = False
-                    yield ended
 
     def write_mark(self) -> None:
         """Write the file that says that this sweep may start jobs."""
@@ -333,11 +334,12 @@ class SweepPlan:
             prepare_member, self.sweep, number, self.settings, plan.job_id, tries, plan
         )
         slots = slots_for(self.sweep, n_left, len(self.running))
-        plan = prepare_affordable(prepare_for, pot.free, slots)
-        max_run = self.sweep.job.max_run
-        if self.running and max_run is not None and plan.job.time_limit < max_run:
-            raise CeilingTooLow(f"a run of {max_run} s may cost more than is free: {pot}")
-        return plan
+        affordable = prepare_affordable(prepare_for, pot.free, slots)
+        wanted = plan.job.time_limit
+        is_shorter = self.sweep.job.max_run is not None and affordable.job.time_limit < wanted
+        if self.running and is_shorter:
+            raise CeilingTooLow(f"a run of {wanted} s may cost more than is free: {pot}")
+        return affordable
 
     def poll(self, stop: bool) -> Iterator[Progress]:
         """Ask about each job that runs, and stop it if asked. Yields those that have ended."""
