@@ -82,7 +82,7 @@ def replacing(path: Path, temporary: str = "unfinished.sagemaker-ignore") -> Ite
             yield file
             file.flush()
             flush_to_disk(file.fileno())
-        unfinished.replace(path)
+            unfinished.replace(path)  # before it is closed, which would end a lock
     finally:
         unfinished.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY)

@@ -78,6 +78,20 @@ def test_what_a_running_command_uses_stays(what, home):
         assert launching.tree(home) == before
 
 
+def test_a_file_stays_until_it_has_its_name(tmp_path, monkeypatch):
+    """Another command may look at it after the last byte, too."""
+    replace = Path.replace
+
+    def looked_at(path: Path, target: Path) -> None:
+        remove_leftovers([path])
+        replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", looked_at)
+    with storage.replacing(tmp_path / "text.txt") as file:
+        file.write(b"x")
+    assert (tmp_path / "text.txt").read_bytes() == b"x"
+
+
 @pytest.mark.parametrize("what", WRITES)
 def test_what_a_killed_command_left_is_removed(what, home):
     with writing(what, home) as process:

@@ -61,12 +61,12 @@ def remove_leftovers(paths: Iterable[Path]) -> None:
     for path in paths:
         if not is_left_over(path):
             continue
-        logger.info(f"{path}: removed; a killed command left it")
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with suppress(OSError):
+        with suppress(OSError):  # it is somebody else's, or NFS keeps it
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
                 path.unlink()
+            logger.info(f"{path}: removed; a killed command left it")
 
 
 def is_left_over(path: Path) -> bool:
