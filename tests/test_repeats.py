@@ -87,6 +87,15 @@ def test_files_with_one_text_below_other_titles_are_said(cli, tmp_path):
     assert "100% of the validation text" in cli("upload-data", "notes").good.err
 
 
+def test_all_of_many_files_are_compared(cli, tmp_path):
+    """The last files of 200 have the text of those in the middle."""
+    (tmp_path / "many").mkdir()
+    for number in range(200):
+        text = words(number - 80 if number >= 170 else number, 100)
+        (tmp_path / f"many/{number:03}.txt").write_text(f"{number}\n{text}")
+    assert "% of the validation text" in cli("upload-data", "many").good.err
+
+
 def test_tokens_of_a_text_that_stands_twice_are_said(cli, twice):
     ran = cli("upload-data", str(twice), "--tokenizer", "bpe", "--vocab-size", "300").good
     assert WARNING in ran.err

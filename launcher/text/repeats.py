@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 
 from launcher.files.storage import CHUNK_BYTES
@@ -96,10 +95,13 @@ def pieces_of(files: Iterable[File]) -> Iterator[str]:
 
 def training_of(files: Sequence[File], n_train: int) -> Iterator[bytes]:
     """The first characters of a text, in pieces, but at most some TRAINING bytes."""
-    for text in islice(pieces_of(files), TRAINING // CHUNK_BYTES):
-        yield text[:n_train].encode()
+    n_bytes = 0
+    for text in pieces_of(files):
+        piece = text[:n_train].encode()
+        yield piece
+        n_bytes += len(piece)
         n_train -= len(text)
-        if n_train <= 0:
+        if n_train <= 0 or n_bytes >= TRAINING:
             return
 
 
