@@ -629,6 +629,14 @@ def test_two_simultaneous_uploads_both_work(home, source):
 # -- the last upload ------------------------------------------------------------------------------
 
 
+def test_the_beginning_of_an_uploads_name_finds_its_names(cli, text_file):
+    name = upload_data(text_file).uri.rpartition("/")[2]
+    for part in ("input", name[:-2]):
+        ran = cli(*launching.launching(data=part))
+        assert ran.code == 2 and name in ran.error
+    assert "no such file" in cli(*launching.launching(data="other")).error.lower()
+
+
 def test_launch_takes_the_last_upload_and_names_it(cli, source, text_file):
     cli("upload-data", str(source))
     cli("upload-data", str(text_file))

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 LAST_UPLOADS = "last-uploads.json"  # URIs by `place`, the newest last
 WRITERS, SMALL_FILE = 16, 1 << 20  # files of up to SMALL_FILE bytes that are written at once
 CLEANUP_SECONDS = 5.0
+NAME_OR_PART = re.compile("[a-z0-9-]+")
+MAX_NAMES = 5  # of uploads that a message lists
 TOKENS_VERSION = 6  # of what launcher.text.tokens writes
 
 
@@ -364,14 +366,33 @@ def known_upload(uri: str | None, settings: Settings) -> Upload | None:
 
 
 def located(word: str, settings: Settings) -> str:
-    """The URI of an upload that is given by its name, or was moved; else the word."""
-    if not NAME.fullmatch(word) or Path(word).exists():
+    """The URI of an upload that is given by its name, or was moved; else the word.
+
+    Raises InputError for a name of none, and for the beginning of one, which may mean several.
+    """
+    if not NAME_OR_PART.fullmatch(word) or Path(word).exists():
         return find_moved(word, settings)
+    if not NAME.fullmatch(word):
+        names = names_with(word, settings)
+        if names:
+            raise InputError(f"there is no file {word}; uploads begin so: {', '.join(names)}")
+        return word
     stores = [settings.local_store, with_store(settings).data_store]
     for uri in [storage.to_uri(storage.join(store, "data", word)) for store in stores]:
         if is_there(uri, settings, unasked=True):
             return uri
     raise InputError(f"there is no upload {word}", "no-upload")
+
+
+def names_with(beginning: str, settings: Settings) -> list[str]:
+    """The names of some uploads that begin so, in the stores that can be listed."""
+    names = set[str]()
+    for store in {settings.local_store, settings.data_store}:
+        with suppress(InputError, ServiceError):
+            paths = storage.list_files(storage.join(store, "data"), settings)
+            names |= {path.partition("/")[0] for path in paths}
+    matches = [name for name in names if NAME.fullmatch(name) and name.startswith(beginning)]
+    return sorted(matches)[:MAX_NAMES]
 
 
 def last_upload(settings: Settings) -> str:
