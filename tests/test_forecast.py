@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -23,9 +24,10 @@ from launcher.forecast.pilots import Trial, drawn, pilots_of, write_ids
 from launcher.forecast.table import Pilot, Row, recall
 from launcher.job import Expected, JobDescription
 from launcher.launching import forecasting
+from launcher.launching.texts import Channel
 from launcher.settings import load_settings
 from launcher.source import Source
-from sm_nanogpt import InputError, Request, ServiceError
+from sm_nanogpt import InputError, Request, ServiceError, upload_data
 from sm_nanogpt import job as job_of
 
 LAW = Law((0.1, 0.5, 0.3), [0.5, 0.1, 0.2], [[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]], 0.005)
@@ -257,6 +259,14 @@ def test_a_short_text_is_not_forecast(tmp_path):
 
 
 # -- through the whole -----------------------------------------------------------------------------
+
+
+def test_the_fetch_of_a_whole_upload_has_a_bar(text_file, home, monkeypatch):
+    steps = list[int]()
+    monkeypatch.setattr(forecasting, "byte_progress", lambda label: nullcontext(steps.append))
+    uri = upload_data(text_file).uri
+    forecasting.corpus_of({"data": Channel(uri, uri, None, [])}, load_settings())
+    assert sum(steps) == text_file.stat().st_size
 
 
 @pytest.fixture

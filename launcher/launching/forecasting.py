@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from launcher.errors import InputError, LauncherError
 from launcher.files import storage
+from launcher.files.progress import byte_progress
 from launcher.finding import Listing
 from launcher.forecast import table
 from launcher.job import Request, TrainingJob
@@ -85,7 +86,8 @@ def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) ->
                 with stored(file) as path:
                     shutil.copyfile(path, target)
             if not channel.sources:
-                storage.fetch(channel.uri, directory / name, settings=settings)
+                with byte_progress("fetch") as progress:
+                    storage.fetch(channel.uri, directory / name, progress, settings)
         validation = directory / "validation" if "validation" in texts else None
         channels = directory / "data", validation, None
         here = Container(False, *channels, directory, directory, directory)
