@@ -211,6 +211,16 @@ def test_a_sweep_starts_no_job_that_its_pot_cannot_pay(ran):
     assert len(fake.jobs) == 2
 
 
+@pytest.mark.parametrize(("max_cost", "own"), [(None, 5.0), (9, 2.0)])
+def test_a_job_reserves_what_it_may_cost_itself(max_cost, own):
+    """Under a ceiling, worst_cost has that of the jobs that it resumes, too."""
+    job = TrainingJob(
+        instance="ml.g5.xlarge", data="x", resume=f"{GROUP}-1", max_cost=max_cost,
+        worst_cost=5, earlier_cost=3,
+    )  # fmt: skip
+    assert pot.own_worst_cost(job) == own
+
+
 def test_jobs_that_the_settings_shorten_run_side_by_side(ran):
     fake, _ = ran(max_cost=9, least=1.3, max_run=600, affordable_run=60)
     assert fake.most == 2

@@ -52,6 +52,8 @@ def own_worst_cost(job: TrainingJob) -> float:
     """USD that a job may cost, without those that it resumes; infinity if that is unknown."""
     if job.worst_cost is None:
         return math.inf
+    if job.max_cost is None:  # then only the job itself was counted: see cost.afford
+        return job.worst_cost
     return job.worst_cost - (job.earlier_cost or 0.0)
 
 
