@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from decimal import Decimal
@@ -62,7 +63,13 @@ def test_a_sweep_takes_any_sequence_of_values(values, expected):
     assert [type(value) for value in taken] == [type(value) for value in expected]
 
 
-@pytest.mark.parametrize("values", [5, "adamw", np.array(5), [], np.array([]), [1, 1], [0.1, 0.1]])
+@pytest.mark.parametrize(
+    "values",
+    [
+        *(5, "adamw", np.array(5), [], np.array([]), [1, 1], [0.1, 0.1]),
+        *(np.array([0.1, np.nan]), [0.1, math.inf], np.eye(2), [None, 1], [b"a"], [{}]),
+    ],
+)
 def test_no_list_of_different_values_is_refused(values):
     with pytest.raises(sm.InputError) as caught:
         listed("x", values)

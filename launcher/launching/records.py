@@ -7,6 +7,7 @@ second try of the first. So the jobs of a sweep are known by their ids alone.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,9 +61,18 @@ def listed(name: str, values: Any) -> list[Any]:
     values = [plain(value) for value in values]
     if not values:
         raise InputError("has no values", field="sweep", value=name)
+    for value in values:
+        if not is_scalar(value):
+            problem = f"{str(value)[:99]} is no finite number, text or truth value"
+            raise InputError(problem, field="sweep", value=name)
     if len({repr(value) for value in values}) < len(values):
         raise InputError("a value is given twice", field="sweep", value=name)
     return values
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a job can have a value as a hyperparameter."""
+    return math.isfinite(value) if isinstance(value, float) else isinstance(value, str | int)
 
 
 def check_varied(varied: Values, request: Request, seeds: int) -> None:
