@@ -361,6 +361,9 @@ def test_a_job_with_a_special_file_hides_no_other(job, cli, put, name, logs, sam
     shutil.copytree(job.directory, job.home / "jobs" / other)
     if name == "runner.log":  # which is read for the reason of a job that could not start
         (job.directory / "state.json").unlink()
+    if name == "lock":  # which is looked at while a job may run
+        state = job.directory / "state.json"
+        state.write_text(state.read_text().replace("Completed", "InProgress"))
     (job.directory / name).unlink(missing_ok=True)
     put(job.directory / name)
     listed = cli("jobs")
