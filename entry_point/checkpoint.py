@@ -94,7 +94,9 @@ class Checkpoints:
         Raises TrainingError if it cannot be written; the earlier ones are untouched.
         """
         self.saved_at = time.monotonic()
-        step, metadata = state["step"], {"format": "pt", "state": json.dumps(state)}
+        step = state["step"]
+        text = json.dumps(state)
+        metadata = {"format": "pt", "state": text, "state_sha256": sha256_of(text)}
         with self.writing(self.path(step)) as path:
             write_safetensors(path, tensors, metadata, contents)
             self.kept = [step, *(kept for kept in self.kept if kept != step)][:2]
@@ -137,6 +139,7 @@ class Checkpoints:
         """The state of the newest checkpoint, for --resume. Raises ConfigError if there is none.
 
         Every rank asks for it, so it reads no tensors: load_latest finds out if they are damaged.
+        The state has a SHA-256 of its own.
         """
         state = self.newest_intact(lambda path: read_state(read_metadata(path)), lambda line: None)
         if state is None:
@@ -173,8 +176,15 @@ class Checkpoints:
 
 
 def read_state(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The state in a checkpoint's metadata. Raises FormatError if it is damaged; KeyError."""
+    if sha256_of(metadata["state"]) != metadata["state_sha256"]:
+        raise FormatError("its state is damaged: its SHA-256 does not match")
     state: dict[str, Any] = json.loads(metadata["state"])
     return state
+
+
+def sha256_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 DTYPES = {

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from launching import TINY, settings_of
 from models import SMALL, lively, tokenizer_of
 
-from entry_point.checkpoint import Checkpoints, write_safetensors
+from entry_point.checkpoint import Checkpoints, sha256_of, write_safetensors
 from entry_point.errors import TrainingError
 from entry_point.files import check_size, open_file
 from entry_point.huggingface import SCRIPT_SHA256, write_artefact, write_sums
@@ -265,7 +265,8 @@ def test_a_checkpoint_with_a_hostile_state_is_refused(job, tmp_path):
 
     def load(content: bytes) -> None:
         with suppress(UnicodeDecodeError):
-            metadata = {"format": "pt", "state": content.decode()}
+            text = content.decode()
+            metadata = {"format": "pt", "state": text, "state_sha256": sha256_of(text)}
             write_safetensors(path, tensors, metadata)
         with our_errors():
             export_checkpoint(read_checkpoint(tmp_path / "checkpoints"), tmp_path / "model")
