@@ -101,6 +101,10 @@ def test_a_missing_profile_is_a_finding(home, cli):
     assert re.search(r"^failure  credentials: .*\(nope\)", ran.out, re.MULTILINE)
 
 
+def test_a_check_of_nothing_is_refused(home, cli):
+    assert cli("doctor", "--no-train", "--instance", "local").failed(2, "checks nothing")
+
+
 def test_an_invalid_instance_is_refused(home, cli):
     assert cli("doctor", "--instance", "g5.12xlarge").failed(2, "ml.g5.12xlarge")
 

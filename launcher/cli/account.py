@@ -12,7 +12,7 @@ import click
 from launcher.cli.options import JSON, YES, Command, Group, agree, settings_of
 from launcher.cli.show import note, print_fields, print_json, shown
 from launcher.cli.words import command, remedies
-from launcher.errors import ServiceError
+from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.sagemaker.deploy import Deployment, Removal
@@ -155,6 +155,8 @@ def doctor_command(instance: str | None, no_train: bool, as_json: bool) -> None:
     settings = settings_of()
     if instance:
         Request(instance=instance)  # which refuses what is no instance type
+    if instance == "local" and no_train:
+        raise InputError("--instance local with --no-train checks nothing: leave one out")
 
     findings = []
     for finding in run_checks(settings, instance, train=not no_train):
