@@ -231,7 +231,7 @@ def test_the_log_lists_each_try(started, tmp_path):
         (("start", "new", "--instance", "ml.g5.xlarge"), "must be given"),
         (("start", "new", "--see", "0"), "more than 0"),
         (("log", "other"), "plays"),
-        (("show", "1", "--group", "plays"), "0 tries"),
+        (("show", "1", "--group", "plays"), "no try 1"),
         (("run", "nowhere", "--group", "plays"), "nowhere"),
     ],
 )

@@ -155,7 +155,7 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
     tries = ledger.of("try")
     if verify:
         search.verify()
-        note(f"verified: {len(ledger.entries)} entries, {len(tries)} tries; ledger {ledger.head}")
+        note(f"verified; entries: {len(ledger.entries)}; tries: {len(tries)}; ledger {ledger.head}")
     if as_json:
         print_json(tries)
         return
@@ -188,7 +188,7 @@ def show_command(number: int, group: str) -> None:
     search = opened(group)
     tries = search.ledger.of("try")
     if number > len(tries):
-        raise InputError(f"search {group} has {len(tries)} tries")
+        raise InputError(f"search {group} has no try {number}; its tries: {len(tries)}")
     entry = tries[number - 1]
     before, after = (search.source(entry[key]).files for key in ("base", "folder"))
     for name in sorted({*before, *after}):
