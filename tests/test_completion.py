@@ -6,6 +6,7 @@ import os
 import pty
 import select
 import shlex
+import shutil
 import time
 
 import launching
@@ -56,17 +57,32 @@ def test_each_shell_gets_its_script(shell, monkeypatch, capsys):
     assert err == ""
 
 
-def test_a_tab_in_bash_completes_a_command(quick, tmp_path):
-    """As documented: source the script in an interactive bash, then type and press Tab."""
+@pytest.mark.parametrize(
+    ("shell", "lines"),
+    [
+        ("bash --norc --noprofile -i", 'eval "$(_SM_NANOGPT_COMPLETE=bash_source sm-nanogpt)"'),
+        (
+            "zsh -f -i",
+            "autoload -Uz compinit && compinit -D -u;"
+            ' eval "$(_SM_NANOGPT_COMPLETE=zsh_source sm-nanogpt)"',
+        ),
+    ],
+    ids=["bash", "zsh"],
+)
+def test_a_tab_completes_a_command(shell, lines, quick, tmp_path):
+    """As documented: source the script in an interactive shell, then type and press Tab."""
+    words = shell.split()
+    if not shutil.which(words[0]):
+        pytest.skip(f"{words[0]} is not installed")
     program = tmp_path / "sm-nanogpt"
     program.write_text(f'#!/bin/sh\nexec {shlex.join(launching.PROGRAM)} "$@"\n')
     program.chmod(0o755)
     settings = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TERM": "dumb"}
     child, terminal = pty.fork()
     if child == 0:
-        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], settings)
+        os.execvpe(words[0], words, settings)
     try:
-        os.write(terminal, b'eval "$(_SM_NANOGPT_COMPLETE=bash_source sm-nanogpt)"\n')
+        os.write(terminal, lines.encode() + b"\n")
         os.write(terminal, b"echo rea''dy\n")
         read_until(terminal, "\nready")
         os.write(terminal, b"sm-nanogpt fetch-an\t")
