@@ -131,11 +131,11 @@ def unreadable(path: Path, root: Path, why: str = "Permission denied") -> InputE
 def warn_of_held_out(files: Sequence[File]) -> None:
     """Warn if some of the files, but not all, are called as those that nothing should learn."""
     globs_of = {file: held_out(file) for file in files}
-    names = [file.path.name for file in files if globs_of[file]]
+    names = [Path(file.name).with_name(file.path.name) for file in files if globs_of[file]]
     if not names or len(names) == len(files):
         return
     globs = [shlex.quote(glob) for glob in dict.fromkeys(globs_of.values()) if glob]
-    shown = ", ".join(names[:3])
+    shown = ", ".join(map(str, names[:3]))
     if len(names) > 3:
         shown = f"{len(names):,} files, such as {shown}"
     facts = {"code": "hold-out", "globs": globs[:8]}
