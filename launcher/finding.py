@@ -138,7 +138,8 @@ def full_id(
         if latest:
             check_no_later(found, settings, acts)
         if acts:
-            logger.info(f"{reference} is job {found.named}")
+            job = found.job_id if reference == found.name else found.named
+            logger.info(f"{reference} is job {job}")
     return found.job_id
 
 
