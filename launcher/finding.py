@@ -138,8 +138,8 @@ def full_id(
         if latest:
             check_no_later(found, settings, acts)
         if acts:
-            job = found.job_id if reference == found.name else found.named
-            logger.info(f"{reference} is job {job}")
+            meant = found.job_id if reference == found.name else found.named
+            logger.info(f"{reference} is job {meant}")
     return found.job_id
 
 
