@@ -140,6 +140,16 @@ def test_delete_removes_what_killed_commands_left(home, job, cli):
     assert not any(directory.exists() for directory in leftovers)
 
 
+def test_files_beside_ours_in_a_store_stay(home, tmp_path):
+    """The store may be a directory that a user also has for other things."""
+    others, ours = tmp_path / "disk/.photo.0123abcd.tmp", tmp_path / "disk/data/.x.0123abcd.tmp"
+    ours.parent.mkdir(parents=True)
+    for path in (others, ours):
+        path.write_text("x")
+    remove_all_leftovers(Settings(home=home, store=str(tmp_path / "disk")))
+    assert (others.exists(), ours.exists()) == (True, False)
+
+
 @pytest.mark.parametrize(("age", "stays"), [(0, True), (2 * 24 * 60 * 60, False)])
 def test_what_may_be_about_to_be_locked_stays_for_a_day(age, stays, tmp_path):
     """A file is created, then locked, and then written."""

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 LOCK = ".lock"  # in a temporary directory
 DAY = 24 * 60 * 60
 DIRECTORIES = ("cache/text-*", "models/.fetch-*", "tries/.new-*", "tries/*/.job-*")
+STORE_DIRECTORIES = ("data", "jobs", "models")  # a user may have more in a store
 FILES = f".*.{'[0-9a-f]' * 8}{storage.TEMPORARY}"  # as storage.replacing names them
 
 
@@ -52,7 +54,9 @@ def remove_all_leftovers(settings: Settings) -> None:
     paths += [*home.glob(FILES), *home.glob(f"*/{FILES}")]
     for store in {settings.local_store, settings.data_store}:
         if (directory := storage.local_path(store)) is not None:
-            paths += directory.rglob(FILES)
+            paths += chain.from_iterable(
+                (directory / name).rglob(FILES) for name in STORE_DIRECTORIES
+            )
     remove_leftovers(paths)
 
 
