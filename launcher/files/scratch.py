@@ -23,7 +23,7 @@ from launcher.settings import Settings
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"  # in a temporary directory
-DAY = 24 * 60 * 60
+MINUTE, DAY = 60, 24 * 60 * 60  # seconds
 DIRECTORIES = ("cache/text-*", "models/.fetch-*", "tries/.new-*", "tries/*/.job-*")
 STORE_DIRECTORIES = ("data", "jobs", "models")  # a user may have more in a store
 FILES = f".*.{'[0-9a-f]' * 8}{storage.TEMPORARY}"  # as storage.replacing names them
@@ -82,7 +82,7 @@ def is_left_over(path: Path) -> bool:
     try:
         if not file.exists():  # by an older version, or kept by NFS
             return time.time() - path.stat().st_mtime > DAY
-        is_written = file.stat().st_size > 0 or time.time() - file.stat().st_mtime > DAY
+        is_written = file.stat().st_size > 0 or time.time() - file.stat().st_mtime > MINUTE
         return is_written and not is_locked(file)
     except (OSError, InputError):  # it is gone by now, or cannot be locked
         return False
