@@ -140,10 +140,11 @@ def test_a_text_in_a_wrong_place_gives_a_short_error(home, text_file, call):
     assert len(str(caught.value)) < 1100 < len(TEXT)
 
 
-@pytest.mark.parametrize("location", [TEXT, "a/" * 5000])
+@pytest.mark.parametrize("location", [TEXT, "a/" * 5000, "a" * 5000])
 def test_a_text_for_a_path_is_called_so(home, location):
-    with pytest.raises(sm.InputError, match="is a text, not a path"):
-        sm.upload_data(location)
+    for use in (sm.upload_data, lambda text: sm.prepare(sm.Request(instance="local", data=text))):
+        with pytest.raises(sm.InputError, match="is a text, not a path"):
+            use(location)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 LAST_UPLOADS = "last-uploads.json"  # URIs by `place`, the newest last
 WRITERS, SMALL_FILE = 16, 1 << 20  # files of up to SMALL_FILE bytes that are written at once
 CLEANUP_SECONDS = 5.0
-NAME_OR_PART = re.compile("[a-z0-9-]+")
+NAME_OR_PART = re.compile("[a-z0-9-]{1,99}")
 MAX_NAMES = 5  # of uploads that a message lists
 TOKENS_VERSION = 6  # of what launcher.text.tokens writes
 
