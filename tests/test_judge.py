@@ -740,6 +740,12 @@ def test_eval_refuses_what_it_cannot_measure(words, fact, held, cli):
     assert cli("eval", held.job_id, *words).failed(2, fact)
 
 
+def test_a_text_that_is_not_there_gets_no_advice_of_uploads(held, cli):
+    ran = cli("eval", held.job_id, "no-such.txt")
+    assert ran.failed(2, "no-such.txt: no such file")
+    assert "upload-data" not in ran.err
+
+
 def test_a_model_that_looks_ahead_fails_as_a_command(held, cli):
     leak = "logits at 17 depend on token 18 (by 3.2)"
     with patch.object(evaluate, "find_leak", lambda *_: leak):
