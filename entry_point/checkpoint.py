@@ -176,7 +176,10 @@ class Checkpoints:
 
 
 def read_state(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The state in a checkpoint's metadata. Raises FormatError if it is damaged; KeyError."""
+    """The state in a checkpoint's metadata. Raises FormatError if it is damaged, or if an older
+    version of this file wrote it; KeyError."""
+    if "state_sha256" not in metadata:
+        raise FormatError("its state has no SHA-256; an older version of the script wrote it")
     if sha256_of(metadata["state"]) != metadata["state_sha256"]:
         raise FormatError("its state is damaged: its SHA-256 does not match")
     state: dict[str, Any] = json.loads(metadata["state"])

@@ -325,6 +325,14 @@ def test_checkpoints_that_are_all_broken_are_an_error(checkpoints):
         checkpoints.load_latest()
 
 
+def test_a_checkpoint_of_an_older_version_is_called_that(checkpoints):
+    save(checkpoints, 10)
+    path = checkpoints.path(10)
+    path.write_bytes(path.read_bytes().replace(b'"state_sha256"', b'"state_sha257"'))
+    with pytest.raises(TrainingError, match="older version"):
+        checkpoints.latest_state()
+
+
 def test_an_unreadable_checkpoint_is_skipped(checkpoints):
     save(checkpoints, 10)
     checkpoints.path(15).symlink_to("nowhere")
