@@ -360,7 +360,7 @@ def test_a_published_model_with_a_named_pipe_is_refused(tmp_path, cli):
 def test_a_job_with_a_special_file_hides_no_other(job, cli, put, name, logs, sample):
     other = f"{job.job_id[:-6]}abcdef"
     shutil.copytree(job.directory, job.home / "jobs" / other)
-    if name in ("runner.log", "lock"):  # which are read of a job that has not ended, as it seems
+    if name == "runner.log":  # which is read for the reason of a job that could not start
         (job.directory / "state.json").unlink()
     if name == "lock":  # which is looked at while a job may run
         state = job.directory / "state.json"

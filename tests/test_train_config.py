@@ -238,7 +238,7 @@ def test_resuming_needs_an_intact_checkpoint(tmp_path, checkpoints):
     save(checkpoints, 5, dropout=0.5)
     save(checkpoints, 9, dropout=0.4)
     newest = checkpoints.path(9)
-    newest.write_bytes(newest.read_bytes()[:100])  # of its header, which has the options
+    newest.write_bytes(newest.read_bytes().replace(b'dropout\\": 0.4', b'dropout\\": 0.1'))
     assert parse_argv(resume)[0].dropout == 0.5
     checkpoints.path(5).write_bytes(b"cut")
     assert_refused(f"every checkpoint in {tmp_path}.* damaged", TrainingError)
