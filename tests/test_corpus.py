@@ -32,7 +32,7 @@ from launcher.launching.texts import find_channel
 from launcher.settings import Settings, load_settings
 from launcher.text import corpus
 from launcher.text.copies import first_text
-from launcher.text.corpus import find_upload, last_upload
+from launcher.text.corpus import find_upload, last_upload, located
 from launcher.text.formats import look, pieces_of, zstd
 from sm_nanogpt import InputError, ServiceError, upload_data
 
@@ -629,14 +629,6 @@ def test_two_simultaneous_uploads_both_work(home, source):
 # -- the last upload ------------------------------------------------------------------------------
 
 
-def test_the_beginning_of_an_uploads_name_finds_its_names(cli, text_file):
-    name = upload_data(text_file).uri.rpartition("/")[2]
-    for part in ("input", name[:-2]):
-        ran = cli(*launching.launching(data=part))
-        assert ran.code == 2 and name in ran.error
-    assert "no such file" in cli(*launching.launching(data="other")).error.lower()
-
-
 def test_launch_takes_the_last_upload_and_names_it(cli, source, text_file):
     cli("upload-data", str(source))
     cli("upload-data", str(text_file))
@@ -699,6 +691,57 @@ def test_an_earlier_upload_is_named_by_uri_or_path(home, cli, source, text_file)
     assert "warning: validation is the text to train on" in ran.err
     assert len(list((home / "store/data").glob("*/"))) == 2
     assert last_upload(settings) == last  # which a launch's own text is not
+
+
+@pytest.fixture
+def two_uploads(home, tmp_path):
+    """The names of an upload `fox` and one `fox-notes`, of this machine."""
+    names = list[str]()
+    for stem in ("fox", "fox-notes"):
+        path = tmp_path / f"{stem}.txt"
+        path.write_text(LONG + stem)
+        names.append(upload_data(path).uri.rpartition("/")[2])
+    return names
+
+
+def test_a_part_of_a_name_means_its_upload(home, two_uploads, caplog, monkeypatch, tmp_path):
+    fox, notes = two_uploads
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO)
+    for part, name in (("fox", fox), (fox[:8], fox), (fox[-6:], fox), ("fox-notes", notes)):
+        assert located(part, load_settings()) == f"{(home / 'store/data').as_uri()}/{name}"
+        assert f"{part} is upload {name}" in caplog.text
+
+
+def test_a_file_of_the_name_is_meant_before_an_upload(two_uploads, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fox").write_text(LONG)
+    assert located("fox", load_settings()) == "fox"
+
+
+def test_a_part_of_several_names_is_refused_with_them(two_uploads, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"2 uploads: {', '.join(sorted(two_uploads))}"):
+        located("fox-", load_settings())
+
+
+@pytest.mark.parametrize("word", ["fix", "fix.txt", "fix-123456789012"])
+@pytest.mark.parametrize("option", ["--data", "--validation"])
+def test_a_word_of_nothing_is_no_path_that_the_user_meant(two_uploads, cli, option, word):
+    words = ("launch", "--instance", "local", "--data", two_uploads[0], option, word)
+    ran = cli(*words)
+    assert ran.failed(2, f"neither a file nor an upload {word};", "`sm-nanogpt data`")
+    assert str(Path.cwd()) not in ran.error
+
+
+def test_a_part_is_looked_for_in_each_store(tmp_path, s3, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(home=tmp_path / "mine", store=f"s3://{s3.bucket}/shared")
+    (tmp_path / "fox.txt").write_text(LONG)
+    uri = upload_data(tmp_path / "fox.txt", settings).uri
+    assert located("fox", settings) == uri
+    with pytest.raises(ServiceError, match="cannot find the upload 'fox'"):
+        located("fox", settings.with_offline(True))
 
 
 # -- the built-in text ----------------------------------------------------------------------------

@@ -120,6 +120,15 @@ def test_delete_of_an_unknown_word_names_both_lists(cli):
     assert cli("delete", "nothing", "--yes").failed(1, "`sm-nanogpt jobs`", "`sm-nanogpt data`")
 
 
+def test_delete_takes_a_part_of_an_uploads_name(cli, upload, tmp_path):
+    name, stem = name_of(upload), name_of(upload).rpartition("-")[0]
+    (tmp_path / f"{stem}-b.txt").write_text("Another text. " * 99)
+    other = cli("upload-data", str(tmp_path / f"{stem}-b.txt")).good.out.strip()
+    assert cli("delete", f"{stem}-", "--yes").failed(2, name, name_of(other))
+    assert f"{stem} is upload {name}\n" in cli("delete", stem, "--yes").good.err
+    assert [each.uri for each in uploads()] == [other]
+
+
 @pytest.mark.parametrize(
     "words",
     [

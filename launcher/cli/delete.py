@@ -79,8 +79,8 @@ def delete_command(
     """Delete jobs with their files and models, or uploads.
 
     For a job, this covers its files here and on S3, its fetched model, and its entry in the list of
-    jobs. For an upload, by its name in `sm-nanogpt data`, it covers its files here and on S3; by
-    its URI, those of that place. The jobs that used it stay, with their models.
+    jobs. For an upload, by its name in `sm-nanogpt data` or a part of it, it covers its files here
+    and on S3; by its URI, those of that place. The jobs that used it stay, with their models.
 
     Example:
       sm-nanogpt delete JOB-ID --keep-model

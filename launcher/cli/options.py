@@ -91,6 +91,7 @@ class Job(click.ParamType[str]):
         if ctx is None or ctx.resilient_parsing or value == self.other:
             return value
         from launcher.finding import full_id
+        from launcher.job import FULL_ID
         from launcher.launching.records import recorded_as
         from launcher.text.corpus import NAME
 
@@ -103,7 +104,12 @@ class Job(click.ParamType[str]):
             takes = any(each.name == "group" for each in ctx.command.params)
             instead = command(str(ctx.command.name) if takes else "jobs", "--group", value)
             raise InputError(f"{value} is a sweep: use `{instead}`, or one of its jobs, {value}-1")
-        return full_id(value, settings, self.acts, self.trained, self.charted)
+        job_id = full_id(value, settings, self.acts, self.trained, self.charted)
+        if self.uploads and job_id == value and not FULL_ID.fullmatch(value):
+            from launcher.text.uploads import full_name
+
+            return full_name(value, settings)
+        return job_id
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str

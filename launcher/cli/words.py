@@ -89,7 +89,7 @@ REMEDIES: dict[str, str] = {
     "download": "`curl -L {url} | {sm} upload-data -` takes what is there",
     "first-text": "without a PATH, `{sm} upload-data` takes tiny Shakespeare",
     "own-text": "to train on a text of your own: `{sm} upload-data FILE`",
-    "no-upload": "`{sm} upload-data FILE` makes one, or give --data one of `{sm} data`",
+    "no-upload": "`{sm} upload-data FILE` makes one, and `{sm} data` lists them",
     # settings, AWS
     "other-image": "--image-uri takes any other image",
     "try-locally": "`{sm} launch --instance local` shows the full log",

@@ -31,6 +31,8 @@ from launcher.files.models import is_path
 from launcher.files.moved import NAME, find_moved
 from launcher.files.scratch import FILES, remove_leftovers
 from launcher.files.storage import Progress
+from launcher.finding import is_part
+from launcher.job import WORD
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
 from launcher.text.copies import copied, in_thread, name_of, temporary
@@ -47,8 +49,6 @@ logger = logging.getLogger(__name__)
 LAST_UPLOADS = "last-uploads.json"  # URIs by `place`, the newest last
 WRITERS, SMALL_FILE = 16, 1 << 20  # files of up to SMALL_FILE bytes that are written at once
 CLEANUP_SECONDS = 5.0
-NAME_OR_PART = re.compile("[a-z0-9-]{1,99}")
-MAX_NAMES = 5  # of uploads that a message lists
 TOKENS_VERSION = 6  # of what launcher.text.tokens writes
 
 
@@ -366,33 +366,67 @@ def known_upload(uri: str | None, settings: Settings) -> Upload | None:
 
 
 def located(word: str, settings: Settings) -> str:
-    """The URI of an upload that is given by its name, or was moved; else the word.
+    """The URI of an upload that is given by its name or a part of it, or was moved; else the word.
 
-    Raises InputError for a name of none, and for the beginning of one, which may mean several.
+    Raises InputError for a word that is no path and means no upload, or several.
     """
-    if not NAME_OR_PART.fullmatch(word) or Path(word).exists():
+    is_word = WORD.fullmatch(word) or NAME.fullmatch(word)
+    if not is_word or Path(word).exists():
         return find_moved(word, settings)
+    stores = [place(settings.local_store), place(with_store(settings).data_store)]
+    roots = [storage.join(store, "data") for store in stores]
     if not NAME.fullmatch(word):
-        names = names_with(word, settings)
-        if names:
-            raise InputError(f"there is no file {word}; uploads begin so: {', '.join(names)}")
-        return word
-    stores = [settings.local_store, with_store(settings).data_store]
-    for uri in [storage.to_uri(storage.join(store, "data", word)) for store in stores]:
+        return find_by_part(word, roots, settings)
+    for root in roots:
+        uri = storage.join(root, word)
         if is_there(uri, settings, unasked=True):
             return uri
-    raise InputError(f"there is no upload {word}", "no-upload")
+    raise InputError(f"there is neither a file nor an upload {word}", "no-upload")
 
 
-def names_with(beginning: str, settings: Settings) -> list[str]:
-    """The names of some uploads that begin so, in the stores that can be listed."""
-    names = set[str]()
-    for store in {settings.local_store, settings.data_store}:
-        with suppress(InputError, ServiceError):
-            paths = storage.list_files(storage.join(store, "data"), settings)
-            names |= {path.partition("/")[0] for path in paths}
-    matches = [name for name in names if NAME.fullmatch(name) and name.startswith(beginning)]
-    return sorted(matches)[:MAX_NAMES]
+def find_by_part(part: str, roots: Iterable[str], settings: Settings) -> str:
+    """The URI of the upload below these roots that a part of its name means."""
+    uris, failure = dict[str, str](), None
+    for root in roots:
+        try:
+            for name in names_in(root, settings):
+                uris.setdefault(name, storage.join(root, name))
+        except (InputError, ServiceError) as error:
+            failure = error
+    match = choose(part, uris)
+    if match is not None:
+        if failure is not None:
+            logger.info(f"{failure}; only this machine has been searched for {part}")
+        return uris[match]
+    if failure is not None:
+        raise failure.within(f"cannot find the upload {part!r}")
+    raise InputError(f"there is neither a file nor an upload {part}", "no-upload")
+
+
+def names_in(root: str, settings: Settings) -> list[str]:
+    """The names of the uploads at a URI that have a manifest."""
+    files = storage.list_files(root, settings)
+    names = [file.removesuffix(".json") for file in files if file.endswith(".json")]
+    return [name for name in names if NAME.fullmatch(name)]
+
+
+def choose(part: str, names: Iterable[str]) -> str | None:
+    """The upload that a part of a name means, of these; None if none matches.
+
+    A part is all before the hash, or else the start or the end of a name. Raises InputError if
+    several match.
+    """
+    names = sorted(names)
+    matches = [name for name in names if name.rpartition("-")[0] == part]
+    matches = matches or [name for name in names if is_part(part, name)]
+    if len(matches) > 1:
+        shown = ", ".join(matches[:3]) + " and more" * (len(matches) > 3)
+        problem = f"{part!r} matches {len(matches)} uploads: {shown}; give more of the name"
+        raise InputError(problem)
+    if not matches:
+        return None
+    logger.info(f"{part} is upload {matches[0]}")
+    return matches[0]
 
 
 def last_upload(settings: Settings) -> str:

@@ -60,6 +60,18 @@ def find_uploads(settings: Settings) -> tuple[list[Stored], InputError | Service
     return sorted(found, key=lambda each: each.written, reverse=True), listing.failure
 
 
+def full_name(reference: str, settings: Settings) -> str:
+    """The name of the upload that a part of a name means; the reference itself if there is none.
+
+    Raises InputError if several match, and ServiceError if AWS did not list all of them.
+    """
+    found, failure = find_uploads(settings)
+    name = corpus.choose(reference, {upload.name for upload in found})
+    if failure:
+        raise failure.within(f"cannot resolve {reference!r} to the name of an upload")
+    return name or reference
+
+
 def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -> Iterator[Stored]:
     for kind in ("text", "model"):
         root = storage.join(corpus.place(store), "models" if kind == "model" else "data")
