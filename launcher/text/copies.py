@@ -65,13 +65,13 @@ def copied(
     given: Sequence[str | Path],
     settings: Settings,
     progress: Progress = lambda n: None,
-    advice: str = "",
+    code: str = "",
 ) -> Iterator[tuple[list[Path], Fill]]:
     """The paths of texts on this machine, and what fills those that are empty copies.
 
     `-` is standard input. `hf://datasets/OWNER/NAME[@REVISION][/PATH]` and `s3://bucket/key` name a
     file, a folder with all that is below it, or by `*` several files. Errors and warnings give the
-    names as here. advice: the code of what to do about a path that does not exist.
+    names as here. code: that of what to do about a path that does not exist.
     """
     copies = list[Copy]()
 
@@ -93,7 +93,7 @@ def copied(
     with ExitStack() as stack:
         readers.addFilter(rename)
         stack.callback(readers.removeFilter, rename)
-        paths = [local(each, advice) for each in given]
+        paths = [local(each, code) for each in given]
         for index, path in enumerate(paths):
             if path is None:
                 directory = stack.enter_context(temporary(settings))
@@ -115,7 +115,7 @@ def temporary(settings: Settings) -> Iterator[Path]:
         yield directory
 
 
-def local(given: str | Path, advice: str = "") -> Path | None:
+def local(given: str | Path, code: str = "") -> Path | None:
     """The path of a text on this machine; None: it is elsewhere."""
     word = str(given)
     if re.fullmatch(rf"-|s3://.*|{HUB.pattern}", word):
@@ -127,7 +127,7 @@ def local(given: str | Path, advice: str = "") -> Path | None:
         error = InputError(f"{word}: use {what}")
     else:
         path = storage.local_path(word) if word.startswith("file://") else storage.path_of(given)
-        error = InputError(f"{word}: no such file or directory", advice)
+        error = InputError(f"{word}: no such file or directory", code)
         with suppress(OSError):  # who reads it names it
             if path and path.exists():
                 return path

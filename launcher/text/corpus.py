@@ -118,7 +118,7 @@ def upload_data(
     if vocab_size is not None and tokenizer != "bpe":
         raise InputError("needs the tokenizer bpe", field="vocab_size", value=vocab_size)
     settings, name = settings or load_settings(), name_of(locations[0]) if locations else "no path"
-    with copied(locations, settings, progress, "first-text") as (here, fill):
+    with copied(locations, settings, progress, code="first-text") as (here, fill):
         # A wrong path is refused before AWS is asked.
         files = find_files(here, include, exclude, tokenizer is not None, encoding, column, fill)
         warn_of_held_out(files)
