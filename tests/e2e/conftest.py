@@ -43,7 +43,7 @@ backend.QUIET_SECONDS, backend.SageMakerBackend.poll_seconds = 0.3, 0.2
 @pytest.fixture
 def command(aws, home, impatience, monkeypatch):
     """sm-nanogpt as a process of its own, as that person types it."""
-    python, option, code = launching.PROGRAM
-    monkeypatch.setattr(launching, "PROGRAM", (python, option, impatience + code))
+    *python, code = launching.PROGRAM
+    monkeypatch.setattr(launching, "PROGRAM", (*python, impatience + code))
     user = {name: v for name, v in os.environ.items() if name.startswith(("AWS_", "SM_NANOGPT_"))}
     return lambda *words: launching.command(*words, home=home, env=user)
