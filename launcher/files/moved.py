@@ -13,6 +13,7 @@ from launcher.files import storage
 from launcher.settings import Settings
 
 NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")  # of an upload
+PART = re.compile(r"[A-Za-z0-9-]{1,99}")  # what may be a part of such a name
 IN_STORE = re.compile(rf"(?:data|models)/{NAME.pattern}$")
 IN_HOME = re.compile(r"models/[a-z0-9-]+/(?:[0-9a-f]{12}|step-\d{8})$|sources/[0-9a-f]{64}$")
 

@@ -28,11 +28,10 @@ from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Count, Damaged
 from launcher.files.models import is_path
-from launcher.files.moved import NAME, find_moved
+from launcher.files.moved import NAME, PART, find_moved
 from launcher.files.scratch import FILES, remove_leftovers
 from launcher.files.storage import Progress
 from launcher.finding import is_part
-from launcher.job import WORD
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
 from launcher.text.copies import copied, in_thread, name_of, temporary
@@ -370,8 +369,7 @@ def located(word: str, settings: Settings) -> str:
 
     Raises InputError for a word that is no path and means no upload, or several.
     """
-    is_word = WORD.fullmatch(word) or NAME.fullmatch(word)
-    if not is_word or Path(word).exists():
+    if not PART.fullmatch(word) or Path(word).exists():
         return find_moved(word, settings)
     stores = [place(settings.local_store), place(with_store(settings).data_store)]
     roots = [storage.join(store, "data") for store in stores]
