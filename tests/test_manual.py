@@ -71,15 +71,30 @@ def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
             assert ran.code == 0, (words, ran.err)
 
 
+def python_blocks() -> tuple[list[str], list[str]]:
+    """The Python of the manual: that of sm_nanogpt, and that of transformers."""
+    code = blocks(ROOT / "docs/python.md", "python")
+    first = next(n for n, block in enumerate(code) if "from transformers" in block)
+    return code[:first], code[first:]
+
+
+def test_the_transformers_of_the_manual_run_as_they_stand(job, capsys):
+    names: dict[str, object] = {}
+    model = str(job.directory / "hosts/algo-1/model")
+    for block in python_blocks()[1]:
+        here = block.replace("runs/20261123-094054-22488/model", model)
+        exec(here.replace("ROMEO:", "The ").replace("=50", "=5"), names)
+    assert "{'½'}" in capsys.readouterr().out
+
+
 def test_the_python_of_the_manual_runs_as_it_stands(money, cloud, text_file, monkeypatch, capfd):
     """But for the size of the models. The jobs of SageMaker only seem to run."""
     monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "10")
     shutil.copy(text_file, "input.txt")
     names: dict[str, object] = {}
-    for block in blocks(ROOT / "docs/python.md", "python"):
-        if "from transformers" not in block:
-            small = block.replace('{"max_steps": 500}', str(TINY)).replace("750", "15")
-            exec(small.replace("ROMEO:", "The "), names)
+    for block in python_blocks()[0]:
+        small = block.replace('{"max_steps": 500}', str(TINY)).replace("750", "15")
+        exec(small.replace("ROMEO:", "The "), names)
     printed = capfd.readouterr()
     for shown in (" Completed ", "val_loss", "at most 5.00 USD", "I am asked above 10.00 USD"):
         assert shown in printed.out
