@@ -70,7 +70,8 @@ def check_training(context: Context) -> Found:
     tiny |= dict(batch_size=1680, eval_tokens=32, sample_length=0)
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-doctor-") as directory:
         text = Path(directory, "input.txt")
-        text.write_text("To be, or not to be, that is the question.\n" * 2000, encoding="utf-8")
+        lines = [f"{number} is a number that no other line has.\n" for number in range(2000)]
+        text.write_text("".join(lines), encoding="utf-8")
         settings = context.settings.model_copy(update={"home": Path(directory), "store": ""})
         began = time.monotonic()
         request = Request(instance="local", data=str(text), hyperparameters=tiny)
