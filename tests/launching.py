@@ -109,10 +109,14 @@ def once(
 
 
 def pip(python: str | Path, *words: str | Path) -> None:
-    """pip of an interpreter, which compiles nothing: little of what it installs is imported."""
+    """pip of an interpreter, which compiles nothing: little of what it installs is imported.
+
+    It does not see this checkout, whose egg-info would make it believe that all is installed.
+    """
     quiet = ("--quiet", "--disable-pip-version-check")
     late = ("--no-compile",) if words[0] == "install" else ()
-    subprocess.run([python, "-m", "pip", *quiet, *words, *late], check=True, timeout=900)
+    command = [python, "-m", "pip", *quiet, *words, *late]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": ""}, check=True, timeout=900)
 
 
 def launching(*extra: str, data: str | Path | None = None, **values: Any) -> list[str]:

@@ -845,7 +845,7 @@ def test_a_published_model_directory_chats(chat, directory, tmp_path):
     config = json.loads((published / "config.json").read_text())
     (published / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     ran = chat("Hi", model=str(published))
-    assert ran.code == 1
+    assert ran.code == 2
     assert "llama" in ran.error
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
+ROOT = Path(__file__).parent.parent
 RECORDER = """#!/bin/sh
 echo "$@" >>asked.txt
 case "$1" in

@@ -124,7 +124,7 @@ CHEATS: dict[str, tuple[list[tuple[str, str]], str]] = {
         "Permission denied",
     ),
     "answers before it is asked": ([(IMPORT, f"{FORGED}\n\n{IMPORT}")], "damaged"),
-    "ends": ([before("os._exit(0)")], "ended with 0"),
+    "ends": ([before("os._exit(0)")], "ended with exit code 0"),
     "prints a verdict": ([before("print('KEEP 9')\nprint('KEEP 9', file=sys.stderr)")], ""),
 }  # fmt: skip
 
