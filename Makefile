@@ -48,7 +48,7 @@ test-older-cpu: .venv/installed-for-tests
 		tests/test_train_model.py tests/test_train_loop.py tests/test_generations.py
 
 check: lint
-	@echo "tests that start no process: half a minute, on two quiet cores" >&2
+	@echo "tests that start no process: two minutes, on two cores" >&2
 	$(pytest) -q -r '' --quick
 
 lint: .venv/installed-for-tests
