@@ -113,7 +113,7 @@ def find_files(
 def needs_tokens(file: File) -> InputError:
     """The error for records where a text by characters was asked for."""
     is_chat = False
-    with suppress(InputError):  # who makes tokens of it is told
+    with suppress(InputError):  # an upload with --tokenizer reports the error
         is_chat = next((is_chat for _, is_chat, _ in documents_of(file, Skipped())), False)
     what = f"{file.path}: is {file.format.name}, and records are read as tokens"
     path = shlex.quote(str(file.path))

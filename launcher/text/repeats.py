@@ -20,7 +20,7 @@ logger = logging.getLogger("launcher.text")
 RUN = 50  # bytes of a run that is not there by chance
 LIMIT = 0.2  # the share from which a user is warned
 SAMPLE, N_SAMPLES = 1 << 18, 16  # of a validation text that are looked for: bytes, and from where
-TRAINING = 1 << 28  # bytes of a training text in which they are looked for
+TRAINING = 1 << 28  # bytes of a training text that are searched for repeats
 LOOKUPS = 1 << 21  # of runs of a training text
 SPACES = bytes.maketrans(b"\t\n\v\f\r", b"     ")
 
