@@ -135,7 +135,8 @@ def test_a_word_never_means_a_colleagues_job(cloud, cli, become, two, word):
     ran = cli("stop", word)
     assert not cloud.sagemaker.jobs[graces].stopping.is_set()
     if word in ("latest", "baseline") or adas[20:26] == word:
-        assert f"{word} is job {adas} (baseline)\n" in ran.good.err
+        name = "" if word == "baseline" else " (baseline)"
+        assert f"{word} is job {adas}{name}\n" in ran.good.err
         assert cloud.sagemaker.jobs[adas].stopping.is_set()
     else:
         assert ran.failed(1, f"there is no job {word!r}")

@@ -90,6 +90,7 @@ REMEDIES: dict[str, str] = {
     "first-text": "without a PATH, `{sm} upload-data` takes tiny Shakespeare",
     "own-text": "to train on a text of your own: `{sm} upload-data FILE`",
     "no-upload": "`{sm} upload-data FILE` makes one, and `{sm} data` lists them",
+    "no-last-upload": "`{sm} upload-data FILE` makes one, or give --data one of `{sm} data`",
     # settings, AWS
     "other-image": "--image-uri takes any other image",
     "try-locally": "`{sm} launch --instance local` shows the full log",

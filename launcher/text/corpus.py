@@ -445,4 +445,4 @@ def last_upload(settings: Settings) -> str:
         if is_there(uri, settings, unasked=True):
             return uri
         problem = f"the last upload, {uri}, is deleted or incomplete"
-    raise InputError(problem, "no-upload")
+    raise InputError(problem, "no-last-upload")
