@@ -69,7 +69,7 @@ def trained(monkeypatch):
 
 @pytest.fixture
 def started(cli, text_file, trained):
-    assert cli("try", "start", "plays", "--text", str(text_file), "--see", "0.01").good
+    assert cli("try", "start", "plays", "--text", str(text_file), "--smallest-gain", "0.01").good
     return cli
 
 
@@ -237,7 +237,7 @@ def test_the_log_lists_each_try(started, tmp_path):
         (("start", "a/b"), "letters"),
         (("start", "new", "--ceiling", "5"), "for SageMaker"),
         (("start", "new", "--instance", "ml.g5.xlarge"), "must be given"),
-        (("start", "new", "--see", "0"), "more than 0"),
+        (("start", "new", "--smallest-gain", "0"), "more than 0"),
         (("log", "other"), "plays"),
         (("show", "1", "--group", "plays"), "no try 1"),
         (("run", "nowhere", "--group", "plays"), "nowhere"),
@@ -258,7 +258,7 @@ def test_a_kill_at_any_moment_is_as_none(cli, home, text_file, trained, tmp_path
     mine, base = folder(tmp_path / "mine", 0.05), folder(tmp_path / "base", 0.0)
     for each in (mine, base):  # real runs that learn nothing
         (each / "train.py").write_text("import time\ntime.sleep(0.1)\n")
-    words = ("--text", str(text_file), "--see", "0.01", "--entry-point", str(base))
+    words = ("--text", str(text_file), "--smallest-gain", "0.01", "--entry-point", str(base))
     assert cli("try", "start", "plays", *words).good
     source, draw = Source.read(mine), random.Random(1)
     states = [opened(home).ledger.base, source.sha256]

@@ -334,7 +334,7 @@ def jobs(cloud, s3, cli, text_file, monkeypatch):
     monkeypatch.setattr(search, "sizes_of", lambda model: sizes)
     cloud.sagemaker.run, cloud.archive_of, cloud.damaged = run, archive_of, b""
     cloud.cut = 0
-    words = ("--instance", "ml.g5.12xlarge", "--ceiling", "10", "--see", "0.01")
+    words = ("--instance", "ml.g5.12xlarge", "--ceiling", "10", "--smallest-gain", "0.01")
     assert cli("try", "start", "plays", "--text", str(text_file), *words).good
     return sent
 

@@ -14,13 +14,13 @@ DEVIATION = 0.01  # of a pair's difference
 
 
 def attempt(
-    draw: random.Random, gain: float, base: Sequence[float] = (), see: float = 0.005
+    draw: random.Random, gain: float, base: Sequence[float] = (), smallest_gain: float = 0.005
 ) -> tuple[bool, int, bool]:
     """Whether a change with this gain is kept, its pairs, and whether its interval holds the gain.
 
     base: the noise of the base's first runs, which tries share.
     """
-    most, used = rule.pairs_for(see, DEVIATION / rule.PAIRED), [0, 0]
+    most, used = rule.pairs_for(smallest_gain, DEVIATION / rule.PAIRED), [0, 0]
     spread = DEVIATION / 2**0.5
     luck = base or [draw.gauss(0, spread) for _ in range(most)]
     own = [draw.gauss(-gain, spread) for _ in range(most)]
@@ -34,7 +34,7 @@ def attempt(
         return [draw.gauss(-gain, DEVIATION) for _ in range(n)]
 
     looks = [n for n in rule.LOOKS if n <= most]
-    verdict, found, _ = rule.decide(shared, fresh, looks, see)
+    verdict, found, _ = rule.decide(shared, fresh, looks, smallest_gain)
     return verdict == "kept", sum(used), abs(fmean(found) + gain) < rule.half(found)
 
 
@@ -61,6 +61,6 @@ def test_a_hopeless_change_costs_few_pairs():
 
 
 def test_smaller_gains_need_more_pairs():
-    needed = [rule.pairs_for(see, DEVIATION / rule.PAIRED) for see in (0.05, 0.015, 0.005, 0.001)]
+    needed = [rule.pairs_for(gain, DEVIATION / rule.PAIRED) for gain in (0.05, 0.015, 0.005, 0.001)]
     assert needed == sorted(needed)
     assert needed[0] < needed[-1] == rule.LOOKS[-1]

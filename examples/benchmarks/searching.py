@@ -77,7 +77,9 @@ def known() -> dict[str, dict[int, float]]:
     return found
 
 
-def tried(shared: list[float], fresh: list[float], see: float, most: int) -> tuple[bool, int, bool]:
+def tried(
+    shared: list[float], fresh: list[float], smallest_gain: float, most: int
+) -> tuple[bool, int, bool]:
     """A try with these first differences, and fresh ones drawn from others, whose mean is the gain:
     whether it is kept, its pairs, and whether its interval holds the gain."""
     used = [0, 0]
@@ -91,17 +93,17 @@ def tried(shared: list[float], fresh: list[float], see: float, most: int) -> tup
         return random.choices(fresh, k=n)
 
     looks = [n for n in rule.LOOKS if n <= most]
-    verdict, found, _ = rule.decide(first, later, looks, see)
+    verdict, found, _ = rule.decide(first, later, looks, smallest_gain)
     inside = abs(fmean(found) - fmean(fresh)) < rule.half(found)
     return verdict == "kept", sum(used), inside
 
 
-def check_rule(see: float) -> None:
+def check_rule(smallest_gain: float) -> None:
     losses = known()
     base, other = losses.pop("base"), losses["other weights"]
     seeds, spread = list(base), stdev(base.values())
-    most = rule.pairs_for(see, spread)
-    print(f"base: {len(base)} seeds, sd {spread:.4f}; at most {most} pairs for {see:g}")
+    most = rule.pairs_for(smallest_gain, spread)
+    print(f"base: {len(base)} seeds, sd {spread:.4f}; at most {most} pairs for {smallest_gain:g}")
     differences = {name: [found[s] - base[s] for s in seeds] for name, found in losses.items()}
     for name, d in differences.items():
         print(f"{name}: {fmean(d):+.4f}, sd of a pair {stdev(d):.4f}, {len(d)} pairs")
@@ -113,13 +115,18 @@ def check_rule(see: float) -> None:
         for _ in range(40):
             noise = [random.gauss(0, spread * 0.3) for _ in shared]  # no two tries are equal
             first = [other[s] - base[s] - mean + n for s, n in zip(shared, noise, strict=True)]
-            kept.append(tried(first, [other[s] - base[s] - mean for s in seeds], see, most))
+            kept.append(
+                tried(first, [other[s] - base[s] - mean for s in seeds], smallest_gain, most)
+            )
     n = sum(each[0] for each in kept)
     print(f"changes nothing: {n} of {len(kept):,} kept; {fmean(e[1] for e in kept):.1f} pairs each")
     for name, d in differences.items():
         for gain in (0.005, 0.01, 0.02):
             moved = [each - fmean(d) - gain for each in d]
-            found = [tried(random.choices(moved, k=most), moved, see, most) for _ in range(1000)]
+            found = [
+                tried(random.choices(moved, k=most), moved, smallest_gain, most)
+                for _ in range(1000)
+            ]
             holds = [inside for is_kept, _, inside in found if is_kept]
             print(
                 f"gain {gain:g}, noise of {name}: {len(holds) / 10:.0f} % kept, median"
@@ -136,13 +143,13 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--seeds", type=int, nargs=2, default=(1, 48), metavar="N")
     parser.add_argument("--folders", nargs="*", default=list(FOLDERS))
-    parser.add_argument("--see", type=float, default=0.005)
+    parser.add_argument("--smallest-gain", type=float, default=0.005)
     args = parser.parse_args()
     random.seed(1)
     if args.what == "runs":
-        runs(args.text, range(args.seeds[0], args.seeds[1] + 1), args.folders)
+        runs(args.text, range(args.smallest_gainds[0], args.seeds[1] + 1), args.folders)
     else:
-        check_rule(args.see)
+        check_rule(args.smallest_gain)
 
 
 if __name__ == "__main__":

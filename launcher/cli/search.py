@@ -43,8 +43,13 @@ def try_group() -> None:
 @valued("--entry-point DIR", "The folder to begin with.", type=click.Path(path_type=Path))
 @valued("--instance TYPE", "Where runs are made (default: local).", default="local")
 @valued("--ceiling USD", "The most that all jobs of the search may cost.")
-@valued("--see NATS", "The smallest gain that counts (default: 0.005).", type=float, default=0.005)
-def start_command(name: str, ceiling: float | None, see: float, **given: Any) -> None:
+@valued(
+    "--smallest-gain NATS",
+    "The smallest gain that counts (default: 0.005).",
+    type=float,
+    default=0.005,
+)
+def start_command(name: str, ceiling: float | None, smallest_gain: float, **given: Any) -> None:
     """Begin the search NAME: keep text for the judge, and train the base with several seeds.
 
     Example:
@@ -54,29 +59,29 @@ def start_command(name: str, ceiling: float | None, see: float, **given: Any) ->
     """
     from launcher.job import Request
     from launcher.machines import looks_like_gpu
-    from launcher.trying.rule import seen_by
+    from launcher.trying.rule import detectable_gains
     from launcher.trying.search import begin
 
     local = given["instance"] == "local"
     if local != (ceiling is None):
         problem = "is for SageMaker" if local else "must be given for jobs on SageMaker"
         raise InputError(problem, field="ceiling", value=ceiling)
-    for field, value in (("see", see), ("ceiling", ceiling)):
+    for field, value in (("smallest_gain", smallest_gain), ("ceiling", ceiling)):
         if value is not None and not 0 < value < math.inf:
             raise InputError("must be more than 0", field=field, value=value)
     if given["preset"] is given["size"] is None and not looks_like_gpu(given["instance"]):
         given["preset"] = "quick"
     request = Request(**{key: value for key, value in given.items() if value is not None})
-    search = begin(name, request, settings_of(), see, ceiling, note)
+    search = begin(name, request, settings_of(), smallest_gain, ceiling, note)
     with at_ctrl_c(GOES_ON.format(command("try", "run", "FOLDER", "--group", name))):
         try:
             base = search.base()
         except LauncherError:
             search.remove_unused()
             raise
-    seen = ", ".join(f"{gain:.3f} by {n}" for n, gain in seen_by(base["sd"]).items())
+    gains = ", ".join(f"{gain:.3f} by {n}" for n, gain in detectable_gains(base["sd"]).items())
     note(f"base: a loss of {base['loss']:.4f} nats, over 8 seeds (sd {base['sd']:.4f})")
-    note(f"gains that are seen, by pairs: {seen}; at most {base['pairs']} pairs are made")
+    note(f"detectable gains, by pairs: {gains}; at most {base['pairs']} pairs are made")
     note(f"rules, and what to do: {search.directory / 'AGENTS.md'}")
     note(f"next: {command('copy-script', 'my_gpt', '--from', name)}")
     click.echo(search.directory)

@@ -41,15 +41,15 @@ def half(differences: Sequence[float]) -> float:
     return T[len(differences)][T975] * error(differences)
 
 
-def screened(differences: Sequence[float], seen: float) -> str:
-    """`better`, `no better`, or '' if more pairs must tell. seen: the gain that counts, in nats."""
+def screened(differences: Sequence[float], smallest_gain: float) -> str:
+    """`better`, `no better`, or '' if more pairs must tell. smallest_gain: in nats."""
     mean, e, t = fmean(differences), error(differences), T[len(differences)]
     if mean + t[T95] * e < 0:
         return "better"
-    return "no better" if mean - t[T975] * e > -seen else ""
+    return "no better" if mean - t[T975] * e > -smallest_gain else ""
 
 
-def seen_by(deviation: float) -> dict[int, float]:
+def detectable_gains(deviation: float) -> dict[int, float]:
     """By pairs: the gain, in nats, at which nine of ten changes are confirmed.
 
     deviation is that of a loss from seed to seed.
@@ -58,16 +58,19 @@ def seen_by(deviation: float) -> dict[int, float]:
     return {n: (T[n][T99] + 1.28) * e / math.sqrt(n) for n in LOOKS}
 
 
-def pairs_for(seen: float, deviation: float) -> int:
-    """The pairs by which changes with this gain are seen; the largest of LOOKS if by none."""
-    return next((n for n, gain in seen_by(deviation).items() if gain <= seen), LOOKS[-1])
+def pairs_for(smallest_gain: float, deviation: float) -> int:
+    """The pairs that detect changes with this gain; the largest of LOOKS if none do."""
+    for pairs, gain in detectable_gains(deviation).items():
+        if gain <= smallest_gain:
+            return pairs
+    return LOOKS[-1]
 
 
 def decide(
     shared: Callable[[int], Sequence[float]],
     fresh: Callable[[int], Sequence[float]],
     looks: Sequence[int],
-    seen: float,
+    smallest_gain: float,
 ) -> tuple[str, Sequence[float], bool]:
     """The verdict on a change, the differences that it goes by, and whether they are fresh.
 
@@ -78,12 +81,12 @@ def decide(
     found: Sequence[float] = ()
     for n in looks:
         found = shared(n)
-        if verdict := screened(found, seen):
+        if verdict := screened(found, smallest_gain):
             break
     if verdict != "better":
         return verdict or "undecided", found, False
     # As if the change gained half of what it seems to; few pairs tell little of their deviation.
-    n = pairs_for(max(seen, -fmean(found) / 2), stdev(found) / PAIRED)
+    n = pairs_for(max(smallest_gain, -fmean(found) / 2), stdev(found) / PAIRED)
     found = fresh(min(max(n, 32), looks[-1]))
     is_better = fmean(found) + T[len(found)][T99] * error(found) < 0
     return "kept" if is_better else "no better", found, True

@@ -202,7 +202,7 @@ class Search:
         seeds = range(1, BASE_SEEDS + 1)
         self.measure([(first, seed) for seed in seeds])
         losses = [self.ledger.losses[first.sha256, seed] for seed in seeds]
-        pairs = rule.pairs_for(self.start["see"], stdev(losses))
+        pairs = rule.pairs_for(self.start["smallest_gain"], stdev(losses))
         return self.ledger.add("base", loss=fmean(losses), sd=stdev(losses), pairs=pairs)
 
     def remove_unused(self) -> None:
@@ -299,7 +299,7 @@ class Search:
         looks = [n for n in rule.LOOKS if n <= most]
         if self.start["instance"] != "local":  # each look would be a job, whose start costs minutes
             looks = looks[-1:]
-        verdict, found, is_fresh = rule.decide(shared, fresh, looks, self.start["see"])
+        verdict, found, is_fresh = rule.decide(shared, fresh, looks, self.start["smallest_gain"])
         return {**self.facts(source, base, found), "fresh": is_fresh, "verdict": verdict}
 
     def facts(self, source: Source, base: Source, found: Sequence[float]) -> Entry:
@@ -362,12 +362,17 @@ def place_of(name: str, settings: Settings) -> Path:
 
 
 def begin(
-    name: str, request: Request, settings: Settings, see: float, ceiling: float | None, told: Told
+    name: str,
+    request: Request,
+    settings: Settings,
+    smallest_gain: float,
+    ceiling: float | None,
+    told: Told,
 ) -> Search:
     """Begin a search: keep a part of the text for the judge, and train the base.
 
-    request names text, training folder, preset or size, and instance. see is the gain, in nats,
-    that the search looks for; ceiling is in USD. Raises InputError if it cannot begin.
+    request names text, training folder, preset or size, and instance. smallest_gain, in nats,
+    is what the search looks for; ceiling is in USD. Raises InputError if it cannot begin.
     """
     place = place_of(name, settings)
     if any(place.resolve().is_relative_to(each.resolve()) for each in packages()):
@@ -391,7 +396,7 @@ def begin(
         "device": getattr(job.config(1), "device", "auto"),
         "instance": job.instance,
         "folder": job.source.sha256,
-        "see": see,
+        "smallest_gain": smallest_gain,
         "ceiling": ceiling,
     }
     with storage.reported(str(place)):
