@@ -28,9 +28,9 @@ import pytest
 
 from launcher.files import storage
 from launcher.files.storage import local_path
-from launcher.launching.texts import find_channel
 from launcher.settings import Settings, load_settings
 from launcher.text import corpus
+from launcher.text.channels import find_channel
 from launcher.text.copies import first_text
 from launcher.text.corpus import find_upload, last_upload, located
 from launcher.text.formats import look, pieces_of, zstd

@@ -35,7 +35,7 @@ from launcher.cli.show import shown
 from launcher.files.documents import LARGEST, parse, read_toml
 from launcher.job import TrainingJob
 from launcher.judge.evaluation import Passage
-from launcher.launching.texts import check_texts, find_channel
+from launcher.launching.texts import check_texts
 from launcher.local.backend import LocalBackend
 from launcher.models.load import export_checkpoint, own_model, read_checkpoint
 from launcher.sagemaker import cost
@@ -44,6 +44,7 @@ from launcher.sagemaker.stack import remembered
 from launcher.settings import Settings, load_settings
 from launcher.source import Source
 from launcher.text import corpus
+from launcher.text.channels import find_channel
 from sm_nanogpt import InputError, Request, ServiceError
 
 quickly = settings(

@@ -20,13 +20,15 @@ from entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
 from launcher.forecast import forecast, pilots
 from launcher.forecast.forecast import Forecaster, Place, chosen
 from launcher.forecast.law import Law, Run, shared
-from launcher.forecast.pilots import Trial, drawn, pilots_of, write_ids
+from launcher.forecast.pilots import Trial, pilots_of
 from launcher.forecast.table import Pilot, Row, recall
 from launcher.job import Expected, JobDescription
 from launcher.launching import forecasting
-from launcher.launching.texts import Channel
 from launcher.settings import load_settings
 from launcher.source import Source
+from launcher.text import channels
+from launcher.text.channels import Channel, corpus_of
+from launcher.text.ids import drawn, write_ids
 from sm_nanogpt import InputError, Request, ServiceError, upload_data
 from sm_nanogpt import job as job_of
 
@@ -263,9 +265,9 @@ def test_a_short_text_is_not_forecast(tmp_path):
 
 def test_the_fetch_of_a_whole_upload_has_a_bar(text_file, home, monkeypatch):
     steps = list[int]()
-    monkeypatch.setattr(forecasting, "byte_progress", lambda label: nullcontext(steps.append))
+    monkeypatch.setattr(channels, "byte_progress", lambda label: nullcontext(steps.append))
     uri = upload_data(text_file).uri
-    forecasting.corpus_of({"data": Channel(uri, uri, None, [])}, load_settings())
+    corpus_of({"data": Channel(uri, uri, None, [])}, load_settings())
     assert sum(steps) == text_file.stat().st_size
 
 

@@ -18,12 +18,12 @@ from access import ACCOUNT
 from launcher.cli.words import reason_of
 from launcher.files import storage
 from launcher.files.storage import local_path
-from launcher.launching.texts import find_channel
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import lines_of
 from launcher.settings import load_settings
 from launcher.source import Source
+from launcher.text.channels import find_channel
 from sm_nanogpt import JobDescription, jobs
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")

@@ -14,6 +14,7 @@ from entry_point.device import tokens_per_pass
 from entry_point.sizes import dial
 from launcher.job import SEARCH_VARIABLE, Request, TrainingJob
 from launcher.launching import start, texts
+from launcher.text.channels import Channel
 from launcher.text.corpus import Upload
 
 
@@ -101,9 +102,9 @@ def test_what_helps_against_memorizing_is_still_open(values, code, caplog):
     assert [getattr(record, "code", "") for record in caplog.records] == [code]
 
 
-def text(tokens: int, chats: bool = False) -> dict[str, texts.Channel]:
+def text(tokens: int, chats: bool = False) -> dict[str, Channel]:
     upload = Upload("file:///data", 0, "", (), train_tokens=tokens, chats=chats)
-    return {"data": texts.Channel("text", "file:///data", upload, [])}
+    return {"data": Channel("text", "file:///data", upload, [])}
 
 
 @pytest.mark.parametrize(

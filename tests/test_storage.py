@@ -17,8 +17,8 @@ from test_s3_servers import ODD_NAMES, Expecting
 
 from launcher.aws import Unreachable
 from launcher.files import storage
-from launcher.launching.texts import find_channel
 from launcher.settings import load_settings
+from launcher.text.channels import find_channel
 from sm_nanogpt import InputError, ServiceError, upload_data
 
 

@@ -12,14 +12,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from entry_point.text import Corpus, Ids, Tokenizer
+from entry_point.text import Corpus
 from launcher.errors import ServiceError
 from launcher.forecast.table import Pilot
 from launcher.local.runs import Ended, Run, run_all
 from launcher.source import Source
+from launcher.text.ids import drawn, write_ids
 
 SIZES = (1.0, 1.25, 1.5, 1.75)
 SMALLEST = 100_000  # tokens of a text: fewer have no eighth that a pilot can learn from
@@ -35,31 +33,6 @@ def pilots_of(tokens: int) -> list[tuple[float, int]]:
     base = min(tokens, LARGEST)
     few = [(size, base // n) for size in (1.0, 1.5) for n in (8, 4, 2)]
     return sorted([*few, *((size, min(tokens, WRITTEN)) for size in SIZES)], reverse=True)
-
-
-def drawn(ids: Ids, wanted: int) -> Tensor:
-    """So many ids of a text, in blocks from all over it: the parts of most texts differ."""
-    if wanted >= len(ids):
-        found = ids[0 : len(ids)]
-    else:
-        block = min(1 << 13, max(1 << 10, wanted >> 5))
-        count, all_blocks = max(1, wanted // block), len(ids) // block
-        places = (torch.arange(count) * all_blocks // count * block).tolist()
-        found = torch.cat([ids[place : place + block] for place in places])
-    return found.to(torch.int16) if found.dtype == torch.uint8 else found
-
-
-def write_ids(directory: Path, tokenizer: Tokenizer, train: Tensor, val: Tensor) -> None:
-    """Write the ids of a text as `upload-data --tokenizer` does."""
-    directory.mkdir()
-    kind = {torch.int16: "uint16", torch.int32: "uint32"}[train.dtype]
-    meta: dict[str, Any] = {"dtype": kind, "end_of_text": tokenizer.end_of_text}
-    for name, ids in (("train", train), ("val", val)):
-        path = directory / f"{name}.bin"
-        torch.from_file(str(path), shared=True, size=len(ids), dtype=ids.dtype).copy_(ids)
-        meta[name] = {"shards": [{"name": path.name, "tokens": len(ids)}]}
-    (directory / "meta.json").write_text(json.dumps(meta))
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer.document))
 
 
 @dataclass(frozen=True)

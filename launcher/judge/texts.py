@@ -16,18 +16,17 @@ from entry_point.text import Tokenizer
 from launcher.errors import InputError, unknown_characters
 from launcher.finding import find
 from launcher.judge.anchors import as_tensor
-from launcher.launching.forecasting import corpus_of
-from launcher.launching.texts import Channel
 from launcher.models.chat import ChatEncoder
 from launcher.models.encoder import Encoder
 from launcher.models.load import known_config
 from launcher.models.sample import unknown_in
 from launcher.settings import Settings
+from launcher.text.channels import Channel, corpus_of
 from launcher.text.copies import copied
 from launcher.text.files import find_files
 from launcher.text.formats import documents_of
+from launcher.text.ids import content_of
 from launcher.text.skipped import Skipped
-from launcher.text.tokens import content_of
 
 MOST_BYTES = 1 << 28  # of the text to train on, with which others are compared
 VALIDATION_BYTES = 1 << 17  # of the model's own validation text that are scored

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,22 +11,17 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from launcher.errors import InputError, LauncherError
-from launcher.files import storage
-from launcher.files.progress import byte_progress
 from launcher.finding import Listing
 from launcher.forecast import table
 from launcher.job import Request, TrainingJob
 from launcher.launching.launch import kept_forecast, with_folder
-from launcher.launching.texts import Texts, check_texts, find_texts
+from launcher.launching.texts import check_texts, find_texts
 from launcher.sagemaker.cost import Prices, rate
 from launcher.settings import Settings
-from launcher.text.copies import temporary
+from launcher.text.channels import corpus_of
 from launcher.text.corpus import known_upload
-from launcher.text.formats import stored
 
 if TYPE_CHECKING:  # they import torch
-    from entry_point.config import Config
-    from entry_point.text import Corpus
     from launcher.forecast.forecast import Forecaster, Place
 
 logger = logging.getLogger(__name__)
@@ -68,33 +62,6 @@ def forecast(
     check_texts(texts, forecaster.config_of(4, forecaster.tokens))
     places = known_places(request, forecaster, settings)
     return forecaster.forecast(texts["data"].named, places, max_cost)
-
-
-def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) -> Corpus:
-    """The texts as a job would read them, of this config or the default one."""
-    from entry_point.config import Config
-    from entry_point.container import Container
-    from entry_point.errors import DataError
-    from entry_point.text import read_corpus
-
-    with temporary(settings) as directory:
-        for name, channel in texts.items():
-            (directory / name).mkdir()
-            for file in channel.sources:
-                target = directory / name / file.name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with stored(file) as path:
-                    shutil.copyfile(path, target)
-            if not channel.sources:
-                with byte_progress("fetch") as progress:
-                    storage.fetch(channel.uri, directory / name, progress, settings)
-        validation = directory / "validation" if "validation" in texts else None
-        channels = directory / "data", validation, None
-        here = Container(False, *channels, directory, directory, directory)
-        try:
-            return read_corpus(here, config or Config())
-        except DataError as error:
-            raise InputError(str(error)) from None
 
 
 def known_places(request: Request, forecaster: Forecaster, settings: Settings) -> list[Place]:

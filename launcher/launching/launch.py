@@ -22,7 +22,7 @@ from launcher.forecast import table
 from launcher.job import Expected, JobDescription, Request, TrainingJob
 from launcher.launching import start
 from launcher.launching.records import recorded_as
-from launcher.launching.texts import Channel, Texts, check_readings, check_texts, find_texts
+from launcher.launching.texts import check_readings, check_texts, find_texts
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered
@@ -30,6 +30,7 @@ from launcher.sagemaker.stack import notebook_role, with_stack
 from launcher.settings import Settings
 from launcher.source import find_source, keep
 from launcher.text import corpus
+from launcher.text.channels import Channel, Texts
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from launcher.files import storage
 from launcher.files.documents import Scalar
 from launcher.files.models import DOCUMENTS, model_files
 from launcher.job import FULL_ID, Request
-from launcher.launching.texts import Channel, Texts
 from launcher.machines import GPUS, looks_like_gpu
 from launcher.models.fetch import model_directory
 from launcher.settings import Settings
 from launcher.text import corpus
+from launcher.text.channels import Channel, Texts
 from launcher.text.formats import File
 
 if TYPE_CHECKING:  # it imports torch

@@ -1,20 +1,17 @@
-"""Where a job reads its texts, and whether a run would take them."""
+"""The texts of a job, and whether a run would take them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from entry_point.files import LARGEST_TEXT, TOO_MUCH_TEXT
-from launcher.aws import NotAsked
 from launcher.errors import InputError, about
 from launcher.files import storage
 from launcher.job import SEARCH_VARIABLE, Request
 from launcher.settings import Settings
 from launcher.text import corpus
-from launcher.text.files import find_files, warn_of_held_out
+from launcher.text.channels import Channel, Texts, find_channel
 from launcher.text.formats import File
 from launcher.text.repeats import share_between, warn_of_repeats
 
@@ -28,65 +25,6 @@ READINGS = 4
 # weights decay, reads tiny Shakespeare 16 times, and does not memorize it.
 MOST_READINGS, MOST_IF_REGULARIZED = 8, 20
 FEW_READINGS = 4  # of a text: after 1.8 a larger model gains more than a second generation
-
-
-@dataclass(frozen=True)
-class Channel:
-    """The text or model of one channel: the name that the user gave, its URI, files to upload.
-
-    upload is None for text on S3 that was not uploaded from here; its length is unknown.
-    """
-
-    named: str
-    uri: str
-    upload: corpus.Upload | None
-    sources: list[File]
-
-
-Texts = Mapping[str, Channel]  # those of a job, by its fields: data, validation
-
-
-def is_text(name: str) -> bool:
-    """Whether train.py reads a file of a folder, or SageMaker is asked for a single file."""
-    return name.lower().endswith((".txt", ".md"))
-
-
-def find_channel(location: str, settings: Settings) -> Channel:
-    """Find where the job reads a text; survey a local one for its upload."""
-    uri, path = storage.to_uri(location), storage.local_path(location)
-    try:
-        known = corpus.find_upload(uri, settings)
-    except NotAsked:
-        return Channel(location, uri, None, [])
-    problem = ""
-    if known is None and corpus.read_manifest(uri, settings) is not None:
-        problem = "a file of this upload is missing; upload the text again"
-    stays = storage.local_path(settings.data_store) is not None  # the job runs on this machine
-    if known is not None and (path is None or stays):
-        return Channel(location, uri, replace(known, uploaded=False), [])
-    if path is None and not problem:
-        there = storage.list_files(uri, settings)
-        if "meta.json" not in there and not any(map(is_text, there)):
-            problem = "no *.txt or *.md file is there" if there else "nothing is there"
-        # SageMaker copies all objects whose keys begin with the URI of a channel.
-        elif is_text(uri) and not stays and (others := storage.namesakes(uri, settings)):
-            problem = f"SageMaker would also copy {others[0]}, whose name begins the same"
-            prefix = f"{uri.rpartition('.')[0]}/"
-            problem += f"; copy the text to {prefix} and name that prefix instead"
-    if problem:
-        raise InputError(f"{location}: {problem}")
-    if path is None:
-        return Channel(location, uri, None, [])
-    # Tokens encoded on this machine before a store on S3 was set.
-    if known is not None and known.train_tokens:
-        sources = [File(name, path / name) for name in known.files]
-        uri = storage.join(settings.data_store, "data", path.name)
-        upload = replace(known, uri=uri, uploaded=not corpus.is_there(uri, settings))
-    else:
-        files = find_files([path])
-        warn_of_held_out(files)
-        upload, sources = corpus.survey(path.name, files, settings)
-    return Channel(location, upload.uri, upload, sources)
 
 
 def find_texts(request: Request, settings: Settings, near: Settings) -> dict[str, Channel]:

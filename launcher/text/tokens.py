@@ -28,13 +28,14 @@ from typing import IO, Any
 from entry_point.config import Config
 from entry_point.conversations import END_OF_TURN
 from entry_point.files import file_sha256
-from entry_point.text import Ids, Tokenizer, read_tokens, unsigned
+from entry_point.text import Tokenizer, read_tokens
 from launcher.errors import InputError, unknown_characters
 from launcher.files.storage import Progress, expect, json_bytes
 from launcher.models.chat import SPEAKS, ChatEncoder
 from launcher.models.encoder import Encoder
 from launcher.text import repeats
 from launcher.text.formats import Counts, File, documents
+from launcher.text.ids import IDS_AT_ONCE, content_of
 from launcher.text.tokenizer import KNOWN_ENDS
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ logger = logging.getLogger(__name__)
 BATCH = 1 << 22  # characters encoded at once
 PIECE_OVERHEAD = 256  # characters that a piece of a batch counts for besides its own
 SHARD_BYTES = 1 << 28
-IDS_AT_ONCE = 1 << 20  # that are decoded
 # The part kept for validation: a tenth, but no more tokens than an evaluation can use.
 VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
 SEED = 1337
@@ -138,17 +138,6 @@ def share_within(directory: Path) -> float:
         for begin in range(0, n_train, IDS_AT_ONCE)
     )
     return repeats.repeated_share(training, bytes(sample), n_train * width)
-
-
-def content_of(ids: Ids, words: Sequence[bytes], limit: int = 1 << 30) -> bytearray:
-    """The first bytes of a text; ids that are not learned, ~id, count too."""
-    content = bytearray()
-    for begin in range(0, len(ids), IDS_AT_ONCE):
-        part = unsigned(ids[begin : min(begin + IDS_AT_ONCE, len(ids))])
-        content += b"".join(map(words.__getitem__, (part ^ (part >> 63)).tolist()))
-        if len(content) >= limit:
-            break
-    return content[:limit]
 
 
 def separated(tokenizer: Tokenizer) -> Tokenizer:

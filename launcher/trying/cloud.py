@@ -26,7 +26,6 @@ from launcher.files.documents import Document
 from launcher.files.scratch import scratch
 from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request, UnreadableJob
 from launcher.launching import launch
-from launcher.launching.texts import Channel
 from launcher.local.runs import SILENT
 from launcher.models import fetch
 from launcher.sagemaker.backend import SageMakerBackend
@@ -34,6 +33,7 @@ from launcher.sagemaker.cost import AROUND_SECONDS, usd
 from launcher.settings import Settings
 from launcher.source import Source
 from launcher.text import corpus
+from launcher.text.channels import Channel
 from launcher.text.formats import File
 from launcher.trying import driver
 from launcher.trying.here import MOST_SIZE, Made

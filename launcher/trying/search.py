@@ -21,7 +21,6 @@ from launcher.curve import total_steps
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.scratch import scratch
-from launcher.forecast.pilots import drawn, write_ids
 from launcher.job import Request
 from launcher.judge.anchors import as_tensor, overlap
 from launcher.judge.evaluate import check_causal, check_memory
@@ -29,14 +28,14 @@ from launcher.judge.score import losses
 from launcher.judge.texts import Text, encode
 from launcher.judge.worker import Worker
 from launcher.launching import launch
-from launcher.launching.forecasting import corpus_of
 from launcher.local.confine import packages
 from launcher.local.runs import Run, run_all
 from launcher.settings import Settings
 from launcher.source import Source, keep
+from launcher.text.channels import corpus_of
 from launcher.text.corpus import digest_of
 from launcher.text.formats import File
-from launcher.text.tokens import content_of
+from launcher.text.ids import content_of, drawn, write_ids
 from launcher.trying import rule
 from launcher.trying.here import MOST_SIZE, SLOW, Here
 from launcher.trying.ledger import Entry, Ledger, OverCeiling
