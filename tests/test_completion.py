@@ -66,8 +66,9 @@ def test_each_shell_gets_its_script(shell, monkeypatch, capsys):
             "autoload -Uz compinit && compinit -D -u;"
             ' eval "$(_SM_NANOGPT_COMPLETE=zsh_source sm-nanogpt)"',
         ),
+        ("fish --no-config -i", "_SM_NANOGPT_COMPLETE=fish_source sm-nanogpt | source"),
     ],
-    ids=["bash", "zsh"],
+    ids=["bash", "zsh", "fish"],
 )
 def test_a_tab_completes_a_command(shell, lines, quick, tmp_path):
     """As documented: source the script in an interactive shell, then type and press Tab."""

@@ -26,9 +26,11 @@ from launcher.cli.options import Job
 from launcher.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("README.md", "CONTRIBUTING.md", "infra/README.md")
+NAMES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "infra/README.md")
 MANUAL = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = (
+    "SECURITY.md",
+    "llms.txt",
     "examples/benchmarks/README.md",
     "examples/benchmarks/ideas.md",
     "examples/tutorials/README.md",
