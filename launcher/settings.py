@@ -106,7 +106,7 @@ class Settings(BaseSettings):
             first = error.errors()[0]
             name, given = str(first["loc"][0]), first["input"]
             unknown = first["type"] == "extra_forbidden"
-            meant = did_you_mean(name.lower(), type(self).model_fields, n=1, cutoff=0)
+            meant = did_you_mean(name.lower(), type(self).model_fields, limit=1, cutoff=0)
             reason = f"there is no such setting; {meant}" if unknown else must_be(first["msg"])
             if name in values:
                 raise InputError(reason, field=name, value=given) from None
@@ -229,7 +229,7 @@ def load_settings(**given: str | None) -> Settings:
     fine = {*known, "SM_NANOGPT_LAUNCHER"}  # the runner sets it for the training script
     for name, value in sorted(os.environ.items()):
         if value and name.upper().startswith(PREFIX) and name.upper() not in fine:
-            meant = did_you_mean(name.upper(), known, n=1, cutoff=0)
+            meant = did_you_mean(name.upper(), known, limit=1, cutoff=0)
             raise InputError(f"{name}: there is no such setting; {meant}")
     words = {name: value for name, value in given.items() if value}
     if "store" in words and not ABSOLUTE.match(words["store"]):
