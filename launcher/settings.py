@@ -6,6 +6,7 @@ import os
 import pwd
 import re
 import tomllib
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,22 +28,27 @@ def default_home() -> Path:
 
 
 def expand_user(path: str | Path) -> Path:
-    """The path, with the user's home directory in place of `~`.
+    """Replace a leading `~` by the user's home directory.
 
-    Raises InputError if there is none: no HOME, or an empty one, and no line in /etc/passwd, as
-    a container's user of any number has none.
+    Raises InputError if HOME is unset or empty, and /etc/passwd has no line for the user, as in a
+    container that runs as any number.
     """
     path = str(path)
-    if path.startswith("~/") and not os.environ.get("HOME"):
-        try:
-            home = pwd.getpwuid(os.getuid()).pw_dir
-        except KeyError:
-            home = ""
-        if not home:
-            why = "there is no home directory; set SM_NANOGPT_HOME to a directory, or HOME"
-            raise InputError(f"{path}: {why}")
-        return Path(home) / path.removeprefix("~/")
-    return Path(os.path.expanduser(path))  # noqa: PTH111  (Path's refuses a file named ~notes.txt)
+    if not path.startswith("~/") or os.environ.get("HOME"):
+        return Path(os.path.expanduser(path))  # noqa: PTH111  (Path's refuses ~notes.txt)
+    home = home_in_passwd()
+    if not home:
+        problem = "there is no home directory; set SM_NANOGPT_HOME to a directory, or HOME"
+        raise InputError(f"{path}: {problem}")
+    return Path(home) / path.removeprefix("~/")
+
+
+def home_in_passwd() -> str:
+    """The home directory that /etc/passwd has for the user, or ''."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return ""
 
 
 def config_file() -> Path:
@@ -50,8 +56,9 @@ def config_file() -> Path:
 
 
 PREFIX = "SM_NANOGPT_"
+LAUNCHER_VARIABLE = "SM_NANOGPT_LAUNCHER"  # no setting: the runner sets it for train.py
 
-# Locations that do not depend on the current directory.
+# What begins a location that does not depend on the current directory.
 ABSOLUTE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
 
 AWS_VARIABLES = (
@@ -103,26 +110,16 @@ class Settings(BaseSettings):
         try:
             super().__init__(**plain(values))
         except ValidationError as error:
-            first = error.errors()[0]
-            name, given = str(first["loc"][0]), first["input"]
-            unknown = first["type"] == "extra_forbidden"
-            meant = did_you_mean(name.lower(), type(self).model_fields, limit=1, cutoff=0)
-            reason = f"there is no such setting; {meant}" if unknown else must_be(first["msg"])
-            if name in values:
-                raise InputError(reason, field=name, value=given) from None
-            places = f"{PREFIX}{name.upper()}, or in {config_file()}"
-            raise InputError(f"{name}={given!r} ({places}): {reason}") from None
+            raise invalid_setting(error, arguments=values) from None
         except SettingsError as error:
-            named = re.search(r'field "(\w+)"', str(error))
-            variable = f"{PREFIX}{named[1].upper()}" if named else str(error)
-            raise InputError(f'{variable}: must be JSON, as ["a", "b"] or {{"a": "b"}}') from None
+            raise not_json(error) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise InputError(f"{config_file()}: not TOML: {error}") from None
 
     @field_validator("store")
     @classmethod
-    def _one_place(cls, store: str) -> str:
-        problem = problem_of(store)
+    def _is_usable(cls, store: str) -> str:
+        problem = location_problem(store)
         if store and not ABSOLUTE.match(store):
             problem = "is relative to the current directory; start it with / or ~/"
         if problem:
@@ -131,63 +128,61 @@ class Settings(BaseSettings):
 
     @field_validator("role")
     @classmethod
-    def _arn(cls, role: str) -> str:
+    def _is_arn(cls, role: str) -> str:
         if role and not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", role):
             raise ValueError("must be an ARN, arn:aws:iam::ACCOUNT:role/NAME")
         return role
 
     @field_validator("home")
     @classmethod
-    def _absolute(cls, home: Path) -> Path:
+    def _make_absolute(cls, home: Path) -> Path:
         return expand_user(home).absolute()
 
     @classmethod
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], *_: Any, **sources: Any
     ) -> tuple[Any, ...]:
-        file = None
+        toml_file = None
         with suppress(InputError):  # without a home directory there is no file
-            file = config_file()
-        toml = TomlConfigSettingsSource(settings_cls, file)
+            toml_file = config_file()
+        toml = TomlConfigSettingsSource(settings_cls, toml_file)
         return sources["init_settings"], sources["env_settings"], toml
 
     def with_offline(self, offline: bool) -> Settings:
-        """A copy for a dry run; or for what that asks all the same, such as an earlier job."""
+        """Return a copy that may not call AWS (True, for a dry run), or one that may (False)."""
         copy = self.model_copy()
         copy._offline = offline
         return copy
 
     @property
     def offline(self) -> bool:
-        """Whether these are for a dry run: aws.make_client and files.storage raise NotAsked."""
+        """True in a dry run: aws.make_client and files.storage then raise NotAsked."""
         return self._offline
 
     @property
     def aws_region(self) -> str:
-        """The region that was set; '' means that of the AWS configuration."""
+        """The region of the settings or of AWS_REGION; '' means that of the AWS configuration."""
         return self.region or os.environ.get("AWS_REGION", "")
 
     @property
     def aws_profile(self) -> str:
-        """The profile that was set; '' means the default of the AWS configuration."""
+        """The profile of the settings or of AWS_PROFILE; '' means AWS's default."""
         return self.profile or os.environ.get("AWS_PROFILE", "")
 
     @property
     def names_stack(self) -> bool:
-        """Whether the user named a stack, which then has to exist."""
+        """True if the user named a stack, which then has to exist."""
         return "stack" in self.model_fields_set
 
     @property
     def reaches_aws(self) -> bool:
-        """Whether AWS is configured at all; if not, no command calls it."""
+        """True if AWS is configured in any way; if not, no command calls it."""
         if self.region or self.profile or self.names_stack or self.store.startswith("s3://"):
             return True
         if any(os.environ.get(name) for name in AWS_VARIABLES):
             return True
-        files = (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials"))
-        return any(  # as boto3 reads them; users set /dev/null to name none
-            os.path.isfile(os.path.expanduser(os.environ.get(name, f"~/.aws/{file}")))  # noqa: PTH111, PTH113
-            for name, file in files
+        return has_aws_file("AWS_CONFIG_FILE", "~/.aws/config") or has_aws_file(
+            "AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"
         )
 
     @property
@@ -204,41 +199,87 @@ class Settings(BaseSettings):
         return self.home / "models"
 
 
-def problem_of(location: str) -> str:
-    """Why a URL cannot hold text, such as `s3://` from an unset variable, or ''."""
-    scheme, _, rest = location.partition(":")
+def invalid_setting(error: ValidationError, arguments: Container[str]) -> InputError:
+    """The error for a setting that pydantic refused.
+
+    A setting that is not one of the arguments came from a variable or from config.toml.
+    """
+    details = error.errors()[0]
+    name, value = str(details["loc"][0]), details["input"]
+    if details["type"] == "extra_forbidden":
+        problem = no_such_setting(name.lower(), Settings.model_fields)
+    else:
+        problem = must_be(details["msg"])
+    if name in arguments:
+        return InputError(problem, field=name, value=value)
+    sources = f"{PREFIX}{name.upper()}, or in {config_file()}"
+    return InputError(f"{name}={value!r} ({sources}): {problem}")
+
+
+def not_json(error: SettingsError) -> InputError:
+    """The error for a variable of a list or a dictionary that is not JSON."""
+    match = re.search(r'field "(\w+)"', str(error))
+    variable = str(error)
+    if match:
+        variable = f"{PREFIX}{match[1].upper()}"
+    return InputError(f'{variable}: must be JSON, as ["a", "b"] or {{"a": "b"}}')
+
+
+def no_such_setting(name: str, names: Iterable[str]) -> str:
+    return f"there is no such setting; {did_you_mean(name, names, limit=1, cutoff=0)}"
+
+
+def has_aws_file(variable: str, default: str) -> bool:
+    """True if a file of the AWS configuration exists; a user may set /dev/null for none."""
+    path = os.environ.get(variable, default)
+    return os.path.isfile(os.path.expanduser(path))  # noqa: PTH111, PTH113  (as boto3 reads it)
+
+
+def location_problem(location: str) -> str:
+    """Why a location cannot hold text, such as `s3://` of an unset variable, or ''."""
+    scheme, _, path = location.partition(":")
     if scheme == "s3":
         # Buckets from before 2018 may have capitals and underscores.
-        if not re.match(r"//[A-Za-z0-9][A-Za-z0-9._-]{2,254}(/|$)", rest):
+        if not re.match(r"//[A-Za-z0-9][A-Za-z0-9._-]{2,254}(/|$)", path):
             return "names no bucket; use s3://bucket/prefix"
-        if "//" in rest[2:]:  # a valid key, but SageMaker cannot read it
+        if "//" in path[2:]:  # a valid key, but SageMaker cannot read it
             return "has an empty part, //, which SageMaker cannot read"
-    elif not location.startswith("file:///") and (rest[:2] == "//" or scheme in ("arn", "file")):
-        how = " (download it first)" if scheme in ("http", "https") else ""
-        return f"use s3://bucket/prefix or a local directory or file{how}"
+        return ""
+    if location.startswith("file:///"):
+        return ""
+    if path.startswith("//") or scheme in ("arn", "file"):
+        advice = "use s3://bucket/prefix or a local directory or file"
+        if scheme in ("http", "https"):
+            advice += " (download it first)"
+        return advice
     return ""
 
 
-def load_settings(**given: str | None) -> Settings:
-    """Load the settings; arguments override the environment and the config file.
+def load_settings(**arguments: str | None) -> Settings:
+    """Load the settings. An argument that is not empty overrides the environment and config.toml.
 
-    Raises InputError as Settings, and if a variable SM_NANOGPT_* is no setting, as a typo is not,
-    or home cannot be written.
+    Raises InputError as Settings does, if a variable SM_NANOGPT_* is no setting, such as a typo, or
+    if home cannot be written.
     """
-    known = [f"{PREFIX}{name.upper()}" for name in Settings.model_fields]
-    fine = {*known, "SM_NANOGPT_LAUNCHER"}  # the runner sets it for the training script
-    for name, value in sorted(os.environ.items()):
-        if value and name.upper().startswith(PREFIX) and name.upper() not in fine:
-            meant = did_you_mean(name.upper(), known, limit=1, cutoff=0)
-            raise InputError(f"{name}: there is no such setting; {meant}")
-    words = {name: value for name, value in given.items() if value}
-    if "store" in words and not ABSOLUTE.match(words["store"]):
-        words["store"] = str(Path(words["store"]).absolute())  # relative to the current directory
+    check_variables()
+    values = {name: value for name, value in arguments.items() if value}
+    store = values.get("store")
+    if store and not ABSOLUTE.match(store):
+        values["store"] = str(Path(store).absolute())  # relative to the current directory
     try:
-        settings = Settings(**words)
+        settings = Settings(**values)
         settings.home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
             f"{error.filename}: {error.strerror}; set SM_NANOGPT_HOME to another directory"
         ) from None
     return settings
+
+
+def check_variables() -> None:
+    """Raise InputError if an environment variable SM_NANOGPT_* is no setting."""
+    names = [f"{PREFIX}{name.upper()}" for name in Settings.model_fields]
+    for variable, value in sorted(os.environ.items()):
+        name = variable.upper()
+        if value and name.startswith(PREFIX) and name not in (*names, LAUNCHER_VARIABLE):
+            raise InputError(f"{variable}: {no_such_setting(name, names)}")

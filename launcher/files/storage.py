@@ -27,7 +27,7 @@ from launcher.aws import failure, not_asked
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, parse
 from launcher.files.locks import lock
-from launcher.settings import Settings, expand_user, load_settings, problem_of
+from launcher.settings import Settings, expand_user, load_settings, location_problem
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def path_of(word: str | Path) -> Path:
 
 def local_path(location: str) -> Path | None:
     """The path of a local location, or None for S3."""
-    if problem := problem_of(location):
+    if problem := location_problem(location):
         raise InputError(f"{location}: {problem}")
     if location.startswith("file://"):
         return Path(unquote(location.removeprefix("file://")))
