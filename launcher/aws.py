@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from launcher.errors import InputError, ServiceError, did_you_mean
@@ -20,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# What an error is, by a part of AWS's code or of the exception's name; the first that fits. The
-# command line has words for each.
+# Our code for an error, by a pattern of AWS's code or of the exception's name; the first that
+# matches counts. launcher.cli.words has a remedy for each.
 CODES = {
     "LoginInsufficientPermissions": "",
     "Expired|TokenRefresh|TokenRetrieval|SSO|UnauthorizedException|Login": "aws-expired",
@@ -39,99 +40,115 @@ CODES = {
     "NoSuchBucket": "aws-no-bucket",
     "EndpointConnection|ConnectTimeout|ClientConnector": "aws-network",
 }
-CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")  # a signature has its time
+# AWS refuses a signature whose time is far from its own.
+CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")
 PATIENCE_SECONDS = 300.0  # without an answer, until watching a job fails
-AGAIN_SECONDS = 5.0
+AGAIN_SECONDS = 5.0  # between two calls in an outage
 RETRY_SECONDS = 60.0  # until a job that a quota refused is sent again
 
 
 def aws_session(settings: Settings) -> Any:
-    """The boto3 session of the settings, and of their copies. In a dry run it makes no client."""
+    """The boto3 session of the settings, one for all their copies. In a dry run it makes no client.
+
+    Raises InputError if there is no such profile.
+    """
     import boto3
     from botocore.exceptions import BotoCoreError
 
-    key = settings.profile, settings.aws_region, settings.offline
+    key = (settings.profile, settings.aws_region, settings.offline)
     if key in settings._sessions:
         return settings._sessions[key]
     try:
-        session = settings._sessions[key] = boto3.Session(
+        session = boto3.Session(
             profile_name=settings.profile or None, region_name=settings.aws_region or None
         )
     except BotoCoreError as error:
         raise InputError(str(error), "other-profile") from None
     if settings.offline:
-        session.client = session.get_credentials = not_asked
+        session.client = session.get_credentials = raise_offline
+    settings._sessions[key] = session
     return session
 
 
-def not_asked(*_: object, **__: object) -> NoReturn:
-    raise NotAsked("a dry run does not ask AWS")
+def raise_offline(*_: object, **__: object) -> NoReturn:
+    raise Offline("a dry run does not ask AWS")
 
 
 def make_client(session: Any, service: str, region: str, attempts: int | None = None) -> Any:
-    """A client that retries, since a command may watch a job for hours, and whose calls raise as
-    service_errors.
+    """Make a client that retries, since a command may watch a job for hours.
 
-    With a number of attempts, it is one for optional calls, which fails within seconds.
+    With a number of attempts it is for calls that a command can do without, and fails within
+    seconds. Its calls raise what service_errors does.
     """
     from botocore.config import Config
 
     retries: dict[str, Any] = {"mode": "standard"}
     if attempts or "AWS_MAX_ATTEMPTS" not in os.environ:
         retries["total_max_attempts"] = attempts or 6
-    timeouts = {"connect_timeout": 2, "read_timeout": 3} if attempts else {}
+    timeouts = {}
+    if attempts:
+        timeouts = {"connect_timeout": 2, "read_timeout": 3}
     config = Config(retries=retries, **timeouts)
     with service_errors(service):
         client = session.client(service, region_name=region, config=config)
-    call = client._make_api_call  # where botocore's methods, pages and waiters all arrive
 
-    def reported(operation: str, values: Mapping[str, Any]) -> Any:
+    # botocore's methods, pages and waiters all call this.
+    make_api_call = client._make_api_call
+
+    def make_api_call_with_our_errors(operation: str, arguments: Mapping[str, Any]) -> Any:
         with service_errors(operation):
-            return call(operation, values)
+            return make_api_call(operation, arguments)
 
-    client._make_api_call = reported
+    client._make_api_call = make_api_call_with_our_errors
     return client
 
 
 def check_region(session: Any) -> str:
+    """Return the region of a session. Raises InputError if it has none, or SageMaker is not there.
+
+    What is there is what boto3 knows, as this calls nothing.
+    """
     region = str(session.region_name or "")
     if not region:
         raise InputError("no region is set", "no-region")
-    known = [
-        name
-        for partition in session.get_available_partitions()
-        for name in session.get_available_regions("sagemaker", partition)
-    ]
-    if region not in known:
-        hint = did_you_mean(region, known) or f"there are {', '.join(known)}"
+    regions: list[str] = []
+    for partition in session.get_available_partitions():
+        regions += session.get_available_regions("sagemaker", partition)
+    if region not in regions:
+        hint = did_you_mean(region, regions) or f"there are {', '.join(regions)}"
         raise InputError(f"region {region}: boto3 knows no SageMaker there; {hint}")
     return region
 
 
 def check_bucket(client: Any, uri: str, field: str, region: str) -> None:
-    """Raise InputError if a place on S3 is in another region than the job.
+    """Raise InputError if a bucket is in another region than the job.
 
-    Each answer of S3 about a bucket names the region, also one that refuses, so this needs no
-    permission.
+    uri is s3://bucket/prefix, and field the argument that it is from. Each answer of S3 about a
+    bucket names the region, also one that refuses, so this needs no permission.
     """
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-    prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+    if prefix:
+        prefix = f"{prefix.rstrip('/')}/"
     try:
-        answer = client.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1)
+        response = client.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1)
     except ServiceError as error:
-        if not (answer := getattr(error.__context__, "response", None)):
+        response = getattr(error.__context__, "response", None)
+        if not response:
             raise
-    there = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region", region)
-    if there != region:
-        problem = f"is in {there}, and SageMaker in {region} cannot use it"
-        raise InputError(problem, "other-region", field, uri, there=there, here=region)
+    headers = response["ResponseMetadata"].get("HTTPHeaders", {})
+    bucket_region = headers.get("x-amz-bucket-region", region)
+    if bucket_region != region:
+        problem = f"is in {bucket_region}, and SageMaker in {region} cannot use it"
+        raise InputError(
+            problem, "other-region", field, uri, bucket_region=bucket_region, job_region=region
+        )
 
 
 class Missing(ServiceError):
-    """The thing that was asked for does not exist."""
+    """What a call names does not exist."""
 
 
-class NotAsked(ServiceError):
+class Offline(ServiceError):
     """A dry run does not ask AWS."""
 
 
@@ -147,66 +164,85 @@ class Denied(ServiceError):
     """The caller lacks the permission."""
 
 
-def failure(what: str, error: BaseException) -> ServiceError:
-    """Turn an exception of boto3 or s3fs, raised in `what`, into an error of one line."""
+ERROR_TYPES = {"aws-quota": OverQuota, "aws-denied": Denied, "aws-throttled": Unreachable}
+
+
+def service_error(subject: str, error: BaseException) -> ServiceError:
+    """Make an exception of boto3 or s3fs an error of one line.
+
+    subject begins the line: a call of AWS's API, or a URI.
+    """
     from botocore import exceptions
 
-    code, answer = kind_of(error), getattr(cause_of(error), "response", None) or {}
-    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    lost = isinstance(error, (exceptions.ConnectionError, exceptions.HTTPClientError))
-    kinds = {"aws-quota": OverQuota, "aws-denied": Denied, "aws-throttled": Unreachable}
-    kind = Unreachable if lost or status == 429 or status >= 500 else kinds.get(code, ServiceError)
-    return kind(f"{what}: {why(error)}", code)
+    code = code_of(error)
+    response = getattr(boto_error(error), "response", None) or {}
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    is_lost = isinstance(error, (exceptions.ConnectionError, exceptions.HTTPClientError))
+    if is_lost or status == 429 or status >= 500:
+        error_type: type[ServiceError] = Unreachable
+    else:
+        error_type = ERROR_TYPES.get(code, ServiceError)
+    return error_type(f"{subject}: {message_of(error)}", code)
 
 
-def patiently(ask: Callable[[], T], *, job_id: str, code: str, deadline: float = math.inf) -> T:
-    """Call `ask` about a job or a sweep that is watched, and retry through an outage of minutes.
+def patiently(call: Callable[[], T], *, job_id: str, code: str, deadline: float = math.inf) -> T:
+    """Call AWS about a job or a sweep that is watched, and retry through an outage of minutes.
 
-    code says how it is watched again; "": the caller does. deadline is in time.monotonic() seconds.
+    deadline is in time.monotonic() seconds. Raises ServiceError if the outage lasts for
+    PATIENCE_SECONDS, and for other errors at once, such as expired credentials. code is that of the
+    remedy: how to watch the job again.
     """
-    until = math.inf
+    give_up_at = math.inf
     while True:
         try:
-            return ask()
+            return call()
         except ServiceError as error:
-            now, lost = time.monotonic(), isinstance(error, Unreachable)
-            if lost and until == math.inf:
-                until = min(deadline, now + PATIENCE_SECONDS)
-                goes_on = "retrying (a running job continues meanwhile)"
-                logger.info(f"{error}; {goes_on}", extra={"cause": error})
-            if not lost or now >= until:  # credentials have expired, for one
+            now = time.monotonic()
+            is_outage = isinstance(error, Unreachable)
+            if is_outage and give_up_at == math.inf:
+                give_up_at = min(deadline, now + PATIENCE_SECONDS)
+                retrying = "retrying (a running job continues meanwhile)"
+                logger.info(f"{error}; {retrying}", extra={"cause": error})
+            if not is_outage or now >= give_up_at:
                 problem = f"{error}; a running job continues and is billed"
                 raise ServiceError(problem, code, job_id=job_id) from error
-        time.sleep(min(AGAIN_SECONDS, max(0.0, until - time.monotonic())))
+        time.sleep(min(AGAIN_SECONDS, max(0.0, give_up_at - time.monotonic())))
 
 
 class QuotaWait:
-    """How long a job waits for a quota of the account: while jobs of ours run, and some minutes
-    longer, since SageMaker may count a job for a while after its end."""
+    """The wait of a job for a quota of the account.
+
+    It waits while jobs of ours run, and some minutes longer, since SageMaker may count a job for a
+    while after its end.
+    """
 
     def __init__(self) -> None:
         self.retry_at = 0.0  # in time.monotonic() seconds, as is freed_at
         self.freed_at = -math.inf
-        self.waits = False
+        self.is_waiting = False
 
     @property
     def may_send(self) -> bool:
         return time.monotonic() >= self.retry_at
 
     def note_end(self) -> None:
-        """A job of ours has ended."""
-        self.retry_at, self.freed_at = 0.0, time.monotonic()
+        """Note that a job of ours has ended."""
+        self.retry_at = 0.0
+        self.freed_at = time.monotonic()
 
     def note_sent(self) -> None:
-        self.waits = False
+        self.is_waiting = False
 
-    def note_refusal(self, quota: OverQuota, others_run: bool) -> bool:
-        """Wait for another minute; True for the first one. Raises the refusal if no job runs that
-        could make room."""
+    def note_refusal(self, error: OverQuota, others_run: bool) -> bool:
+        """Wait for RETRY_SECONDS more. Returns True for the first refusal of a job.
+
+        Raises the refusal if none of our jobs runs or has just ended, so that waiting is in vain.
+        """
         now = time.monotonic()
         if not others_run and now > self.freed_at + PATIENCE_SECONDS:
-            raise quota
-        is_first, self.waits = not self.waits, True
+            raise error
+        is_first = not self.is_waiting
+        self.is_waiting = True
         self.retry_at = now + RETRY_SECONDS
         return is_first
 
@@ -216,51 +252,76 @@ class QuotaWait:
 
 @contextmanager
 def service_errors(call: str) -> Iterator[None]:
-    """Turn botocore's exceptions in `call` into a ServiceError of one line: Missing if AWS says
-    that the thing does not exist, Unreachable if AWS did not answer."""
+    """Make botocore's exceptions in a call of AWS's API a ServiceError of one line.
+
+    It is Missing if AWS says that what the call names does not exist, and Unreachable if AWS did
+    not answer.
+    """
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
 
     try:
         yield
     except (BotoCoreError, ClientError, ResponseParserError) as error:
-        code, message = code_and_message(error)
-        missing = is_missing(code, message)
-        raise Missing(f"{call}: {message}") if missing else failure(call, error) from None
+        answer = Answer.of(error)
+        if answer.is_missing:
+            raise Missing(f"{call}: {answer.message}") from None
+        raise service_error(call, error) from None
 
 
-def is_missing(code: str, message: str) -> bool:
-    """Whether an error says that a thing does not exist. SageMaker and CloudFormation have no code
-    for that."""
-    return (
-        re.fullmatch("404|NoSuchBucket|NoSuchEntity|ResourceNotFound(Exception)?", code) is not None
-        or (code, message[:28]) == ("ValidationException", "Requested resource not found")
-        or (code == "ValidationError" and message.endswith("does not exist"))
-    )
+@dataclass(frozen=True)
+class Answer:
+    """What AWS answered to a call that failed; both parts are '' if it did not answer."""
+
+    code: str
+    message: str  # in one line
+
+    @classmethod
+    def of(cls, error: BaseException) -> Answer:
+        """The answer in an exception of boto3."""
+        response = getattr(error, "response", None) or {}
+        details = response.get("Error", {})
+        message = " ".join(str(details.get("Message", "")).split())
+        return cls(str(details.get("Code", "")), message)
+
+    @property
+    def is_missing(self) -> bool:
+        """True if AWS says that what the call names does not exist.
+
+        SageMaker and CloudFormation have no code for that.
+        """
+        if re.fullmatch("404|NoSuchBucket|NoSuchEntity|ResourceNotFound(Exception)?", self.code):
+            return True
+        if self.code == "ValidationException":
+            return self.message.startswith("Requested resource not found")
+        return self.code == "ValidationError" and self.message.endswith("does not exist")
 
 
-def cause_of(error: BaseException) -> BaseException:
-    """The exception of boto3 behind one of s3fs."""
-    return error if getattr(error, "response", None) else error.__cause__ or error
+def boto_error(error: BaseException) -> BaseException:
+    """The exception of boto3 from which one of s3fs was raised, or else the exception itself."""
+    if getattr(error, "response", None):
+        return error
+    return error.__cause__ or error
 
 
-def code_and_message(error: BaseException) -> tuple[str, str]:
-    details = (getattr(error, "response", None) or {}).get("Error", {})
-    return str(details.get("Code", "")), " ".join(str(details.get("Message", "")).split())
-
-
-def kind_of(error: BaseException) -> str:
-    """What an exception of boto3 or s3fs is, as one of CODES, or ''."""
-    code, message = code_and_message(cause_of(error))
-    if any(sign in message for sign in CLOCK_MESSAGES):
+def code_of(error: BaseException) -> str:
+    """Our code for an exception of boto3 or s3fs: a value of CODES, or ''."""
+    cause = boto_error(error)
+    answer = Answer.of(cause)
+    if any(message in answer.message for message in CLOCK_MESSAGES):
         return "aws-clock"
-    name = code or type(cause_of(error)).__name__
-    return next((kind for sign, kind in CODES.items() if re.search(sign, name)), "")
+    name = answer.code or type(cause).__name__
+    for pattern, code in CODES.items():
+        if re.search(pattern, name):
+            return code
+    return ""
 
 
-def why(error: BaseException) -> str:
-    """The message of an exception of boto3 or s3fs, in one line."""
-    cause = cause_of(error)
-    code, message = code_and_message(cause)
-    text = message or " ".join(str(cause).split()) or type(cause).__name__
-    return f"{text} ({code})" if code and code not in text else text
+def message_of(error: BaseException) -> str:
+    """The message of an exception of boto3 or s3fs, in one line, with AWS's code."""
+    cause = boto_error(error)
+    answer = Answer.of(cause)
+    message = answer.message or " ".join(str(cause).split()) or type(cause).__name__
+    if not answer.code or answer.code in message:
+        return message
+    return f"{message} ({answer.code})"

@@ -156,7 +156,7 @@ class Settings(BaseSettings):
 
     @property
     def offline(self) -> bool:
-        """True in a dry run: aws.make_client and files.storage then raise NotAsked."""
+        """True in a dry run: aws.make_client and files.storage then raise Offline."""
         return self._offline
 
     @property

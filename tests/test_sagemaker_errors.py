@@ -19,7 +19,7 @@ from botocore.utils import generate_login_cache_key
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from launcher.aws import Unreachable, failure, service_errors
+from launcher.aws import Unreachable, service_error, service_errors
 from launcher.cli.words import sentence
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered
@@ -56,7 +56,7 @@ def answer(code: str, message: str = "no") -> ClientError:
     ],
 )
 def test_each_error_of_aws_names_its_remedy(error, remedy):
-    assert remedy in sentence(failure("GetObject", error))
+    assert remedy in sentence(service_error("GetObject", error))
 
 
 def test_a_bug_is_not_blamed_on_the_network():
@@ -351,7 +351,7 @@ def test_a_bucket_of_another_region_is_refused_before_an_upload(
     words = ("--store", there, *command, str(text_file))
     if option == "--data":
         words = (*LAUNCH, option, there)
-    both = ("us-east-1", "set --region eu-west-1", f"or {option} to a place in us-east-1")
+    both = ("us-east-1", "set --region eu-west-1", f"or {option} to a bucket in us-east-1")
     assert cli(*words).failed(2, there, *both)
     for client, name, n in ((europe, bucket, 1), (s3, s3.bucket, 0)):
         assert client.list_objects_v2(Bucket=name)["KeyCount"] == n

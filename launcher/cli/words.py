@@ -115,7 +115,7 @@ REMEDIES: dict[str, str] = {
     "aws-network": "check the region's name and the network",
     "no-region": "set --region, SM_NANOGPT_REGION or AWS_REGION",
     "other-profile": "`aws configure list-profiles` shows the profiles",
-    "other-region": "set --region {there}, or {option} to a place in {here}",
+    "other-region": "set --region {bucket_region}, or {option} to a bucket in {job_region}",
     "deploy-stack-again": "`{sm} infra deploy` deletes it and creates it again",
     "name-other-stack": "choose another name with --stack",
 }

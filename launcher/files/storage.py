@@ -23,7 +23,7 @@ from pydantic_core import to_jsonable_python
 
 from entry_point import files
 from entry_point.files import check_size, file_sha256, open_file, read_file
-from launcher.aws import failure, not_asked
+from launcher.aws import raise_offline, service_error
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, parse
 from launcher.files.locks import lock
@@ -99,7 +99,7 @@ def reported(uri: str) -> Iterator[None]:
             why = error.strerror or "nothing is there" * isinstance(error, FileNotFoundError)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 why = f"this machine's disk is full ({why}); free some space"
-        raise (ServiceError(f"{uri}: {why}") if why else failure(uri, error)) from None
+        raise (ServiceError(f"{uri}: {why}") if why else service_error(uri, error)) from None
 
 
 def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
@@ -112,7 +112,7 @@ def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
         return fsspec.filesystem("file"), str(path)
     settings = settings or load_settings()
     if settings.offline:
-        not_asked()
+        raise_offline()
     encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.kms_key}
     kind = fsspec.get_filesystem_class("s3")
     system = kind(

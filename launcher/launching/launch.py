@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher import machines
-from launcher.aws import NotAsked
+from launcher.aws import Offline
 from launcher.errors import InputError, ServiceError, about
 from launcher.files import storage
 from launcher.files.progress import byte_progress
@@ -177,7 +177,7 @@ def check_name(request: Request, settings: Settings) -> None:
     if taken := recorded_as(request.name, settings) or next((job.job_id for job in jobs), None):
         raise InputError(f"{taken} has this name", field="name", value=request.name)
     if listing.failure is not None:
-        if not (request.is_local or isinstance(listing.failure, NotAsked)):
+        if not (request.is_local or isinstance(listing.failure, Offline)):
             raise listing.failure
         none = f"of the jobs of this machine, none is named {request.name}"
         logger.info(f"{listing.failure}; {none}", extra={"cause": listing.failure})
@@ -197,7 +197,7 @@ def cloud_settings(backend: SageMakerBackend) -> Settings:
         return settings
     try:
         bucket = backend.default_bucket()
-    except NotAsked as error:
+    except Offline as error:
         raise InputError(f"{error}, and no stack is known here yet", "no-stack-seen") from None
     if bucket is None:
         raise InputError("no store is set, and the account has no default bucket", "no-store")

@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from launcher import aws, machines
-from launcher.aws import Missing, NotAsked, aws_session, make_client
+from launcher.aws import Missing, Offline, aws_session, make_client
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -126,7 +126,7 @@ class SageMakerBackend:
         try:
             owner = self.caller().owner
             self.check_regions(job)
-        except NotAsked:
+        except Offline:
             owner, role = OWNER_PLACEHOLDER, role or ROLE_PLACEHOLDER
         if not role:
             problem = "no execution role, by which SageMaker reads and writes the store"

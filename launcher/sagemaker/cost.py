@@ -20,7 +20,7 @@ from datetime import date, timedelta
 
 from pydantic import Field
 
-from launcher.aws import NotAsked, aws_session, check_region, make_client, why
+from launcher.aws import Offline, aws_session, check_region, make_client, message_of
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import Document
@@ -267,11 +267,11 @@ class Prices:
             if per_hour is None:
                 return None
             answer = Answer(per_hour=per_hour, day=date.today())
-        except NotAsked:
+        except Offline:
             return None
         # A launch must not fail here, whatever a parser raises.
         except Exception as error:
-            self.trouble = f"could not ask AWS's price list: {why(error)}"
+            self.trouble = f"could not ask AWS's price list: {message_of(error)}"
             return None
         known = storage.read_cache(self.file, Answers)
         known.setdefault(self.region, {})[instance] = answer

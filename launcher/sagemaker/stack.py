@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import aws
-from launcher.aws import Denied, Missing, NotAsked, aws_session
+from launcher.aws import Denied, Missing, Offline, aws_session
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
 from launcher.settings import Settings
@@ -59,7 +59,7 @@ def with_stack(
     known = remembered(settings, session.region_name)
     try:
         stack, seen = find_stack(settings, session), ""
-    except NotAsked:
+    except Offline:
         stack, seen = known, ", as last seen"
     except Denied as error:
         if known or not settings.role or "role" not in names:
@@ -183,7 +183,7 @@ def notebook_role(client: Callable[[str], Any]) -> str:
         return ""
     role = here.get("ExecutionRoleArn") or ""
     if not role and "DomainId" not in here:  # else a space of Studio whose role is not told
-        with suppress(NotAsked):
+        with suppress(Offline):
             name = here["ResourceName"]
             answer = client("sagemaker").describe_notebook_instance(NotebookInstanceName=name)
             role = answer["RoleArn"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from launcher.aws import NotAsked
+from launcher.aws import Offline
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.progress import byte_progress
@@ -48,7 +48,7 @@ def find_channel(location: str, settings: Settings) -> Channel:
     uri, path = storage.to_uri(location), storage.local_path(location)
     try:
         known = corpus.find_upload(uri, settings)
-    except NotAsked:
+    except Offline:
         return Channel(location, uri, None, [])
     problem = ""
     if known is None and corpus.read_manifest(uri, settings) is not None:

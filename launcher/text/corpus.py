@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from launcher.aws import Missing, NotAsked, aws_session, check_bucket, make_client
+from launcher.aws import Missing, Offline, aws_session, check_bucket, make_client
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Count, Damaged
@@ -143,7 +143,7 @@ def with_store(settings: Settings) -> Settings:
     """
     if settings.store.startswith("s3://") and (session := aws_session(settings)).region_name:
         region = session.region_name
-        with suppress(NotAsked):
+        with suppress(Offline):
             check_bucket(make_client(session, "s3", region), settings.store, "store", region)
     if settings.store or not settings.reaches_aws:
         return settings
@@ -165,7 +165,7 @@ def survey(name: str, files: Sequence[File], settings: Settings) -> tuple[Upload
     """The upload that plain text makes, and its files. Raises InputError as read_plain."""
     counts, kept = read_plain(name, files)
     uri = uri_of(name, counts.sha256, settings)
-    with suppress(NotAsked):
+    with suppress(Offline):
         earlier = find_upload(uri, settings)
         if earlier is not None and earlier.repeated is not None:
             return replace(earlier, uploaded=False), kept
@@ -341,7 +341,7 @@ def is_there(uri: str, settings: Settings, unasked: bool = False) -> bool:
     """Whether an upload is complete at a URI; `unasked` if a dry run does not ask."""
     try:
         return find_upload(uri, settings) is not None
-    except NotAsked:
+    except Offline:
         return unasked
 
 
