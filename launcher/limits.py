@@ -13,15 +13,18 @@ from typing import Annotated, Any
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 from pydantic_core import SchemaError
 
+from launcher.values import is_utf8
+
+MAX_SHOWN = 60  # characters of a value in a message
+
 Shape = Mapping[str, Any]  # a type of the API, as botocore's JSON file describes it
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A value that SageMaker would refuse, and why. path leads to it: the names of members and
-    keys, and positions in lists."""
+    """A value that SageMaker would refuse, and why."""
 
-    path: tuple[str | int, ...]
+    path: tuple[str | int, ...]  # to the value: names of members, keys, and positions in lists
     value: object
     problem: str
 
@@ -31,7 +34,9 @@ class Violation:
         if not isinstance(self.value, str | int):
             return None
         text = str(self.value)
-        return text if len(text) <= 60 else f"{text[:60]}..."
+        if len(text) <= MAX_SHOWN:
+            return text
+        return f"{text[:MAX_SHOWN]}..."
 
 
 @functools.cache
@@ -51,13 +56,17 @@ def instance_types() -> Sequence[str]:
 def violations(
     value: Any, shape: str | Shape, path: tuple[str | int, ...] = ()
 ) -> Iterator[Violation]:
-    """Yield what SageMaker would refuse of a value of this shape, from the outside in.
+    """Yield what SageMaker would refuse of a value of this shape: the value itself, then its parts.
 
-    Choices among words are not checked: boto3 may be older than an instance type.
+    A shape may be given by its name. Enumerations are not checked: boto3 may be older than an
+    instance type.
     """
-    shape = shapes()[shape] if isinstance(shape, str) else shape
-    if problem := limit_problem(value, shape):
+    if isinstance(shape, str):
+        shape = shapes()[shape]
+    problem = limit_problem(value, shape)
+    if problem:
         yield Violation(path, value, problem)
+
     if shape["type"] == "list":
         for index, item in enumerate(value):
             yield from violations(item, shape["member"]["shape"], (*path, index))
@@ -71,35 +80,37 @@ def violations(
 
 
 def limit_problem(value: Any, shape: Shape) -> str:
-    """Why a value does not fit its shape, without what is in it; '' if it fits."""
+    """Why a value does not fit its own shape, apart from its parts; '' if it fits."""
+    match shape["type"]:
+        case "integer" | "long":
+            return range_problem(value, f"is {value:,}", shape)
+        case "list" | "map":
+            return range_problem(len(value), f"has {len(value):,} entries", shape)
+        case "string":
+            problem = range_problem(len(value), f"has {len(value):,} characters", shape)
+            return problem or text_problem(value, shape)
+        case _:
+            return ""
+
+
+def range_problem(size: int, subject: str, shape: Shape) -> str:
+    """Why a number, or the length of a text or a list, is out of range; or ''."""
     minimum, maximum = shape.get("min"), shape.get("max")
-    if shape["type"] in ("integer", "long"):
-        verb, unit, size = "is", "", value
-    elif shape["type"] == "string":
-        verb, unit, size = "has", " characters", len(value)
-    elif shape["type"] in ("list", "map"):
-        verb, unit, size = "has", " entries", len(value)
-    else:
-        return ""
     if maximum is not None and size > maximum:
-        return f"{verb} {size:,}{unit}, and SageMaker takes at most {maximum:,}"
+        return f"{subject}, and SageMaker takes at most {maximum:,}"
     if minimum is not None and size < minimum:
-        return f"{verb} {size:,}{unit}, and SageMaker takes at least {minimum:,}"
-    if shape["type"] == "string" and not is_utf8(value):
-        return "is not UTF-8"
-    pattern = shape.get("pattern", "")
-    if pattern and not fits_pattern(value, pattern):
-        return f"must match {pattern}"
+        return f"{subject}, and SageMaker takes at least {minimum:,}"
     return ""
 
 
-def is_utf8(text: str) -> bool:
-    """False for what Python makes of an argument with other bytes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def text_problem(text: str, shape: Shape) -> str:
+    """Why the characters of a text do not fit its shape, or ''."""
+    if not is_utf8(text):
+        return "is not UTF-8"
+    pattern = shape.get("pattern")
+    if pattern and not fits_pattern(text, pattern):
+        return f"must match {pattern}"
+    return ""
 
 
 def fits_pattern(text: str, pattern: str) -> bool:
@@ -119,7 +130,7 @@ def fits_pattern(text: str, pattern: str) -> bool:
 
 @functools.cache
 def adapter_for(pattern: str) -> TypeAdapter[str] | None:
-    """What checks a text by a pattern; None if only Java reads the pattern: AWS checks it then."""
+    """The adapter that checks a text by a pattern; None if only Java can read the pattern."""
     try:
         return TypeAdapter(Annotated[str, StringConstraints(pattern=f"^(?:{pattern})$")])
     except SchemaError:

@@ -1,8 +1,9 @@
-"""Values that other libraries made, as Python's own."""
+"""Values of other libraries as Python's own, and texts that are no UTF-8."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -11,11 +12,11 @@ PLAIN = (str, int, float, bool, type(None))
 
 
 def plain(value: Any) -> Any:
-    """A value that a user passes, as Python's own kinds.
+    """Convert a value that a user passes to one of Python's own types.
 
     Numbers, texts and truth values of NumPy, pandas and PyTorch become Python's, and their arrays
-    lists. A path becomes its text, an upload its URI, and a job its id. Lists, tuples and
-    dictionaries are converted inside. What is of no such kind stays as it is.
+    become lists. A path becomes its text, an upload its URI, and a job its id. The items of lists,
+    tuples and dictionaries are converted too. A value of another type is returned as it is.
     """
     if type(value) in PLAIN:
         return value
@@ -35,3 +36,8 @@ def plain(value: Any) -> Any:
         if type(getattr(value, name, None)) is str:
             return getattr(value, name)
     return value
+
+
+def is_utf8(text: str) -> bool:
+    """False if a text has lone surrogates, as Python decodes an argument that is not UTF-8."""
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -112,11 +111,6 @@ def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encodi
     import tiktoken
 
     return tiktoken.Encoding("ours", pat_str=pattern, mergeable_ranks=ids, special_tokens={})
-
-
-def is_utf8(text: str) -> bool:
-    """Whether a text has no lone surrogate, as Python makes of bytes that are not UTF-8."""
-    return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 
 class Encoder:

@@ -12,8 +12,9 @@ from entry_point.text import Tokenizer
 from launcher.errors import InputError, ServiceError, unknown_characters
 from launcher.models import engine
 from launcher.models.chat import Chat, Message
-from launcher.models.encoder import is_utf8, published_tokenizer
+from launcher.models.encoder import published_tokenizer
 from launcher.models.load import is_edited
+from launcher.values import is_utf8
 
 
 def stream_samples(

@@ -15,12 +15,12 @@ from typing import IO, Any
 
 from launcher.errors import InputError, not_installed
 from launcher.models.encoder import LONGEST as PIECE
-from launcher.models.encoder import is_utf8
 from launcher.text.chats import FIELDS, may_be_chat, turns_of
 from launcher.text.encodings import not_text, read_text
 from launcher.text.exports import WHOLE, explain, is_no_chat
 from launcher.text.tables import rows_of
 from launcher.text.unpacking import CHUNK, Unpacking
+from launcher.values import is_utf8
 
 LONGEST_RECORD = 1 << 26  # bytes: a record is in memory as a whole
 LONGEST_WHOLE = 1 << 28  # bytes of a file that is one object
