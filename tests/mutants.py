@@ -40,6 +40,8 @@ MODULES = {
     "launcher/job.py": "test_job test_money test_sagemaker_request",
     "launcher/curve.py": "test_curves",
     "launcher/files/documents.py": "test_documents test_corpus test_tokens",
+    "launcher/files/local.py": "test_storage test_s3_servers",
+    "launcher/files/s3.py": "test_storage test_s3_servers",
     "launcher/files/storage.py": "test_storage test_s3_servers",
     "launcher/models/chat.py": "test_chat",
     "launcher/models/fetch.py": "test_artefacts test_documents",

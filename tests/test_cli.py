@@ -27,7 +27,6 @@ from entry_point.config import Config
 from launcher import cli as commands
 from launcher.cli.show import print_columns
 from launcher.cli.words import command, option
-from launcher.files import storage
 from launcher.files.progress import byte_progress
 from launcher.job import LOCAL_FIELDS
 from sm_nanogpt import Request, ServiceError
@@ -445,7 +444,7 @@ def test_after_an_upload_the_next_step_is_to_launch(cli, text_file):
 def test_a_long_upload_shows_a_progress_bar(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     with byte_progress("upload") as progress:
-        storage.expect(progress, 2_000_000)
+        progress.expect(2_000_000)
         time.sleep(0.25)
         progress(1_000_000)
         progress(1_000_000)

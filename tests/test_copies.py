@@ -14,7 +14,7 @@ import pytest
 from runs import free_port
 from s3fs import S3FileSystem
 
-from launcher.files.storage import Progress
+from launcher.files.progress import Progress
 from launcher.text.copies import copied as copies_of
 from launcher.text.copies import name_of
 from sm_nanogpt import InputError, ServiceError, Settings

@@ -32,7 +32,7 @@ from launcher.cli.evaluate import print_documents
 from launcher.cli.jobs import print_jobs
 from launcher.cli.models import converse
 from launcher.cli.show import shown
-from launcher.files.documents import LARGEST, parse, read_toml
+from launcher.files.documents import MAX_BYTES, parse, read_toml
 from launcher.job import TrainingJob
 from launcher.judge.evaluation import Passage
 from launcher.launching.texts import check_texts
@@ -284,7 +284,7 @@ def test_a_document_may_have_just_the_largest_size(home):
         check_size(bytes(9), 8, "")
     home.mkdir()
     with (home / "config.toml").open("wb") as file:
-        file.truncate(LARGEST + 1)
+        file.truncate(MAX_BYTES + 1)
     with pytest.raises(InputError, match=r"config\.toml: larger than 2 MiB"):
         read_toml(home / "config.toml")
 

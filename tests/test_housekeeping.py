@@ -97,7 +97,7 @@ def test_a_running_job_is_not_deleted(job, cli, monkeypatch):
 
 
 def test_an_interrupted_deletion_leaves_the_job_listed(job, cli, monkeypatch):
-    rmtree, seen = storage.shutil.rmtree, list[Path]()
+    rmtree, seen = shutil.rmtree, list[Path]()
 
     def interrupted(path: Path) -> None:
         seen.append(path)
@@ -105,7 +105,7 @@ def test_an_interrupted_deletion_leaves_the_job_listed(job, cli, monkeypatch):
             raise KeyboardInterrupt
         rmtree(path)
 
-    monkeypatch.setattr(storage.shutil, "rmtree", interrupted)
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
     assert cli("delete", job.job_id, "--yes").code == 1
     assert cli("status", job.job_id).code == 0
     monkeypatch.undo()

@@ -434,9 +434,7 @@ def test_an_impossible_local_launch_starts_nothing(home, cli, words, named):
     assert not (home / "jobs").exists()
 
 
-@pytest.mark.parametrize(
-    "failing", ["launcher.files.storage.replacing", "pathlib.Path.write_bytes"]
-)
+@pytest.mark.parametrize("failing", ["launcher.files.local.replacing", "pathlib.Path.write_bytes"])
 def test_a_job_that_cannot_be_written_leaves_nothing(home, text_file, cli, monkeypatch, failing):
     assert cli("upload-data", str(text_file)).good
     keep(Source.packaged(), launching.settings_of(home))

@@ -18,11 +18,12 @@ from runs import free_port
 from s3fs import S3FileSystem
 
 from launcher.files import storage
+from launcher.files.s3 import PART_BYTES
 from launcher.text.corpus import last_upload
 from sm_nanogpt import InputError, ServiceError, Settings, upload_data
 
 KEY, SECRET = "AKIAEXAMPLE", "secret-of-the-test"
-SIZE = 3 * storage.PART_BYTES + 12345  # more than one part, and not a whole number of them
+SIZE = 3 * PART_BYTES + 12345  # more than one part, and not a whole number of them
 ODD_NAMES = ["with space", "naïve Ж 漢字", "100%41", "a#b?c", "[x]*", "a::b", "a+b&c"]
 
 

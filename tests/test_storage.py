@@ -176,7 +176,7 @@ def test_s3_uses_our_settings_and_not_those_of_fsspec(home, monkeypatch):
     fsspec_had = dict(fsspec.config.conf)
     near, far = load_settings(region="us-east-1"), load_settings(region="eu-west-1")
     for settings in (near, far, near):
-        fs, _ = storage.file_system("s3://bucket/key", settings)
+        fs, _ = storage.locate("s3://bucket/key", settings).file_system
         assert fs.client_kwargs == {"region_name": settings.region}
         assert fs.endpoint_url is None
         assert fs.storage_options["profile"] is None

@@ -107,7 +107,7 @@ def test_an_interrupted_delete_leaves_no_upload(cli, upload):
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage.shutil, "rmtree", interrupted)
+        patch.setattr(shutil, "rmtree", interrupted)
         assert cli("delete", name_of(upload), "--yes").code == 1
     assert files_of(upload) and corpus.find_upload(upload, Settings()) is None
     (rest,) = json.loads(cli("data", "--json").out)

@@ -47,7 +47,7 @@ import sm_nanogpt  # noqa: E402
 from entry_point.config import Config  # noqa: E402
 from entry_point.sizes import dial  # noqa: E402
 from entry_point.text import Corpus, read_text, read_tokens  # noqa: E402
-from launcher.files import storage  # noqa: E402
+from launcher.files.cache import Cache  # noqa: E402
 from launcher.forecast.law import Law, Run, shared  # noqa: E402
 from launcher.forecast.pilots import SIZES, Trial, pilots_of, run_trials  # noqa: E402
 from launcher.forecast.table import Kept  # noqa: E402
@@ -213,7 +213,7 @@ def collect() -> None:
     """Write each forecast of this home, with its pilots, and what the plain rules need."""
     made = []
     for place in sorted((load_settings().home / "forecasts").glob("*.json")):
-        kept = storage.read_cache(place, Kept)
+        kept = Cache(place, Kept).read()
         if kept.forecast is None:
             continue
         pilots = []

@@ -87,12 +87,12 @@ def delete_command(
       sm-nanogpt delete --group latest
       sm-nanogpt delete input-3270fd896e2e
     """
+    from launcher.files.moved import UPLOAD_NAME
     from launcher.files.scratch import remove_all_leftovers
-    from launcher.text.corpus import NAME
 
     settings = settings_of()
     remove_all_leftovers(settings)
-    if names := {each for each in job_ids if NAME.fullmatch(Path(each).name)}:
+    if names := {each for each in job_ids if UPLOAD_NAME.fullmatch(Path(each).name)}:
         if keep_model or names < set(job_ids):
             raise InputError("delete uploads without --keep-model, and jobs in another command")
         delete_uploads(names, settings, yes)

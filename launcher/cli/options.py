@@ -90,12 +90,12 @@ class Job(click.ParamType[str]):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if ctx is None or ctx.resilient_parsing or value == self.other:
             return value
+        from launcher.files.moved import UPLOAD_NAME
         from launcher.finding import full_id
         from launcher.job import FULL_ID
         from launcher.launching.records import recorded_as
-        from launcher.text.corpus import NAME
 
-        if self.uploads and NAME.fullmatch(Path(value).name):
+        if self.uploads and UPLOAD_NAME.fullmatch(Path(value).name):
             return value.rstrip("/")
         settings = settings_of()
         if (group := recorded_as(value, settings)) is not None:

@@ -1,6 +1,6 @@
 """Read documents (JSON, TOML) that a user, another version or an attacker wrote.
 
-A document is a regular file or an S3 object of at most LARGEST bytes. It is parsed into a pydantic
+A document is a regular file or an S3 object of at most MAX_BYTES. It is parsed into a pydantic
 model, a dataclass or a typed dict, which enforces bounds. Pydantic's parser refuses nesting deeper
 than 200 and integers of more than 4,300 digits.
 """
@@ -21,9 +21,9 @@ from launcher.errors import InputError, ServiceError, must_be
 
 T = TypeVar("T")
 
-# Bytes; enough for the manifest of 50,000 files, or a tokenizer of 100,000 characters. The worst
-# document of this size takes half a gigabyte and five seconds to refuse.
-LARGEST = 1 << 21
+# Enough for the manifest of 50,000 files, or a tokenizer of 100,000 characters. The worst document
+# of this size takes half a gigabyte and five seconds to refuse.
+MAX_BYTES = 1 << 21
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch: to 9999
@@ -31,7 +31,7 @@ Integer = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Number = Integer | Annotated[float, Field(allow_inf_nan=False)]
 Scalar = Number | bool | str
 
-adapter: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
+adapter_for: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
 
 
 class Document(BaseModel):
@@ -46,34 +46,38 @@ class Damaged(ServiceError):
 
 def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:
     """Validate a JSON document, as bytes or parsed, as `kind`. Raises Damaged, naming `name`."""
-    fits: TypeAdapter[T] = adapter(kind)
+    adapter: TypeAdapter[T] = adapter_for(kind)
     try:
         if isinstance(content, bytes):
-            return fits.validate_json(content)
-        return fits.validate_python(content)
+            return adapter.validate_json(content)
+        return adapter.validate_python(content)
     except ValidationError as error:
-        reason = reason_of(error)
+        problem = first_problem(error)
     except InputError as error:  # of a TrainingJob
-        reason = str(error)
-    raise Damaged(f"{name} is damaged, or of another version of sm-nanogpt ({reason})")
+        problem = str(error)
+    raise Damaged(f"{name} is damaged, or of another version of sm-nanogpt ({problem})")
 
 
-def reason_of(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = " ".join(".".join(map(str, first["loc"])).split())
-    return f"{place}: {must_be(first['msg'])}".removeprefix(": ")
+def first_problem(error: ValidationError) -> str:
+    """The first field that pydantic refused, and why, as `rows.3.loss: must be at least 0`."""
+    details = error.errors(include_url=False, include_input=False)[0]
+    problem = must_be(details["msg"])
+    field = " ".join(".".join(map(str, details["loc"])).split())
+    if not field:
+        return problem
+    return f"{field}: {problem}"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file without sections. Raises InputError."""
     try:
-        values = tomllib.loads(read_file(path, LARGEST).decode())
+        values = tomllib.loads(read_file(path, MAX_BYTES).decode())
         json.dumps(values, default=str)  # fails for an integer that is too long for any message
-        sections = [name for name, value in values.items() if isinstance(value, dict)]
-        if not sections:
-            return values
-        why = f"has a section, [{sections[0]}]; delete this line"
     except OSError as error:
-        why = str(error.strerror)
+        raise InputError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        why = f"not TOML: {error}"
-    raise InputError(f"{path}: {why}")
+        raise InputError(f"{path}: not TOML: {error}") from None
+    for name, value in values.items():
+        if isinstance(value, dict):
+            raise InputError(f"{path}: has a section, [{name}]; delete this line")
+    return values

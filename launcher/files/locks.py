@@ -11,25 +11,28 @@ from launcher.errors import InputError
 
 
 def lock(file: IO[Any], wait: bool = True, shared: bool = False) -> bool:
-    """Lock an open file until it is closed; False if others hold it, where this does not wait.
+    """Lock an open file until it is closed. Returns False if others hold its lock.
 
-    Raises InputError if its file system has no locks, as Lustre, NFS, or FUSE may have none.
+    With `wait` it waits for them instead. Raises InputError if the file system has no locks, as
+    Lustre, NFS, or FUSE may have none.
     """
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    if not wait:
+        operation |= fcntl.LOCK_NB
     try:
-        fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
+        fcntl.flock(file, operation)
     except BlockingIOError:
         return False
     except OSError as error:
-        why = f"its file system has no locks ({error.strerror})"
-        raise InputError(f"{file.name}: {why}; set SM_NANOGPT_HOME to a local disk") from None
+        problem = f"its file system has no locks ({error.strerror})"
+        raise InputError(f"{file.name}: {problem}; set SM_NANOGPT_HOME to a local disk") from None
     return True
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a file. Also raises as `lock`.
+    """True if a process holds the lock of a file. Raises InputError as `lock` does.
 
-    It tries a shared lock, so that those who look do not see each other.
+    It tries a shared lock, so that two processes that ask do not see each other.
     """
     try:
         with open_file(path) as file:

@@ -20,50 +20,65 @@ DOCUMENTS = {
     "tokenizer_config.json": "tokenizer_class",
     INDEX: "weight_map",
 }
-LARGEST = 1 << 25  # bytes of a document, or of the header of weights
+MARKERS = ("config.json", "SHA256SUMS", "tokenizer.json")  # a directory of a model has one
+MAX_BYTES = 1 << 25  # of a document, or of the header of weights
 
 
-def is_path(place: str) -> bool:
-    """Whether a path is meant, not a job: it has a slash, or a model or tokenizer is there."""
-    path, marks = path_of(place), ("config.json", "SHA256SUMS", "tokenizer.json")
-    return "/" in place or any((path / name).exists() for name in marks)
+def is_path(typed: str) -> bool:
+    """True if a user typed a path and not a job: with a slash, or of a model or tokenizer."""
+    if "/" in typed:
+        return True
+    directory = path_of(typed)
+    return any((directory / name).exists() for name in MARKERS)
 
 
 def model_files(directory: Path) -> list[Path]:
-    """The documents that a run reads, and the weights: model.safetensors, or what the index names.
+    """The documents that a run reads, and the weights: model.safetensors, or those of the index.
 
-    A link may lead to any file of the user, such as a key. It is followed only to a file that is
-    what its name says. Raises InputError.
+    A link may lead to any file of the user, such as a key. It is followed only to a file whose
+    content is what its name says. Raises InputError.
     """
-    index = directory / INDEX
-    weights = named_weights(index) if index.exists() else {"model.safetensors"}
-    documents = {name for name in DOCUMENTS if (directory / name).exists()}
-    paths = [directory / name for name in sorted({"config.json"} | documents | weights)]
+    names = {"config.json"}
+    names.update(name for name in DOCUMENTS if (directory / name).exists())
+    if INDEX in names:
+        names |= weights_of_index(directory / INDEX)
+    else:
+        names.add("model.safetensors")
+    paths = [directory / name for name in sorted(names)]
     for path in paths:
-        problem = "" if path.is_file() else "no such file, or not a regular one"
-        if path.is_symlink() and not problem and not is_what_it_says(path):
-            problem = f"a link to {path.resolve()}, which is something else"
-        if problem:
-            raise InputError(f"{path}: {problem}", "not-a-model")
+        check_model_file(path)
     return paths
 
 
-def named_weights(index: Path) -> set[str]:
+def weights_of_index(index: Path) -> set[str]:
+    """The names of the files of weights that an index lists. Raises InputError."""
     with suppress(Exception):  # whatever is in it
-        names = set(json.loads(read_file(index, LARGEST))["weight_map"].values())
+        names = set(json.loads(read_file(index, MAX_BYTES))["weight_map"].values())
         if all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
             return names
     raise InputError(f"{index}: it does not name *.safetensors files")
 
 
-def is_what_it_says(path: Path) -> bool:
+def check_model_file(path: Path) -> None:
+    """Raise InputError if a path is no file, or links to something that its name does not say."""
+    if not path.is_file():
+        problem = "no such file, or not a regular one"
+    elif path.is_symlink() and not fits_name(path):
+        problem = f"a link to {path.resolve()}, which is something else"
+    else:
+        return
+    raise InputError(f"{path}: {problem}", "not-a-model")
+
+
+def fits_name(path: Path) -> bool:
+    """True if a file holds what its name says: a document of DOCUMENTS, or safetensors."""
     from entry_point.checkpoint import read_header
 
     with suppress(Exception):  # whatever is in it
         if path.name in DOCUMENTS:
-            found = json.loads(read_file(path, LARGEST))
-            return isinstance(found, dict) and DOCUMENTS[path.name] in found
+            document = json.loads(read_file(path, MAX_BYTES))
+            return isinstance(document, dict) and DOCUMENTS[path.name] in document
         with open_file(path) as file:
-            read_header(file, LARGEST)
+            read_header(file, MAX_BYTES)
         return True
     return False

@@ -1,7 +1,7 @@
-"""What was recorded by its place on this machine, after its home or store was moved.
+"""Find what was recorded by its path after the home or the store was moved.
 
-Names of uploads, models and training folders hold a hash of the content, or the id of a job: what
-has the name is the same, wherever it is.
+The name of an upload, a model or a training folder holds a hash of its content, or the id of a job,
+so what has the same name is the same, wherever it is.
 """
 
 from __future__ import annotations
@@ -12,39 +12,46 @@ from pathlib import Path
 from launcher.files import storage
 from launcher.settings import Settings
 
-NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")  # of an upload
-PART = re.compile(r"[A-Za-z0-9-]{1,99}")  # what may be a part of such a name
-IN_STORE = re.compile(rf"(?:data|models)/{NAME.pattern}$")
+UPLOAD_NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")
+PART_OF_NAME = re.compile(r"[A-Za-z0-9-]{1,99}")  # what may be a part of the name of an upload
+IN_STORE = re.compile(rf"(?:data|models)/{UPLOAD_NAME.pattern}$")
 IN_HOME = re.compile(r"models/[a-z0-9-]+/(?:[0-9a-f]{12}|step-\d{8})$|sources/[0-9a-f]{64}$")
 
 
 def text_id(uri: str | None) -> str | None:
-    """What identifies a text: the name of an upload, wherever it is, or else its URI."""
+    """What identifies a text: the name of its upload, or the URI if it is no upload."""
     if uri is None:
         return None
     name = uri.rstrip("/").rpartition("/")[2]
-    return name if NAME.fullmatch(name) else uri
+    if UPLOAD_NAME.fullmatch(name):
+        return name
+    return uri
 
 
 def find_moved(location: str, settings: Settings) -> str:
-    """The location of an upload, a model or a training folder, by its name if it is not there.
+    """Find an upload, a model or a training folder that is no longer at its location.
 
-    The location itself if it is on S3, still there, or nowhere in the home and the store.
+    It has the same name in the home or in a store of this machine. The location is returned as it
+    is if it exists, if it is on S3, or if nothing there has the name.
     """
     path = storage.local_path(location)
     if path is None or path.exists():
         return location
     for candidate in candidates(path, settings):
         if candidate.exists():
-            return candidate.as_uri() if location.startswith("file:") else str(candidate)
+            if location.startswith("file:"):
+                return candidate.as_uri()
+            return str(candidate)
     return location
 
 
 def candidates(path: Path, settings: Settings) -> list[Path]:
-    """Where what was at a path would be in this home and in the stores of this machine."""
-    if match := IN_STORE.search(str(path)):
-        stores = map(storage.local_path, (settings.data_store, settings.local_store))
+    """The paths in this home and in the stores of this machine that what was at a path may have."""
+    match = IN_STORE.search(str(path))
+    if match:
+        stores = (storage.local_path(settings.data_store), Path(settings.local_store))
         return [store / match[0] for store in stores if store is not None]
-    if match := IN_HOME.search(str(path)):
+    match = IN_HOME.search(str(path))
+    if match:
         return [settings.home / match[0]]
     return []

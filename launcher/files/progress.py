@@ -1,36 +1,48 @@
-"""A progress bar for bytes."""
+"""The progress of an operation, counted in bytes, and a bar that shows it."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+Progress = Callable[[int], object]  # is called with the number of bytes since its last call
+
+
+def no_progress(n_bytes: int) -> None:
+    """Show nothing."""
+
+
+def expect(progress: Progress, n_bytes: int) -> None:
+    """Announce that n_bytes more will come, if the hook has a method `expect`."""
+    if hasattr(progress, "expect"):
+        progress.expect(n_bytes)
+
 
 @contextmanager
-def byte_progress(label: str) -> Iterator[Bytes]:
-    """A bar on stderr where somebody sees it: in a terminal or a notebook."""
+def byte_progress(label: str) -> Iterator[ByteBar]:
+    """Show a bar on stderr, if that is a terminal or a notebook. Yields its progress hook."""
     with warnings.catch_warnings(action="ignore"):  # a notebook without widgets has a plain bar
         from tqdm.auto import tqdm
 
-    seen = sys.stderr.isatty() or "ipykernel" in sys.modules
-    with tqdm(desc=label, unit="B", unit_scale=True, disable=not seen, delay=0.2) as bar:
-        yield Bytes(bar)
+    is_visible = sys.stderr.isatty() or "ipykernel" in sys.modules
+    with tqdm(desc=label, unit="B", unit_scale=True, disable=not is_visible, delay=0.2) as bar:
+        yield ByteBar(bar)
 
 
-class Bytes:
-    """A progress hook that moves a bar; storage.expect adds to its total."""
+class ByteBar:
+    """A progress hook that moves a bar."""
 
     def __init__(self, bar: tqdm[Any]) -> None:
         self.bar = bar
 
-    def __call__(self, n: int) -> None:
-        self.bar.update(n)
+    def __call__(self, n_bytes: int) -> None:
+        self.bar.update(n_bytes)
 
-    def expect(self, n: int) -> None:
-        self.bar.total = (self.bar.total or 0) + n
+    def expect(self, n_bytes: int) -> None:
+        self.bar.total = (self.bar.total or 0) + n_bytes

@@ -13,7 +13,7 @@ import torch
 from entry_point.cores import cores
 from entry_point.text import Corpus, unsigned
 from launcher.errors import InputError
-from launcher.files import storage
+from launcher.files.cache import Cache
 from launcher.forecast.law import Run, TextLaw, shared
 from launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_trials
 from launcher.forecast.table import Change, Forecast, Kept, Pilot, Row
@@ -79,7 +79,7 @@ class Forecaster:
     def __init__(self, corpus: Corpus, source: Source, place: Path, told: Callable[[str], None]):
         self.corpus, self.source, self.place, self.told = corpus, source, place, told
         self.config, self.sizes = source.module("config"), source.module("sizes")
-        self.kept = storage.read_cache(place, Kept)
+        self.kept = Cache(place, Kept).read()
         self.tokens, self.unit = len(corpus.train), corpus.tokenizer.unit
         if self.tokens < SMALLEST:
             few = f"{self.tokens:,} {self.unit} to train on are too few for pilots"
@@ -113,7 +113,7 @@ class Forecaster:
 
     def keep(self, **changes: Any) -> None:
         self.kept = self.kept.model_copy(update=changes)
-        storage.write_cache(self.place, self.kept.model_dump())
+        Cache(self.place, Kept).write(self.kept)
 
     def check(self, runs: Sequence[Run], law: TextLaw) -> None:
         """Raise InputError if nothing can be known from the pilots."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from launcher.files import storage
+from launcher.files.cache import Cache
 from launcher.files.documents import Count, Document
 from launcher.job import Expected, Positive
 
@@ -79,6 +79,6 @@ class Kept(Document):
 
 
 def recall(place: Path, size: float) -> Expected | None:
-    made = storage.read_cache(place, Kept).forecast
+    made = Cache(place, Kept).read().forecast
     rows = {row.size: row.expected for row in made.rows} if made else {}
     return rows.get(size)

@@ -16,7 +16,7 @@ from entry_point.causality import find_leak
 from entry_point.conversations import IGNORED
 from entry_point.errors import TrainingError
 from launcher.errors import LauncherError, ServiceError
-from launcher.files.storage import Progress, expect
+from launcher.files.progress import Progress, expect
 from launcher.job import FULL_ID
 from launcher.judge import anchors
 from launcher.judge.evaluation import Evaluation, Passage, keep, spread, total

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from entry_point.conversations import IGNORED
 from launcher.errors import ServiceError
-from launcher.files.storage import Progress
+from launcher.files.progress import Progress
 from launcher.judge.evaluation import Passage
 from launcher.judge.texts import Encoded
 from launcher.judge.worker import Worker

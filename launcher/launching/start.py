@@ -20,6 +20,7 @@ from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import Scalar
 from launcher.files.models import DOCUMENTS, model_files
+from launcher.files.moved import UPLOAD_NAME
 from launcher.job import FULL_ID, Request
 from launcher.machines import GPUS, looks_like_gpu
 from launcher.models.fetch import model_directory
@@ -90,7 +91,7 @@ def find_model(request: Request, settings: Settings, field: str = "init_from") -
 def base_of(named: str) -> str:
     """What people call a model: the id of the job that made it, or the name of its directory."""
     for part in reversed(Path(named).parts):
-        uploaded = part.rpartition("-")[0] if corpus.NAME.fullmatch(part) else ""  # with its hash
+        uploaded = part.rpartition("-")[0] if UPLOAD_NAME.fullmatch(part) else ""  # with its hash
         for job_id in (uploaded, part):
             if FULL_ID.fullmatch(job_id):
                 return job_id

@@ -20,9 +20,8 @@ from launcher.aws import Missing
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.models import is_path, model_files
-from launcher.files.progress import byte_progress
+from launcher.files.progress import Progress, byte_progress
 from launcher.files.scratch import scratch
-from launcher.files.storage import Progress
 from launcher.finding import find
 from launcher.job import FULL_ID, JOB_ID, JobDescription, checkpoints_among
 from launcher.settings import Settings, load_settings

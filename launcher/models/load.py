@@ -28,7 +28,7 @@ from entry_point.files import file_sha256, read_file
 from entry_point.model import GPT
 from entry_point.text import Tokenizer, read_json, read_tokenizer
 from launcher.errors import InputError, ServiceError
-from launcher.files.documents import LARGEST, Count, Damaged, Document, Scalar, parse
+from launcher.files.documents import MAX_BYTES, Count, Damaged, Document, Scalar, parse
 from launcher.files.storage import path_of
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source
@@ -154,7 +154,7 @@ def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
     config = known_config({**values, "block_size": min(int(longest), LONGEST_CONTEXT)})
     template = read_json(directory / "tokenizer_config.json").get("chat_template")
     if (own := directory / "chat_template.jinja").exists():
-        template = read_file(own, LARGEST).decode()
+        template = read_file(own, MAX_BYTES).decode()
     tokenizer = read_tokenizer(directory)
     chats = bool(template) and {TURN, END_OF_TURN} <= tokenizer.special.keys()
     if chats and template != CHAT_TEMPLATE:
@@ -171,7 +171,7 @@ def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
 
 def check_sums(directory: Path) -> None:
     """Raise FormatError unless each file has the checksum in SHA256SUMS."""
-    lines = read_file(directory / "SHA256SUMS", LARGEST).decode("ascii").splitlines()
+    lines = read_file(directory / "SHA256SUMS", MAX_BYTES).decode("ascii").splitlines()
     for name in huggingface.MODEL_FILES:
         if f"{file_sha256(directory / name)}  {name}" not in lines:
             raise FormatError(f"{name} is damaged: its SHA-256 is not that of SHA256SUMS")

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from launcher.aws import make_client, service_errors
-from launcher.files import storage
+from launcher.files.cache import Cache
 from launcher.job import NAME_TAG, OWNER_TAG, SUMMARY_TAG, TAG_KEY, TAG_VALUE, time_of
 from launcher.settings import Settings
 
@@ -83,16 +83,20 @@ class Launched:
     summary: str = ""
 
 
+def last_launched(settings: Settings) -> Cache[list[Launched]]:
+    return Cache(settings.home / LAST_LAUNCHED, list[Launched])
+
+
 def remembered(settings: Settings) -> list[Launched]:
     """The last job that each caller launched from here in each region."""
-    return storage.read_cache(settings.home / LAST_LAUNCHED, list[Launched])
+    return last_launched(settings).read()
 
 
 def remember(launched: Launched, settings: Settings) -> None:
     """Note the job that was launched last, if possible: its id has to be told in any case."""
     place = (launched.caller, launched.region)
     others = [each for each in remembered(settings) if (each.caller, each.region) != place]
-    storage.write_cache(settings.home / LAST_LAUNCHED, [*others, launched])
+    last_launched(settings).write([*others, launched])
 
 
 def search_jobs(

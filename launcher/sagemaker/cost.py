@@ -22,7 +22,7 @@ from pydantic import Field
 
 from launcher.aws import Offline, aws_session, check_region, make_client, message_of
 from launcher.errors import InputError
-from launcher.files import storage
+from launcher.files.cache import Cache
 from launcher.files.documents import Document
 from launcher.job import JobDescription, Price, TrainingJob
 from launcher.machines import has_local_storage
@@ -230,14 +230,14 @@ class Prices:
     """The prices of the region of the settings. In a dry run, AWS is not asked."""
 
     def __init__(self, settings: Settings) -> None:
-        self.file = settings.home / "prices.json"
+        self.cache = Cache(settings.home / "prices.json", Answers)
         self.session = aws_session(settings)
         self.region = check_region(self.session)
         self.trouble = ""  # why AWS could not be asked; it is not asked again
 
     def of(self, instance: str) -> Price | None:
         """The price of an instance type, or None if it is unknown. Raises nothing."""
-        kept = storage.read_cache(self.file, Answers)
+        kept = self.cache.read()
         answer = kept.get(self.region, {}).get(instance)
         fresh = answer is not None and timedelta() <= date.today() - answer.day < FRESH
         if not (fresh or self.trouble):
@@ -273,9 +273,9 @@ class Prices:
         except Exception as error:
             self.trouble = f"could not ask AWS's price list: {message_of(error)}"
             return None
-        known = storage.read_cache(self.file, Answers)
+        known = self.cache.read()
         known.setdefault(self.region, {})[instance] = answer
-        storage.write_cache(self.file, known)
+        self.cache.write(known)
         return answer
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from launcher import aws
 from launcher.aws import Denied, Missing, Offline, aws_session
 from launcher.errors import InputError, LauncherError, ServiceError
-from launcher.files import storage
+from launcher.files.cache import Cache
 from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -156,15 +156,18 @@ def unusable(raw: dict[str, Any]) -> LauncherError:
     return ServiceError(f"{stack}, and cannot be used", "deploy-stack-again")
 
 
+def last_seen(settings: Settings) -> Cache[Seen]:
+    return Cache(settings.home / LAST_SEEN, Seen)
+
+
 def remember(settings: Settings, region: str, stack: Stack | None) -> None:
-    known = storage.read_cache(settings.home / LAST_SEEN, Seen)
-    storage.write_cache(settings.home / LAST_SEEN, {**known, cache_key(settings, region): stack})
+    cache = last_seen(settings)
+    cache.write({**cache.read(), cache_key(settings, region): stack})
 
 
 def remembered(settings: Settings, region: str | None) -> Stack | None:
     """The stack as last seen from this machine."""
-    known = storage.read_cache(settings.home / LAST_SEEN, Seen)
-    return known.get(cache_key(settings, region))
+    return last_seen(settings).read().get(cache_key(settings, region))
 
 
 def cache_key(settings: Settings, region: str | None) -> str:

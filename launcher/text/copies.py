@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 from launcher.errors import InputError, ServiceError, not_installed
 from launcher.files import storage
+from launcher.files.progress import Progress, expect, no_progress
+from launcher.files.s3 import fsspec_callback, in_parts
 from launcher.files.scratch import scratch
-from launcher.files.storage import Progress
 from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Copy:
         if size > shutil.disk_usage(self.path).free:
             raise ServiceError(f"{self.given}: {amount} do not fit on this machine's disk")
         logger.info(f"{self.given}: copying {amount}")
-        storage.expect(progress, size)
+        expect(progress, size)
         with reported(self.given):
             for path, (key, _) in files.items():
                 self.get(key, str(path))
@@ -64,7 +65,7 @@ class Copy:
 def copied(
     given: Sequence[str | Path],
     settings: Settings,
-    progress: Progress = lambda n: None,
+    progress: Progress = no_progress,
     code: str = "",
 ) -> Iterator[tuple[list[Path], Fill]]:
     """The paths of texts on this machine, and what fills those that are empty copies.
@@ -147,14 +148,14 @@ def copy_of(given: str, directory: Path, settings: Settings, progress: Progress)
             shutil.copyfileobj(sys.stdin.buffer, file)
         return Copy(given, directory / "stdin")
     if given.startswith("s3://"):
-        (fs, path), how = storage.file_system(given, settings), storage.by_parts(progress)
+        (fs, path), how = storage.locate(given, settings).file_system, in_parts(progress)
     else:
         try:
             from huggingface_hub import HfFileSystem
         except ImportError as error:
             raise not_installed(error.name or "huggingface_hub", "data") from None
         fs, path = HfFileSystem(skip_instance_cache=True), given.removeprefix("hf://").rstrip("/")
-        how = storage.told(progress) | {"block_size": 0}  # by one request for a file
+        how = {"callback": fsspec_callback(progress), "block_size": 0}  # by one request for a file
     with reported(given):
         try:
             found, why = fs.find(path, detail=True) or fs.glob(path, detail=True), ""
@@ -173,7 +174,7 @@ def copy_of(given: str, directory: Path, settings: Settings, progress: Progress)
     top = directory / Path(root).name.partition("@")[0]
     copy = Copy(given, top, lambda key, target: fs.get_file(key, target, **how))
     for key, size in sizes.items():
-        target = storage.place_below(directory, f"{top.name}{key.removeprefix(root)}", given)
+        target = storage.path_below(directory, f"{top.name}{key.removeprefix(root)}", given)
         target.touch()
         copy.files[target] = key, size
     return copy

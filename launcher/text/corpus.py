@@ -26,11 +26,12 @@ from pydantic import Field
 from launcher.aws import Missing, Offline, aws_session, check_bucket, make_client
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
+from launcher.files.cache import Cache
 from launcher.files.documents import Count, Damaged
 from launcher.files.models import is_path
-from launcher.files.moved import NAME, PART, find_moved
-from launcher.files.scratch import FILES, remove_leftovers
-from launcher.files.storage import Progress
+from launcher.files.moved import PART_OF_NAME, UPLOAD_NAME, find_moved
+from launcher.files.progress import Progress, expect, no_progress
+from launcher.files.scratch import TEMPORARY_FILES, remove_leftovers
 from launcher.finding import is_part
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
@@ -45,7 +46,6 @@ if TYPE_CHECKING:  # it imports torch
 
 logger = logging.getLogger(__name__)
 
-LAST_UPLOADS = "last-uploads.json"  # URIs by `place`, the newest last
 WRITERS, SMALL_FILE = 16, 1 << 20  # files of up to SMALL_FILE bytes that are written at once
 CLEANUP_SECONDS = 5.0
 TOKENS_VERSION = 6  # of what launcher.text.tokens writes
@@ -86,7 +86,7 @@ class Upload:
 def upload_data(
     paths: str | Path | Upload | Iterable[str | Path | Upload],
     settings: Settings | None = None,
-    progress: Progress = lambda n: None,
+    progress: Progress = no_progress,
     tokenizer: str | Path | None = None,
     vocab_size: int | None = None,
     include: str | Sequence[str] = (),
@@ -128,10 +128,7 @@ def upload_data(
         else:
             upload = send_tokens(name, files, tokenizer, vocab_size, settings, progress)
         warn_of_repeats(name, upload.repeated)
-    last = storage.read_cache(settings.home / LAST_UPLOADS, dict[str, str])
-    last.pop(place(settings.data_store), None)
-    last[place(settings.data_store)] = upload.uri  # the newest is the last
-    storage.write_json(str(settings.home / LAST_UPLOADS), last)
+    note_last_upload(upload.uri, settings)
     return upload
 
 
@@ -235,7 +232,7 @@ def send_tokens(
         return replace(known, uploaded=False, documents=counts.documents)
     if tokenizer is None:
         logger.info(f"tokenizer: learning {wanted:,} tokens")
-        storage.expect(progress, min(counts.size, SAMPLE))
+        expect(progress, min(counts.size, SAMPLE))
         tokenizer = learn_tokenizer(files, wanted, progress)
         if (learned := len(tokenizer)) < wanted:
             what = f"{learned:,} tokens, not {wanted:,}: the text has no more to learn"
@@ -272,8 +269,8 @@ def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Pr
     if not upload.uploaded:
         return
     if (directory := storage.local_path(upload.uri)) is not None:
-        remove_leftovers(directory.rglob(FILES))  # of an upload that was killed
-    storage.expect(progress, upload.size)
+        remove_leftovers(directory.rglob(TEMPORARY_FILES))  # of an upload that was killed
+    expect(progress, upload.size)
     write_files(files, upload.uri, settings, progress)
     if digest_of(files) != upload.sha256:  # leave it without a manifest
         raise InputError("the text changed during the upload; upload it again")
@@ -369,11 +366,11 @@ def located(word: str, settings: Settings) -> str:
 
     Raises InputError for a word that is no path and means no upload, or several.
     """
-    if not PART.fullmatch(word) or Path(word).exists():
+    if not PART_OF_NAME.fullmatch(word) or Path(word).exists():
         return find_moved(word, settings)
     stores = [place(settings.local_store), place(with_store(settings).data_store)]
     roots = [storage.join(store, "data") for store in stores]
-    if not NAME.fullmatch(word):
+    if not UPLOAD_NAME.fullmatch(word):
         return find_by_part(word, roots, settings)
     for root in roots:
         uri = storage.join(root, word)
@@ -405,7 +402,7 @@ def names_in(root: str, settings: Settings) -> list[str]:
     """The names of the uploads at a URI that have a manifest."""
     files = storage.list_files(root, settings)
     names = [file.removesuffix(".json") for file in files if file.endswith(".json")]
-    return [name for name in names if NAME.fullmatch(name)]
+    return [name for name in names if UPLOAD_NAME.fullmatch(name)]
 
 
 def choose(part: str, names: Iterable[str]) -> str | None:
@@ -427,6 +424,20 @@ def choose(part: str, names: Iterable[str]) -> str | None:
     return matches[0]
 
 
+def last_uploads(settings: Settings) -> Cache[dict[str, str]]:
+    """The URI of the last upload to each store, by `place`, the newest last."""
+    return Cache(settings.home / "last-uploads.json", dict[str, str])
+
+
+def note_last_upload(uri: str, settings: Settings) -> None:
+    cache = last_uploads(settings)
+    uris = cache.read()
+    store = place(settings.data_store)
+    uris.pop(store, None)
+    uris[store] = uri  # the newest is the last
+    storage.write_json(str(cache.file), uris)  # raises, where the cache would not
+
+
 def last_upload(settings: Settings) -> str:
     """The URI of the last upload from this machine, which a launch takes unless another is named.
 
@@ -436,7 +447,7 @@ def last_upload(settings: Settings) -> str:
     places = {place(settings.data_store)}
     if storage.local_path(settings.data_store) is None:
         places.add(place(settings.local_store))
-    last = storage.read_cache(settings.home / LAST_UPLOADS, dict[str, str])
+    last = last_uploads(settings).read()
     uris = [find_moved(uri, settings) for uri in last.values()]
     if settings.store:
         uris = [uri for uri in uris if uri.rpartition("/data/")[0] in places]

@@ -15,7 +15,7 @@ from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.errors import DataError
 from entry_point.text import Tokenizer, read_json
 from launcher.errors import InputError
-from launcher.files.storage import Progress
+from launcher.files.progress import Progress, no_progress
 from launcher.models.encoder import QWEN35, published_tokenizer
 from launcher.text.copies import in_thread
 from launcher.text.formats import Counts, File, documents
@@ -65,7 +65,7 @@ def fitting_size(characters: int) -> int:
 
 
 def learn_tokenizer(
-    files: Sequence[File], vocab_size: int, progress: Progress = lambda n: None
+    files: Sequence[File], vocab_size: int, progress: Progress = no_progress
 ) -> Tokenizer:
     """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents.
 

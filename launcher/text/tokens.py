@@ -30,7 +30,8 @@ from entry_point.conversations import END_OF_TURN
 from entry_point.files import file_sha256
 from entry_point.text import Tokenizer, read_tokens
 from launcher.errors import InputError, unknown_characters
-from launcher.files.storage import Progress, expect, json_bytes
+from launcher.files.progress import Progress, expect
+from launcher.files.storage import json_bytes
 from launcher.models.chat import SPEAKS, ChatEncoder
 from launcher.models.encoder import Encoder
 from launcher.text import repeats

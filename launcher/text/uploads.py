@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.files.moved import text_id
+from launcher.files.moved import UPLOAD_NAME, text_id
 from launcher.finding import Listing
 from launcher.job import JobDescription
 from launcher.sagemaker.stack import with_stack
@@ -75,14 +74,15 @@ def full_name(reference: str, settings: Settings) -> str:
 def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -> Iterator[Stored]:
     for kind in ("text", "model"):
         root = storage.join(corpus.place(store), "models" if kind == "model" else "data")
-        folders: dict[str, dict[str, Any]] = defaultdict(dict)
-        for path, facts in storage.list_entries(root, settings).items():
+        folders: dict[str, dict[str, storage.Entry]] = defaultdict(dict)
+        for path, entry in storage.list_entries(root, settings).items():
             name, _, file = path.partition("/")
-            folders[name if file else name.removesuffix(".json")][file] = facts
-        for name in filter(corpus.NAME.fullmatch, folders):
+            folders[name if file else name.removesuffix(".json")][file] = entry
+        for name in filter(UPLOAD_NAME.fullmatch, folders):
             uri, files, what = storage.join(root, name), folders[name], kind
-            facts = files.pop("", None) or next(iter(files.values()))  # of the manifest, if any
-            sizes = {file: each["size"] for file, each in files.items()}
+            manifest_entry = files.pop("", None)
+            entry = manifest_entry or next(iter(files.values()))
+            sizes = {file: each.size for file, each in files.items()}
             upload = corpus.read_manifest(uri, settings)
             if upload is None or not upload.is_whole(sizes):
                 upload, what = None, "incomplete"
@@ -94,7 +94,7 @@ def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -
                 uri=uri,
                 kind=what,
                 size=sum(sizes.values()),
-                written=facts.get("mtime") or facts["LastModified"].timestamp(),
+                written=entry.written,
                 jobs=[job.job_id for job in readers],
                 running=[job.job_id for job in readers if job.is_running],
                 owners=sorted({job.owner for job in readers if job.owner}),

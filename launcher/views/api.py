@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launcher.errors import ServiceError
-from launcher.files.documents import reason_of
+from launcher.files.documents import first_problem
 from launcher.models.chat import Message
 from launcher.models.sample import encode
 from launcher.views.play import Player, Queued, SamplingRequest, Token, problem, stream_tokens, turn
@@ -90,7 +90,7 @@ def reason(error: ValidationError) -> str:
     for n, name in enumerate(names, 1):
         if name in REFUSALS:
             return f"{'.'.join(names[:n])}: {REFUSALS[name]}"
-    return reason_of(error)
+    return first_problem(error)
 
 
 @dataclass

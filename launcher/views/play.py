@@ -36,7 +36,7 @@ from torch import Tensor
 from entry_point.model import GPT
 from entry_point.text import Tokenizer
 from launcher.errors import InputError, ServiceError
-from launcher.files.documents import adapter, reason_of
+from launcher.files.documents import adapter_for, first_problem
 from launcher.job import end_of
 from launcher.models.chat import Chat, Message, TooLong
 from launcher.models.load import is_edited
@@ -211,7 +211,7 @@ def make_app(
 
     async def generate(request: HTTPRequest) -> Response:
         player = players[request.path_params["number"]]
-        wanted = adapter(SamplingRequest).validate_json(await request.body())
+        wanted = adapter_for(SamplingRequest).validate_json(await request.body())
         dropped, ids = 0, None
         if wanted.messages is not None:
             dropped, ids, most = player.chat.fitting(wanted.messages, wanted.max_new_tokens)
@@ -237,7 +237,7 @@ def make_app(
     async def refused(request: HTTPRequest, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
             return Response()
-        said = reason_of(error) if isinstance(error, ValidationError) else str(error)
+        said = first_problem(error) if isinstance(error, ValidationError) else str(error)
         code = "context_length_exceeded" if isinstance(error, TooLong) else None
         # An edited script that fails raises ServiceError; the other errors are the client's.
         return problem(500 if isinstance(error, ServiceError) else 400, said, code)

@@ -22,7 +22,7 @@ from launching import ENDLESS, sets, until
 from moto.iam.models import iam_backends
 from policies import allowed, statements
 
-from launcher.files.storage import PART_BYTES
+from launcher.files.s3 import PART_BYTES
 from launcher.sagemaker import deploy
 
 ROOT = Path(__file__).resolve().parents[2]

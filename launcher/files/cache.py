@@ -1,0 +1,34 @@
+"""Documents in the home that commands can do without: what was seen last, such as prices."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from launcher.errors import ServiceError
+from launcher.files import storage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Cache(Generic[T]):
+    """A file with a JSON document of a type that has an empty value: a dict or a list, for one."""
+
+    file: Path
+    kind: type[T]
+
+    def read(self) -> T:
+        """Return the document, or an empty one if the file is missing or damaged."""
+        with suppress(ServiceError):
+            document = storage.read_document(str(self.file), self.kind)
+            if document is not None:
+                return document
+        return self.kind()
+
+    def write(self, document: T) -> None:
+        """Write the document, if the disk takes it."""
+        with suppress(ServiceError):
+            storage.write_json(str(self.file), document)

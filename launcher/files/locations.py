@@ -1,0 +1,64 @@
+"""Where files are: s3://bucket/prefix, a path of this machine, or its file URI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from launcher.errors import InputError, ServiceError
+from launcher.settings import expand_user, location_problem
+
+MAX_NAME, MAX_PATH = 255, 4095  # characters, on every system
+
+
+def to_uri(location: str | Path) -> str:
+    path = local_path(str(location))
+    if path is None:
+        return str(location)
+    return path.as_uri()
+
+
+def path_of(typed: str | Path) -> Path:
+    """Return the path that a user typed, with the home directory for `~`.
+
+    Raises InputError if it is empty, or so long that it is a text.
+    """
+    text = str(typed)
+    if not text:
+        raise InputError("the path is empty: give a path or s3://bucket/prefix")
+    longest_name = max(map(len, text.split("/")))
+    if longest_name > MAX_NAME or len(text) > MAX_PATH:
+        beginning = " ".join(text[:40].split())
+        raise InputError(f"{beginning!r}... is a text, not a path: write it to a file")
+    return expand_user(typed)
+
+
+def local_path(location: str) -> Path | None:
+    """Return the path of a local location, or None for S3. Raises InputError if it is neither."""
+    problem = location_problem(location)
+    if problem:
+        raise InputError(f"{location}: {problem}")
+    if location.startswith("file://"):
+        return Path(unquote(location.removeprefix("file://")))
+    if location.startswith("s3://"):
+        return None
+    return path_of(location).absolute()
+
+
+def join(location: str, *parts: str) -> str:
+    """Append parts to a location. In file URIs, unlike in paths and keys, they are quoted."""
+    if location.startswith("file://"):
+        parts = tuple(quote(part) for part in parts)
+    return "/".join([location.rstrip("/"), *parts])
+
+
+def path_below(directory: Path, name: str, uri: str) -> Path:
+    """Return the path for a file of a location that others write to, and make its directory.
+
+    Raises ServiceError if the name leads out of the directory.
+    """
+    path = directory / name
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise ServiceError(f"{uri}: {name!r} would be written outside of {directory}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
