@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Lock
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -28,7 +28,6 @@ from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.cache import Cache
 from launcher.files.documents import Count, Damaged
-from launcher.files.models import is_path
 from launcher.files.moved import PART_OF_NAME, UPLOAD_NAME, find_moved
 from launcher.files.progress import Progress, expect, no_progress
 from launcher.files.scratch import TEMPORARY_FILES, remove_leftovers
@@ -40,9 +39,6 @@ from launcher.text.files import find_files, read_plain, warn_of_held_out
 from launcher.text.formats import File, opened, stored
 from launcher.text.repeats import share_within, warn_of_repeats
 from launcher.values import plain
-
-if TYPE_CHECKING:  # it imports torch
-    from entry_point.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +210,13 @@ def send_tokens(
 ) -> Upload:
     """Encode text as tokens and upload them, unless they are in the store."""
     from launcher.text import tokens
-    from launcher.text.tokenizer import SAMPLE, fingerprint, fitting_size, learn_tokenizer
+    from launcher.text.tokenizer import (
+        SAMPLE,
+        find_tokenizer,
+        fingerprint,
+        fitting_size,
+        learn_tokenizer,
+    )
 
     counts = tokens.survey(files)
     counts.check(name)
@@ -253,15 +255,6 @@ def send_tokens(
         )
         send(upload, shards, settings, progress)
     return upload
-
-
-def find_tokenizer(word: str, settings: Settings) -> Tokenizer:
-    """The one that a user named, by a file, a directory or a job."""
-    from launcher.models.fetch import fetch_model
-    from launcher.text.tokenizer import open_tokenizer
-
-    is_here = is_path(word) or word.endswith(".json")
-    return open_tokenizer(storage.path_of(word) if is_here else fetch_model(word, settings))
 
 
 def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Progress) -> None:

@@ -15,8 +15,12 @@ from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.errors import DataError
 from entry_point.text import Tokenizer, read_json
 from launcher.errors import InputError
+from launcher.files.models import is_path
 from launcher.files.progress import Progress, no_progress
+from launcher.files.storage import path_of
 from launcher.models.encoder import QWEN35, published_tokenizer
+from launcher.models.fetch import fetch_model
+from launcher.settings import Settings
 from launcher.text.copies import in_thread
 from launcher.text.formats import Counts, File, documents
 
@@ -29,6 +33,13 @@ SAMPLE = 1 << 27  # bytes to learn a vocabulary from
 def fingerprint(tokenizer: Tokenizer) -> str:
     """A SHA-256 of the bytes that each id stands for."""
     return hashlib.sha256(repr(tokenizer.words).encode()).hexdigest()
+
+
+def find_tokenizer(typed: str, settings: Settings) -> Tokenizer:
+    """Return the tokenizer that a user named by a file, a directory or a job."""
+    if is_path(typed) or typed.endswith(".json"):
+        return open_tokenizer(path_of(typed))
+    return open_tokenizer(fetch_model(typed, settings))
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
