@@ -209,19 +209,13 @@ def send_tokens(
     progress: Progress,
 ) -> Upload:
     """Encode text as tokens and upload them, unless they are in the store."""
+    from launcher.text import tokenizer as tokenizers
     from launcher.text import tokens
-    from launcher.text.tokenizer import (
-        SAMPLE,
-        find_tokenizer,
-        fingerprint,
-        fitting_size,
-        learn_tokenizer,
-    )
 
     counts = tokens.survey(files)
     counts.check(name)
-    wanted = vocab_size or fitting_size(counts.characters)
-    tokenizer = None if named == "bpe" else find_tokenizer(str(named), settings)
+    wanted = vocab_size or tokenizers.fitting_size(counts.characters)
+    tokenizer = None if named == "bpe" else tokenizers.find_tokenizer(str(named), settings)
     if tokenizer and counts.chats and tokenizer.unit == "characters":
         what = f"{named} was trained on characters and cannot learn conversations"
         raise InputError(what, "needs-bpe")
@@ -234,8 +228,8 @@ def send_tokens(
         return replace(known, uploaded=False, documents=counts.documents)
     if tokenizer is None:
         logger.info(f"tokenizer: learning {wanted:,} tokens")
-        expect(progress, min(counts.size, SAMPLE))
-        tokenizer = learn_tokenizer(files, wanted, progress)
+        expect(progress, min(counts.size, tokenizers.SAMPLE))
+        tokenizer = tokenizers.learn_tokenizer(files, wanted, progress)
         if (learned := len(tokenizer)) < wanted:
             what = f"{learned:,} tokens, not {wanted:,}: the text has no more to learn"
             logger.info(f"tokenizer: {what}")
@@ -249,7 +243,7 @@ def send_tokens(
             characters=counts.characters,
             documents=counts.documents,
             chats=counts.chats > 0,
-            tokenizer=fingerprint(tokenizer),
+            tokenizer=tokenizers.fingerprint(tokenizer),
             repeated=None if counts.chats else tokens.share_within(directory),
             **made,
         )
