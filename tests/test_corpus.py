@@ -15,6 +15,7 @@ import re
 import shlex
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ import pytest
 from launcher.files import storage
 from launcher.files.storage import local_path
 from launcher.settings import Settings, load_settings
-from launcher.text import corpus
+from launcher.text import corpus, formats
 from launcher.text.channels import find_channel
 from launcher.text.copies import first_text
 from launcher.text.corpus import find_upload, last_upload, located
@@ -191,15 +192,26 @@ def test_a_table_that_is_called_text_is_warned_about(cli, tmp_path, text):
     assert "table.txt: looks like a table" in cli("upload-data", "table.txt").good.err
 
 
-def test_a_full_temporary_folder_is_named(cli, tmp_path, monkeypatch):
+def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(LONG.encode()))
 
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("launcher.text.formats.shutil.copyfileobj", fail)
-    ran = cli("upload-data", "a.txt.gz")
-    assert ran.failed(1, "is full, where a.txt.gz is unpacked; TMPDIR names another")
+    full = pytest.raises(ServiceError, match="is full, where .*a.txt.gz is unpacked; TMPDIR names")
+    with full, formats.stored(look(tmp_path / "a.txt.gz")):
+        pass
+
+
+def test_a_packed_text_goes_straight_into_a_local_store(cli, tmp_path, monkeypatch):
+    packed = tmp_path / "a.txt.gz"
+    packed.write_bytes(gzip.compress(LONG.encode()))
+    packed.chmod(0o600)
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", Mock(side_effect=AssertionError))
+    (copy,) = stored(cli("upload-data", "a.txt.gz").good.out.strip()).iterdir()
+    assert copy.read_text() == LONG
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o400
 
 
 def test_another_encoding_needs_no_temporary_file(home, tmp_path, monkeypatch):
@@ -596,7 +608,7 @@ def test_a_killed_upload_is_none_and_the_next_completes_it(home, tmp_path):
     program = """
 import time
 from launcher.cli import main
-from launcher.text import corpus
+from launcher.text import corpus, formats
 corpus.digest_of = lambda files: time.sleep(100)
 main()
 """

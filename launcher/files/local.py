@@ -45,16 +45,21 @@ class LocalLocation:
 
     def write_file(self, source: Path, progress: Progress) -> None:
         """Copy a file with its mode and times. Nobody may write the copy: jobs link to it."""
+        with open_file(source) as file:
+            self.write_content(file, source, progress)
+
+    def write_content(self, content: BinaryIO, source: Path, progress: Progress) -> None:
+        """Write what a file unpacks to, as write_file copies that file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open_file(source) as file, replacing(self.path) as copy:
-            while chunk := file.read(CHUNK_BYTES):
+        with replacing(self.path) as copy:
+            while chunk := content.read(CHUNK_BYTES):
                 copy.write(chunk)
                 progress(len(chunk))
             copy.flush()
             with suppress(OSError):  # of a file system without times
                 shutil.copystat(source, copy.name)
             with suppress(OSError):  # of a file system without modes
-                os.fchmod(copy.fileno(), os.fstat(file.fileno()).st_mode & 0o555)
+                os.fchmod(copy.fileno(), source.stat().st_mode & 0o555)
 
     def read_bytes(self, max_bytes: int) -> bytes:
         return read_file(self.path, max_bytes)

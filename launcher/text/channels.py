@@ -15,7 +15,7 @@ from launcher.settings import Settings
 from launcher.text import corpus
 from launcher.text.copies import temporary
 from launcher.text.files import find_files, warn_of_held_out
-from launcher.text.formats import File, stored
+from launcher.text.formats import File, opened
 
 if TYPE_CHECKING:  # they import torch
     from entry_point.config import Config
@@ -94,8 +94,9 @@ def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) ->
             for file in channel.sources:
                 target = directory / name / file.name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with stored(file) as path:
-                    shutil.copyfile(path, target)
+                in_one_line = storage.reported(str(target))
+                with opened(file) as content, in_one_line, target.open("wb") as copy:
+                    shutil.copyfileobj(content, copy, storage.CHUNK_BYTES)
             if not channel.sources:
                 with byte_progress("fetch") as progress:
                     storage.fetch(channel.uri, directory / name, progress, settings)

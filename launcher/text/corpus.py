@@ -28,6 +28,7 @@ from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.cache import Cache
 from launcher.files.documents import Count, Damaged
+from launcher.files.local import LocalLocation
 from launcher.files.moved import PART_OF_NAME, UPLOAD_NAME, find_moved
 from launcher.files.progress import Progress, expect, no_progress
 from launcher.files.scratch import TEMPORARY_FILES, remove_leftovers
@@ -278,8 +279,14 @@ def write_files(files: Sequence[File], uri: str, settings: Settings, progress: P
             progress(n)
 
     def write(file: File) -> None:
-        with stored(file) as path:
-            storage.write_file(path, storage.join(uri, file.name), report, settings)
+        target = storage.join(uri, file.name)
+        path_in_store = storage.local_path(target)
+        if path_in_store is not None and file.is_converted:
+            with opened(file) as content, storage.reported(target):
+                LocalLocation(path_in_store).write_content(content, file.path, report)
+        else:  # S3 gets parallel parts, which need a file
+            with stored(file) as path:
+                storage.write_file(path, target, report, settings)
 
     def write_rest(queue: SimpleQueue[File]) -> None:
         with suppress(Empty):

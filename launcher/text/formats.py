@@ -132,6 +132,11 @@ class File:
     encoding: str = ""  # a codec of Python
     column: str = "text"  # the field of its records that holds the text
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether the upload has other bytes than the file."""
+        return bool(self.compression or self.encoding)
+
 
 def bare(path: Path) -> Path:
     """The path without the suffix of a compression."""
@@ -259,8 +264,8 @@ def opened(file: File) -> Iterator[io.BufferedReader]:
 
 @contextmanager
 def stored(file: File) -> Iterator[Path]:
-    """The file that a store gets: this one, or a temporary copy, uncompressed and as UTF-8."""
-    if not file.compression and not file.encoding:
+    """The file that S3 gets: this one, or a temporary copy, uncompressed and as UTF-8."""
+    if not file.is_converted:
         yield file.path
         return
     with opened(file) as content, tempfile.NamedTemporaryFile() as copy:
