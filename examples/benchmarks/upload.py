@@ -25,7 +25,9 @@ from startup import repeated
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
-    megabytes = 2 if args.quick else args.megabytes
+    megabytes, n_files = args.megabytes, args.files
+    if args.quick:
+        megabytes, n_files = 2, 100
     large = repeated(scratch / "large.txt", args.text.read_text("utf-8"), megabytes)
 
     def upload(
@@ -36,7 +38,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         command = [*CLI, "upload-data", str(text), *map(str, words)]
         return cost(Process(command, cwd=checkout, env=env))
 
-    folder = write_notes(scratch / "notes", args.text, 100 if args.quick else args.files)
+    folder = write_notes(scratch / "notes", args.text, n_files)
 
     checkouts = {"": ROOT} | ({", before": args.before.absolute()} if args.before else {})
     tokenizers = dict[Path, Path]()  # each checkout has its own
@@ -72,7 +74,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
             sides[f"{way}{when}"] = on_checkout(upload_text, checkout)
     sides["cp"] = copied
     found = measure.alternate(args.rounds, sides)
-    findings = {"text": f"{large.stat().st_size / 1e6:.0f} MB", "files": f"{args.files:,}"}
+    findings = {"text": f"{large.stat().st_size / 1e6:.0f} MB", "files": f"{n_files:,}"}
     report = Report(findings=findings)
     for side, figures in found.items():
         speeds, memory = map(list, zip(*figures, strict=True))
