@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import sys
+from unittest.mock import Mock
 
 import pytest
 from access import ACCOUNT
@@ -24,7 +25,7 @@ from launcher.sagemaker.caller import (
     with_last,
 )
 from launcher.settings import load_settings
-from sm_nanogpt import Settings
+from sm_nanogpt import ServiceError, Settings
 
 STS, IAM = f"arn:aws:sts::{ACCOUNT}:", f"arn:aws:iam::{ACCOUNT}:"
 
@@ -238,11 +239,26 @@ def test_an_upload_that_colleagues_use_says_so(cloud, cli, become, two):
     assert "used by 2 jobs of user/ada and user/grace:\n" in ran.err
 
 
-def test_an_unused_upload_says_that_its_owner_is_unknown(cloud, cli, text_file):
-    name = cli("upload-data", str(text_file)).good.out.strip().rpartition("/")[2]
-    ran = cli("delete", name)
+@pytest.mark.parametrize("tokenizer", [(), ("--tokenizer", "bpe")])
+def test_an_upload_to_s3_records_who_sent_it(cloud, cli, become, text_file, tokenizer):
+    become("ada")
+    uri = cli("upload-data", str(text_file), *tokenizer).good.out.strip()
+    become("grace")
+    assert cli("upload-data", str(text_file), *tokenizer).good.out.strip() == uri
+    [upload] = json.loads(cli("data", "--json").out)
+    assert upload["manifest"]["owner"] == "user/ada"
+    ran = cli("delete", upload["name"])
     assert ran.failed(2, "--yes")
-    assert "used by 0 jobs, so whose it is, is not known:\n" in ran.err
+    assert "uploaded by user/ada, used by 0 jobs:\n" in ran.err
+
+
+def test_an_upload_needs_no_answer_to_whose_it_is(cloud, cli, text_file, monkeypatch):
+    silent = Mock(side_effect=ServiceError("GetCallerIdentity: no answer"))
+    monkeypatch.setattr("launcher.sagemaker.caller.caller_of", silent)
+    ran = cli("upload-data", str(text_file)).good
+    assert "who uploaded is not recorded: GetCallerIdentity: no answer" in ran.err
+    ran = cli("delete", ran.out.strip().rpartition("/")[2])
+    assert "uploaded by nobody that is known, used by 0 jobs:\n" in ran.err
 
 
 def test_python_takes_a_colleagues_job_only_if_confirmed(cloud, become, two):

@@ -167,13 +167,7 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
             raise ServiceError(
                 f"job {job_id} is reading {each.name}", "job-is-running", job_id=job_id
             )
-        n = len(each.jobs)
-        owners = ""
-        if each.owners:
-            owners = f" of {' and '.join(each.owners)}"
-        elif each.uri.startswith("s3:") and not each.jobs:
-            owners = ", so whose it is, is not known"
-        note(f"{each.name}, {each.kind}, used by {n} job{'s' * (n != 1)}{owners}:")
+        note(f"{each.name}, {each.kind}{uploaded_by(each)}, {used_by(each)}:")
         note(f"  {in_units(each.size):>8}: {each.uri}")
     if any(each.jobs for each in found):
         note("jobs and models stay; `launch --resume` of a job then needs the same upload again")
@@ -181,3 +175,18 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
     for each in found:
         delete(each, settings)
         note(f"deleted {each.uri}: {in_units(each.size)}")
+
+
+def uploaded_by(upload: Stored) -> str:
+    """Who uploaded to S3, as a part of a line."""
+    if not upload.uri.startswith("s3:"):
+        return ""
+    owner = upload.manifest.owner if upload.manifest else ""
+    return f", uploaded by {owner or 'nobody that is known'}"
+
+
+def used_by(upload: Stored) -> str:
+    """How many jobs used an upload, and whose they are, as a part of a line."""
+    n = len(upload.jobs)
+    owners = f" of {' and '.join(upload.owners)}" if upload.owners else ""
+    return f"used by {n} job{'s' * (n != 1)}{owners}"

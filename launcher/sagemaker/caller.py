@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,13 +10,17 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from launcher.aws import make_client, service_errors
+from launcher.aws import aws_session, make_client, service_errors
+from launcher.errors import InputError, ServiceError
 from launcher.files.cache import Cache
 from launcher.job import NAME_TAG, OWNER_TAG, SUMMARY_TAG, TAG_KEY, TAG_VALUE, time_of
 from launcher.settings import Settings
 
+logger = logging.getLogger(__name__)
+
 # AWS's tools give such names to sessions, another one for each login: the time, or a task's id.
 NO_PERSON = re.compile(r"[A-Za-z-]*-\d{9,}|\d+|[0-9a-f]{32}")
+ANY_REGION = "us-east-1"  # each one knows who calls
 SSO_ROLE = "AWSReservedSSO_"  # its sessions are named after the person
 
 
@@ -40,6 +45,16 @@ def caller_of(session: Any, region: str, patient: bool) -> Caller:
             answer = client.get_caller_identity()
             known_callers[key] = Caller(answer["Account"], owner_of(answer["Arn"]))
         return known_callers[key]
+
+
+def owner_of_upload(settings: Settings) -> str:
+    """Who uploads to S3; '' if AWS does not say, as for the keys of another server."""
+    session = aws_session(settings)
+    try:
+        return caller_of(session, session.region_name or ANY_REGION, patient=False).owner
+    except (InputError, ServiceError) as error:
+        logger.info(f"who uploaded is not recorded: {error}")
+        return ""
 
 
 def owner_of(arn: str) -> str:

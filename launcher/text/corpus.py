@@ -12,13 +12,9 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Event, Lock
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -28,23 +24,22 @@ from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.cache import Cache
 from launcher.files.documents import Count, Damaged
-from launcher.files.local import LocalLocation
 from launcher.files.moved import PART_OF_NAME, UPLOAD_NAME, find_moved
 from launcher.files.progress import Progress, expect, no_progress
 from launcher.files.scratch import TEMPORARY_FILES, remove_leftovers
 from launcher.finding import is_part
+from launcher.sagemaker.caller import owner_of_upload
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
-from launcher.text.copies import copied, in_thread, name_of, temporary
+from launcher.text.copies import copied, name_of, temporary
 from launcher.text.files import find_files, read_plain, warn_of_held_out
-from launcher.text.formats import File, opened, stored
+from launcher.text.formats import File, opened
 from launcher.text.repeats import share_within, warn_of_repeats
+from launcher.text.writing import write_files
 from launcher.values import plain
 
 logger = logging.getLogger(__name__)
 
-WRITERS, SMALL_FILE = 16, 1 << 20  # files of up to SMALL_FILE bytes that are written at once
-CLEANUP_SECONDS = 5.0
 TOKENS_VERSION = 6  # of what launcher.text.tokens writes
 
 
@@ -69,6 +64,7 @@ class Upload:
     tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
     # The share of its validation part that stands in its training part; None: not measured.
     repeated: Annotated[float, Field(ge=0, le=1)] | None = None
+    owner: str = ""  # who uploaded it to S3, as in the tag of a job
 
     @property
     def n_training(self) -> int:
@@ -121,7 +117,7 @@ def upload_data(
         settings = with_store(settings)
         if tokenizer is None:
             upload, files = survey(name, files, settings)
-            send(upload, files, settings, progress)
+            upload = send(upload, files, settings, progress)
         else:
             upload = send_tokens(name, files, tokenizer, vocab_size, settings, progress)
         warn_of_repeats(name, upload.repeated)
@@ -248,15 +244,20 @@ def send_tokens(
             repeated=None if counts.chats else tokens.share_within(directory),
             **made,
         )
-        send(upload, shards, settings, progress)
-    return upload
+        return send(upload, shards, settings, progress)
 
 
-def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Progress) -> None:
-    """Put a surveyed upload into the store, unless it is there. Raises InputError if it changed."""
+def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Progress) -> Upload:
+    """Put a surveyed upload into the store, unless it is there.
+
+    Returns it with its owner. Raises InputError if its files changed meanwhile.
+    """
     if not upload.uploaded:
-        return
-    if (directory := storage.local_path(upload.uri)) is not None:
+        return upload
+    directory = storage.local_path(upload.uri)
+    if directory is None:
+        upload = replace(upload, owner=owner_of_upload(settings))
+    else:
         remove_leftovers(directory.rglob(TEMPORARY_FILES))  # of an upload that was killed
     expect(progress, upload.size)
     write_files(files, upload.uri, settings, progress)
@@ -264,51 +265,7 @@ def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Pr
         raise InputError("the text changed during the upload; upload it again")
     manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
     storage.write_json(f"{upload.uri}.json", manifest, settings)
-
-
-def write_files(files: Sequence[File], uri: str, settings: Settings, progress: Progress) -> None:
-    """Write files below a URI: small ones side by side, since each waits for the disk or for S3.
-
-    Large ones follow in turn; on S3, each goes in parallel parts. After an error or Ctrl-C no other
-    file is begun.
-    """
-    lock, is_stopped = Lock(), Event()
-
-    def report(n: int) -> None:
-        with lock:
-            progress(n)
-
-    def write(file: File) -> None:
-        target = storage.join(uri, file.name)
-        path_in_store = storage.local_path(target)
-        if path_in_store is not None and file.is_converted:
-            with opened(file) as content, storage.reported(target):
-                LocalLocation(path_in_store).write_content(content, file.path, report)
-        else:  # S3 gets parallel parts, which need a file
-            with stored(file) as path:
-                storage.write_file(path, target, report, settings)
-
-    def write_rest(queue: SimpleQueue[File]) -> None:
-        with suppress(Empty):
-            while not is_stopped.is_set():
-                write(queue.get_nowait())
-
-    small_files, large_files = SimpleQueue[File](), list[File]()
-    for file in files:
-        if file.path.stat().st_size <= SMALL_FILE:
-            small_files.put(file)
-        else:
-            large_files.append(file)
-    n_writers = min(WRITERS, small_files.qsize())
-    writers = [in_thread(partial(write_rest, small_files)) for _ in range(n_writers)]
-    try:
-        for writer in wait(writers, return_when=FIRST_EXCEPTION).done:
-            writer.result()
-    finally:
-        is_stopped.set()
-        wait(writers, CLEANUP_SECONDS)  # they remove what is half written
-    for file in large_files:
-        write(file)
+    return upload
 
 
 def digest_of(files: Sequence[File]) -> str:
