@@ -18,7 +18,8 @@ from launcher.aws import check_bucket
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
 from launcher.job import Request
-from launcher.launching.launch import cloud_settings, prepare
+from launcher.launching.draft import cloud_settings
+from launcher.launching.launch import prepare
 from launcher.local.backend import LocalBackend
 from launcher.machines import looks_like_gpu
 from launcher.sagemaker.backend import SageMakerBackend

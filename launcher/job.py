@@ -293,7 +293,7 @@ class TrainingJob(Request):
     # USD of the jobs that this one resumes, when it was submitted; they may be deleted since.
     earlier_cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     base: str | None = None  # the model of init_from, as people call it: a job's id, or a name
-    summary: str = ""  # as launch.summary_of says
+    summary: str = ""  # as summary.summary_of says
     expected: Expected | None = None  # what was forecast for it
     spot: bool = False
     volume_size: Gibibytes = 50
@@ -384,7 +384,7 @@ class JobDescription:
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     name: str | None = None
     owner: str | None = None
-    summary: str | None = None  # as launch.summary_of says
+    summary: str | None = None  # as summary.summary_of says
     search: str | None = None
     expected: Expected | None = None  # what was forecast for it
     inputs: dict[str, str] = field(default_factory=dict)

@@ -33,7 +33,8 @@ from entry_point.config import make_config
 from entry_point.errors import TrainingError, failure_report
 from launcher.files import storage
 from launcher.job import LOCAL_FIELDS, TrainingJob
-from launcher.launching.launch import find_earlier, new_job_id, resumed
+from launcher.launching.launch import new_job_id
+from launcher.launching.resume import find_earlier_job, take_over
 from launcher.local import backend
 from launcher.local.backend import LocalBackend
 from launcher.local.process import python_command
@@ -689,9 +690,9 @@ def taken_over(job: Finished, earlier: dict[str, Any], **asked: Any) -> dict[str
     sent = json.loads(file.read_text())["hyperparameters"]
     change(file, hyperparameters={**sent, **earlier})
     request, settings = Request(resume=job.job_id, **asked), launching.settings_of(job.home)
-    found = find_earlier(request, settings)
+    found = find_earlier_job(request, settings)
     assert found is not None
-    return resumed(request, found, settings)[0].hyperparameters
+    return take_over(request, found, settings)[0].hyperparameters
 
 
 def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):

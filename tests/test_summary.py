@@ -15,8 +15,8 @@ import runs
 from entry_point.config import make_config
 from entry_point.huggingface import FINE_TUNING
 from launcher.job import TrainingJob
-from launcher.launching.launch import summary_of
 from launcher.launching.start import base_of
+from launcher.launching.summary import summary_of
 
 FIELD = "    dropout: float = hyperparameter("
 SCALED = (FIELD, f'    mlp_scale: float = hyperparameter(1.0, "scale", 0)\n{FIELD}')

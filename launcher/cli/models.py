@@ -162,7 +162,7 @@ def about(directory: Path, summary: str | None = None) -> str:
     """
     from launcher.files.documents import Damaged, parse
     from launcher.job import TrainingJob
-    from launcher.launching.launch import summary_of
+    from launcher.launching.summary import summary_of
     from launcher.models.load import known_config
 
     try:

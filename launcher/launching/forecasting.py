@@ -14,7 +14,7 @@ from launcher.errors import InputError, LauncherError
 from launcher.finding import Listing
 from launcher.forecast import table
 from launcher.job import Request, TrainingJob
-from launcher.launching.launch import kept_forecast, with_folder
+from launcher.launching.draft import forecast_path, with_training_folder
 from launcher.launching.texts import check_texts, find_texts
 from launcher.sagemaker.cost import Prices, rate
 from launcher.settings import Settings
@@ -48,9 +48,9 @@ def forecast(
         raise InputError("must be more than 0", field="max_cost", value=max_cost)
     if other := sorted(request.given().keys() - TAKEN):
         raise InputError("a forecast is for all sizes, without it", field=other[0])
-    request = with_folder(request)
+    request = with_training_folder(request)
     texts = find_texts(request, settings, settings)
-    place = kept_forecast(request, texts, settings)
+    place = forecast_path(request, texts, settings)
     for channel in texts.values():
         problem = "" if channel.upload else "its length is not known; upload it from here"
         if channel.upload and channel.upload.chats:

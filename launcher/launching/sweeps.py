@@ -20,7 +20,8 @@ from launcher.files import locks, storage
 from launcher.finding import Backend, Listing, backend_for, is_part, not_asked
 from launcher.job import FULL_ID, JobDescription, Request
 from launcher.launching import records
-from launcher.launching.launch import Plan, check_name, new_job_id, prepare
+from launcher.launching.draft import check_name
+from launcher.launching.launch import Plan, new_job_id, prepare
 from launcher.launching.pot import Pot, costs_of, pot_of, prepare_affordable, slots_for
 from launcher.launching.records import Sweep, Tries, record_of, tail_of
 from launcher.local.backend import LocalBackend

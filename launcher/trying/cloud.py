@@ -25,7 +25,7 @@ from launcher.files import locks, storage
 from launcher.files.documents import Document
 from launcher.files.scratch import scratch
 from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request, UnreadableJob
-from launcher.launching import launch
+from launcher.launching import draft, launch
 from launcher.local.runs import SILENT
 from launcher.models import fetch
 from launcher.sagemaker.backend import SageMakerBackend
@@ -223,7 +223,7 @@ class OnSageMaker:
         """The job of these runs, with a time limit. Nothing is sent. Raises CeilingTooLow if it may
         cost more than a job may by the settings."""
         words = dict(self.search.start["words"])
-        text = self.text(launch.cloud_settings(self.backend))
+        text = self.text(draft.cloud_settings(self.backend))
         request = Request(
             name=f"try-{self.search.name}-{job_id[-6:]}",
             instance=self.search.start["instance"],

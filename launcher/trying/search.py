@@ -28,6 +28,7 @@ from launcher.judge.score import losses
 from launcher.judge.texts import Text, encode
 from launcher.judge.worker import Worker
 from launcher.launching import launch
+from launcher.launching.draft import fill
 from launcher.local.confine import packages
 from launcher.local.runs import Run, run_all
 from launcher.settings import Settings
@@ -378,7 +379,7 @@ def begin(
         raise InputError(f"runs may read {place}; set SM_NANOGPT_HOME to another directory")
     if place.exists():
         raise InputError(f"there is a search {name}; take another name, or delete {place}")
-    draft = launch.fill(request, settings)
+    draft = fill(request, settings)
     launch.check(draft)
     job, text = draft.job, draft.texts["data"]
     if len(job.instances) > 1:

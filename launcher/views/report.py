@@ -14,8 +14,8 @@ from launcher.errors import ServiceError
 from launcher.finding import find
 from launcher.job import JobDescription, TrainingJob, end_of
 from launcher.judge.evaluation import Evaluation, kept
-from launcher.launching.launch import shortest
 from launcher.launching.records import MODEL_CHOICES
+from launcher.launching.summary import format_value
 from launcher.launching.sweeps import Rank, differences, ranking
 from launcher.settings import Settings
 from launcher.text.corpus import Upload, known_upload
@@ -236,4 +236,4 @@ def hyperparameters_of_models(runs: Sequence[Run]) -> set[str]:
 
 
 def plain(value: Any) -> str:
-    return "-" if value in (None, "") else shortest(value)
+    return "-" if value in (None, "") else format_value(value)

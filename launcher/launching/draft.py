@@ -1,0 +1,252 @@
+"""Fill what a request leaves open, step by step, until a job has every choice made."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher import machines
+from launcher.aws import Offline
+from launcher.errors import InputError, about
+from launcher.finding import Backend, Listing
+from launcher.forecast import table
+from launcher.job import Expected, Request, TrainingJob
+from launcher.launching import start
+from launcher.launching.records import recorded_as
+from launcher.launching.resume import EarlierJob, find_earlier_job, take_over
+from launcher.launching.summary import summary_of
+from launcher.launching.texts import find_texts
+from launcher.local.backend import LocalBackend
+from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.caller import remembered
+from launcher.sagemaker.stack import notebook_role, with_stack
+from launcher.settings import Settings
+from launcher.text.channels import Texts
+
+logger = logging.getLogger(__name__)
+
+# Fields of a request whose defaults come from the settings.
+FROM_SETTINGS = ("subnets", "security_group_ids", "network_isolation", "encrypt_traffic", "tags")
+
+
+@dataclass
+class Draft:
+    """A job in the making: its request, of which each step fills what is still open.
+
+    original is the request as the user made it. models are those that the run starts from and
+    learns from, by the fields init_from and teacher; base is the name of the first. backend has the
+    settings with the job's store and role.
+    """
+
+    original: Request
+    settings: Settings
+    texts: Texts
+    request: Request
+    earlier: EarlierJob | None = None
+    models: dict[str, start.InitialModel] = field(default_factory=dict)
+    base: str | None = None
+    backend: Backend = field(init=False)
+    job: TrainingJob = field(init=False)
+
+    def take_over_earlier_job(self) -> None:
+        """Fill the request from the job that it resumes."""
+        with about("resume", self.request.resume):
+            earlier = find_earlier_job(self.request, self.settings)
+        if earlier is not None:
+            self.request, self.earlier = take_over(self.request, earlier, self.settings)
+            self.base = self.earlier.job.base
+
+    def choose_backend(self) -> None:
+        """This machine, or SageMaker with what the settings say of its jobs."""
+        if self.request.is_local:
+            self.backend = LocalBackend(self.settings.model_copy(update={"store": ""}))
+            return
+        self.backend = SageMakerBackend(self.settings)
+        self.settings = cloud_settings(self.backend)
+        self.backend.settings = self.settings
+        self.request = with_defaults_of(self.settings, self.request)
+
+    def read_training_folder(self) -> None:
+        with about("entry_point", self.request.entry_point):
+            self.request = with_training_folder(self.request)
+
+    def find_models(self) -> None:
+        """Find the models to start from and to learn from, and set what the first prescribes."""
+        for name in ("init_from", "teacher"):
+            reference = getattr(self.original, name)
+            if reference is None:
+                continue
+            with about(name, reference):
+                model = start.find_model(self.request, self.backend.settings, name)
+            self.models[name] = model
+            self.request = self.request.model_copy(update={name: model.channel.uri})
+            if name == "init_from":
+                update = {"hyperparameters": model.hyperparameters}
+                self.request = self.request.model_copy(update=update)
+                self.base = model.name
+
+    def choose_preset(self) -> None:
+        """`baby` on GPUs, where nothing else says what to train; check the hyperparameters."""
+        request = self.request
+        has_gpu = machines.looks_like_gpu(request.instance or "local")
+        continues = self.original.resume is not None or self.original.init_from is not None
+        if has_gpu and request.preset is None and request.size is None and not continues:
+            self.request = request.model_copy(update={"preset": "baby"})
+        if self.request.preset != "auto" and self.request.size is None:
+            self.request.config(1)  # finds a mistake before a long text is read
+
+    def find_texts(self) -> None:
+        """Find where the job reads its texts, unless another plan has found the same ones."""
+        if not self.texts:
+            self.texts = find_texts(self.request, self.settings, self.backend.settings)
+
+    def choose_size(self) -> None:
+        """Set the hyperparameters that depend on the text."""
+        with about("data", self.request.data):
+            self.request = start.sized(self.request, self.texts)
+        self.request = start.with_whole_windows(self.request, self.texts["data"])
+
+    def make_job(self) -> None:
+        """Set where the texts are, and what starts the processes on the instance type."""
+        choices = self.request.given()
+        for name, channel in self.texts.items():
+            choices[name] = channel.uri
+        choices["source_sha256"] = self.request.source.sha256
+        if not self.request.is_local:
+            launcher = machines.default_launcher(self.request.instance or "")
+            choices.setdefault("launcher", launcher)
+        self.job = TrainingJob(**choices, base=self.base)
+        self.job._inherited = self.request._inherited
+        self.job._source = self.request._source
+
+    def describe_job(self) -> None:
+        """Add the summary, and the loss that was forecast."""
+        summary = summary_of(self.job, self.original.hyperparameters.keys())
+        expected = forecast_loss(self.job, self.texts, self.backend.settings)
+        if self.earlier is not None:
+            earlier = self.earlier.job
+            if self.job.config(1) == earlier.config(1):  # it is the same run
+                expected = earlier.expected
+                if earlier.summary.startswith("size "):
+                    summary = f"{earlier.summary} resumes {self.request.resume}"
+        self.job = self.job.model_copy(update={"summary": summary, "expected": expected})
+
+
+def fill(request: Request, settings: Settings, texts: Texts | None = None) -> Draft:
+    """Choose what a request leaves open: from the earlier job, the settings, the initial model, the
+    text, and the defaults of the machine.
+
+    texts: the channels of a plan with the same texts, which are not read again.
+    """
+    draft = Draft(request, settings, texts or {}, request)
+    draft.take_over_earlier_job()
+    check_name(draft.request, draft.settings)
+    draft.choose_backend()
+    draft.read_training_folder()
+    draft.find_models()
+    draft.choose_preset()
+    draft.find_texts()
+    draft.choose_size()
+    draft.make_job()
+    draft.describe_job()
+    return draft
+
+
+def check_name(request: Request, settings: Settings) -> None:
+    """Raise InputError if a job of the caller, or a sweep of this machine, has the name."""
+    if request.name is None:
+        return
+    owner = recorded_as(request.name, settings)
+    listing = Listing(settings, name=request.name)
+    if owner is None:
+        asks_sagemaker = not request.is_local or remembered(settings)
+        jobs = iter(listing) if asks_sagemaker else listing.read(LocalBackend)
+        job = next(jobs, None)
+        owner = job.job_id if job is not None else None
+    if owner is not None:
+        raise InputError(f"{owner} has this name", field="name", value=request.name)
+    if listing.failure is not None:
+        if not (request.is_local or isinstance(listing.failure, Offline)):
+            raise listing.failure
+        none = f"of the jobs of this machine, none is named {request.name}"
+        logger.info(f"{listing.failure}; {none}", extra={"cause": listing.failure})
+
+
+def cloud_settings(backend: SageMakerBackend) -> Settings:
+    """The settings with a store that SageMaker can read and an execution role.
+
+    They come from the settings, else the stack, else the role of the SageMaker notebook that this
+    runs in and the account's default SageMaker bucket. No bucket is created.
+    """
+    settings = with_stack(backend.settings)
+    if not settings.role:
+        role = notebook_role(backend.client)
+        if role:
+            logger.info(f"role: {role} (from this SageMaker notebook)")
+            settings = settings.model_copy(update={"role": role})
+    if settings.store:
+        return settings
+    try:
+        bucket = backend.default_bucket()
+    except Offline as error:
+        raise InputError(f"{error}, and no stack is known here yet", "no-stack-seen") from None
+    if bucket is None:
+        raise InputError("no store is set, and the account has no default bucket", "no-store")
+    store = f"s3://{bucket}/sm-nanogpt"
+    logger.info(f"store: {store} (the account's default SageMaker bucket)")
+    return settings.model_copy(update={"store": store})
+
+
+def with_defaults_of(settings: Settings, request: Request) -> Request:
+    """The request with what the settings say of all jobs, such as subnets; tags are merged."""
+    defaults = {}
+    for name in FROM_SETTINGS:
+        value = getattr(settings, name)
+        if value:
+            defaults[name] = value
+    explicit = request.given()
+    changed = sorted(name for name in defaults if name == "tags" or name not in explicit)
+    if not changed:
+        return request
+    logger.info(f"configured: {', '.join(changed)}")
+    tags = {**settings.tags, **request.tags}
+    try:
+        return request.replaced(**{**defaults, **explicit, "tags": tags})
+    except InputError as error:
+        raise InputError(f"from the settings: {error}") from None
+
+
+def with_training_folder(request: Request) -> Request:
+    """The request with its training folder, which is read here and not again."""
+    source = request.source
+    if request.entry_point is not None:
+        source.check_complete()
+        request = request.model_copy(update={"entry_point": source.directory})
+    request._source = source
+    return request
+
+
+def forecast_loss(job: TrainingJob, texts: Texts, settings: Settings) -> Expected | None:
+    """The loss that was forecast for a job's size on its texts, if the job is that run."""
+    if job.size is None or job.teacher is not None:
+        return None
+    path = forecast_path(job, texts, settings)
+    if path is None:
+        return None
+    with job.source.running():
+        dialed = job.source.module("sizes").dial(job.size, *start.size_of(texts))
+    values = {name: value for name, value in job.hyperparameters.items() if name != "seed"}
+    return table.recall(path, job.size) if values == dialed else None
+
+
+def forecast_path(request: Request, texts: Texts, settings: Settings) -> Path | None:
+    """The file that keeps the forecast of texts; None if they were not uploaded from here."""
+    hashes = []
+    for channel in texts.values():
+        if channel.upload is None:
+            return None
+        hashes.append(channel.upload.sha256)
+    digest = hashlib.sha256(" ".join([*hashes, request.source.sha256]).encode()).hexdigest()
+    return settings.home / "forecasts" / f"{digest[:24]}.json"

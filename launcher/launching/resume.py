@@ -1,0 +1,142 @@
+"""The job that another one resumes: find it, and take over what a request leaves out."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
+
+from launcher import machines
+from launcher.errors import InputError, ServiceError
+from launcher.finding import find
+from launcher.job import JobDescription, Request, TrainingJob
+from launcher.settings import Settings
+from launcher.source import find_source
+
+logger = logging.getLogger(__name__)
+
+# Fields that a job does not take over as they are.
+NOT_INHERITED = {"name", "resume", "preset", "size", "hyperparameters"}
+# Fields of which a job sets at most one.
+EXCLUSIVE = {"image_uri": "pytorch_version", "pytorch_version": "image_uri"}
+
+
+class EarlierJob(NamedTuple):
+    """A job that another one resumes: as it was submitted, and its state."""
+
+    job: TrainingJob
+    description: JobDescription
+
+
+def find_earlier_job(request: Request, settings: Settings) -> EarlierJob | None:
+    """The job that a request resumes, which a dry run looks up too.
+
+    Raises InputError if the request sets what only a new run has, and ServiceError if the job
+    still runs, or has no checkpoint.
+    """
+    if request.resume is None:
+        return None
+
+    new_run_fields = {"init_from": request.init_from, "teacher": request.teacher}
+    if request.preset == "auto":
+        new_run_fields["preset"] = request.preset
+    for name, value in new_run_fields.items():
+        if value is not None:
+            raise InputError("is for a new run, without resume", field=name, value=value)
+
+    backend, description = find(request.resume, settings.with_offline(False))
+    state = f"job {request.resume} is {description.status}"
+    if description.is_running:
+        raise ServiceError(state, "job-is-running", job_id=request.resume)
+    if description.checkpoint_uri is None:
+        raise ServiceError(f"{state}, and left no checkpoint to resume from")
+    return EarlierJob(backend.job(description.job_id), description)
+
+
+def take_over(
+    request: Request, earlier: EarlierJob, settings: Settings
+) -> tuple[Request, EarlierJob]:
+    """Fill the fields that a request leaves out from the job that it resumes.
+
+    Hyperparameters, variables and tags are merged one by one. Logs the earlier hyperparameters
+    that the training folder does not have. Returns the request, and the earlier job as that folder
+    computes it. Raises InputError if the job cannot read the earlier job's checkpoints.
+    """
+    check_reach(request, earlier)
+    request = with_earlier_folder(request, earlier.job, settings)
+    earlier = as_computed_by(request, earlier)
+    return with_earlier_fields(request, earlier), earlier
+
+
+def check_reach(request: Request, earlier: EarlierJob) -> None:
+    """Raise InputError if one job runs on this machine, and the other on SageMaker."""
+    instance = request.instance or earlier.job.instance
+    was_local = earlier.description.instance == "local"
+    if was_local != (instance == "local"):
+        job = f"job {request.resume}, which ran on {earlier.description.instance}"
+        problem = f"cannot read the checkpoints of {job}"
+        raise InputError(problem, field="instance", value=instance)
+
+
+def with_earlier_folder(request: Request, job: TrainingJob, settings: Settings) -> Request:
+    """The request with the training folder of the earlier job, unless it names one."""
+    if request.entry_point is not None or job.entry_point is None:
+        return request
+    source = find_source(job.source_sha256 or "", settings)
+    return request.model_copy(update={"entry_point": source.directory})
+
+
+def as_computed_by(request: Request, earlier: EarlierJob) -> EarlierJob:
+    """The earlier job with the hyperparameters that the request's training folder has."""
+    source = request.source
+    names = {field.name for field in fields(source.module("config").Config)}
+    sent = earlier.description.hyperparameters
+    unknown = sorted(sent.keys() - names)
+    if unknown:
+        folder, options = source.directory, ", ".join(unknown)
+        logger.info(f"{folder} has no {options}; the earlier job's values are left out")
+
+    hyperparameters = {name: value for name, value in sent.items() if name in names}
+    update = {
+        "preset": None,
+        "hyperparameters": hyperparameters,
+        "entry_point": request.entry_point,
+    }
+    return earlier._replace(job=earlier.job.model_copy(update=update))
+
+
+def with_earlier_fields(request: Request, earlier: EarlierJob) -> Request:
+    """The request with the fields of the earlier job that it leaves out."""
+    before = earlier.job
+    explicit = request.given()
+    explicit.setdefault("instance", before.instance)
+    inherited = inherited_fields(before, explicit)
+    for name in ("environment", "tags"):
+        if name in explicit and name in inherited:
+            explicit[name] = {**inherited[name], **explicit[name]}
+    changes = request.explicit_hyperparameters(asdict(before.config(1)))
+    combined = {
+        **inherited,
+        **explicit,
+        "preset": None,
+        "hyperparameters": {**before.hyperparameters, **changes},
+    }
+    completed = Request(**combined)
+    completed._inherited = frozenset(inherited) - frozenset(explicit)
+    return completed
+
+
+def inherited_fields(before: TrainingJob, explicit: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an earlier job that fit those that a request sets."""
+    names = set(Request.model_fields) - NOT_INHERITED
+    inherited = before.model_dump(include=names, exclude_defaults=True)
+    if explicit.get("spot", before.spot) != before.spot:
+        # Each of the two belongs to one kind of capacity.
+        inherited.pop("max_wait" if before.spot else "keep_alive", None)
+    types = machines.types_of(explicit["instance"])
+    if any(machines.has_local_storage(name) for name in types):
+        inherited.pop("volume_size", None)
+    for name, other in EXCLUSIVE.items():
+        if name in explicit:
+            inherited.pop(other, None)
+    return inherited

@@ -1,0 +1,76 @@
+"""A job in a few words, as the column SETTINGS of `jobs` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import asdict, fields
+from typing import Any
+
+from launcher.job import TrainingJob
+from launcher.launching import start
+
+
+def summary_of(job: TrainingJob, explicit: Set[str] = frozenset()) -> str:
+    """The size and the explicit hyperparameters, or a preset and what differs from it; whether the
+    training folder is edited; and which models and which job it continues.
+
+    Without a preset, it is the one from which the least differs. Hyperparameters that an initial
+    model prescribes are left out.
+    """
+    if job.size:
+        values = shown_values(job)
+        names = sorted(values.keys() & explicit)
+        words = [f"size {job.size:g}", *assignments(values, names)]
+    else:
+        words = changes_of(job)
+    if not job.source.is_packaged:
+        words.append("edited")
+    if job.init_from is not None:
+        words.append(f"from {job.base}")
+    if job.teacher is not None:
+        words.append(f"taught by {start.base_of(job.teacher)}")
+    if job.resume is not None:
+        words.append(f"resumes {job.resume}")
+    return " ".join(words)
+
+
+def shown_values(job: TrainingJob) -> dict[str, Any]:
+    """The hyperparameters of a job that say something about it."""
+    hidden = {"device"}  # which differs by machine
+    if job.init_from is not None:
+        config_fields = fields(job.source.module("config").Config)
+        hidden |= {field.name for field in config_fields if field.metadata["shape"]}
+    values = asdict(job.config(1))
+    return {name: value for name, value in values.items() if name not in hidden}
+
+
+def changes_of(job: TrainingJob) -> list[str]:
+    """The preset and what differs from it, in as few words as possible."""
+    module = job.source.module("config")
+    presets = list(module.PRESETS)
+    if job.init_from is not None:
+        presets = [job.preset or ""]
+    elif job.preset:
+        presets = [job.preset]
+    return min((differences_from(preset, job) for preset in presets), key=len)
+
+
+def differences_from(preset: str, job: TrainingJob) -> list[str]:
+    """The name of a preset, and what a job changes of it."""
+    module = job.source.module("config")
+    defaults = {**asdict(module.Config()), **module.PRESETS.get(preset, {})}
+    if job.init_from is not None:
+        defaults |= job.source.module("huggingface").FINE_TUNING
+    values = shown_values(job)
+    changed = [name for name, value in values.items() if defaults[name] != value]
+    words = assignments(values, changed)
+    return [preset, *words] if preset else words
+
+
+def assignments(values: Mapping[str, Any], names: list[str]) -> list[str]:
+    return [f"{name}={format_value(values[name])}" for name in names]
+
+
+def format_value(value: Any) -> str:
+    """A value as `--set` takes it, as short as possible."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
