@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ from launcher.cli.words import command, remedy
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
+    from launcher.job import Request
+    from launcher.launching.launch import Plan
     from launcher.settings import Settings
 
 
@@ -174,65 +176,176 @@ def launch_command(
       sm-nanogpt launch --instance local --sweep learning_rate=0.01,0.02 --seeds 2
       sm-nanogpt launch --forecast
     """
-    from launcher.cli.forecast import show_forecast
-    from launcher.cli.sweep import run_sweep
-    from launcher.files.documents import read_toml
-    from launcher.job import Request
-    from launcher.launching.launch import prepare
-    from launcher.launching.records import record_of, tail_of
-    from launcher.launching.sweeps import continue_sweep, plan_sweep
-
-    from_file = read_toml(Path(config_file)) if config_file else {}
-    given = {name: value for name, value in fields.items() if value not in (None, (), {})}
-    settings, resumed = settings_of(), given.get("resume", "")
-    source = context.get_parameter_source
-    typed = {name for name in context.params if source(name) == ParameterSource.COMMANDLINE}
-    own = typed - {"forecasts", "as_json", *fields}
-    other = [parameter.opts[0] for parameter in context.command.params if parameter.name in own]
-    is_sweep = bool(resumed) and record_of(resumed, settings).exists()
-    swept, problem = bool(sweep or seeds > 1), ""
-    if forecasts and other:
-        problem = f"{other[0]}: a forecast is for all sizes, without it"
-    elif as_json and not forecasts:
-        problem = "--json is for --forecast; a launch prints the id of the job"
-    elif is_sweep and not forecasts and typed - {"resume", "max_cost", "parallel", "yes"}:
-        only = "besides --resume, give only --max-cost, --parallel or --yes"
-        problem = f"{resumed} is a sweep, which continues as it was launched: {only}"
-    elif swept and follow is not None:
-        problem = "--follow and --detach are not for sweeps, which run until all jobs ended"
-    elif parallel and not (swept or is_sweep):
-        problem = "--parallel is for jobs of a sweep; add --sweep or --seeds"
-    elif dry_run and given.get("instance") == "local":
-        problem = "--dry-run shows the request to SageMaker; --instance local sends none"
-    if problem:
-        raise InputError(problem)
+    options = LaunchOptions(
+        fields={name: value for name, value in fields.items() if value not in (None, (), {})},
+        assignments=assignments,
+        config_file=config_file,
+        follow=follow,
+        sweep=sweep,
+        seeds=seeds,
+        parallel=parallel,
+        dry_run=dry_run,
+        yes=yes,
+        typed=typed_parameters(context),
+    )
+    settings = settings_of()
     if forecasts:
-        show_forecast(given, settings, as_json)
-        return
-    if is_sweep:
-        run_sweep(continue_sweep(resumed, settings, given.get("max_cost"), parallel), yes)
-        return
-    if tail := tail_of(resumed):
-        again = command("launch", "--resume", resumed.removesuffix(tail))
-        note(f"{resumed} continues alone; its sweep continues with `{again}`")
-    request = Request(**given, hyperparameters={**from_file, **assignments})
-    if dry_run:
+        forecast_sizes(context, options, settings, as_json)
+    elif as_json:
+        raise InputError("--json is for --forecast; a launch prints the id of the job")
+    elif options.resumes_sweep(settings):
+        resume_sweep(options, settings)
+    elif options.is_sweep:
+        launch_sweep(options, settings)
+    else:
+        launch_job(options, settings)
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What was typed after `launch`: fields are those of a request, typed the names of all
+    parameters on the command line."""
+
+    fields: dict[str, Any]
+    assignments: dict[str, str]
+    config_file: str | None
+    follow: bool | None
+    sweep: dict[str, list[str]]
+    seeds: int
+    parallel: int | None
+    dry_run: bool
+    yes: bool
+    typed: set[str]
+
+    @property
+    def is_sweep(self) -> bool:
+        return bool(self.sweep) or self.seeds > 1
+
+    @property
+    def resumed(self) -> str:
+        return str(self.fields.get("resume", ""))
+
+    def resumes_sweep(self, settings: Settings) -> bool:
+        from launcher.launching.records import record_of
+
+        return bool(self.resumed) and record_of(self.resumed, settings).exists()
+
+    def request(self) -> Request:
+        """The request, with the hyperparameters of --config and --set."""
+        from launcher.files.documents import read_toml
+        from launcher.job import Request
+
+        hyperparameters = {}
+        if self.config_file:
+            hyperparameters.update(read_toml(Path(self.config_file)))
+        hyperparameters.update(self.assignments)
+        return Request(**self.fields, hyperparameters=hyperparameters)
+
+    def check_dry_run(self) -> None:
+        if self.dry_run and self.fields.get("instance") == "local":
+            raise InputError(
+                "--dry-run shows the request to SageMaker; --instance local sends none"
+            )
+
+
+def typed_parameters(context: click.Context) -> set[str]:
+    """The names of the parameters that are on the command line."""
+    names = context.params
+    source = context.get_parameter_source
+    return {name for name in names if source(name) == ParameterSource.COMMANDLINE}
+
+
+def forecast_sizes(
+    context: click.Context, options: LaunchOptions, settings: Settings, as_json: bool
+) -> None:
+    """`launch --forecast`: print what each size would be, and start nothing."""
+    from launcher.cli.forecast import show_forecast
+
+    allowed = {"forecasts", "as_json", *options.fields}
+    for parameter in context.command.params:
+        if parameter.name in options.typed - allowed:
+            raise InputError(f"{parameter.opts[0]}: a forecast is for all sizes, without it")
+    show_forecast(options.fields, settings, as_json)
+
+
+def resume_sweep(options: LaunchOptions, settings: Settings) -> None:
+    """`launch --resume SWEEP`: run the jobs that have not completed."""
+    from launcher.cli.sweep import run_sweep
+    from launcher.launching.sweeps import continue_sweep
+
+    group = options.resumed
+    if options.typed - {"resume", "max_cost", "parallel", "yes"}:
+        rule = "besides --resume, give only --max-cost, --parallel or --yes"
+        raise InputError(f"{group} is a sweep, which continues as it was launched: {rule}")
+    max_cost = options.fields.get("max_cost")
+    plan = continue_sweep(group, settings, max_cost, options.parallel)
+    run_sweep(plan, options.yes)
+
+
+def launch_sweep(options: LaunchOptions, settings: Settings) -> None:
+    """`launch --sweep`: run a job for each combination of values, or print their requests."""
+    from launcher.cli.sweep import run_sweep
+    from launcher.launching.sweeps import plan_sweep
+
+    if options.follow is not None:
+        rule = "are not for sweeps, which run until all jobs ended"
+        raise InputError(f"--follow and --detach {rule}")
+    options.check_dry_run()
+    request = options.request()
+    if options.dry_run:
         settings = settings.with_offline(True)
-    if swept:
-        several = plan_sweep(request, settings, sweep, seeds, parallel or 1)
-        if dry_run:
-            print_json([each.request for each in several.plans.values()])
-        else:
-            run_sweep(several, yes)
+    plan = plan_sweep(request, settings, options.sweep, options.seeds, options.parallel or 1)
+    if options.dry_run:
+        print_json([member.request for member in plan.plans.values()])
+    else:
+        run_sweep(plan, options.yes)
+
+
+def launch_job(options: LaunchOptions, settings: Settings) -> None:
+    """`launch`: start a job, print its id, and follow it if it runs here."""
+    from launcher.launching.launch import prepare
+
+    if options.parallel:
+        raise InputError("--parallel is for jobs of a sweep; add --sweep or --seeds")
+    options.check_dry_run()
+    note_sweep_of(options.resumed)
+    request = options.request()
+    if options.dry_run:
+        print_json(prepare(request, settings.with_offline(True)).request)
         return
+
     plan = prepare(request, settings)
-    job_id, job = plan.job_id, plan.job
-    if dry_run:
-        print_json(plan.request)
-        return
-    if not job.is_local:
+    is_local = plan.job.is_local
+    if not is_local:
         # Only a ceiling typed in this command is consent; not one that --resume inherits.
-        agree_to_cost(job.worst_cost or math.inf, given.get("max_cost"), settings, yes)
+        max_cost = options.fields.get("max_cost")
+        agree_to_cost(plan.worst_cost, max_cost, settings, options.yes)
+    submit(plan)
+    link = plan.backend.console_link(plan.job_id)
+    if link:
+        note(f"console: {link}")
+    follows = is_local if options.follow is None else options.follow
+    if follows:
+        follow_job(plan.job_id, settings, stops=is_local)
+    else:
+        next_command = command("chat" if plan.is_of_chats else "fetch-and-sample", plan.job_id)
+        goes_on = remedy("job-goes-on", {"job_id": plan.job_id})
+        note(f"{goes_on}; when it has completed: {next_command}")
+
+
+def note_sweep_of(job_id: str) -> None:
+    """Say how a sweep continues, if a job of one is resumed."""
+    from launcher.launching.records import tail_of
+
+    tail = tail_of(job_id)
+    if tail:
+        again = command("launch", "--resume", job_id.removesuffix(tail))
+        note(f"{job_id} continues alone; its sweep continues with `{again}`")
+
+
+def submit(plan: Plan) -> None:
+    """Start a job and print its id."""
+    job_id = plan.job_id
     stops = f"`{command('stop', job_id)}` stops it"
     shows = f"`{command('status', job_id)}` shows whether the job was submitted"
     with at_ctrl_c(f"{shows}; {stops}"):
@@ -243,14 +356,6 @@ def launch_command(
         silence(sys.stdout)  # else the flush at exit fails too
         problem = f"{error.strerror or error}: cannot print the job id, {job_id}"
         raise ServiceError(f"{problem}; {stops}") from None
-    if link := plan.backend.console_link(job_id):
-        note(f"console: {link}")
-    if follow or (follow is None and job.is_local):
-        follow_job(job_id, settings, stops=job.is_local)
-    else:
-        chats = any(channel.upload and channel.upload.chats for channel in plan.channels.values())
-        then = command("chat" if chats else "fetch-and-sample", job_id)
-        note(f"{remedy('job-goes-on', {'job_id': job_id})}; when it has completed: {then}")
 
 
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
