@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from itertools import combinations
-from types import SimpleNamespace
+from pathlib import Path
 from unittest.mock import patch
 
 import launching
@@ -15,7 +15,9 @@ import pytest
 import runs
 
 from launcher.local.process import how_it_ended, python_command, visible_gpus
-from launcher.trying.here import Here
+from launcher.trying.budget import Budget
+from launcher.trying.history import SearchLedger
+from launcher.trying.local import LocalRuns
 
 STREAMS = {"stdin": "0<&-", "stdout": "1>&-", "stderr": "2>&-"}
 SOME_CLOSED = [names for n in (1, 2, 3) for names in combinations(STREAMS, n)]
@@ -106,9 +108,9 @@ def test_gpus_have_the_names_that_were_given_to_us(variable, names, monkeypatch)
 
 def test_the_runs_of_a_search_use_our_gpus_alone(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    search = SimpleNamespace(start={"device": "auto"})
     with patch("torch.cuda.device_count", return_value=2):
-        assert Here(search).gpus == ["2", "3"]  # type: ignore[arg-type]
+        runs = LocalRuns({"device": "auto"}, Path("text"), Budget(SearchLedger(Path("search"))))
+        assert runs.gpus == ["2", "3"]
 
 
 @pytest.mark.parametrize(

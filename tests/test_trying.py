@@ -11,6 +11,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import launching
@@ -21,24 +23,27 @@ from entry_point.config import Config
 from entry_point.text import read_tokens, unsigned
 from launcher.settings import Settings
 from launcher.source import Source
-from launcher.trying import search
-from launcher.trying.here import Made
-from launcher.trying.ledger import Ledger
-from launcher.trying.search import Refused, Search, begin
+from launcher.trying import budget, history, search
+from launcher.trying.history import SearchLedger
+from launcher.trying.refusal import Refused
+from launcher.trying.runs import FinishedRun, SeededRun
+from launcher.trying.scoring import Judge
+from launcher.trying.search import Search
+from launcher.trying.start import begin
 from sm_nanogpt import InputError, Request, ServiceError
 
-HERE = search.Here  # which makes real runs
+LOCAL_RUNS = search.LocalRuns  # which makes real runs
 
 
 class Trained:
     """Runs whose loss is that of their folder, as its file gain.py says, with noise by seed."""
 
-    def __init__(self, of: Search) -> None:
-        self.made_runs = 0
+    def __init__(self, *_: Any) -> None:
+        pass
 
-    def made(self, runs: Sequence[tuple[Source, int]]) -> Iterator[Made]:
-        for source, seed in runs:
-            yield Made(source, seed, Path(f"{gain_of(source)}/{seed}"), 10.0)
+    def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+        for run in runs:
+            yield FinishedRun(run, Path(f"{gain_of(run.source)}/{run.seed}"), 10.0)
 
 
 def gain_of(source: Source) -> float:
@@ -53,16 +58,23 @@ def edits_of(source: Source) -> str:
     )
 
 
-def loss_of(self: Search, model: Path, source: Source, check: bool) -> float:
+def loss_of(self: Judge, model: Path, source: Source, is_tested: bool) -> float:
     draw = random.Random(f"{edits_of(source)} {model.name}")
     return 2.0 - gain_of(source) + draw.gauss(0, 0.004)
 
 
 @pytest.fixture
-def trained(monkeypatch):
+def same_seeds(monkeypatch):
+    """Seeds that are the same each time, so that verdicts of noise are."""
+    drawn = SimpleNamespace(randbelow=random.Random(1).randrange)
+    monkeypatch.setattr(history, "secrets", drawn)
+
+
+@pytest.fixture
+def trained(monkeypatch, same_seeds):
     """No real runs: what a folder loses stands in it."""
-    monkeypatch.setattr(search, "Here", Trained)
-    monkeypatch.setattr(Search, "loss_of", loss_of)
+    monkeypatch.setattr(search, "LocalRuns", Trained)
+    monkeypatch.setattr(Judge, "loss_of", loss_of)
     monkeypatch.setattr(Search, "check", lambda self, source: None)
     monkeypatch.setattr(search, "sizes_of", lambda model: {"parameters": 100, "tokens": 1000})
 
@@ -82,6 +94,12 @@ def folder(path: Path, gain: float) -> Path:
 
 def opened(home: Path) -> Search:
     return Search("plays", Settings(home=home), lambda line: None)
+
+
+def seeds_of(home: Path, use: str) -> list[int]:
+    """The seeds that were drawn for a use."""
+    entries = [entry for entry in opened(home).ledger.of("seeds") if entry["use"] == use]
+    return [seed for entry in entries for seed in entry["seeds"]]
 
 
 def test_a_note_of_any_bytes_is_kept_and_shown(started, tmp_path):
@@ -127,34 +145,40 @@ def test_a_kept_gain_is_told_by_fresh_seeds_alone(started, home, tmp_path):
     [entry] = opened(home).ledger.of("try")
     assert entry["fresh"] is True
     assert entry["low"] < -0.05 < entry["high"]
-    seeds = {run["seed"] for run in opened(home).ledger.of("run")}
-    assert {seed for seed in seeds if seed > 1000} == {*range(1001, 1001 + entry["pairs"])}
+    fresh = seeds_of(home, f"{entry['folder']} against {entry['base']}")
+    assert len(fresh) == entry["pairs"]
+    losses = opened(home).ledger.losses
+    differences = [losses[entry["folder"], seed] - losses[entry["base"], seed] for seed in fresh]
+    assert fmean(differences) == pytest.approx(entry["mean"], abs=1e-5)
 
 
 def test_a_killed_try_goes_on_with_its_runs_and_seeds(started, home, tmp_path, monkeypatch):
-    source, made = Source.read(folder(tmp_path / "a", 0.05)), Trained.made
+    source, train = Source.read(folder(tmp_path / "a", 0.05)), Trained.train
+    fresh = f"{source.sha256} against {opened(home).ledger.base}"
 
-    def killed(self: Trained, runs: Sequence[Any]) -> Iterator[Made]:
-        for each in made(self, runs):
-            if each.seed > 1003:  # it dislikes what the fresh seeds say
+    def killed(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+        for finished in train(self, runs):
+            if finished.run.seed in seeds_of(home, fresh)[3:]:  # it dislikes what these show
                 raise KeyboardInterrupt
-            yield each
+            yield finished
 
-    monkeypatch.setattr(Trained, "made", killed)
+    monkeypatch.setattr(Trained, "train", killed)
     with pytest.raises(KeyboardInterrupt):
         opened(home).attempt(source, "")
-    monkeypatch.setattr(Trained, "made", made)
+    drawn = seeds_of(home, fresh)
+    monkeypatch.setattr(Trained, "train", train)
     assert opened(home).attempt(source, "")["verdict"] == "kept"
     runs = [(run["folder"], run["seed"]) for run in opened(home).ledger.of("run")]
     assert len({*runs}) == len(runs)
-    assert len(opened(home).ledger.of("fresh")) == 1
+    assert seeds_of(home, fresh) == drawn
 
 
-def test_two_folders_get_different_fresh_seeds(started, home):
+def test_each_use_of_seeds_has_its_own(started, home):
     ledger = opened(home).ledger
-    seeds = [ledger.fresh_seeds(name, "base", n) for name, n in (("a", 4), ("b", 8), ("a", 8))]
-    assert len({seed for each in seeds for seed in each}) == 20
-    assert ledger.fresh_seeds("b", "base", 8) == seeds[1]
+    a, b = ledger.seeds("a", 4), ledger.seeds("b", 8)
+    assert len({*a, *b, *seeds_of(home, search.SHARED)}) == 4 + 8 + search.BASE_SEEDS
+    assert ledger.seeds("a", 8)[:4] == a
+    assert ledger.seeds("b", 8) == b
 
 
 @pytest.mark.parametrize(("name", "most"), [("parameters", 110), ("tokens", 1000)])
@@ -168,23 +192,23 @@ def test_the_budget_is_that_of_the_first_folder(started, home, tmp_path, monkeyp
 
 
 def test_a_slow_folder_is_refused(started, home, tmp_path, monkeypatch):
-    def slowly(self: Trained, runs: Sequence[tuple[Source, int]]) -> Iterator[Made]:
-        for source, seed in runs:
-            yield Made(source, seed, Path(f"x/{seed}"), 16.0)
+    def slowly(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+        for run in runs:
+            yield FinishedRun(run, Path(f"x/{run.seed}"), 16.0)
 
-    monkeypatch.setattr(Trained, "made", slowly)
+    monkeypatch.setattr(Trained, "train", slowly)
     ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
     assert ran.code == 4
     assert "1.60x the time" in ran.out
 
 
 def test_a_base_that_fails_is_no_fault_of_the_try(started, home, tmp_path, monkeypatch):
-    def failing(self: Trained, runs: Sequence[tuple[Source, int]]) -> Iterator[Made]:
-        for source, seed in runs:
-            bad = "" if "gain.py" in source.files else "no memory"
-            yield Made(source, seed, Path(f"x/{seed}"), 10.0, bad)
+    def failing(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+        for run in runs:
+            problem = "" if "gain.py" in run.source.files else "no memory"
+            yield FinishedRun(run, Path(f"x/{run.seed}"), 10.0, problem)
 
-    monkeypatch.setattr(Trained, "made", failing)
+    monkeypatch.setattr(Trained, "train", failing)
     with pytest.raises(ServiceError, match="no memory"):
         opened(home).attempt(Source.read(folder(tmp_path / "a", 0.05)), "")
     assert not opened(home).ledger.of("try")
@@ -192,15 +216,15 @@ def test_a_base_that_fails_is_no_fault_of_the_try(started, home, tmp_path, monke
 
 def test_a_keep_against_another_base_is_none(started, home, tmp_path, monkeypatch):
     mine, theirs = opened(home), Source.read(folder(tmp_path / "b", 0.06))
-    compared = mine.compared
+    compare = mine.compare
 
     def meanwhile(*args: Any) -> Any:
-        found = compared(*args)
-        opened(home).judge(theirs, "another")
-        return found
+        numbers = compare(*args)
+        opened(home).decide(theirs, "another")
+        return numbers
 
-    monkeypatch.setattr(mine, "compared", meanwhile)
-    entry = mine.judge(Source.read(folder(tmp_path / "a", 0.05)), "")
+    monkeypatch.setattr(mine, "compare", meanwhile)
+    entry = mine.decide(Source.read(folder(tmp_path / "a", 0.05)), "")
     assert entry["verdict"] == "no better"
     assert "why" in entry
     assert opened(home).ledger.base == theirs.sha256
@@ -249,12 +273,12 @@ def test_wrong_words_are_told_in_one_line(started, words, problem):
 
 def test_a_kill_at_any_moment_is_as_none(cli, home, text_file, trained, tmp_path, monkeypatch):
     """The verdict comes after 20 kills; each leaves an intact ledger, and no process of a run."""
-    monkeypatch.setattr(search, "Here", HERE)
+    monkeypatch.setattr(search, "LocalRuns", LOCAL_RUNS)
     noise = random.SystemRandom()  # not that of the process that is forked
     monkeypatch.setattr(
-        Search, "loss_of", lambda *args: 2.0 - gain_of(args[2]) + noise.gauss(0, 0.004)
+        Judge, "loss_of", lambda *args: 2.0 - gain_of(args[2]) + noise.gauss(0, 0.004)
     )
-    monkeypatch.setattr(search, "MOST_TIME", 100.0)  # of a tenth of a second
+    monkeypatch.setattr(budget, "MAX_TIME", 100.0)  # of a tenth of a second
     mine, base = folder(tmp_path / "mine", 0.05), folder(tmp_path / "base", 0.0)
     for each in (mine, base):  # real runs that learn nothing
         (each / "train.py").write_text("import time\ntime.sleep(0.1)\n")
@@ -340,10 +364,10 @@ def test_a_search_takes_text_whose_length_is_known(cli, home, tmp_path, trained)
 
 
 def test_begin_is_whole_or_nothing(home, text_file, trained, monkeypatch):
-    def full(self: Ledger, *args: Any, **facts: Any) -> None:
+    def full(self: SearchLedger, *args: Any, **facts: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Ledger, "add", full)
+    monkeypatch.setattr(SearchLedger, "add", full)
     request = Request(instance="local", preset="quick", data=str(text_file))
     with pytest.raises((InputError, ServiceError), match="space"):
         begin("plays", request, Settings(home=home), 0.01, None, print)

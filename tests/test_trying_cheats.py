@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,9 +33,14 @@ from launcher.local.runs import Run, run_all
 from launcher.settings import Settings
 from launcher.source import Source, keep
 from launcher.trying import search
-from launcher.trying.here import Made
-from launcher.trying.ledger import Ledger
-from launcher.trying.search import Refused, Search, begin
+from launcher.trying.budget import sizes_of
+from launcher.trying.history import SearchLedger
+from launcher.trying.planned import planned_tokens
+from launcher.trying.refusal import Refused
+from launcher.trying.runs import FinishedRun, SeededRun
+from launcher.trying.scoring import Judge
+from launcher.trying.search import Search
+from launcher.trying.start import begin
 from sm_nanogpt import Request, ServiceError
 
 pytestmark = pytest.mark.skipif(not version(), reason="this kernel has no Landlock")
@@ -142,16 +148,16 @@ def begun(tmp_path_factory, text):
     def build(directory: Path) -> tuple[Path, Path, Path]:
         base, model, text_file = (directory / name for name in ("base", "model", "text.txt"))
         text_file.write_text(text[:60_000])
-        judge = Search.loss_of
+        judge = Judge.loss_of
 
-        def loss_of(self: Search, made: Path, source: Source, check: bool) -> float:
-            shutil.copytree(made, model, dirs_exist_ok=True)
-            return judge(self, made, source, check)
+        def loss_of(self: Judge, trained: Path, source: Source, is_tested: bool) -> float:
+            shutil.copytree(trained, model, dirs_exist_ok=True)
+            return judge(self, trained, source, is_tested)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
             patch.setattr(search, "BASE_SEEDS", 2)
-            patch.setattr(Search, "loss_of", loss_of)
+            patch.setattr(Judge, "loss_of", loss_of)
             request = Request(
                 instance="local",
                 preset="quick",
@@ -199,7 +205,7 @@ def judge(begun, mine, tmp_path):
         now = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
         sums = (model / "SHA256SUMS").read_text()
         (model / "SHA256SUMS").write_text(sums.replace(was, now))
-        return mine.loss_of(model, source, check=True)
+        return mine.judge.loss_of(model, source, is_tested=True)
 
     return judge
 
@@ -377,7 +383,8 @@ def test_more_steps_by_the_preset_are_refused_first(mine, tmp_path):
 )
 def test_a_folder_without_a_number_of_tokens_is_refused(mine, tmp_path, change, why):
     with pytest.raises(Refused, match=why):
-        mine.planned(Source.read(tiny_folder(tmp_path / "cheat", change)))
+        cheat = Source.read(tiny_folder(tmp_path / "cheat", change))
+        planned_tokens(cheat, mine.start["hyperparameters"], mine.text, math.inf)
 
 
 def test_a_run_reaches_nothing_of_its_search(mine, monkeypatch):
@@ -408,36 +415,37 @@ def test_the_last_line_of_a_long_log_is_short(mine):
 def test_runs_that_are_one_run_are_refused(mine, begun, tmp_path, monkeypatch):
     """Else the best of many seeds, found elsewhere, would pass as a gain on all fresh ones."""
     source, base = Source.read(tiny_folder(tmp_path / "a", before("pass"))), Source.read(begun.base)
-    monkeypatch.setattr(mine, "measure", lambda runs, tried: None)
+    monkeypatch.setattr(mine, "measure", lambda runs, tried, are_tested: None)
     losses = {(base.sha256, seed): 2.0 + seed / 1000 for seed in range(1, 5)}
     losses |= {(source.sha256, seed): 1.9 for seed in range(1, 5)}
-    monkeypatch.setattr(Ledger, "losses", losses)
+    monkeypatch.setattr(SearchLedger, "losses", losses)
     with pytest.raises(Refused, match="seed"):
-        mine.pairs(source, base, range(1, 5), "seeds")
+        mine.differences(source, base, range(1, 5), are_fresh=False)
 
 
 def test_each_run_that_a_keep_rests_on_is_checked(mine, begun, tmp_path, monkeypatch):
     source, base = Source.read(tiny_folder(tmp_path / "a", before("pass"))), Source.read(begun.base)
-    checked = dict[tuple[str, int], bool]()
+    tested = dict[tuple[str, int], bool]()
 
-    class Here:
-        def __init__(self, of: Search) -> None:
+    class Trained:
+        def __init__(self, *_: Any) -> None:
             pass
 
-        def made(self, wanted: Sequence[tuple[Source, int]]) -> Iterator[Made]:
-            return (Made(each, seed, Path(f"{seed}"), 1.0) for each, seed in wanted)
+        def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+            return (FinishedRun(run, Path(f"{run.seed}"), 1.0) for run in runs)
 
-    def loss_of(self: Search, model: Path, each: Source, check: bool) -> float:
-        checked[each.sha256, int(model.name)] = check
-        return 2.0
+    def loss_of(self: Judge, model: Path, folder: Source, is_tested: bool) -> float:
+        tested[folder.sha256, int(model.name)] = is_tested
+        return 2.0 + random.random()
 
-    monkeypatch.setattr(search, "Here", Here)
+    monkeypatch.setattr(search, "LocalRuns", Trained)
     monkeypatch.setattr(search, "sizes_of", lambda model: {})
-    monkeypatch.setattr(Search, "loss_of", loss_of)
-    mine.measure([(each, seed) for seed in (11, 12, 1001, 1002) for each in (source, base)], source)
-    found = [checked[source.sha256, seed] for seed in (11, 12, 1001, 1002)]
-    assert found == [False, False, True, True]
-    assert not any(checked[base.sha256, seed] for seed in (11, 12, 1001, 1002))
+    monkeypatch.setattr(Judge, "loss_of", loss_of)
+    monkeypatch.setattr(mine.budget, "check_time", lambda folder, seeds: None)
+    mine.differences(source, base, (11, 12, 13, 14), are_fresh=False)
+    mine.differences(source, base, (21, 22, 23, 24), are_fresh=True)
+    assert [seed for folder, seed in tested if tested[folder, seed]] == [21, 22, 23, 24]
+    assert all(tested[source.sha256, seed] for seed in (21, 22, 23, 24))
 
 
 @pytest.mark.parametrize(
@@ -453,10 +461,10 @@ def test_each_run_that_a_keep_rests_on_is_checked(mine, begun, tmp_path, monkeyp
 )
 def test_a_forged_model_directory_is_refused(forge, mine, begun, tmp_path):
     shutil.copytree(begun.model, tmp_path / "model")
-    mine.check_sizes(search.sizes_of(tmp_path / "model"))
+    mine.budget.check_sizes(sizes_of(tmp_path / "model"))
     forge(tmp_path / "model")
     with pytest.raises(Refused):
-        mine.check_sizes(search.sizes_of(tmp_path / "model"))
+        mine.budget.check_sizes(sizes_of(tmp_path / "model"))
 
 
 def test_no_search_begins_where_runs_may_read(cli, text_file, monkeypatch):

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import sagemaker_service
+import test_trying
 from access import Refusal
 from test_trying import folder, gain_of
 
@@ -27,13 +28,18 @@ from launcher.settings import Settings
 from launcher.source import Source
 from launcher.trying import cloud as jobs_of
 from launcher.trying import driver, ledger, search
-from launcher.trying.cloud import Facts, OnSageMaker
-from launcher.trying.here import Made
-from launcher.trying.ledger import Ledger, OverCeiling
+from launcher.trying.budget import Budget
+from launcher.trying.cloud import DriverFacts, SageMakerRuns
+from launcher.trying.history import OverCeiling, SearchLedger
+from launcher.trying.runs import FinishedRun, SeededRun
+from launcher.trying.scoring import Judge
 from launcher.trying.search import Search
 
 CEILING, HOURLY, AROUND = 10.0, 5.0, 600
 HISTORIES = 1000
+
+
+same_seeds = test_trying.same_seeds
 
 
 class Killed(BaseException):
@@ -140,9 +146,9 @@ def aws(monkeypatch, tmp_path):
             job=job, placement=None, request={}, backend=aws, upload=lambda: aws.answer()
         )
 
-    def read_document(uri: str, kind: type[Facts]) -> Facts:
+    def read_document(uri: str, kind: type[DriverFacts]) -> DriverFacts:
         problem = "it failed" if aws.draw.random() < aws.trouble else ""
-        return Facts(seconds=30.0, problem=problem)
+        return DriverFacts(seconds=30.0, problem=problem)
 
     clock = SimpleNamespace(time=lambda: aws.now)
     monkeypatch.setattr(jobs_of, "SageMakerBackend", lambda settings: aws)
@@ -158,15 +164,15 @@ def aws(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs_of.storage, "fetch", lambda *_, **__: [Path("tar")])
     monkeypatch.setattr(jobs_of.fetch, "extract", lambda *_: None)
     monkeypatch.setattr(jobs_of.storage, "read_document", read_document)
-    monkeypatch.setattr(OnSageMaker, "text", lambda self, near: SimpleNamespace(uri="s3://text"))
-    monkeypatch.setattr(OnSageMaker, "folder", lambda self, runs, seconds: None)
+    monkeypatch.setattr(SageMakerRuns, "text", lambda self, near: SimpleNamespace(uri="s3://text"))
+    monkeypatch.setattr(SageMakerRuns, "folder", lambda self, runs, seconds: None)
     return aws
 
 
 def search_in(place: Path) -> Any:
     """What a command knows of a search, which it reads anew."""
-    start = {"instance": "ml.g5.xlarge", "words": {}, "folder": "a", "text": "text"}
-    book = Ledger(place)
+    start = {"instance": "ml.g5.xlarge", "hyperparameters": {}, "folder": "a", "text": "text"}
+    book = SearchLedger(place)
     if not book.entries:
         book.add("start", ceiling=CEILING, **start)
     return SimpleNamespace(
@@ -175,19 +181,19 @@ def search_in(place: Path) -> Any:
         ledger=book,
         settings=Settings(home=place),
         start=book.entries[0],
-        told=lambda line: None,
-        seconds=lambda folder: 30.0,
+        report=lambda line: None,
+        budget=Budget(book),
     )
 
 
-def runs_of(name: str, n: int = 4) -> list[tuple[Source, int]]:
+def runs_of(name: str, n: int = 4) -> list[SeededRun]:
     source = Source(Path(name), {"train.py": name.encode()})
-    return [(source, seed) for seed in range(n)]
+    return [SeededRun(source, seed) for seed in range(n)]
 
 
-def made(place: Path, name: str, n: int = 4) -> list[Made]:
+def trained(place: Path, name: str, n: int = 4) -> list[FinishedRun]:
     """What a command gets that asks for n runs of a folder."""
-    return list(OnSageMaker(search_in(place)).made(runs_of(name, n)))
+    return list(SageMakerRuns(search_in(place)).train(runs_of(name, n)))
 
 
 class History:
@@ -198,9 +204,9 @@ class History:
         aws.jobs, aws.bills, aws.draw, aws.event = {}, {}, self.draw, self.event
         aws.trouble = self.draw.choice([0.0, 0.1, 0.3])
         self.kills = self.draw.choice([0.0, 0.02, 0.1])
-        write = Ledger.write
+        write = SearchLedger.write
 
-        def torn(book: Ledger, kind: str, **facts: Any) -> Any:
+        def torn(book: SearchLedger, kind: str, **facts: Any) -> Any:
             self.may_kill()
             if self.draw.random() < self.kills / 2:
                 with book.path.open("r+b") as file:
@@ -211,8 +217,8 @@ class History:
             self.may_kill()
             return entry
 
-        self.write = lambda: monkeypatch.setattr(Ledger, "write", torn)
-        self.end_writes = lambda: monkeypatch.setattr(Ledger, "write", write)
+        self.write = lambda: monkeypatch.setattr(SearchLedger, "write", torn)
+        self.end_writes = lambda: monkeypatch.setattr(SearchLedger, "write", write)
 
     def may_kill(self) -> None:
         if self.draw.random() < self.kills:
@@ -228,7 +234,7 @@ class History:
     def command(self) -> None:
         self.depth += 1
         choice = self.draw.random()
-        known = {entry["job"] for entry in Ledger(self.place).of("sent")}
+        known = {entry["job"] for entry in SearchLedger(self.place).of("sent")}
         ended = [job for job in self.aws.jobs.values() if job.ends <= self.aws.now]
         if choice < 0.1 and (deletable := [job.name for job in ended if job.name in known]):
             del self.aws.jobs[self.draw.choice(deletable)]
@@ -236,10 +242,10 @@ class History:
             self.aws.now += self.draw.choice([60.0, 3700.0, 90_000.0])
         else:
             with suppress(Killed, ServiceError, OverCeiling):
-                made(self.place, self.draw.choice("abc"), self.draw.choice([4, 8, 16, 32]))
+                trained(self.place, self.draw.choice("abc"), self.draw.choice([4, 8, 16, 32]))
         self.depth -= 1
 
-    def run(self) -> Ledger:
+    def run(self) -> SearchLedger:
         """The ledger after some commands, and a last one when all jobs have ended."""
         search_in(self.place)
         self.write()
@@ -249,7 +255,7 @@ class History:
         self.aws.event, self.aws.trouble, self.kills = lambda: None, 0.0, 0.0
         self.aws.now += 90_000
         last = search_in(self.place)
-        last.ledger.settle(OnSageMaker(last).cost_of)
+        last.ledger.settle(SageMakerRuns(last).cost_of)
         return last.ledger
 
 
@@ -292,7 +298,7 @@ def packed(files: dict[str, bytes]) -> bytes:
 
 
 @pytest.fixture
-def jobs(cloud, s3, cli, text_file, monkeypatch):
+def jobs(cloud, s3, cli, text_file, monkeypatch, same_seeds):
     """The jobs that SageMaker was sent for a search, which began. They leave models of no content;
     one whose reason is set fails. What a folder loses stands in it, and is judged by nobody."""
     sent: list[sagemaker_service.Job] = []
@@ -324,11 +330,11 @@ def jobs(cloud, s3, cli, text_file, monkeypatch):
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
             return {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
 
-    def loss_of(self: Search, model: Path, source: Source, check: bool) -> float:
+    def loss_of(self: Judge, model: Path, source: Source, is_tested: bool) -> float:
         draw = random.Random(f"{source.sha256} {(model / 'seed').read_text()}")
         return 2.0 - gain_of(source) + draw.gauss(0, 0.004)
 
-    monkeypatch.setattr(Search, "loss_of", loss_of)
+    monkeypatch.setattr(Judge, "loss_of", loss_of)
     monkeypatch.setattr(Search, "check", lambda self, source: None)
     sizes = {"parameters": 100, "tokens": 1000, "bytes": 1000}
     monkeypatch.setattr(search, "sizes_of", lambda model: sizes)
@@ -351,8 +357,8 @@ def attempt(cli, jobs, tmp_path):
     return run
 
 
-def ledger_of(home: Path) -> Ledger:
-    return Ledger(home / "tries" / "plays")
+def ledger_of(home: Path) -> SearchLedger:
+    return SearchLedger(home / "tries" / "plays")
 
 
 def test_a_keep_is_two_jobs_of_known_cost(attempt, jobs, home, cloud):
@@ -365,7 +371,7 @@ def test_a_keep_is_two_jobs_of_known_cost(attempt, jobs, home, cloud):
     assert base["usd"] == pytest.approx(7.09 * 100 / 3600, rel=0.01)
     assert len(jobs) == len(book.of("sent")) == 3 and not book.open
     base_seeds = {run["seed"] for run in book.of("run") if run["folder"] == entry["base"]}
-    assert {*range(1, 9)} < base_seeds
+    assert {*book.seeds(search.SHARED, 8)} < base_seeds
 
 
 @pytest.mark.parametrize("command", ["fetch-and-sample", "metrics", "report"])
@@ -415,7 +421,7 @@ def test_a_killed_commands_job_is_taken_not_paid_again(attempt, jobs, home, monk
 def begun_job(self: Search) -> dict[str, Any]:
     """Send the job of the base, and do not wait for it."""
     first = self.source(self.start["folder"])
-    OnSageMaker(self).send([(first, seed) for seed in range(1, 9)])
+    SageMakerRuns(self).send([SeededRun(first, seed) for seed in range(1, 9)])
     return {"loss": 2.0, "sd": 0.01, "pairs": 8}
 
 
@@ -569,7 +575,7 @@ def test_a_refused_start_keeps_what_another_command_reserved(
 def test_a_command_that_waited_writes_to_no_removed_search(tmp_path, monkeypatch):
     place = tmp_path / "plays"
     place.mkdir()
-    book = Ledger(place)
+    book = SearchLedger(place)
     book.add("start", ceiling=CEILING)
 
     def removed_meanwhile(file: Any) -> None:
@@ -578,7 +584,7 @@ def test_a_command_that_waited_writes_to_no_removed_search(tmp_path, monkeypatch
         (place / "ledger.lock").touch()
 
     monkeypatch.setattr(ledger.locks, "lock", removed_meanwhile)
-    with pytest.raises(ServiceError, match="plays was removed"):
+    with pytest.raises(ServiceError, match="was removed"):
         book.reserve("a-job", 1.0)
     assert not (place / "ledger.jsonl").exists()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import ServiceError
-from launcher.trying.ledger import Ledger, OverCeiling
+from launcher.trying.history import OverCeiling, SearchLedger, draw_seeds
 
 KINDS = ("start", "run", "fresh", "try")
 CEILING = 10.0
@@ -19,7 +19,7 @@ CEILING = 10.0
 
 @pytest.fixture
 def place(tmp_path):
-    ledger = Ledger(tmp_path)
+    ledger = SearchLedger(tmp_path)
     ledger.add("start", folder="a", ceiling=CEILING, note="naïve – café")
     for n in range(5):
         ledger.add("run", folder="a", seed=n, loss=1.5 + n / 10)
@@ -37,13 +37,13 @@ def test_any_edited_byte_but_the_last_lines_is_found(place):
         for byte in {content[at] ^ 1, ord("\n"), ord(" ")} - {content[at]}:
             file_of(place).write_bytes(content[:at] + bytes([byte]) + content[at + 1 :])
             with pytest.raises(ServiceError, match="was changed after it was written"):
-                Ledger(place)
+                SearchLedger(place)
 
 
 def test_a_note_of_any_bytes_is_kept(place):
     note = os.fsdecode(b"caf\xe9 \xf0\x9f\x8c\x8d")  # as a command gets an argument
-    Ledger(place).add("try", number=1, note=note)
-    assert Ledger(place).of("try")[0]["note"] == note
+    SearchLedger(place).add("try", number=1, note=note)
+    assert SearchLedger(place).of("try")[0]["note"] == note
 
 
 @pytest.mark.parametrize("change", ["removed", "doubled", "swapped"])
@@ -56,7 +56,7 @@ def test_lines_that_moved_are_found(place, change):
     }
     file_of(place).write_bytes(b"".join(changed[change]))
     with pytest.raises(ServiceError, match="was changed after it was written"):
-        Ledger(place)
+        SearchLedger(place)
 
 
 def test_a_line_cut_anywhere_counts_for_nothing(place):
@@ -64,29 +64,48 @@ def test_a_line_cut_anywhere_counts_for_nothing(place):
     begin = content.rindex(b"\n", 0, -1) + 1
     for end in range(begin, len(content)):
         file_of(place).write_bytes(content[:end])
-        ledger = Ledger(place)
+        ledger = SearchLedger(place)
         assert len(ledger.entries) == 5
         ledger.add("try", verdict="kept")
-        assert [entry["kind"] for entry in Ledger(place).entries][-1] == "try"
+        assert [entry["kind"] for entry in SearchLedger(place).entries][-1] == "try"
         assert len(file_of(place).read_bytes().splitlines()) == 6
 
 
 def test_a_long_torn_line_leaves_nothing_behind(place):
     with file_of(place).open("ab") as file:
         file.write(b'{"previous": "' + b"x" * 10_000)
-    Ledger(place).add("fresh", n=4)
+    SearchLedger(place).add("fresh", n=4)
     assert all(map(json.loads, file_of(place).read_bytes().splitlines()))
-    assert len(Ledger(place).entries) == 7
+    assert len(SearchLedger(place).entries) == 7
+
+
+def test_nobody_can_foresee_a_seed(tmp_path):
+    first, second = draw_seeds(64, set()), draw_seeds(64, set())
+    assert len({*first, *second}) == 128
+
+
+def test_a_seed_that_is_used_is_not_drawn_again(monkeypatch):
+    numbers = iter([6, 6, 7, 8])
+    monkeypatch.setattr("secrets.randbelow", lambda limit: next(numbers))
+    assert draw_seeds(2, used={8}) == [7, 9]
+
+
+def test_seeds_are_drawn_once_and_only_those_that_lack(place):
+    seeds = SearchLedger(place).seeds("fresh pairs", 4)
+    assert SearchLedger(place).seeds("fresh pairs", 4) == seeds
+    assert SearchLedger(place).seeds("fresh pairs", 8)[:4] == seeds
+    drawn = [entry["seeds"] for entry in SearchLedger(place).of("seeds")]
+    assert [len(each) for each in drawn] == [4, 4]
 
 
 def add_many(place: Path, who: int) -> None:
-    ledger = Ledger(place)
+    ledger = SearchLedger(place)
     for n in range(20):
         ledger.add("run", folder=str(who), seed=n)
 
 
 def reserve_many(place: Path, who: int) -> None:
-    ledger = Ledger(place)
+    ledger = SearchLedger(place)
     for n in range(20):
         try:
             ledger.reserve(f"{who}-{n}", 1.0, runs=[])
@@ -108,14 +127,14 @@ def at_once(what: Callable[[Path, int], None], place: Path) -> None:
 
 def test_entries_of_several_processes_are_all_there(place):
     at_once(add_many, place)
-    entries = Ledger(place).of("run")[5:]
+    entries = SearchLedger(place).of("run")[5:]
     for who in range(4):
         assert [e["seed"] for e in entries if e["folder"] == str(who)] == [*range(20)]
 
 
 def test_several_processes_reserve_no_more_than_the_ceiling(place):
     at_once(reserve_many, place)
-    ledger, held = Ledger(place), dict[str, float]()
+    ledger, held = SearchLedger(place), dict[str, float]()
     for entry in ledger.entries:
         if entry["kind"] in ("reserved", "settled"):
             held[entry["job"]] = entry["usd"]

@@ -12,6 +12,7 @@ another learning rate. `rule` draws tries from these runs, each with its own see
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -27,7 +28,8 @@ from launcher.job import Request  # noqa: E402
 from launcher.settings import Settings  # noqa: E402
 from launcher.source import Source  # noqa: E402
 from launcher.trying import rule  # noqa: E402
-from launcher.trying.search import begin  # noqa: E402
+from launcher.trying.runs import SeededRun  # noqa: E402
+from launcher.trying.start import begin  # noqa: E402
 
 RUNS = HERE / "search-runs.jsonl"
 RATE = ("config.py", "max_steps=180, learning_rate=0.05")
@@ -59,7 +61,8 @@ def runs(text: Path, seeds: range, names: list[str]) -> None:
         sources = {name: edited(FOLDERS[name]) for name in names}
         for seed in seeds[::8]:
             some = range(seed, min(seed + 8, seeds.stop))
-            search.measure([(source, each) for each in some for source in sources.values()])
+            pairs = itertools.product(sources.values(), some)
+            search.measure([SeededRun(source, seed) for source, seed in pairs])
             made = {(each["folder"], each["seed"]): each for each in search.ledger.of("run")}
             with RUNS.open("a") as file:
                 for name, source in sources.items():

@@ -425,8 +425,9 @@ def copy_script_command(directory: Path, search: str | None) -> None:
     if search is not None:
         from launcher.trying.search import Search
 
-        found = Search(search, settings_of(), note)
-        source, then = found.source(found.ledger.base), f"try run {folder} --group {search}"
+        opened = Search(search, settings_of(), note)
+        source = opened.source(opened.ledger.base)
+        then = f"try run {folder} --group {search}"
     try:
         directory.mkdir(parents=True)
         source.write(directory)

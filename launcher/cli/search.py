@@ -60,7 +60,7 @@ def start_command(name: str, ceiling: float | None, smallest_gain: float, **give
     from launcher.job import Request
     from launcher.machines import looks_like_gpu
     from launcher.trying.rule import detectable_gains
-    from launcher.trying.search import begin
+    from launcher.trying.start import begin
 
     local = given["instance"] == "local"
     if local != (ceiling is None):
@@ -108,7 +108,7 @@ def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
     with at_ctrl_c(GOES_ON.format(again)):
         entry = search.attempt(Source.read(folder), words)
     if as_json:
-        print_json({**entry, "ledger": search.ledger.head})
+        print_json({**entry, "ledger": search.ledger.last_hash})
     else:
         click.echo(shown(verdict(entry, search)))
     if code := CODES.get(entry["verdict"], 3):
@@ -125,7 +125,7 @@ def verdict(entry: dict[str, Any], search: Search) -> str:
         line.append(entry.get("why") or entry["verdict"])
     if ceiling is not None:
         line.append(f"cost {entry['usd']:.2f}; {ledger.spent:.2f} of {ceiling:.2f} USD spent")
-    return "  ".join([*line, f"ledger {ledger.head[:8]}"])
+    return "  ".join([*line, f"ledger {ledger.last_hash[:8]}"])
 
 
 def numbers(entry: dict[str, Any]) -> str:
@@ -160,7 +160,8 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
     tries = ledger.of("try")
     if verify:
         search.verify()
-        note(f"verified; entries: {len(ledger.entries)}; tries: {len(tries)}; ledger {ledger.head}")
+        counts = f"entries: {len(ledger.entries)}; tries: {len(tries)}"
+        note(f"verified; {counts}; ledger {ledger.last_hash}")
     if as_json:
         print_json(tries)
         return

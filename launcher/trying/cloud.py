@@ -13,9 +13,10 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from entry_point.text import read_json
 from launcher import machines, tracking
@@ -36,8 +37,9 @@ from launcher.text import corpus
 from launcher.text.channels import Channel
 from launcher.text.formats import File
 from launcher.trying import driver
-from launcher.trying.here import MOST_SIZE, Made
+from launcher.trying.budget import MAX_SIZE
 from launcher.trying.ledger import Entry
+from launcher.trying.runs import FinishedRun, SeededRun
 
 if TYPE_CHECKING:
     from launcher.trying.search import Search
@@ -47,82 +49,111 @@ UNKNOWN_SECONDS = 3600  # after which a job that AWS does not know will never be
 MARGIN, AROUND = 300, 120
 NEWEST = 100  # jobs among which one is looked for that holds the quota
 UPLOADED = 30e6  # bytes of models in a second
-LARGEST = 1 << 36  # bytes of a model
+LARGEST_MODEL = 1 << 36  # bytes
 DRIVER = Path(driver.__file__)
 
-RunOf = tuple[Source, int]  # a folder and a seed
 
-
-class Facts(Document):
+class DriverFacts(Document):
     """What the driver wrote about a run: its seconds, and why it left no model."""
 
     seconds: float
     problem: str
 
 
-UNMADE = Facts(seconds=0.0, problem="the job ended before it was made")
+@dataclass(frozen=True)
+class JobRun:
+    """A run of a job that has ended, and the directory of what it left. facts is None if the job
+    ended before the run was made."""
+
+    run: SeededRun
+    directory: Path
+    facts: DriverFacts | None
+
+    def finish(self) -> FinishedRun:
+        """Unpack its model. A run whose archive is damaged has a problem."""
+        if self.facts is None:
+            return FinishedRun(self.run, self.directory, 0.0, "the job ended before it was made")
+        problem, unpacked = self.facts.problem, self.directory / "unpacked"
+        if not problem:
+            try:
+                fetch.extract(self.directory / "model.tar.gz", unpacked, "its model")
+            except ServiceError as error:
+                problem = str(error)
+        return FinishedRun(self.run, unpacked / "model", self.facts.seconds, problem)
 
 
-class OnSageMaker:
-    """Makes the runs of a stage as one job on SageMaker."""
+class SageMakerRuns:
+    """Makes the runs of a stage of a search as one job on SageMaker."""
 
     def __init__(self, search: Search) -> None:
         self.search, self.ledger, self.settings = search, search.ledger, search.settings
+        self.instance = search.start["instance"]
         self.backend = SageMakerBackend(self.settings)
-        self.place = f"{self.backend.caller().account} {self.backend.region}"
+        self.account = f"{self.backend.caller().account} {self.backend.region}"
 
-    def made(self, runs: Sequence[RunOf]) -> Iterator[Made]:
-        """Each run: those of the base first, which others need too, and those that failed last.
+    def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+        """Make runs: those of the base come first, which others need too, and those that failed
+        last.
 
         Raises OverCeiling if the job may cost more than is left, and ServiceError if it fails.
         """
         if not runs:
             return
-        entry = self.known(runs) or self.send(runs)
+        entry = self.job_of(runs) or self.send(runs)
         description = tracking.wait(entry["job"], self.settings)
         self.ledger.settle(self.cost_of)
         if description.model_uri is None:
-            why = description.failure_reason or "it left no models"
-            raise ServiceError(f"job {entry['job']} is {description.status}: {why}")
-        uri = description.model_uri
+            reason = description.failure_reason or "it left no models"
+            raise ServiceError(f"job {entry['job']} is {description.status}: {reason}")
         with scratch(self.search.directory, ".job-") as directory:
-            (archive,) = storage.fetch(uri, directory / "tar", settings=self.settings)
-            fetch.extract(archive, directory / "runs", uri)
-            found, base = [], self.ledger.base
-            for run in runs:
-                place = directory / "runs" / f"run-{entry['runs'].index(key_of(run))}"
-                facts = storage.read_document(str(place / "facts.json"), Facts) or UNMADE
-                found.append((facts, run, place))
-            found.sort(key=lambda each: (bool(each[0].problem), each[1][0].sha256 != base))
-            for facts, (source, seed), place in found:
-                if not (problem := facts.problem):
-                    try:
-                        fetch.extract(place / "model.tar.gz", place / "unpacked", "its model")
-                    except ServiceError as error:
-                        problem = str(error)
-                if problem:  # it can be made anew
-                    key = {"folder": source.sha256, "seed": seed}
-                    self.ledger.add("failed", job=entry["job"], **key, why=problem)
-                if facts is not UNMADE:
-                    yield Made(source, seed, place / "unpacked" / "model", facts.seconds, problem)
-                shutil.rmtree(place, ignore_errors=True)
-            if any(facts is UNMADE for facts, *_ in found):
+            job_runs = self.read_runs(entry, runs, description.model_uri, directory)
+            for job_run in sorted(job_runs, key=self.order):
+                finished = job_run.finish()
+                if finished.problem:  # it can be made anew
+                    self.note_failure(entry["job"], finished)
+                if job_run.facts is not None:
+                    yield finished
+                shutil.rmtree(job_run.directory, ignore_errors=True)
+            if any(job_run.facts is None for job_run in job_runs):
                 raise ServiceError(f"job {entry['job']} ended before all runs were made; try again")
+
+    def read_runs(
+        self, entry: Entry, runs: Sequence[SeededRun], uri: str, directory: Path
+    ) -> list[JobRun]:
+        """What these runs of a job left, from the archive at a URI."""
+        (archive,) = storage.fetch(uri, directory / "tar", settings=self.settings)
+        fetch.extract(archive, directory / "runs", uri)
+        job_runs = []
+        for run in runs:
+            run_directory = directory / "runs" / f"run-{entry['runs'].index(list(run.key))}"
+            facts = storage.read_document(str(run_directory / "facts.json"), DriverFacts)
+            job_runs.append(JobRun(run, run_directory, facts))
+        return job_runs
+
+    def order(self, job_run: JobRun) -> tuple[bool, bool]:
+        failed = job_run.facts is None or bool(job_run.facts.problem)
+        return failed, job_run.run.source.sha256 != self.ledger.base
+
+    def note_failure(self, job_id: str, finished: FinishedRun) -> None:
+        folder, seed = finished.run.key
+        self.ledger.add("failed", job=job_id, folder=folder, seed=seed, why=finished.problem)
 
     # -- money ------------------------------------------------------------------------------------
 
     def cost_of(self, entry: Entry) -> float | None:
         """What the job of a reservation has cost; None while that is not known."""
-        if entry["place"] != self.place:  # nobody there can be asked
+        if entry["place"] != self.account:  # nobody there can be asked
             return None
         sending = self.is_sending()  # before AWS is asked, or it could wake in between
         description = self.describe(entry["job"])
         if description is None:
             if self.is_sent(entry["job"]):
                 return float(entry["usd"])  # it was deleted, and with it what it cost
-            last = max(e["at"] for e in self.ledger.entries if e.get("job") == entry["job"])
-            old = time.time() - last > UNKNOWN_SECONDS
-            return 0.0 if old and not sending else None
+            last_moment = max(
+                other["at"] for other in self.ledger.entries if other.get("job") == entry["job"]
+            )
+            is_old = time.time() - last_moment > UNKNOWN_SECONDS
+            return 0.0 if is_old and not sending else None
         if description.is_running:
             return None
         return tracking.with_costs([description], self.settings)[0].cost
@@ -141,45 +172,55 @@ class OnSageMaker:
 
     # -- a job ------------------------------------------------------------------------------------
 
-    def known(self, runs: Sequence[RunOf]) -> Entry | None:
+    def job_of(self, runs: Sequence[SeededRun]) -> Entry | None:
         """The reservation of a job that has made these runs, or will: its command was killed."""
-        failed = [(e["job"], [e["folder"], e["seed"]]) for e in self.ledger.of("failed")]
+        keys = {run.key for run in runs}
         for entry in reversed(self.ledger.of("reserved")):
-            keys = [key for key in entry["runs"] if (entry["job"], key) not in failed]
-            if entry["place"] == self.place and all(key_of(run) in keys for run in runs):
-                description = self.describe(entry["job"])
-                if description and (description.is_running or description.model_uri):
-                    self.search.told(f"job {entry['job']} was sent before for these runs")
-                    return entry
+            if entry["place"] != self.account or not keys <= self.keys_of(entry):
+                continue
+            description = self.describe(entry["job"])
+            if description and (description.is_running or description.model_uri):
+                self.search.report(f"job {entry['job']} was sent before for these runs")
+                return entry
         return None
 
-    def send(self, runs: Sequence[RunOf]) -> Entry:
+    def keys_of(self, entry: Entry) -> set[tuple[str, int]]:
+        """The runs of a job, by folder and seed, but for those that failed."""
+        failed = {
+            (failure["folder"], failure["seed"])
+            for failure in self.ledger.of("failed")
+            if failure["job"] == entry["job"]
+        }
+        return {(folder, seed) for folder, seed in entry["runs"]} - failed
+
+    def send(self, runs: Sequence[SeededRun]) -> Entry:
         """Reserve what a job may cost, and start it."""
         self.ledger.settle(self.cost_of)
-        search, job_id = self.search, launch.new_job_id()
+        job_id = launch.new_job_id()
         # In each GPU's share, the runs of the base come first, and a seed's two runs are in one.
-        runs = sorted(runs, key=lambda run: run[0].sha256 != self.ledger.base)
+        runs = sorted(runs, key=lambda run: run.source.sha256 != self.ledger.base)
         if self.measured:
             plan = self.planned(job_id, runs, self.seconds_for(len(runs)), self.settings)
         else:
             plan = self.first_plan(job_id, runs)
-        cost, keys = cost_of_plan(plan), [key_of(run) for run in runs]
+        cost, keys = cost_of_plan(plan), [list(run.key) for run in runs]
         with self.sending():
-            entry = self.ledger.reserve(job_id, cost, place=self.place, runs=keys)
-            search.told(f"job {job_id}: {len(runs)} runs, at most {usd(cost)}")
+            entry = self.ledger.reserve(job_id, cost, place=self.account, runs=keys)
+            self.search.report(f"job {job_id}: {len(runs)} runs, at most {usd(cost)}")
             try:
                 plan.upload()  # which may take long
                 self.ledger.add("sending", job=job_id)
                 self.submit_within_quota(job_id, plan)
             except LauncherError as error:
-                unclear = error.code == "job-may-exist"  # for an hour from now
-                kind, facts = ("sending", {}) if unclear else ("settled", {"usd": 0.0})
-                self.ledger.add(kind, job=job_id, **facts)
+                if error.code == "job-may-exist":  # for an hour from now
+                    self.ledger.add("sending", job=job_id)
+                else:
+                    self.ledger.add("settled", job=job_id, usd=0.0)
                 raise
             self.ledger.add("sent", job=job_id)
         return entry
 
-    def first_plan(self, job_id: str, runs: Sequence[RunOf]) -> launch.Plan:
+    def first_plan(self, job_id: str, runs: Sequence[SeededRun]) -> launch.Plan:
         """A job of runs of which none was measured: an hour, or what the ceilings allow."""
         seconds, limit = DEFAULT_RUN, self.ledger.free
         if self.settings.max_cost is not None:  # of each job, from the settings
@@ -191,7 +232,7 @@ class OnSageMaker:
             return plan
         affordable = math.floor(limit / cost * (seconds + AROUND_SECONDS)) - AROUND_SECONDS
         if affordable > AROUND + MARGIN:
-            self.search.told(f"the ceiling allows {affordable} s")
+            self.search.report(f"the ceiling allows {affordable} s")
             seconds = affordable
         return self.planned(job_id, runs, seconds, self.settings)
 
@@ -204,7 +245,7 @@ class OnSageMaker:
                 return
             except OverQuota as quota:
                 if quota_wait.note_refusal(quota, self.others_run(plan.job.instance)):
-                    self.search.told(f"job {job_id} waits: {quota}")
+                    self.search.report(f"job {job_id} waits: {quota}")
             quota_wait.sleep()
 
     def others_run(self, instance: str) -> bool:
@@ -218,18 +259,18 @@ class OnSageMaker:
         return False
 
     def planned(
-        self, job_id: str, runs: Sequence[RunOf], seconds: int, settings: Settings
+        self, job_id: str, runs: Sequence[SeededRun], seconds: int, settings: Settings
     ) -> launch.Plan:
         """The job of these runs, with a time limit. Nothing is sent. Raises CeilingTooLow if it may
         cost more than a job may by the settings."""
-        words = dict(self.search.start["words"])
+        hyperparameters = dict(self.search.start["hyperparameters"])
         text = self.text(draft.cloud_settings(self.backend))
         request = Request(
             name=f"try-{self.search.name}-{job_id[-6:]}",
-            instance=self.search.start["instance"],
+            instance=self.instance,
             data=text.uri,
-            preset=words.pop("preset", None),
-            hyperparameters=words,
+            preset=hyperparameters.pop("preset", None),
+            hyperparameters=hyperparameters,
             max_run=seconds,
             environment={SEARCH_VARIABLE: self.search.name},
             network_isolation=True,
@@ -254,41 +295,43 @@ class OnSageMaker:
 
     def seconds_for(self, n: int) -> int:
         """The time limit of a job of n runs: twice what they take, by those that were measured."""
-        usual = self.search.seconds(self.search.start["folder"])
-        at_once = machines.gpus_of(self.search.start["instance"]) or 1
-        return math.ceil(MARGIN + 2 * usual * math.ceil(n / at_once) + self.after(n))
+        usual = self.search.budget.mean_seconds(self.search.start["folder"])
+        at_once = machines.gpus_of(self.instance) or 1
+        return math.ceil(MARGIN + 2 * usual * math.ceil(n / at_once) + self.upload_seconds(n))
 
-    def after(self, n: int) -> float:
+    def upload_seconds(self, n: int) -> float:
         """Seconds that the models of n runs take to be packed and uploaded."""
         return n * self.measured["bytes"] / UPLOADED if self.measured else 0.0
 
-    def folder(self, runs: Sequence[RunOf], seconds: int) -> Source:
+    def folder(self, runs: Sequence[SeededRun], seconds: int) -> Source:
         """The training folder of a job: that of the search's beginning, with the driver in place of
         its train.py, beside the folders of the runs, of which nothing is imported here."""
-        first = self.search.source(self.search.start["folder"])
+        first = self.search.first
+        largest_model = int(MAX_SIZE * self.measured["bytes"]) if self.measured else LARGEST_MODEL
         plan = {
-            "runs": [[name_of(source), seed] for source, seed in runs],
-            "values": {**SILENT, **self.search.start["words"]},
-            "seconds": seconds - AROUND - self.after(len(runs)),
-            "limit": min(seconds, self.search.limit),
-            "room": int(MOST_SIZE * self.measured["bytes"]) if self.measured else LARGEST,
+            "runs": [[name_of(run.source), run.seed] for run in runs],
+            "values": {**SILENT, **self.search.start["hyperparameters"]},
+            "seconds": seconds - AROUND - self.upload_seconds(len(runs)),
+            "limit": min(seconds, self.search.budget.limit),
+            "room": largest_model,
         }
         files = {**first.files, "train.py": DRIVER.read_bytes()}
         files["plan.json"] = json.dumps(plan).encode()
-        for source, _ in runs:
-            files |= {f"{name_of(source)}/{name}": each for name, each in source.files.items()}
+        for source in {run.source.sha256: run.source for run in runs}.values():
+            for name, content in source.files.items():
+                files[f"{name_of(source)}/{name}"] = content
         return Source(first.directory, files)
 
     def text(self, settings: Settings) -> Channel:
         """The text that the runs read, to be uploaded once."""
-        search, place = self.search, self.search.text
-        files = [File(path.name, path) for path in sorted(place.iterdir())]
-        meta = read_json(place / "meta.json")
+        search = self.search
+        files = [File(path.name, path) for path in sorted(search.text.iterdir())]
+        meta = read_json(search.text / "meta.json")
         upload = corpus.upload_of(
             f"try-{search.name}",
             files,
             settings,
-            vocabulary_size=len(search.tokenizer),
+            vocabulary_size=len(search.judge.tokenizer),
             train_tokens=meta["train"]["shards"][0]["tokens"],
             val_tokens=meta["val"]["shards"][0]["tokens"],
         )
@@ -300,11 +343,6 @@ def cost_of_plan(plan: launch.Plan) -> float:
     if plan.job.worst_cost is None:
         raise InputError(f"the price of {plan.job.instance} is unknown, so no ceiling can hold")
     return plan.job.worst_cost
-
-
-def key_of(run: RunOf) -> list[Any]:
-    """A run as the ledger has it."""
-    return [run[0].sha256, run[1]]
 
 
 def name_of(source: Source) -> str:

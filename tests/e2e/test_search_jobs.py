@@ -8,8 +8,9 @@ import re
 import launching
 import pytest
 
-from launcher.trying import search
-from launcher.trying.ledger import Ledger
+from launcher.trying import budget
+from launcher.trying.history import SearchLedger
+from launcher.trying.search import SHARED
 
 QUICK = (
     """\
@@ -47,20 +48,21 @@ CURIOUS = (
                     pass
 """,
 )
-FAILING = (
-    PARSED,
-    f"""\
-{PARSED}\
-    if config.seed == 3 and config.max_steps > 2:
-        raise ConfigError("no luck with 3")
-""",
-)
+
+
+def failing(seed: int) -> tuple[str, str]:
+    """An edit by which the run of one seed fails."""
+    lines = f"""\
+    if config.seed == {seed} and config.max_steps > 2:
+        raise ConfigError("no luck with {seed}")
+"""
+    return PARSED, f"{PARSED}{lines}"
 
 
 @pytest.fixture
 def group(aws, cli, text_file, tmp_path, home, monkeypatch):
     """The name of a search whose base was trained."""
-    monkeypatch.setattr(search, "MOST_TIME", 100.0)  # ten steps are less than the imports' noise
+    monkeypatch.setattr(budget, "MAX_TIME", 100.0)  # ten steps are less than the imports' noise
     aws.sagemaker.run.gpus, aws.sagemaker.run.rate, aws.sagemaker.rate = 2, 1.0, 1.0
     launching.edited(tmp_path / "base", QUICK)
     words = ("--instance", "ml.m5.xlarge", "--ceiling", "1", "--smallest-gain", "0.5")
@@ -74,7 +76,7 @@ def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
     ran = cli("try", "run", str(slower), "--group", group, "--note", "a lower rate", "--json")
     assert ran.code == 3, (ran.err, ran.out)
     entry = json.loads(ran.out)
-    ledger = Ledger(home / "tries" / group)
+    ledger = SearchLedger(home / "tries" / group)
     assert (entry["verdict"], entry["pairs"]) == ("no better", 4)
     assert len(aws.sagemaker.jobs) == len(ledger.of("settled")) == 2
     assert [len(each["runs"]) for each in ledger.of("reserved")] == [8, 4]
@@ -82,12 +84,13 @@ def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
     log = cli("logs", ledger.of("sent")[1]["job"]).out
     assert sorted(re.findall(r"^run (\d) of 4: ", log, re.MULTILINE)) == ["1", "2", "3", "4"]
 
-    failing = launching.edited(tmp_path / "failing", QUICK, SLOWER, FAILING)
-    ran = cli("try", "run", str(failing), "--group", group, "--json")
-    assert (ran.code, json.loads(ran.out)["why"]) == (4, "ConfigError: no luck with 3")
-    ledger = Ledger(home / "tries" / group)
+    first, second, third, fourth = ledger.seeds(SHARED, 4)
+    folder = launching.edited(tmp_path / "failing", QUICK, SLOWER, failing(third))
+    ran = cli("try", "run", str(folder), "--group", group, "--json")
+    assert (ran.code, json.loads(ran.out)["why"]) == (4, f"ConfigError: no luck with {third}")
+    ledger = SearchLedger(home / "tries" / group)
     [failed] = ledger.of("failed")
-    assert failed["seed"] == 3
-    folder = failed["folder"]
-    assert [e["seed"] for e in ledger.of("run") if e["folder"] == folder] == [1, 2, 4]
+    assert failed["seed"] == third
+    seeds = [run["seed"] for run in ledger.runs_of(failed["folder"])]
+    assert seeds == [first, second, fourth]
     assert not ledger.open

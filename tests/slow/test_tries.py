@@ -8,7 +8,8 @@ from test_edited import EDITS
 from test_trying_cheats import checked, tiny_folder
 
 from launcher.source import Source, keep
-from launcher.trying.search import MOST_TIME
+from launcher.trying.budget import MAX_TIME
+from launcher.trying.runs import SeededRun
 
 begun, mine = test_trying_cheats.begun, test_trying_cheats.mine
 
@@ -41,7 +42,7 @@ def test_more_steps_by_a_loop_take_more_time(mine, begun, tmp_path):
     loop = f"                for _ in range(30):\n    {STEP}                self.step -= 29\n"
     cheat = Source.read(tiny_folder(tmp_path / "cheat", (STEP, loop)))
     keep(cheat, mine.settings)
-    mine.measure([(cheat, 1)], tried=cheat)
-    usual = mine.seconds(Source.read(begun.base).sha256)
+    mine.measure([SeededRun(cheat, 1)], tried=cheat)
+    usual = mine.budget.mean_seconds(Source.read(begun.base).sha256)
     assert mine.ledger.of("run")[-1]["tokens"] == mine.ledger.of("run")[0]["tokens"]
-    assert mine.seconds(cheat.sha256) > MOST_TIME * usual
+    assert mine.budget.mean_seconds(cheat.sha256) > MAX_TIME * usual

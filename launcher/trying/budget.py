@@ -1,0 +1,74 @@
+"""What a folder of a search may use, by the runs of the folder that the search began with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from entry_point.checkpoint import LARGEST_HEADER, read_header
+from entry_point.files import open_file
+from entry_point.text import read_json
+from launcher.curve import total_steps
+from launcher.trying.history import SearchLedger
+from launcher.trying.refusal import Refused
+
+MAX_SIZE = 1.1  # times the parameters and the bytes of the first model
+MAX_TIME = 1.3  # times the time of the first folder
+MAX_RATIOS = {"tokens": 1.0, "parameters": MAX_SIZE, "bytes": MAX_SIZE}
+SLOW = 4.0  # times the time of the first folder, after which a run is ended
+
+
+class Budget:
+    """What a folder may use, by the ledger of its search."""
+
+    def __init__(self, ledger: SearchLedger) -> None:
+        self.ledger = ledger
+
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Raise Refused for more tokens, parameters, or bytes than the search began with."""
+        runs = self.ledger.of("run")
+        if not runs:
+            return
+        for name, size in sizes.items():
+            first_size, max_ratio = runs[0][name], MAX_RATIOS[name]
+            if size > max_ratio * first_size:
+                ratio = f"{size / first_size:.2f}x the {name} that the search began with"
+                raise Refused(f"{ratio}; at most {max_ratio:g}x")
+
+    def mean_seconds(self, folder: str) -> float:
+        """What a run of a folder takes; 0 before the first."""
+        runs = self.ledger.runs_of(folder)
+        return fmean(run["seconds"] for run in runs) if runs else 0.0
+
+    def check_time(self, folder: str, seeds: Sequence[int]) -> None:
+        """Raise Refused if the runs of a folder on these seeds take too long together.
+
+        It is the sum that counts: a median would not show a folder that is slow for some seeds.
+        """
+        seconds = sum(run["seconds"] for run in self.ledger.runs_of(folder) if run["seed"] in seeds)
+        ratio = seconds / (len(seeds) * self.mean_seconds(self.ledger.start["folder"]))
+        if ratio > MAX_TIME:
+            raise Refused(f"takes {ratio:.2f}x the time of the search's first folder")
+
+    @property
+    def limit(self) -> float:
+        """The seconds that a run may take; those of the first ones are not limited."""
+        usual = self.mean_seconds(self.ledger.start["folder"])
+        return 60 + SLOW * usual if usual else math.inf
+
+
+def sizes_of(model: Path) -> dict[str, int]:
+    """The parameters of a model, the bytes of its directory, and the tokens on which it was
+    trained, as it says. Raises Refused."""
+    try:
+        config = read_json(model / "training.json")["config"]
+        tokens = int(total_steps(config) * config["batch_size"] * config["block_size"])
+        with open_file(model / "model.safetensors") as file:
+            tensors, _ = read_header(file, LARGEST_HEADER)
+        parameters = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+        n_bytes = sum(path.lstat().st_size for path in model.rglob("*") if path.is_file())
+    except Exception as error:  # it may say anything
+        raise Refused(f"its model cannot be read: {type(error).__name__}: {error}") from None
+    return {"parameters": parameters, "tokens": tokens, "bytes": n_bytes}

@@ -1,0 +1,138 @@
+"""What a search knows: its ledger, HOME/tries/NAME/ledger.jsonl.
+
+start      what the search is: text, hyperparameters, folder, ceiling
+seeds      seeds that were drawn, and what for
+run        the loss and the seconds of one folder and seed
+base       what the first folder loses, and by how much that varies
+reserved   what a job may cost, and its runs; settled: what it cost
+sending    it is about to be sent; sent: AWS has it
+failed     a run of a job that left no model, and why
+try        a verdict
+gain       what all kept tries gain together
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import InputError
+from launcher.sagemaker.cost import usd
+from launcher.trying.ledger import Entry, Ledger
+
+LARGEST_SEED = 1 << 31
+
+
+class OverCeiling(InputError):
+    """A job may cost more than is left of the search's ceiling."""
+
+
+class SearchLedger(Ledger):
+    """The ledger of the search in a directory. Raises ServiceError if an entry was changed."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory / "ledger.jsonl")
+
+    @property
+    def start(self) -> Entry:
+        """What the search is."""
+        return self.of("start")[0]
+
+    @property
+    def base(self) -> str:
+        """The SHA-256 of the folder that was kept last, or that the search began with."""
+        kept_tries = [entry for entry in self.of("try") if entry["verdict"] == "kept"]
+        return str(kept_tries[-1]["folder"] if kept_tries else self.start["folder"])
+
+    @property
+    def losses(self) -> dict[tuple[str, int], float]:
+        """Those of all runs, by folder and seed."""
+        return {(run["folder"], run["seed"]): float(run["loss"]) for run in self.of("run")}
+
+    @property
+    def is_unused(self) -> bool:
+        """True if no run was made, no job was sent, and no money is reserved."""
+        return not (self.open or self.of("sent") or self.of("run"))
+
+    def runs_of(self, folder: str) -> list[Entry]:
+        return [run for run in self.of("run") if run["folder"] == folder]
+
+    # -- seeds ------------------------------------------------------------------------------------
+
+    def seeds(self, use: str, n: int) -> list[int]:
+        """The first n seeds of a use. Those that are lacking are drawn now, and written down.
+
+        No folder can know them before. A command that is killed when it dislikes what they show
+        gets the same again.
+        """
+        with self.locked():
+            seeds, all_seeds = list[int](), set[int]()
+            for entry in self.of("seeds"):
+                all_seeds.update(entry["seeds"])
+                if entry["use"] == use:
+                    seeds += entry["seeds"]
+            if len(seeds) < n:
+                new_seeds = draw_seeds(n - len(seeds), all_seeds)
+                self.write("seeds", use=use, seeds=new_seeds)
+                seeds += new_seeds
+        return seeds[:n]
+
+    # -- money ------------------------------------------------------------------------------------
+
+    @property
+    def spent(self) -> float:
+        """USD of the jobs that ended."""
+        return float(sum(entry["usd"] for entry in self.of("settled")))
+
+    def cost_of(self, folder: str) -> float:
+        """USD of the jobs that ended and that had a run of this folder."""
+        jobs = {entry["job"] for entry in self.of("reserved") if folder in dict(entry["runs"])}
+        return float(sum(entry["usd"] for entry in self.of("settled") if entry["job"] in jobs))
+
+    @property
+    def open(self) -> list[Entry]:
+        """The reservations of jobs whose cost is not known yet."""
+        settled_jobs = {entry["job"] for entry in self.of("settled")}
+        return [entry for entry in self.of("reserved") if entry["job"] not in settled_jobs]
+
+    @property
+    def reserved(self) -> float:
+        """USD that the jobs whose cost is not known yet may cost."""
+        return float(sum(entry["usd"] for entry in self.open))
+
+    @property
+    def free(self) -> float:
+        """USD of the ceiling that are neither spent nor reserved."""
+        return float(self.start["ceiling"] - self.spent - self.reserved)
+
+    def reserve(self, job: str, amount: float, **facts: Any) -> Entry:
+        """Reserve USD for a job, before it is sent. Raises OverCeiling."""
+        with self.locked():
+            free = self.free
+            if amount > free:
+                raise OverCeiling(
+                    f"this may cost {usd(amount)}, and {max(0.0, free):,.2f} of"
+                    f" {usd(self.start['ceiling'])} are free ({self.spent:,.2f} spent,"
+                    f" {self.reserved:,.2f} reserved)"
+                )
+            return self.write("reserved", job=job, usd=amount, **facts)
+
+    def settle(self, cost_of: Callable[[Entry], float | None]) -> None:
+        """Replace reservations by what was billed; None: it is not known yet."""
+        for entry in self.open:
+            cost = cost_of(entry)
+            with self.locked():
+                if cost is not None and entry in self.open:
+                    self.write("settled", job=entry["job"], usd=cost)
+
+
+def draw_seeds(n: int, used: set[int]) -> list[int]:
+    """n different seeds that nobody can foresee, none of which is used already."""
+    seeds = list[int]()
+    while len(seeds) < n:
+        seed = 1 + secrets.randbelow(LARGEST_SEED - 1)
+        if seed not in used and seed not in seeds:
+            seeds.append(seed)
+    return seeds

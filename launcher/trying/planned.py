@@ -1,0 +1,42 @@
+"""On how many tokens a folder would train, before anything is paid for its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.local.runs import Run, run_all
+from launcher.source import Source
+from launcher.trying.refusal import Refused
+
+# A train.py that only prints on how many tokens its folder would train.
+PROGRAM = """
+import sys, types
+package = types.ModuleType("entry_point")
+package.__path__ = [sys.path[0]]
+sys.modules["entry_point"] = package
+from entry_point.config import make_config
+hyperparameters = {hyperparameters}
+config = make_config(hyperparameters, hyperparameters.pop("preset", None))
+steps = config.max_steps * getattr(config, "generations", 1)
+print(steps * config.batch_size * config.block_size)
+"""
+
+
+def planned_tokens(
+    source: Source, hyperparameters: Mapping[str, Any], text: Path, limit: float
+) -> int:
+    """The tokens on which a folder would train, as its config.py says. Raises Refused."""
+    program = PROGRAM.format(hyperparameters=dict(hyperparameters)).encode()
+    printing = Source(source.directory, {**source.files, "train.py": program})
+    log = problem = ""
+    for _, ended in run_all([Run(printing, {}, text, limit=limit, alone=True)], 1):
+        log = (ended.out / "log").read_text(errors="replace")
+        problem = ended.problem
+    last_line = log.strip().rpartition("\n")[2]
+    try:
+        return int(last_line)
+    except ValueError:
+        problem = problem or "config.py does not say on how many tokens it trains"
+        raise Refused(problem) from None

@@ -1,0 +1,45 @@
+"""The judge of a search: what a model loses on text that no run has seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from entry_point.errors import TrainingError
+from entry_point.text import Tokenizer
+from launcher.errors import LauncherError
+from launcher.judge.evaluate import check_causal, check_memory
+from launcher.judge.score import losses
+from launcher.judge.texts import Text, encode
+from launcher.judge.worker import Worker
+from launcher.settings import Settings
+from launcher.source import Source
+from launcher.trying.refusal import Refused
+
+
+class Judge:
+    """Judges models by one text, each in processes of its own."""
+
+    def __init__(self, content: bytes, tokenizer: Tokenizer, settings: Settings) -> None:
+        self.content, self.tokenizer, self.settings = content, tokenizer, settings
+        self.encoded = encode([Text("judge", [content.decode()])], tokenizer)
+
+    def loss_of(self, model: Path, source: Source, is_tested: bool) -> float:
+        """The nats per token that a model loses on the text.
+
+        If it is tested, it must neither look ahead nor learn while it is judged. Raises Refused.
+        """
+        try:
+            with self.worker(model, source) as worker:
+                [nats] = losses(worker, self.encoded)
+            if is_tested:  # after it was judged, by a process that cannot know what it has answered
+                with self.worker(model, source) as worker:
+                    check_memory(worker, self.encoded, nats)
+                    check_causal(worker, self.encoded[0].ids)
+        except (LauncherError, TrainingError) as error:
+            raise Refused(str(error)) from None
+        return float(nats.mean())
+
+    def worker(self, model: Path, source: Source) -> Worker:
+        """A process that computes a model by the folder as it was kept, not as the run left it."""
+        folder = self.settings.home / "sources" / source.sha256
+        return Worker(model, self.settings, folder, self.tokenizer, alone=True)

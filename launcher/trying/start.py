@@ -1,0 +1,109 @@
+"""How a search begins: a part of the text is kept for the judge, and the rest is for runs."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from entry_point.text import Corpus
+from launcher.errors import InputError
+from launcher.files import storage
+from launcher.files.scratch import scratch
+from launcher.job import Request
+from launcher.launching import launch
+from launcher.launching.draft import fill
+from launcher.local.confine import packages
+from launcher.settings import Settings
+from launcher.source import keep
+from launcher.text.channels import corpus_of
+from launcher.text.corpus import digest_of
+from launcher.text.ids import content_of, drawn, write_ids
+from launcher.trying.history import SearchLedger
+from launcher.trying.search import Report, Search, directory_of, files_in
+
+MAX_TOKENS = 1 << 28  # of the text that runs read
+MAX_JUDGED = 1 << 16  # tokens of the validation text that are kept for the judge
+MIN_JUDGED = 1000
+GUIDE = Path(__file__).parent / "AGENTS.md"
+
+
+def begin(
+    name: str,
+    request: Request,
+    settings: Settings,
+    smallest_gain: float,
+    ceiling: float | None,
+    report: Report,
+) -> Search:
+    """Begin a search: keep a part of the text for the judge, and write the first entry.
+
+    request names text, training folder, preset or size, and instance. smallest_gain, in nats,
+    is what the search looks for; ceiling is in USD. Raises InputError if it cannot begin.
+    """
+    target = directory_of(name, settings)
+    check_directory(name, target)
+    draft = fill(request, settings)
+    launch.check(draft)
+    job, text = draft.job, draft.texts["data"]
+    if len(job.instances) > 1:
+        problem = "a search takes one type, or its times would not compare"
+        raise InputError(problem, field="instance", value=job.instance)
+    if text.upload is None or text.upload.chats:
+        problem = "conversations are not judged" if text.upload else "its length is not known"
+        raise InputError(
+            f"{text.named}: {problem}; a search takes text that was uploaded from here"
+        )
+    hyperparameters = {"preset": job.preset} if job.preset else job.all_hyperparameters()
+    hyperparameters.pop("seed", None)
+    start = {
+        "text": text.named,
+        "hyperparameters": hyperparameters,
+        "device": getattr(job.config(1), "device", "auto"),
+        "instance": job.instance,
+        "folder": job.source.sha256,
+        "smallest_gain": smallest_gain,
+        "ceiling": ceiling,
+    }
+    with storage.reported(str(target)):
+        keep(job.source, settings)
+        with scratch(target.parent, ".new-") as directory:
+            search = directory / "search"
+            search.mkdir(mode=0o700)  # of the judge alone
+            min_judged = max(MIN_JUDGED, job.config(1).block_size + 1)
+            corpus = corpus_of({"data": text}, settings)
+            start["judge"] = write_texts(search, corpus, min_judged, report)
+            start["runs_read"] = digest_of(files_in(search / "text"))
+            guide = GUIDE.read_text(encoding="utf-8").replace("NAME", name)
+            (search / "AGENTS.md").write_text(guide, encoding="utf-8")
+            SearchLedger(search).add("start", **start)
+            search.rename(target)
+    return Search(name, settings, report)
+
+
+def check_directory(name: str, directory: Path) -> None:
+    """Raise InputError if runs may read the directory of a search, or if it exists."""
+    if any(directory.resolve().is_relative_to(path.resolve()) for path in packages()):
+        raise InputError(f"runs may read {directory}; set SM_NANOGPT_HOME to another directory")
+    if directory.exists():
+        raise InputError(f"there is a search {name}; take another name, or delete {directory}")
+
+
+def write_texts(directory: Path, corpus: Corpus, min_judged: int, report: Report) -> str:
+    """Write what runs read, and what the judge reads, the end of the validation text.
+
+    Returns the SHA-256 of the latter. Raises InputError for too short a text.
+    """
+    tokenizer, train, val = corpus.tokenizer, drawn(corpus.train, MAX_TOKENS), corpus.val
+    n_judged = min(MAX_JUDGED, len(val) // 2)
+    if n_judged < min_judged:
+        problem = f"{n_judged:,} {tokenizer.unit} would be left to judge by, and a search needs"
+        raise InputError(f"{problem} {min_judged:,}: use more text, or a smaller context")
+    n_val = len(val) - n_judged
+    content = content_of(val[n_val : len(val)], tokenizer.words)
+    judged = content.decode(errors="ignore").encode()  # without a part of a character
+    write_ids(directory / "text", tokenizer, train, drawn(val[0:n_val], MAX_TOKENS))
+    (directory / "judge.txt").write_bytes(judged)
+    report(f"judge: {n_judged:,} {tokenizer.unit} kept here; no run gets them")
+    if len(train) < len(corpus.train):
+        report(f"runs read {len(train):,} of {len(corpus.train):,} {tokenizer.unit}")
+    return hashlib.sha256(judged).hexdigest()
