@@ -36,6 +36,7 @@ from entry_point.conversations import IGNORED
 from entry_point.huggingface import SCRIPT_SHA256, write_artefact
 from entry_point.model import GPT
 from launcher.cli.evaluate import show
+from launcher.cli.words import sentence
 from launcher.judge import anchors, evaluate, evaluation
 from launcher.judge.evaluation import Passage, spread, total
 from launcher.judge.probes import Question, asked, exposed, read_canaries, read_questions
@@ -43,6 +44,7 @@ from launcher.judge.score import losses, passages, score, windows, windows_of
 from launcher.judge.texts import Encoded, Text, Training, encode, read_texts
 from launcher.judge.worker import Worker
 from launcher.text.files import find_files
+from launcher.text.ids import content_of
 from launcher.text.tokenizer import learn_tokenizer
 from sm_nanogpt import InputError, Job, ServiceError, Settings, load_model
 
@@ -220,6 +222,12 @@ def test_characters_that_a_model_never_saw_are_refused(write):
         encode(write(**{"a.txt": "ab\nabéé".encode() + b"b"}), tokenizer_of("ab\n"))
 
 
+def test_a_text_with_crlf_is_told_how_to_lose_it():
+    with pytest.raises(InputError, match=r"a\.txt ends its lines in CRLF") as refused:
+        encode([Text("a.txt", ["a\r\nb\r\n"])], tokenizer_of("ab\n"))
+    assert r"`tr -d '\r' < FILE > NEW-FILE`" in sentence(refused.value)
+
+
 def test_unknown_characters_of_many_texts_are_named_at_once():
     texts = [Text(f"{n}.txt", [piece]) for n, piece in enumerate(["ab", "a#", "b", "’a"])]
     with pytest.raises(InputError, match=r"1\.txt, as 1 other document, has .*: '#', '’'; replace"):
@@ -330,6 +338,16 @@ def test_a_model_of_conversations_has_no_compressor_beside_it(models):
     encoded = encode([Text("a", ["user\nWhat?", "assistant\nSo"], True)], worker.tokenizer)
     found = evaluate.compared(worker, Training(plain("the first"), None), encoded, 1)
     assert found == {"validation": None, "ngram": None, "overlap": 0, "copied": 5}
+
+
+def test_short_turns_count_as_overlap_of_conversations(models):
+    worker = Fake("a", said=lambda prompts, **sampling: ["new"])
+    worker.tokenizer = load_model(models["tokens"])[1]
+    turns = [f"{speaker}\nSo {n}" for n in range(9) for speaker in ("user", "assistant")]
+    encoded = encode([Text("a", turns, True)], worker.tokenizer)
+    learned = content_of(encoded[0].ids, worker.tokenizer.words)
+    training = Training(anchors.as_tensor(b"before" + learned + b"after"), None)
+    assert evaluate.compared(worker, training, encoded, 1)["overlap"] == 1
 
 
 @pytest.mark.parametrize(("samples", "copied"), [(["", "first"], 5), (["", ""], 0)])

@@ -25,6 +25,7 @@ from launcher.judge.score import MANY, PASSAGE, WORST, document, losses, passage
 from launcher.judge.texts import Encoded, Text, Training, encode, training_of
 from launcher.judge.worker import Worker
 from launcher.settings import Settings
+from launcher.text.ids import content_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,9 @@ def compared(
         validation = document(own[0], *losses(worker, own)).bits_per_byte
     samples = worker.sample([None], num_samples=n_samples, max_new_tokens=LENGTH)
     sample_contents = [anchors.as_tensor(sample.encode()) for sample in samples]
-    contents = [anchors.as_tensor(each.content) for each in encoded]
+    # As the training text is decoded: of a conversation, with the tokens that begin its turns.
+    words = worker.tokenizer.words
+    contents = [anchors.as_tensor(content_of(each.ids, words)) for each in encoded]
     overlap = anchors.overlap(training.content, contents)
     if overlap > MEMORY:
         logger.warning(f"{overlap:.0%} of the bytes stand in the training text: this tests memory")
