@@ -123,6 +123,10 @@ def unknown_characters(name: str, unknown: Iterable[str]) -> InputError:
 
     name is that of the text.
     """
+    unknown = set(unknown)
+    if unknown == {"\r"}:  # a text of Windows, and a model of a text with LF alone
+        problem = "ends its lines in CRLF, and the model has only seen LF"
+        return InputError(f"{name} {problem}", "leave-out-returns")
     return InputError(
         f"{name} has characters that the model has never seen: {list_characters(sorted(unknown))};"
         " replace them or leave them out, or use a model of tokens, which knows all",

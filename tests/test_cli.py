@@ -115,6 +115,10 @@ def test_an_option_that_is_a_hyperparameter_names_set(cli):
     assert cli("launch", "--max-steps", "500").failed(2, "--set NAME=VALUE")
 
 
+def test_a_text_behind_launch_is_told_where_it_goes(cli):
+    assert cli("launch", "notes.txt").failed(2, "`upload-data` first, or is named by --data")
+
+
 def test_the_help_shows_three_commands_and_groups_all(cli):
     told = cli("--help").out
     example = told.partition("Options:")[0]

@@ -608,7 +608,7 @@ def test_a_killed_upload_is_none_and_the_next_completes_it(home, tmp_path):
     program = """
 import time
 from launcher.cli import main
-from launcher.text import corpus, formats, writing
+from launcher.text import corpus
 corpus.digest_of = lambda files: time.sleep(100)
 main()
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
@@ -11,7 +12,7 @@ import pytest
 
 from launcher.cli.words import sentence
 from launcher.text.encodings import as_utf8, read_text
-from launcher.text.formats import look
+from launcher.text.formats import look, pieces_of
 from launcher.text.records import json_lines
 from sm_nanogpt import InputError
 
@@ -49,6 +50,15 @@ def test_a_fault_is_named_and_its_remedy_works(fault, size):
     assert command
     ran = subprocess.run(f"{command[1]} -", shell=True, input=content, capture_output=True)
     list(read_text(io.BytesIO(ran.stdout), "a.txt", size))
+
+
+@pytest.mark.parametrize("fault", ["a pasted line", "surrogates", "a zero"])
+def test_a_packed_text_is_unpacked_before_it_is_mended(fault, tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(FAULTS[fault][0]))
+    with pytest.raises(InputError) as refused:
+        pieces = pieces_of(look(tmp_path / "a.txt.gz"))
+        list(pieces)
+    assert "unpack it first: `gunzip -k " in str(refused.value)
 
 
 @pytest.mark.parametrize("fault", ["a pasted line", "surrogates"])

@@ -6,6 +6,7 @@ import io
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import boto3
 import launching
@@ -25,7 +26,7 @@ from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered
 from launcher.settings import load_settings
 from launcher.tracking import wait
-from sm_nanogpt import ServiceError, Settings
+from sm_nanogpt import InputError, Request, ServiceError, Settings, prepare
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 
@@ -314,7 +315,19 @@ def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, text_file,
     assert told.startswith("interrupted: ")
     for command in ("status", "stop"):
         assert f"`sm-nanogpt {command} {job_id}`" in told
+    assert "it costs at most 8" in told
     assert [each.job_id for each in remembered(load_settings())] == [job_id]
+
+
+def test_ctrl_c_after_a_launch_says_what_runs_and_its_cost(cloud, cli, text_file, monkeypatch):
+    link = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("launcher.sagemaker.backend.SageMakerBackend.console_link", link)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    (job_id,) = cloud.sagemaker.jobs
+    assert (ran.code, ran.out.strip()) == (1, job_id)
+    last = ran.err.splitlines()[-1]
+    assert f"`sm-nanogpt stop {job_id}`" in last
+    assert "it costs at most 8" in last
 
 
 def test_an_unknown_job_in_a_region_is_an_error(cloud, cli):
@@ -333,6 +346,8 @@ def test_without_a_region_local_jobs_are_listed(home, cli, job, monkeypatch):
         (("launch", "--instance", "ml.g5.xlarge"), "no region is set; set --region"),
     ):
         assert cli(*words).failed(2, fact)
+    with pytest.raises(InputError, match=r"^no region is set$"):
+        prepare(Request(instance="ml.g5.xlarge", data="s3://bucket/text"))
 
 
 @pytest.mark.parametrize(

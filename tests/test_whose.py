@@ -254,8 +254,9 @@ def test_an_upload_to_s3_records_who_sent_it(cloud, cli, become, text_file, toke
 
 def test_an_upload_needs_no_answer_to_whose_it_is(cloud, cli, text_file, monkeypatch):
     silent = Mock(side_effect=ServiceError("GetCallerIdentity: no answer"))
-    monkeypatch.setattr("launcher.sagemaker.caller.caller_of", silent)
-    ran = cli("upload-data", str(text_file)).good
+    with monkeypatch.context() as patched:
+        patched.setattr("launcher.sagemaker.caller.caller_of", silent)
+        ran = cli("upload-data", str(text_file)).good
     assert "who uploaded is not recorded: GetCallerIdentity: no answer" in ran.err
     ran = cli("delete", ran.out.strip().rpartition("/")[2])
     assert "uploaded by nobody that is known, used by 0 jobs:\n" in ran.err
@@ -464,7 +465,7 @@ def test_after_a_deletion_others_may_be_on_sagemaker(two, cli, monkeypatch):
     adas, graces = two
     assert cli("stop", graces).good and cli("delete", graces, "--yes").good
     assert {each.job_id for each in remembered(load_settings())} == {adas, graces}
-    assert cli("status", "latest").failed(1, "you have no jobs yet")
+    assert cli("status", "latest").failed(1, "you have no jobs yet", "upload-data FILE")
 
 
 def test_local_jobs_need_no_aws_to_be_read(job, cli, unreachable, monkeypatch):

@@ -185,6 +185,8 @@ def message_of(error: Exception) -> str:
         if context := getattr(error, "ctx", None):
             if isinstance(error, click.NoSuchOption) and context.command is launch.launch_command:
                 text += " Hyperparameters need --set NAME=VALUE"
+            elif "unexpected extra argument" in text and context.command is launch.launch_command:
+                text += ". A text goes to `upload-data` first, or is named by --data"
             text = f"{text.rstrip('.')}; `{context.command_path} --help` shows what there is"
         return text
     if isinstance(error, LauncherError):

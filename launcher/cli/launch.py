@@ -321,12 +321,9 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
         max_cost = options.fields.get("max_cost")
         agree_to_cost(plan.worst_cost, max_cost, settings, options.yes)
     submit(plan)
-    link = plan.backend.console_link(plan.job_id)
-    if link:
-        note(f"console: {link}")
     follows = is_local if options.follow is None else options.follow
     if follows:
-        follow_job(plan.job_id, settings, stops=is_local)
+        follow_job(plan.job_id, settings, stops=is_local, costs=cost_of(plan))
     else:
         next_command = command("chat" if plan.is_of_chats else "fetch-and-sample", plan.job_id)
         goes_on = remedy("job-goes-on", {"job_id": plan.job_id})
@@ -344,24 +341,38 @@ def note_sweep_of(job_id: str) -> None:
 
 
 def submit(plan: Plan) -> None:
-    """Start a job and print its id."""
+    """Start a job, and print its id and the link to the console."""
     job_id = plan.job_id
-    stops = f"`{command('stop', job_id)}` stops it"
+    stops = f"`{command('stop', job_id)}` stops it{cost_of(plan)}"
     shows = f"`{command('status', job_id)}` shows whether the job was submitted"
     with at_ctrl_c(f"{shows}; {stops}"):
         plan.submit()
-    try:
-        click.echo(job_id)
-    except OSError as error:
-        silence(sys.stdout)  # else the flush at exit fails too
-        problem = f"{error.strerror or error}: cannot print the job id, {job_id}"
-        raise ServiceError(f"{problem}; {stops}") from None
+    with at_ctrl_c(f"job {job_id} runs; {stops}"):
+        try:
+            click.echo(job_id)
+        except OSError as error:
+            silence(sys.stdout)  # else the flush at exit fails too
+            problem = f"{error.strerror or error}: cannot print the job id, {job_id}"
+            raise ServiceError(f"{problem}; {stops}") from None
+        link = plan.backend.console_link(job_id)
+        if link:
+            note(f"console: {link}")
 
 
-def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
+def cost_of(plan: Plan) -> str:
+    """What a job costs that goes on after Ctrl-C, as a part of a line; '' on this machine."""
+    if plan.job.is_local:
+        return ""
+    if plan.job.worst_cost is None:
+        return "; it is billed"
+    return f"; it costs at most {plan.job.worst_cost:.2f} USD"
+
+
+def follow_job(job_id: str, settings: Settings, stops: bool, costs: str) -> None:
     """Print a job's log to stderr until it ends.
 
-    Ctrl-C, or a closed stderr, stops the job if `stops`, else only the printing.
+    Ctrl-C, or a closed stderr, stops the job if `stops`, else only the printing. costs is that of
+    `cost_of`.
     """
     from launcher.tracking import find, logs, stop, wait
 
@@ -375,7 +386,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         if not interrupted:
             silence(sys.stderr)
         if not stops:
-            note(f"the job keeps running; {remedy('job-goes-on', {'job_id': job_id})}")
+            note(f"the job keeps running{costs}; {remedy('job-goes-on', {'job_id': job_id})}")
             return
         if find(job_id, settings)[1].is_running:
             stop(job_id, settings)

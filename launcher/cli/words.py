@@ -42,7 +42,8 @@ REMEDIES: dict[str, str] = {
     "cost-unconfirmed": "set a ceiling with --max-cost, where the price is known, or pass --yes",
     # finding, tracking, sweeps
     "no-such-job": "`{sm} jobs` lists the jobs, and `{sm} data` the uploads",
-    "no-jobs-yet": "`{sm} launch --instance local` starts one",
+    "no-jobs-yet": "`{sm} upload-data FILE` uploads a text, and `{sm} launch --instance local`"
+    " trains on it",
     "in-another-region": "--region {region}, before the command, finds it",
     "not-yours": "pass --yes if you mean it",
     "job-is-running": "stop it first: `{sm} stop {job_id}`",
@@ -61,6 +62,7 @@ REMEDIES: dict[str, str] = {
     "models-of-a-search": "`{sm} copy-script my_gpt --from {search}` writes the folder that the"
     " search has kept",
     "no-model-left": "`{sm} logs {job_id}` shows what happened",
+    "leave-out-returns": r"`tr -d '\r' < FILE > NEW-FILE` leaves the carriage returns out",
     "use-tokens": "`{sm} upload-data PATH --tokenizer bpe` makes tokens to train one",
     "text-changes": "use another tokenizer, or --tokenizer bpe",
     "no-turns": "use --tokenizer bpe, a model that was trained on such tokens, or one of Qwen's",
@@ -83,6 +85,7 @@ REMEDIES: dict[str, str] = {
     "give-encoding": "`upload-data --encoding {encoding}` converts it",
     "mend-utf8": "no other encoding fits the rest: repair it, or `iconv -c -f utf-8 -t utf-8 FILE"
     " > NEW-FILE` leaves it out",
+    "leave-out-zeros": r"`tr -d '\000' < FILE > NEW-FILE` leaves zeros out",
     "mend-surrogates": '`python3 -c "import sys; b = sys.stdin.buffer.read(); sys.stdout.buffer'
     ".write(b.decode('utf-8', 'surrogatepass').encode('utf-16', 'surrogatepass').decode('utf-16')"
     '.encode())" < FILE > NEW-FILE` makes UTF-8 of it',

@@ -128,8 +128,8 @@ def with_zero(name: object, content: bytes, zero: int, cursor: Cursor, position:
     where = f"a zero at byte {position + zero}"
     if controls * 100 > len(content):
         return InputError(f"{name}: is a binary file ({where}), not text")
-    remedy = r"`tr -d '\000' < FILE > NEW-FILE` leaves zeros out"
-    return InputError(f"{name}: has {where} ({cursor}), as texts of PDFs may; {remedy}")
+    what = f"has {where} ({cursor}), as texts of PDFs may"
+    return InputError(f"{name}: {what}", "leave-out-zeros")
 
 
 def not_text(

@@ -108,6 +108,7 @@ FORMATS = (
 )
 BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes.split()}
 UNPACK = {".gz": "`gunzip -k {path}`", ".zst": "`zstd -d {path}`"}
+MENDS = ("mend-utf8", "mend-surrogates", "leave-out-zeros")  # codes of what reads a plain FILE
 COMPRESSIONS: dict[str, tuple[bytes, Any]] = {
     ".gz": (b"\x1f\x8b", gzip.open),
     ".zst": (b"\x28\xb5\x2f\xfd", zstd.open),
@@ -233,7 +234,7 @@ def is_utf8(raw: File, encoding: str) -> bool:
                     return True
                 same = same and (wide is not None or chunk.decode(encoding, "replace") == text)
     except InputError as error:
-        if error.code in ("mend-utf8", "mend-surrogates"):
+        if error.code in MENDS:
             raise
         return False
     return same
@@ -253,6 +254,11 @@ def opened(file: File) -> Iterator[io.BufferedReader]:
             if file.encoding:
                 content = as_utf8(content, file.path, file.encoding)
             yield content
+    except InputError as error:
+        if file.compression and error.code in MENDS:
+            unpack = UNPACK[file.compression].format(path=shlex.quote(str(file.path)))
+            raise InputError(f"{error}; unpack it first: {unpack}", error.code) from None
+        raise
     except (UnicodeError, OSError, EOFError, zlib.error, zstd.ZstdError) as error:
         why = getattr(error, "strerror", "") or f"damaged: {error}"
         if isinstance(error, UnicodeError):  # no byte order mark

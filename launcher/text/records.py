@@ -147,7 +147,8 @@ def table(file: IO[bytes], path: str, column: str = "text") -> Records:
         raise error.within(f"{path}:{line}") from None
     for line, row in rows:
         if len(row) != len(names):
-            what = f"{len(row):,} cells, but the first row has {len(names):,}"
+            cells = f"{len(row):,} cell{'s' * (len(row) != 1)}"
+            what = f"{cells}, but the first row has {len(names):,}"
             raise InputError(f"{path}:{line}: {what}")
         yield f"{path}:{line}", dict(zip(names, row, strict=True))
 
