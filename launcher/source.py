@@ -63,6 +63,10 @@ class Source:
             files = {path.name: read_file(path, LARGEST) for path in paths}
         except OSError as error:
             raise InputError(f"{error.filename or directory}: {error.strerror}") from None
+        for path in paths:
+            if not path.stem.isidentifier():  # it might pass for a line of sha256sum
+                problem = f"the name {path.name!r} is no Python identifier; rename the file"
+                raise InputError(f"{directory}: {problem}")
         missing = {"config.py", "train.py"} - files.keys()
         if missing or "setup.py" in files:
             problem = f"has no {min(missing)}" if missing else "setup.py would run, not train.py"
