@@ -352,6 +352,44 @@ def test_what_was_changed_afterwards_is_found(damage, found, started, home, tmp_
     assert started("try", "log", "plays", "--verify").failed(1, found, "was changed")
 
 
+def test_a_search_that_was_killed_while_it_began_is_begun_anew(
+    cli, home, text_file, trained, monkeypatch
+):
+    words = ("try", "start", "plays", "--text", str(text_file))
+
+    def killed(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+        yield FinishedRun(runs[0], Path("0/1"), 10.0)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trained, "train", killed)
+        assert "goes on with what has ended" in cli(*words).err
+    assert len(opened(home).ledger.of("run")) == 1
+    assert cli(*words).good
+    assert len(opened(home).ledger.of("run")) == search.BASE_SEEDS
+    assert [path.name for path in (home / "tries").iterdir()] == ["plays"]
+
+
+def test_a_search_that_a_command_uses_is_not_begun_anew(cli, home, text_file, trained):
+    request = Request(instance="local", preset="quick", data=str(text_file))
+    with begin("plays", request, Settings(home=home), 0.01, None, print).held(shared=True):
+        again = cli("try", "start", "plays", "--text", str(text_file))
+        assert again.failed(2, "there is a search plays")
+    assert len(opened(home).ledger.entries) == 1
+
+
+def test_a_base_that_does_not_train_leaves_no_name_taken(
+    cli, home, text_file, trained, monkeypatch
+):
+    def failing(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+        yield FinishedRun(runs[0], Path("0/1"), 10.0)
+        yield FinishedRun(runs[1], Path("0/2"), 10.0, "no memory")
+
+    monkeypatch.setattr(Trained, "train", failing)
+    assert cli("try", "start", "plays", "--text", str(text_file)).failed(1, "no memory")
+    assert [*(home / "tries").iterdir()] == []
+
+
 def test_a_search_takes_text_whose_length_is_known(cli, home, tmp_path, trained):
     chats = [
         {"messages": [{"role": role, "content": f"{n}"} for role in ("user", "assistant")]}
@@ -383,6 +421,20 @@ def test_a_folder_that_is_known_is_no_try(started, home, tmp_path):
         started("try", "run", place, *words)
         assert started("try", "run", place, *words).failed(2, said)
     assert len(opened(home).ledger.of("try")) == 2
+
+
+def test_a_folder_that_looked_ahead_is_no_try_again(started, home, tmp_path, monkeypatch):
+    """Else it could leave a note in its first try, and pass in its second."""
+
+    def looks_ahead(*_: Any) -> None:
+        raise Refused("not causal", is_final=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Search, "check", looks_ahead)
+        words = ("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+        assert started(*words).code == 4
+    assert started(*words).failed(2, "refused before, by try 1: not causal")
+    assert len(opened(home).ledger.of("try")) == 1
 
 
 def test_refusals_are_entries(started, home, tmp_path, monkeypatch):

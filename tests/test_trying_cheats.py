@@ -295,7 +295,7 @@ def test_a_folder_that_looks_ahead_is_refused(mine, tmp_path):
 def test_a_folder_that_holds_text_of_the_judge_is_refused(n, mine, tmp_path):
     held = (mine.directory / "judge.txt").read_text()[100 : 100 + n]
     (folder := tiny_folder(tmp_path / "cheat")).joinpath("hint.py").write_text(held)
-    with pytest.raises(Refused, match="that the judge.s text has too"):
+    with pytest.raises(Refused, match="the judge's text has too"):
         checked(folder, mine)
 
 

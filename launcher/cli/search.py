@@ -60,7 +60,7 @@ def start_command(name: str, ceiling: float | None, smallest_gain: float, **give
     from launcher.job import Request
     from launcher.machines import looks_like_gpu
     from launcher.trying.rule import detectable_gains
-    from launcher.trying.start import begin
+    from launcher.trying.start import begin, remove_unfinished
 
     local = given["instance"] == "local"
     if local != (ceiling is None):
@@ -75,9 +75,10 @@ def start_command(name: str, ceiling: float | None, smallest_gain: float, **give
     search = begin(name, request, settings_of(), smallest_gain, ceiling, note)
     with at_ctrl_c(GOES_ON.format(command("try", "run", "FOLDER", "--group", name))):
         try:
-            base = search.base()
+            with search.held(shared=False):
+                base = search.base()
         except LauncherError:
-            search.remove_unused()
+            remove_unfinished(search.directory)
             raise
     gains = ", ".join(f"{gain:.3f} by {n}" for n, gain in detectable_gains(base["sd"]).items())
     note(f"base: a loss of {base['loss']:.4f} nats, over 8 seeds (sd {base['sd']:.4f})")

@@ -52,9 +52,9 @@ class SearchLedger(Ledger):
         return {(run["folder"], run["seed"]): float(run["loss"]) for run in self.of("run")}
 
     @property
-    def is_unused(self) -> bool:
-        """True if no run was made, no job was sent, and no money is reserved."""
-        return not (self.open or self.of("sent") or self.of("run"))
+    def is_in_use(self) -> bool:
+        """True if the base was measured, a job was sent, or money is reserved."""
+        return bool(self.of("base") or self.of("try") or self.of("sent") or self.open)
 
     def runs_of(self, folder: str) -> list[Entry]:
         return [run for run in self.of("run") if run["folder"] == folder]

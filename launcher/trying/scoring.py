@@ -36,7 +36,8 @@ class Judge:
                     check_memory(worker, self.encoded, nats)
                     check_causal(worker, self.encoded[0].ids)
         except (LauncherError, TrainingError) as error:
-            raise Refused(str(error)) from None
+            is_leak = str(error).startswith("not causal")
+            raise Refused(str(error), is_final=is_leak) from None
         return float(nats.mean())
 
     def worker(self, model: Path, source: Source) -> Worker:

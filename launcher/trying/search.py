@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
@@ -14,7 +15,6 @@ from entry_point.cores import cores
 from entry_point.text import Tokenizer, read_json
 from launcher.errors import InputError, ServiceError
 from launcher.files import locks, storage
-from launcher.files.scratch import scratch
 from launcher.local.runs import Run, run_all
 from launcher.settings import Settings
 from launcher.source import Source, keep
@@ -33,6 +33,7 @@ from launcher.trying.scoring import Judge
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 BASE_SEEDS = 8
+HELD = "running"  # the file that a command locks while it uses a search
 SHARED = "pairs of all tries"  # what seeds are drawn for
 PROGRESS_SECONDS = 30  # until a line of progress
 SMALL_RUN = {"max_steps": 2, "batch_size": 1, "eval_tokens": 4096, "device": "cpu"}
@@ -108,22 +109,15 @@ class Search:
 
     def base(self) -> Entry:
         """What the first folder loses, and by how much that varies; its runs are made once."""
-        measured = self.ledger.of("base")
-        if measured:
-            return measured[0]
+        entries = self.ledger.of("base")
+        if entries:
+            return entries[0]
         first = self.first
         seeds = self.ledger.seeds(SHARED, BASE_SEEDS)
         self.measure([SeededRun(first, seed) for seed in seeds])
         losses = [self.ledger.losses[first.sha256, seed] for seed in seeds]
         pairs = rule.pairs_for(self.start["smallest_gain"], stdev(losses))
         return self.ledger.add("base", loss=fmean(losses), sd=stdev(losses), pairs=pairs)
-
-    def remove_unused(self) -> None:
-        """Remove a search whose beginning was refused, so that its name is free; not if a run was
-        made, or if any command has reserved money for a job."""
-        with scratch(self.directory.parent, ".new-") as directory, self.ledger.locked():
-            if self.ledger.is_unused:
-                self.directory.rename(directory / "search")
 
     # -- runs and their losses --------------------------------------------------------------------
 
@@ -194,14 +188,21 @@ class Search:
 
     # -- a try ------------------------------------------------------------------------------------
 
+    @contextmanager
+    def held(self, shared: bool) -> Iterator[None]:
+        """Hold this search, so that no other command removes it, or, unless that holds it shared
+        too, uses this machine for it. Waits for its turn."""
+        path = self.directory / HELD
+        with storage.reported(str(path)), path.open("w") as file:
+            if not locks.lock(file, wait=False, shared=shared):
+                self.report("another command uses this search; this one waits for it")
+                locks.lock(file, shared=shared)
+            self.ledger.read()
+            yield
+
     def attempt(self, source: Source, note: str) -> Entry:
         """Judge a folder against the base, and add the verdict to the ledger."""
-        with (self.directory / "running").open("w") as file:
-            if self.is_local:
-                if not locks.lock(file, wait=False):
-                    self.report("another try runs; this one waits for it")
-                    locks.lock(file)
-                self.ledger.read()
+        with self.held(shared=not self.is_local):
             return self.decide(source, note)
 
     def decide(self, source: Source, note: str) -> Entry:
@@ -226,6 +227,9 @@ class Search:
         if source.sha256 == self.start["folder"]:
             raise InputError("the folder is the one that the search began with")
         for entry in self.ledger.of("try"):
+            if entry["folder"] == source.sha256 and "final" in entry:
+                problem = f"the folder was refused before, by try {entry['number']}"
+                raise InputError(f"{problem}: {entry['why']}")
             counts = entry["verdict"] == "kept" or entry["base"] == self.ledger.base
             if entry["folder"] == source.sha256 and "mean" in entry and counts:
                 raise InputError(f"the folder was tried before: try {entry['number']}")
@@ -237,7 +241,8 @@ class Search:
             self.check(source)
             return self.compare(source, base, max_pairs)
         except Refused as refusal:
-            return {"verdict": "refused", "why": str(refusal)}
+            verdict = {"verdict": "refused", "why": str(refusal)}
+            return {**verdict, "final": True} if refusal.is_final else verdict
         except OverCeiling as error:
             return {"verdict": "ceiling", "why": str(error)}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from entry_point.text import Corpus
 from launcher.errors import InputError
-from launcher.files import storage
+from launcher.files import locks, storage
 from launcher.files.scratch import scratch
 from launcher.job import Request
 from launcher.launching import launch
@@ -19,7 +19,7 @@ from launcher.text.channels import corpus_of
 from launcher.text.corpus import digest_of
 from launcher.text.ids import content_of, drawn, write_ids
 from launcher.trying.history import SearchLedger
-from launcher.trying.search import Report, Search, directory_of, files_in
+from launcher.trying.search import HELD, Report, Search, directory_of, files_in
 
 MAX_TOKENS = 1 << 28  # of the text that runs read
 MAX_JUDGED = 1 << 16  # tokens of the validation text that are kept for the judge
@@ -81,11 +81,28 @@ def begin(
 
 
 def check_directory(name: str, directory: Path) -> None:
-    """Raise InputError if runs may read the directory of a search, or if it exists."""
+    """Raise InputError if runs may read the directory of a search, or if there is one."""
     if any(directory.resolve().is_relative_to(path.resolve()) for path in packages()):
         raise InputError(f"runs may read {directory}; set SM_NANOGPT_HOME to another directory")
-    if directory.exists():
+    if directory.exists() and not remove_unfinished(directory):
         raise InputError(f"there is a search {name}; take another name, or delete {directory}")
+
+
+def remove_unfinished(directory: Path) -> bool:
+    """Remove a search that a command began and did not finish, so that its name is free.
+
+    Returns False if it is in use: a command holds it, its base was measured, a job was sent, or
+    money is reserved for one.
+    """
+    with storage.reported(str(directory)), (directory / HELD).open("w") as file:
+        if not locks.lock(file, wait=False):
+            return False
+        ledger = SearchLedger(directory)
+        with scratch(directory.parent, ".new-") as temporary, ledger.locked():
+            if ledger.is_in_use:
+                return False
+            directory.rename(temporary / "search")
+    return True
 
 
 def write_texts(directory: Path, corpus: Corpus, min_judged: int, report: Report) -> str:
