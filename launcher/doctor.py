@@ -15,13 +15,13 @@ from functools import cached_property
 from pathlib import Path
 
 from launcher.aws import check_bucket
+from launcher.backends import backend_class
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import storage
+from launcher.instances import looks_like_gpu
 from launcher.job import Request
-from launcher.launching.draft import cloud_settings
 from launcher.launching.launch import prepare
 from launcher.local.backend import LocalBackend
-from launcher.machines import looks_like_gpu
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.cost import Prices, usd
 from launcher.sagemaker.stack import Stack, find_stack, is_whole, notebook_role
@@ -112,7 +112,7 @@ def check_role(context: Context) -> Found:
 
 def check_store(context: Context) -> Found:
     """The store is in the region of the jobs; write and delete an empty object there."""
-    store = cloud_settings(context.cloud).store
+    store = context.cloud.launch_settings().store
     if not store.startswith("s3://"):
         return InputError(f"SageMaker cannot read {store}", "store-on-s3")
     check_bucket(context.cloud.client("s3"), store, "store", context.cloud.region)
@@ -163,12 +163,18 @@ def check_quota(context: Context) -> Found:
     return f"{name!r} is {n:g}"
 
 
+def uses_aws(settings: Settings, instance: str | None) -> bool:
+    """True if the account is to be checked: for an instance, or where AWS is configured."""
+    if not instance:
+        return settings.reaches_aws
+    return backend_class(instance) is SageMakerBackend
+
+
 def run_checks(settings: Settings, instance: str | None, train: bool) -> Iterator[Finding]:
-    """Check this machine, unless `train` is off; and the account, unless the instance is `local`,
-    or none is named and no AWS account is configured."""
+    """Check this machine, unless `train` is off; and the account, if jobs there use it."""
     checks: dict[str, Callable[[Context], Found]]
     checks = {"local training": check_training} if train else {}
-    if instance != "local" and (instance or settings.reaches_aws):
+    if uses_aws(settings, instance):
         checks |= {"credentials": check_credentials, "quota": check_quota}
         checks |= {"price": check_price} if instance else {}
         checks |= {"stack": check_stack, "role": check_role, "store": check_store}

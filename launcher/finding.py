@@ -12,29 +12,33 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from launcher.aws import Missing
+from launcher.backends import (
+    Backend,
+    all_backends,
+    backend_class,
+    backend_for,
+    configured_backends,
+)
 from launcher.errors import InputError, ServiceError
 from launcher.files.models import is_path
 from launcher.files.storage import path_of
 from launcher.job import FULL_ID, JOB_ID, WORD, JobDescription, UnreadableJob
-from launcher.local.backend import LocalBackend
-from launcher.sagemaker import caller
-from launcher.sagemaker.backend import SageMakerBackend
 from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 SHORTEST_PART = 4  # characters of an id
-Backend = LocalBackend | SageMakerBackend  # one place where jobs run; both do the same
 Jobs = Iterator[JobDescription]  # the newest first
 
 
-def backend_for(instance: str, settings: Settings) -> Backend:
-    return LocalBackend(settings) if instance == "local" else SageMakerBackend(settings)
-
-
 def not_asked(settings: Settings) -> str:
-    """What a message adds about jobs if SageMaker was left out."""
-    return "" if settings.reaches_aws else " (SageMaker was not asked: AWS_REGION is not set)"
+    """What a message about jobs adds on the backends that no command asks."""
+    notes = ""
+    for backend in all_backends():
+        reason = backend.why_not_configured(settings)
+        if reason:
+            notes += f" ({backend.title} was not asked: {reason})"
+    return notes
 
 
 class Listing:
@@ -47,14 +51,20 @@ class Listing:
         self.unreadable: list[UnreadableJob] = []
         self.failure: InputError | ServiceError | None = None
         self.settings, self.everyone, self.name = settings, everyone, name
+        self.backends = configured_backends(settings)
 
     def __iter__(self) -> Jobs:
-        cloud = self.read(SageMakerBackend) if self.settings.reaches_aws else iter(())
-        here = self.read(LocalBackend)
-        return heapq.merge(here, cloud, key=lambda job: job.launched, reverse=True)
+        return self.read(self.backends)
 
-    def read(self, backend: Callable[[Settings], Backend]) -> Jobs:
-        """Those of one place alone."""
+    def nearby(self) -> Jobs:
+        """The jobs of this machine alone, for which no network is needed."""
+        return self.read([backend for backend in self.backends if not backend.is_remote])
+
+    def read(self, backends: list[type[Backend]]) -> Jobs:
+        lists = [self.read_one(backend) for backend in backends]
+        return heapq.merge(*lists, key=lambda job: job.launched, reverse=True)
+
+    def read_one(self, backend: type[Backend]) -> Jobs:
         try:
             for job in backend(self.settings).list(self.everyone, self.name):
                 if isinstance(job, UnreadableJob):
@@ -62,7 +72,7 @@ class Listing:
                 else:
                     yield job
         except InputError as error:  # for example no region, which does not mention SageMaker
-            self.failure = error.within("jobs on SageMaker are not listed")
+            self.failure = error.within(f"jobs on {backend.title} are not listed")
         except ServiceError as error:
             self.failure = error
 
@@ -70,23 +80,35 @@ class Listing:
 def find(
     job_id: str, settings: Settings, attempts: int | None = None
 ) -> tuple[Backend, JobDescription]:
-    """The backend of the job with this full id, and its description; attempts as make_client."""
-    asked: list[str] = []
-    kinds: list[Callable[[Settings], Backend]] = [LocalBackend]
-    kinds += [partial(SageMakerBackend, attempts=attempts)] * settings.reaches_aws
-    try:
-        for kind in kinds if JOB_ID.fullmatch(job_id) else ():
-            backend = kind(settings)
-            if (description := backend.describe(job_id)) is not None:
+    """The backend of the job with this full id, and its description. Raises Missing.
+
+    attempts: how often a remote backend is asked.
+    """
+    locations: list[str] = []  # where there is no such job
+    if JOB_ID.fullmatch(job_id):
+        for kind in configured_backends(settings):
+            try:
+                backend = kind(settings, attempts)
+                description = backend.describe(job_id)
+                location = backend.location
+            except InputError as error:
+                problem = f"there is no job {job_id!r} {' or '.join(locations)}"
+                raise error.within(f"{problem}, and {kind.title} cannot be asked") from None
+            if description is not None:
                 return backend, description
-            asked.append(backend.place)
-    except InputError as error:
-        place = f"{LocalBackend.place}, and SageMaker cannot be asked"
-        raise error.within(f"there is no job {job_id!r} {place}") from None
-    kept = sorted((settings.models_dir / job_id).glob("*/")) if asked else []  # of a deleted job
-    where = f" {' or '.join(asked)}{not_asked(settings)}" if asked else ""
-    model = f"; its model is in {kept[0]}" if kept else ""
-    raise Missing(f"there is no job {job_id!r}{where}{model}", "no-such-job", job_id=job_id)
+            locations.append(location)
+    raise missing_job(job_id, locations, settings)
+
+
+def missing_job(job_id: str, locations: list[str], settings: Settings) -> Missing:
+    """The error that there is no such job in these locations, of which there may be none."""
+    problem = f"there is no job {job_id!r}"
+    if locations:
+        problem += f" {' or '.join(locations)}{not_asked(settings)}"
+        fetched_models = sorted((settings.models_dir / job_id).glob("*/"))
+        if fetched_models:  # of a deleted job
+            problem += f"; its model is in {fetched_models[0]}"
+    return Missing(problem, "no-such-job", job_id=job_id)
 
 
 def full_id(
@@ -109,16 +131,17 @@ def full_id(
         return reference
     if trained and (is_path(reference) or path_of(reference).is_file()):
         return reference
-    if LocalBackend(settings).describe(reference) is not None:
+    if is_nearby_id(reference, settings):
         return reference
     lacks: Callable[[JobDescription], str] = lacks_curve if charted else no_lack
     if trained:
         lacks = partial(lacks_model, settings=settings)
     listing, found, latest = Listing(settings), None, reference == "latest"
-    if not acts and not caller.remembered(settings):  # nothing of this home runs on SageMaker
-        found = choose(reference, listing.read(LocalBackend), lacks)
-        if found and latest and settings.reaches_aws:
-            why = "SageMaker was not asked, since no job was launched there from here"
+    if not acts and not remote_launches(settings):
+        found = choose(reference, listing.nearby(), lacks)
+        remote = [backend.title for backend in listing.backends if backend.is_remote]
+        if found and latest and remote:
+            why = f"{remote[0]} was not asked, since no job was launched there from here"
             logger.info(f"latest is {found.named}; {why}")
     found = found or choose(reference, iter(listing), lacks)
     for job in listing.unreadable:
@@ -136,27 +159,23 @@ def full_id(
         return reference
     else:
         if latest:
-            check_no_later(found, settings, acts)
+            for backend in all_backends():
+                backend.check_no_later(found, settings, acts)
         if acts:
             meant = found.job_id if reference == found.name else found.named
             logger.info(f"{reference} is job {meant}")
     return found.job_id
 
 
-def check_no_later(found: JobDescription, settings: Settings, acts: bool) -> None:
-    """Tell of a later job in another region; raise InputError if the job will be changed."""
-    for last in caller.remembered(settings):
-        if last.job_id <= found.job_id:
-            continue
-        current = SageMakerBackend(settings)
-        other = SageMakerBackend(settings.model_copy(update={"region": last.region}))
-        elsewhere = last.caller == current.caller() and last.region != current.region
-        if not elsewhere or other.raw(last.job_id) is None:
-            continue
-        problem = f"{last.job_id} was launched after {found.job_id}, in {last.region}"
-        if acts:
-            raise InputError(problem, "in-another-region", region=last.region)
-        logger.info(problem, extra={"code": "in-another-region", "region": last.region})
+def is_nearby_id(reference: str, settings: Settings) -> bool:
+    """True if a job that needs no network to be found has this id."""
+    nearby = [backend for backend in configured_backends(settings) if not backend.is_remote]
+    return any(backend(settings).describe(reference) is not None for backend in nearby)
+
+
+def remote_launches(settings: Settings) -> list[str]:
+    """The ids of the jobs that this home launched last on remote backends."""
+    return [job_id for backend in all_backends() for job_id in backend.launched_last(settings)]
 
 
 def choose(
@@ -213,13 +232,17 @@ def lacks_model(job: JobDescription, settings: Settings) -> str:
 
 def has_model(job: JobDescription, settings: Settings) -> bool:
     """Whether a listed job ended with a model, or was stopped and left a checkpoint."""
-    if job.status == "Stopped" and job.instance != "local":  # a list does not tell
-        job = SageMakerBackend(settings).describe(job.job_id) or job
+    backend = backend_for(job.instance, settings)
+    if job.status == "Stopped" and backend.is_remote:  # its lists do not have checkpoints
+        job = backend.describe(job.job_id) or job
     return job.model_uri is not None or (job.status == "Stopped" and job.checkpoint_uri is not None)
 
 
 def is_certain(reference: str, found: JobDescription, settings: Settings, acts: bool) -> bool:
-    """Whether a job of this machine is meant, although SageMaker does not answer."""
-    launched = [each.job_id for each in caller.remembered(settings)]
-    newer = reference == "latest" and max(launched, default="") > found.job_id
-    return found.instance == "local" and not newer and not (acts and launched)
+    """True if a job of this machine is meant, although a remote backend does not answer."""
+    if backend_class(found.instance).is_remote:
+        return False
+    launched = remote_launches(settings)
+    if acts and launched:
+        return False
+    return reference != "latest" or max(launched, default="") <= found.job_id

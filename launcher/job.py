@@ -9,18 +9,18 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
+from launcher.backends import backend_class
 from launcher.curve import total_steps
 from launcher.errors import InputError, ServiceError, about, must_be
 from launcher.files.documents import Document, Number, Scalar
 from launcher.files.moved import text_id
-from launcher.limits import violations
-from launcher.machines import DEFAULT_VERSION, misfit, types_of
+from launcher.instances import types_of
+from launcher.machines import DEFAULT_VERSION
 from launcher.source import Source
 from launcher.values import plain
 
@@ -43,7 +43,6 @@ STATUSES = ("InProgress", "Stopping", "Completed", "Failed", "Stopped")
 RUNNING = STATUSES[:2]
 LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
 LONGEST_POOL = 3600  # seconds; the API takes more, and AWS's guide says that this is the limit
-TAGS = {"type": "map", "key": {"shape": "TagKey"}, "value": {"shape": "TagValue"}}
 
 Positive = Annotated[Number, Field(gt=0)]
 
@@ -71,14 +70,8 @@ Launcher = Literal["pytorchddp", "torchrun"]
 InputMode = Literal["File", "FastFile"]
 
 
-class Request(BaseModel):
-    """What a user asks for: what to train, on which text, and where.
-
-    None is a field that is left out, which `launch` chooses. hyperparameters override the preset.
-    `config()` validates both with the training folder's own Config, so that a launch and the
-    container report the same errors. Raises InputError if a field is invalid, or AWS would refuse
-    the job.
-    """
+class TrainingRequest(BaseModel):
+    """The fields of a Request that mean the same wherever a job runs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -96,7 +89,16 @@ class Request(BaseModel):
     teacher: str | None = None  # model to learn from, beside the text
     resume: str | None = None  # id of the job whose checkpoints to continue from
 
-    # For SageMaker only. Times are in seconds.
+
+class Request(TrainingRequest):
+    """What a user asks for: what to train, on which text, and where.
+
+    None is a field that is left out, which `launch` chooses. hyperparameters override the preset.
+    `config()` validates both with the training folder's own Config, so that a launch and the
+    container report the same errors. The fields of this class itself are for SageMaker only; times
+    are in seconds. Raises InputError if a field is invalid, or the backend would refuse the job.
+    """
+
     launcher: Launcher | None = None
     pytorch_version: str | None = None
     image_uri: str | None = None  # None: AWS's image of that version
@@ -138,72 +140,20 @@ class Request(BaseModel):
 
     def _problems(self) -> Iterator[tuple[str, object, str]]:
         """Yield the fields that do not go together, with their values, and why."""
-        given, n = self.given(), self.instance_count or 1
-        run = self.max_run or (0 if self.max_cost else DEFAULT_RUN)
         if not (self.instances or self.resume):
             yield "instance", None, "must be given: local, or a type such as ml.g5.12xlarge"
-        if problem := misfit(self.instances):
-            yield "instance", self.instance, problem
-        if self.is_local:
-            for name in sorted({n for n in given if given[n] is not False} - LOCAL_FIELDS):
-                yield name, None, "is for SageMaker, not for local"
-            if n > 1:
-                yield "instance_count", n, "this machine is one host, of several processes"
-        elif self.instances and self.processes_per_instance is not None:
-            yield "processes_per_instance", None, "is for local; SageMaker takes one per GPU"
+        yield from backend_class(self.instance or "").problems(self)
+        given = self.given()
         for name in ("preset", "resume", "init_from"):
             if self.size is not None and name in given:
                 too = f"{name} sets the size of the model too; give one of the two"
                 yield "size", f"{self.size:g}", too
         if self.preset == "auto" and self.init_from is not None:
             yield "preset", "auto", "is for a new model, without init_from"
-        if self.image_uri is not None and "pytorch_version" in given:
-            yield "pytorch_version", None, "is for AWS's image; image_uri names another"
-        if self.spot and len(self.instances) > 1:
-            yield "spot", None, "takes one type of instance"
-        if self.max_wait is not None and not self.spot:
-            yield "max_wait", None, "is for spot jobs"
-        if self.max_wait is not None and self.max_wait < run:
-            yield "max_wait", self.max_wait, f"must be at least the time limit, {run}"
-        if bool(self.subnets) != bool(self.security_group_ids):
-            name = "subnets" if self.subnets else "security_group_ids"
-            yield name, None, "subnets and security groups need each other"
-        if self.spot and self.keep_alive is not None:
-            rule = "SageMaker keeps no warm pool of spot capacity; leave out one of them"
-            yield "keep_alive", self.keep_alive, rule
-        yield from self._violations()
-        for name in self.environment:
-            if name.startswith(("SM_", "SAGEMAKER_")):
-                yield "environment", name, "SageMaker sets it"
-        for name in self.tags:
-            if name.lower().startswith("aws:") or name.startswith(TAG_KEY):
-                yield "tags", name, "this key is not for users"
         if self.name is not None and not NAME.fullmatch(self.name):
             rule = "start with a letter or digit, and not be `latest` or like an id"
             characters = "at most 63 letters, digits, dots, dashes and underscores"
             yield "name", self.name, f"must be {characters}, {rule}"
-
-    def _violations(self) -> Iterator[tuple[str, object, str]]:
-        """Yield the fields that SageMaker's API would refuse, with their values, and why."""
-        if self.is_local:
-            return
-        preferences = [{"InstanceType": name} for name in self.instances]
-        for name, value, shape in (
-            ("instance", preferences, "InstancePreferenceList"),
-            ("image_uri", self.image_uri, "AlgorithmImage"),
-            ("environment", self.environment, "TrainingEnvironmentMap"),
-            ("tags", self.tags, TAGS),
-            ("kms_key", self.kms_key, "KmsKeyId"),
-            ("subnets", self.subnets, "Subnets"),
-            ("security_group_ids", self.security_group_ids, "SecurityGroupIds"),
-        ):
-            if not value:
-                continue
-            for violation in violations(value, shape):
-                if isinstance(value, dict) and violation.path:  # the value may be secret
-                    yield name, violation.path[0], f"its value {violation.problem}"
-                else:
-                    yield name, violation.short_value, violation.problem
 
     def given(self) -> dict[str, Any]:
         """The fields that are not left out."""
@@ -215,10 +165,6 @@ class Request(BaseModel):
         new = type(self)(**{**self.given(), **values})
         new._inherited, new._source = self._inherited, self._source
         return new
-
-    @property
-    def is_local(self) -> bool:
-        return self.instance == "local"
 
     @property
     def instances(self) -> tuple[str, ...]:
@@ -272,11 +218,6 @@ class Request(BaseModel):
     def metric_definitions(self) -> list[dict[str, str]]:
         with self.source.running():
             return list(self.source.module("metrics").metric_definitions())
-
-
-# Those before `launcher`, and four of a TrainingJob; the others are for SageMaker only.
-LOCAL_FIELDS = {*takewhile(lambda name: name != "launcher", Request.model_fields)}
-LOCAL_FIELDS |= {"source_sha256", "base", "summary", "expected"}
 
 
 class TrainingJob(Request):
@@ -341,6 +282,10 @@ class TrainingJob(Request):
                 raise InputError(f"the earlier job has done its {generations} generations")
             problem = f"max_steps={max_steps}: the earlier job has already reached step {step}"
             raise InputError(problem, "train-further", step=step)
+
+
+# What a backend other than SageMaker records of a job.
+COMMON_FIELDS = {*TrainingRequest.model_fields, "source_sha256", "base", "summary", "expected"}
 
 
 # -- how it stands ---------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import tracking
+from launcher.backends import backend_class, backend_for
 from launcher.errors import InputError, LauncherError, ServiceError, about
 from launcher.files.storage import path_of, write_bytes
-from launcher.finding import Listing, backend_for, find, full_id
+from launcher.finding import Listing, find, full_id
 from launcher.forecast.table import Forecast
 from launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request, TrainingJob
 from launcher.launching import forecasting
@@ -246,7 +247,7 @@ class Plan:
         Raises Unconfirmed if the job is not confirmed, neither its request nor the settings have
         max_cost, and its price is unknown or it may cost more than the setting ask_above.
         """
-        if not confirmed and not self.job.is_local:
+        if not confirmed and backend_class(self.job.instance).bills:
             chosen = None if self.job.origin("max_cost") else self.job.max_cost
             check_confirmed(self.worst_cost or math.inf, chosen, self._settings)
         return Job(self._plan.submit(), self._settings)
@@ -277,7 +278,8 @@ def prepare(request: Request, settings: Settings | None = None) -> Plan:
     """
     settings = settings or load_settings()
     plan = launching.prepare(with_full_ids(request, settings), settings)
-    job, limit = plan.job, None if plan.job.is_local else ceiling_of(plan.job, settings)
+    job = plan.job
+    limit = ceiling_of(job, settings) if plan.backend.bills else None
     ceiling = limit.amount if limit else None
     return Plan(plan.job_id, job, plan.request, job.worst_cost, ceiling, plan, settings)
 
@@ -316,7 +318,7 @@ def sweep(
     """
     settings = settings or load_settings()
     plan = plan_sweep(with_full_ids(request, settings), settings, values, seeds, parallel)
-    if not confirmed and not request.is_local:
+    if not confirmed and plan.backend.bills:
         check_confirmed(plan.worst_cost, request.max_cost, settings)
     events = plan.submit()
     logger.info(f"sweep: {plan.group}")

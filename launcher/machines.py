@@ -1,119 +1,17 @@
-"""What jobs run on: SageMaker's instance types and images, and the processes of this machine.
-
-boto3 knows the names; the table below adds the GPUs, from EC2's data. A training type outside of
-the GPU families has none.
-"""
+"""What a job runs in: AWS's training images, and the processes of this machine."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from entry_point.config import Config
 from entry_point.cores import cores
-from launcher.errors import InputError, did_you_mean
-from launcher.limits import instance_types
-
-_ONE_GPU = dict.fromkeys(("xlarge", "2xlarge", "4xlarge", "8xlarge", "16xlarge"), 1)
-_ONE_TO_EIGHT = {**_ONE_GPU, "12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
-_G7 = {"2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "12xlarge": 2, "24xlarge": 4, "48xlarge": 8}
-
-# (GPU, how many the sizes have) by family.
-_FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
-    "g4dn": ("T4", {**_ONE_GPU, "12xlarge": 4}),
-    "g5": ("A10G", _ONE_TO_EIGHT),
-    "g6": ("L4", _ONE_TO_EIGHT),
-    "g6e": ("L40S", _ONE_TO_EIGHT),
-    "g7": ("RTX PRO 4500", _G7),
-    "g7e": ("RTX PRO 6000", _G7),
-    "p3": ("V100", {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8}),
-    "p3dn": ("V100 32GB", {"24xlarge": 8}),
-    "p4d": ("A100", {"24xlarge": 8}),
-    "p4de": ("A100 80GB", {"24xlarge": 8}),
-    "p5": ("H100", {"4xlarge": 1, "48xlarge": 8}),
-    "p5e": ("H200", {"48xlarge": 8}),
-    "p5en": ("H200", {"48xlarge": 8}),
-    "p6-b200": ("B200", {"48xlarge": 8}),
-    "p6-b300": ("B300", {"48xlarge": 8}),
-}
-GPUS: dict[str, tuple[int, str]] = {
-    f"ml.{family}.{size}": (count, gpu)
-    for family, (gpu, sizes) in _FAMILIES.items()
-    for size, count in sizes.items()
-}
-
-# Instance types that AWS's training images do not run on, and why.
-UNSUITABLE = {
-    r"ml\.(trn|inf)": "train.py needs GPUs or a CPU, not Neuron",
-    r"ml\.p\d+e-gb": "its CPUs are Arm, and AWS's training images are for x86",
-    r"ml\.p2\.": "PyTorch no longer supports its GPU (K80)",
-}
-
-
-def types_of(instance: str) -> tuple[str, ...]:
-    """The instance types that a field names, separated by commas."""
-    return tuple(name.strip() for name in instance.split(","))
-
-
-def misfit(names: Sequence[str]) -> str:
-    """Why a job cannot run on one of these types, as SageMaker chooses, or ''.
-
-    Each is `local`, a SageMaker type, or may be a newer type. AWS adds families more often than
-    sizes, so an unknown size is a typo.
-    """
-    if "local" in names:
-        return "local cannot be combined with other types" if len(names) > 1 else ""
-    sizes = {each.rpartition(".")[2] for each in instance_types()}
-    for name in names:
-        for sign, why in UNSUITABLE.items():
-            if re.match(sign, name):
-                return why
-        if not name.startswith("ml.") or name.rpartition(".")[2] not in sizes:
-            known = f"ml.{name.removeprefix('ml.')}"
-            close = did_you_mean(name, ["local"])
-            close = close or did_you_mean(known, instance_types(), cutoff=0.5)
-            return f"must be local or a SageMaker type{f'; {close}' if close else ''}"
-    if len({looks_like_gpu(name) for name in names}) > 1:
-        return "types with and without GPUs need different images"
-    return ""
-
-
-def describe_instance(name: str) -> str:
-    """The GPUs of an instance type, or why it may not be one."""
-    if (gpus := gpus_of(name)) is None:
-        kind = "GPU" if looks_like_gpu(name) else "CPU"
-        return f"boto3 knows no training instance {name}; SageMaker may refuse it; assuming {kind}s"
-    return f"{name}: {gpus} {GPUS[name][1]}" if gpus else f"{name}: no GPU"
-
-
-def gpus_of(name: str) -> int | None:
-    """The number of GPUs of an instance type; None if the type is unknown."""
-    if name in GPUS:
-        return GPUS[name][0]
-    return 0 if name in instance_types() else None
-
-
-# In EC2's names, a d after the generation means local disks; the GPU families have them too,
-# except p2 and p3.
-LOCAL_STORAGE = re.compile(r"ml\.([a-z]+\d[a-z]*d[a-z]*|g\d[a-z]*|p[4-9][a-z0-9-]*)\.")
-
-
-def has_local_storage(name: str) -> bool:
-    """Whether an instance type has local disks, as most GPU families do.
-
-    SageMaker adds no volume there: it ignores the volume size of a request and refuses a key.
-    """
-    return bool(LOCAL_STORAGE.match(name))
-
-
-def looks_like_gpu(name: str) -> bool:
-    """Whether a type belongs to a GPU family, known or not: AWS names them g and p."""
-    return bool(re.match(r"ml\.[gp]\d", name))
-
+from launcher.errors import InputError
+from launcher.instances import V100, V100_32GB, gpu_of, looks_like_gpu, types_of
 
 # -- processes of this machine ---------------------------------------------------------------------
 
@@ -284,8 +182,8 @@ def problem(uri: str, image: Image | None, instance: str, launcher: str) -> str 
     if launcher == "pytorchddp" and TORCHRUN_ALONE in instance:
         return f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}; torchrun runs there"
     for name in types_of(instance):
-        _, gpu = GPUS.get(name, (0, ""))
-        if image and gpu.startswith("V100") and not image.cuda.startswith("12."):
+        is_v100 = gpu_of(name) in (V100, V100_32GB)
+        if image and is_v100 and not image.cuda.startswith("12."):
             lacks = f"has CUDA {image.cuda}, which does not support the V100 of {name}"
             return f"{name_of(uri)} {lacks}; the image of PyTorch 2.8.0 does"
     return None

@@ -10,14 +10,13 @@ from dataclasses import replace
 from functools import partial
 
 from launcher.aws import patiently
+from launcher.backends import backend_class, backend_for
 from launcher.curve import Curve, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.finding import find
 from launcher.job import JobDescription
-from launcher.local.backend import LocalBackend
 from launcher.sagemaker import cost
-from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.cost import Prices
 from launcher.settings import Settings, load_settings
 
@@ -48,8 +47,9 @@ def identify(job_id: str, settings: Settings, attempts: int | None = None) -> Jo
 
 
 def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobDescription]:
-    """The descriptions with the cost of each SageMaker job whose price is known."""
-    placed = {each.instance for each in found if each.is_placed} - {"local"}
+    """The descriptions with the cost of each job that is billed and whose price is known."""
+    placed = {job.instance for job in found if job.is_placed}
+    placed = {instance for instance in placed if backend_class(instance).bills}
     if not placed:
         return list(found)
     prices = Prices(settings)
@@ -96,13 +96,7 @@ class NotYours(InputError):
 def other_owner(job: JobDescription, settings: Settings) -> str:
     """Who owns a job, if that is not the caller; '' for the caller's jobs and those of this
     machine."""
-    if job.instance == "local":
-        return ""
-    backend = SageMakerBackend(settings)
-    owner = job.owner or backend.owner(job.job_id)
-    if owner is None:
-        return "somebody whom SageMaker does not name yet"
-    return "" if owner == backend.caller().owner else owner
+    return backend_for(job.instance, settings).other_owner(job)
 
 
 def check_yours(job: JobDescription, settings: Settings) -> None:
@@ -143,7 +137,7 @@ def wait(
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
         time.sleep(backend.poll_seconds)
         ask = partial(backend.describe, job_id)
-        if not isinstance(backend, LocalBackend):  # also through an outage
+        if backend.is_remote:  # also through an outage
             ask = partial(patiently, ask, job_id=job_id, code="job-goes-on", deadline=deadline)
         description = ask() or find(job_id, settings)[1]  # which says that it is gone
     return description
@@ -154,7 +148,7 @@ def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, Places]:
     backend, description = find(job_id, settings)
     if description.is_running:
         raise ServiceError(f"job {job_id} is {description.status}", "job-is-running", job_id=job_id)
-    locations = [storage.to_uri(settings.models_dir / job_id), *backend.places(job_id)]
+    locations = [storage.to_uri(settings.models_dir / job_id), *backend.directories(job_id)]
     problem = ""
     if description.has_open_pool(time.time()):  # AWS would refuse, after the files are gone
         limit = description.keep_alive

@@ -36,6 +36,7 @@ MODULES = {
     "launcher/launching/sweeps.py": "test_sweeps test_money",
     "launcher/launching/start.py": "test_sizing test_starting",
     "launcher/machines.py": "test_images test_cpu test_sizing test_sagemaker_request",
+    "launcher/instances.py": "test_images test_prices test_sizing test_sagemaker_request",
     "launcher/settings.py": "test_settings test_documents test_money",
     "launcher/job.py": "test_job test_money test_sagemaker_request",
     "launcher/curve.py": "test_curves",

@@ -28,7 +28,7 @@ from launcher import cli as commands
 from launcher.cli.show import print_columns
 from launcher.cli.words import command, option
 from launcher.files.progress import byte_progress
-from launcher.job import LOCAL_FIELDS
+from launcher.job import COMMON_FIELDS
 from sm_nanogpt import Request, ServiceError
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
@@ -133,7 +133,7 @@ def test_the_help_shows_three_commands_and_groups_all(cli):
 
 def test_the_help_of_launch_ends_with_sagemaker_options(cli):
     named = re.findall(r"^  (--[\w-]+)", cli("launch", "--help").out, re.MULTILINE)
-    fields = Request.model_fields.keys() - LOCAL_FIELDS
+    fields = Request.model_fields.keys() - COMMON_FIELDS
     assert set(named[named.index("--launcher") :]) == {*map(option, fields)}
 
 

@@ -32,7 +32,7 @@ import launcher
 from entry_point.config import make_config
 from entry_point.errors import TrainingError, failure_report
 from launcher.files import storage
-from launcher.job import LOCAL_FIELDS, TrainingJob
+from launcher.job import COMMON_FIELDS, TrainingJob
 from launcher.launching.launch import new_job_id
 from launcher.launching.resume import find_earlier_job, take_over
 from launcher.local import backend
@@ -103,7 +103,7 @@ def write_job(directory: Path, resume: str | None = None, job: TrainingJob | Non
     text.write_text("a text")
     job = job or TrainingJob(instance="local", data=text.as_uri(), resume=resume)
     record = {
-        "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
+        "job": job.model_dump(mode="json", include=COMMON_FIELDS),
         "hyperparameters": {},
         "created": time.time(),
         "processes_per_host": 1,

@@ -20,10 +20,12 @@ from launching import edited
 
 from entry_point import config
 from entry_point.metrics import metric_definitions
-from launcher import limits, machines, source
+from launcher import instances, limits, machines, source
+from launcher.job import TrainingJob
 from launcher.launching.launch import prepare
 from launcher.machines import DEFAULT_VERSION, IMAGES, find_image
 from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.checks import check_memory
 from launcher.sagemaker.estimator import quiet_sdk
 from launcher.settings import load_settings
 from launcher.source import Source
@@ -408,18 +410,43 @@ def test_a_missing_region_role_or_store_names_the_option(cloud, cli, text_file, 
 )
 def test_the_instances_with_local_disks_are_known(families, expected):
     for family in families.split():
-        assert machines.has_local_storage(f"ml.{family}.48xlarge") == expected, family
+        assert instances.has_local_disks(f"ml.{family}.48xlarge") == expected, family
 
 
 def test_each_type_is_known_to_have_gpus_or_not():
-    assert machines.describe_instance("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G"
-    assert machines.describe_instance("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
-    assert set(machines.GPUS) <= set(limits.instance_types())
+    assert instances.describe_instance("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G"
+    assert instances.describe_instance("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
+    for name, family in instances.FAMILIES.items():
+        sizes = {*family.gpu_counts, *family.prices}
+        assert {f"ml.{name}.{size}" for size in sizes} <= set(limits.instance_types())
     for name in limits.instance_types():
-        if machines.misfit([name]):
+        if instances.instance_problem([name]):
             assert name.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200."))
         else:
-            assert machines.looks_like_gpu(name) == bool(machines.gpus_of(name)), name
+            assert instances.looks_like_gpu(name) == bool(instances.count_gpus(name)), name
+
+
+@pytest.mark.parametrize(
+    ("instance", "layers", "fits"),
+    [
+        ("ml.g5.xlarge", 8, True),  # 1.6 billion parameters in matrices
+        ("ml.g5.xlarge", 12, False),
+        ("ml.g5.48xlarge", 12, True),  # eight GPUs share the momentum
+        ("ml.p5.4xlarge", 12, True),
+        ("ml.m5.xlarge", 12, True),
+    ],
+)
+def test_a_model_that_no_gpu_can_hold_is_refused(instance, layers, fits):
+    job = TrainingJob(
+        instance=instance,
+        data="s3://bucket/data",
+        hyperparameters={"n_layer": layers, "n_embd": 4096, "n_head": 32},
+    )
+    if fits:
+        check_memory(job, instance)
+    else:
+        with pytest.raises(InputError, match="24 GB"):
+            check_memory(job, instance)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class Fake:
     def job(self, job_id: str) -> TrainingJob:
         return TrainingJob(instance="ml.g5.xlarge", data="x", worst_cost=self.worst.get(job_id))
 
-    def places(self, job_id: str) -> list[str]:
+    def directories(self, job_id: str) -> list[str]:
         return [f"file:///{job_id}"]
 
     def list(self) -> Iterator[JobDescription]:

@@ -78,6 +78,9 @@ class Aws:
     def caller(self) -> Any:
         return SimpleNamespace(account="123456789012")
 
+    def launch_settings(self) -> Any:
+        return None
+
     def answer(self) -> None:
         self.event()
         if self.draw.random() < self.trouble:
@@ -156,7 +159,6 @@ def aws(monkeypatch, tmp_path):
     monkeypatch.setattr(ledger, "time", clock)
     monkeypatch.setattr(QuotaWait, "sleep", lambda self: aws.wait_for_quota())
     monkeypatch.setattr(ledger.os, "fsync", lambda fd: None)
-    monkeypatch.setattr(jobs_of.draft, "cloud_settings", lambda backend: None)
     monkeypatch.setattr(jobs_of.launch, "prepare", prepare)
     monkeypatch.setattr(jobs_of.launch, "new_job_id", lambda: f"job-{next(numbers):06d}")
     monkeypatch.setattr(jobs_of.tracking, "wait", aws.wait)

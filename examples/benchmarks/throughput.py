@@ -23,21 +23,15 @@ import measure
 from measure import Failed, Report
 from trainers import GPT2_PASSES, NEVER, SHAPES, NanoGPT, Pace, fastest_first, our_shape, ours, pace
 
-# Dense 16-bit operations per second, in units of 10**12, from NVIDIA's data sheets.
-PEAKS = {
-    "H200 NVL": 836,
-    "H200": 989,
-    "H100 NVL": 836,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "A100": 312,
-    "A10G": 70,
-    "L40S": 362,
-    "L4": 121,
-    "T4": 65,
-    "V100-PCIE": 112,
-    "V100": 125,
-}
+from launcher.instances import GPUS, Gpu
+
+# Kinds of GPU that SageMaker does not have, before those that it has: their names hold the others'.
+OTHER_GPUS = [
+    Gpu("H200 NVL", memory=141, teraflops=836),
+    Gpu("H100 NVL", memory=94, teraflops=836),
+    Gpu("H100 PCIe", memory=80, teraflops=756),
+    Gpu("V100-PCIE", memory=16, teraflops=112),
+]
 GPT2_SYMBOLS = 50304
 
 
@@ -100,10 +94,13 @@ def row(who: str, paces: list[Pace], shape: dict[str, Any], peak: float | None) 
     return found
 
 
-def peak(gpu: str, given: float | None) -> float:
-    known = next((value for part, value in PEAKS.items() if re.search(rf"\b{part}\b", gpu)), None)
-    if found := given or known:
-        return found
+def peak(gpu: str, override: float | None) -> float:
+    """The 10**12 operations per second of a GPU, as torch names it. Raises Failed."""
+    if override:
+        return override
+    for kind in [*OTHER_GPUS, *GPUS]:
+        if kind.teraflops and re.search(rf"\b{kind.name}\b", gpu):
+            return kind.teraflops
     raise Failed(f"the peak of {gpu} is not known; pass --peak TFLOPS")
 
 

@@ -148,15 +148,15 @@ def doctor_command(instance: str | None, no_train: bool, as_json: bool) -> None:
     Example:
       sm-nanogpt doctor --instance ml.g5.xlarge
     """
-    from launcher.doctor import FAILURE, run_checks
+    from launcher.doctor import FAILURE, run_checks, uses_aws
     from launcher.job import Request
 
     logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings suffice
     settings = settings_of()
     if instance:
         Request(instance=instance)  # which refuses what is no instance type
-    if instance == "local" and no_train:
-        raise InputError("--instance local with --no-train checks nothing: leave one out")
+    if instance and no_train and not uses_aws(settings, instance):
+        raise InputError(f"--instance {instance} with --no-train checks nothing: leave one out")
 
     findings = []
     for finding in run_checks(settings, instance, train=not no_train):

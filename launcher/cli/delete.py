@@ -104,8 +104,8 @@ def delete_command(
 
 def delete_sweep(reference: str, settings: Settings, keep_model: bool, yes: bool) -> None:
     """Delete a sweep, which no command may run meanwhile: it would start jobs of no sweep."""
+    from launcher.backends import backend_for
     from launcher.files.storage import remove
-    from launcher.finding import backend_for
     from launcher.launching.records import record_of
     from launcher.launching.sweeps import alone, find_sweep, stop_mark
 
@@ -114,7 +114,7 @@ def delete_sweep(reference: str, settings: Settings, keep_model: bool, yes: bool
         tries = find_sweep(group, settings)[1]  # a command may have just started another
         every = [job for each in tries.values() for job in each]
         for job in every[:1]:
-            place = backend_for(job.instance, settings).places(job.job_id)[0]
+            place = backend_for(job.instance, settings).directories(job.job_id)[0]
             mark = stop_mark(group, place, settings)
         delete_jobs([job.job_id for job in every], settings, keep_model, yes)
         if mark:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def show_forecast(given: dict[str, Any], settings: Settings, as_json: bool) -> None:
     """Forecast each size, and print a table. given: the fields of a request that were typed."""
+    from launcher.backends import backend_class
     from launcher.job import Request
     from launcher.launching.forecasting import forecast
 
@@ -65,7 +66,7 @@ def show_forecast(given: dict[str, Any], settings: Settings, as_json: bool) -> N
     if size:
         wanted = {"instance": "local", **given, "size": f"{size:g}"}
         row = next(row for row in made.rows if row.size == size)
-        if max_cost is not None and request.is_local:
+        if max_cost is not None and not backend_class(wanted["instance"]).bills:
             wanted["instance"] = cheapest_type(row)
         longest = max((s for name, s in row.seconds.items() if s and name != "local"), default=0.0)
         if "max_cost" not in given and 2 * longest > DEFAULT_RUN:

@@ -212,6 +212,7 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
       sm-nanogpt logs JOB-ID --follow
       sm-nanogpt logs JOB-ID --tail 20
     """
+    from launcher.backends import backend_class
     from launcher.tracking import describe, logs
 
     settings, silent = settings_of(), tail != 0
@@ -228,7 +229,8 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
     if silent and not follow:
         d = describe(job_id, settings)
         yet = " yet" * d.is_running
-        more = "; --raw shows all lines" * (not raw and d.instance != "local")
+        has_more = backend_class(d.instance).logs_more_than_script and not raw
+        more = "; --raw shows all lines" if has_more else ""
         note(f"the script printed nothing{yet}; the job is {d.state}{more}")
 
 
@@ -315,6 +317,7 @@ def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
       sm-nanogpt stop JOB-ID
       sm-nanogpt stop --group latest
     """
+    from launcher.backends import backend_class
     from launcher.tracking import stop, wait
 
     settings = settings_of()
@@ -333,6 +336,9 @@ def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
         return
     assert job_id is not None
     stop_job = partial(stop, job_id, settings)
-    local = unless_not_yours(stop_job, f"Stop job {job_id}?", yes).instance == "local"
-    note(f"stopping {'after a checkpoint' if local else '(this may take two minutes)'}")
+    job = unless_not_yours(stop_job, f"Stop job {job_id}?", yes)
+    if backend_class(job.instance).saves_when_stopped:
+        note("stopping after a checkpoint")
+    else:
+        note("stopping (this may take two minutes)")
     tell_end(wait(job_id, settings), settings, "Completed", "Stopped")

@@ -242,7 +242,10 @@ class LaunchOptions:
         return Request(**self.fields, hyperparameters=hyperparameters)
 
     def check_dry_run(self) -> None:
-        if self.dry_run and self.fields.get("instance") == "local":
+        from launcher.backends import backend_class
+
+        backend = backend_class(self.fields.get("instance", ""))
+        if self.dry_run and not backend.sends_request:
             raise InputError(
                 "--dry-run shows the request to SageMaker; --instance local sends none"
             )
@@ -315,15 +318,15 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
         return
 
     plan = prepare(request, settings)
-    is_local = plan.job.is_local
-    if not is_local:
+    if plan.backend.bills:
         # Only a ceiling typed in this command is consent; not one that --resume inherits.
         max_cost = options.fields.get("max_cost")
         agree_to_cost(plan.worst_cost, max_cost, settings, options.yes)
     submit(plan)
-    follows = is_local if options.follow is None else options.follow
+    stops_at_ctrl_c = plan.backend.stops_at_ctrl_c
+    follows = stops_at_ctrl_c if options.follow is None else options.follow
     if follows:
-        follow_job(plan.job_id, settings, stops=is_local, costs=cost_of(plan))
+        follow_job(plan.job_id, settings, stops=stops_at_ctrl_c, costs=cost_of(plan))
     else:
         next_command = command("chat" if plan.is_of_chats else "fetch-and-sample", plan.job_id)
         goes_on = remedy("job-goes-on", {"job_id": plan.job_id})

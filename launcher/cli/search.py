@@ -57,14 +57,15 @@ def start_command(name: str, ceiling: float | None, smallest_gain: float, **give
       sm-nanogpt copy-script my_gpt --from shakespeare
       sm-nanogpt try run my_gpt --group shakespeare --note "squared ReLU"
     """
+    from launcher.backends import backend_class
+    from launcher.instances import looks_like_gpu
     from launcher.job import Request
-    from launcher.machines import looks_like_gpu
     from launcher.trying.rule import detectable_gains
     from launcher.trying.start import begin, remove_unfinished
 
-    local = given["instance"] == "local"
-    if local != (ceiling is None):
-        problem = "is for SageMaker" if local else "must be given for jobs on SageMaker"
+    bills = backend_class(given["instance"]).bills
+    if bills != (ceiling is not None):
+        problem = "must be given for jobs on SageMaker" if bills else "is for SageMaker"
         raise InputError(problem, field="ceiling", value=ceiling)
     for field, value in (("smallest_gain", smallest_gain), ("ceiling", ceiling)):
         if value is not None and not 0 < value < math.inf:

@@ -26,10 +26,10 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
     from launcher.sagemaker.cost import CeilingTooLow, usd
     from launcher.tracking import wait
 
-    n, local = len(plan.sweep.members), plan.sweep.job.is_local
+    n = len(plan.sweep.members)
     if plan.plans:
         note(f"sweep: {len(plan.plans)} jobs, {plan.sweep.parallel} at a time")
-    if not local:
+    if plan.backend.bills:
         worst = plan.worst_cost
         unknown = worst == math.inf
         note(f"cost: {'unknown, as is the price' if unknown else f'at most {usd(worst)} together'}")
@@ -48,7 +48,7 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
         raise ServiceError(f"{sentence(error)}; `{command(*again)}` continues the sweep") from None
     except KeyboardInterrupt as error:
         then = f"the jobs that run keep running; `{command(*again)}` starts the others"
-        if local:
+        if plan.backend.stops_at_ctrl_c:
             note("stopping the running jobs after a checkpoint")
             for description in stop_all(*find_sweep(plan.group, plan.settings), plan.settings):
                 wait(description.job_id, plan.settings)

@@ -27,6 +27,7 @@ REMEDIES: dict[str, str] = {
     "train-further": "to train further, add `--set max_steps=N` with N above {step}",
     "encode-for-model": "encode the text with `{sm} upload-data PATH --tokenizer {model}`",
     "idle-gpus": "add `--set device=auto`, or `--set device=cpu` if you mean it",
+    "gpu-too-small": "take a smaller model, or an --instance whose GPUs have more memory",
     "job-may-exist": "`{sm} status {job_id}` shows whether the job exists",
     "no-role": "`{sm} infra deploy` creates one, or set --role or SM_NANOGPT_ROLE to its ARN",
     "no-stack-seen": "set --store or SM_NANOGPT_STORE to s3://bucket/prefix; or, if you have a"
@@ -180,16 +181,16 @@ def remedy(code: str, facts: Mapping[str, Any]) -> str:
 
 def reason_of(description: JobDescription) -> str | None:
     """Why a job failed or stopped, with what to do if that is known."""
-    from launcher.machines import has_local_storage
+    from launcher.backends import backend_class
 
     reason = description.failure_reason
-    if description.instance == "local":
-        disk = f"`{command('delete')}` old jobs, or set SM_NANOGPT_HOME to a larger disk"
-    elif has_local_storage(description.instance):
-        disk = "use a larger --instance"
-    else:
-        disk = "raise --volume-size"
-    for part, advice in {**REASONS, "No space left on device": disk}.items():
+    more_disk = {
+        "home": f"`{command('delete')}` old jobs, or set SM_NANOGPT_HOME to a larger disk",
+        "instance": "use a larger --instance",
+        "volume": "raise --volume-size",
+    }
+    disk = backend_class(description.instance).disk_of(description.instance)
+    for part, advice in {**REASONS, "No space left on device": more_disk[disk]}.items():
         if reason and part in reason:
             reason = f"{reason} ({advice})"
     return reason

@@ -7,21 +7,18 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher import machines
 from launcher.aws import Offline
+from launcher.backends import Backend, backend_class, backend_for
 from launcher.errors import InputError, about
-from launcher.finding import Backend, Listing
+from launcher.finding import Listing, remote_launches
 from launcher.forecast import table
+from launcher.instances import looks_like_gpu
 from launcher.job import Expected, Request, TrainingJob
 from launcher.launching import start
 from launcher.launching.records import recorded_as
 from launcher.launching.resume import EarlierJob, find_earlier_job, take_over
 from launcher.launching.summary import summary_of
 from launcher.launching.texts import find_texts
-from launcher.local.backend import LocalBackend
-from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.caller import remembered
-from launcher.sagemaker.stack import notebook_role, with_stack
 from launcher.settings import Settings
 from launcher.text.channels import Texts
 
@@ -59,14 +56,12 @@ class Draft:
             self.base = self.earlier.job.base
 
     def choose_backend(self) -> None:
-        """This machine, or SageMaker with what the settings say of its jobs."""
-        if self.request.is_local:
-            self.backend = LocalBackend(self.settings.model_copy(update={"store": ""}))
-            return
-        self.backend = SageMakerBackend(self.settings)
-        self.settings = cloud_settings(self.backend)
-        self.backend.settings = self.settings
-        self.request = with_defaults_of(self.settings, self.request)
+        """Find where the job runs, with its store and with what the settings say of its jobs."""
+        self.backend = backend_for(self.request.instance or "", self.settings)
+        self.backend.settings = self.backend.launch_settings()
+        if self.backend.is_remote:
+            self.settings = self.backend.settings
+        self.request = with_defaults_of(self.settings, self.request, self.backend)
 
     def read_training_folder(self) -> None:
         with about("entry_point", self.request.entry_point):
@@ -90,7 +85,7 @@ class Draft:
     def choose_preset(self) -> None:
         """`baby` on GPUs, where nothing else says what to train; check the hyperparameters."""
         request = self.request
-        has_gpu = machines.looks_like_gpu(request.instance or "local")
+        has_gpu = looks_like_gpu(request.instance or "")
         continues = self.original.resume is not None or self.original.init_from is not None
         if has_gpu and request.preset is None and request.size is None and not continues:
             self.request = request.model_copy(update={"preset": "baby"})
@@ -114,8 +109,8 @@ class Draft:
         for name, channel in self.texts.items():
             choices[name] = channel.uri
         choices["source_sha256"] = self.request.source.sha256
-        if not self.request.is_local:
-            launcher = machines.default_launcher(self.request.instance or "")
+        launcher = self.backend.default_launcher(self.request.instance or "")
+        if launcher is not None:
             choices.setdefault("launcher", launcher)
         self.job = TrainingJob(**choices, base=self.base)
         self.job._inherited = self.request._inherited
@@ -158,53 +153,29 @@ def check_name(request: Request, settings: Settings) -> None:
     """Raise InputError if a job of the caller, or a sweep of this machine, has the name."""
     if request.name is None:
         return
+    is_remote = backend_class(request.instance or "").is_remote
     owner = recorded_as(request.name, settings)
     listing = Listing(settings, name=request.name)
     if owner is None:
-        asks_sagemaker = not request.is_local or remembered(settings)
-        jobs = iter(listing) if asks_sagemaker else listing.read(LocalBackend)
+        asks_remote = is_remote or remote_launches(settings)
+        jobs = iter(listing) if asks_remote else listing.nearby()
         job = next(jobs, None)
         owner = job.job_id if job is not None else None
     if owner is not None:
         raise InputError(f"{owner} has this name", field="name", value=request.name)
     if listing.failure is not None:
-        if not (request.is_local or isinstance(listing.failure, Offline)):
+        if is_remote and not isinstance(listing.failure, Offline):
             raise listing.failure
         none = f"of the jobs of this machine, none is named {request.name}"
         logger.info(f"{listing.failure}; {none}", extra={"cause": listing.failure})
 
 
-def cloud_settings(backend: SageMakerBackend) -> Settings:
-    """The settings with a store that SageMaker can read and an execution role.
-
-    They come from the settings, else the stack, else the role of the SageMaker notebook that this
-    runs in and the account's default SageMaker bucket. No bucket is created.
-    """
-    settings = with_stack(backend.settings)
-    if not settings.role:
-        role = notebook_role(backend.client)
-        if role:
-            logger.info(f"role: {role} (from this SageMaker notebook)")
-            settings = settings.model_copy(update={"role": role})
-    if settings.store:
-        return settings
-    try:
-        bucket = backend.default_bucket()
-    except Offline as error:
-        raise InputError(f"{error}, and no stack is known here yet", "no-stack-seen") from None
-    if bucket is None:
-        raise InputError("no store is set, and the account has no default bucket", "no-store")
-    store = f"s3://{bucket}/sm-nanogpt"
-    logger.info(f"store: {store} (the account's default SageMaker bucket)")
-    return settings.model_copy(update={"store": store})
-
-
-def with_defaults_of(settings: Settings, request: Request) -> Request:
+def with_defaults_of(settings: Settings, request: Request, backend: Backend) -> Request:
     """The request with what the settings say of all jobs, such as subnets; tags are merged."""
     defaults = {}
     for name in FROM_SETTINGS:
         value = getattr(settings, name)
-        if value:
+        if value and backend.takes_field(name):
             defaults[name] = value
     explicit = request.given()
     changed = sorted(name for name in defaults if name == "tags" or name not in explicit)

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from launcher.backends import backend_class
 from launcher.errors import InputError, LauncherError
 from launcher.finding import Listing
 from launcher.forecast import table
@@ -71,13 +72,14 @@ def known_places(request: Request, forecaster: Forecaster, settings: Settings) -
 
     listing, known = Listing(settings), dict[str, Place]()
     for job in islice(listing, NEWEST):
-        if job.instance != "local" and job.instance_count == 1 and job.instance not in known:
+        bills = backend_class(job.instance).bills
+        if bills and job.instance_count == 1 and job.instance not in known:
             place = forecaster.measured(job, partial(vocabulary_of, job.data, settings))
             known |= {job.instance: place} if place else {}
     if listing.failure is not None:
         logger.info(str(listing.failure))
-    names = [name for name in dict.fromkeys([*request.instances, *known]) if name != "local"]
-    places = [known.get(name, Place(name)) for name in names]
+    names = dict.fromkeys([*request.instances, *known])
+    places = [known.get(name, Place(name)) for name in names if backend_class(name).bills]
     return [replace(place, per_second=price_of(place.name, settings)) for place in places]
 
 

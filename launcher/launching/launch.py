@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher import machines
+from launcher.backends import Backend
 from launcher.errors import InputError, about
 from launcher.files import storage
 from launcher.files.progress import byte_progress
-from launcher.finding import Backend
+from launcher.instances import looks_like_gpu
 from launcher.job import Request, TrainingJob
 from launcher.launching.draft import Draft, fill
 from launcher.launching.resume import EarlierJob
@@ -47,7 +47,7 @@ class Plan:
     @property
     def worst_cost(self) -> float:
         """USD that the job may cost; 0 on this machine, infinity if the price is unknown."""
-        if self.job.is_local:
+        if not self.backend.bills:
             return 0.0
         return math.inf if self.job.worst_cost is None else self.job.worst_cost
 
@@ -63,7 +63,7 @@ class Plan:
             for channel in self.channels.values():
                 if channel.upload is None:
                     continue
-                if channel.upload.uploaded and not self.job.is_local:
+                if channel.upload.uploaded and self.backend.is_remote:
                     logger.info(f"upload: {channel.named} to {channel.uri}")
                 corpus.send(channel.upload, channel.sources, self.backend.settings, progress)
 
@@ -126,10 +126,10 @@ def check_device(job: TrainingJob, is_explicit: bool, earlier: EarlierJob | None
 
     A job may take over the device of an earlier job on GPUs, and not of one on the CPU.
     """
-    ran_on_gpus = earlier is not None and machines.looks_like_gpu(earlier.description.instance)
+    ran_on_gpus = earlier is not None and looks_like_gpu(earlier.description.instance)
     if is_explicit or (ran_on_gpus and "device" in job.hyperparameters):
         return
-    if machines.looks_like_gpu(job.instance) and getattr(job.config(1), "device", "") == "cpu":
+    if looks_like_gpu(job.instance) and getattr(job.config(1), "device", "") == "cpu":
         what = f"preset {job.preset}" if job.preset else "the job"
         problem = f"{what} trains on the CPU, and {job.instance} has GPUs"
         with about("instance", job.instance):

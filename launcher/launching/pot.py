@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launcher.finding import Backend
+from launcher.backends import Backend
 from launcher.job import JobDescription, TrainingJob
 from launcher.launching.launch import Plan
 from launcher.launching.records import Sweep

@@ -6,9 +6,10 @@ import logging
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-from launcher import machines
+from launcher.backends import backend_class
 from launcher.errors import InputError, ServiceError
 from launcher.finding import find
+from launcher.instances import has_local_disks, types_of
 from launcher.job import JobDescription, Request, TrainingJob
 from launcher.settings import Settings
 from launcher.source import find_source
@@ -69,10 +70,9 @@ def take_over(
 
 
 def check_reach(request: Request, earlier: EarlierJob) -> None:
-    """Raise InputError if one job runs on this machine, and the other on SageMaker."""
+    """Raise InputError if the two jobs run on different backends."""
     instance = request.instance or earlier.job.instance
-    was_local = earlier.description.instance == "local"
-    if was_local != (instance == "local"):
+    if backend_class(instance) is not backend_class(earlier.description.instance):
         job = f"job {request.resume}, which ran on {earlier.description.instance}"
         problem = f"cannot read the checkpoints of {job}"
         raise InputError(problem, field="instance", value=instance)
@@ -133,8 +133,7 @@ def inherited_fields(before: TrainingJob, explicit: dict[str, Any]) -> dict[str,
     if explicit.get("spot", before.spot) != before.spot:
         # Each of the two belongs to one kind of capacity.
         inherited.pop("max_wait" if before.spot else "keep_alive", None)
-    types = machines.types_of(explicit["instance"])
-    if any(machines.has_local_storage(name) for name in types):
+    if any(has_local_disks(name) for name in types_of(explicit["instance"])):
         inherited.pop("volume_size", None)
     for name, other in EXCLUSIVE.items():
         if name in explicit:

@@ -7,7 +7,6 @@ job, else a prefix `STORE/models/NAME-HASH/`, which is uploaded as a text is.
 from __future__ import annotations
 
 import logging
-import math
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.backends import backend_class
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import Scalar
 from launcher.files.models import DOCUMENTS, model_files
 from launcher.files.moved import UPLOAD_NAME
 from launcher.job import FULL_ID, Request
-from launcher.machines import GPUS, looks_like_gpu
 from launcher.models.fetch import model_directory
 from launcher.settings import Settings
 from launcher.text import corpus
@@ -129,24 +128,6 @@ def size_of(texts: Texts) -> tuple[int, bool]:
     )
 
 
-def ranks_of(request: Request) -> int:
-    """The processes that share a batch; 8 on an instance whose GPUs are not known."""
-    if request.is_local:
-        import torch
-
-        return request.processes_per_instance or torch.cuda.device_count() or 1
-    gpus = [GPUS.get(n, (8, ""))[0] if looks_like_gpu(n) else 1 for n in request.instances]
-    return math.lcm(*gpus) * (request.instance_count or 1)
-
-
-def on_gpus(request: Request) -> bool:
-    if request.is_local:
-        import torch
-
-        return torch.cuda.is_available()
-    return looks_like_gpu(request.instances[0])
-
-
 def sized(request: Request, texts: Texts) -> Request:
     """The request with the hyperparameters of its size.
 
@@ -156,10 +137,12 @@ def sized(request: Request, texts: Texts) -> Request:
     if request.preset != "auto" and request.size is None:
         return request
     tokens, chats = size_of(texts)
-    sizes, size, ranks = request.source.module("sizes"), request.size, ranks_of(request)
+    sizes, size = request.source.module("sizes"), request.size
+    backend = backend_class(request.instance or "")
+    ranks = backend.count_ranks(request)
     with request.source.running():
         if size is None:
-            most = SIZES[-1] if on_gpus(request) else LARGEST_ON_CPU
+            most = SIZES[-1] if backend.has_gpus(request) else LARGEST_ON_CPU
             readable = sizes.MOST_READINGS * tokens
             fitting = [
                 each

@@ -15,16 +15,16 @@ from statistics import fmean
 from typing import IO, Any
 
 from launcher.aws import OverQuota, QuotaWait, patiently
+from launcher.backends import Backend, backend_class, backend_for
 from launcher.errors import InputError, ServiceError
 from launcher.files import locks, storage
-from launcher.finding import Backend, Listing, backend_for, is_part, not_asked
+from launcher.finding import Listing, is_part, not_asked
 from launcher.job import FULL_ID, JobDescription, Request
 from launcher.launching import records
 from launcher.launching.draft import check_name
 from launcher.launching.launch import Plan, new_job_id, prepare
 from launcher.launching.pot import Pot, costs_of, pot_of, prepare_affordable, slots_for
 from launcher.launching.records import Sweep, Tries, record_of, tail_of
-from launcher.local.backend import LocalBackend
 from launcher.sagemaker.cost import CeilingTooLow
 from launcher.settings import Settings
 from launcher.source import keep
@@ -78,7 +78,8 @@ def find_sweep(reference: str, settings: Settings, everyone: bool = False) -> tu
     request = sweep.job if sweep else next(iter(tries.values()), [None])[0]
     instance = (request and request.instance) or "local"
     # The latest may be one of those that were not listed.
-    if failure is not None and (reference == "latest" or part not in groups or instance != "local"):
+    is_remote = backend_class(instance).is_remote
+    if failure is not None and (reference == "latest" or part not in groups or is_remote):
         raise failure
     if len(matches) != 1:
         problem = f"{reference!r} matches {len(matches) or 'no'} sweep{'s' * (len(matches) != 1)}"
@@ -87,7 +88,7 @@ def find_sweep(reference: str, settings: Settings, everyone: bool = False) -> tu
     for left_out in listing.unreadable:
         if left_out.job_id.startswith(f"{matches[0]}-"):
             logger.info(f"job {left_out.job_id} is left out: {left_out.error}")
-    if instance != "local":
+    if is_remote:
         add_unlisted(matches[0], tries, backend_for(instance, settings))
     return matches[0], tries
 
@@ -149,7 +150,8 @@ def plan_sweep(
         raise InputError("continues one job", "sweep-of-one", "resume", job_id, job_id=job_id)
     varied = {name.replace("-", "_"): records.listed(name, each) for name, each in values.items()}
     records.check_varied(varied, request, seeds)
-    if request.is_local and parallel > 1 and request.processes_per_instance is None:
+    shares_cores = backend_class(request.instance or "").shares_cores
+    if shares_cores and parallel > 1 and request.processes_per_instance is None:
         request = request.model_copy(update={"processes_per_instance": 1})
     members = records.grid(varied, seeds, int(request.hyperparameters.get("seed", 1337)))
     check_name(request, settings)
@@ -303,7 +305,7 @@ class SweepPlan:
         plans = self.plans.values()
         places = [storage.join(p.backend.settings.data_store, "jobs", p.job_id) for p in plans]
         if started := [each[0].job_id for each in self.tries.values() if not places]:
-            places = [self.backend.places(started[0])[0]]
+            places = [self.backend.directories(started[0])[0]]
         for place in places[:1]:
             self.mark = stop_mark(self.group, place, self.settings)
             storage.write_bytes(self.mark, b"run", self.settings)
@@ -319,8 +321,7 @@ class SweepPlan:
         plan = self.plans[number]
         if self.pot is not None:
             plan = self.affordable(plan, number, n_left, self.pot)
-        if isinstance(plan.backend, LocalBackend):
-            plan.backend.parallel = self.sweep.parallel
+        plan.backend.parallel = self.sweep.parallel
         replace(plan, channels={}).submit()  # `submit` has uploaded them
         if self.pot is not None:
             self.pot.reserve(number, plan.job)
@@ -387,7 +388,7 @@ def stop_all(
                 if now.status == "InProgress":  # a second stop would not wait for a checkpoint
                     backend.stop(now.job_id)
     finally:
-        place = backend.places(newest[0].job_id)[0]
+        place = backend.directories(newest[0].job_id)[0]
         storage.write_bytes(stop_mark(group, place, settings), b"stop", settings)
     return running
 

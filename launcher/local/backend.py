@@ -33,16 +33,18 @@ from typing import Any, Literal, TypeVar
 
 from entry_point.cores import cores
 from entry_point.files import open_file, open_standard_streams
+from launcher.backends import Backend
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.documents import Count, Damaged, Document, Moment, Scalar
 from launcher.files.moved import find_moved
 from launcher.job import (
+    COMMON_FIELDS,
     JOB_ID,
-    LOCAL_FIELDS,
     RUNNING,
     JobDescription,
+    Request,
     TrainingJob,
     UnreadableJob,
     checkpoints_among,
@@ -84,16 +86,59 @@ class State(Document):
 Placement = tuple[int, int]  # how many processes and GPUs of this machine a job uses
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """Runs the jobs of `--instance local`."""
 
-    place = "on this machine"
+    title = "this machine"
+    is_remote = False
+    bills = False
+    sends_request = False
+    stops_at_ctrl_c = True
+    saves_when_stopped = True
+    shares_cores = True
+    logs_more_than_script = False
     poll_seconds = 0.2
-    parallel = 1  # jobs at a time, which share the cores
+    location = "on this machine"
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, attempts: int | None = None) -> None:
+        super().__init__(settings)
         self.jobs_dir = settings.home / "jobs"
-        self.settings = settings
+
+    @classmethod
+    def why_not_configured(cls, settings: Settings) -> str:
+        return ""
+
+    @classmethod
+    def takes_field(cls, name: str) -> bool:
+        return name in COMMON_FIELDS
+
+    @classmethod
+    def problems(cls, request: Request) -> Iterator[tuple[str, object, str]]:
+        for name, value in sorted(request.given().items()):
+            if value is not False and not cls.takes_field(name):
+                yield name, None, "is for SageMaker, not for local"
+        if request.instance_count not in (None, 1):
+            problem = "this machine is one host, of several processes"
+            yield "instance_count", request.instance_count, problem
+
+    @classmethod
+    def count_ranks(cls, request: Request) -> int:
+        import torch
+
+        return request.processes_per_instance or torch.cuda.device_count() or 1
+
+    @classmethod
+    def has_gpus(cls, request: Request) -> bool:
+        import torch
+
+        return torch.cuda.is_available()
+
+    @classmethod
+    def disk_of(cls, instance: str) -> Literal["home"]:
+        return "home"
+
+    def launch_settings(self) -> Settings:
+        return self.settings.model_copy(update={"store": ""})
 
     def check(self, job: TrainingJob) -> Placement:
         processes, gpus = plan_processes(job)
@@ -112,7 +157,7 @@ class LocalBackend:
         directory, (processes, gpus) = self.jobs_dir / job_id, placement
         self.note_busy_cores(processes, gpus)
         record = {
-            "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
+            "job": job.model_dump(mode="json", include=COMMON_FIELDS),
             "hyperparameters": job.all_hyperparameters(),
             "created": time.time(),
             "processes_per_host": processes,
@@ -241,19 +286,20 @@ class LocalBackend:
             if description is not None and name in (None, description.name):
                 yield description
 
+    @classmethod
+    def check_no_later(cls, job: JobDescription, settings: Settings, acts: bool) -> None:
+        pass  # there is one place on this machine
+
     def stop(self, job_id: str) -> None:
         path = self.jobs_dir / job_id / "stop"
         with storage.reported(str(path.parent)):
             (path.with_name("stop-now") if path.exists() else path).touch()
 
-    def places(self, job_id: str) -> Sequence[str]:
+    def directories(self, job_id: str) -> Sequence[str]:
         return [storage.to_uri(self.jobs_dir / job_id)]
 
     def forget(self, job_id: str) -> None:
         pass  # the files were all there was
-
-    def console_link(self, job_id: str) -> str | None:
-        return None
 
     def curve_file(self, job_id: str) -> Path:
         directory = self.jobs_dir / job_id / CHECKPOINTS

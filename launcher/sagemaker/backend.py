@@ -18,16 +18,36 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 from launcher import aws, machines
 from launcher.aws import Missing, Offline, aws_session, make_client
+from launcher.backends import Backend
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.job import RUNNING, JobDescription, TrainingJob, UnreadableJob, checkpoints_among
+from launcher.instances import (
+    assume_gpus,
+    has_local_disks,
+    looks_like_gpu,
+)
+from launcher.job import (
+    RUNNING,
+    JobDescription,
+    Request,
+    TrainingJob,
+    UnreadableJob,
+    checkpoints_among,
+)
 from launcher.sagemaker import caller, cost
 from launcher.sagemaker.caller import Caller, Launched, our_tags, search_jobs, with_last
+from launcher.sagemaker.checks import (
+    check_gpus,
+    check_volume,
+    check_vpc,
+    default_image,
+    log_instances,
+)
 from launcher.sagemaker.cost import Prices
 from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
@@ -38,7 +58,8 @@ from launcher.sagemaker.request import (
     sendable_hyperparameters,
     source_archive,
 )
-from launcher.sagemaker.stack import remembered
+from launcher.sagemaker.rules import problems_of
+from launcher.sagemaker.stack import notebook_role, with_stack
 from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -54,19 +75,36 @@ CONSOLES = {
 QUIET_SECONDS = 15.0  # without a line after a job's end until its log is complete
 
 
-class SageMakerBackend:
-    """Runs jobs on SageMaker, and does all that LocalBackend does."""
+class SageMakerBackend(Backend):
+    """Runs jobs on SageMaker."""
 
+    title = "SageMaker"
+    is_remote = True
+    bills = True
+    sends_request = True
+    stops_at_ctrl_c = False
+    saves_when_stopped = False
+    shares_cores = False
+    logs_more_than_script = True
     poll_seconds = 5.0
 
     def __init__(self, settings: Settings, attempts: int | None = None) -> None:
-        self.settings, self.attempts = settings, attempts
+        super().__init__(settings)
+        self.attempts = attempts
         self.session = aws_session(settings)
         self.clients: dict[str, Any] = {}
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"in {self.region}"
+
+    @classmethod
+    def why_not_configured(cls, settings: Settings) -> str:
+        return "" if settings.reaches_aws else "AWS_REGION is not set"
+
+    @classmethod
+    def launched_last(cls, settings: Settings) -> Sequence[str]:
+        return [launched.job_id for launched in caller.remembered(settings)]
 
     @cached_property
     def region(self) -> str:
@@ -82,6 +120,55 @@ class SageMakerBackend:
 
     # -- launch -----------------------------------------------------------------------------------
 
+    @classmethod
+    def takes_field(cls, name: str) -> bool:
+        return True
+
+    @classmethod
+    def problems(cls, request: Request) -> Iterator[tuple[str, object, str]]:
+        return problems_of(request)
+
+    @classmethod
+    def count_ranks(cls, request: Request) -> int:
+        """Counts 8 GPUs on a type whose GPUs are not known."""
+        gpus_per_instance = [assume_gpus(name) for name in request.instances]
+        ranks_per_instance = [max(1, gpus) for gpus in gpus_per_instance]
+        return math.lcm(*ranks_per_instance) * (request.instance_count or 1)
+
+    @classmethod
+    def has_gpus(cls, request: Request) -> bool:
+        return looks_like_gpu(request.instances[0])
+
+    @classmethod
+    def disk_of(cls, instance: str) -> Literal["instance", "volume"]:
+        return "instance" if has_local_disks(instance) else "volume"
+
+    @classmethod
+    def default_launcher(cls, instance: str) -> str:
+        return machines.default_launcher(instance)
+
+    def launch_settings(self) -> Settings:
+        """The settings with a store that SageMaker can read and an execution role.
+
+        They come from the settings, else the stack, else the role of the SageMaker notebook that
+        this runs in and the account's default SageMaker bucket. No bucket is created.
+        """
+        settings = with_stack(self.settings)
+        if not settings.role and (role := notebook_role(self.client)):
+            logger.info(f"role: {role} (from this SageMaker notebook)")
+            settings = settings.model_copy(update={"role": role})
+        if settings.store:
+            return settings
+        try:
+            bucket = self.default_bucket()
+        except Offline as error:
+            raise InputError(f"{error}, and no stack is known here yet", "no-stack-seen") from None
+        if bucket is None:
+            raise InputError("no store is set, and the account has no default bucket", "no-store")
+        store = f"s3://{bucket}/sm-nanogpt"
+        logger.info(f"store: {store} (the account's default SageMaker bucket)")
+        return settings.model_copy(update={"store": store})
+
     def default_bucket(self) -> str | None:
         """SageMaker's default bucket of the account and region, if it exists."""
         account = self.caller().account
@@ -96,52 +183,47 @@ class SageMakerBackend:
 
     def check(self, job: TrainingJob) -> Placement:
         """The role, image and keys of a job. A dry run, which asks nobody, has placeholders."""
-        store, role = self.settings.data_store, self.settings.role
-        gpu = machines.looks_like_gpu(job.instance)
         release = None if job.image_uri else machines.find_image(job.pytorch_version)
-        image = job.image_uri or machines.training_image(self.region, job.pytorch_version, gpu)
-        key = job.kms_key or self.settings.kms_key or None
-        disks = [name for name in job.instances if machines.has_local_storage(name)]
-        stack = remembered(self.settings, self.region)
-        if "volume_size" in job.given() and disks:
-            problem = f"{disks[0]} has local disks and takes no volume"
-            raise InputError(problem, field="volume_size", value=job.volume_size)
-        if not store.startswith("s3://"):
-            raise InputError(f"SageMaker cannot read {store}", "store-on-s3")
-        if unfit := machines.problem(image, release, job.instance, job.launcher):
-            raise InputError(unfit)
-        if job.subnets and stack and stack.role == role and not stack.vpc:
-            problem = f"the role of stack {stack.name} may not join a VPC"
-            raise InputError(problem, "allow-vpc", "subnets", ",".join(job.subnets))
-        # The processes must share the batch evenly on each type whose GPUs are known.
-        gpus = [n for instance in job.instances if (n := machines.gpus_of(instance)) is not None]
-        job.config(math.lcm(*(job.instance_count * max(1, n) for n in gpus)))
+        image_uri = job.image_uri or default_image(job, self.region)
+        check_volume(job)
+        if not self.settings.data_store.startswith("s3://"):
+            raise InputError(f"SageMaker cannot read {self.settings.data_store}", "store-on-s3")
+        image_problem = machines.problem(image_uri, release, job.instance, job.launcher)
+        if image_problem:
+            raise InputError(image_problem)
+        check_vpc(job, self.settings, self.region)
+        check_gpus(job)
         hyperparameters = sendable_hyperparameters(job)
-        for instance in job.instances:
-            unknown = machines.gpus_of(instance) is None
-            level = logging.WARNING if unknown else logging.INFO
-            logger.log(level, machines.describe_instance(instance))
+
+        log_instances(job)
         if release:
-            logger.info(f"image: {machines.name_of(image)} (Python {release.python})")
-        try:
-            owner = self.caller().owner
-            self.check_regions(job)
-        except Offline:
-            owner, role = OWNER_PLACEHOLDER, role or ROLE_PLACEHOLDER
-        if not role:
-            problem = "no execution role, by which SageMaker reads and writes the store"
-            raise InputError(problem, "no-role")
+            logger.info(f"image: {machines.name_of(image_uri)} (Python {release.python})")
+        owner, role = self.find_owner_and_role(job)
+        key = job.kms_key or self.settings.kms_key or None
         return Placement(
             region=self.region,
             owner=owner,
             role=role,
-            image_uri=image,
-            store=store,
+            image_uri=image_uri,
+            store=self.settings.data_store,
             hyperparameters=hyperparameters,
             kms_key=key,
             # AWS refuses a key for local disks, which are always encrypted.
-            volume_kms_key=None if len(disks) == len(job.instances) else key,
+            volume_kms_key=None if all(map(has_local_disks, job.instances)) else key,
         )
+
+    def find_owner_and_role(self, job: TrainingJob) -> tuple[str, str]:
+        """The owner of a job and its execution role; raise InputError if it cannot run by them."""
+        role = self.settings.role
+        try:
+            owner = self.caller().owner
+            self.check_regions(job)
+        except Offline:
+            return OWNER_PLACEHOLDER, role or ROLE_PLACEHOLDER
+        if not role:
+            problem = "no execution role, by which SageMaker reads and writes the store"
+            raise InputError(problem, "no-role")
+        return owner, role
 
     def check_regions(self, job: TrainingJob) -> None:
         """Raise InputError if the job reads a bucket of another region."""
@@ -257,7 +339,7 @@ class SageMakerBackend:
     def known(self, job_id: str) -> dict[str, Any]:
         """As `raw`, but raises ServiceError if there is no such job."""
         if (raw := self.raw(job_id)) is None:
-            raise ServiceError(f"there is no job {job_id!r} {self.place}")
+            raise ServiceError(f"there is no job {job_id!r} {self.location}")
         return raw
 
     def describe(self, job_id: str) -> JobDescription | None:
@@ -316,6 +398,28 @@ class SageMakerBackend:
         if (raw := self.raw(last.job_id)) is not None:
             yield {**raw, "Tags": our_tags(last.caller.owner, last.name, last.summary)}
 
+    def other_owner(self, job: JobDescription) -> str:
+        owner = job.owner or self.owner(job.job_id)
+        if owner is None:
+            return "somebody whom SageMaker does not name yet"
+        return "" if owner == self.caller().owner else owner
+
+    @classmethod
+    def check_no_later(cls, job: JobDescription, settings: Settings, acts: bool) -> None:
+        """Also raises InputError if a later job runs in another region, and `acts`."""
+        for last in caller.remembered(settings):
+            if last.job_id <= job.job_id:
+                continue
+            current = cls(settings)
+            other = cls(settings.model_copy(update={"region": last.region}))
+            is_elsewhere = last.caller == current.caller() and last.region != current.region
+            if not is_elsewhere or other.raw(last.job_id) is None:
+                continue
+            problem = f"{last.job_id} was launched after {job.job_id}, in {last.region}"
+            if acts:
+                raise InputError(problem, "in-another-region", region=last.region)
+            logger.info(problem, extra={"code": "in-another-region", "region": last.region})
+
     def owner(self, job_id: str) -> str | None:
         """Who owns a job; None if Search does not know the job yet, which takes seconds."""
         for last in caller.remembered(self.settings):
@@ -338,7 +442,7 @@ class SageMakerBackend:
                 return rows_of_file(content.splitlines(), uri), uri
         return rows_of_log(self.logs(job_id, follow=False)), f"the log in {LOG_GROUP}"
 
-    def places(self, job_id: str) -> Sequence[str]:
+    def directories(self, job_id: str) -> Sequence[str]:
         raw = self.known(job_id)
         files = storage.join(raw["OutputDataConfig"]["S3OutputPath"], job_id)
         return [files, raw["CheckpointConfig"]["S3Uri"]]
@@ -349,7 +453,6 @@ class SageMakerBackend:
     def logs(
         self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
     ) -> Iterator[str]:
-        """As LocalBackend.logs; raw includes the lines of the SageMaker toolkit."""
         if tail is not None:
             return iter(last_lines(self.client("logs"), job_id, tail, raw))
         return lines_of(self.events(job_id, follow), raw)

@@ -24,8 +24,8 @@ from launcher.aws import Offline, aws_session, check_region, make_client, messag
 from launcher.errors import InputError
 from launcher.files.cache import Cache
 from launcher.files.documents import Document
+from launcher.instances import has_local_disks, offline_price
 from launcher.job import JobDescription, Price, TrainingJob
-from launcher.machines import has_local_storage
 from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def check_confirmed(worst: float, max_cost: float | None, settings: Settings) ->
 
 def rate(job: TrainingJob | JobDescription, price: Price) -> float:
     """USD per hour of a job: its instances, and their disks if those are billed."""
-    disk = 0 if has_local_storage(job.instance) else job.volume_size * DISK_PER_HOUR
+    disk = 0 if has_local_disks(job.instance) else job.volume_size * DISK_PER_HOUR
     return job.instance_count * (price.per_hour + disk)
 
 
@@ -193,27 +193,7 @@ def counted(earlier: float) -> str:
 
 ENDPOINT_REGION = "us-east-1"
 FRESH = timedelta(days=7)
-
-# USD an hour in us-east-1, as last seen in answers of the price list.
-OFFLINE_REGION, OFFLINE_MONTH = "us-east-1", "2026-07"
-OFFLINE = {
-    "ml.g5.xlarge": 1.408,
-    "ml.g5.2xlarge": 1.515,
-    "ml.g5.4xlarge": 2.03,
-    "ml.g5.8xlarge": 3.06,
-    "ml.g5.12xlarge": 7.09,
-    "ml.g6.xlarge": 1.127,
-    "ml.g6.2xlarge": 1.222,
-    "ml.g6.4xlarge": 1.654,
-    "ml.g6.12xlarge": 5.752,
-    "ml.g6e.2xlarge": 2.8,
-    "ml.g6e.4xlarge": 3.76,
-    "ml.g6e.8xlarge": 5.66,
-    "ml.g6e.12xlarge": 13.12,
-    "ml.g4dn.xlarge": 0.736,
-    "ml.m5.large": 0.115,
-    "ml.m5.xlarge": 0.23,
-}
+OFFLINE_REGION = "us-east-1"
 
 
 class Answer(Document):
@@ -246,8 +226,9 @@ class Prices:
                 logger.info(self.trouble)
         if answer is not None:
             return Price(answer.per_hour, f"AWS's price list of {answer.day}")
-        if self.region == OFFLINE_REGION and instance in OFFLINE:
-            return Price(OFFLINE[instance], f"the offline table of {OFFLINE_MONTH}")
+        offline = offline_price(instance)
+        if self.region == OFFLINE_REGION and offline is not None:
+            return Price(offline.usd_per_hour, f"the offline table of {offline.month}")
         return None
 
     def ask(self, instance: str) -> Answer | None:

@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 from launcher.aws import service_errors
 from launcher.files import storage
+from launcher.instances import looks_like_gpu
 from launcher.job import TrainingJob
-from launcher.machines import looks_like_gpu
 from launcher.sagemaker.request import LONGEST_PENDING, Placement, channels_of, mpi_options, tags_of
 
 ONE_AT_A_TIME = threading.Lock()  # two threads would restore each other's values

@@ -18,9 +18,9 @@ from typing import Any
 
 from launcher.errors import InputError
 from launcher.files import storage
+from launcher.instances import looks_like_gpu
 from launcher.job import Request, Scalar, TrainingJob
 from launcher.limits import violations
-from launcher.machines import looks_like_gpu
 from launcher.sagemaker.caller import our_tags
 from launcher.source import Source
 

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from entry_point.text import read_json
-from launcher import machines, tracking
+from launcher import tracking
 from launcher.aws import PATIENCE_SECONDS, OverQuota, QuotaWait
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.documents import Document
 from launcher.files.scratch import scratch
+from launcher.instances import count_gpus
 from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request, UnreadableJob
-from launcher.launching import draft, launch
+from launcher.launching import launch
 from launcher.local.runs import SILENT
 from launcher.models import fetch
 from launcher.sagemaker.backend import SageMakerBackend
@@ -264,7 +265,7 @@ class SageMakerRuns:
         """The job of these runs, with a time limit. Nothing is sent. Raises CeilingTooLow if it may
         cost more than a job may by the settings."""
         hyperparameters = dict(self.search.start["hyperparameters"])
-        text = self.text(draft.cloud_settings(self.backend))
+        text = self.text(self.backend.launch_settings())
         request = Request(
             name=f"try-{self.search.name}-{job_id[-6:]}",
             instance=self.instance,
@@ -296,7 +297,7 @@ class SageMakerRuns:
     def seconds_for(self, n: int) -> int:
         """The time limit of a job of n runs: twice what they take, by those that were measured."""
         usual = self.search.budget.mean_seconds(self.search.start["folder"])
-        at_once = machines.gpus_of(self.instance) or 1
+        at_once = count_gpus(self.instance) or 1
         return math.ceil(MARGIN + 2 * usual * math.ceil(n / at_once) + self.upload_seconds(n))
 
     def upload_seconds(self, n: int) -> float:

@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 
 from entry_point.cores import cores
 from entry_point.text import Tokenizer, read_json
+from launcher.backends import backend_class
 from launcher.errors import InputError, ServiceError
 from launcher.files import locks, storage
 from launcher.local.runs import Run, run_all
@@ -69,7 +70,7 @@ class Search:
 
     @property
     def is_local(self) -> bool:
-        return bool(self.start["instance"] == "local")
+        return not backend_class(self.start["instance"]).is_remote
 
     @cached_property
     def trainer(self) -> Trainer:

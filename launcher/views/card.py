@@ -7,8 +7,8 @@ from datetime import timedelta
 from html import escape
 
 from launcher.curve import Curve, seconds_left, total_steps
+from launcher.instances import has_local_disks
 from launcher.job import JobDescription
-from launcher.machines import has_local_storage
 from launcher.sagemaker.cost import usd
 
 
@@ -55,7 +55,7 @@ def cost_words(job: JobDescription) -> str | None:
     so_far = " so far (estimated)" * job.is_running
     if job.has_open_pool(time.time()):
         so_far = f" so far, including all {job.keep_alive} s of its warm pool"
-    disk = "" if has_local_storage(job.instance) else " plus its disk"
+    disk = "" if has_local_disks(job.instance) else " plus its disk"
     price = f"{usd(job.price.per_hour)} per instance and hour{disk} ({job.price.source})"
     return f"{usd(job.cost)}{so_far}, at {price}"
 

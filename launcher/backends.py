@@ -1,0 +1,205 @@
+"""Where jobs run: what each backend declares and answers, and the table of all backends.
+
+A new backend is a class in a file of its own, and a row of BACKENDS.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from launcher.curve import Row
+    from launcher.job import JobDescription, Request, TrainingJob, UnreadableJob
+    from launcher.settings import Settings
+
+# The class for each kind of instance; the first pattern that matches decides. The classes are
+# named and not imported, since Request, which they import, asks them which fields they take.
+BACKENDS = {
+    "local": "launcher.local.backend.LocalBackend",
+    ".*": "launcher.sagemaker.backend.SageMakerBackend",
+}
+
+
+class Backend(ABC):
+    """Runs jobs in one place. A subclass declares the facts, and answers the methods."""
+
+    # -- facts that hold for every job ------------------------------------------------------------
+
+    title: ClassVar[str]
+    is_remote: ClassVar[bool]  # asked over a network, which may fail; its lists are late and short
+    bills: ClassVar[bool]  # jobs cost money: they have prices, a ceiling, and need consent
+    sends_request: ClassVar[bool]  # `request` makes what a dry run can show
+    stops_at_ctrl_c: ClassVar[bool]  # Ctrl-C in the command that launched a job stops the job
+    saves_when_stopped: ClassVar[bool]  # a job that is stopped first writes a checkpoint
+    shares_cores: ClassVar[bool]  # jobs that run at a time share the cores of one machine
+    logs_more_than_script: ClassVar[bool]  # `logs` with `raw` also has lines of the service
+    poll_seconds: float  # from one question about a running job to the next
+
+    settings: Settings
+    parallel = 1  # jobs that run at a time, where they share cores
+
+    def __init__(self, settings: Settings, attempts: int | None = None) -> None:
+        """attempts: how often a remote service is asked; a number also shortens timeouts."""
+        self.settings = settings
+
+    @property
+    @abstractmethod
+    def location(self) -> str:
+        """The place as messages say it, such as `in us-east-1`."""
+
+    @classmethod
+    @abstractmethod
+    def why_not_configured(cls, settings: Settings) -> str:
+        """Why no command asks this backend, or ''."""
+
+    @classmethod
+    def launched_last(cls, settings: Settings) -> Sequence[str]:
+        """The ids of the jobs that this home launched last, which a list may not have yet."""
+        return ()
+
+    # -- before a job ------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def takes_field(cls, name: str) -> bool:
+        """True if this field of a Request means something here."""
+
+    @classmethod
+    @abstractmethod
+    def problems(cls, request: Request) -> Iterator[tuple[str, object, str]]:
+        """Yield the fields that it does not take as they are, with their values, and why."""
+
+    @classmethod
+    @abstractmethod
+    def count_ranks(cls, request: Request) -> int:
+        """The number of processes that share a batch, as far as it is known before `check`."""
+
+    @classmethod
+    @abstractmethod
+    def has_gpus(cls, request: Request) -> bool:
+        """True if a job of this request trains on GPUs."""
+
+    @classmethod
+    @abstractmethod
+    def disk_of(cls, instance: str) -> Literal["home", "instance", "volume"]:
+        """What limits the disk of a job."""
+
+    @classmethod
+    def default_launcher(cls, instance: str) -> str | None:
+        """The launcher of an instance for which a request names none; None: it has no choice."""
+        return None
+
+    @abstractmethod
+    def launch_settings(self) -> Settings:
+        """The settings with the store, and where it has one the role, that a job uses."""
+
+    @abstractmethod
+    def check(self, job: TrainingJob) -> Any:
+        """Decide what the request leaves to the backend; raise InputError if it cannot run."""
+
+    @abstractmethod
+    def price(
+        self, job: TrainingJob, earlier: tuple[TrainingJob, JobDescription] | None
+    ) -> TrainingJob:
+        """The job with a time limit that keeps it below its ceiling. earlier: what it resumes."""
+
+    @abstractmethod
+    def request(self, job_id: str, job: TrainingJob, placement: Any) -> dict[str, Any]:
+        """The request that `submit` sends; empty if it sends none."""
+
+    @abstractmethod
+    def submit(
+        self, job_id: str, job: TrainingJob, placement: Any, request: Mapping[str, Any]
+    ) -> None:
+        """Start a job. placement and request are what `check` and `request` returned."""
+
+    # -- after -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def describe(self, job_id: str) -> JobDescription | None:
+        """The state of a job; None if there is no such job."""
+
+    @abstractmethod
+    def job(self, job_id: str) -> TrainingJob:
+        """An existing job as it was submitted."""
+
+    @abstractmethod
+    def list(
+        self, everyone: bool = False, name: str | None = None
+    ) -> Iterator[JobDescription | UnreadableJob]:
+        """Yield the caller's jobs, or everyone's, newest first; with a name, only those with it."""
+
+    @abstractmethod
+    def stop(self, job_id: str) -> None:
+        """Ask a running job to stop."""
+
+    @abstractmethod
+    def directories(self, job_id: str) -> Sequence[str]:
+        """The URIs of the directories, or prefixes of S3, that hold the files of a job."""
+
+    @abstractmethod
+    def forget(self, job_id: str) -> None:
+        """Delete what is left of a job without its files."""
+
+    @abstractmethod
+    def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
+        """The rows of a job's training curve so far, and where they were read."""
+
+    @abstractmethod
+    def logs(
+        self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
+    ) -> Iterator[str]:
+        """Yield the lines that the script printed; with follow, until the job ends.
+
+        With raw, include the lines of the service. With tail, yield only so many of the last.
+        """
+
+    def console_link(self, job_id: str) -> str | None:
+        """The page of a job in the console of its service, if there is one."""
+        return None
+
+    def other_owner(self, job: JobDescription) -> str:
+        """Who owns a job, if that is not the caller; '' for the caller's jobs."""
+        return ""
+
+    @classmethod
+    @abstractmethod
+    def check_no_later(cls, job: JobDescription, settings: Settings, acts: bool) -> None:
+        """Report that a later job runs where `settings` do not look.
+
+        Raises InputError if `acts`: the job is to be changed.
+        """
+
+
+@lru_cache
+def load_class(path: str) -> type[Backend]:
+    module, _, name = path.rpartition(".")
+    backend: type[Backend] = getattr(import_module(module), name)
+    return backend
+
+
+def backend_class(instance: str) -> type[Backend]:
+    """The backend that runs jobs on an instance, or on one of several types."""
+    for pattern, path in BACKENDS.items():
+        if re.fullmatch(pattern, instance, re.DOTALL):
+            return load_class(path)
+    raise AssertionError(f"no backend for {instance}")  # the last pattern matches all
+
+
+def backend_for(instance: str, settings: Settings) -> Backend:
+    return backend_class(instance)(settings)
+
+
+def all_backends() -> list[type[Backend]]:
+    """The backends in the order of the table."""
+    return [load_class(path) for path in BACKENDS.values()]
+
+
+def configured_backends(settings: Settings) -> list[type[Backend]]:
+    """The backends that may have jobs."""
+    return [backend for backend in all_backends() if not backend.why_not_configured(settings)]

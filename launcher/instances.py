@@ -1,0 +1,246 @@
+"""SageMaker's instance types: the table of their families, and what follows from it.
+
+boto3 knows the names of the types. A training type whose family is not in the table has no GPU,
+unless AWS added its family later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from launcher.errors import did_you_mean
+from launcher.limits import instance_types
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU.
+
+    memory is in GB. teraflops: 10**12 dense 16-bit operations per second, as NVIDIA's data sheet
+    says; None: not looked up.
+    """
+
+    name: str
+    memory: int
+    teraflops: int | None = None
+
+
+@dataclass(frozen=True)
+class OfflinePrice:
+    """An answer of AWS's price list: USD per hour in us-east-1, and the month in which it came."""
+
+    usd_per_hour: float
+    month: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """The instance types `ml.NAME.SIZE`.
+
+    gpu_counts: how many GPUs each size has. prices: those that were seen, by size. Where a family
+    has local disks, SageMaker adds no volume: it ignores the volume size of a request and refuses a
+    key.
+    """
+
+    gpu: Gpu | None = None
+    gpu_counts: Mapping[str, int] = field(default_factory=dict)
+    has_local_disks: bool = True
+    prices: Mapping[str, OfflinePrice] = field(default_factory=dict)
+
+
+# -- the tables ------------------------------------------------------------------------------------
+
+T4 = Gpu("T4", memory=16, teraflops=65)
+A10G = Gpu("A10G", memory=24, teraflops=70)
+L4 = Gpu("L4", memory=24, teraflops=121)
+L40S = Gpu("L40S", memory=48, teraflops=362)
+RTX_PRO_4500 = Gpu("RTX PRO 4500", memory=32)
+RTX_PRO_6000 = Gpu("RTX PRO 6000", memory=96)
+V100 = Gpu("V100", memory=16, teraflops=125)
+V100_32GB = Gpu("V100 32GB", memory=32, teraflops=125)
+A100 = Gpu("A100", memory=40, teraflops=312)
+A100_80GB = Gpu("A100 80GB", memory=80, teraflops=312)
+H100 = Gpu("H100", memory=80, teraflops=989)
+H200 = Gpu("H200", memory=141, teraflops=989)
+B200 = Gpu("B200", memory=192)
+B300 = Gpu("B300", memory=288)
+
+ONE_GPU = {"xlarge": 1, "2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "16xlarge": 1}
+ONE_TO_EIGHT = {**ONE_GPU, "12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
+G7_COUNTS = {"2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "12xlarge": 2, "24xlarge": 4, "48xlarge": 8}
+
+FAMILIES = {
+    "g4dn": Family(
+        T4,
+        {**ONE_GPU, "12xlarge": 4},
+        prices={
+            "xlarge": OfflinePrice(0.736, "2026-07"),
+        },
+    ),
+    "g5": Family(
+        A10G,
+        ONE_TO_EIGHT,
+        prices={
+            "xlarge": OfflinePrice(1.408, "2026-07"),
+            "2xlarge": OfflinePrice(1.515, "2026-07"),
+            "4xlarge": OfflinePrice(2.03, "2026-07"),
+            "8xlarge": OfflinePrice(3.06, "2026-07"),
+            "12xlarge": OfflinePrice(7.09, "2026-07"),
+        },
+    ),
+    "g6": Family(
+        L4,
+        ONE_TO_EIGHT,
+        prices={
+            "xlarge": OfflinePrice(1.127, "2026-07"),
+            "2xlarge": OfflinePrice(1.222, "2026-07"),
+            "4xlarge": OfflinePrice(1.654, "2026-07"),
+            "12xlarge": OfflinePrice(5.752, "2026-07"),
+        },
+    ),
+    "g6e": Family(
+        L40S,
+        ONE_TO_EIGHT,
+        prices={
+            "2xlarge": OfflinePrice(2.8, "2026-07"),
+            "4xlarge": OfflinePrice(3.76, "2026-07"),
+            "8xlarge": OfflinePrice(5.66, "2026-07"),
+            "12xlarge": OfflinePrice(13.12, "2026-07"),
+        },
+    ),
+    "g7": Family(RTX_PRO_4500, G7_COUNTS),
+    "g7e": Family(RTX_PRO_6000, G7_COUNTS),
+    "p3": Family(V100, {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8}, has_local_disks=False),
+    "p3dn": Family(V100_32GB, {"24xlarge": 8}),
+    "p4d": Family(A100, {"24xlarge": 8}),
+    "p4de": Family(A100_80GB, {"24xlarge": 8}),
+    "p5": Family(H100, {"4xlarge": 1, "48xlarge": 8}),
+    "p5e": Family(H200, {"48xlarge": 8}),
+    "p5en": Family(H200, {"48xlarge": 8}),
+    "p6-b200": Family(B200, {"48xlarge": 8}),
+    "p6-b300": Family(B300, {"48xlarge": 8}),
+    "m5": Family(
+        has_local_disks=False,
+        prices={
+            "large": OfflinePrice(0.115, "2026-07"),
+            "xlarge": OfflinePrice(0.23, "2026-07"),
+        },
+    ),
+}
+GPUS = [family.gpu for family in FAMILIES.values() if family.gpu is not None]
+
+# Of a family that is not in the table: in EC2's names, a d after the generation means local disks,
+# and newer GPU families have them too.
+NAMES_LOCAL_DISKS = re.compile(r"[a-z]+\d[a-z]*d[a-z]*|g\d[a-z]*|p[4-9][a-z0-9-]*")
+
+# Instance types that AWS's training images do not run on, and why.
+UNSUITABLE = {
+    r"ml\.(trn|inf)": "train.py needs GPUs or a CPU, not Neuron",
+    r"ml\.p\d+e-gb": "its CPUs are Arm, and AWS's training images are for x86",
+    r"ml\.p2\.": "PyTorch no longer supports its GPU (K80)",
+}
+
+
+# -- what follows from them ------------------------------------------------------------------------
+
+
+def types_of(instance: str) -> tuple[str, ...]:
+    """The instance types that a field names, separated by commas."""
+    return tuple(name.strip() for name in instance.split(","))
+
+
+def family_and_size(name: str) -> tuple[str, str]:
+    """The two parts of `ml.FAMILY.SIZE`."""
+    family, _, size = name.removeprefix("ml.").rpartition(".")
+    return family, size
+
+
+def family_of(name: str) -> Family | None:
+    """The family of an instance type, if it is in the table."""
+    return FAMILIES.get(family_and_size(name)[0])
+
+
+def gpu_of(name: str) -> Gpu | None:
+    """The kind of GPU of an instance type; None if it has none or is unknown."""
+    family = family_of(name)
+    return None if family is None else family.gpu
+
+
+def count_gpus(name: str) -> int | None:
+    """The number of GPUs of an instance type; None if the type is unknown."""
+    family = family_of(name)
+    if family is not None and family.gpu is not None:
+        return family.gpu_counts.get(family_and_size(name)[1])
+    return 0 if name in instance_types() else None
+
+
+def assume_gpus(name: str) -> int:
+    """The number of GPUs of an instance type; 8 if the type is unknown and looks like a GPU's."""
+    n_gpus = count_gpus(name)
+    if n_gpus is not None:
+        return n_gpus
+    return 8 if looks_like_gpu(name) else 0
+
+
+def offline_price(name: str) -> OfflinePrice | None:
+    """The price of an instance type that was seen last, if one was."""
+    family = family_of(name)
+    return None if family is None else family.prices.get(family_and_size(name)[1])
+
+
+def has_local_disks(name: str) -> bool:
+    """True if an instance type has disks of its own, as most GPU families do."""
+    family = family_of(name)
+    if family is not None:
+        return family.has_local_disks
+    family_name = family_and_size(name)[0]
+    return name.startswith("ml.") and NAMES_LOCAL_DISKS.fullmatch(family_name) is not None
+
+
+def looks_like_gpu(name: str) -> bool:
+    """True if a type belongs to a GPU family, known or not: AWS names them g and p."""
+    return re.match(r"ml\.[gp]\d", name) is not None
+
+
+def describe_instance(name: str) -> str:
+    """The GPUs of an instance type, or why it may not be one."""
+    n_gpus = count_gpus(name)
+    gpu = gpu_of(name)
+    if n_gpus is None:
+        kind = "GPU" if looks_like_gpu(name) else "CPU"
+        return f"boto3 knows no training instance {name}; SageMaker may refuse it; assuming {kind}s"
+    if gpu is None:
+        return f"{name}: no GPU"
+    return f"{name}: {n_gpus} {gpu.name}"
+
+
+def instance_problem(names: Sequence[str]) -> str:
+    """Why a job cannot run on one of these types, as SageMaker chooses, or ''.
+
+    A type may be newer than boto3. AWS adds families more often than sizes, so an unknown size is a
+    typo.
+    """
+    if "local" in names:
+        return "local cannot be combined with other types"
+    sizes = {name.rpartition(".")[2] for name in instance_types()}
+    for name in names:
+        for pattern, reason in UNSUITABLE.items():
+            if re.match(pattern, name):
+                return reason
+        if not name.startswith("ml.") or name.rpartition(".")[2] not in sizes:
+            return unknown_instance(name)
+    if len({looks_like_gpu(name) for name in names}) > 1:
+        return "types with and without GPUs need different images"
+    return ""
+
+
+def unknown_instance(name: str) -> str:
+    """That a name is no instance, with the closest one."""
+    full_name = f"ml.{name.removeprefix('ml.')}"
+    suggestion = did_you_mean(name, ["local"])
+    if not suggestion:
+        suggestion = did_you_mean(full_name, instance_types(), cutoff=0.5)
+    problem = "must be local or a SageMaker type"
+    return f"{problem}; {suggestion}" if suggestion else problem

@@ -1,0 +1,102 @@
+"""What is checked of a job before anybody is asked: its image, disk, network, batch and memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from launcher import machines
+from launcher.errors import InputError
+from launcher.instances import (
+    assume_gpus,
+    count_gpus,
+    describe_instance,
+    gpu_of,
+    has_local_disks,
+    looks_like_gpu,
+)
+from launcher.job import TrainingJob
+from launcher.sagemaker.stack import remembered
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def default_image(job: TrainingJob, region: str) -> str:
+    """The URI of AWS's image for the job's version and instance."""
+    return machines.training_image(region, job.pytorch_version, looks_like_gpu(job.instance))
+
+
+def check_volume(job: TrainingJob) -> None:
+    """Raise InputError if a volume is requested for an instance that takes none."""
+    if "volume_size" not in job.given():
+        return
+    for instance in job.instances:
+        if has_local_disks(instance):
+            problem = f"{instance} has local disks and takes no volume"
+            raise InputError(problem, field="volume_size", value=job.volume_size)
+
+
+def check_vpc(job: TrainingJob, settings: Settings, region: str) -> None:
+    """Raise InputError if the role of the stack may not join the job's subnets."""
+    stack = remembered(settings, region)
+    if not job.subnets or stack is None or stack.vpc:
+        return
+    if stack.role == settings.role:
+        problem = f"the role of stack {stack.name} may not join a VPC"
+        raise InputError(problem, "allow-vpc", "subnets", ",".join(job.subnets))
+
+
+def check_gpus(job: TrainingJob) -> None:
+    """Raise InputError if the model does not fit a GPU, or a batch cannot be shared evenly.
+
+    Types whose GPUs are not known are not checked.
+    """
+    ranks_per_instance = []
+    for instance in job.instances:
+        n_gpus = count_gpus(instance)
+        if n_gpus is not None:
+            ranks_per_instance.append(max(1, n_gpus))
+            check_memory(job, instance)
+    job.config(math.lcm(*(job.instance_count * ranks for ranks in ranks_per_instance)))
+
+
+def log_instances(job: TrainingJob) -> None:
+    for instance in job.instances:
+        is_known = count_gpus(instance) is not None
+        level = logging.INFO if is_known else logging.WARNING
+        logger.log(level, describe_instance(instance))
+
+
+def check_memory(job: TrainingJob, instance: str) -> None:
+    """Raise InputError if the layers of the model alone fill the GPUs of an instance type.
+
+    An edited folder may train other parameters than its Config counts, and is not checked.
+    """
+    gpu = gpu_of(instance)
+    config = job.config(1)
+    if gpu is None or config.device == "cpu" or not job.source.is_packaged:
+        return
+    n_ranks = job.instance_count * assume_gpus(instance)
+    gigabytes = config.matrix_parameters * bytes_per_parameter(config, n_ranks) / 2**30
+    if gigabytes > gpu.memory:
+        billions = config.matrix_parameters / 1e9
+        raise InputError(
+            f"weights, gradients and momentum of {billions:.1f} billion parameters take"
+            f" {gigabytes:,.0f} GB of each {gpu.name} of {instance}, which has {gpu.memory} GB",
+            "gpu-too-small",
+        )
+
+
+def bytes_per_parameter(config: Any, n_ranks: int) -> float:
+    """The least memory of a rank for a parameter of a layer, without activations.
+
+    docs/hyperparameters.md has the arithmetic. An embedding takes more and is not counted, as the
+    number of characters or tokens is not known here.
+    """
+    weight = gradient = momentum = 4
+    copy = 0 if config.precision == "float32" else 2
+    if config.optimizer == "adamw":
+        return weight + gradient + copy + 2 * momentum
+    return weight + gradient + copy + momentum / n_ranks  # muon's momentum is shared by the ranks
