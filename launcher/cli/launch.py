@@ -364,7 +364,7 @@ def submit(plan: Plan) -> None:
 
 def cost_of(plan: Plan) -> str:
     """What a job costs that goes on after Ctrl-C, as a part of a line; '' on this machine."""
-    if plan.job.is_local:
+    if not plan.backend.bills:
         return ""
     if plan.job.worst_cost is None:
         return "; it is billed"
