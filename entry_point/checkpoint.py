@@ -241,9 +241,11 @@ def write_safetensors(
 
 
 def read_safetensors(
-    path: Path, sealed: bool = False, largest: int = LARGEST_HEADER
+    path: Path, sealed: bool = False, largest: int = LARGEST_HEADER, mapped: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors (CPU) and the metadata; a SHA-256 in the metadata is checked.
+
+    `mapped` ones are the file itself, whose memory all processes of a machine share.
 
     Raises FormatError if the file is damaged, its header has more than `largest` bytes, or it has
     no SHA-256 although it is `sealed` by one; OSError if it cannot be read.
@@ -253,14 +255,34 @@ def read_safetensors(
         header, metadata = sound_header(file, path, largest)
         sha256 = metadata.pop("sha256", None)
         digest = header_digest(header, metadata)
+        parts = mapped_parts(path, file.tell(), header) if mapped else {}
         for name, entry in header.items():
-            tensors[name] = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-            file.readinto(memory(tensors[name]))
-            digest.update(memory(tensors[name]))
+            if mapped:
+                tensors[name] = parts[name]
+            else:
+                tensors[name] = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+                file.readinto(memory(tensors[name]))
+            if sha256 is not None:
+                digest.update(memory(tensors[name]))
     if sha256 != digest.hexdigest() and (sealed or sha256 is not None):
         found = "is missing" if sha256 is None else "does not match"
         raise FormatError(f"{path.name} is damaged: its SHA-256 {found}")
     return tensors, metadata
+
+
+def mapped_parts(path: Path, begin: int, header: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a file whose data begin at a byte of it, mapped into memory."""
+    size = path.stat().st_size
+    content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    tensors = {}
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        dtype = DTYPES[entry["dtype"]]
+        part = content[begin + first : begin + last]
+        if (begin + first) % dtype.itemsize:  # no tensor begins there
+            part = part.clone()
+        tensors[name] = part.view(dtype).view(entry["shape"])
+    return tensors
 
 
 def read_metadata(path: Path) -> dict[str, str]:

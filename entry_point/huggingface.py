@@ -375,7 +375,10 @@ def positions(document: Mapping[str, Any], name: str) -> int:
 def check_teacher(values: Mapping[str, Any], block_size: int) -> None:
     """Raise ConfigError if the context of a model with these starting_values is too short."""
     if (context := values["block_size"]) < min(block_size, 1024):  # starting_values gives no more
-        raise ConfigError(f"{block_size=}: must be at most {context}, the teacher's context")
+        raise ConfigError(
+            f"{block_size=}: must be at most {context}, the teacher's context; set"
+            f" block_size={context}"
+        )
 
 
 def check_values(directory: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -388,12 +391,15 @@ def check_values(directory: Path, tensors: Mapping[str, Tensor]) -> None:
             raise DataError(f"{directory}: {name} has values that are infinite or not numbers")
 
 
-def load_pretrained(model: GPT, directory: Path) -> None:
-    """Reads the weights of the model in a directory, which may be in several files, of any type.
+def is_edited(directory: Path) -> bool:
+    """Whether an edited script, whose model is not Qwen3's, made the model in a directory."""
+    return bool(read_json(directory / "config.json").get("model_type") == EDITED)
 
-    A meta model is given memory, on the CPU, only after all shapes have been checked. Raises
-    TrainingError if they do not, DataError or FormatError if a file is missing or damaged, or holds
-    other values than finite numbers.
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """The weights of the model in a directory, which may be in several files, mapped into memory.
+
+    Raises DataError or FormatError as load_pretrained.
     """
     tensors: dict[str, Tensor] = {}
     index, files = directory / "model.safetensors.index.json", {"model.safetensors"}
@@ -401,14 +407,25 @@ def load_pretrained(model: GPT, directory: Path) -> None:
         if index.exists():
             files = {Path(name).name for name in read_json(index)["weight_map"].values()}
         for name in sorted(files):
-            tensors |= read_safetensors(directory / name, largest=1 << 24)[0]
+            tensors |= read_safetensors(directory / name, largest=1 << 24, mapped=True)[0]
     except (OSError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"the weights in {directory} cannot be read: {error}") from None
+    if not is_edited(directory):  # whose buffers may hold anything
+        check_values(directory, tensors)
+    return tensors
+
+
+def load_pretrained(model: GPT, directory: Path) -> None:
+    """Reads the weights of the model in a directory, which may be in several files, of any type.
+
+    A meta model is given memory, on the CPU, only after all shapes have been checked. Raises
+    TrainingError if they do not, DataError or FormatError if a file is missing or damaged, or holds
+    other values than finite numbers.
+    """
+    tensors = read_weights(directory)
     if model.head is None:  # published files may hold the tied head too
         tensors.pop("lm_head.weight", None)
-    edited = read_json(directory / "config.json").get("model_type") == EDITED
-    if not edited:  # whose buffers may hold anything
-        check_values(directory, tensors)
+    edited = is_edited(directory)
 
     def fill() -> None:
         weights: dict[str, Tensor] = model.state_dict()

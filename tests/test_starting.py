@@ -436,9 +436,18 @@ def test_an_impossible_start_is_refused(job, cli, words, error):
     assert cli("launch", *local, *(word.format(job=job.job_id) for word in words)).failed(2, error)
 
 
+@pytest.mark.parametrize("option", ["--init-from", "--teacher"])
+def test_weights_that_no_run_takes_are_refused_by_launch(qwen, cli, option):
+    index = json.loads((qwen / "model.safetensors.index.json").read_text())
+    change_values(qwen / index["weight_map"][NORM], math.nan)
+    ran = cli("launch", "--instance", "local", option, str(qwen))
+    assert ran.failed(2, option, f"{NORM} has values that are infinite or not numbers")
+
+
 def test_a_teacher_with_a_short_context_is_refused(job, text_file, cli):
     words = ("launch", "--instance", "local", "--teacher", job.job_id, "--data", str(text_file))
-    assert cli(*words, "--set", "block_size=33").failed(2, "at most 32, the teacher's context")
+    ran = cli(*words, "--set", "block_size=33")
+    assert ran.failed(2, "at most 32, the teacher's context; set block_size=32")
 
 
 @pytest.mark.usefixtures("cloud")

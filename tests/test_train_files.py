@@ -67,6 +67,26 @@ def file(tmp_path):
     return tmp_path / "a.safetensors"
 
 
+def test_mapped_tensors_are_in_the_memory_of_the_file(tmp_path):
+    file = tmp_path / "a.safetensors"
+    write_safetensors(file, {"a": torch.ones(3), "b": torch.ones(2, 5)}, {})
+    tensors, _ = read_safetensors(file, mapped=True)
+    places = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    assert len(places) == 1
+    sizes = {tensor.untyped_storage().nbytes() for tensor in tensors.values()}
+    assert sizes == {file.stat().st_size}
+
+
+def test_tensors_at_odd_bytes_are_mapped_too(tmp_path):
+    header = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'  # of 61 bytes
+    content = torch.tensor([1.5, 2.5])
+    (tmp_path / "a").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(content.numpy())
+    )
+    tensors, _ = read_safetensors(tmp_path / "a", mapped=True)
+    assert_same(tensors, {"a": content})
+
+
 @pytest.mark.parametrize("tensors", [TENSORS, {}], ids=["of all types", "none"])
 def test_both_libraries_read_what_either_wrote(tmp_path, tensors):
     ours, theirs, metadata = tmp_path / "ours", tmp_path / "theirs", {"a": "é🙂"}
@@ -74,9 +94,10 @@ def test_both_libraries_read_what_either_wrote(tmp_path, tensors):
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     safetensors.torch.save_file(contiguous, theirs, metadata)
     for path in (ours, theirs):
-        read, found = read_safetensors(path)
-        assert_same(read, tensors)
-        assert found == metadata
+        for mapped in (False, True):
+            read, found = read_safetensors(path, mapped=mapped)
+            assert_same(read, tensors)
+            assert found == metadata
     assert_same(safetensors.torch.load_file(ours), tensors)
     with safetensors.safe_open(ours, "pt") as opened:
         assert opened.metadata().items() >= metadata.items()

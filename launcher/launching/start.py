@@ -79,12 +79,25 @@ def find_model(request: Request, settings: Settings, field: str = "init_from") -
                 raise InputError(str(error), "name-folder") from None
             raise InputError(str(error), field=field, value=reference) from None
         channel = Channel(reference, uri or storage.to_uri(directory), None, [])
+        if uri is None:
+            check_weights(directory, field, reference)
         if uri is None and storage.local_path(settings.data_store) is None:
             sources = [File(path.name, path) for path in model_files(directory)]
             name = Path(reference).absolute().name
             upload = corpus.upload_of(name, sources, settings, "models")
             channel = Channel(reference, upload.uri, upload, sources)
     return InitialModel(base_of(reference), channel, values, tokenizer)
+
+
+def check_weights(directory: Path, field: str, reference: str) -> None:
+    """Raise InputError if a run would refuse the weights of a model, before it is paid for."""
+    from entry_point.errors import TrainingError
+    from entry_point.huggingface import read_weights
+
+    try:
+        read_weights(directory)
+    except TrainingError as error:
+        raise InputError(str(error), field=field, value=reference) from None
 
 
 def base_of(named: str) -> str:
