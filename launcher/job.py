@@ -355,6 +355,21 @@ class JobDescription:
         return self.status in RUNNING
 
     @property
+    def best_loss(self) -> float | None:
+        """The lowest validation loss so far, in nats per token."""
+        metrics = self.metrics or {}
+        return metrics.get("best_loss", metrics.get("val_loss"))
+
+    @property
+    def best_bits_per_byte(self) -> float | None:
+        """The lowest validation loss in bits for each byte of text."""
+        metrics = self.metrics or {}
+        newest_loss, newest_bits = metrics.get("val_loss"), metrics.get("bits_per_byte")
+        if not newest_bits or not newest_loss or not self.best_loss:
+            return None
+        return float(newest_bits * self.best_loss / newest_loss)
+
+    @property
     def named(self) -> str:
         return f"{self.job_id} ({self.name})" if self.name else self.job_id
 

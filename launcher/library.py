@@ -325,7 +325,7 @@ def sweep(
     for each in events:
         logger.info(f"{each.job_id}: {each.description.status if each.description else 'started'}")
     last = [each[-1] for each in plan.tries.values()]
-    last.sort(key=lambda job: (job.metrics or {}).get("best_loss", math.inf))
+    last.sort(key=lambda job: math.inf if job.best_loss is None else job.best_loss)
     return [Job(each.job_id, settings) for each in last]
 
 

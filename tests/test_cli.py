@@ -311,6 +311,7 @@ def test_status_shows_state_step_loss_and_paths(job, cli):
     assert (told["status"], told["hyperparameters"]["n_embd"]) == ("Completed", 32)
     assert told["metrics"]["step"] == told["hyperparameters"]["max_steps"] == 10
     assert told["created"] <= told["started"] <= told["ended"]
+    assert told["best_loss"] == told["metrics"]["best_loss"]
 
 
 NEWER = "sm-nanogpt-20990101-000000-abcdef"

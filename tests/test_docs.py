@@ -24,6 +24,7 @@ from entry_point.config import OPTIONS, PRESETS, Config, make_config
 from launcher.cli import cli
 from launcher.cli.options import Job
 from launcher.settings import Settings
+from launcher.views.job_fields import columns_of
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "infra/README.md")
@@ -222,6 +223,11 @@ def is_defined(body: list[ast.stmt], name: str) -> bool:
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == first:
             return not rest or is_defined(node.body, rest)
     return False
+
+
+def test_each_column_of_a_list_of_jobs_is_explained():
+    explained = [name for cells in rows(ROOT / "docs/aws.md") for name in CODE.findall(cells[0])]
+    assert not set(columns_of([])) - set(explained)
 
 
 def imports_of(module: str, files: dict[str, Path]) -> set[str]:

@@ -74,6 +74,7 @@ def jobs_command(
     from launcher.launching.records import read_record
     from launcher.launching.sweeps import find_sweep
     from launcher.tracking import with_costs
+    from launcher.views.job_fields import data_of
 
     if group is not None and (limit or status):
         raise InputError("--group needs all its jobs, so neither --limit nor --status")
@@ -88,7 +89,7 @@ def jobs_command(
         note(f"job {job.job_id} is left out: {job.error}")
     found = with_costs(found, settings)
     if as_json:
-        print_json(found)
+        print_json([data_of(job) for job in found])
     elif group is not None:
         print_ranking(tries, read_record(group, settings))
     elif found:
@@ -110,24 +111,12 @@ def first_step(settings: Settings) -> str:
     return command("launch", "--instance", "local")
 
 
-def print_jobs(found: list[JobDescription], everyone: bool) -> None:
-    from launcher.sagemaker.cost import usd
-    from launcher.views.card import facts
+def print_jobs(jobs: list[JobDescription], everyone: bool) -> None:
+    from launcher.views.job_fields import columns_of
 
-    rows = [
-        {
-            **facts(d),
-            "job-id": d.job_id,
-            "owner": d.owner if everyone else None,
-            "state": d.status,
-            "cost": None if d.cost is None else usd(d.cost),
-            "data": d.data.rstrip("/").rpartition("/")[2],
-        }
-        for d in found
-    ]
-    heads = ["job-id", "name", "owner", "state", "instance", "step", "best loss", "bits/byte"]
-    heads += ["cost", "data", "settings"]
-    columns = {head.upper(): [row[head] for row in rows] for head in heads}
+    columns = columns_of(jobs)
+    if not everyone:
+        del columns["OWNER"]
     print_columns(columns, optional=("BITS/BYTE", "DATA", "INSTANCE", "COST", "STEP"))
 
 
@@ -141,7 +130,7 @@ def status_command(job_id: str, as_json: bool) -> None:
       sm-nanogpt status JOB-ID
     """
     from launcher.tracking import describe, logs, metrics
-    from launcher.views.card import facts
+    from launcher.views.job_fields import data_of, texts_of
 
     settings = settings_of()
     d, curve = describe(job_id, settings), None
@@ -152,10 +141,10 @@ def status_command(job_id: str, as_json: bool) -> None:
     if d.is_running and curve and curve.rows:  # SageMaker gives the newest values late
         d = replace(d, metrics={**(d.metrics or {}), **curve.newest})
     if as_json:
-        print_json(d)
+        print_json(data_of(d))
         return
     times = {"created": moment(d.created), "started": moment(d.started), "ended": moment(d.ended)}
-    print_fields({**facts(d), **times, "reason": reason_of(d)})
+    print_fields({**texts_of(d), **times, "reason": reason_of(d)})
     if curve:
         print_curve(curve)
     if not d.is_running:

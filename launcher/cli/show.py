@@ -155,7 +155,7 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
     from launcher.curve import Curve, Row, rows_of_log, total_steps
     from launcher.sagemaker.cost import cost_of, usd
     from launcher.tracking import describe
-    from launcher.views.card import facts
+    from launcher.views.job_fields import texts_of
 
     description, rows, now = describe(job_id, settings), list[Row](), dict[str, Any]()
     total = total_steps(description.hyperparameters)
@@ -166,9 +166,9 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
             for row in rows_of_log([line]):
                 rows.append(row)
                 now |= row
-                known = facts(replace(description, metrics=now))
-                names = ("step", "best loss", "tokens/s", "time left")
-                words = [f"{name} {known[name]}" for name in names if known[name]]
+                texts = texts_of(replace(description, metrics=now))
+                labels = ("step", "best loss", "tokens/s", "time left")
+                words = [f"{label} {texts[label]}" for label in labels if texts[label]]
                 if description.price:
                     words.append(usd(cost_of(description, description.price, time.time())))
                 bar.n = int(row["step"])

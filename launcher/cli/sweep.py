@@ -70,8 +70,7 @@ def event(progress: Progress) -> tuple[str, str]:
         return what, f" ({sentence(obstacle)})"
     if d is None:
         return f"continues {progress.continued}" if progress.continued else "started", ""
-    loss = (d.metrics or {}).get("best_loss")
-    result = f", best loss {loss:.5f}" if loss is not None else ""
+    result = "" if d.best_loss is None else f", best loss {d.best_loss:.5f}"
     return f"{d.status.lower()}{result}", f" ({reason_of(d)})" if d.status == "Failed" else ""
 
 
@@ -86,7 +85,7 @@ def print_ranking(tries: Tries, sweep: Sweep | None, err: bool = False) -> None:
     names = list(ranks[0].values) if ranks else []
     rows = [["RANK", "BEST LOSS", "SPREAD", "JOBS", *names, "BEST JOB"]]
     for place, rank in enumerate(ranks, 1):
-        by_loss = sorted(rank.jobs, key=lambda d: (d.metrics or {}).get("best_loss", math.inf))
+        by_loss = sorted(rank.jobs, key=lambda d: math.inf if d.best_loss is None else d.best_loss)
         best = by_loss[0].job_id if by_loss else "-"
         losses = rank.losses
         loss = f"{rank.loss:.4f}" if losses else "-"

@@ -425,8 +425,7 @@ def ranking(
     ranks = []
     for key, each in same.items():
         jobs = [job for job in each if job is not None]
-        best = [(job.metrics or {}).get("best_loss") for job in jobs]
-        losses = [loss for loss in best if loss is not None]
+        losses = [job.best_loss for job in jobs if job.best_loss is not None]
         ranks.append(Rank(dict(key), losses, jobs, len(each)))
     return sorted(ranks, key=lambda rank: rank.loss)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from launcher.job import TrainingJob
 from launcher.sagemaker.cost import usd
-from launcher.views.card import cost_words
+from launcher.views.job_fields import cost_text
 from launcher.views.report import Report, plain
 
 SERIES = {"training": "train_loss", "validation": "val_loss"}
@@ -188,7 +188,7 @@ def page(report: Report, repeat: Callable[[TrainingJob], str] | None = None) -> 
     folder = FileSystemLoader(Path(__file__).parent)
     templates = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    templates.filters.update(plain=plain, when=when, span=span, usd=usd, cost=cost_words)
+    templates.filters.update(plain=plain, when=when, span=span, usd=usd, cost=cost_text)
     return templates.get_template("report.html").render(
         report=report,
         runs=report.runs,

@@ -1,0 +1,194 @@
+"""What is shown of a job, as one table: `jobs`, `status`, JSON, the card and the bar read it.
+
+A new field is a row of FIELDS; in `jobs` it has a column if COLUMNS names it, and then a row in
+docs/aws.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from launcher.curve import seconds_left, total_steps
+from launcher.instances import has_local_disks
+from launcher.job import JobDescription
+from launcher.sagemaker.cost import usd
+
+Text = Callable[[JobDescription], str | None]  # None: not known, or it does not apply
+
+
+@dataclass(frozen=True)
+class JobField:
+    """One thing that is known of a job.
+
+    key is its name in JSON, and label that in `status` and on the card. Its column has the label in
+    capital letters as its heading, or another one. cell is its text in a table of jobs, where that
+    is shorter. value is what JSON has of it, where that is no field of JobDescription.
+    """
+
+    key: str
+    label: str
+    text: Text
+    cell: Text | None = None
+    value: Callable[[JobDescription], object] | None = None
+    heading: str = ""
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+def instance_text(job: JobDescription) -> str:
+    if job.instance_count > 1:
+        return f"{job.instance_count} x {job.instance}"
+    return job.instance
+
+
+def data_name(job: JobDescription) -> str:
+    """The last part of the URI of the text."""
+    return job.data.rstrip("/").rpartition("/")[2]
+
+
+def step_text(job: JobDescription) -> str | None:
+    """The newest step and the planned number."""
+    metrics = job.metrics or {}
+    if "step" not in metrics:
+        return None
+    return f"{metrics['step']:.0f}/{total_steps(job.hyperparameters)}"
+
+
+def four_digits(number: float | None) -> str | None:
+    return None if number is None else f"{number:.4f}"
+
+
+def forecast_text(job: JobDescription) -> str | None:
+    return None if job.expected is None else str(job.expected)
+
+
+def speed_text(job: JobDescription) -> str | None:
+    tokens_per_second = (job.metrics or {}).get("tokens_per_second")
+    return f"{tokens_per_second:,.0f}" if tokens_per_second else None
+
+
+def time_left(job: JobDescription) -> float | None:
+    """Seconds to the last step of a running job at its present speed."""
+    if not job.is_running:
+        return None
+    return seconds_left(job.metrics or {}, job.hyperparameters)
+
+
+def time_left_text(job: JobDescription) -> str | None:
+    seconds = time_left(job)
+    return None if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+def billable_text(job: JobDescription) -> str | None:
+    """The seconds that are billed, and for a spot job what it saved."""
+    if job.billable_seconds is None:
+        return None
+    text = f"{job.billable_seconds} s"
+    if job.spot and job.billable_seconds and job.training_seconds:
+        saved = 1 - job.billable_seconds / job.training_seconds
+        text += f", {saved:.0%} saved by spot"
+    return text
+
+
+def short_cost(job: JobDescription) -> str | None:
+    return None if job.cost is None else usd(job.cost)
+
+
+def cost_text(job: JobDescription) -> str | None:
+    """What a job has cost, and by which price."""
+    if job.cost is None or job.price is None:
+        return None
+    note = ""
+    if job.has_open_pool(time.time()):
+        note = f" so far, including all {job.keep_alive} s of its warm pool"
+    elif job.is_running:
+        note = " so far (estimated)"
+    disk = "" if has_local_disks(job.instance) else " plus its disk"
+    price = f"{usd(job.price.per_hour)} per instance and hour{disk} ({job.price.source})"
+    return f"{usd(job.cost)}{note}, at {price}"
+
+
+def service_message(job: JobDescription) -> str | None:
+    return job.message if job.is_running else None
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+FIELDS = (
+    JobField("job_id", "job", lambda job: job.job_id, heading="JOB-ID"),
+    JobField("name", "name", lambda job: job.name),
+    JobField("owner", "owner", lambda job: job.owner),
+    JobField("summary", "settings", lambda job: job.summary),
+    JobField("search", "search", lambda job: job.search),
+    JobField("status", "state", lambda job: job.state, cell=lambda job: job.status),
+    JobField("failure_reason", "reason", lambda job: job.failure_reason),
+    JobField("instance", "instance", instance_text),
+    JobField("data", "data", lambda job: job.data, cell=data_name),
+    JobField("step", "step", step_text),
+    JobField(
+        "best_loss",
+        "best loss",
+        lambda job: four_digits(job.best_loss),
+        value=lambda job: job.best_loss,
+    ),
+    JobField("expected", "forecast", forecast_text),
+    JobField(
+        "bits_per_byte",
+        "bits/byte",
+        lambda job: four_digits(job.best_bits_per_byte),
+        value=lambda job: job.best_bits_per_byte,
+    ),
+    JobField("tokens_per_second", "tokens/s", speed_text),
+    JobField("seconds_left", "time left", time_left_text, value=time_left),
+    JobField("model_uri", "model", lambda job: job.model_uri),
+    JobField("checkpoint_uri", "checkpoints", lambda job: job.checkpoint_uri),
+    JobField("billable_seconds", "billable", billable_text),
+    JobField("cost", "cost", cost_text, cell=short_cost),
+    JobField("message", "message", service_message),
+)
+
+# The columns of a list of jobs, by the keys of their fields, from left to right.
+COLUMNS = (
+    "job_id",
+    "name",
+    "owner",
+    "status",
+    "instance",
+    "step",
+    "best_loss",
+    "bits_per_byte",
+    "cost",
+    "data",
+    "summary",
+)
+
+
+def texts_of(job: JobDescription) -> dict[str, str | None]:
+    """What is known of a job, by label; None for what is not."""
+    return {field.label: field.text(job) for field in FIELDS}
+
+
+def columns_of(jobs: Sequence[JobDescription]) -> dict[str, list[str | None]]:
+    """The cells of a table of jobs, by the headings of its columns."""
+    fields = {field.key: field for field in FIELDS}
+    columns = {}
+    for key in COLUMNS:
+        field = fields[key]
+        cell = field.cell or field.text
+        heading = field.heading or field.label.upper()
+        columns[heading] = [cell(job) for job in jobs]
+    return columns
+
+
+def data_of(job: JobDescription) -> dict[str, Any]:
+    """A job for JSON: the fields of its description, and what the table derives from them."""
+    data = asdict(job)
+    for field in FIELDS:
+        if field.value is not None:
+            data[field.key] = field.value(job)
+    return data
