@@ -203,6 +203,7 @@ def run(argv: Sequence[str]) -> NoReturn:
     succeeded.
     """
     gc.disable()  # a rank that stops to look for garbage delays all; save_checkpoint collects it
+    gc.freeze()  # and need not look at what the imports made, which takes a tenth of a second
     try:
         status = main(argv)
     except KeyboardInterrupt:  # before the training began
