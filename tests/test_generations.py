@@ -141,7 +141,7 @@ def test_a_generation_begins_with_a_graph_for_each_length(
     graphs,  # noqa: F811
 ):
     lengths = dict(short_windows=0.5, max_steps=8, generations=2, eval_interval=8)
-    trainer = trainer_of(tmp_path, compile="on", **lengths)
+    trainer = trainer_of(tmp_path, n_layer=1, compile="on", **lengths)
     seen, begin = list[int](), trainer.begin_generation
 
     def begun() -> None:
