@@ -1,17 +1,17 @@
-"""Hyperparameters: `Config`, the presets, and the command line. Imports no torch."""
+"""Hyperparameters: their types, defaults, ranges and meanings in `Config`. Imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError, counted, nearest_name
+from .presets import PRESETS
 
 
 def hyperparameter(
@@ -215,37 +215,6 @@ class Config:
         self.check_divides("batch_size", world_size * passes, cannot)
 
 
-# fmt: off
-PRESETS: dict[str, dict[str, Any]] = {
-    # The size of nanoGPT's configuration for a CPU: about a minute on two cores.
-    "cpu": dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=12, max_steps=2000,
-                device="cpu"),
-    # Learns what nanoGPT's configuration for a CPU does, in a twentieth of its minute: in so few
-    # steps two wide layers learn more than four.
-    "quick": dict(n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,
-                  max_steps=180, learning_rate=0.05, momentum=0.85, short_windows=0.3,
-                  eval_interval=90, device="cpu"),
-    # The best model that two CPU cores make of a megabyte of text in three minutes.
-    "laptop": dict(n_layer=4, n_head=3, n_embd=192, block_size=1024, batch_size=2, max_steps=1900,
-                   weight_decay=0.1, short_windows=0.9, eval_interval=500, eval_tokens=1 << 17,
-                   device="cpu"),
-    # As large as nanoGPT's train_shakespeare_char, the model of most tutorials; for a GPU. Its
-    # values are for a megabyte of text, which it memorizes without weight decay.
-    "baby": dict(n_layer=6, n_head=3, n_embd=384, block_size=256, batch_size=64, max_steps=1000,
-                 learning_rate=0.03, weight_decay=0.6, dropout=0.2, log_interval=10,
-                 eval_tokens=1 << 17),
-    # For subword tokens, 300 million of them and more, and about an hour on one A10G.
-    "small": dict(n_layer=8, n_head=4, n_embd=512, block_size=512, tie_embeddings=True,
-                  batch_size=128, max_steps=5000, weight_decay=0.1, log_interval=10,
-                  eval_tokens=1 << 18),
-    # The size of GPT-2; half a million tokens a step, 2.5 billion in all.
-    "gpt2": dict(n_layer=12, n_head=6, n_embd=768, block_size=1024, tie_embeddings=True,
-                 batch_size=480, max_steps=5000, momentum=0.95, weight_decay=0.1, log_interval=10,
-                 eval_tokens=1 << 19),
-}
-# fmt: on
-
-
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises ConfigError, which names the difference, unless `now` may continue from `saved`."""
     differences = []
@@ -326,112 +295,6 @@ def make_config(
         if value not in (None, ""):
             chosen[name] = value
     return Config(**chosen)
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options besides hyperparameters; in a container, only `processes` and `preset`."""
-
-    data: str = hyperparameter("", "a text file, or a directory of *.txt files")
-    validation: str = hyperparameter("", "a text file or directory for validation alone")
-    out: str = hyperparameter("", "directory for the results (default: a new one in runs/)")
-    init_from: str = hyperparameter(
-        "", "directory of a model to start from: ours, or of the Qwen3 family"
-    )
-    teacher: str = hyperparameter("", "directory of a model of the same tokens to learn from, too")
-    resume: str = hyperparameter("", "directory of an earlier run (on every host) to continue")
-    processes: int = hyperparameter(
-        0, "processes of a host without GPUs (default: 1, or as before)", 1
-    )
-    preset: str = hyperparameter(
-        "", "a set of hyperparameters: " + ", ".join(PRESETS), choices=tuple(PRESETS)
-    )
-    processes_before: int = 0  # no option: those of the run that --resume continues, on a CPU
-
-    def resumed(self, saved: Mapping[str, Any]) -> Options:
-        """The options of a run that continues from a checkpoint's state.
-
-        Raises ConfigError if a script with other hyperparameters wrote it.
-        """
-        if foreign := sorted(saved["config"].keys() - {f.name for f in dataclasses.fields(Config)}):
-            raise ConfigError(
-                f"{self.resume} was trained by a script with other hyperparameters"
-                f" ({', '.join(foreign)}); resume it with that script"
-            )
-        return dataclasses.replace(
-            self,
-            data=self.data or saved["data"],
-            validation=self.validation or saved["validation"],
-            init_from=saved["init_from"],
-            teacher=saved.get("teacher", ""),
-            processes_before=saved["processes"],
-        )
-
-
-OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
-
-
-def read_words(argv: Sequence[str]) -> dict[str, str]:
-    """The values on a command line, by name. Names take `-` or `_`; a bare `--flag` is True."""
-    types = {f.name: f.type for f in (*OPTIONS, *dataclasses.fields(Config))}
-    given, words, problem = dict[str, str](), list(argv), ""
-    while words and not problem:
-        option, equals, value = words.pop(0).partition("=")
-        name = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("-"):
-            problem = f"there is no such option; name a text with --data {option}"
-        elif name not in types:
-            problem = "there is no such option" + nearest_name(name.lstrip("_"), [*types])
-        elif equals:
-            given[name] = value
-        elif words and not words[0].startswith("--"):  # it may be a negative number
-            given[name] = words.pop(0)
-        elif types[name] == "bool":
-            given[name] = "True"
-        else:
-            problem = "its value is missing"
-    if problem:
-        raise ConfigError(f"{option}: {problem}")
-    return given
-
-
-def read_options(argv: Sequence[str]) -> tuple[dict[str, str], Options]:
-    """The hyperparameters given, as text by name, and the options. Raises ConfigError."""
-    given = read_words(argv)
-    words = {f: given.pop(f.name, "") for f in OPTIONS}
-    options = Options(**{f.name: read_value(f, word) for f, word in words.items() if word})
-    if options.resume and (options.init_from or options.teacher or options.out):
-        raise ConfigError(
-            "--resume continues a run in its own directory: leave out --init-from, --teacher and"
-            " --out (to keep the run as it is, resume a copy)"
-        )
-    return given, options
-
-
-def option_table() -> str:
-    """A line for each option and each hyperparameter."""
-    lines = [f"  --{f.name:<28} {f.metadata['help']}" for f in OPTIONS]
-    return "\n".join(["options:", *lines]) + hyperparameter_table()
-
-
-ZERO = re.compile(r" \(0: ([^)]*)\)")  # in the help of a field: what the value 0 means
-
-
-def hyperparameter_table() -> str:
-    """A line for each hyperparameter, in groups, with its meaning, range and default."""
-    lines = []
-    for f in dataclasses.fields(Config):
-        if f.metadata["group"]:
-            lines += ["", f"hyperparameters of the {f.metadata['group']}:"]
-        text = f.metadata["help"]
-        default = repr(f.default)
-        zero = ZERO.search(text)
-        if zero and not f.default:
-            text = ZERO.sub("", text)
-            default = f"0, which means {zero[1]}"
-        kept = "; --resume keeps it" * f.metadata["fixed"]
-        lines.append(f"  --{f.name:<28} {text}; {allowed(f)}{kept} (default: {default})")
-    return "\n".join(["", *lines])
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import Options
+from .command_line import Options
 from .errors import ConfigError, DataError, TrainingError
 
 

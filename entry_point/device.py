@@ -7,7 +7,8 @@ from importlib.util import find_spec
 
 import torch
 
-from .config import TOKENS_PER_PASS, Config, Options
+from .command_line import Options
+from .config import TOKENS_PER_PASS, Config
 from .container import Container, Ranks
 from .cores import cores
 from .errors import ConfigError, TrainingError, counted

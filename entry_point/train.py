@@ -15,7 +15,8 @@ In a SageMaker container it needs no arguments except hyperparameters. It reads 
 
 To change                                                   open
 
-    a hyperparameter, a preset, the command line            config.py
+    a hyperparameter, and its help                          config.py
+    a preset                                                presets.py
     the hyperparameters of a size (`launch --size`)         sizes.py
     a layer, the activation, what the model is              model.py
     how attention, norms and the loss are computed          kernels.py
@@ -29,9 +30,10 @@ To change                                                   open
     the model directory for transformers                    huggingface.py
     how it is found out that a model looks ahead            causality.py
 
-and, seldom, SageMaker's hosts and paths (container.py), devices and precision (device.py), cores
-(cores.py), processes (distributed.py), CUDA graphs (cuda_graphs.py), messages (errors.py), faults
-on purpose (faults.py), opening and replacing files (files.py).
+and, seldom, the command line (command_line.py), SageMaker's hosts and paths (container.py), devices
+and precision (device.py), cores (cores.py), processes (distributed.py), CUDA graphs
+(cuda_graphs.py), messages (errors.py), faults on purpose (faults.py), opening and replacing files
+(files.py).
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ with warnings.catch_warnings():
 
 from entry_point import huggingface
 from entry_point.checkpoint import Checkpoints
-from entry_point.config import Config, Options, make_config, option_table, read_options
+from entry_point.command_line import Options, option_table, read_options
+from entry_point.config import Config, make_config
 from entry_point.container import Container, Ranks, read_container, read_ranks
 from entry_point.device import (
     choose_device,

@@ -197,7 +197,7 @@ class Request(TrainingRequest):
         """
         config = self.config(1, base)
         given = (name for name, value in self.hyperparameters.items() if value != "")
-        preset = self.source.module("config").PRESETS[self.preset] if self.preset else ()
+        preset = self.source.module("presets").PRESETS[self.preset] if self.preset else ()
         return {name: getattr(config, name) for name in (*preset, *given)}
 
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
@@ -206,11 +206,11 @@ class Request(TrainingRequest):
         values = json.dumps([self.preset, self.hyperparameters, base])
         with about("hyperparameters", self.hyperparameters), source.running():
             if values not in source.configs:
-                module = source.module("config")
-                if self.preset is not None and self.preset not in module.PRESETS:
-                    choices = ", ".join(["auto", *module.PRESETS])
+                presets = source.module("presets").PRESETS
+                if self.preset is not None and self.preset not in presets:
+                    choices = ", ".join(["auto", *presets])
                     raise InputError(f"must be one of {choices}", "", "preset", self.preset)
-                made = module.make_config(self.hyperparameters, self.preset, base)
+                made = source.module("config").make_config(self.hyperparameters, self.preset, base)
                 source.configs[values] = made
             source.configs[values].check_world_size(world_size)
         return source.configs[values]

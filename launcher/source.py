@@ -29,12 +29,14 @@ from launcher.settings import Settings
 
 LARGEST = 1 << 20  # bytes of a file
 NEEDED = {
-    "config": "make_config PRESETS hyperparameter_table check_resumable",
+    "config": "make_config check_resumable",
+    "command_line": "hyperparameter_table",
     "errors": "TrainingError",
     "huggingface": "starting_values load_pretrained model_tensors with_weights write_artefact"
     " Tokenizer",
     "metrics": "metric_definitions",
     "model": "GPT",
+    "presets": "PRESETS",
     "sizes": "MOST_READINGS dial tokens_worth_training",
     "text": "read_tokenizer",
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from entry_point.config import Config, Options
+from entry_point.command_line import Options
+from entry_point.config import Config
 from entry_point.container import Ranks, read_container
 from entry_point.distributed import Group
 from entry_point.model import GPT

@@ -52,6 +52,7 @@ MODULES = {
     "entry_point/causality.py": "test_causality",
     "entry_point/checkpoint.py": "test_train_files",
     "entry_point/config.py": "test_train_config test_train_files test_sizing test_docs",
+    "entry_point/command_line.py": "test_train_config test_train_files test_docs",
     "entry_point/conversations.py": "test_chat",
     "entry_point/data.py": "test_train_data test_tokens test_chat",
     "entry_point/text.py": "test_train_data test_tokens test_starting test_chat",

@@ -37,7 +37,8 @@ from runs import metrics, run, words
 from starlette.testclient import TestClient
 from test_play import LETTERS, served
 
-from entry_point.config import Config, Options
+from entry_point.command_line import Options
+from entry_point.config import Config
 from entry_point.container import Ranks, read_container
 from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, IGNORED, TURN, Packed
 from entry_point.data import Batches, evaluate

@@ -20,7 +20,9 @@ import nbformat
 import pytest
 
 import sm_nanogpt
-from entry_point.config import OPTIONS, PRESETS, Config, make_config
+from entry_point.command_line import OPTIONS
+from entry_point.config import Config, make_config
+from entry_point.presets import PRESETS
 from launcher.cli import cli
 from launcher.cli.options import Job
 from launcher.settings import Settings

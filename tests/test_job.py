@@ -192,16 +192,16 @@ def test_only_visible_python_files_belong_to_a_folder(tmp_path):
 
 def test_a_folder_that_moved_is_imported_from_its_new_place(tmp_path):
     folder = launching.edited(tmp_path / "mine", ("PRESETS: dict", "MOVES = 1\nPRESETS: dict"))
-    Source.read(folder).module("config")
+    Source.read(folder).module("presets")
     moved = folder.rename(tmp_path / "moved")
     Source.read(moved).module("huggingface")
 
 
 def test_an_edited_copy_adds_fields_and_presets(tmp_path):
     copy = with_fields(tmp_path / "mine", extra=3)
-    config, preset = copy / "config.py", '    "cpu": dict('
-    source = config.read_text().replace(preset, f'    "mine": dict(extra=5),\n{preset}')
-    config.write_text(source)
+    presets, preset = copy / "presets.py", '    "cpu": dict('
+    source = presets.read_text().replace(preset, f'    "mine": dict(extra=5),\n{preset}')
+    presets.write_text(source)
     assert Request(instance="local", entry_point=copy, preset="mine").config(1).extra == 5
     assert "extra" in refusal(hyperparameters={"extra": 4})
 
@@ -214,8 +214,8 @@ def test_an_edited_copy_runs_once_and_prints_nothing(tmp_path, capsys):
     job.config(1)
     job.model_copy(update={"preset": None}).explicit_hyperparameters()
     assert log.read_text() == "x"
-    config = copy / "config.py"
-    config.write_text(config.read_text(encoding="utf-8").replace("'x'", "'y'"), encoding="utf-8")
+    presets = copy / "presets.py"
+    presets.write_text(presets.read_text(encoding="utf-8").replace("'x'", "'y'"), encoding="utf-8")
     job.config(1)
     assert log.read_text() == "xy"
     assert capsys.readouterr().out == ""

@@ -17,7 +17,8 @@ import torch
 from runs import SMALL, environment, metrics, run, words
 
 from entry_point.checkpoint import read_safetensors, write_safetensors
-from entry_point.config import Config, Options, make_config
+from entry_point.command_line import Options
+from entry_point.config import Config, make_config
 from entry_point.container import Ranks, read_container
 from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError

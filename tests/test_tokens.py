@@ -27,7 +27,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import SMALL, metrics, run, words
 
-from entry_point.config import Config, Options
+from entry_point.command_line import Options
+from entry_point.config import Config
 from entry_point.container import Ranks, read_container
 from entry_point.data import Batches
 from entry_point.distributed import Group

@@ -16,8 +16,10 @@ import pytest
 from runs import SCRIPT, environment
 
 from entry_point.checkpoint import Checkpoints
-from entry_point.config import OPTIONS, PRESETS, Config, Options, make_config, read_value
+from entry_point.command_line import OPTIONS, Options
+from entry_point.config import Config, make_config, read_value
 from entry_point.errors import ConfigError, TrainingError, nearest_name
+from entry_point.presets import PRESETS
 from entry_point.train import main, parse_argv
 
 FIELDS = dataclasses.fields(Config)

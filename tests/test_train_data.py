@@ -15,7 +15,8 @@ import pytest
 import torch
 from models import characters
 
-from entry_point.config import Config, Options, derive_seed
+from entry_point.command_line import Options
+from entry_point.config import Config, derive_seed
 from entry_point.container import Ranks, read_container
 from entry_point.data import Batches
 from entry_point.distributed import Group

@@ -51,7 +51,8 @@ from runs import (
 
 from entry_point import train
 from entry_point.checkpoint import Checkpoints, read_safetensors
-from entry_point.config import Config, Options
+from entry_point.command_line import Options
+from entry_point.config import Config
 from entry_point.container import Ranks, read_container
 from entry_point.cores import cores
 from entry_point.cuda_graphs import record_passes

@@ -40,7 +40,8 @@ from runs import (
 )
 
 from entry_point import train
-from entry_point.config import Config, Options
+from entry_point.command_line import Options
+from entry_point.config import Config
 from entry_point.container import Container, Ranks, read_container, read_ranks
 from entry_point.cores import cores
 from entry_point.device import choose_device, local_processes, machine_line, rank_device

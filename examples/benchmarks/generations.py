@@ -29,7 +29,8 @@ from measure import ROOT, Report
 from trainers import SHAPES, ours
 
 sys.path.insert(0, str(ROOT))
-from entry_point.config import PRESETS, make_config
+from entry_point.config import make_config
+from entry_point.presets import PRESETS
 from entry_point.sizes import dial, optimizer_values
 
 AS_LONG = 2.25  # a step with a teacher takes 1.25 times one without

@@ -163,7 +163,8 @@ def small(args: Namespace) -> dict[str, Any]:
 
 def trainer_of(text: Path, out: Path, words: Mapping[str, Any]) -> Any:
     """A Trainer of one process."""
-    from entry_point.config import Config, Options
+    from entry_point.command_line import Options
+    from entry_point.config import Config
     from entry_point.container import Ranks, read_container
     from entry_point.device import rank_device
     from entry_point.distributed import Group

@@ -196,7 +196,7 @@ KINDS = {
 
 def profile(args: Namespace, scratch: Path, found: Found) -> None:
     """Where the time of a step goes, the largest memory, and how busy the GPU is."""
-    from entry_point.config import PRESETS
+    from entry_point.presets import PRESETS
 
     if args.smoke:
         runs = {"smoke": Look({**SHAPES["smoke"], **SHORT})}

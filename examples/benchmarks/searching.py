@@ -32,7 +32,7 @@ from launcher.trying.runs import SeededRun  # noqa: E402
 from launcher.trying.start import begin  # noqa: E402
 
 RUNS = HERE / "search-runs.jsonl"
-RATE = ("config.py", "max_steps=180, learning_rate=0.05")
+RATE = ("presets.py", "max_steps=180, learning_rate=0.05")
 # Edits of the folder: a file, and what stands in it before and after.
 FOLDERS: dict[str, tuple[str, str, str] | None] = {
     "base": None,

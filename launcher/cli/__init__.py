@@ -23,7 +23,7 @@ import click
 from click.shell_completion import shell_complete
 
 from entry_point.files import open_standard_streams
-from launcher.cli import account, delete, evaluate, jobs, launch, models, search, upload
+from launcher.cli import account, delete, evaluate, folder, jobs, launch, models, search, upload
 from launcher.cli.options import Group, valued
 from launcher.cli.show import logs_shown, note, silence
 from launcher.cli.words import sentence
@@ -36,8 +36,8 @@ COMMANDS: dict[str, list[click.Command]] = {
         upload.upload_data_command,
         delete.data_command,
         launch.launch_command,
-        launch.hyperparameters_command,
-        launch.copy_script_command,
+        folder.hyperparameters_command,
+        folder.copy_script_command,
     ],
     "Jobs": [
         jobs.jobs_command,

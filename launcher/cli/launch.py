@@ -1,8 +1,7 @@
-"""The commands `launch` and `copy-script`."""
+"""The command `launch`."""
 
 from __future__ import annotations
 
-import shlex
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from launcher.cli.show import (
     next_step,
     note,
     print_json,
-    print_text,
     silence,
 )
 from launcher.cli.words import command, remedy
@@ -405,48 +403,3 @@ def follow_job(job_id: str, settings: Settings, stops: bool, costs: str) -> None
         stopped = description.status == "Stopped" and interrupted
         raise (KeyboardInterrupt if stopped else ServiceError)(explain(description, settings))
     note(next_step(description, settings))
-
-
-@click.command("hyperparameters", cls=Command)
-@valued("--entry-point DIR", "List those of your edited training folder.", type=click.Path())
-def hyperparameters_command(entry_point: str | None) -> None:
-    """List what `launch --set` takes: ranges and defaults.
-
-    Example:
-      sm-nanogpt hyperparameters
-    """
-    from launcher.source import Source
-
-    source = Source.read(Path(entry_point)) if entry_point else Source.packaged()
-    table = source.module("config").hyperparameter_table()
-    print_text(table.strip("\n").replace("  --", "  "))
-
-
-@click.command("copy-script", cls=Command)
-@click.argument("directory", metavar="[DIR]", type=click.Path(path_type=Path), default="my_gpt")
-@valued("--from search NAME", "The folder that a search has kept, from `try start NAME`.")
-def copy_script_command(directory: Path, search: str | None) -> None:
-    """Copy the training folder to DIR (default: my_gpt). Edit the model or the recipe there.
-
-    Example:
-      sm-nanogpt copy-script my_gpt
-      sm-nanogpt launch --instance local --entry-point my_gpt
-    """
-    from launcher.source import Source
-
-    source, folder = Source.packaged(), shlex.quote(str(directory))
-    then = f"launch --instance local --entry-point {folder}"
-    if search is not None:
-        from launcher.trying.search import Search
-
-        opened = Search(search, settings_of(), note)
-        source = opened.source(opened.ledger.base)
-        then = f"try run {folder} --group {search}"
-    try:
-        directory.mkdir(parents=True)
-        source.write(directory)
-    except OSError as error:
-        raise InputError(f"{directory}: {error.strerror}; name another directory") from None
-    click.echo(directory)
-    note(f"edit a file in {directory}; then")
-    note(f"next: {command(then)}")

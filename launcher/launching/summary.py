@@ -46,8 +46,7 @@ def shown_values(job: TrainingJob) -> dict[str, Any]:
 
 def changes_of(job: TrainingJob) -> list[str]:
     """The preset and what differs from it, in as few words as possible."""
-    module = job.source.module("config")
-    presets = list(module.PRESETS)
+    presets = list(job.source.module("presets").PRESETS)
     if job.init_from is not None:
         presets = [job.preset or ""]
     elif job.preset:
@@ -57,8 +56,8 @@ def changes_of(job: TrainingJob) -> list[str]:
 
 def differences_from(preset: str, job: TrainingJob) -> list[str]:
     """The name of a preset, and what a job changes of it."""
-    module = job.source.module("config")
-    defaults = {**asdict(module.Config()), **module.PRESETS.get(preset, {})}
+    presets = job.source.module("presets").PRESETS
+    defaults = {**asdict(job.source.module("config").Config()), **presets.get(preset, {})}
     if job.init_from is not None:
         defaults |= job.source.module("huggingface").FINE_TUNING
     values = shown_values(job)

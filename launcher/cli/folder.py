@@ -1,0 +1,58 @@
+"""The commands `hyperparameters` and `copy-script`, of the training folder."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+
+from launcher.cli.options import Command, settings_of, valued
+from launcher.cli.show import note, print_text
+from launcher.cli.words import command
+from launcher.errors import InputError
+
+
+@click.command("hyperparameters", cls=Command)
+@valued("--entry-point DIR", "List those of your edited training folder.", type=click.Path())
+def hyperparameters_command(entry_point: str | None) -> None:
+    """List what `launch --set` takes: ranges and defaults.
+
+    Example:
+      sm-nanogpt hyperparameters
+    """
+    from launcher.source import Source
+
+    source = Source.read(Path(entry_point)) if entry_point else Source.packaged()
+    table = source.module("command_line").hyperparameter_table()
+    print_text(table.strip("\n").replace("  --", "  "))
+
+
+@click.command("copy-script", cls=Command)
+@click.argument("directory", metavar="[DIR]", type=click.Path(path_type=Path), default="my_gpt")
+@valued("--from search NAME", "The folder that a search has kept, from `try start NAME`.")
+def copy_script_command(directory: Path, search: str | None) -> None:
+    """Copy the training folder to DIR (default: my_gpt). Edit the model or the recipe there.
+
+    Example:
+      sm-nanogpt copy-script my_gpt
+      sm-nanogpt launch --instance local --entry-point my_gpt
+    """
+    from launcher.source import Source
+
+    source, folder = Source.packaged(), shlex.quote(str(directory))
+    then = f"launch --instance local --entry-point {folder}"
+    if search is not None:
+        from launcher.trying.search import Search
+
+        opened = Search(search, settings_of(), note)
+        source = opened.source(opened.ledger.base)
+        then = f"try run {folder} --group {search}"
+    try:
+        directory.mkdir(parents=True)
+        source.write(directory)
+    except OSError as error:
+        raise InputError(f"{directory}: {error.strerror}; name another directory") from None
+    click.echo(directory)
+    note(f"edit a file in {directory}; then")
+    note(f"next: {command(then)}")
