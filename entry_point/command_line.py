@@ -114,6 +114,9 @@ def hyperparameter_table() -> str:
         if zero and not f.default:
             text = ZERO.sub("", text)
             default = f"0, which means {zero[1]}"
-        kept = "; --resume keeps it" * f.metadata["fixed"]
-        lines.append(f"  --{f.name:<28} {text}; {allowed(f)}{kept} (default: {default})")
+        if f.metadata["kept_on_resume"]:
+            text = f"{text}; {allowed(f)}; --resume keeps it"
+        else:
+            text = f"{text}; {allowed(f)}"
+        lines.append(f"  --{f.name:<28} {text} (default: {default})")
     return "\n".join(["", *lines])

@@ -17,21 +17,29 @@ from .presets import PRESETS
 def hyperparameter(
     default: Any,
     help: str,
-    least: float = -math.inf,
-    most: float = math.inf,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
     *,
     choices: Sequence[str] = (),
-    fixed: bool = False,
+    kept_on_resume: bool = False,
     shape: bool = False,
     group: str = "",
 ) -> Any:
     """A field of Config; `group` begins a section of --help.
 
-    A `fixed` one stays on resume. So does one of the model's `shape`, which a run that starts from
-    the model keeps too.
+    A resumed run cannot change one that is `kept_on_resume`, or that is part of the model's
+    `shape`. A run that starts from a model keeps its shape too.
     """
-    limits = dict(help=help, least=least, most=most, choices=choices, group=group)
-    return field(default=default, metadata={**limits, "fixed": fixed or shape, "shape": shape})
+    facts = {
+        "help": help,
+        "minimum": minimum,
+        "maximum": maximum,
+        "choices": choices,
+        "kept_on_resume": kept_on_resume or shape,
+        "shape": shape,
+        "group": group,
+    }
+    return field(default=default, metadata=facts)
 
 
 # Tokens per forward and backward pass: enough to keep a GPU busy, few enough for `gpt2` to fit an
@@ -66,30 +74,39 @@ class Config:
         "fraction of the text, at its end, for validation",
         0.001,
         0.9,
-        fixed=True,
+        kept_on_resume=True,
         group="data",
     )
     mask_documents: bool = hyperparameter(
-        False, "stop attention at the end of a document (for tokens; slower)", fixed=True
+        False, "stop attention at the end of a document (for tokens; slower)", kept_on_resume=True
     )
     batch_size: int = hyperparameter(
-        12, "sequences per optimizer step, over all processes", 1, 1 << 20, fixed=True
+        12, "sequences per optimizer step, over all processes", 1, 1 << 20, kept_on_resume=True
     )
     gradient_accumulation_steps: int = hyperparameter(
         0, "passes over a process's slice (0: of 16,384 tokens, or 65,536 on large GPUs)", 0
     )
-    seed: int = hyperparameter(1337, "seed of initial weights, batches and dropout", 0, fixed=True)
+    seed: int = hyperparameter(
+        1337, "seed of initial weights, batches and dropout", 0, kept_on_resume=True
+    )
 
     max_steps: int = hyperparameter(
         2000, "number of optimizer steps of each generation", 1, 10**9, group="schedule"
     )
     generations: int = hyperparameter(
-        1, "models trained in turn, each later one also by the best before it", 1, 100, fixed=True
+        1,
+        "models trained in turn, each later one also by the best before it",
+        1,
+        100,
+        kept_on_resume=True,
     )
     teacher_share: float = hyperparameter(0.5, "share of a teacher in what is learned", 0, 1)
     teacher_temperature: float = hyperparameter(1.2, "divisor of a teacher's logits", 0.1, 100)
     optimizer: str = hyperparameter(
-        "muon", "muon (AdamW for all but matrices) or adamw", choices=("muon", "adamw"), fixed=True
+        "muon",
+        "muon (AdamW for all but matrices) or adamw",
+        choices=("muon", "adamw"),
+        kept_on_resume=True,
     )
     learning_rate: float = hyperparameter(
         0.0, "peak, with muon that of the matrices (0: 0.02 with muon, 0.001 with adamw)", 0, 1e37
@@ -220,15 +237,18 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     differences = []
     for f in dataclasses.fields(Config):
         # A hyperparameter that is newer than the checkpoint was its default.
-        was, value = saved["config"].get(f.name, f.default), now["config"][f.name]
-        fixed = f.metadata["fixed"] or (f.name == "max_steps" and now["config"]["generations"] > 1)
-        if fixed and was != value:
-            differences.append(f"{f.name} (from {was!r} to {value!r})")
+        before = saved["config"].get(f.name, f.default)
+        value = now["config"][f.name]
+        is_kept = f.metadata["kept_on_resume"]
+        if f.name == "max_steps" and now["config"]["generations"] > 1:
+            is_kept = True  # a generation begins where the one before ended
+        if is_kept and before != value:
+            differences.append(f"{f.name} (from {before!r} to {value!r})")
     if saved["corpus_sha256"] != now["corpus_sha256"]:
         differences.append("its text")
-    most = Config(**now["config"]).total_steps
-    if saved.get("step", 0) > most:
-        differences.append(f"max_steps (to {most}, as it is at step {saved['step']})")
+    total_steps = Config(**now["config"]).total_steps
+    if saved.get("step", 0) > total_steps:
+        differences.append(f"max_steps (to {total_steps}, as it is at step {saved['step']})")
     if differences:
         raise ConfigError(
             f"a resumed run cannot change {', '.join(differences)}; leave this out, and a preset"
@@ -254,24 +274,33 @@ TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
 
 def read_value(f: dataclasses.Field[Any], given: Any) -> Any:
     """The value of a field, read from its text. Raises ConfigError unless the field allows it."""
-    m, (read, _) = f.metadata, TYPES[str(f.type)]
+    read, _ = TYPES[str(f.type)]
     with suppress(ValueError, KeyError):
         value = read(str(given))
-        text = f.type == "str"
-        if value in (m["choices"] or [value]) if text else m["least"] <= value <= m["most"]:
+        if is_allowed(f, value):
             return value
     raise ConfigError(f"{f.name}={given!r}: must be {allowed(f)}")
 
 
+def is_allowed(f: dataclasses.Field[Any], value: Any) -> bool:
+    """Whether a value is one of the choices of a field, or in its range."""
+    if f.type == "str":
+        choices = f.metadata["choices"]
+        return not choices or value in choices
+    return bool(f.metadata["minimum"] <= value <= f.metadata["maximum"])
+
+
 def allowed(f: dataclasses.Field[Any]) -> str:
     """The values that the field allows, in words."""
-    m = f.metadata
-    if m["choices"]:
-        return f"one of {', '.join(m['choices'])}"
-    number = TYPES[str(f.type)][1]
-    if m["most"] < math.inf:
-        return f"{number} from {m['least']} to {m['most']}"
-    return f"{number}, at least {m['least']}" if m["least"] > -math.inf else number
+    minimum, maximum = f.metadata["minimum"], f.metadata["maximum"]
+    if f.metadata["choices"]:
+        return f"one of {', '.join(f.metadata['choices'])}"
+    _, number = TYPES[str(f.type)]
+    if maximum < math.inf:
+        return f"{number} from {minimum} to {maximum}"
+    if minimum > -math.inf:
+        return f"{number}, at least {minimum}"
+    return number
 
 
 def make_config(

@@ -29,7 +29,9 @@ def tokens_worth_training(size: float) -> int:
     return round(parameters * min(28, 1.8 + (size / 3.55) ** 2.65))
 
 
-def dial(size: float, tokens: int, chats: bool = False, ranks: int = 1) -> dict[str, Any]:
+def hyperparameters_for_size(
+    size: float, tokens: int, chats: bool = False, ranks: int = 1
+) -> dict[str, Any]:
     """The hyperparameters of a size for a text of so many tokens to train on.
 
     chats: it is of conversations. ranks: how many share a batch. docs/hyperparameters.md has what

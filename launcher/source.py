@@ -37,7 +37,7 @@ NEEDED = {
     "metrics": "metric_definitions",
     "model": "GPT",
     "presets": "PRESETS",
-    "sizes": "MOST_READINGS dial tokens_worth_training",
+    "sizes": "MOST_READINGS hyperparameters_for_size tokens_worth_training",
     "text": "read_tokenizer",
 }
 

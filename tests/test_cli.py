@@ -480,7 +480,7 @@ def test_hyperparameters_lists_those_of_the_script(cli, tmp_path):
     )
     assert "(0: all); a whole number, at least 0 (default: 32768)\n" in told
     kept = {line.split()[0] for line in told.splitlines() if "; --resume keeps it" in line}
-    assert kept == {field.name for field in fields(Config) if field.metadata["fixed"]}
+    assert kept == {field.name for field in fields(Config) if field.metadata["kept_on_resume"]}
     edited = launching.edited(tmp_path / "my", ('"a set of hyper', '"one set of hyper'))
     assert cli("hyperparameters", "--entry-point", str(edited)).code == 0
 

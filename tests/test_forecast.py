@@ -15,7 +15,7 @@ import torch
 
 from entry_point.config import Config
 from entry_point.data import read_windows
-from entry_point.sizes import dial
+from entry_point.sizes import hyperparameters_for_size
 from entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
 from launcher.forecast import forecast, pilots
 from launcher.forecast.forecast import Forecaster, Place, chosen
@@ -380,7 +380,7 @@ def test_a_damaged_file_of_pilots_is_none(tmp_path):
 
 
 def ended(instance: str, count: int = 1, **changes: Any) -> JobDescription:
-    config = Config(**dial(3, 10**6))
+    config = Config(**hyperparameters_for_size(3, 10**6))
     facts: dict[str, Any] = dict(
         job_id=f"sm-nanogpt-20261127-120000-{instance[3]}{count:05d}",
         status="Completed",

@@ -11,7 +11,7 @@ import torch
 
 from entry_point.config import Config, make_config
 from entry_point.device import tokens_per_pass
-from entry_point.sizes import dial
+from entry_point.sizes import hyperparameters_for_size
 from launcher.job import SEARCH_VARIABLE, Request, TrainingJob
 from launcher.launching import start, texts
 from launcher.text.channels import Channel
@@ -154,7 +154,7 @@ def test_the_dial_is_smooth():
     """A twentieth more size never changes the work by more than a step of its depth does."""
     sizes = [n / 20 for n in range(15, 321)]
     for tokens in (10**6, 10**10):
-        configs = [Config(**dial(size, tokens)) for size in sizes]
+        configs = [Config(**hyperparameters_for_size(size, tokens)) for size in sizes]
         for name in ("matrix_parameters", "n_embd", "block_size", "learning_rate", "momentum"):
             values = [getattr(config, name) for config in configs]
             for one, other in itertools.pairwise(values):
@@ -163,7 +163,7 @@ def test_the_dial_is_smooth():
 
 @pytest.mark.parametrize("preset, size, tokens", [("baby", 6, 1e6), ("gpt2", 12, 5e9)])
 def test_the_dial_meets_the_presets_for_gpus(preset, size, tokens):
-    ours, theirs = Config(**dial(size, int(tokens))), make_config({}, preset)
+    ours, theirs = Config(**hyperparameters_for_size(size, int(tokens))), make_config({}, preset)
     assert (ours.n_layer, ours.n_head, ours.n_embd) == (
         theirs.n_layer,
         theirs.n_head,

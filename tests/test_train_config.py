@@ -121,7 +121,7 @@ def test_an_impossible_value_is_refused(name, allowed, values):
 
 def test_both_ends_of_a_range_are_allowed():
     for f in FIELDS:
-        for end in (f.metadata["least"], f.metadata["most"]):
+        for end in (f.metadata["minimum"], f.metadata["maximum"]):
             if math.isfinite(end):
                 assert read_value(f, end) == end
 

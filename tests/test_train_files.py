@@ -390,7 +390,7 @@ def test_of_model_and_data_only_two_values_may_change():
     group, free = "", list[str]()
     for field in dataclasses.fields(Config):
         group = field.metadata["group"] or group
-        if group in ("model", "data") and not field.metadata["fixed"]:
+        if group in ("model", "data") and not field.metadata["kept_on_resume"]:
             free.append(field.name)
     assert free == ["dropout", "gradient_accumulation_steps"]
 

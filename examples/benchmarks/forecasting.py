@@ -45,7 +45,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 import sm_nanogpt  # noqa: E402
 from entry_point.config import Config  # noqa: E402
-from entry_point.sizes import dial  # noqa: E402
+from entry_point.sizes import hyperparameters_for_size  # noqa: E402
 from entry_point.text import Corpus, read_text, read_tokens  # noqa: E402
 from launcher.files.cache import Cache  # noqa: E402
 from launcher.forecast.law import Law, Run, shared  # noqa: E402
@@ -83,7 +83,7 @@ def make_runs(path: Path, sizes: list[float]) -> None:
     corpus = corpus_of(path)
     whole = len(corpus.train)
     wanted = [*pilots_of(whole), *((size, n) for size in sizes for n in (whole, whole // 2))]
-    trials = [Trial(f"{size:g}", dial(size, n), n) for size, n in wanted]
+    trials = [Trial(f"{size:g}", hyperparameters_for_size(size, n), n) for size, n in wanted]
     for trial, outcome in run_trials(trials, corpus, Source.packaged(), at_once=2):
         config = Config(**trial.values)
         row = {
@@ -234,7 +234,7 @@ def collect() -> None:
 
 def sizes_of(size: float, unique: int) -> dict[str, int]:
     """The matrix parameters, and the tokens that a run of this size trains on."""
-    config = Config(**dial(size, unique))
+    config = Config(**hyperparameters_for_size(size, unique))
     trained = config.max_steps * config.batch_size * config.block_size
     return {"matrix_parameters": config.matrix_parameters, "trained_tokens": trained}
 
@@ -289,9 +289,9 @@ def twice(path: Path, size: float, seeds: Sequence[int] = (1, 2, 3)) -> None:
     """Print what pilots on half of a text say that the whole is worth, and what it came to."""
     corpus = corpus_of(path)
     whole, half = len(corpus.train), len(corpus.train) // 2
-    pilots = [Trial(f"{s:g}", dial(s, n), n) for s, n in pilots_of(half)]
+    pilots = [Trial(f"{s:g}", hyperparameters_for_size(s, n), n) for s, n in pilots_of(half)]
     truths = [
-        Trial(f"seed {seed}", {**dial(size, n), "seed": seed}, n)
+        Trial(f"seed {seed}", {**hyperparameters_for_size(size, n), "seed": seed}, n)
         for seed in seeds
         for n in (whole, half)
     ]

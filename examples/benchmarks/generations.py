@@ -31,7 +31,7 @@ from trainers import SHAPES, ours
 sys.path.insert(0, str(ROOT))
 from entry_point.config import make_config
 from entry_point.presets import PRESETS
-from entry_point.sizes import dial, optimizer_values
+from entry_point.sizes import hyperparameters_for_size, optimizer_values
 
 AS_LONG = 2.25  # a step with a teacher takes 1.25 times one without
 DECAYS, DROPOUTS = (1.0, 3.0), (0.0, 0.1)  # times that of the preset; added to its own
@@ -69,7 +69,9 @@ def grid(base: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def benchmark(args: Namespace, scratch: Path) -> Report:
     tokens = int(0.9 * len(args.text.read_text(encoding="utf-8")))
     size = None if args.preset else args.size
-    base = dict(PRESETS[args.preset]) if args.preset else dial(args.size, tokens)
+    base = (
+        dict(PRESETS[args.preset]) if args.preset else hyperparameters_for_size(args.size, tokens)
+    )
     if args.quick:
         base = SHAPES["smoke"] | dict(max_steps=6, eval_tokens=128, weight_decay=0.1)
     base |= {"sample_length": 0, **args.ours}

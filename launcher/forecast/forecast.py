@@ -89,7 +89,7 @@ class Forecaster:
 
     def values(self, size: float, tokens: int) -> dict[str, Any]:
         with self.source.running():
-            return dict(self.sizes.dial(size, tokens))
+            return dict(self.sizes.hyperparameters_for_size(size, tokens))
 
     def config_of(self, size: float, tokens: int) -> Any:
         with self.source.running():

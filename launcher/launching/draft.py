@@ -207,7 +207,9 @@ def forecast_loss(job: TrainingJob, texts: Texts, settings: Settings) -> Expecte
     if path is None:
         return None
     with job.source.running():
-        dialed = job.source.module("sizes").dial(job.size, *start.size_of(texts))
+        dialed = job.source.module("sizes").hyperparameters_for_size(
+            job.size, *start.size_of(texts)
+        )
     values = {name: value for name, value in job.hyperparameters.items() if name != "seed"}
     return table.recall(path, job.size) if values == dialed else None
 

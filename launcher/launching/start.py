@@ -163,7 +163,7 @@ def sized(request: Request, texts: Texts) -> Request:
                 if each <= most and sizes.tokens_worth_training(each) <= readable
             ]
             size = max(fitting, default=SIZES[0])
-        values = sizes.dial(size, tokens, chats, ranks)
+        values = sizes.hyperparameters_for_size(size, tokens, chats, ranks)
     logger.info(f"size: {size:g}, for {tokens:,} tokens of text")
     if request.hyperparameters.get("optimizer") == "adamw":
         logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
