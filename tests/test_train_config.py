@@ -308,12 +308,3 @@ def test_train_py_alone_asks_for_its_folder(tmp_path):
     status, out, err = ran(str(tmp_path / "train.py"), "--help")
     assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert "copy the whole folder" in err
-
-
-def test_the_files_stay_short():
-    lines = {file.name: len(file.read_text().splitlines()) for file in SCRIPT.parent.glob("*.py")}
-    long = {name: n for name, n in lines.items() if n > 500}
-    assert not long, (
-        f"{long}: a file of entry_point/ has at most 500 lines, so that a person can read a whole "
-        "topic; move a part with a topic of its own to a file of that name, and shorten no text"
-    )
