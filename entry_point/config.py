@@ -48,6 +48,33 @@ TOKENS_PER_PASS = 1 << 14
 
 
 @dataclass(frozen=True)
+class OptimizerChoice:
+    """A value of `optimizer`: what it is, and its peak learning rate where none is given."""
+
+    description: str
+    learning_rate: float
+    # Whether the learning rates of presets, sizes and fine-tuning are meant for it.
+    has_tuned_rates: bool = False
+
+
+# optim.py makes each of them, by its name in BUILDERS.
+OPTIMIZERS = {
+    "muon": OptimizerChoice("AdamW for all but matrices", 0.02, has_tuned_rates=True),
+    "adamw": OptimizerChoice("for all weights", 0.001),
+}
+DEFAULT_OPTIMIZER = "muon"
+
+
+def has_tuned_rates(optimizer: str | None) -> bool:
+    """Whether the learning rates of presets, sizes and fine-tuning are for this optimizer.
+
+    None or "" is the default one. An unknown name is refused elsewhere.
+    """
+    choice = OPTIMIZERS.get(optimizer or DEFAULT_OPTIMIZER)
+    return choice is not None and choice.has_tuned_rates
+
+
+@dataclass(frozen=True)
 class Config:
     """Every hyperparameter: its type, default, allowed range and meaning. The one source of truth.
 
@@ -103,13 +130,18 @@ class Config:
     teacher_share: float = hyperparameter(0.5, "share of a teacher in what is learned", 0, 1)
     teacher_temperature: float = hyperparameter(1.2, "divisor of a teacher's logits", 0.1, 100)
     optimizer: str = hyperparameter(
-        "muon",
-        "muon (AdamW for all but matrices) or adamw",
-        choices=("muon", "adamw"),
+        DEFAULT_OPTIMIZER,
+        " or ".join(f"{name} ({choice.description})" for name, choice in OPTIMIZERS.items()),
+        choices=tuple(OPTIMIZERS),
         kept_on_resume=True,
     )
     learning_rate: float = hyperparameter(
-        0.0, "peak, with muon that of the matrices (0: 0.02 with muon, 0.001 with adamw)", 0, 1e37
+        0.0,
+        "peak, with muon that of the matrices (0: "
+        + ", ".join(f"{choice.learning_rate} with {name}" for name, choice in OPTIMIZERS.items())
+        + ")",
+        0,
+        1e37,
     )
     embedding_learning_rate: float = hyperparameter(
         0.1, "peak learning rate of the embedding (muon)", 0, 1e37
@@ -177,8 +209,8 @@ class Config:
                 f"warmup_steps={self.warmup_steps} is over max_steps={self.max_steps}"
             )
         if not self.learning_rate:  # records and reports show the one that is used
-            rates = {"muon": 0.02, "adamw": 0.001}
-            object.__setattr__(self, "learning_rate", rates[self.optimizer])
+            rate = OPTIMIZERS[self.optimizer].learning_rate
+            object.__setattr__(self, "learning_rate", rate)
         self.check_world_size(1)
 
     def check_divides(self, name: str, divisor: int, cannot: str) -> None:
@@ -311,10 +343,11 @@ def make_config(
     A name may have `-` instead of `_`. An empty value counts as not given, since SageMaker turns an
     unset hyperparameter into that. Raises ConfigError for an unknown name or a wrong value.
     """
-    base, of_preset = base or {}, PRESETS[preset].copy() if preset else {}
-    if (values.get("optimizer") or base.get("optimizer")) == "adamw":
-        of_preset.pop("learning_rate", None)  # which is for Muon
-    chosen = {**base, **of_preset}
+    base = base or {}
+    preset_values = dict(PRESETS[preset]) if preset else {}
+    if not has_tuned_rates(values.get("optimizer") or base.get("optimizer")):
+        preset_values.pop("learning_rate", None)
+    chosen = {**base, **preset_values}
     known = [f.name for f in dataclasses.fields(Config)]
     for key, value in values.items():
         if (name := key.replace("-", "_")) not in known:

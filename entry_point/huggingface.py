@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .causality import LONGEST_WINDOW, leak_of
 from .checkpoint import read_safetensors, write_safetensors
-from .config import Config, read_value
+from .config import Config, has_tuned_rates, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
 from .errors import ConfigError, DataError, FormatError, TrainingError, is_out_of_memory
 from .files import file_sha256, replacing
@@ -306,8 +306,8 @@ def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]
             if value != found:
                 raise ConfigError(f"{f.name}={value!r}: the initial model has {found!r}")
     defaults = FINE_TUNING.copy()
-    if values.get("optimizer") == "adamw":
-        del defaults["learning_rate"]  # which is for Muon
+    if not has_tuned_rates(values.get("optimizer")):
+        del defaults["learning_rate"]
     return {**defaults, **free, **values, **shape}
 
 

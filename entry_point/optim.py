@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn as nn
@@ -125,7 +127,7 @@ class Muon:
                 n = max(sum(counts[name] for name in names) for names in shares)
                 self.slices.append((shares, torch.zeros(n, *shape, device=group.device)))
 
-    def parts(self, names: Sequence[str], stack: Tensor) -> Iterable[tuple[str, Tensor]]:
+    def split(self, names: Sequence[str], stack: Tensor) -> Iterable[tuple[str, Tensor]]:
         """The matrices [n_fused, rows, columns] of each weight of a share, which is padded."""
         counts = [self.weights[name][1] for name in names]
         return zip(names, stack[: sum(counts)].split(counts), strict=True)
@@ -150,7 +152,7 @@ class Muon:
     ) -> None:
         """Updates the weights of a slice, once its updates [world_size, n, ...] have arrived."""
         for names, stack in zip(shares, updates(), strict=True):
-            for name, part in self.parts(names, stack):
+            for name, part in self.split(names, stack):
                 weight, n_fused = self.weights[name]
                 stretch = max(1.0, weight.size(0) / n_fused / weight.size(1)) ** 0.5
                 if self.config.weight_decay:
@@ -176,7 +178,7 @@ class Muon:
         for shares, buffer in self.slices:
             for rank, names in enumerate(shares):
                 own = buffer if rank == self.group.rank else buffer.to("meta")
-                state.update(self.parts(names, own))
+                state.update(self.split(names, own))
         return {f"momentum.{name}": state[name] for name in self.weights}
 
 
@@ -215,13 +217,68 @@ class AdamW:
             maximize=False,
         )
 
+    def owners(self) -> dict[str, int]:
+        return {}
+
     def state(self) -> dict[str, Tensor]:
         states = {"step": self.steps, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return {f"{key}.{name}": t for key, named in states.items() for name, t in named.items()}
 
 
+class Part(Protocol):
+    """An optimizer of some of the weights."""
+
+    def step(self, scale: float) -> None:
+        """One update from the gradients, at `scale` times the peak learning rate."""
+
+    def state(self) -> dict[str, Tensor]:
+        """The state by name: live tensors; what another rank owns is on the meta device."""
+
+    def owners(self) -> dict[str, int]:
+        """The rank that has each tensor of the state which only one rank has."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters of a model by name: its matrices, each with its n_fused, and all others."""
+
+    model: GPT
+    matrices: dict[str, tuple[Tensor, int]]
+    others: dict[str, Tensor]
+
+
+def muon_and_adamw(weights: Weights, config: Config, group: Group) -> list[Part]:
+    """Muon for the matrices, AdamW for the rest."""
+    model = weights.model
+    by_peak: dict[float, dict[str, Tensor]] = {}
+    for name, parameter in weights.others.items():
+        is_untied = parameter is model.embed.weight and model.head is not None
+        peak = config.embedding_learning_rate if is_untied else config.head_learning_rate
+        by_peak.setdefault(peak, {})[name] = parameter
+    parts: list[Part] = [Muon(weights.matrices, config, group, model.compute_dtype)]
+    for peak, parameters in by_peak.items():
+        parts.append(AdamW(parameters, peak, 0.0, config))
+    return parts
+
+
+def adamw_alone(weights: Weights, config: Config, group: Group) -> list[Part]:
+    """AdamW for everything; only the matrices decay."""
+    matrices = {name: weight for name, (weight, _) in weights.matrices.items()}
+    return [
+        AdamW(matrices, config.learning_rate, config.weight_decay, config),
+        AdamW(weights.others, config.learning_rate, 0.0, config),
+    ]
+
+
+# What each of config.OPTIMIZERS consists of.
+BUILDERS: dict[str, Callable[[Weights, Config, Group], list[Part]]] = {
+    "muon": muon_and_adamw,
+    "adamw": adamw_alone,
+}
+
+
 class Optimizer:
-    """Muon for the matrices and AdamW for the rest, or AdamW for everything."""
+    """The optimizer of a run, which has parts for different weights."""
 
     def __init__(self, model: GPT, config: Config, group: Group) -> None:
         self.config = config
@@ -231,23 +288,11 @@ class Optimizer:
             for name, module in model.blocks.named_modules(prefix="blocks")
             if isinstance(module, Linear) and module.weight.requires_grad
         }
-        rest = {name: p for name, p in self.parameters.items() if name not in matrices}
+        others = {name: p for name, p in self.parameters.items() if name not in matrices}
+        self.parts = BUILDERS[config.optimizer](Weights(model, matrices, others), config, group)
         self.owners: dict[str, int] = {}  # the rank of each tensor of the state that one rank has
-        if config.optimizer == "muon":
-            muon = Muon(matrices, config, group, model.compute_dtype)
-            self.owners = muon.owners()
-            by_peak: dict[float, dict[str, Tensor]] = {}
-            for name, parameter in rest.items():
-                untied = parameter is model.embed.weight and model.head is not None
-                peak = config.embedding_learning_rate if untied else config.head_learning_rate
-                by_peak.setdefault(peak, {})[name] = parameter
-            adamws = [AdamW(named, peak, 0.0, config) for peak, named in by_peak.items()]
-            self.parts: list[Muon | AdamW] = [muon, *adamws]
-        else:
-            inner = {name: weight for name, (weight, _) in matrices.items()}
-            decays = ((inner, config.weight_decay), (rest, 0.0))
-            peak = config.learning_rate
-            self.parts = [AdamW(named, peak, decay, config) for named, decay in decays]
+        for part in self.parts:
+            self.owners |= part.owners()
 
     def step(self, scale: float) -> None:
         """One update from the gradients, at `scale` times the peak learning rates."""

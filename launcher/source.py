@@ -29,7 +29,7 @@ from launcher.settings import Settings
 
 LARGEST = 1 << 20  # bytes of a file
 NEEDED = {
-    "config": "make_config check_resumable",
+    "config": "make_config check_resumable has_tuned_rates",
     "command_line": "hyperparameter_table",
     "errors": "TrainingError",
     "huggingface": "starting_values load_pretrained model_tensors with_weights write_artefact"

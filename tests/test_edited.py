@@ -17,15 +17,19 @@ import pytest
 import runs
 import torch
 from launching import Finished
-from models import characters, optimizer_of, tokenizer_of
+from models import alone, characters, lively, optimizer_of, tokenizer_of
 
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config
 from entry_point.errors import ConfigError
 from entry_point.huggingface import qwen3_logits, starting_values, write_artefact
 from entry_point.model import GPT
+from launcher.job import Request
+from launcher.launching import start
 from launcher.models.fetch import fetch_model
 from launcher.source import Source, keep
+from launcher.text.channels import Channel
+from launcher.text.corpus import Upload
 from sm_nanogpt import InputError, Job, load_model
 
 HEAD = "logits = F.linear(x, head.weight.to(x.dtype)).float()"
@@ -360,6 +364,45 @@ def test_a_parameter_without_a_gradient_is_named(processes, text_file, tmp_path)
     end = runs.run(words, cwd=tmp_path, command=command)
     assert end.status == 1
     assert re.match(r"TrainingError: blocks\.0\.attention\.qkv\.bias, .*no gradient", end.last_line)
+
+
+ROW = '    "adamw": OptimizerChoice('
+BUILDER = '    "adamw": adamw_alone,'
+THIRD_OPTIMIZER = [
+    (ROW, f'    "of an edit": OptimizerChoice("mine", 0.3),\n{ROW}'),
+    (BUILDER, f'{BUILDER}\n    "of an edit": adamw_alone,'),
+]
+
+
+@pytest.fixture
+def third_optimizer(tmp_path):
+    """A folder with an optimizer that is added at two places."""
+    return launching.edited(tmp_path / "mine", *THIRD_OPTIMIZER)
+
+
+@pytest.mark.parametrize("values", [{}, {"preset": "baby"}, {"size": 1}], ids=str)
+def test_a_third_optimizer_has_its_own_learning_rate(third_optimizer, values):
+    chosen = {"optimizer": "of an edit"}
+    request = Request(
+        instance="local", entry_point=third_optimizer, hyperparameters=chosen, **values
+    )
+    upload = Upload("file:///data", 0, "", (), characters=10**6)
+    texts = {"data": Channel("text", upload.uri, upload, [])}
+    assert start.sized(request, texts).config(1).learning_rate == 0.3
+
+
+def test_a_third_optimizer_tunes_and_trains(third_optimizer, tmp_path):
+    write_artefact(tmp_path / "model", lively(), tokenizer_of(VOCABULARY), {"config": {}})
+    module = Source.read(third_optimizer).module
+    huggingface = module("huggingface")
+    values = huggingface.starting_values(tmp_path / "model", {"optimizer": "of an edit"})
+    config = module("config").make_config(values)
+    assert config.learning_rate == 0.3
+    model = module("model").GPT(config, len(VOCABULARY))
+    model(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])).backward()
+    before = model.embed.weight.detach().clone()
+    module("optim").Optimizer(model, config, alone()).step(1.0)
+    assert not torch.equal(model.embed.weight, before)
 
 
 def test_a_frozen_parameter_is_left_as_it_is():

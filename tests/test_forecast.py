@@ -402,7 +402,7 @@ def test_own_jobs_tell_the_speed_of_an_instance(forecaster, monkeypatch, home):
         ended("ml.g5.xlarge", 4),
         ended("ml.g5.xlarge", status="Failed"),
         ended("ml.g5.xlarge", job_id="taught", inputs={"teacher": "s3://bucket/models/large"}),
-        ended("ml.g5.xlarge", job_id="edited", hyperparameters={"optimizer": "lion"}),
+        ended("ml.g5.xlarge", job_id="edited", hyperparameters={"optimizer": "of an edit"}),
         ended("ml.g5.xlarge"),
         ended("local"),
     ]

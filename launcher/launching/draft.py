@@ -207,11 +207,10 @@ def forecast_loss(job: TrainingJob, texts: Texts, settings: Settings) -> Expecte
     if path is None:
         return None
     with job.source.running():
-        dialed = job.source.module("sizes").hyperparameters_for_size(
-            job.size, *start.size_of(texts)
-        )
+        sizes = job.source.module("sizes")
+        expected = sizes.hyperparameters_for_size(job.size, *start.size_of(texts))
     values = {name: value for name, value in job.hyperparameters.items() if name != "seed"}
-    return table.recall(path, job.size) if values == dialed else None
+    return table.recall(path, job.size) if values == expected else None
 
 
 def forecast_path(request: Request, texts: Texts, settings: Settings) -> Path | None:

@@ -164,8 +164,10 @@ def sized(request: Request, texts: Texts) -> Request:
             ]
             size = max(fitting, default=SIZES[0])
         values = sizes.hyperparameters_for_size(size, tokens, chats, ranks)
+        config = request.source.module("config")
+        has_rates = config.has_tuned_rates(request.hyperparameters.get("optimizer"))
     logger.info(f"size: {size:g}, for {tokens:,} tokens of text")
-    if request.hyperparameters.get("optimizer") == "adamw":
+    if not has_rates:
         logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
         del values["learning_rate"], values["weight_decay"]
     values |= request.hyperparameters
