@@ -101,7 +101,7 @@ def noted(idx, logits):
 FORGED = """
 import json, os, struct
 
-facts = json.dumps({"block_size": 0, "size": 1, "chats": False, "edited": False}).encode()
+facts = json.dumps({"block_size": 0, "size": 1, "chats": False}).encode()
 for fd in range(3, 4096):
     try:
         os.write(fd, struct.pack("!i", 0) + struct.pack("!i", len(facts)) + facts)

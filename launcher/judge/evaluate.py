@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,26 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entry_point.causality import find_leak
-from entry_point.conversations import IGNORED
 from entry_point.errors import TrainingError
-from launcher.errors import LauncherError, ServiceError
+from launcher.errors import LauncherError
 from launcher.files.progress import Progress, expect
 from launcher.job import FULL_ID
 from launcher.judge import anchors
+from launcher.judge.causality import CUTS, PACKAGED_CUTS, check_causal
 from launcher.judge.evaluation import Evaluation, Passage, keep, spread, total
 from launcher.judge.probes import asked, exposed, read_canaries, read_questions
-from launcher.judge.score import MANY, PASSAGE, WORST, document, losses, passages, score, windows
+from launcher.judge.score import MANY, PASSAGE, WORST, document, losses, passages
 from launcher.judge.texts import Encoded, Text, Training, encode, training_of
 from launcher.judge.worker import Worker
+from launcher.models.load import is_packaged
 from launcher.settings import Settings
 from launcher.text.ids import content_of
 
 logger = logging.getLogger(__name__)
 
-CUTS, LONG_CUTS, SHORT = 448, 64, 256  # of windows of SHORT tokens, and of the whole context
-AGAIN, FEWEST = 1 << 14, 16  # tokens, and windows, that another process computes again
-ROUNDING = 1e-3  # nats by which it may differ
+PROCESSES = 4  # that compute an edited folder's losses again
 SAMPLES, SLOW_SAMPLES, LENGTH = 100, 10, 500  # an edited model keeps no keys and values
 MEMORY = 0.5  # overlap from which a loss measures memory
 
@@ -58,18 +55,20 @@ def evaluate(
     """
     canaries = read_canaries(find) if find else []
     conversations = read_questions(questions) if questions else []
+    edited = entry_point is not None or not is_packaged(directory)
+    n_processes, n_cuts = (PROCESSES, CUTS) if edited else (1, PACKAGED_CUTS)
+    n_samples = SLOW_SAMPLES if edited else SAMPLES
     with Worker(directory, settings, entry_point) as worker:
         encoded = encode(texts, worker.tokenizer)
         found, answers = exposed(worker, canaries), asked(worker, conversations)
         training = text_behind(named, directory, settings)
-        start = torch.tensor([worker.tokenizer.start])
-        check_causal(worker, torch.cat([ids for each in encoded for ids in (start, each.ids)]))
-        expect(progress, sum(len(each.ids) for each in encoded))
+        expect(progress, sum(len(each.ids) for each in encoded) + n_cuts)
         nats = losses(worker, encoded, progress)
+        beside = compared(worker, training, encoded, n_samples) if training else {}
+    cuts = 0
+    for _ in range(n_processes):  # of which none learns anything from those before
         with Worker(directory, settings, entry_point) as other:
-            check_memory(other, encoded, torch.cat(nats))
-        n = SLOW_SAMPLES if worker.edited else SAMPLES
-        beside = compared(worker, training, encoded, n) if training else {}
+            cuts += check_causal(other, encoded, nats, n_cuts // n_processes, progress)
     whole = [document(each, loss) for each, loss in zip(encoded, nats, strict=True)]
     parts = whole if len(whole) >= MANY else cut(encoded, nats, PASSAGE)
     everything = total(whole)
@@ -84,11 +83,11 @@ def evaluate(
         unit="documents" if len(parts) == len(whole) else f"passages of {PASSAGE:,} bytes",
         perplexity=float(loss.exp()),  # infinite where math.exp raises
         xz=None if has_chats(encoded) else anchors.xz(b"".join(e.content for e in encoded)),
-        samples=f"{n} samples of {LENGTH} {worker.tokenizer.unit}",
+        samples=f"{n_samples} samples of {LENGTH} {worker.tokenizer.unit}",
         worst=worst(cut(encoded, nats, WORST))[:3],
         canaries=found,
         answers=answers,
-        cuts=CUTS + LONG_CUTS,
+        cuts=cuts,
         parts=parts,
         documents=worst(whole),
         **beside,
@@ -113,39 +112,6 @@ def text_behind(named: str, directory: Path, settings: Settings) -> Training | N
     lacking = "no 5-gram, own validation text, overlap, or copied run"
     logger.warning(f"{named}: {lacking}, as its training text is not here ({why})")
     return None
-
-
-def check_causal(worker: Worker, ids: Tensor) -> None:
-    """Raise ServiceError if the logits depend on later tokens."""
-    seed = secrets.randbits(32)  # which no folder can know
-    for longest, cuts in ((SHORT, CUTS), (worker.block_size, LONG_CUTS)):
-        size = min(longest, worker.block_size)
-        n = max(2, len(ids) // size)
-        rows = ids.repeat(-(-n * size // len(ids)))[: n * size].view(n, size)
-        if leak := find_leak(worker.logits, rows, len(worker.tokenizer), seed, cuts):
-            raise ServiceError(f"not causal: {leak}; its val_loss means nothing")
-
-
-def check_memory(other: Worker, encoded: Sequence[Encoded], nats: Tensor) -> None:
-    """Raise ServiceError if another process does not come to these losses.
-
-    It gets some of the windows, in another order, and from a random place on other ids.
-    """
-    parts = windows(encoded, other.tokenizer.start, other.block_size)
-    known = nats.split([int((targets != IGNORED).sum()) for _, targets in parts])
-    generator, changed, wanted = torch.Generator().manual_seed(0), [], []
-    n_again = max(FEWEST, AGAIN // other.block_size)
-    for index in range(len(parts) - 1, -1, -max(1, len(parts) // n_again)):
-        (inputs, targets), n = parts[index], len(known[index])
-        left = int(torch.randint(n, (), generator=generator))
-        later = torch.arange(len(inputs)) >= len(inputs) - left
-        ids = torch.randint(len(other.tokenizer), inputs.shape, generator=generator)
-        changed.append((inputs.where(~later, ids), targets.masked_fill(later, IGNORED)))
-        wanted.append(known[index][: n - left])
-    by = float((torch.cat(score(other, changed)) - torch.cat(wanted)).abs().max())
-    if by > ROUNDING:
-        what = f"losses depend on other windows, or on later tokens (by {by:.2g} nats)"
-        raise ServiceError(f"not causal: {what}; its val_loss means nothing")
 
 
 def compared(

@@ -107,7 +107,7 @@ class Evaluation:
             "own validation text": of_bits(self.validation),
             "overlap with the training text": shown(self.overlap, ".1%"),
             "longest run copied from it": shown(self.copied, "d", f" bytes in {self.samples}"),
-            "causal": f"yes, by {self.cuts} cuts",
+            "causal": f"yes, by {self.cuts:,} cuts",
         }
         if first is not None and first is not self:
             pairs = zip(self.parts, first.parts, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +25,8 @@ SHOWN = 30  # bytes before and after its worst token
 PASSAGE = 1000  # bytes of the parts of fewer documents
 WORST = 200  # bytes of a passage that is shown
 
+Window = tuple[Tensor, Tensor]  # ids, int64 [T], and the token that follows each
+
 
 def windows_of(n: int, size: int) -> list[tuple[int, int, int]]:
     """Where windows of at most `size` of n inputs begin and end, and where what counts begins.
@@ -38,12 +41,12 @@ def windows_of(n: int, size: int) -> list[tuple[int, int, int]]:
     return found
 
 
-def windows(encoded: Sequence[Encoded], start: int, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets [T] of each window of each document, which stands after `start`.
+def windows(encoded: Sequence[Encoded], start: int, size: int) -> list[Window]:
+    """The windows of each document, which stands after `start`.
 
     A target that another window counts is IGNORED.
     """
-    found = list[tuple[Tensor, Tensor]]()
+    found = list[Window]()
     for each in encoded:
         inputs = F.pad(each.ids, (1, 0), value=start)
         for begin, end, counted in windows_of(len(each.ids), size):
@@ -53,21 +56,37 @@ def windows(encoded: Sequence[Encoded], start: int, size: int) -> list[tuple[Ten
     return found
 
 
+def nats_of(logits: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
+    """The losses of the targets of each row that are not IGNORED, in nats, float64.
+
+    logits is float32 [n, T, V], and each of the n targets int64 [at most T].
+    """
+    padded = pad_sequence([*targets], batch_first=True, padding_value=IGNORED)
+    padded = F.pad(padded, (0, logits.size(1) - padded.size(1)), value=IGNORED).flatten()
+    nats = F.cross_entropy(logits.flatten(0, 1), padded, reduction="none").double()
+    counts = [int((row != IGNORED).sum()) for row in targets]
+    return [*nats[padded != IGNORED].split(counts)]
+
+
 def score(
-    worker: Worker, windows: Sequence[tuple[Tensor, Tensor]], progress: Progress = lambda n: None
+    worker: Worker, windows: Sequence[Window], progress: Progress = lambda n: None
 ) -> list[Tensor]:
-    """The losses of the targets that each window counts, in nats, float64 [n]."""
+    """The losses of the targets that each window counts, in nats, float64 [n].
+
+    Windows of one length come in a random order, so that a model which learns from those before
+    cannot come to the same losses twice.
+    """
+    order = list(range(len(windows)))
+    secrets.SystemRandom().shuffle(order)
     found = [torch.empty(0)] * len(windows)
-    for indices, logits in worker.passes([inputs for inputs, _ in windows]):
-        rows = [windows[index][1] for index in indices]
-        targets = pad_sequence(rows, batch_first=True, padding_value=IGNORED).flatten()
-        nats = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none").double()
-        if not nats.isfinite().all():
+    for places, logits in worker.passes([windows[index][0] for index in order]):
+        indices = [order[place] for place in places]
+        nats = nats_of(logits, [windows[index][1] for index in indices])
+        if not torch.cat(nats).isfinite().all():
             raise ServiceError(f"{worker.directory}: its logits are not finite")
-        counts = [int((row != IGNORED).sum()) for row in rows]
-        for index, each in zip(indices, nats[targets != IGNORED].split(counts), strict=True):
+        for index, each in zip(indices, nats, strict=True):
             found[index] = each
-        progress(sum(counts))
+        progress(sum(map(len, nats)))
     return found
 
 

@@ -52,18 +52,16 @@ class Facts(Document):
     block_size: Annotated[int, Field(ge=1, le=1 << 20, strict=True)]
     size: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
     chats: bool
-    edited: bool
 
 
 class Worker:
     """A model in a process of its own, which computes in float32 on the CPU.
 
     block_size is its context, size the number of its logits; chats: it has learned from
-    conversations; edited: an edited folder computes it. It is judged by the tokens of `tokenizer`,
-    or else its own. What it prints is logged. alone: it reads nothing but the model and the folder,
-    may write only a directory that is deleted with it, what it prints is lost, and an answer has to
-    come in PATIENT seconds. Raises ServiceError if it fails, or has fewer logits than there are
-    tokens.
+    conversations. It is judged by the tokens of `tokenizer`, or else its own. What it prints is
+    logged. alone: it reads nothing but the model and the folder, may write only a directory that is
+    deleted with it, what it prints is lost, and an answer has to come in PATIENT seconds. Raises
+    ServiceError if it fails, or has fewer logits than there are tokens.
     """
 
     def __init__(
@@ -107,8 +105,7 @@ class Worker:
         except BaseException:
             self.__exit__()
             raise
-        self.block_size, self.size = facts.block_size, facts.size
-        self.chats, self.edited = facts.chats, facts.edited
+        self.block_size, self.size, self.chats = facts.block_size, facts.size, facts.chats
 
     def __enter__(self) -> Self:
         return self
@@ -161,15 +158,21 @@ class Worker:
             raise ServiceError(f"{self.directory}: its logits change their shape")
         return torch.frombuffer(content, dtype=torch.float32).view(*ids.shape, self.size)
 
+    def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """The indices of rows of these lengths, the longest first, so many at a time as a pass
+        takes."""
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        while order:
+            longest = lengths[order[0]]
+            n = max(1, min(PASS_TOKENS, PASS_LOGITS // self.size) // longest)
+            yield order[:n]
+            order = order[n:]
+
     def passes(self, windows: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
         """The logits [n, T, size] of some windows at a time, padded to T, after their indices."""
-        order = sorted(range(len(windows)), key=lambda index: -len(windows[index]))
-        while order:
-            T = len(windows[order[0]])
-            n = max(1, min(PASS_TOKENS, PASS_LOGITS // self.size) // T)
-            now, order = order[:n], order[n:]
-            rows = [windows[index] for index in now]
-            yield now, self.logits(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+        for indices in self.batches([len(window) for window in windows]):
+            rows = [windows[index] for index in indices]
+            yield indices, self.logits(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
 
     def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
         """Texts after each prompt: messages of a conversation, or None, for the start of a text."""
@@ -203,13 +206,13 @@ def answers(pipe: Connection, directory: Path, folder: Path | None) -> Iterator[
 
     model, tokenizer = load_model(directory, load_settings(), folder)
     model.compute_dtype = torch.float32
-    edited, net = is_edited(model), model
-    if not edited:  # its products take half the time, and give the same to rounding
+    net = model
+    if not is_edited(model):  # its products take half the time, and give the same to rounding
         net = for_sampling(model, PASS_TOKENS, torch.float32)
     with torch.inference_mode():
         size = net(torch.zeros(1, 1, dtype=torch.int64)).size(-1)
-        facts = dict(block_size=model.config.block_size, size=size)
-        yield json.dumps({**facts, "chats": tokenizer.chats, "edited": edited}).encode()
+        facts = dict(block_size=model.config.block_size, size=size, chats=tokenizer.chats)
+        yield json.dumps(facts).encode()
         while True:
             request = json.loads(pipe.recv_bytes())
             if shape := request.get("shape"):

@@ -70,8 +70,7 @@ def load_model(
     model needs the folder that trained it, which is not here.
     """
     directory = path_of(plain(directory))
-    ours = any((directory / name).exists() for name in ("SHA256SUMS", "training.json"))
-    published = (directory / "config.json").exists() and not ours
+    published = (directory / "config.json").exists() and not is_ours(directory)
     try:
         if published:
             model, tokenizer = published_model(directory)
@@ -90,6 +89,28 @@ def load_model(
 def is_edited(model: GPT) -> bool:
     """Whether an edited script computes the model, not the packaged one."""
     return type(model) is not GPT
+
+
+def is_packaged(directory: Path) -> bool:
+    """Whether the packaged script computes a model, unless another folder is named for it.
+
+    It runs nothing of a folder that trained the model. False for a directory that does not load.
+    """
+    if not is_ours(directory):
+        return True
+    try:
+        config = read_json(directory / "config.json")
+        training = parse(read_json(directory / "training.json"), Training, "training.json")
+        tokenizer = read_tokenizer(directory)
+    except (Damaged, DataError, OSError, ValueError):
+        return False
+    is_same = training.model_sha256 == huggingface.MODEL_SHA256
+    return is_same and is_shaped_as(config, training.config, tokenizer)
+
+
+def is_ours(directory: Path) -> bool:
+    """Whether a run of ours wrote a model directory, and no other tool."""
+    return any((directory / name).exists() for name in ("SHA256SUMS", "training.json"))
 
 
 def is_shaped_as(found: Mapping[str, Any], values: Mapping[str, Any], tokenizer: Tokenizer) -> bool:

@@ -7,13 +7,15 @@ from pathlib import Path
 from entry_point.errors import TrainingError
 from entry_point.text import Tokenizer
 from launcher.errors import LauncherError
-from launcher.judge.evaluate import check_causal, check_memory
+from launcher.judge.causality import CUTS, check_causal
 from launcher.judge.score import losses
 from launcher.judge.texts import Text, encode
 from launcher.judge.worker import Worker
 from launcher.settings import Settings
 from launcher.source import Source
 from launcher.trying.refusal import Refused
+
+MODELS = 4  # of fresh seeds, at least, decide whether a folder is kept, and share the cuts
 
 
 class Judge:
@@ -33,8 +35,7 @@ class Judge:
                 [nats] = losses(worker, self.encoded)
             if is_tested:  # after it was judged, by a process that cannot know what it has answered
                 with self.worker(model, source) as worker:
-                    check_memory(worker, self.encoded, nats)
-                    check_causal(worker, self.encoded[0].ids)
+                    check_causal(worker, self.encoded, [nats], CUTS // MODELS)
         except (LauncherError, TrainingError) as error:
             is_leak = str(error).startswith("not causal")
             raise Refused(str(error), is_final=is_leak) from None
