@@ -288,7 +288,9 @@ class Optimizer:
             for name, module in model.blocks.named_modules(prefix="blocks")
             if isinstance(module, Linear) and module.weight.requires_grad
         }
-        others = {name: p for name, p in self.parameters.items() if name not in matrices}
+        others: dict[str, Tensor] = {
+            name: p for name, p in self.parameters.items() if name not in matrices
+        }
         self.parts = BUILDERS[config.optimizer](Weights(model, matrices, others), config, group)
         self.owners: dict[str, int] = {}  # the rank of each tensor of the state that one rank has
         for part in self.parts:
