@@ -132,6 +132,29 @@ def test_a_better_folder_is_the_base_of_the_next_try(started, home, tmp_path):
     assert "gain.py" in started("try", "show", "1", "--group", "plays").good.out
 
 
+HIDING = {
+    "what was before on its line": "\x1b[2K\r",
+    "the end of the line": "\x9b8m",
+    "the order of characters": "\u202e",
+    "that there is a character": "\u200b\U000e0041",
+    "that a line goes on": "\x0c\x85\u2028",
+    "a byte that is no character": os.fsdecode(b"\xff"),
+}
+
+
+@pytest.mark.parametrize("hidden", HIDING)
+def test_what_a_try_changed_is_shown_whatever_hides_it(started, tmp_path, hidden):
+    """Also in a pipe, as a pager or a program reads it."""
+    characters = HIDING[hidden]
+    line = f"a = 1  # {characters} ok"
+    tried = folder(tmp_path / "a", 0.0)
+    (tried / "extra.py").write_bytes(os.fsencode(f"{line}\n"))
+    started("try", "run", str(tried), "--group", "plays")
+    told = started("try", "show", "1", "--group", "plays").good.out
+    assert f"+a = 1  # {ascii(characters)[1:-1]} ok\n" in told
+    assert all(map(str.isprintable, told.splitlines()))
+
+
 @pytest.mark.parametrize("gain", [0.0, -0.05])
 def test_a_folder_that_gains_nothing_is_not_kept(started, home, tmp_path, gain):
     before = opened(home).ledger.base

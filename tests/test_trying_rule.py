@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,40 @@ def test_a_change_that_gains_is_found(gain, found):
     tries = [attempt(draw, gain) for _ in range(1000)]
     assert fmean(kept for kept, _, _ in tries) >= found
     assert fmean(inside for kept, _, inside in tries if kept) > 0.9
+
+
+def losses_of(draw: random.Random, order: float, weights: float, n: int) -> tuple[Any, Any]:
+    """Losses of a folder and of the base, for the same seeds. `order` is how much of the base's
+    order of batches, which deviates by 0.014, the folder follows; its weights deviate by this."""
+    orders = [draw.gauss(0, 0.014) for _ in range(n)]
+    base_losses = [2.0 + lucky + draw.gauss(0, 0.0064) for lucky in orders]
+    losses = [2.0 + order * lucky + draw.gauss(0, weights) for lucky in orders]
+    return losses, base_losses
+
+
+@pytest.mark.parametrize("gain", [0.01, 0.018, 0.035])
+def test_a_gain_by_chosen_batches_is_luck(gain):
+    """Their order is the same for all seeds: the best of many that somebody tried."""
+    draw = random.Random(4)
+    found = [rule.may_be_luck(gain, *losses_of(draw, 0.0, 0.0064, 36)) for _ in range(500)]
+    assert fmean(found) > 0.8
+
+
+def test_more_than_the_luckiest_order_gains_is_no_luck():
+    draw = random.Random(5)
+    assert not any(rule.may_be_luck(0.08, *losses_of(draw, 0.0, 0.0064, 36)) for _ in range(500))
+
+
+@pytest.mark.parametrize(
+    ("order", "weights"),
+    [(1.0, 0.0064), (0.5, 0.0032), (0.0, 0.0154)],
+    ids=["same spread", "half of the spread", "another order of its own"],
+)
+def test_an_honest_change_is_no_luck(order, weights):
+    """Averaged weights halve the spread, and larger batches have another order."""
+    draw = random.Random(6)
+    found = [rule.may_be_luck(0.01, *losses_of(draw, order, weights, 36)) for _ in range(500)]
+    assert fmean(found) < 0.02
 
 
 def test_a_hopeless_change_costs_few_pairs():

@@ -6,7 +6,8 @@ Examples:
 
 `runs` trains the folders of FOLDERS at `quick` with many seeds, and judges them as `try` does:
 the base; one that changes nothing but which random numbers the weights begin with; and ones with
-another learning rate. `rule` draws tries from these runs, each with its own seeds.
+another learning rate. `rule` draws tries from these runs, each with its own seeds, and decides them
+as a search does: by the rule, by the sum of the times, and by how the losses follow the seeds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import json
 import random
 import sys
 import tempfile
-from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -28,6 +30,7 @@ from launcher.job import Request  # noqa: E402
 from launcher.settings import Settings  # noqa: E402
 from launcher.source import Source  # noqa: E402
 from launcher.trying import rule  # noqa: E402
+from launcher.trying.budget import MAX_TIME  # noqa: E402
 from launcher.trying.runs import SeededRun  # noqa: E402
 from launcher.trying.start import begin  # noqa: E402
 
@@ -40,6 +43,12 @@ FOLDERS: dict[str, tuple[str, str, str] | None] = {
     "learning rate 0.035": (*RATE, "max_steps=180, learning_rate=0.035"),
     "learning rate 0.025": (*RATE, "max_steps=180, learning_rate=0.025"),
 }
+GROUPS, TRIES_OF_A_GROUP = 100, 40  # the tries of a group share the base's runs
+# The deviation of losses whose batches are the same: that of a pair, 0.009, over 2 ** 0.5.
+OF_WEIGHTS = 0.0064
+
+
+# -- runs ------------------------------------------------------------------------------------------
 
 
 def edited(edit: tuple[str, str, str] | None) -> Source:
@@ -53,89 +62,153 @@ def edited(edit: tuple[str, str, str] | None) -> Source:
     return Source(packaged.directory, files)
 
 
-def runs(text: Path, seeds: range, names: list[str]) -> None:
+def make_runs(text: Path, seeds: range, names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as home:
         settings = Settings(home=Path(home))
         request = Request(instance="local", preset="quick", data=str(text))
         search = begin("rule", request, settings, 0.005, None, print)
         sources = {name: edited(FOLDERS[name]) for name in names}
-        for seed in seeds[::8]:
-            some = range(seed, min(seed + 8, seeds.stop))
+        for first in seeds[::8]:
+            some = range(first, min(first + 8, seeds.stop))
             pairs = itertools.product(sources.values(), some)
             search.measure([SeededRun(source, seed) for source, seed in pairs])
-            made = {(each["folder"], each["seed"]): each for each in search.ledger.of("run")}
+            entries = {(run["folder"], run["seed"]): run for run in search.ledger.of("run")}
             with RUNS.open("a") as file:
-                for name, source in sources.items():
-                    for each in some:
-                        entry = made[source.sha256, each]
-                        row = {"folder": name, "seed": each, "loss": round(entry["loss"], 6)}
-                        file.write(json.dumps({**row, "seconds": entry["seconds"]}) + "\n")
+                for (name, source), seed in itertools.product(sources.items(), some):
+                    entry = entries[source.sha256, seed]
+                    row = {"folder": name, "seed": seed, "loss": round(entry["loss"], 6)}
+                    file.write(json.dumps({**row, "seconds": entry["seconds"]}) + "\n")
 
 
-def known() -> dict[str, dict[int, float]]:
-    found: dict[str, dict[int, float]] = defaultdict(dict)
+@dataclass
+class Folder:
+    """What a folder loses, and the seconds that it takes, by seed."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+
+
+def read_runs() -> dict[str, Folder]:
+    folders = {name: Folder() for name in FOLDERS}
     for line in RUNS.read_text().splitlines():
         row = json.loads(line)
-        found[row["folder"]][row["seed"]] = row["loss"]
-    return found
+        folders[row["folder"]].losses[row["seed"]] = row["loss"]
+        folders[row["folder"]].seconds[row["seed"]] = row["seconds"]
+    return folders
 
 
-def tried(
-    shared: list[float], fresh: list[float], smallest_gain: float, most: int
-) -> tuple[bool, int, bool]:
-    """A try with these first differences, and fresh ones drawn from others, whose mean is the gain:
-    whether it is kept, its pairs, and whether its interval holds the gain."""
-    used = [0, 0]
+# -- tries -----------------------------------------------------------------------------------------
 
-    def first(n: int) -> list[float]:
-        used[0] = n
-        return shared[:n]
 
-    def later(n: int) -> list[float]:
-        used[1] = n
-        return random.choices(fresh, k=n)
+@dataclass
+class Try:
+    """A change that is tried: its runs on drawn seeds, beside those of the base."""
 
-    looks = [n for n in rule.LOOKS if n <= most]
-    verdict, found, _ = rule.decide(first, later, looks, smallest_gain)
-    inside = abs(fmean(found) - fmean(fresh)) < rule.half(found)
-    return verdict == "kept", sum(used), inside
+    base: Folder
+    loss_of: Callable[[int], float]
+    seconds: Sequence[float]
+    shared_seeds: Sequence[int]
+    losses: list[float] = field(default_factory=list)
+    base_losses: list[float] = field(default_factory=list)
+    is_slow: bool = False
+
+    def differences(self, seeds: Sequence[int]) -> list[float]:
+        losses = [self.loss_of(seed) for seed in seeds]
+        base_losses = [self.base.losses[seed] for seed in seeds]
+        self.losses += losses
+        self.base_losses += base_losses
+        taken = sum(random.choices(self.seconds, k=len(seeds)))
+        usual = len(seeds) * fmean(self.base.seconds.values())
+        self.is_slow = self.is_slow or taken > MAX_TIME * usual
+        pairs = zip(losses, base_losses, strict=True)
+        return [loss - base_loss for loss, base_loss in pairs]
+
+    def on_shared_seeds(self, n: int) -> list[float]:
+        self.losses.clear()
+        self.base_losses.clear()
+        return self.differences(self.shared_seeds[:n])
+
+    def on_fresh_seeds(self, n: int) -> list[float]:
+        return self.differences(random.choices(list(self.base.losses), k=n))
+
+    def decide(self, smallest_gain: float) -> Verdict:
+        looks = [n for n in rule.LOOKS if n <= len(self.shared_seeds)]
+        verdict, differences, _ = rule.decide(
+            self.on_shared_seeds, self.on_fresh_seeds, looks, smallest_gain
+        )
+        gain = -fmean(differences)
+        is_luck = rule.may_be_luck(gain, self.losses, self.base_losses)
+        is_kept = verdict == "kept" and not is_luck and not self.is_slow
+        return Verdict(is_kept, gain, rule.half(differences), len(self.losses))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a change is kept, what it seems to gain and the margin of that, and its pairs."""
+
+    is_kept: bool
+    gain: float
+    margin: float
+    n_pairs: int
+
+
+def honest(base: Folder, other: Folder, gain: float) -> Callable[[int], float]:
+    """What a change with this gain loses, if it varies as another folder does."""
+    shift = fmean(base.losses.values()) - fmean(other.losses.values()) - gain
+    noise = 0.3 * stdev(base.losses.values())  # no two tries are equal
+    return lambda seed: other.losses[seed] + shift + random.gauss(0, noise)
+
+
+def with_chosen_batches(base: Folder, gain: float) -> Callable[[int], float]:
+    """What a folder loses whose batches are the same for all seeds, and luckier by this gain."""
+    mean = fmean(base.losses.values()) - gain
+    return lambda seed: random.gauss(mean, OF_WEIGHTS)
+
+
+def verdicts(
+    base: Folder, loss_of: Callable[[int], float], seconds: Sequence[float], smallest_gain: float
+) -> list[Verdict]:
+    n_pairs = rule.pairs_for(smallest_gain, stdev(base.losses.values()))
+    results = []
+    for _ in range(GROUPS):
+        shared_seeds = random.choices(list(base.losses), k=n_pairs)
+        for _ in range(TRIES_OF_A_GROUP):
+            attempt = Try(base, loss_of, seconds, shared_seeds)
+            results.append(attempt.decide(smallest_gain))
+    return results
 
 
 def check_rule(smallest_gain: float) -> None:
-    losses = known()
-    base, other = losses.pop("base"), losses["other weights"]
-    seeds, spread = list(base), stdev(base.values())
-    most = rule.pairs_for(smallest_gain, spread)
-    print(f"base: {len(base)} seeds, sd {spread:.4f}; at most {most} pairs for {smallest_gain:g}")
-    differences = {name: [found[s] - base[s] for s in seeds] for name, found in losses.items()}
-    for name, d in differences.items():
-        print(f"{name}: {fmean(d):+.4f}, sd of a pair {stdev(d):.4f}, {len(d)} pairs")
-    # The tries of a group share the base's runs on the first seeds.
-    mean = fmean(other.values()) - fmean(base.values())
-    kept = []
-    for _ in range(100):
-        shared = random.choices(seeds, k=most)
-        for _ in range(40):
-            noise = [random.gauss(0, spread * 0.3) for _ in shared]  # no two tries are equal
-            first = [other[s] - base[s] - mean + n for s, n in zip(shared, noise, strict=True)]
-            kept.append(
-                tried(first, [other[s] - base[s] - mean for s in seeds], smallest_gain, most)
-            )
-    n = sum(each[0] for each in kept)
-    print(f"changes nothing: {n} of {len(kept):,} kept; {fmean(e[1] for e in kept):.1f} pairs each")
-    for name, d in differences.items():
-        for gain in (0.005, 0.01, 0.02):
-            moved = [each - fmean(d) - gain for each in d]
-            found = [
-                tried(random.choices(moved, k=most), moved, smallest_gain, most)
-                for _ in range(1000)
-            ]
-            holds = [inside for is_kept, _, inside in found if is_kept]
-            print(
-                f"gain {gain:g}, noise of {name}: {len(holds) / 10:.0f} % kept, median"
-                f" {median(pairs for _, pairs, _ in found):.0f} pairs; the interval of those kept"
-                f" holds it in {fmean(holds) if holds else 0:.0%}"
-            )
+    folders = read_runs()
+    base = folders.pop("base")
+    spread = stdev(base.losses.values())
+    n_pairs = rule.pairs_for(smallest_gain, spread)
+    print(f"base: {len(base.losses)} seeds, sd {spread:.4f}; {n_pairs} pairs for {smallest_gain:g}")
+    other = folders["other weights"]
+    for gain in (0.0, 0.005, 0.01, 0.02):
+        for name, folder in folders.items():
+            seconds = [*other.seconds.values()]
+            results = verdicts(base, honest(base, folder, gain), seconds, smallest_gain)
+            show(f"gains {gain:g}, noise of {name}", results, gain)
+    for gain in (0.01, 0.018, 0.035):
+        seconds = [*base.seconds.values()]
+        results = verdicts(base, with_chosen_batches(base, gain), seconds, smallest_gain)
+        show(f"chosen batches that gain {gain:g}", results, gain)
+    for gain in (0.1, 0.3):
+        slow = [*base.seconds.values()] * 3 + [10 * taken for taken in base.seconds.values()] * 2
+        results = verdicts(base, honest(base, other, gain), slow, smallest_gain)
+        show(f"gains {gain:g}, ten times as slow for 40 % of the seeds", results, gain)
+
+
+def show(name: str, results: Sequence[Verdict], gain: float) -> None:
+    kept = [result for result in results if result.is_kept]
+    pairs = [result.n_pairs for result in results]
+    line = f"{len(kept):,} of {len(results):,} kept ({len(kept) / len(results):.1%})"
+    line += f"; pairs: median {median(pairs):.0f}, mean {fmean(pairs):.1f}"
+    if kept:
+        holds = fmean(abs(result.gain - gain) < result.margin for result in kept)
+        line += f"; the interval of those kept holds the gain in {holds:.0%}"
+    print(f"{name}: {line}")
 
 
 def main() -> None:
@@ -150,7 +223,7 @@ def main() -> None:
     args = parser.parse_args()
     random.seed(1)
     if args.what == "runs":
-        runs(args.text, range(args.smallest_gainds[0], args.seeds[1] + 1), args.folders)
+        make_runs(args.text, range(args.seeds[0], args.seeds[1] + 1), args.folders)
     else:
         check_rule(args.smallest_gain)
 

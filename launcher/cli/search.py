@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.options import JSON, Group, settings_of, valued
-from launcher.cli.show import at_ctrl_c, note, print_json, print_table, print_text, shown
+from launcher.cli.show import at_ctrl_c, note, print_json, print_table, shown
 from launcher.cli.words import command, sentence
 from launcher.errors import InputError, LauncherError
 
 if TYPE_CHECKING:
+    from launcher.source import Source
     from launcher.trying.search import Search
 
 CODES = {"kept": 0, "refused": 4, "ceiling": 5}  # of a verdict; 3 of any other
@@ -198,11 +199,24 @@ def show_command(number: int, group: str) -> None:
     if number > len(tries):
         raise InputError(f"search {group} has no try {number}; its tries: {len(tries)}")
     entry = tries[number - 1]
-    before, after = (search.source(entry[key]).files for key in ("base", "folder"))
-    for name in sorted({*before, *after}):
-        old, new = (
-            files.get(name, b"").decode(errors="replace").splitlines(True)
-            for files in (before, after)
-        )
-        lines = difflib.unified_diff(old, new, f"base/{name}", f"try/{name}")
-        print_text("".join(lines), nl=False)
+    base, tried = search.source(entry["base"]), search.source(entry["folder"])
+    for name in sorted({*base.files, *tried.files}):
+        lines, new_lines = lines_of(base, name), lines_of(tried, name)
+        for line in difflib.unified_diff(
+            lines, new_lines, f"base/{name}", f"try/{name}", lineterm=""
+        ):
+            click.echo(visible(line))
+
+
+def lines_of(source: Source, name: str) -> list[str]:
+    text = source.files.get(name, b"").decode(errors="surrogateescape")
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def visible(line: str) -> str:
+    """A line of code with an escape for each character that is not plainly visible: nobody, be it a
+    person, a terminal or a program, reads other code than Python does."""
+    return "".join(
+        character if character.isprintable() or character == "\t" else ascii(character)[1:-1]
+        for character in line
+    )

@@ -5,7 +5,7 @@ weights and see the same batches, so their difference varies less than either lo
 number of pairs in LOOKS, one-sided t-tests say whether the change is better (at 5 %), or gains less
 than what the search looks for (at 2.5 %). Both may err: there are several looks, and the base's
 runs are the same for all tries. So nothing is kept before fresh seeds, which no one has seen, say
-so again. That test, at 1 %, does not depend on the luck by which a change was chosen. The
+so again. That test, at 0.5 %, does not depend on the luck by which a change was chosen. The
 reported gain is that of the fresh pairs. If a kept change gains less than the search looks for, its
 gain is overstated, since only lucky ones pass.
 """
@@ -14,21 +14,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean, stdev
+from statistics import correlation, fmean, stdev
 
 LOOKS = (4, 8, 16, 32, 64)  # pairs
-# Quantiles of Student's t for these pairs: 0.95, 0.975, and 0.99.
+# Quantiles of Student's t for these pairs: 0.95, 0.975, and 0.995.
 T = {
-    4: (2.353, 3.182, 4.541),
-    8: (1.895, 2.365, 2.998),
-    16: (1.753, 2.131, 2.602),
-    32: (1.696, 2.040, 2.453),
-    64: (1.669, 1.998, 2.387),
+    4: (2.353, 3.182, 5.841),
+    8: (1.895, 2.365, 3.499),
+    16: (1.753, 2.131, 2.947),
+    32: (1.696, 2.040, 2.744),
+    64: (1.669, 1.998, 2.656),
 }
-T95, T975, T99 = range(3)
+T95, T975, T995 = range(3)
+FOUR_OF_FIVE = 0.84  # quantile of the normal distribution
 # The standard deviation of a pair's difference over that of a loss. At `quick`, losses that share a
 # seed correlate by 0.8, also with other initial weights: the order of the batches is most of it.
 PAIRED = 0.63
+# Losses of a folder whose batches are the same for all seeds vary by less than this share of the
+# base's, and are correlated with them by less than this. At `quick`, those of honest changes vary
+# by 0.67 or more, and are correlated by 0.79 or more.
+CHOSEN_SPREAD, CHOSEN_CORRELATION = 0.6, 0.6
+LUCK = 3.0  # standard deviations by which the best of several hundred orders of batches gains
 
 
 def error(differences: Sequence[float]) -> float:
@@ -50,12 +56,12 @@ def screened(differences: Sequence[float], smallest_gain: float) -> str:
 
 
 def detectable_gains(deviation: float) -> dict[int, float]:
-    """By pairs: the gain, in nats, at which nine of ten changes are confirmed.
+    """By pairs: the gain, in nats, at which four of five changes are confirmed.
 
     deviation is that of a loss from seed to seed.
     """
     e = PAIRED * deviation
-    return {n: (T[n][T99] + 1.28) * e / math.sqrt(n) for n in LOOKS}
+    return {n: (T[n][T995] + FOUR_OF_FIVE) * e / math.sqrt(n) for n in LOOKS}
 
 
 def pairs_for(smallest_gain: float, deviation: float) -> int:
@@ -88,5 +94,21 @@ def decide(
     # As if the change gained half of what it seems to; few pairs tell little of their deviation.
     n = pairs_for(max(smallest_gain, -fmean(found) / 2), stdev(found) / PAIRED)
     found = fresh(min(max(n, 32), looks[-1]))
-    is_better = fmean(found) + T[len(found)][T99] * error(found) < 0
+    is_better = fmean(found) + T[len(found)][T995] * error(found) < 0
     return "kept" if is_better else "no better", found, True
+
+
+def may_be_luck(gain: float, losses: Sequence[float], base_losses: Sequence[float]) -> bool:
+    """True if a folder may gain so much, in nats, by a lucky order of the batches that it chose.
+
+    losses and base_losses are those of the same seeds. If the batches of a folder follow the seed,
+    its losses vary, most of all together with the base's. If they were chosen, its gain has to be
+    more than that of the luckiest order.
+    """
+    spread, base_spread = stdev(losses), stdev(base_losses)
+    if spread > CHOSEN_SPREAD * base_spread:
+        return False
+    if correlation(losses, base_losses) > CHOSEN_CORRELATION:
+        return False
+    spread_of_orders = math.sqrt(base_spread**2 - spread**2)
+    return gain < LUCK * spread_of_orders

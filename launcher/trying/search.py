@@ -282,8 +282,24 @@ class Search:
         verdict, differences, are_fresh = rule.decide(
             on_shared_seeds, on_fresh_seeds, looks, smallest_gain
         )
-        numbers = self.numbers(source, base, differences)
-        return {**numbers, "fresh": are_fresh, "verdict": verdict}
+        facts = {**self.numbers(source, base, differences), "fresh": are_fresh}
+        losses, base_losses = self.paired_losses(source, base)
+        if verdict == "kept" and rule.may_be_luck(-fmean(differences), losses, base_losses):
+            why = (
+                "its losses hardly follow the seeds: a lucky order of its batches may gain as much"
+            )
+            return {**facts, "verdict": "no better", "why": why}
+        return {**facts, "verdict": verdict}
+
+    def paired_losses(self, source: Source, base: Source) -> tuple[list[float], list[float]]:
+        """The losses of a folder and of the base, for all seeds that both were trained with."""
+        losses = self.ledger.losses
+        seeds = [run["seed"] for run in self.ledger.runs_of(source.sha256)]
+        common = [seed for seed in seeds if (base.sha256, seed) in losses]
+        return (
+            [losses[source.sha256, seed] for seed in common],
+            [losses[base.sha256, seed] for seed in common],
+        )
 
     def numbers(self, source: Source, base: Source, differences: Sequence[float]) -> Entry:
         """The difference with its 95 % interval, and the time beside the base's."""
