@@ -61,15 +61,16 @@ COMMANDS: dict[str, list[click.Command]] = {
 
 
 class Root(Group):
-    """The group whose help lists the commands by what one does with them."""
+    """The group of all commands. Its help lists them by the titles of COMMANDS."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, self.commands))  # the same in all sections
         for title, commands in COMMANDS.items():
+            lines = [
+                (f"{command.name:<{width}}", command.get_short_help_str(99)) for command in commands
+            ]
             with formatter.section(title):
-                formatter.write_dl(
-                    [(f"{c.name:<{width}}", c.get_short_help_str(99)) for c in commands]
-                )
+                formatter.write_dl(lines)
 
 
 @click.group(
@@ -107,32 +108,24 @@ def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    A shell that wants completions says so in _SM_NANOGPT_COMPLETE, as click defines it.
+    A shell that asks for completions sets _SM_NANOGPT_COMPLETE, as click defines it.
     """
-    if instruction := os.environ.get(COMPLETION_VARIABLE):
+    instruction = os.environ.get(COMPLETION_VARIABLE)
+    if instruction:
         return shell_complete(cli, {}, "sm-nanogpt", COMPLETION_VARIABLE, instruction)
-    words = sys.argv[1:] if arguments is None else arguments
-    debug = "--debug" in words  # wherever it stands
+    if arguments is None:
+        arguments = sys.argv[1:]
+    is_debugging = "--debug" in arguments  # wherever it is
     root: click.Context | None = None
     try:
-        prints_nowhere = sys.stdout is None  # as `>&-` leaves it
-        open_standard_streams()
-        if prints_nowhere:
-            raise InputError(
-                "stdout is closed, so results cannot be printed; use `>/dev/null` to discard them"
-            )
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            # Escape what the terminal's encoding lacks, so that the rest is printed.
-            sys.stdout.reconfigure(errors="backslashreplace")
-        for before, word in pairwise(["sm-nanogpt", *words]):
-            if re.fullmatch("(--[a-z-]+=)?", word):  # as an unset shell variable gives
-                problem = f"what follows {word or before} is empty"
-                raise InputError(f"{problem}; give a value, or leave it out")
+        prepare_streams()
+        check_no_empty_argument(arguments)
+        arguments = [argument for argument in arguments if argument != "--debug"]
         # cli.main would treat a closed pipe as a failure.
         with (
             signals_as_ctrl_c(),
             logs_shown(),
-            cli.make_context("sm-nanogpt", [word for word in words if word != "--debug"]) as root,
+            cli.make_context("sm-nanogpt", arguments) as root,
         ):
             cli.invoke(root)
         sys.stdout.flush()
@@ -149,11 +142,32 @@ def run(arguments: list[str] | None = None) -> int:
         silence(sys.stdout)  # `| head` is not a failure
         return 0
     except Exception as error:
-        if debug and not isinstance(error, click.ClickException):
+        if is_debugging and not isinstance(error, click.ClickException):
             traceback.print_exc()
         with root or nullcontext():
             note(f"error: {' '.join(message_of(error).splitlines())}")
         return 2 if isinstance(error, (InputError, click.ClickException)) else 1
+
+
+def prepare_streams() -> None:
+    """Open the standard streams that are closed. Raises InputError if stdout is."""
+    is_stdout_closed = sys.stdout is None  # as `>&-` leaves it
+    open_standard_streams()
+    if is_stdout_closed:
+        raise InputError(
+            "stdout is closed, so results cannot be printed; use `>/dev/null` to discard them"
+        )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Escape what the terminal's encoding lacks, so that the other characters are printed.
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def check_no_empty_argument(arguments: list[str]) -> None:
+    """Raise InputError if an argument is empty, as an unset shell variable makes it."""
+    for previous, argument in pairwise(["sm-nanogpt", *arguments]):
+        if re.fullmatch("(--[a-z-]+=)?", argument):
+            problem = f"what follows {argument or previous} is empty"
+            raise InputError(f"{problem}; give a value, or leave it out")
 
 
 @contextmanager
@@ -162,38 +176,46 @@ def signals_as_ctrl_c() -> Iterator[None]:
 
     An ignored signal stays ignored, as `nohup` expects.
     """
-    before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGHUP)}
-    before = {sign: handler for sign, handler in before.items() if handler is not signal.SIG_IGN}
+    handlers = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {sign: old for sign, old in handlers.items() if old is not signal.SIG_IGN}
 
     def interrupt(*_: object) -> NoReturn:
-        for sign in before:
+        for sign in handlers:
             signal.signal(sign, signal.SIG_IGN)  # `timeout` sends it twice
         raise Terminated
 
-    for sign in before:
+    for sign in handlers:
         signal.signal(sign, interrupt)
     try:
         yield
     finally:
-        for sign, handler in before.items():
+        for sign, handler in handlers.items():
             signal.signal(sign, handler)
 
 
 def message_of(error: Exception) -> str:
+    """What is printed of an error."""
     if isinstance(error, click.ClickException):
-        text = " ".join(error.format_message().split())
-        if context := getattr(error, "ctx", None):
-            if isinstance(error, click.NoSuchOption) and context.command is launch.launch_command:
-                text += " Hyperparameters need --set NAME=VALUE"
-            elif "unexpected extra argument" in text and context.command is launch.launch_command:
-                text += ". A text goes to `upload-data` first, or is named by --data"
-            text = f"{text.rstrip('.')}; `{context.command_path} --help` shows what there is"
-        return text
+        return usage_message(error)
     if isinstance(error, LauncherError):
         return sentence(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"cannot write {error.filename or 'the result'}: {error.strerror}"
     return f"{type(error).__name__}: {error}; `sm-nanogpt --debug ...` shows where"
+
+
+def usage_message(error: click.ClickException) -> str:
+    """The message of click, and which help to read."""
+    message = " ".join(error.format_message().split())
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return message
+    if context.command is launch.launch_command:
+        if isinstance(error, click.NoSuchOption):
+            message += " Hyperparameters need --set NAME=VALUE"
+        elif "unexpected extra argument" in message:
+            message += ". A text goes to `upload-data` first, or is named by --data"
+    return f"{message.rstrip('.')}; `{context.command_path} --help` shows what there is"
 
 
 def main() -> NoReturn:

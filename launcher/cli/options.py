@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import cleandoc
 from pathlib import Path
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def settings_of() -> Settings:
-    """The settings, which a command reads once: they hold the session of AWS."""
+    """The settings of the running command, read once: they hold the session of AWS."""
     from launcher.settings import load_settings
 
     context = click.get_current_context()
@@ -34,7 +34,7 @@ def settings_of() -> Settings:
 
 
 class Command(click.Command):
-    """A command that says where an option belongs, and takes either jobs or a sweep."""
+    """A command that takes either jobs or a sweep, and names options that belong before it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,37 +46,44 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            rest = super().parse_args(ctx, args)
+            unparsed = super().parse_args(ctx, args)
         except click.UsageError as error:
             error.ctx = error.ctx or ctx  # click omits it for an option without value
-            raise misplaced(error, ctx) or error from None
-        given = [
-            bool(v) for name, v in ctx.params.items() if name in ("job_id", "job_ids", "group")
-        ]
-        if len(given) == 2 and sum(given) != 1 and not ctx.resilient_parsing:
-            raise InputError("give a JOB-ID, or --group with the id of a sweep")
-        return rest
+            if isinstance(error, click.NoSuchOption):
+                check_not_misplaced(error, ctx)
+            raise
+        if not ctx.resilient_parsing:
+            check_one_target(ctx.params)
+        return unparsed
 
 
-def misplaced(error: click.UsageError, ctx: click.Context) -> InputError | None:
-    """The error for an option that belongs before the command, if this is one."""
-    root, name = ctx.find_root(), getattr(error, "option_name", None)
+def check_not_misplaced(error: click.NoSuchOption, ctx: click.Context) -> None:
+    """Raise InputError if a command was given an option that belongs before it."""
+    root = ctx.find_root()
     for option in root.command.params:
-        if isinstance(error, click.NoSuchOption) and name in option.opts and option.metavar:
-            here = ctx.command_path.removeprefix(f"{root.command_path} ")
-            words = f"{root.command_path} {name} {option.metavar} {here}"
-            return InputError(f"{name} goes before the command: {words} ...")
-    return None
+        if error.option_name in option.opts and option.metavar:
+            command_name = ctx.command_path.removeprefix(f"{root.command_path} ")
+            example = f"{root.command_path} {error.option_name} {option.metavar} {command_name}"
+            raise InputError(
+                f"{error.option_name} goes before the command: {example} ..."
+            ) from None
+
+
+def check_one_target(params: Mapping[str, Any]) -> None:
+    """Raise InputError if a command that takes jobs or a sweep was given both, or neither."""
+    targets = [params[name] for name in ("job_id", "job_ids", "group") if name in params]
+    if len(targets) == 2 and bool(targets[0]) == bool(targets[1]):
+        raise InputError("give a JOB-ID, or --group with the id of a sweep")
 
 
 @dataclass(eq=False)
 class Job(click.ParamType[str]):
-    """What a user types for a job: an id, a name, a part of an id, or `latest`. Gives the full id.
+    """A parameter for a job: an id, a name, a part of an id, or `latest`. Gives the full id.
 
-    acts: the command changes the job. sweeps, uploads: it takes those of a sweep, an upload too.
-    trained: it reads a model, so `latest` is the newest job that has one; a path or a URI, which
-    names a model elsewhere, stays as it is, and so does `other`. charted: it reads a curve, so
-    `latest` is no job of a search.
+    acts: the command changes the job. sweeps, uploads: it takes the id of a sweep, or the name of
+    an upload too. trained: it reads a model, so `latest` is the newest job that has one; a path or
+    a URI, which names a model elsewhere, stays as it is, and so does `other`. charted: it reads a
+    curve, so `latest` is no job of a search.
     """
 
     acts: bool = False
@@ -92,60 +99,76 @@ class Job(click.ParamType[str]):
             return value
         from launcher.files.moved import UPLOAD_NAME
         from launcher.finding import full_id
-        from launcher.job import FULL_ID
-        from launcher.launching.records import recorded_as
 
         if self.uploads and UPLOAD_NAME.fullmatch(Path(value).name):
             return value.rstrip("/")
         settings = settings_of()
-        if (group := recorded_as(value, settings)) is not None:
-            if self.sweeps:
-                return group
-            takes = any(each.name == "group" for each in ctx.command.params)
-            instead = command(str(ctx.command.name) if takes else "jobs", "--group", value)
-            raise InputError(f"{value} is a sweep: use `{instead}`, or one of its jobs, {value}-1")
+        sweep = self.convert_sweep(value, settings, ctx)
+        if sweep:
+            return sweep
         job_id = full_id(value, settings, self.acts, self.trained, self.charted)
-        if self.uploads and job_id == value and not FULL_ID.fullmatch(value):
-            from launcher.text.uploads import full_name
-
-            return full_name(value, settings)
+        if self.uploads and job_id == value:
+            return self.convert_upload(value, settings)
         return job_id
+
+    def convert_sweep(self, value: str, settings: Settings, ctx: click.Context) -> str:
+        """The full id of a sweep, or ''. Raises InputError if the command takes no sweep here."""
+        from launcher.launching.records import recorded_as
+
+        sweep = recorded_as(value, settings)
+        if sweep is None or self.sweeps:
+            return sweep or ""
+        has_group_option = any(parameter.name == "group" for parameter in ctx.command.params)
+        name = str(ctx.command.name) if has_group_option else "jobs"
+        instead = command(name, "--group", value)
+        raise InputError(f"{value} is a sweep: use `{instead}`, or one of its jobs, {value}-1")
+
+    def convert_upload(self, value: str, settings: Settings) -> str:
+        """The name of an upload, if the value is a part of one; a full id of a job stays."""
+        from launcher.job import FULL_ID
+        from launcher.text.uploads import full_name
+
+        if FULL_ID.fullmatch(value):
+            return value
+        return full_name(value, settings)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Complete a file where a model may be one; jobs are not looked for."""
+        """Complete the name of a file where a model may be one; jobs are not completed."""
         if not self.trained:
             return []
         return [CompletionItem(incomplete, type="file")]
 
 
 class Group(Command, click.Group):
-    """A group of these commands."""
+    """A group of commands of the class Command."""
 
     command_class = Command
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return super().get_command(ctx, {"sample": "fetch-and-sample"}.get(cmd_name, cmd_name))
+        if cmd_name == "sample":
+            cmd_name = "fetch-and-sample"
+        return super().get_command(ctx, cmd_name)
 
 
 def pairs(
     context: click.Context | None, parameter: click.Parameter, typed: tuple[str, ...]
 ) -> dict[str, str]:
     """Parse ('n_layer=6',) to {'n_layer': '6'}; an option callback."""
-    option, values = parameter.opts[0], dict[str, str]()
-    sets = option in ("--set", "--sweep")
-    for each in typed:
-        name, equals, value = each.partition("=")
-        name, problem = name.replace("-", "_") if sets else name, ""
-        if sets and name and equals and not value:
-            problem = f"{option} {each} is empty; give a value, or leave it out"
-        elif not (equals and name):
-            problem = f"{option} {each}: must be name=value"
-        elif name in values:
-            problem = f"{option} {name}: given twice ({values[name]!r} and {value!r})"
-        if problem:
-            raise InputError(problem)
+    option = parameter.opts[0]
+    values: dict[str, str] = {}
+    for assignment in typed:
+        name, equals, value = assignment.partition("=")
+        if option in ("--set", "--sweep"):
+            name = name.replace("-", "_")
+            if name and equals and not value:
+                raise InputError(f"{option} {assignment} is empty; give a value, or leave it out")
+        if not equals or not name:
+            raise InputError(f"{option} {assignment}: must be name=value")
+        if name in values:
+            problem = f"given twice ({values[name]!r} and {value!r})"
+            raise InputError(f"{option} {name}: {problem}")
         values[name] = value
     return values
 
@@ -154,15 +177,18 @@ def lists(
     context: click.Context | None, parameter: click.Parameter, typed: tuple[str, ...]
 ) -> dict[str, list[str]]:
     """Parse ('n_layer=4,6',) to {'n_layer': ['4', '6']}; an option callback."""
-    values = {name: value.split(",") for name, value in pairs(context, parameter, typed).items()}
-    for name, each in values.items():
-        if "" in each or len({as_number(value) for value in each}) < len(each):
-            raise InputError(f"--sweep {name}={','.join(each)}: a value is empty or given twice")
-    return values
+    lists_by_name: dict[str, list[str]] = {}
+    for name, text in pairs(context, parameter, typed).items():
+        values = text.split(",")
+        are_different = len({as_number(value) for value in values}) == len(values)
+        if "" in values or not are_different:
+            raise InputError(f"--sweep {name}={text}: a value is empty or given twice")
+        lists_by_name[name] = values
+    return lists_by_name
 
 
 def as_number(value: str) -> float | str:
-    """1e-3 and 0.001 are the same value."""
+    """A value to compare: 1e-3 and 0.001 are the same number."""
     try:
         return float(value)
     except ValueError:
@@ -170,9 +196,9 @@ def as_number(value: str) -> float | str:
 
 
 def agree(question: str, yes: bool) -> None:
-    """Ask for confirmation; without it, end the command with exit code 1.
+    """Ask a question. Unless the user agrees, the command ends with exit code 1.
 
-    Raises InputError if stdin is not a terminal.
+    With `yes` it does not ask. Raises InputError if stdin is not a terminal.
     """
     if yes:
         return
@@ -184,8 +210,10 @@ def agree(question: str, yes: bool) -> None:
 
 
 def unless_not_yours(act: Callable[[bool], T], question: str, yes: bool) -> T:
-    """Do `act`, which takes whether it is confirmed. What belongs to somebody else is only touched
-    with --yes, or after a question on a terminal."""
+    """Call `act(confirmed)`, and ask on a terminal if it would change what another user owns.
+
+    confirmed is False at first unless the user passed --yes. Raises NotYours elsewhere.
+    """
     from launcher.tracking import NotYours
 
     try:
@@ -198,17 +226,20 @@ def unless_not_yours(act: Callable[[bool], T], question: str, yes: bool) -> T:
     return act(True)
 
 
-def agree_to_cost(worst: float, max_cost: float | None, settings: Settings, yes: bool) -> None:
-    """Ask before jobs that may cost much: `worst` USD, infinity if the price is unknown."""
+def agree_to_cost(worst_cost: float, max_cost: float | None, settings: Settings, yes: bool) -> None:
+    """Ask before jobs that may cost much. worst_cost is in USD, infinity if it is unknown.
+
+    Without a terminal, it raises as check_confirmed does.
+    """
     from launcher.sagemaker.cost import check_confirmed
 
     if not sys.stdin.isatty() and not yes:
-        check_confirmed(worst, max_cost, settings)
-    elif worst > settings.ask_above:
+        check_confirmed(worst_cost, max_cost, settings)
+    elif worst_cost > settings.ask_above:
         agree("Launch?", yes)
 
 
-# What an option takes, by its metavar.
+# The attributes of an option, by its metavar.
 KINDS: dict[str, dict[str, Any]] = {
     "N": {"type": click.IntRange(min=1)},
     "SECONDS": {"type": int},
@@ -222,11 +253,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def valued(usage: str, help: str, **more: Any) -> Callable[[Any], Any]:
-    """An option that takes a value. usage: the option, its parameter if that has another name, and
-    the metavar."""
+def valued(usage: str, help: str, **attributes: Any) -> Callable[[Any], Any]:
+    """An option that takes a value.
+
+    usage has the option, its parameter if that has another name, and the metavar. attributes are
+    those of click.option besides what KINDS has for the metavar.
+    """
     *names, metavar = usage.split()
-    return click.option(*names, metavar=metavar, help=help, **{**KINDS.get(metavar, {}), **more})
+    attributes = {**KINDS.get(metavar, {}), **attributes}
+    return click.option(*names, metavar=metavar, help=help, **attributes)
 
 
 GROUP = valued("--group SWEEP", "The jobs of a sweep, by its id or `latest`.")

@@ -1,4 +1,4 @@
-"""Words of the command line: commands to type, names of options, and what to do about an error."""
+"""What to do about an error, in the words of the command line: commands to type, and options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.errors import LauncherError, shortened
+from launcher.errors import MAX_VALUE, LauncherError, shortened
 
 if TYPE_CHECKING:
     from launcher.job import JobDescription
@@ -17,8 +17,13 @@ LOGIN = "`aws login`, `aws sso login` or `aws configure`"
 CAPACITY = "AWS has no capacity now; try later, or name several types with --instance TYPE,TYPE,..."
 
 # What to do, by the code of an error or of a log record. `{sm}` is `sm-nanogpt` with the options
-# that the user gave before the command, `{option}` the one of the error's field; the other fields
+# that the user gave before the command, and `{option}` that of the error's field; the other fields
 # are the facts of the error.
+#
+# To add one, raise an error with a new code, and its facts as keywords:
+#     raise InputError("there is no job a1b2", "no-such-job")
+#     raise ServiceError(f"job {job_id} runs", "job-is-running", job_id=job_id)
+# and write its row here. A log record has them too: logger.warning(text, extra={"code": ...}).
 REMEDIES: dict[str, str] = {
     # launching, jobs
     "allow-vpc": "allow it with `{sm} infra deploy --vpc`, or set another --role",
@@ -147,32 +152,44 @@ def option(field: str) -> str:
 
 def options(fields: Mapping[str, Any]) -> list[str]:
     """The options of `launch` for fields of a request, each with its value, for a shell."""
-    found = []
-    for name, value in fields.items():
+    arguments: list[str] = []
+    for field, value in fields.items():
         if isinstance(value, dict):
             value = [f"{key}={text}" for key, text in value.items()]
-        for each in value if isinstance(value, list | tuple) else [value]:
-            found.append(shlex.join([option(name), *[str(each)] * (each is not True)]))
-    return found
+        values = value if isinstance(value, list | tuple) else [value]
+        arguments += [option_with(field, value) for value in values]
+    return arguments
 
 
-def command(*words: str) -> str:
-    """A command for the user to type, with the options that were given before the command.
+def option_with(field: str, value: object) -> str:
+    """The option of a field with one value, for a shell; True is that of a flag."""
+    if value is True:
+        return option(field)
+    return shlex.join([option(field), str(value)])
 
-    Without --region, for example, it would look for a job in another place.
+
+def command(*arguments: str) -> str:
+    """A command for the user to type, with the options that the user gave before the command.
+
+    Without --region, for example, it would search for a job in another region.
     """
     context = click.get_current_context(silent=True)
-    given = dict(context.find_root().obj or {}) if context else {}
-    if "://" not in (given.get("store") or "://"):
+    root_options = dict(context.find_root().obj or {}) if context else {}
+    store = root_options.get("store")
+    if store and "://" not in store:
         from launcher.settings import expand_user
 
-        given["store"] = str(expand_user(given["store"]).absolute())
-    options = [each for name, value in given.items() if value for each in (f"--{name}", value)]
-    return " ".join(filter(None, ("sm-nanogpt", shlex.join(options), *words)))
+        root_options["store"] = str(expand_user(store).absolute())
+    parts = ["sm-nanogpt"]
+    for name, value in root_options.items():
+        if value:
+            parts.append(shlex.join([f"--{name}", value]))
+    parts += filter(None, arguments)
+    return " ".join(parts)
 
 
 def remedy(code: str, facts: Mapping[str, Any]) -> str:
-    """What to do about an error, or what a log record says, or ''."""
+    """What to do about an error, or about a log record, by its code; '' if it has none."""
     if not code:
         return ""
     excludes = " ".join(f"--exclude {glob}" for glob in facts.get("globs", ()))
@@ -181,36 +198,45 @@ def remedy(code: str, facts: Mapping[str, Any]) -> str:
 
 def reason_of(description: JobDescription) -> str | None:
     """Why a job failed or stopped, with what to do if that is known."""
+    reason = description.failure_reason
+    if not reason:
+        return reason
+    for part, advice in {**REASONS, "No space left on device": disk_advice(description)}.items():
+        if part in reason:
+            reason = f"{reason} ({advice})"
+    return reason
+
+
+def disk_advice(description: JobDescription) -> str:
+    """What to do about a full disk of a job."""
     from launcher.backends import backend_class
 
-    reason = description.failure_reason
-    more_disk = {
+    advice = {
         "home": f"`{command('delete')}` old jobs, or set SM_NANOGPT_HOME to a larger disk",
         "instance": "use a larger --instance",
         "volume": "raise --volume-size",
     }
     disk = backend_class(description.instance).disk_of(description.instance)
-    for part, advice in {**REASONS, "No space left on device": more_disk[disk]}.items():
-        if reason and part in reason:
-            reason = f"{reason} ({advice})"
-    return reason
+    return advice[disk]
 
 
 def remedies(error: object) -> list[str]:
-    """What to do about an error, and about those that it was raised from."""
-    found = []
+    """What to do about an error, and about those that it was raised from, each once."""
+    advice: dict[str, None] = {}  # in order
     while isinstance(error, LauncherError):
-        found.append(remedy(error.code, {**error.facts, "option": option(error.field)}))
+        text = remedy(error.code, {**error.facts, "option": option(error.field)})
+        if text:
+            advice[text] = None
         error = error.__cause__
-    return list(dict.fromkeys(filter(None, found)))
+    return list(advice)
 
 
 def sentence(error: LauncherError) -> str:
-    """An error in the words of the command line: its option, what is wrong, what to do."""
+    """An error for a person: the option, what is wrong, and what to do."""
     message = error.problem
     if error.names_field:
         subject = option(error.field)
         if error.value is not None:
-            subject = shortened(f"{subject} {error.value}", 200)
+            subject = shortened(f"{subject} {error.value}", MAX_VALUE)
         message = f"{subject}: {message}"
     return "; ".join([message, *remedies(error)])
