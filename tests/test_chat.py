@@ -51,7 +51,7 @@ from launcher.models.encoder import LONGEST
 from launcher.models.load import export_checkpoint, own_model, published_model, read_checkpoint
 from launcher.models.sample import answered
 from launcher.text.chats import turns_of
-from launcher.text.tokens import separated
+from launcher.text.tokens import with_end_of_text
 from launcher.views import api
 from launcher.views.play import Player, make_app
 from sm_nanogpt import InputError, Job, load_model, stream_samples
@@ -408,10 +408,10 @@ def test_a_tokenizer_whose_text_ends_as_a_turn_gets_another_end(directory):
     """As those of Qwen: conversations would be cut at each turn."""
     content = (directory / "tokenizer.json").read_text()
     for end in (END_OF_TURN, "<|endoftext|>"):
-        assert separated(Tokenizer(json.loads(content), end)).end_of_text == "<|endoftext|>"
+        assert with_end_of_text(Tokenizer(json.loads(content), end)).end_of_text == "<|endoftext|>"
     other = json.loads(content.replace("<|endoftext|>", "<|other|>"))
     with pytest.raises(InputError):
-        separated(Tokenizer(other, END_OF_TURN))
+        with_end_of_text(Tokenizer(other, END_OF_TURN))
 
 
 def test_ids_are_those_of_apply_chat_template(directory):

@@ -15,8 +15,9 @@ from runs import free_port
 from s3fs import S3FileSystem
 
 from launcher.files.progress import Progress
-from launcher.text.copies import copied as copies_of
-from launcher.text.copies import name_of
+from launcher.text.documents import survey_documents
+from launcher.text.files import FileOptions, find_files
+from launcher.text.sources import name_of, open_sources
 from sm_nanogpt import InputError, ServiceError, Settings
 
 BPE = ("--tokenizer", "bpe", "--vocab-size", "300")
@@ -50,10 +51,11 @@ def copied(home):
     def copy(*sources: str, progress: Progress = lambda n: None) -> dict[str, bytes]:
         found = {}
         try:
-            with copies_of(sources, settings, progress) as (paths, fill):
-                for path in paths:
+            with open_sources(sources, settings) as opened:
+                for source in opened:
+                    path = source.path
                     files = [path] if path.is_file() else [*filter(Path.is_file, path.rglob("*"))]
-                    fill(files)
+                    source.fetch(files, progress)
                     for file in files:
                         found[file.relative_to(path.parent).as_posix()] = file.read_bytes()
         finally:
@@ -262,10 +264,12 @@ def test_a_table_of_standard_input_is_never_silent(cli, monkeypatch):
 
 
 def test_an_error_names_the_source_not_its_copy(hub, home):
-    settings, source = Settings(home=home), "hf://datasets/me/notes/data"
-    with pytest.raises(InputError, match=f"^{source}/deep/b.jsonl:12: no"):  # noqa: SIM117
-        with copies_of([source], settings) as ((path,), _):
-            raise InputError(f"{path}/deep/b.jsonl:12: no")
+    source = "hf://datasets/me/notes/data"
+    hub.datasets["me/notes"]["data/deep/b.jsonl"] = b'{"text": "b"}\nno\n'
+    with open_sources([source], Settings(home=home)) as sources:
+        files = find_files(sources, FileOptions(records=True))
+        with pytest.raises(InputError, match=f"^{source}/deep/b.jsonl:2: not JSON"):
+            survey_documents(files)
 
 
 def test_what_is_copied_has_a_name():

@@ -30,11 +30,13 @@ import pytest
 from launcher.files import storage
 from launcher.files.storage import local_path
 from launcher.settings import Settings, load_settings
-from launcher.text import corpus, formats, writing
+from launcher.text import corpus, reading, writing
 from launcher.text.channels import find_channel
-from launcher.text.copies import first_text
-from launcher.text.corpus import find_upload, last_upload, located
-from launcher.text.formats import look, pieces_of, zstd
+from launcher.text.corpus import find_text, find_upload, last_upload
+from launcher.text.documents import read_pieces
+from launcher.text.first_text import first_text
+from launcher.text.reading import detect_file
+from launcher.text.unpacking import zstd
 from sm_nanogpt import InputError, ServiceError, upload_data
 
 URL = "https://127.0.0.1:9/a"
@@ -198,9 +200,9 @@ def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("launcher.text.formats.shutil.copyfileobj", fail)
+    monkeypatch.setattr("launcher.text.reading.shutil.copyfileobj", fail)
     full = pytest.raises(ServiceError, match=r"is full, where .*unpacked; TMPDIR names")
-    with full, formats.stored(look(tmp_path / "a.txt.gz")):
+    with full, reading.file_to_upload(detect_file(tmp_path / "a.txt.gz")):
         pass
 
 
@@ -217,7 +219,7 @@ def test_a_packed_text_goes_straight_into_a_local_store(cli, tmp_path, monkeypat
 def test_another_encoding_needs_no_temporary_file(home, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(WORDS.encode("utf-16"))
     monkeypatch.setattr("tempfile.TemporaryFile", Mock(side_effect=OSError))
-    assert list(pieces_of(look(tmp_path / "a.txt"))) == [WORDS]
+    assert list(read_pieces(detect_file(tmp_path / "a.txt"))) == [WORDS]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
@@ -352,8 +354,8 @@ def test_what_is_sent_is_plain_utf8(road, home, tmp_path, name, content, caplog)
     caplog.set_level(logging.INFO)
     (tmp_path / name).write_bytes(content)
     if road == "tokens":
-        found = look(tmp_path / name)
-        assert list(pieces_of(found)) == [WORDS]
+        found = detect_file(tmp_path / name)
+        assert list(read_pieces(found)) == [WORDS]
         return
     if road == "upload":
         upload = upload_data(tmp_path / name)
@@ -505,7 +507,7 @@ def test_a_text_that_changes_meanwhile_is_refused(home, cli, source, monkeypatch
 
 
 def test_a_character_may_lie_across_two_chunks(home, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus.storage, "CHUNK_BYTES", 5)
+    monkeypatch.setattr("launcher.text.documents.CHUNK_BYTES", 5)
     (tmp_path / "wide.txt").write_text("🙂漢é" * 300)
     upload = upload_data(tmp_path / "wide.txt")
     assert (upload.characters, upload.vocabulary_size) == (900, 3)
@@ -539,7 +541,7 @@ def test_only_a_changed_or_damaged_text_is_sent_again(home, source):
 
 
 def test_a_leftover_file_is_in_no_other_upload(home, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "WRITERS", 1)
+    monkeypatch.setattr(writing, "WRITERS", 1)
     (tmp_path / "texts").mkdir()
     for name in ("a", "b"):
         (tmp_path / f"texts/{name}.txt").write_text(LONG + name)
@@ -584,7 +586,7 @@ def test_large_files_are_written_in_turn(home, tmp_path, monkeypatch):
         writing.release()
 
     monkeypatch.setattr(storage, "write_file", write_alone)
-    monkeypatch.setattr(corpus, "SMALL_FILE", 0)
+    monkeypatch.setattr(writing, "SMALL_FILE", 0)
     upload = upload_data(write_notes(tmp_path / "notes", 40))
     assert len(launching.tree(stored(upload.uri))) == 40
 
@@ -721,20 +723,20 @@ def test_a_part_of_a_name_means_its_upload(home, two_uploads, caplog, monkeypatc
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.INFO)
     for part, name in (("fox", fox), (fox[:8], fox), (fox[-6:], fox), ("fox-notes", notes)):
-        assert located(part, load_settings()) == f"{(home / 'store/data').as_uri()}/{name}"
+        assert find_text(part, load_settings()) == f"{(home / 'store/data').as_uri()}/{name}"
         assert f"{part} is upload {name}" in caplog.text
 
 
 def test_a_file_of_the_name_is_meant_before_an_upload(two_uploads, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fox").write_text(LONG)
-    assert located("fox", load_settings()) == "fox"
+    assert find_text("fox", load_settings()) == "fox"
 
 
 def test_a_part_of_several_names_is_refused_with_them(two_uploads, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=f"2 uploads: {', '.join(sorted(two_uploads))}"):
-        located("fox-", load_settings())
+        find_text("fox-", load_settings())
 
 
 @pytest.mark.parametrize("word", ["fix", "Fox", "fix-123456789012"])
@@ -751,9 +753,9 @@ def test_a_part_is_looked_for_in_each_store(tmp_path, s3, monkeypatch):
     settings = Settings(home=tmp_path / "mine", store=f"s3://{s3.bucket}/shared")
     (tmp_path / "fox.txt").write_text(LONG)
     uri = upload_data(tmp_path / "fox.txt", settings).uri
-    assert located("fox", settings) == uri
+    assert find_text("fox", settings) == uri
     with pytest.raises(ServiceError, match="cannot find the upload 'fox'"):
-        located("fox", settings.with_offline(True))
+        find_text("fox", settings.with_offline(True))
 
 
 # -- the built-in text ----------------------------------------------------------------------------
@@ -779,8 +781,8 @@ def shakespeare(monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Home) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,)).start()
         url = f"http://127.0.0.1:{server.server_port}/input.txt"
-        monkeypatch.setattr("launcher.text.copies.SHAKESPEARE_URL", url)
-        monkeypatch.setattr("launcher.text.copies.SHAKESPEARE_SHA256", sha256)
+        monkeypatch.setattr("launcher.text.first_text.SHAKESPEARE_URL", url)
+        monkeypatch.setattr("launcher.text.first_text.SHAKESPEARE_SHA256", sha256)
         yield asked
         server.shutdown()
 
@@ -819,7 +821,7 @@ def name_server_that_is_silent(*_: Any, **__: Any) -> None:
 def test_without_shakespeare_pythons_own_reference_is_taken(
     trouble, home, cli, shakespeare, black_hole, monkeypatch
 ):
-    module = "launcher.text.copies"
+    module = "launcher.text.first_text"
     monkeypatch.setattr(f"{module}.PATIENCE_SECONDS", 0.5)
     urls = {
         "refused": "http://127.0.0.1:9/input.txt",
@@ -847,7 +849,7 @@ def test_without_shakespeare_pythons_own_reference_is_taken(
 
 def test_without_either_text_an_own_one_is_asked_for(cli, monkeypatch):
     url = "http://127.0.0.1:9/input.txt"
-    monkeypatch.setattr("launcher.text.copies.SHAKESPEARE_URL", url)
+    monkeypatch.setattr("launcher.text.first_text.SHAKESPEARE_URL", url)
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     ran = cli("upload-data")
     assert ran.failed(1, url, "`sm-nanogpt upload-data FILE`") and not ran.out

@@ -26,6 +26,7 @@ from entry_point.presets import PRESETS
 from launcher.cli import cli
 from launcher.cli.options import Job
 from launcher.settings import Settings
+from launcher.text.formats import PLAIN, RECORDS
 from launcher.views.job_fields import columns_of
 
 ROOT = Path(__file__).parent.parent
@@ -178,6 +179,12 @@ def rows(page: Path) -> list[list[str]]:
     """The cells of each row of a page's tables."""
     lines = [line for line in prose(page).split("\n") if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_page_of_formats_has_the_table_of_the_product():
+    described = {cells[0].strip("`"): cells[1] for cells in rows(ROOT / "docs/tokens.md")}
+    for format in (PLAIN, *RECORDS):
+        assert described[format.patterns] == format.help
 
 
 def test_the_table_for_users_of_nanogpt_is_complete():

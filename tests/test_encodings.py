@@ -11,9 +11,10 @@ import subprocess
 import pytest
 
 from launcher.cli.words import sentence
+from launcher.text.documents import read_pieces
 from launcher.text.encodings import as_utf8, read_text
-from launcher.text.formats import look, pieces_of
-from launcher.text.records import json_lines
+from launcher.text.reading import detect_file
+from launcher.text.records import read_json_lines
 from sm_nanogpt import InputError
 
 ACCENTS = "L’été à la rivière, façade et fenêtre.\n" * 20
@@ -56,7 +57,7 @@ def test_a_fault_is_named_and_its_remedy_works(fault, size):
 def test_a_packed_text_is_unpacked_before_it_is_mended(fault, tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(FAULTS[fault][0]))
     with pytest.raises(InputError) as refused:
-        pieces = pieces_of(look(tmp_path / "a.txt.gz"))
+        pieces = read_pieces(detect_file(tmp_path / "a.txt.gz"))
         list(pieces)
     assert "unpack it first: `gunzip -k " in str(refused.value)
 
@@ -65,13 +66,13 @@ def test_a_packed_text_is_unpacked_before_it_is_mended(fault, tmp_path):
 def test_no_encoding_spoils_what_is_utf8_elsewhere(fault, tmp_path):
     (tmp_path / "a.txt").write_bytes(FAULTS[fault][0])
     with pytest.raises(InputError, match="line 21"):
-        look(tmp_path / "a.txt", encoding="cp1252")
+        detect_file(tmp_path / "a.txt", encoding="cp1252")
 
 
-def test_a_bad_byte_in_json_lines_is_no_other_encoding():
+def test_a_bad_byte_in_read_json_lines_is_no_other_encoding():
     record = json.dumps({"text": ACCENTS}, ensure_ascii=False).encode()
     with pytest.raises(InputError) as refused:
-        list(json_lines(io.BytesIO(record + b'\n{"text": "a \x92"}'), "a.jsonl"))
+        list(read_json_lines(io.BytesIO(record + b'\n{"text": "a \x92"}'), "a.jsonl"))
     assert str(refused.value).startswith("a.jsonl:2: is UTF-8 but for one place (column 13: ")
     assert refused.value.code == "mend-utf8"
 
@@ -90,7 +91,7 @@ def test_a_bad_byte_in_json_lines_is_no_other_encoding():
 )
 def test_an_encoding_is_taken_for_texts_in_it(text, encoding, tmp_path):
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
-    assert look(tmp_path / "a.txt", encoding=encoding).encoding == encoding
+    assert detect_file(tmp_path / "a.txt", encoding=encoding).encoding == encoding
     assert as_utf8(io.BytesIO(text.encode(encoding)), "", encoding).read().decode() == text
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from launcher.text.formats import documents_of, look
+from launcher.text.documents import documents_in
+from launcher.text.reading import detect_file
 from launcher.text.skipped import Skipped
 from sm_nanogpt import InputError
 
@@ -46,8 +47,8 @@ def read(path: Path, column: str = "text") -> list[str]:
     """The documents of a file; as many as the commands in the errors make of it."""
     for _ in range(3):
         try:
-            file = look(path, column=column)
-            return ["".join(pieces) for _, _, pieces in documents_of(file, Skipped())]
+            file = detect_file(path, column=column)
+            return ["".join(each.pieces) for each in documents_in(file, Skipped())]
         except InputError as error:
             command = re.search(r"`(jq .*) FILE > RECORDS.jsonl`", str(error))
             if not command:
@@ -77,7 +78,7 @@ def test_an_object_names_the_array_in_it(name, tmp_path):
     with pytest.raises(
         InputError, match=r"one JSON object: .* in `data` \(9\): `jq -c '.data\[\]'"
     ):
-        list(documents_of(look(tmp_path / name), Skipped()))
+        list(documents_in(detect_file(tmp_path / name), Skipped()))
 
 
 def test_a_file_of_one_record_is_one_document(tmp_path):

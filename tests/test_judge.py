@@ -43,8 +43,9 @@ from launcher.judge.probes import Question, asked, exposed, read_canaries, read_
 from launcher.judge.score import losses, passages, score, windows, windows_of
 from launcher.judge.texts import Encoded, Text, Training, encode, read_texts
 from launcher.judge.worker import Worker
-from launcher.text.files import find_files
+from launcher.text.files import FileOptions, find_files
 from launcher.text.ids import content_of
+from launcher.text.sources import Source
 from launcher.text.tokenizer import learn_tokenizer
 from sm_nanogpt import InputError, Job, ServiceError, Settings, load_model
 
@@ -102,7 +103,7 @@ def models(tmp_path_factory, text_file):
     found = {}
     for name, tokenizer in {
         "characters": tokenizer_of("".join(known)),
-        "tokens": learn_tokenizer(find_files([text_file], tokens=True), 300),
+        "tokens": learn_tokenizer(find_files([Source(text_file)], FileOptions(records=True)), 300),
     }.items():
         config = make_config({"n_layer": 2, "n_embd": 32, "block_size": 24})
         model = randomized(GPT(config, len(tokenizer)))

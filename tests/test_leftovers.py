@@ -18,8 +18,8 @@ import runs
 
 from launcher.files import storage
 from launcher.files.scratch import remove_all_leftovers, remove_leftovers, scratch
-from launcher.text.copies import temporary
 from launcher.text.corpus import upload_data
+from launcher.text.sources import temporary
 from sm_nanogpt import Settings
 
 # A command that writes what is temporary, and then waits to be killed.

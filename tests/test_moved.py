@@ -11,7 +11,7 @@ import pytest
 
 from launcher.files.moved import find_moved, text_id
 from launcher.launching.launch import prepare
-from launcher.text.corpus import last_upload, located, upload_data
+from launcher.text.corpus import find_text, last_upload, upload_data
 from launcher.text.uploads import uploads
 from launcher.tracking import describe
 from sm_nanogpt import InputError, Request, Settings
@@ -92,7 +92,7 @@ def test_the_last_upload_moves_with_its_store(is_uri, home, text_file, tmp_path)
     uri = upload_data(text_file, Settings(home=home, store=str(store))).uri
     store = store.rename(tmp_path / "moved")
     settings = Settings(home=home, store=store.as_uri() if is_uri else str(store))
-    assert last_upload(settings) == located(uri, settings) == uploads(settings)[0].uri
+    assert last_upload(settings) == find_text(uri, settings) == uploads(settings)[0].uri
     assert last_upload(settings).startswith(store.as_uri())
 
 

@@ -54,14 +54,14 @@ def read(name: str, content: bytes, column: str = "text") -> list[tuple[str, boo
     """The place of each document, whether it is a conversation, and its pieces."""
     file, suffix = io.BytesIO(content), Path(name).suffix
     found = {
-        ".jsonl": lambda: records.json_lines(file, name),
-        ".json": lambda: records.json_array(file, name),
-        ".csv": lambda: records.table(file, name),
-        ".tsv": lambda: records.table(file, name),
-        ".parquet": lambda: records.parquet(file, name, column),
+        ".jsonl": lambda: records.read_json_lines(file, name),
+        ".json": lambda: records.read_json_array(file, name),
+        ".csv": lambda: records.read_table(file, name),
+        ".tsv": lambda: records.read_table(file, name),
+        ".parquet": lambda: records.read_parquet(file, name, column),
     }[suffix]()
-    documents = ((place, *records.document_of(record, place, column)) for place, record in found)
-    return [(place, is_chat, [*pieces]) for place, is_chat, pieces in documents]
+    documents = [records.document_of(record, position, column) for position, record in found]
+    return [(each.position, each.is_chat, [*each.pieces]) for each in documents]
 
 
 @pytest.mark.parametrize("name", WRITE)
@@ -230,12 +230,13 @@ def test_an_empty_array_has_no_records():
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(InputError, match=r"pyarrow.*\[data\]"):
-        next(records.parquet(io.BytesIO(), "a.parquet"))
+        next(records.read_parquet(io.BytesIO(), "a.parquet"))
 
 
 def test_parquet_reads_only_columns_of_text():
     file = io.BytesIO(parquet([{"id": 1, "image": b"x", "text": "a", "system": "b"}]))
-    assert [record for _, record in records.parquet(file, "")] == [{"text": "a", "system": "b"}]
+    rows = [record for _, record in records.read_parquet(file, "")]
+    assert rows == [{"text": "a", "system": "b"}]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
@@ -245,8 +246,8 @@ def test_a_long_file_is_not_in_memory_as_a_whole(name, tmp_path):
     with (tmp_path / name).open("rb") as file:
         tracemalloc.start()
         found = {
-            "a.csv": lambda: records.table(file, name),
-            "a.parquet": lambda: records.parquet(file, name),
+            "a.csv": lambda: records.read_table(file, name),
+            "a.parquet": lambda: records.read_parquet(file, name),
         }[name]()
         assert sum(1 for _ in found) == len(rows)
         assert tracemalloc.get_traced_memory()[1] < 8e6

@@ -28,7 +28,9 @@ from entry_point.optim import gradient_of
 from entry_point.text import Tokenizer, load_corpus
 from launcher.files.models import INDEX, model_files
 from launcher.text import tokens
-from launcher.text.files import find_files
+from launcher.text.documents import survey_documents
+from launcher.text.files import FileOptions, find_files
+from launcher.text.sources import Source
 from launcher.text.tokenizer import learn_tokenizer
 from sm_nanogpt import InputError
 
@@ -43,7 +45,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def byte_pairs(documents):
-    return learn_tokenizer(find_files([documents], tokens=True), 300)
+    return learn_tokenizer(find_files([Source(documents)], FileOptions(records=True)), 300)
 
 
 def publish(directory: Path, byte_pairs: Tokenizer, tied: bool = False) -> Any:
@@ -97,8 +99,8 @@ def loaded(directory: Path) -> GPT:
 
 def encode(documents: Path, byte_pairs: Tokenizer, out: Path) -> None:
     out.mkdir()
-    files = find_files([documents], tokens=True)
-    tokens.encode(files, tokens.survey(files), byte_pairs, out, lambda n: None)
+    files = find_files([Source(documents)], FileOptions(records=True))
+    tokens.encode(files, survey_documents(files), byte_pairs, out, lambda n: None)
 
 
 def without_shape(values: dict[str, Any]) -> dict[str, Any]:

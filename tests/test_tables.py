@@ -13,7 +13,7 @@ from sm_nanogpt import InputError
 
 def read(content: str, column: str = "text") -> list[tuple[str, str]]:
     """The place and the text of each row."""
-    rows = records.table(io.BytesIO(content.encode()), "a.csv", column)
+    rows = records.read_table(io.BytesIO(content.encode()), "a.csv", column)
     return [(place, row[column]) for place, row in rows]
 
 

@@ -41,9 +41,12 @@ from launcher.models.sample import encode, pieces
 from launcher.settings import Settings
 from launcher.text import tokens
 from launcher.text.corpus import send
-from launcher.text.files import find_files
-from launcher.text.formats import File, look, pieces_of, zstd
+from launcher.text.documents import read_pieces, survey_documents
+from launcher.text.files import FileOptions, find_files
+from launcher.text.reading import File, detect_file
+from launcher.text.sources import Source
 from launcher.text.tokenizer import END_OF_TEXT, fitting_size, learn_tokenizer, open_tokenizer
+from launcher.text.unpacking import zstd
 from sm_nanogpt import InputError, upload_data
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
@@ -55,8 +58,8 @@ BPE = ("--tokenizer", "bpe", "--vocab-size", "400")
 
 
 def encode_text(path: Path, tokenizer: Tokenizer, directory: Path) -> Path:
-    files = find_files([path], tokens=True)
-    tokens.encode(files, tokens.survey(files), tokenizer, directory, lambda n: None)
+    files = find_files([Source(path)], FileOptions(records=True))
+    tokens.encode(files, survey_documents(files), tokenizer, directory, lambda n: None)
     return directory
 
 
@@ -78,7 +81,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer(documents):
-    return learn_tokenizer(find_files([documents], tokens=True), 400)
+    return learn_tokenizer(find_files([Source(documents)], FileOptions(records=True)), 400)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +129,7 @@ def test_a_compressed_file_has_the_same_documents(compressed, tmp_path):
     squeeze: Any = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[compressed]
     path = tmp_path / f"a.jsonl{compressed}"
     path.write_bytes(squeeze(content[:200]) + squeeze(content[200:]))  # as pzstd and cat make
-    found = tokens.survey([look(path)])
+    found = survey_documents([detect_file(path)])
     assert found.documents == 5
     assert found.characters == sum(map(len, stories(5)))
 
@@ -136,19 +139,20 @@ def test_blank_lines_and_empty_texts_are_no_documents(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text('\ufeff{"text": "a"}\n\n{"text": ""}\n{"text": "b"}\r\n \n')
     for name, content in (("empty.txt", ""), ("deep/c.txt", FOX), ("notes.md", FOX)):
         (tmp_path / name).write_text(content)
-    found = tokens.survey(find_files([tmp_path], tokens=True))
+    found = survey_documents(find_files([Source(tmp_path)], FileOptions(records=True)))
     assert (found.documents, found.empty) == (4, 2)
     assert caplog.messages == ["2 of 6 documents left out: no text"]
 
 
 def test_the_suffix_decides_what_is_json_lines(tmp_path):
     (tmp_path / "notes.jsonl.txt").write_text(FOX)
-    assert tokens.survey(find_files([tmp_path], tokens=True)).documents == 1
+    files = find_files([Source(tmp_path)], FileOptions(records=True))
+    assert survey_documents(files).documents == 1
 
 
 def test_a_long_text_is_read_in_pieces_of_lines(tmp_path):
     (tmp_path / "a.txt").write_text(FOX * 20_000)
-    found = list(pieces_of(File("a.txt", tmp_path / "a.txt")))
+    found = list(read_pieces(File("a.txt", tmp_path / "a.txt")))
     assert ("".join(found), len(found) > 2) == (FOX * 20_000, True)
     assert all(piece.endswith("\n") for piece in found)
 
@@ -179,7 +183,7 @@ GZIPPED = gzip.compress(NUMBERS, mtime=0)
 def test_a_file_that_is_not_text_is_named(name, content, reason, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError) as raised:
-        tokens.survey([look(tmp_path / name)])
+        survey_documents([detect_file(tmp_path / name)])
     assert reason in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -197,7 +201,7 @@ def test_text_comes_back_from_its_tokens(tokenizer):
 def test_a_vocabulary_is_learned_from_all_documents(tmp_path):
     lines = [json.dumps({"text": "a b"}) for _ in range(2000)] + [json.dumps({"text": FOX * 20})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    learned = learn_tokenizer([look(tmp_path / "a.jsonl")], 300)
+    learned = learn_tokenizer([detect_file(tmp_path / "a.jsonl")], 300)
     assert b"fox" in {word.strip() for word in learned.words}
 
 
@@ -210,7 +214,7 @@ def test_combining_marks_stay_with_their_letters(script, tmp_path):
     draw, syllables = random.Random(5), MARKED[script].split()
     words = ["".join(draw.choices(syllables, k=3)) for _ in range(20)]
     (tmp_path / "a.txt").write_text(" ".join(draw.choices(words, k=2000)))
-    learned = learn_tokenizer([look(tmp_path / "a.txt")], 512)
+    learned = learn_tokenizer([detect_file(tmp_path / "a.txt")], 512)
     assert {word.decode(errors="replace").strip() for word in learned.words} >= set(words)
 
 
@@ -219,7 +223,7 @@ def test_a_text_without_breaks_is_learned_in_seconds(letters, tmp_path):
     text = "".join(random.Random(7).choices(letters, k=300_000))
     (tmp_path / "a.txt").write_text(text)
     started, read = time.monotonic(), list[int]()
-    learned = learn_tokenizer([look(tmp_path / "a.txt")], 512, read.append)
+    learned = learn_tokenizer([detect_file(tmp_path / "a.txt")], 512, read.append)
     assert time.monotonic() - started < 20  # it takes half a second; as one word, minutes
     assert sum(read) == len(text.encode())
     (ids,) = Encoder(learned, "H").encode([text])

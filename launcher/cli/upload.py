@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,10 +12,31 @@ from launcher.cli.show import note, print_json
 from launcher.cli.words import command
 from launcher.files.progress import byte_progress
 
+if TYPE_CHECKING:
+    from launcher.text.corpus import Upload
+    from launcher.text.formats import Format
+
 SHORT = 200_000  # tokens: `cpu`, the default on a CPU, reads a shorter text over eight times
 
 
-@click.command("upload-data", cls=Command)
+class UploadCommand(Command):
+    """Puts the table of formats into its help, when that is shown: reading it takes a while."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from launcher.text.formats import PLAIN, RECORDS
+
+        help_text = self.help or ""
+        help_text = help_text.replace("PLAIN-FORMATS", help_lines(PLAIN))
+        self.help = help_text.replace("RECORD-FORMATS", help_lines(*RECORDS))
+        super().format_help_text(ctx, formatter)
+
+
+def help_lines(*formats: Format) -> str:
+    """A line for each format: its patterns, and what is taken of it."""
+    return "\n".join(f"  {format.patterns:<22}  {format.help}" for format in formats)
+
+
+@click.command("upload-data", cls=UploadCommand)
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path())
 @valued(
     "--tokenizer bpe|PATH|JOB-ID",
@@ -48,12 +69,9 @@ def upload_data_command(
     tiny Shakespeare.
 
     \b
-      *.txt, *.md             plain text; each file is a document
+    PLAIN-FORMATS
     With --tokenizer also records; each becomes a document or a conversation:
-      *.jsonl, *.ndjson       JSON, one object a line
-      *.json                  JSON, an array of objects, or one
-      *.csv, *.tsv            tables with a header
-      *.parquet               tables, as those of the Hub
+    RECORD-FORMATS
     All but Parquet may be compressed:
       *.gz, *.zst             such as notes.txt.gz
 
@@ -64,44 +82,59 @@ def upload_data_command(
       sm-nanogpt upload-data notes more.txt --include '*.py' --exclude drafts
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
-    from launcher.text.copies import first_text
     from launcher.text.corpus import upload_data
+    from launcher.text.first_text import first_text
 
     settings = settings_of()
     paths = paths or (str(first_text(settings)),)
+    set_options = {name: value for name, value in options.items() if value}
     with byte_progress("tokenize and upload" if tokenizer else "upload") as progress:
-        given = {name: value for name, value in options.items() if value}
-        upload = upload_data(paths, settings, progress, tokenizer, vocab_size, **given)
-    characters = f"{upload.characters:,} characters"
-    if tokens := upload.train_tokens + upload.val_tokens:
-        kind = "conversation" if upload.chats else "document"
-        documents = f"{upload.documents:,} {kind}{'s' * (upload.documents > 1)}"
-        each = f"({upload.characters / tokens:.2f} characters each)"
-        vocabulary = f"vocabulary {upload.vocabulary_size:,}"
-        note(f"{documents}, {characters}, {tokens:,} tokens {each}, {vocabulary}")
-    else:
-        files = f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}"
-        note(f"{files}, {upload.size:,} bytes, {characters}, {upload.vocabulary_size:,} distinct")
+        upload = upload_data(paths, settings, progress, tokenizer, vocab_size, **set_options)
+    note(summary_of(upload))
     if not upload.uploaded:
         note("already in the store; nothing was uploaded")
     if as_json:
         print_json(upload)
     else:
         click.echo(upload.uri)
-    base, where = base_of(tokenizer), "local"
-    if not upload.uri.startswith("file:"):  # the cheapest first job
-        where = "ml.m5.xlarge --preset quick --max-cost 0.20"
-    elif upload.n_training < SHORT and not (upload.chats or base):
-        where = "local --preset auto"
-    note(f"next: {command('launch', '--instance', where, base)}")
+    note(f"next: {next_launch(upload, tokenizer)}")
+
+
+def summary_of(upload: Upload) -> str:
+    """How much text an upload has: `3 documents, 9,000 characters, 2,250 tokens ...`."""
+    characters = f"{upload.characters:,} characters"
+    n_tokens = upload.train_tokens + upload.val_tokens
+    if not n_tokens:
+        files = counted(len(upload.files), "file")
+        return f"{files}, {upload.size:,} bytes, {characters}, {upload.vocabulary_size:,} distinct"
+    documents = counted(upload.documents, "conversation" if upload.chats else "document")
+    tokens = f"{n_tokens:,} tokens ({upload.characters / n_tokens:.2f} characters each)"
+    return f"{documents}, {characters}, {tokens}, vocabulary {upload.vocabulary_size:,}"
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def next_launch(upload: Upload, tokenizer: str | None) -> str:
+    """The command of the cheapest first job on an upload."""
+    base = base_of(tokenizer)
+    if not upload.uri.startswith("file:"):
+        instance = "ml.m5.xlarge --preset quick --max-cost 0.20"
+    elif upload.n_training < SHORT and not upload.chats and not base:
+        instance = "local --preset auto"
+    else:
+        instance = "local"
+    return command("launch", "--instance", instance, base)
 
 
 def base_of(tokenizer: str | None) -> str:
-    """The option that starts from the model whose tokens these are, if it is a model's."""
+    """The option that starts from the model whose tokenizer was taken, or ''."""
     from launcher.files.storage import path_of
 
     if tokenizer is None or tokenizer == "bpe":
         return ""
-    there = path_of(tokenizer)
-    is_model = (there / "config.json").exists() if there.exists() else True  # else it is a job
-    return f"--init-from {shlex.quote(tokenizer)}" if is_model else ""
+    path = path_of(tokenizer)
+    if path.exists() and not (path / "config.json").exists():  # a tokenizer without a model
+        return ""
+    return f"--init-from {shlex.quote(tokenizer)}"

@@ -20,8 +20,8 @@ from launcher.judge.texts import Text, encode
 from launcher.judge.worker import Worker
 from launcher.models.sample import check_known
 from launcher.text.chats import turns_of
-from launcher.text.formats import JSON, look, opened
-from launcher.text.records import json_array, json_lines
+from launcher.text.reading import detect_file, open_text
+from launcher.text.records import read_json_lines
 
 OTHERS = 200  # random secrets beside each
 SECRET = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # to draw others
@@ -29,7 +29,7 @@ SECRET = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # to draw others
 
 def read_canaries(path: Path) -> list[str]:
     """The lines of a file, each with a secret in braces. Raises InputError."""
-    with opened(look(path, plain=True)) as content:
+    with open_text(detect_file(path, plain=True)) as content:
         lines = content.read().decode().splitlines()
     for number, line in enumerate(lines, 1):
         if line.strip() and not SECRET.fullmatch(line):
@@ -80,10 +80,10 @@ def read_questions(path: Path) -> list[Question]:
 
     A record's field `kind` names its kind. Raises InputError.
     """
-    file, found = look(path), list[Question]()
-    read = json_array if file.format is JSON else json_lines
-    with opened(file) as content:
-        for place, record in read(content, str(path)):
+    file, found = detect_file(path), list[Question]()
+    reader = file.format.reader or read_json_lines
+    with open_text(file) as content:
+        for place, record in reader(content, str(path), "text"):
             said = [turn.partition("\n") for turn in turns_of(record, place) or []]
             messages = [{"role": role, "content": text} for role, _, text in said]
             if len(messages) < 2 or messages[-1]["role"] != "assistant":

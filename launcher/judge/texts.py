@@ -6,7 +6,6 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -22,11 +21,11 @@ from launcher.models.load import known_config
 from launcher.models.sample import unknown_in
 from launcher.settings import Settings
 from launcher.text.channels import Channel, corpus_of
-from launcher.text.copies import copied
-from launcher.text.files import find_files
-from launcher.text.formats import documents_of
+from launcher.text.documents import documents_in
+from launcher.text.files import FileOptions, find_files
 from launcher.text.ids import content_of
 from launcher.text.skipped import Skipped
+from launcher.text.sources import open_sources
 
 MOST_BYTES = 1 << 28  # of the text to train on, with which others are compared
 VALIDATION_BYTES = 1 << 17  # of the model's own validation text that are scored
@@ -67,14 +66,13 @@ def read_texts(
 ) -> list[Text]:
     """The documents that `upload_data` would take of these paths. Raises InputError."""
     found, skipped = list[Text](), Skipped()
-    with copied(paths, settings) as (here, fill):
-        files = find_files(here, tokens=True, encoding=encoding, column=column, fill=fill)
-        documents = chain.from_iterable(documents_of(file, skipped) for file in files)
-        for place, is_chat, pieces in documents:
-            for copy, given in zip(here, paths, strict=True):
-                place = place.replace(str(copy), str(given))
-            if any(whole := list(pieces)):
-                found.append(Text(place, whole, is_chat))
+    options = FileOptions(records=True, encoding=encoding, column=column)
+    with open_sources(paths, settings) as sources:
+        for file in find_files(sources, options):
+            for document in documents_in(file, skipped):
+                pieces = list(document.pieces)
+                if any(pieces):
+                    found.append(Text(document.position, pieces, document.is_chat))
         skipped.check(sum(text.is_chat for text in found))
     if not found:
         raise InputError(f"{', '.join(paths)}: no text is there")

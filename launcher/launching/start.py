@@ -26,7 +26,7 @@ from launcher.models.fetch import model_directory
 from launcher.settings import Settings
 from launcher.text import corpus
 from launcher.text.channels import Channel, Texts
-from launcher.text.formats import File
+from launcher.text.reading import File
 
 if TYPE_CHECKING:  # it imports torch
     from entry_point.text import Tokenizer

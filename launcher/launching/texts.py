@@ -12,7 +12,7 @@ from launcher.job import SEARCH_VARIABLE, Request
 from launcher.settings import Settings
 from launcher.text import corpus
 from launcher.text.channels import Channel, Texts, find_channel
-from launcher.text.formats import File
+from launcher.text.reading import File
 from launcher.text.repeats import share_between, warn_of_repeats
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def find_texts(request: Request, settings: Settings, near: Settings) -> dict[str
     for name, text in named.items():
         if text:
             with about(name, text):
-                channels[name] = find_channel(corpus.located(text, settings), near)
+                channels[name] = find_channel(corpus.find_text(text, settings), near)
     return channels
 
 

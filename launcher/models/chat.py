@@ -18,10 +18,9 @@ from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.model import GPT
 from entry_point.text import Tokenizer
 from launcher.errors import InputError
-from launcher.models.encoder import Encoder
+from launcher.models.encoder import SPEAKS, Encoder
 from launcher.values import is_utf8
 
-SPEAKS = "assistant\n"  # before what the assistant says
 ROOM = 4  # an answer has at least 1 / ROOM of the context, if it may be so long
 
 

@@ -32,6 +32,7 @@ PATTERNS = (GPT2, QWEN, LLAMA3, QWEN35, r"[\s\S]")
 # Characters encoded as one string: tiktoken panics at a million spaces, and ids take far more
 # memory than their text.
 LONGEST = 1 << 18
+SPEAKS = "assistant\n"  # a turn of the assistant begins so
 AT_ONCE = 16  # strings of this length, for threads to share
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.aws import Offline
@@ -13,9 +14,9 @@ from launcher.files import storage
 from launcher.files.progress import byte_progress
 from launcher.settings import Settings
 from launcher.text import corpus
-from launcher.text.copies import temporary
 from launcher.text.files import find_files, warn_of_held_out
-from launcher.text.formats import File, opened
+from launcher.text.reading import File, open_text
+from launcher.text.sources import Source, temporary
 
 if TYPE_CHECKING:  # they import torch
     from entry_point.config import Config
@@ -39,46 +40,66 @@ Texts = Mapping[str, Channel]  # those of a job, by its fields: data, validation
 
 
 def is_text(name: str) -> bool:
-    """Whether train.py reads a file of a folder, or SageMaker is asked for a single file."""
+    """True for a file that train.py reads; SageMaker copies it as a single file."""
     return name.lower().endswith((".txt", ".md"))
 
 
 def find_channel(location: str, settings: Settings) -> Channel:
-    """Find where the job reads a text; survey a local one for its upload."""
+    """Find where the job reads a text. A text on this machine is surveyed for its upload.
+
+    Raises InputError if no text is there, or SageMaker would copy more than the text.
+    """
     uri, path = storage.to_uri(location), storage.local_path(location)
+    runs_here = storage.local_path(settings.data_store) is not None
     try:
-        known = corpus.find_upload(uri, settings)
+        upload = corpus.find_upload(uri, settings)
     except Offline:
         return Channel(location, uri, None, [])
-    problem = ""
-    if known is None and corpus.read_manifest(uri, settings) is not None:
+    if upload is not None and (path is None or runs_here):
+        return Channel(location, uri, replace(upload, uploaded=False), [])
+    if upload is None and corpus.read_manifest(uri, settings) is not None:
         problem = "a file of this upload is missing; upload the text again"
-    stays = storage.local_path(settings.data_store) is not None  # the job runs on this machine
-    if known is not None and (path is None or stays):
-        return Channel(location, uri, replace(known, uploaded=False), [])
-    if path is None and not problem:
-        there = storage.list_files(uri, settings)
-        if "meta.json" not in there and not any(map(is_text, there)):
-            problem = "no *.txt or *.md file is there" if there else "nothing is there"
-        # SageMaker copies all objects whose keys begin with the URI of a channel.
-        elif is_text(uri) and not stays and (others := storage.namesakes(uri, settings)):
-            problem = f"SageMaker would also copy {others[0]}, whose name begins the same"
-            prefix = f"{uri.rpartition('.')[0]}/"
-            problem += f"; copy the text to {prefix} and name that prefix instead"
-    if problem:
         raise InputError(f"{location}: {problem}")
     if path is None:
+        check_text_on_s3(location, uri, runs_here, settings)
         return Channel(location, uri, None, [])
-    # Tokens encoded on this machine before a store on S3 was set.
-    if known is not None and known.train_tokens:
-        sources = [File(name, path / name) for name in known.files]
-        uri = storage.join(settings.data_store, "data", path.name)
-        upload = replace(known, uri=uri, uploaded=not corpus.is_there(uri, settings))
-    else:
-        files = find_files([path])
-        warn_of_held_out(files)
-        upload, sources = corpus.survey(path.name, files, settings)
-    return Channel(location, upload.uri, upload, sources)
+    if upload is not None and upload.train_tokens:
+        return channel_to_send(location, path, upload, settings)
+    files = find_files([Source(path)])
+    warn_of_held_out(files)
+    upload, files = corpus.survey_upload(path.name, files, settings)
+    return Channel(location, upload.uri, upload, files)
+
+
+def check_text_on_s3(location: str, uri: str, runs_here: bool, settings: Settings) -> None:
+    """Raise InputError if no text is at a URI, or SageMaker would copy more than the text.
+
+    It copies all objects whose keys begin with the URI of a channel.
+    """
+    files = storage.list_files(uri, settings)
+    if not files:
+        raise InputError(f"{location}: nothing is there")
+    if "meta.json" not in files and not any(map(is_text, files)):
+        raise InputError(f"{location}: no *.txt or *.md file is there")
+    if runs_here or not is_text(uri):
+        return
+    others = storage.namesakes(uri, settings)
+    if others:
+        prefix = f"{uri.rpartition('.')[0]}/"
+        raise InputError(
+            f"{location}: SageMaker would also copy {others[0]}, whose name begins the same;"
+            f" copy the text to {prefix} and name that prefix instead"
+        )
+
+
+def channel_to_send(
+    location: str, path: Path, upload: corpus.Upload, settings: Settings
+) -> Channel:
+    """The channel of tokens that were encoded here before a store on S3 was set."""
+    uri = storage.join(settings.data_store, "data", path.name)
+    is_missing = not corpus.is_uploaded(uri, settings)
+    files = [File(name, path / name) for name in upload.files]
+    return Channel(location, uri, replace(upload, uri=uri, uploaded=is_missing), files)
 
 
 def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) -> Corpus:
@@ -95,7 +116,7 @@ def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) ->
                 target = directory / name / file.name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 in_one_line = storage.reported(str(target))
-                with opened(file) as content, in_one_line, target.open("wb") as copy:
+                with open_text(file) as content, in_one_line, target.open("wb") as copy:
                     shutil.copyfileobj(content, copy, storage.CHUNK_BYTES)
             if not channel.sources:
                 with byte_progress("fetch") as progress:

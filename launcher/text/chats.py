@@ -7,43 +7,65 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.models.chat import SPEAKS
+from launcher.models.encoder import SPEAKS
 from launcher.text.skipped import EXAMPLE, Unlearnable
 
-ROLES = {role: role for role in ("system", "user", "assistant")}
-ROLES |= {"developer": "system", "human": "user", "gpt": "assistant"}
-ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}  # as ShareGPT has them
+ROLES = {  # a role, or the name that another program has for it
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "developer": "system",
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",  # as ShareGPT has it, with the next two
+    "bing": "assistant",
+    "bard": "assistant",
+}
 LISTS = ("messages", "conversations")
-PAIRS = {"output": "instruction", "completion": "prompt"}  # an answer, and its question
-FIELDS = {*LISTS, *PAIRS, *PAIRS.values(), "system", "input", "history", "label", "kto_tag"}
+QUESTIONS = {"output": "instruction", "completion": "prompt"}  # by the field of the answer
+FIELDS = {
+    *LISTS,
+    *QUESTIONS.keys(),
+    *QUESTIONS.values(),
+    "system",
+    "input",
+    "history",
+    "label",
+    "kto_tag",
+}
 
 
 class Fault(Exception):
-    """Why no model can learn from a conversation: its message or field, and what is wrong."""
+    """Why no model can learn from a conversation: its message or field, and the problem of it."""
 
     def __init__(self, subject: str, problem: str) -> None:
         super().__init__(f"{subject} {problem}")
-        kind = "a message" if subject.startswith("message ") else subject
-        self.reason = f"{kind} {problem}"
+        self.reason = f"{subject} {problem}"  # which many conversations share
+        if subject.startswith("message "):  # message 3
+            self.reason = f"a message {problem}"
 
 
-def turns_of(record: Any, place: str, column: str = "text") -> list[str] | None:
+def turns_of(record: Any, position: str, column: str = "text") -> list[str] | None:
     """The turns of a conversation, each as `role\\ncontent`; None if the record is none.
 
-    column is the field that holds a text, if the record is one. Raises Unlearnable, which starts
-    with `place`, if no model can learn from it.
+    column is the field that holds a text, if the record is one. Raises Unlearnable, whose message
+    starts with `position`, if no model can learn from it.
     """
     try:
         messages = messages_of(record, column)
-        return None if messages is None else turns_in(messages)
+        if messages is None:
+            return None
+        return turns_in(messages)
     except Fault as fault:
-        problem = f"{place}: {fault}; a conversation is like {EXAMPLE}"
-        raise Unlearnable(problem, fault.reason, place) from None
+        problem = f"{position}: {fault}; a conversation is like {EXAMPLE}"
+        raise Unlearnable(problem, fault.reason, position) from None
 
 
 def may_be_chat(fields: set[str]) -> bool:
-    pairs = ({question, answer} for answer, question in PAIRS.items())
-    return not fields.isdisjoint(LISTS) or any(pair <= fields for pair in pairs)
+    """True if a record with these fields may be a conversation."""
+    if not fields.isdisjoint(LISTS):
+        return True
+    return any({question, answer} <= fields for answer, question in QUESTIONS.items())
 
 
 def is_empty(value: Any) -> bool:
@@ -51,7 +73,7 @@ def is_empty(value: Any) -> bool:
 
 
 def messages_of(record: Any, column: str) -> dict[str, Any] | None:
-    """The messages of a record by their names in an error; None if it is no conversation.
+    """The messages of a record, each by its name in an error; None if it is no conversation.
 
     Tables that were joined have empty columns, so the first form that holds anything counts. If
     all are empty, a record that has the column of a text is that text.
@@ -60,36 +82,39 @@ def messages_of(record: Any, column: str) -> dict[str, Any] | None:
         return numbered(record)
     if not isinstance(record, dict) or not may_be_chat(set(record)):
         return None
-    filled = {field: value for field, value in record.items() if not is_empty(value)}
-    system = {}
-    if "system" in filled:
-        system["`system`"] = message("system", filled["system"])
+    fields = {field: value for field, value in record.items() if not is_empty(value)}
+    messages: dict[str, Any] = {}
+    if "system" in fields:
+        messages["`system`"] = message("system", fields["system"])
     for field in LISTS:
-        if field in filled:
-            if not isinstance(filled[field], list):
+        if field in fields:
+            if not isinstance(fields[field], list):
                 raise Fault(f"`{field}`", "is no list of messages")
-            return system | numbered(filled[field])
-    pairs = [(q, a) for a, q in PAIRS.items() if {q, a} <= record.keys()]
-    for question, answer in pairs:
-        if question in filled or answer in filled:
-            return system | messages_of_pair(filled, question, answer)
-    return None if column in record else {}
+            return messages | numbered(fields[field])
+    for answer, question in QUESTIONS.items():
+        has_columns = question in record and answer in record
+        if has_columns and (question in fields or answer in fields):
+            return messages | question_and_answer(fields, question, answer)
+    if column in record:
+        return None
+    return {}
 
 
-def messages_of_pair(filled: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
-    if filled.get("label") is False or filled.get("kto_tag") is False:
+def question_and_answer(fields: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
+    """The messages of a record with two fields, `question` and `answer`, as messages_of."""
+    if fields.get("label") is False or fields.get("kto_tag") is False:
         raise Fault(f"`{answer}`", "is labeled as a bad answer, and all are learned")
-    if "history" in filled:
+    if "history" in fields:
         raise Fault("`history`", "is not read; write all of it as `messages`")
-    asked, answered = filled.get(question), filled.get(answer)
-    if isinstance(asked, list) and isinstance(answered, list):
-        return numbered(asked + answered)
-    if answer == "output" and "input" in filled:
-        asked = asked_with_input(asked, filled["input"])
-    return {f"`{question}`": message("user", asked), f"`{answer}`": message("assistant", answered)}
+    user, assistant = fields.get(question), fields.get(answer)
+    if isinstance(user, list) and isinstance(assistant, list):
+        return numbered(user + assistant)
+    if answer == "output" and "input" in fields:
+        user = with_input(user, fields["input"])
+    return {f"`{question}`": message("user", user), f"`{answer}`": message("assistant", assistant)}
 
 
-def asked_with_input(instruction: Any, context: Any) -> Any:
+def with_input(instruction: Any, context: Any) -> Any:
     """An instruction and its input after a blank line, as in Alpaca's own prompt."""
     if instruction is None:
         return context
@@ -105,43 +130,65 @@ def numbered(messages: list[Any]) -> dict[str, Any]:
 
 
 def turns_in(messages: dict[str, Any]) -> list[str]:
-    """Each message as a turn. An empty one of the system is left out."""
-    turns: list[str] = []
-    for name, message in messages.items():
-        fields = message if isinstance(message, dict) else {}
-        role, content = str(fields.get("role") or fields.get("from")), fields.get("content")
-        text = text_of(fields.get("value") if content is None else content)
-        if ROLES.get(role) == "system" and text is not None and not text.strip():
-            continue
-        if fault := fault_of(fields, role, text, not turns):
-            raise Fault(name, fault)
-        turns.append(f"{ROLES[role]}\n{text}")
+    """Each message as a turn. An empty one of the system is left out. Raises Fault."""
     if not messages:
         raise Fault("the conversation", "has no messages")
+    turns: list[str] = []
+    for name, fields in messages.items():
+        if not isinstance(fields, dict):
+            fields = {}
+        role, text = role_of(fields), text_of(message_content(fields))
+        if ROLES.get(role) == "system" and text is not None and not text.strip():
+            continue
+        problem = message_problem(fields, role, text, is_first=not turns)
+        if problem:
+            raise Fault(name, problem)
+        turns.append(f"{ROLES[role]}\n{text}")
     if not any(turn.startswith(SPEAKS) for turn in turns):
         raise Fault("the assistant", "says nothing")
     return turns
 
 
+def role_of(fields: dict[str, Any]) -> str:
+    return str(fields.get("role") or fields.get("from"))
+
+
+def message_content(fields: dict[str, Any]) -> Any:
+    content = fields.get("content")
+    if content is None:
+        return fields.get("value")
+    return content
+
+
 def text_of(content: Any) -> str | None:
     """The text of a message: a string, or parts of the type text; else None."""
-    if isinstance(content, list):
-        parts = [part if isinstance(part, dict) else {} for part in content]
-        texts: list[Any] = [p.get("text") if p.get("type") == "text" else None for p in parts]
-        return "".join(texts) if all(isinstance(text, str) for text in texts) else None
-    return content if isinstance(content, str) else None
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return None
+    texts: list[str] = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            return None
+        if not isinstance(part.get("text"), str):
+            return None
+        texts.append(part["text"])
+    return "".join(texts)
 
 
-def fault_of(fields: dict[str, Any], role: str, text: str | None, is_first: bool) -> str:
+def message_problem(fields: dict[str, Any], role: str, text: str | None, is_first: bool) -> str:
     """Why a message cannot be learned, or ''."""
     if role not in ROLES:
         return f"has the role {role[:20]!r}, not one of {', '.join(ROLES)}"
-    for calls in filter(fields.get, ("tool_calls", "function_call")):
-        return f"has {calls}, which no model here can learn"
+    for field in ("tool_calls", "function_call"):
+        if fields.get(field):
+            return f"has {field}, which no model here can learn"
     if fields.get("weight") == 0:
         return "has the weight 0, but the loss counts every answer"
     if ROLES[role] == "system" and not is_first:
         return "is the system's, which can only be the first"
     if isinstance(fields.get("content"), list) and text is None:
         return "has a part that is not text"
-    return "" if text and not text.isspace() else "has no text"
+    if not text or text.isspace():
+        return "has no text"
+    return ""

@@ -31,10 +31,11 @@ from launcher.finding import is_part
 from launcher.sagemaker.caller import owner_of_upload
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
-from launcher.text.copies import copied, name_of, temporary
-from launcher.text.files import find_files, read_plain, warn_of_held_out
-from launcher.text.formats import File, opened
+from launcher.text.documents import digest_of, survey_documents, survey_text
+from launcher.text.files import FileOptions, find_files, warn_of_held_out
+from launcher.text.reading import File
 from launcher.text.repeats import share_within, warn_of_repeats
+from launcher.text.sources import name_of, open_sources, temporary
 from launcher.text.writing import write_files
 from launcher.values import plain
 
@@ -58,8 +59,8 @@ class Upload:
     val_tokens: Count = 0
     documents: Count = 0  # that were encoded as tokens
     chats: bool = False  # whether they are conversations
-    contexts: dict[int, Count] = field(default_factory=dict)  # how many of them need each one
-    answers: dict[str, Count] = field(default_factory=dict)  # the least that holds one, by part
+    contexts: dict[int, Count] = field(default_factory=dict)  # how many of them need each length
+    answers: dict[str, Count] = field(default_factory=dict)  # the least length of one, by part
     vocabulary: str = ""  # the characters of a text
     tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
     # The share of its validation part that stands in its training part; None: not measured.
@@ -68,11 +69,11 @@ class Upload:
 
     @property
     def n_training(self) -> int:
-        """The tokens to train on, or characters."""
+        """The number of tokens to train on, or of characters."""
         return self.train_tokens or int(0.9 * self.characters)
 
     def is_whole(self, sizes: Mapping[str, int]) -> bool:
-        """Whether these are its files, by their names and bytes."""
+        """True if these are its files, by their names and sizes in bytes."""
         return set(sizes) == set(self.files) and sum(sizes.values()) == self.size
 
 
@@ -103,20 +104,26 @@ def upload_data(
     Raises InputError if the files are not text or are too short to train on, and as with_store
     does; ServiceError if the store failed.
     """
-    tokenizer, vocab_size, given = plain(tokenizer), plain(vocab_size), plain(paths)
-    given = [given] if isinstance(given, str) else given
-    locations: list[str] = [plain(path) for path in given]
-    include, exclude = ((each,) if isinstance(each, str) else each for each in (include, exclude))
+    texts = texts_of(paths)
+    name = name_of(texts[0]) if texts else "no path"
+    tokenizer, vocab_size = plain(tokenizer), plain(vocab_size)
     if vocab_size is not None and tokenizer != "bpe":
         raise InputError("needs the tokenizer bpe", field="vocab_size", value=vocab_size)
-    settings, name = settings or load_settings(), name_of(locations[0]) if locations else "no path"
-    with copied(locations, settings, progress, code="first-text") as (here, fill):
+    options = FileOptions(
+        include=patterns_of(include),
+        exclude=patterns_of(exclude),
+        records=tokenizer is not None,
+        column=column,
+        encoding=encoding,
+    )
+    settings = settings or load_settings()
+    with open_sources(texts, settings, code="first-text") as sources:
         # A wrong path is refused before AWS is asked.
-        files = find_files(here, include, exclude, tokenizer is not None, encoding, column, fill)
+        files = find_files(sources, options, progress)
         warn_of_held_out(files)
         settings = with_store(settings)
         if tokenizer is None:
-            upload, files = survey(name, files, settings)
+            upload, files = survey_upload(name, files, settings)
             upload = send(upload, files, settings, progress)
         else:
             upload = send_tokens(name, files, tokenizer, vocab_size, settings, progress)
@@ -125,124 +132,143 @@ def upload_data(
     return upload
 
 
+def texts_of(paths: str | Path | Upload | Iterable[str | Path | Upload]) -> list[str]:
+    """The paths and URIs that a user gave, of which each may be of any type that has one."""
+    texts = plain(paths)
+    if isinstance(texts, str):
+        return [texts]
+    return [plain(text) for text in texts]
+
+
+def patterns_of(patterns: str | Sequence[str]) -> Sequence[str]:
+    return (patterns,) if isinstance(patterns, str) else patterns
+
+
 def with_store(settings: Settings) -> Settings:
-    """The settings, with the stack's store if they have none and there is a stack.
+    """Return the settings with the stack's store, if they have none and there is a stack.
 
     If AWS cannot be asked, the text stays on this machine and a launch uploads it later. Raises
     InputError if the store is in another region, and Missing if there is no stack of the name.
     """
-    if settings.store.startswith("s3://") and (session := aws_session(settings)).region_name:
+    if settings.store.startswith("s3://"):
+        session = aws_session(settings)
         region = session.region_name
-        with suppress(Offline):
-            check_bucket(make_client(session, "s3", region), settings.store, "store", region)
+        if region:
+            with suppress(Offline):
+                check_bucket(make_client(session, "s3", region), settings.store, "store", region)
     if settings.store or not settings.reaches_aws:
         return settings
     try:
         return with_stack(settings, names=("store",))
-    except Missing:  # the stack that was named
+    except Missing:  # the stack that the user named
         raise
     except (InputError, ServiceError) as error:
         logger.info(f"could not look for a stack ({error}); keeping the text on this machine")
         return settings
 
 
-def place(store: str) -> str:
-    """The canonical name of a store."""
+def store_uri(store: str) -> str:
+    """The URI of a store; each store has one, and may have many paths."""
     return storage.to_uri(store).rstrip("/")
 
 
-def survey(name: str, files: Sequence[File], settings: Settings) -> tuple[Upload, list[File]]:
-    """The upload that plain text makes, and its files. Raises InputError as read_plain."""
-    counts, kept = read_plain(name, files)
-    uri = uri_of(name, counts.sha256, settings)
+def survey_upload(
+    name: str, files: Sequence[File], settings: Settings
+) -> tuple[Upload, list[File]]:
+    """Read files of plain text; return the upload that they make, and those of them that it has.
+
+    Raises InputError as survey_text.
+    """
+    survey = survey_text(name, files)
+    uri = upload_uri(name, survey.sha256, settings)
     with suppress(Offline):
         earlier = find_upload(uri, settings)
         if earlier is not None and earlier.repeated is not None:
-            return replace(earlier, uploaded=False), kept
+            return replace(earlier, uploaded=False), survey.files
     upload = Upload(
         uri=uri,
-        size=counts.size,
-        sha256=counts.sha256,
-        files=tuple(file.name for file in kept),
-        uploaded=not is_there(uri, settings),
-        characters=counts.characters,
-        vocabulary_size=len(counts.vocabulary),
-        vocabulary=counts.vocabulary,
-        repeated=share_within(kept, counts.characters),
+        size=survey.size,
+        sha256=survey.sha256,
+        files=tuple(file.name for file in survey.files),
+        uploaded=not is_uploaded(uri, settings),
+        characters=survey.characters,
+        vocabulary_size=len(survey.vocabulary),
+        vocabulary=survey.vocabulary,
+        repeated=share_within(survey.files, survey.characters),
     )
-    return upload, kept
+    return upload, survey.files
 
 
 def upload_of(
     name: str, files: Sequence[File], settings: Settings, kind: str = "data", **facts: Any
 ) -> Upload:
-    """The upload of files as they are."""
+    """The upload of files as they are, such as those of a model. facts are other fields of it."""
     sha256 = digest_of(files)
+    uri = upload_uri(name, sha256, settings, kind)
     return Upload(
-        uri=(uri := uri_of(name, sha256, settings, kind)),
+        uri=uri,
         size=sum(file.path.stat().st_size for file in files),
         sha256=sha256,
         files=tuple(file.name for file in files),
-        uploaded=not is_there(uri, settings),
+        uploaded=not is_uploaded(uri, settings),
         **facts,
     )
 
 
-def uri_of(name: str, sha256: str, settings: Settings, kind: str = "data") -> str:
-    """The URI of an upload, by the name of what was given and by what it holds."""
+def upload_uri(name: str, sha256: str, settings: Settings, kind: str = "data") -> str:
+    """The URI of an upload: the name of the text, and the begin of the hash of its content."""
     stem = name.partition(".")[0] or name
     slug = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40] or "text"
-    content = f"-{sha256[:12]}"
-    name = slug.removesuffix(content) + content
-    return storage.to_uri(storage.join(settings.data_store, kind, name))
+    suffix = f"-{sha256[:12]}"
+    return storage.to_uri(
+        storage.join(settings.data_store, kind, slug.removesuffix(suffix) + suffix)
+    )
 
 
 def send_tokens(
     name: str,
     files: Sequence[File],
-    named: str | Path,
+    tokenizer_name: str | Path,
     vocab_size: int | None,
     settings: Settings,
     progress: Progress,
 ) -> Upload:
     """Encode text as tokens and upload them, unless they are in the store."""
-    from launcher.text import tokenizer as tokenizers
     from launcher.text import tokens
+    from launcher.text.tokenizer import find_tokenizer, fingerprint, fitting_size, learn_bpe
 
-    counts = tokens.survey(files)
-    counts.check(name)
-    wanted = vocab_size or tokenizers.fitting_size(counts.characters)
-    tokenizer = None if named == "bpe" else tokenizers.find_tokenizer(str(named), settings)
-    if tokenizer and counts.chats and tokenizer.unit == "characters":
-        what = f"{named} was trained on characters and cannot learn conversations"
-        raise InputError(what, "needs-bpe")
-    how = f"bpe {wanted}"
-    if tokenizer:
-        how = json.dumps(tokenizer.document, ensure_ascii=False)
-    key = hashlib.sha256(f"{TOKENS_VERSION} {counts.sha256} {how}".encode()).hexdigest()
-    uri = uri_of(name, key, settings)
-    if known := find_upload(uri, settings):
-        return replace(known, uploaded=False, documents=counts.documents)
+    survey = survey_documents(files)
+    survey.check(name)
+    vocab_size = vocab_size or fitting_size(survey.characters)
+    recipe = f"bpe {vocab_size}"
+    tokenizer = None
+    if tokenizer_name != "bpe":
+        tokenizer = find_tokenizer(str(tokenizer_name), settings)
+        if survey.chats and tokenizer.unit == "characters":
+            problem = "was trained on characters and cannot learn conversations"
+            raise InputError(f"{tokenizer_name} {problem}", "needs-bpe")
+        recipe = json.dumps(tokenizer.document, ensure_ascii=False)
+
+    key = hashlib.sha256(f"{TOKENS_VERSION} {survey.sha256} {recipe}".encode()).hexdigest()
+    uri = upload_uri(name, key, settings)
+    earlier = find_upload(uri, settings)
+    if earlier is not None:
+        return replace(earlier, uploaded=False, documents=survey.documents)
     if tokenizer is None:
-        logger.info(f"tokenizer: learning {wanted:,} tokens")
-        expect(progress, min(counts.size, tokenizers.SAMPLE))
-        tokenizer = tokenizers.learn_tokenizer(files, wanted, progress)
-        if (learned := len(tokenizer)) < wanted:
-            what = f"{learned:,} tokens, not {wanted:,}: the text has no more to learn"
-            logger.info(f"tokenizer: {what}")
+        tokenizer = learn_bpe(files, vocab_size, survey.size, progress)
     with temporary(settings) as directory:
-        made = tokens.encode(files, counts, tokenizer, directory, progress)
-        shards = [File(name, directory / name) for name in made["files"]]
+        encoded = tokens.encode(files, survey, tokenizer, directory, progress)
+        shards = [File(name, directory / name) for name in encoded["files"]]
         upload = Upload(
             uri=uri,
             size=sum(shard.path.stat().st_size for shard in shards),
             sha256=digest_of(shards),
-            characters=counts.characters,
-            documents=counts.documents,
-            chats=counts.chats > 0,
-            tokenizer=tokenizers.fingerprint(tokenizer),
-            repeated=None if counts.chats else tokens.share_within(directory),
-            **made,
+            characters=survey.characters,
+            documents=survey.documents,
+            chats=survey.chats > 0,
+            tokenizer=fingerprint(tokenizer),
+            repeated=None if survey.chats else tokens.share_within(directory),
+            **encoded,
         )
         return send(upload, shards, settings, progress)
 
@@ -268,71 +294,75 @@ def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Pr
     return upload
 
 
-def digest_of(files: Sequence[File]) -> str:
-    """The SHA-256 over names and contents, as in read_plain."""
-    digest = hashlib.sha256()
-    for file in files:
-        with opened(file) as content:
-            own = hashlib.file_digest(content, "sha256")
-        digest.update(f"{file.name}\0".encode() + own.digest())
-    return digest.hexdigest()
+# -- find ------------------------------------------------------------------------------------------
 
 
 def find_upload(uri: str, settings: Settings) -> Upload | None:
-    """The upload at a URI, if it has a manifest and every file is complete."""
+    """The upload at a URI, or None if it has no manifest or a file of it is not complete."""
     upload = read_manifest(uri, settings)
-    whole = upload and upload.is_whole(storage.list_files(uri.rstrip("/"), settings))
-    return upload if whole else None
+    if upload is None or not upload.is_whole(storage.list_files(uri.rstrip("/"), settings)):
+        return None
+    return upload
 
 
-def is_there(uri: str, settings: Settings, unasked: bool = False) -> bool:
-    """Whether an upload is complete at a URI; `unasked` if a dry run does not ask."""
+def is_uploaded(uri: str, settings: Settings, if_offline: bool = False) -> bool:
+    """True if an upload is complete at a URI. A dry run does not ask S3; it gets `if_offline`."""
     try:
         return find_upload(uri, settings) is not None
     except Offline:
-        return unasked
+        return if_offline
 
 
 def read_manifest(uri: str, settings: Settings) -> Upload | None:
-    """What was uploaded to a URI, whether or not it is still complete."""
+    """What was uploaded to a URI, whether or not it is still complete; None if nothing was."""
     if re.fullmatch(r"s3://[^/]+/?", uri):  # .json would name another bucket
         return None
     try:
         upload = storage.read_document(f"{uri.rstrip('/')}.json", Upload, settings)
     except Damaged:
         return None
-    return upload and replace(upload, uri=uri)  # a moved store's manifests name its old place
+    if upload is None:
+        return None
+    return replace(upload, uri=uri)  # the store may have been moved since
 
 
 def known_upload(uri: str | None, settings: Settings) -> Upload | None:
-    """The manifest of a data set; None if it is gone, or was never uploaded."""
+    """The manifest of a text; None if it is gone, or if it cannot be read."""
+    if not uri:
+        return None
     try:
-        return read_manifest(uri, settings) if uri else None
+        return read_manifest(uri, settings)
     except (InputError, ServiceError):
         return None
 
 
-def located(word: str, settings: Settings) -> str:
-    """The URI of an upload that is given by its name or a part of it, or was moved; else the word.
+def find_text(typed: str, settings: Settings) -> str:
+    """The URI of a text that a user typed: of an upload by its name, a part of it, or where it was.
 
-    Raises InputError for a word that is no path and means no upload, or several.
+    A path or URI of anything else is returned as it is. Raises InputError if the text is no path
+    and means no upload, or several.
     """
-    if not PART_OF_NAME.fullmatch(word) or Path(word).exists():
-        return find_moved(word, settings)
-    stores = [place(settings.local_store), place(with_store(settings).data_store)]
-    roots = [storage.join(store, "data") for store in stores]
-    if not UPLOAD_NAME.fullmatch(word):
-        return find_by_part(word, roots, settings)
+    if not PART_OF_NAME.fullmatch(typed) or Path(typed).exists():
+        return find_moved(typed, settings)
+    stores = (settings.local_store, with_store(settings).data_store)
+    roots = [storage.join(store_uri(store), "data") for store in stores]
+    if not UPLOAD_NAME.fullmatch(typed):
+        return find_by_part(typed, roots, settings)
     for root in roots:
-        uri = storage.join(root, word)
-        if is_there(uri, settings, unasked=True):
+        uri = storage.join(root, typed)
+        if is_uploaded(uri, settings, if_offline=True):
             return uri
-    raise InputError(f"there is neither a file nor an upload {word}", "no-upload")
+    raise no_upload(typed)
+
+
+def no_upload(typed: str) -> InputError:
+    return InputError(f"there is neither a file nor an upload {typed}", "no-upload")
 
 
 def find_by_part(part: str, roots: Iterable[str], settings: Settings) -> str:
     """The URI of the upload below these roots that a part of its name means."""
-    uris, failure = dict[str, str](), None
+    uris: dict[str, str] = {}
+    failure: InputError | ServiceError | None = None
     for root in roots:
         try:
             for name in names_in(root, settings):
@@ -340,71 +370,78 @@ def find_by_part(part: str, roots: Iterable[str], settings: Settings) -> str:
         except (InputError, ServiceError) as error:
             failure = error
     match = choose(part, uris)
-    if match is not None:
+    if match is None:
         if failure is not None:
-            logger.info(f"{failure}; only this machine has been searched for {part}")
-        return uris[match]
+            raise failure.within(f"cannot find the upload {part!r}")
+        raise no_upload(part)
     if failure is not None:
-        raise failure.within(f"cannot find the upload {part!r}")
-    raise InputError(f"there is neither a file nor an upload {part}", "no-upload")
+        logger.info(f"{failure}; only this machine has been searched for {part}")
+    return uris[match]
 
 
 def names_in(root: str, settings: Settings) -> list[str]:
-    """The names of the uploads at a URI that have a manifest."""
-    files = storage.list_files(root, settings)
-    names = [file.removesuffix(".json") for file in files if file.endswith(".json")]
-    return [name for name in names if UPLOAD_NAME.fullmatch(name)]
+    """The names of the uploads below a URI that have a manifest."""
+    names = []
+    for file in storage.list_files(root, settings):
+        name = file.removesuffix(".json")
+        if name != file and UPLOAD_NAME.fullmatch(name):
+            names.append(name)
+    return names
 
 
 def choose(part: str, names: Iterable[str]) -> str | None:
-    """The upload that a part of a name means, of these; None if none matches.
+    """The upload that a part of a name means, of these; None if it means none.
 
     A part is all before the hash, or else the start or the end of a name. Raises InputError if
     several match.
     """
     names = sorted(names)
     matches = [name for name in names if name.rpartition("-")[0] == part]
-    matches = matches or [name for name in names if is_part(part, name)]
-    if len(matches) > 1:
-        shown = ", ".join(matches[:3]) + " and more" * (len(matches) > 3)
-        problem = f"{part!r} matches {len(matches)} uploads: {shown}; give more of the name"
-        raise InputError(problem)
+    if not matches:
+        matches = [name for name in names if is_part(part, name)]
     if not matches:
         return None
+    if len(matches) > 1:
+        shown = ", ".join(matches[:3])
+        if len(matches) > 3:
+            shown += " and more"
+        problem = f"{part!r} matches {len(matches)} uploads: {shown}; give more of the name"
+        raise InputError(problem)
     logger.info(f"{part} is upload {matches[0]}")
     return matches[0]
 
 
 def last_uploads(settings: Settings) -> Cache[dict[str, str]]:
-    """The URI of the last upload to each store, by `place`, the newest last."""
+    """The URI of the last upload to each store, by the URI of the store, the newest last."""
     return Cache(settings.home / "last-uploads.json", dict[str, str])
 
 
 def note_last_upload(uri: str, settings: Settings) -> None:
+    """Record the last upload. Raises ServiceError if the disk is full."""
     cache = last_uploads(settings)
     uris = cache.read()
-    store = place(settings.data_store)
+    store = store_uri(settings.data_store)
     uris.pop(store, None)
     uris[store] = uri  # the newest is the last
-    storage.write_json(str(cache.file), uris)  # raises, where the cache would not
+    storage.write_json(str(cache.file), uris)
 
 
 def last_upload(settings: Settings) -> str:
-    """The URI of the last upload from this machine, which a launch takes unless another is named.
+    """The URI of the last upload from this machine, which a launch takes by default.
 
     It went to the store that is set, or was kept here because AWS could not be asked. Raises
     InputError if there is none, or it is deleted or incomplete.
     """
-    places = {place(settings.data_store)}
-    if storage.local_path(settings.data_store) is None:
-        places.add(place(settings.local_store))
-    last = last_uploads(settings).read()
-    uris = [find_moved(uri, settings) for uri in last.values()]
+    uris = [find_moved(uri, settings) for uri in last_uploads(settings).read().values()]
     if settings.store:
-        uris = [uri for uri in uris if uri.rpartition("/data/")[0] in places]
-    problem = f"nothing was uploaded to {settings.data_store} from here"
-    for uri in uris[-1:]:
-        if is_there(uri, settings, unasked=True):
-            return uri
-        problem = f"the last upload, {uri}, is deleted or incomplete"
-    raise InputError(problem, "no-last-upload")
+        stores = {store_uri(settings.data_store)}
+        if storage.local_path(settings.data_store) is None:
+            stores.add(store_uri(settings.local_store))
+        uris = [uri for uri in uris if uri.rpartition("/data/")[0] in stores]
+    if not uris:
+        problem = f"nothing was uploaded to {settings.data_store} from here"
+        raise InputError(problem, "no-last-upload")
+    uri = uris[-1]
+    if not is_uploaded(uri, settings, if_offline=True):
+        raise InputError(f"the last upload, {uri}, is deleted or incomplete", "no-last-upload")
+    return uri

@@ -1,34 +1,35 @@
-"""Bytes as text: read UTF-8 and other encodings, and say what a text may be that is neither."""
+"""Read bytes as text, in UTF-8 and other encodings, and guess the encoding of a text."""
 
 from __future__ import annotations
 
 import codecs
 import io
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import IO
 
 from launcher.errors import InputError
-from launcher.text.unpacking import CHUNK, Filter
+from launcher.text.unpacking import CHUNK, ChunkedFile
 
-SAMPLE = 1 << 22  # bytes after a fault that are looked at
+SAMPLE = 1 << 22  # bytes after a fault that are read to judge it
+GUESS_BYTES = 1 << 16  # of which an encoding is guessed
 
-# Those in which people have texts, by Python's names. Among all that it knows, charset_normalizer
+# Those in which people have texts, by Python's names. Of all that charset_normalizer knows, it
 # often prefers a rare one.
 ENCODINGS = (
     *("cp1252", "cp1250", "cp1251", "koi8_r", "cp866", "cp1253", "cp1254", "cp1255", "cp1256"),
     *("mac_roman", "gb18030", "big5", "cp932", "euc_jp", "cp949", "utf_16_le", "utf_16_be"),
 )
-# Codecs of Python that are for names of hosts, or for nothing.
+# Python's codecs for names of hosts, and the one that refuses everything.
 NOT_FOR_FILES = {"idna", "punycode", "undefined"}
 CONTROLS = bytes({*range(32)} - {*b"\t\n\f\r\x1b"})
 SURROGATE = rb"\xed[\xa0-\xbf][\x80-\xbf]"  # half of a pair, as CESU-8 writes it
 
 
 def is_encoding(name: str) -> bool:
-    """Whether Python can read files in an encoding of this name."""
+    """True if Python can read files in an encoding of this name."""
     try:
         codec = codecs.lookup(name)
         "".encode(name)  # refuses codecs from bytes to bytes
@@ -39,13 +40,13 @@ def is_encoding(name: str) -> bool:
 
 @dataclass
 class Cursor:
-    """A place in a text; both numbers count from 1, and a column is a character."""
+    """A position in a text. Both numbers count from 1; a column is a character."""
 
     line: int = 1
     column: int = 1
 
     def advance(self, text: str) -> None:
-        """Move behind a text."""
+        """Move on by a text."""
         line_breaks = text.count("\n")
         if line_breaks:
             self.line += line_breaks
@@ -58,11 +59,12 @@ class Cursor:
 
 
 def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes, str]]:
-    """Yield a UTF-8 text by `size` bytes, each with the characters that end in them.
+    """Yield a UTF-8 text in chunks of `size` bytes, each with the characters that end in it.
 
-    Raises InputError where it is not UTF-8, or has a zero.
+    name is that of the file in errors. Raises InputError where it is not UTF-8, or has a zero.
     """
-    decoder, cursor = codecs.getincrementaldecoder("utf-8")(), Cursor()
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    cursor = Cursor()
     position = n_beyond_ascii = 0  # bytes
     while chunk := file.read(size):
         zero = chunk.find(0)
@@ -74,133 +76,154 @@ def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes,
         except UnicodeDecodeError as error:  # its object begins with the rest of a character
             content = error.object + file.read(SAMPLE)
             cursor.advance(content[: error.start].decode())
-            raise not_text(name, content, error.start, "utf-8", cursor, n_beyond_ascii) from None
+            fault = Fault(content, error.start, "utf-8", cursor, n_beyond_ascii)
+            raise not_text(name, fault) from None
         position += len(chunk)
         n_beyond_ascii += len(chunk) - len(text)
         cursor.advance(text)
         yield chunk, text
     if decoder.getstate()[0]:
         code = "mend-utf8" if n_beyond_ascii > 3 else ""
-        what = f"is not UTF-8 text (it ends inside a character, at {cursor}; was it cut?)"
-        raise InputError(f"{name}: {what}", code)
+        problem = f"is not UTF-8 text (it ends inside a character, at {cursor}; was it cut?)"
+        raise InputError(f"{name}: {problem}", code)
 
 
 def as_utf8(file: IO[bytes], name: object, encoding: str = "utf-8") -> io.BufferedReader:
     """A text in some encoding, as UTF-8. Reading raises InputError where it is not in it."""
     codec = codecs.lookup(encoding).name
 
-    def chunks(file: IO[bytes]) -> Callable[[], bytes]:
-        decoder, cursor, n_beyond_ascii = codecs.getincrementaldecoder(codec)(), Cursor(), 0
+    def make_chunks(file: IO[bytes]) -> Iterator[bytes]:
+        decoder = codecs.getincrementaldecoder(codec)()
+        cursor = Cursor()
+        n_beyond_ascii = 0  # bytes
+        is_end = False
+        while not is_end:
+            chunk = file.read(CHUNK)
+            is_end = not chunk
+            try:
+                text = decoder.decode(chunk, is_end)
+            except UnicodeDecodeError as error:  # its object begins with the rest of a character
+                content = error.object + file.read(SAMPLE)
+                cursor.advance(content[: error.start].decode(codec, "ignore"))
+                fault = Fault(content, error.start, codec, cursor, n_beyond_ascii)
+                raise not_text(name, fault) from None
+            cursor.advance(text)
+            utf8 = text.encode()
+            n_beyond_ascii += len(utf8) - len(text)
+            if utf8:
+                yield utf8
 
-        def next_chunk() -> bytes:
-            nonlocal n_beyond_ascii
-            content, chunk = b"", b"x"
-            while chunk and not content:
-                chunk = file.read(CHUNK)
-                try:
-                    text = decoder.decode(chunk, not chunk)
-                except UnicodeDecodeError as error:
-                    rest = error.object + file.read(SAMPLE)
-                    cursor.advance(rest[: error.start].decode(codec, "ignore"))
-                    raise not_text(name, rest, error.start, codec, cursor, n_beyond_ascii) from None
-                cursor.advance(text)
-                content = text.encode()
-                n_beyond_ascii += len(content) - len(text)
-            return content
-
-        return next_chunk
-
-    return io.BufferedReader(Filter(file, chunks), CHUNK)
+    return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK)
 
 
 # -- what is wrong with a text ---------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Fault:
+    """A byte at which a text is not in its encoding."""
+
+    content: bytes  # of the text, from some place before the byte
+    index: int  # of the byte in the content
+    encoding: str = "utf-8"
+    cursor: Cursor | None = None  # where the byte is; None: in the only line of the content
+    n_beyond_ascii: int = 0  # bytes before the content that only UTF-8 has
+
+    @property
+    def line_begin(self) -> int:
+        """The index of the first byte of its line."""
+        return self.content.rfind(b"\n", 0, self.index) + 1
+
+    def __str__(self) -> str:
+        """Such as `line 3, column 7: byte 0xe9`."""
+        position = str(self.cursor)
+        if self.cursor is None:
+            line = self.content[self.line_begin : self.index].decode(self.encoding, "ignore")
+            position = f"column {len(line) + 1}"
+        return f"{position}: byte 0x{self.content[self.index]:02x}"
+
+
 def with_zero(name: object, content: bytes, zero: int, cursor: Cursor, position: int) -> InputError:
-    """The error for content with a zero at a byte of it: UTF-16, some zeros in a text, or no text.
+    """The error for a text with a zero: it is UTF-16, it has some zeros, or it is binary.
 
-    position is that of the content in its file.
+    zero is the index of the zero in the content, whose position in its file is given.
     """
-    guesses = encodings_of(content[: 1 << 16])
+    guesses = guess_encodings(content[:GUESS_BYTES])
     if guesses and guesses[0].startswith("utf_16"):
-        return in_another_encoding(f"{name}: is not UTF-8 text ({cursor})", content, 0, guesses)
-    controls = len(content) - len(content.translate(None, CONTROLS))
-    where = f"a zero at byte {position + zero}"
-    if controls * 100 > len(content):
-        return InputError(f"{name}: is a binary file ({where}), not text")
-    what = f"has {where} ({cursor}), as texts of PDFs may"
-    return InputError(f"{name}: {what}", "leave-out-zeros")
+        fault = Fault(content, 0)
+        return in_another_encoding(f"{name}: is not UTF-8 text ({cursor})", fault, guesses)
+    n_controls = len(content) - len(content.translate(None, CONTROLS))
+    zero_at = f"a zero at byte {position + zero}"
+    if n_controls * 100 > len(content):
+        return InputError(f"{name}: is a binary file ({zero_at}), not text")
+    problem = f"has {zero_at} ({cursor}), as texts of PDFs may"
+    return InputError(f"{name}: {problem}", "leave-out-zeros")
 
 
-def not_text(
-    name: object,
-    content: bytes,
-    at: int,
-    encoding: str = "utf-8",
-    cursor: Cursor | None = None,
-    n_before: int = 0,
-) -> InputError:
-    """The error for content that is not in its encoding, at a byte of it: what it may be instead.
-
-    cursor is where that byte is; by default, the content is one line, which the name says.
-    n_before counts bytes before the content that only UTF-8 has.
-    """
-    begin = content.rfind(b"\n", 0, at) + 1
-    n_characters = len(content[begin:at].decode(encoding, "ignore"))
-    place = f"{cursor or f'column {n_characters + 1}'}: byte 0x{content[at]:02x}"
-    encoding = encoding.removesuffix("-sig")
+def not_text(name: object, fault: Fault) -> InputError:
+    """The error for a text that is not in its encoding, with the one that it may have."""
+    encoding = fault.encoding.removesuffix("-sig")
     if encoding == "utf-8":
-        error = nearly_utf8(name, content, place, n_before)
+        error = nearly_utf8(name, fault)
         if error:
             return error
-    guesses = encodings_of(content[begin : begin + (1 << 16)])
-    what = f"{name}: is not {encoding.upper()} text ({place})"
-    return in_another_encoding(what, content[begin:], at - begin, guesses, encoding)
+    begin = fault.line_begin
+    line = replace(fault, content=fault.content[begin:], index=fault.index - begin)
+    guesses = guess_encodings(line.content[:GUESS_BYTES])
+    return in_another_encoding(f"{name}: is not {encoding.upper()} text ({fault})", line, guesses)
 
 
-def nearly_utf8(name: object, content: bytes, place: str, n_before: int) -> InputError | None:
-    """The error for a text that is UTF-8 but for a few bytes: another encoding would spoil it."""
-    text = content.decode("utf-8", "surrogateescape")
-    faults = list(re.finditer("[\udc80-\udcff]+", text))
-    n_faulty = sum(len(fault[0]) for fault in faults)
-    n_valid = n_before + len(re.findall("[\x80-\ud7ff\ue000-\U0010ffff]", text))
-    n_surrogates = len(re.findall(SURROGATE, content))
+def nearly_utf8(name: object, fault: Fault) -> InputError | None:
+    """The error for a text that is UTF-8 but for a few bytes, or None if it is something else.
+
+    Another encoding would spoil such a text.
+    """
+    text = fault.content.decode("utf-8", "surrogateescape")
+    faulty_parts = list(re.finditer("[\udc80-\udcff]+", text))
+    n_faulty = sum(len(part[0]) for part in faulty_parts)
+    n_valid = fault.n_beyond_ascii + len(re.findall("[\x80-\ud7ff\ue000-\U0010ffff]", text))
+    n_surrogates = len(re.findall(SURROGATE, fault.content))
     if n_surrogates and n_faulty - 3 * n_surrogates <= n_valid:
-        what = f"has surrogates ({place}), as databases and Java write in CESU-8"
-        return InputError(f"{name}: {what}", "mend-surrogates")
+        problem = f"has surrogates ({fault}), as databases and Java write in CESU-8"
+        return InputError(f"{name}: {problem}", "mend-surrogates")
     if n_faulty >= n_valid:
         return None
-    lines = 1 + sum(
-        "\n" in text[before.end() : fault.start()] and fault.start() < len(text) - 3
-        for before, fault in pairwise(faults)  # a sample may end inside a character
-    )
-    what = "one place" if lines == 1 else f"{lines:,} lines, the first"
-    return InputError(f"{name}: is UTF-8 but for {what} ({place})", "mend-utf8")
+    n_lines = 1
+    for previous, part in pairwise(faulty_parts):
+        is_cut = part.start() >= len(text) - 3  # a sample may end inside a character
+        if "\n" in text[previous.end() : part.start()] and not is_cut:
+            n_lines += 1
+    lines = "one place" if n_lines == 1 else f"{n_lines:,} lines, the first"
+    return InputError(f"{name}: is UTF-8 but for {lines} ({fault})", "mend-utf8")
 
 
-def in_another_encoding(
-    what: str, content: bytes, at: int, guesses: list[str], encoding: str = "utf-8"
-) -> InputError:
-    """The error with the encoding that content may have, and some words around a byte in it."""
-    codec = codecs.lookup(encoding).name
+def in_another_encoding(problem: str, fault: Fault, guesses: list[str]) -> InputError:
+    """The error for a text with the encoding that it may have, and how it reads in that one."""
+    codec = codecs.lookup(fault.encoding.removesuffix("-sig")).name
     guesses = [guess for guess in guesses if codecs.lookup(guess).name != codec]
     if not guesses:
-        return InputError(what)
+        return InputError(problem)
     guess = guesses[0]
-    before = len(content[:at].decode(guess, "ignore"))
-    sample = content[: at + 80].decode(guess, "ignore")
-    words = " ".join(sample[max(0, before - 20) : before + 20].split())
-    perhaps = f"perhaps {' or '.join(guesses[:2])}; in {guess} it reads {words!r}"
-    return InputError(f"{what}, but {perhaps}", "give-encoding", encoding=guess)
+    n_before = len(fault.content[: fault.index].decode(guess, "ignore"))
+    text = fault.content[: fault.index + 80].decode(guess, "ignore")
+    excerpt = " ".join(text[max(0, n_before - 20) : n_before + 20].split())
+    names = " or ".join(guesses[:2])
+    return InputError(
+        f"{problem}, but perhaps {names}; in {guess} it reads {excerpt!r}",
+        "give-encoding",
+        encoding=guess,
+    )
 
 
-def encodings_of(content: bytes) -> list[str]:
+def guess_encodings(content: bytes) -> list[str]:
     """The encodings that a text may have, the likeliest first."""
     import charset_normalizer
 
     matches = charset_normalizer.from_bytes(content, cp_isolation=[*ENCODINGS])
-    names = [name for match in matches for name in match.could_be_from_charset]
+    names: list[str] = []
+    for match in matches:
+        names += match.could_be_from_charset
     # Western Europe's, by far the more frequent, decodes most bytes to letters of the same weight.
     if names[:1] == ["cp1250"] and "cp1252" in names:
-        names = ["cp1252", *names]
+        names.insert(0, "cp1252")
     return list(dict.fromkeys(names))

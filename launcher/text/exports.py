@@ -10,97 +10,106 @@ from typing import Any
 
 from launcher.text.chats import LISTS
 
-DEPTH = 6  # levels of a value in which records are looked for
-SOME = 100  # values of a level that are looked at
-WHOLE = ", one JSON object"  # ends the place of a record that is a whole file
-NOTEBOOK = {"cells", "nbformat"}
-OUT = "FILE > RECORDS.jsonl"
+MAX_DEPTH = 6  # levels of a value in which records are searched for
+MAX_VALUES = 100  # values of a level that are searched
+WHOLE_FILE = ", one JSON object"  # ends the position of a record that is a whole file
+NOTEBOOK_FIELDS = {"cells", "nbformat"}
+REDIRECT = "FILE > RECORDS.jsonl"
 CLAUDE = "{messages: [.chat_messages[] | {role: .sender, content: .text}]}"
 # Joins a text that is a list of strings and of parts with a field `text`.
 JOIN = 'if type == "array" then map(.text? // .) | join("") else . end'
 
 
 def is_no_chat(record: Any, column: str) -> bool:
-    """Whether a record looks like a conversation, but lists records that are no messages.
+    """True for a record that looks like a conversation, but whose list holds no messages.
 
-    Messages have a role, or a value beside `from`, as chats.py reads them.
+    A message has a role, or a value beside `from`, as chats.py reads it.
     """
     if isinstance(record, list):
-        return are_records(record) and not any(map(is_message, record))
+        return are_no_messages(record)
     if not isinstance(record, dict) or isinstance(record.get(column), str):
         return False
-    lists = [record[name] for name in LISTS if isinstance(record.get(name), list)]
-    return bool(lists) and are_records(lists[0]) and not any(map(is_message, lists[0]))
+    for field in LISTS:
+        if isinstance(record.get(field), list):
+            return are_no_messages(record[field])
+    return False
 
 
-def is_message(item: dict[str, Any]) -> bool:
-    return "role" in item or "value" in item
+def are_no_messages(items: Sequence[Any]) -> bool:
+    """True for a list of objects of which none is a message of a conversation."""
+    if not items or not all(isinstance(item, dict) for item in items):
+        return False
+    return not any("role" in item or "value" in item for item in items)
 
 
-def are_records(items: Sequence[Any]) -> bool:
-    return bool(items) and all(isinstance(item, dict) for item in items)
+def explain(record: Any, position: str, column: str) -> str:
+    """Why a record is no document, and a command that makes documents of it; '' if none is known.
 
-
-def explain(record: Any, place: str, column: str) -> str:
-    """Why a record is no document, and what makes documents of it; '' if that is not known.
-
-    place is where it stands, as the readers of launcher/text/records.py say it.
+    position is as the readers of launcher/text/records.py yield it.
     """
-    if re.search(r", row \d+$", place):
+    if re.search(r", row \d+$", position):
         return ""  # of a Parquet file, which jq does not read
-    root = ".[]" if re.search(r", item \d+$", place) else "."
+    root = "."
+    if re.search(r", item \d+$", position):
+        root = ".[]"
     if isinstance(record, str):
-        return f"a string, and no object; `jq -c '{root} | {{text: .}}' {OUT}` makes records of it"
+        command = jq(f"{root} | {{text: .}}")
+        return f"a string, and no object; {command} makes records of it"
     if isinstance(record, dict):
-        special = explain_export(record, root)
-        if special:
-            return special
-        if is_in_parts(record.get(column)) and not place.endswith(WHOLE):
-            what = f"`{column}` is a list of strings and parts, as Telegram writes it"
-            path = f"{root.removesuffix('.')}{step(column)}"
-            return f"{what}; `jq -c '{path} |= ({JOIN})' {OUT}` joins them"
+        export = explain_export(record, root)
+        if export:
+            return export
+        if is_in_parts(record.get(column)) and not position.endswith(WHOLE_FILE):
+            command = jq(f"{root.removesuffix('.')}{path_to(column)} |= ({JOIN})")
+            problem = f"`{column}` is a list of strings and parts, as Telegram writes it"
+            return f"{problem}; {command} joins them"
     records = find_records(record, column)
-    if not records:
+    if records is None:
         return ""
-    path = f"{root.removesuffix('.')}{records.path}"
-    if not path.startswith("."):
-        path = f".{path}"
-    if records.are_strings:
-        path = f"{path} | {{text: .}}"
-    where = f"in `{records.name}`" if records.name else "its items"
-    problem = f"`{column}` is no text" if has_field(record, column) else f"no field `{column}`"
-    return f"{problem}; its records may be {where} ({records.number:,}): `jq -c '{path}' {OUT}`"
+    problem = f"no field `{column}`"
+    if isinstance(record, dict) and column in record:
+        problem = f"`{column}` is no text"
+    location = "its items"
+    if records.name:
+        location = f"in `{records.name}`"
+    command = jq(records.filter_below(root))
+    return f"{problem}; its records may be {location} ({records.number:,}): {command}"
 
 
-def has_field(record: Any, column: str) -> bool:
-    return isinstance(record, dict) and column in record
+def jq(filter: str) -> str:
+    """A command that writes what a filter of jq makes of a file."""
+    return f"`jq -c '{filter}' {REDIRECT}`"
 
 
 def explain_export(record: dict[str, Any], root: str) -> str:
-    """What a record is that some program exports, and how to go on; '' if it is none of these."""
+    """The program that exports such a record, and what makes documents of it; '' for any other."""
     if "mapping" in record:
         example = 'records are like {"text": "..."} or {"messages": [...]}'
         return f"ChatGPT's own export is not read; {example}"
     if "chat_messages" in record:
-        return f"Claude's own export; `jq -c '{root} | {CLAUDE}' {OUT}` makes conversations of it"
-    if record.keys() >= NOTEBOOK:
+        return f"Claude's own export; {jq(f'{root} | {CLAUDE}')} makes conversations of it"
+    if record.keys() >= NOTEBOOK_FIELDS:
         return "a notebook; `jupyter nbconvert --to script FILE` makes code of it"
     return ""
 
 
 def is_in_parts(text: Any) -> bool:
-    """Whether a text is a list of strings, and of objects that hold one."""
+    """True for a text that is a list of strings, and of objects that hold one."""
     if not isinstance(text, list) or not text:
         return False
-    texts = [part.get("text") if isinstance(part, dict) else part for part in text]
-    return all(isinstance(part, str) for part in texts)
+    for part in text:
+        if isinstance(part, dict):
+            part = part.get("text")
+        if not isinstance(part, str):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
 class Records:
-    """A list in a JSON value."""
+    """A list in a JSON value, which may be the records of a file."""
 
-    path: str  # jq's, below the value
+    path: str  # of jq, below the value
     items: list[Any]
 
     @property
@@ -120,7 +129,16 @@ class Records:
         return all(isinstance(item, str) for item in self.items)
 
     def have(self, column: str) -> bool:
-        return self.are_objects and any(column in item for item in self.items[:SOME])
+        return self.are_objects and any(column in item for item in self.items[:MAX_VALUES])
+
+    def filter_below(self, root: str) -> str:
+        """The filter of jq that makes records of the items, for a value at `root`."""
+        path = f"{root.removesuffix('.')}{self.path}"
+        if not path.startswith("."):
+            path = f".{path}"
+        if self.are_strings:
+            return f"{path} | {{text: .}}"
+        return path
 
 
 def find_records(value: Any, column: str) -> Records | None:
@@ -131,31 +149,33 @@ def find_records(value: Any, column: str) -> Records | None:
     """
     lists = list(lists_in(value))
     by_length = sorted(lists, key=lambda records: records.number, reverse=True)
-    choices = [
+    candidates = [
         *(records for records in lists if records.have(column)),
         *(records for records in by_length if records.are_objects),
         *(records for records in lists if records.are_strings and records.name == column),
         *(records for records in by_length if records.are_strings),
     ]
-    return choices[0] if choices else None
+    if not candidates:
+        return None
+    return candidates[0]
 
 
 def lists_in(value: Any) -> Iterator[Records]:
-    """Each list in a JSON value, the shallowest first; those of a list's items are one list."""
-    level = [("", [value])]
-    for _ in range(DEPTH):
-        below = list[tuple[str, list[Any]]]()
-        for path, values in level:
-            items = [item for value in values[:SOME] for item in items_in(value)]
+    """Yield each list in a JSON value, the shallowest first; those of a list's items are one."""
+    values_by_path: dict[str, list[Any]] = {"": [value]}
+    for _ in range(MAX_DEPTH):
+        next_level: dict[str, list[Any]] = {}
+        for path, values in values_by_path.items():
+            items: list[Any] = []
+            for value in values[:MAX_VALUES]:
+                items += items_in(value)
             if items:
                 yield Records(f"{path}[]", items)
-                below.append((f"{path}[]", items))
-            fields = dict[str, list[Any]]()
-            for value in values[:SOME]:
+                next_level[f"{path}[]"] = items
+            for value in values[:MAX_VALUES]:
                 for name, field in fields_in(value):
-                    fields.setdefault(f"{path}{step(name)}", []).append(field)
-            below += fields.items()
-        level = below
+                    next_level.setdefault(f"{path}{path_to(name)}", []).append(field)
+        values_by_path = next_level
 
 
 def items_in(value: Any) -> list[Any]:
@@ -165,13 +185,17 @@ def items_in(value: Any) -> list[Any]:
     if not isinstance(value, dict) or len(value) < 2:
         return []
     items = list(value.values())
-    if is_numbered(value):
+    if is_numbered(value) or are_alike(items):
         return items
-    are_alike = isinstance(items[0], dict) and not is_numbered(items[0])
-    are_alike = are_alike and all(
-        isinstance(item, dict) and item.keys() == items[0].keys() for item in items
-    )
-    return items if are_alike else []
+    return []
+
+
+def are_alike(items: Sequence[Any]) -> bool:
+    """True for objects with the same fields, which are not numbered."""
+    first = items[0]
+    if not isinstance(first, dict) or is_numbered(first):
+        return False
+    return all(isinstance(item, dict) and item.keys() == first.keys() for item in items)
 
 
 def is_numbered(value: dict[str, Any]) -> bool:
@@ -179,12 +203,15 @@ def is_numbered(value: dict[str, Any]) -> bool:
 
 
 def fields_in(value: Any) -> list[tuple[str, Any]]:
-    """Some of the fields of an object, with names that a shell takes in quotes."""
+    """The first fields of an object, with names that a shell takes in quotes."""
     if not isinstance(value, dict):
         return []
-    return [(name, field) for name, field in list(value.items())[:SOME] if "'" not in name]
+    fields = list(value.items())[:MAX_VALUES]
+    return [(name, field) for name, field in fields if "'" not in name]
 
 
-def step(name: str) -> str:
-    """jq's path to a field."""
-    return f".{name}" if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) else f"[{json.dumps(name)}]"
+def path_to(name: str) -> str:
+    """jq's path to a field of an object."""
+    if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        return f".{name}"
+    return f"[{json.dumps(name)}]"

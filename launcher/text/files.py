@@ -1,280 +1,377 @@
-"""The files of an upload, and what a text of them is made of."""
+"""Find the files of an upload."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 
 from launcher.errors import InputError
-from launcher.files import storage
-from launcher.text.copies import Fill
-from launcher.text.encodings import is_encoding, read_text
-from launcher.text.formats import (
-    COMPRESSIONS,
-    PLAIN,
-    Counts,
-    File,
-    bare,
-    documents_of,
-    first_with_magic,
-    look,
-    named,
-    note_odd,
-    opened,
-)
+from launcher.files.progress import Progress, no_progress
+from launcher.text.documents import documents_in, list_left_out
+from launcher.text.encodings import is_encoding
+from launcher.text.formats import PLAIN, format_of_name, is_packed
+from launcher.text.reading import File, detect_file
 from launcher.text.skipped import Skipped
+from launcher.text.sources import Source
+from launcher.text.unpacking import without_compression
+from launcher.values import is_utf8
 
-logger = logging.getLogger("launcher.text")
+logger = logging.getLogger(__name__)
 
 HELD_OUT = re.compile(r"(test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
-SAVED = {"dataset_info.json", "state.json"}
+MAX_GLOBS, MAX_NAMES = 8, 3  # in a warning
+DATASETS_FILES = {"dataset_info.json", "state.json"}  # as `save_to_disk` of datasets writes them
+SNIFF_BYTES = 512
 
 
-class Globs:
-    """Patterns of names, or of paths below a folder, in any case, and those that matched none."""
+@dataclass(frozen=True)
+class FileOptions:
+    """Which files are taken, and how they are read."""
 
-    def __init__(self, field: str, patterns: Sequence[str]) -> None:
-        self.field, self.patterns = field, [pattern.removeprefix("./") for pattern in patterns]
-        self.unused = set(self.patterns)
-
-    def match(self, path: Path, root: Path) -> bool:
-        names = (path.name, path.relative_to(root).as_posix())
-        hits = {p for p in self.patterns for n in names if fnmatchcase(n.lower(), p.lower())}
-        self.unused -= hits
-        return bool(hits)
+    include: Sequence[str] = ()  # patterns of files that are taken as plain text
+    exclude: Sequence[str] = ()  # patterns of files and folders that are left out
+    records: bool = False  # whether files of records are taken too; an upload of tokens can
+    column: str = "text"  # the field of a record that holds the text
+    encoding: str = ""  # of files that are not UTF-8
 
 
 def find_files(
-    paths: Sequence[Path],
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    tokens: bool = False,
-    encoding: str = "",
-    column: str = "text",
-    fill: Fill = lambda wanted: None,
+    sources: Sequence[Source],
+    options: FileOptions = FileOptions(),
+    progress: Progress = no_progress,
 ) -> list[File]:
-    """The files to upload: each path that is a file, and all of a known format in each folder.
+    """Find the files to upload: each source that is a file, and those of a known format in folders.
 
-    include adds plain text by patterns of names, or of paths below a folder, and exclude leaves out
-    files or folders. What else is left out is logged. Without tokens, only plain text is taken.
-    fill is called with files before they are opened. Raises InputError.
+    What is left out of a folder is logged. Copies are fetched before they are opened. Raises
+    InputError if a file cannot be read or is of a wrong format, or if an option fits no file.
     """
-    added, skipped = Globs("include", include), Globs("exclude", exclude)
-    files, names, alone = list[File](), set[str](), len(paths) == 1
-    faults, problem = list[tuple[str, str, str]](), ""
-    if encoding and not is_encoding(encoding):
-        why = "is no encoding of files; for example: cp1252, gb18030"
-        raise InputError(why, field="encoding", value=encoding)
-    try:
-        for root in paths:
-            folder = root.is_dir()
-            if folder:
-                below = files_below(root, added, skipped, tokens, alone)
+    return FileFinder(sources, options, progress).find()
+
+
+class Globs:
+    """Patterns of names, or of paths below a folder, in any case."""
+
+    def __init__(self, field: str, patterns: Sequence[str]) -> None:
+        self.field = field  # of FileOptions
+        self.patterns = [pattern.removeprefix("./") for pattern in patterns]
+        self.unused = set(self.patterns)
+
+    def match(self, path: Path, root: Path) -> bool:
+        names = (path.name.lower(), path.relative_to(root).as_posix().lower())
+        matches = set()
+        for pattern in self.patterns:
+            if any(fnmatchcase(name, pattern.lower()) for name in names):
+                matches.add(pattern)
+        self.unused -= matches
+        return bool(matches)
+
+    def check_used(self) -> None:
+        """Raise InputError if a pattern matched nothing."""
+        for pattern in self.unused:
+            raise InputError("fits no file", field=self.field, value=pattern)
+
+
+class FileFinder:
+    """Collects the files of some sources, in their order."""
+
+    def __init__(self, sources: Sequence[Source], options: FileOptions, progress: Progress) -> None:
+        self.sources = sources
+        self.options = options
+        self.progress = progress
+        self.include = Globs("include", options.include)
+        self.exclude = Globs("exclude", options.exclude)
+        self.files: list[File] = []
+        self.names: set[str] = set()  # of the files in the upload, in lower case
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.sources) == 1
+
+    def find(self) -> list[File]:
+        self.check_encoding()
+        for source in self.sources:
+            try:
+                self.add_source(source)
+            except OSError as error:
+                path = Path(error.filename or source.path)
+                raise InputError(f"{source.shown(path)}: {error.strerror or error}") from None
+        self.include.check_used()
+        self.exclude.check_used()
+        self.check_column()
+        self.log_conversions()
+        return self.files
+
+    def check_encoding(self) -> None:
+        encoding = self.options.encoding
+        if encoding and not is_encoding(encoding):
+            problem = "is no encoding of files; for example: cp1252, gb18030"
+            raise InputError(problem, field="encoding", value=encoding)
+
+    def check_column(self) -> None:
+        """Raise InputError if there is a column, and all files are plain text."""
+        column = self.options.column
+        if column == "text" or not self.files:
+            return
+        if all(file.format is PLAIN for file in self.files):
+            first = self.sources[0]
+            problem = f"is for records, and {first.shown(first.path)} is plain text"
+            raise InputError(problem, field="column", value=column)
+
+    def log_conversions(self) -> None:
+        encodings = Counter(file.encoding for file in self.files)
+        for encoding, n_files in encodings.items():
+            if encoding not in ("", "utf-8-sig"):
+                total = len(self.files)
+                logger.info(f"converted to UTF-8: {n_files:,} of {total:,} files, from {encoding}")
+
+    def add_source(self, source: Source) -> None:
+        root = source.path
+        if root.is_dir():
+            paths = self.files_of_folder(source)
+            source.fetch(paths, self.progress)
+            prefix = Path() if self.is_single else Path(root.resolve().name)
+            for path in paths:
+                if not os.access(path, os.R_OK):
+                    raise unreadable(path, source)
+                self.add_file(path, source, prefix / path.relative_to(root))
+        elif not self.exclude.match(root, root):
+            source.fetch([root], self.progress)
+            self.add_file(root, source, Path(root.name))
+
+    def add_file(self, path: Path, source: Source, name: Path) -> None:
+        """Add a file, which has this name in the upload unless another has it."""
+        file = detect_file(
+            path,
+            self.options.encoding,
+            self.options.column,
+            plain=self.include.match(path, source.path),
+            source=source.shown(path),
+        )
+        if file.format is not PLAIN and not self.options.records:
+            raise records_need_tokens(file)
+        if not is_utf8(str(name)):
+            shown = os.fsencode(path).decode(errors="backslashreplace")
+            raise InputError(f"{shown}: its name is not UTF-8; rename it")
+        self.files.append(replace(file, name=self.free_name(name)))
+
+    def free_name(self, name: Path) -> str:
+        """The name of a file in the upload, where all are called *.txt.
+
+        No two names differ by case alone.
+        """
+        stem = without_compression(name).with_suffix("").as_posix()
+        free = f"{stem}.txt"
+        for number in count(2):
+            if free.lower() not in self.names:
+                break
+            free = f"{stem}-{number}.txt"
+        self.names.add(free.lower())
+        return free
+
+    def files_of_folder(self, source: Source) -> list[Path]:
+        """The files of a folder that are taken, sorted. What else is there is logged.
+
+        Raises InputError if none is taken and there is no other source.
+        """
+        taken: list[Path] = []
+        others: list[Path] = []
+        n_skipped: Counter[str] = Counter()
+        for path in self.walk(source, n_skipped):
+            if self.is_taken(path, source.path):
+                taken.append(path)
             else:
-                below = [] if skipped.match(root, root) else [root]
-            fill(below)
-            prefix = Path(root.resolve().name if folder and not alone else "")
-            for path in below:
-                if folder and not os.access(path, os.R_OK):
-                    raise unreadable(path, root)
-                file = look(path, encoding, column, plain=added.match(path, root))
-                if file.format is not PLAIN and not tokens:
-                    raise needs_tokens(file)
-                within = prefix / (path.relative_to(root) if folder else path.name)
-                files.append(replace(file, name=name_in_upload(within, names)))
-    except OSError as error:
-        problem = f"{error.filename or root}: {error.strerror or error}"
-    except UnicodeEncodeError:
-        shown = os.fsencode(path).decode(errors="backslashreplace")
-        problem = f"{shown}: its name is not UTF-8; rename it"
-    if problem:
-        raise InputError(problem)
-    faults += [(g.field, each, "fits no file") for g in (added, skipped) for each in g.unused]
-    if column != "text" and files and all(file.format is PLAIN for file in files):
-        faults.append(("column", column, f"is for records, and {paths[0]} is plain text"))
-    for field, value, why in faults:
-        raise InputError(why, field=field, value=value)
-    encodings = Counter(file.encoding for file in files if file.encoding not in ("", "utf-8-sig"))
-    for encoding, n in encodings.items():
-        logger.info(f"converted to UTF-8: {n:,} of {len(files):,} files, from {encoding}")
-    return files
+                others.append(path)
+        shown = source.shown(source.path)
+        if n_skipped:
+            logger.info(f"{shown}: {list_left_out(n_skipped)}")
+        for message, advice in self.left_out_messages(source, others, is_empty=not taken):
+            if self.is_single and not taken:
+                raise InputError(f"{shown}: {message}", **advice)
+            logger.warning(f"{shown}: {message}", extra=advice)
+        return sorted(taken)
+
+    def walk(self, source: Source, n_skipped: Counter[str]) -> Iterator[Path]:
+        """Yield the files below a folder, and count what is skipped, by the reason.
+
+        Raises InputError if a folder cannot be read, or is one that datasets saved.
+        """
+
+        def raise_unreadable(error: OSError) -> None:  # which os.walk would ignore
+            raise unreadable(Path(error.filename), source, str(error.strerror))
+
+        for directory, folders, names in os.walk(source.path, onerror=raise_unreadable):
+            check_no_saved_dataset(Path(directory), source, names)
+            for name in sorted([*folders, *names]):
+                path = Path(directory, name)
+                reason = self.reason_to_skip(path, source.path)
+                if reason:
+                    n_skipped[reason] += 1
+                    if name in folders:
+                        folders.remove(name)  # os.walk then leaves it out
+                elif name not in folders:
+                    yield path
+            folders.sort()  # a file system lists them in any order
+
+    def reason_to_skip(self, path: Path, root: Path) -> str:
+        """Why a file or a folder is left out, whatever is in it; or ''."""
+        if self.exclude.match(path, root):
+            return "excluded"
+        if path.name.startswith("."):
+            return "hidden"
+        with suppress(PermissionError):  # os.walk reports the folder
+            if (path / "pyvenv.cfg").exists():
+                return "virtual environment"
+        if path.is_symlink() and not path.is_file():
+            return "link to a folder" if path.is_dir() else "broken link"
+        return ""
+
+    def is_taken(self, path: Path, root: Path) -> bool:
+        """True for a file of a folder that is included, or of a format that is read."""
+        if self.include.match(path, root):
+            return True
+        format = format_of_name(path)
+        if format is None or format.is_refused:
+            return False
+        return format is PLAIN or self.options.records
+
+    def left_out_messages(
+        self, source: Source, others: Sequence[Path], is_empty: bool
+    ) -> list[tuple[str, dict[str, str]]]:
+        """What to say of the files of a folder that are left out, with the code of a remedy.
+
+        is_empty: none is taken.
+        """
+        messages = [(str(group), group.remedy) for group in left_out_groups(others, source)]
+        if not is_empty:
+            return messages
+        if (source.path / "meta.json").exists():
+            messages = [("these are tokens, which a launch takes", {"code": "no-upload"})]
+        if not messages:
+            return [("no text is there", {})]
+        return [(f"no text is there; {message}", remedy) for message, remedy in messages]
 
 
-def needs_tokens(file: File) -> InputError:
+def records_need_tokens(file: File) -> InputError:
     """The error for records where a text by characters was asked for."""
     is_chat = False
-    with suppress(InputError):  # an upload with --tokenizer reports the error
-        is_chat = next((is_chat for _, is_chat, _ in documents_of(file, Skipped())), False)
-    what = f"{file.path}: is {file.format.name}, and records are read as tokens"
-    path = shlex.quote(str(file.path))
+    with suppress(InputError):  # an upload with a tokenizer reports the error
+        for document in documents_in(file, Skipped()):
+            is_chat = document.is_chat
+            break
+    problem = f"{file.shown}: is {file.format.name}, and records are read as tokens"
+    path = shlex.quote(file.shown)
     if is_chat:
-        return InputError(what, "chats-need-tokens", path=path)
-    return InputError(what, "needs-tokens", path=path)
+        return InputError(problem, "chats-need-tokens", path=path)
+    return InputError(problem, "needs-tokens", path=path)
 
 
-def unreadable(path: Path, root: Path, why: str = "Permission denied") -> InputError:
+def unreadable(path: Path, source: Source, problem: str = "Permission denied") -> InputError:
     """The error for a file or folder below a folder that cannot be opened."""
-    glob = shlex.quote(path.relative_to(root).as_posix())
-    return InputError(f"{path}: {why}", "leave-out", glob=glob)
+    glob = shlex.quote(path.relative_to(source.path).as_posix())
+    return InputError(f"{source.shown(path)}: {problem}", "leave-out", glob=glob)
+
+
+def check_no_saved_dataset(folder: Path, source: Source, names: Sequence[str]) -> None:
+    """Raise InputError if a folder is what `save_to_disk` of Hugging Face's datasets writes."""
+    part = "['train']" if "dataset_dict.json" in names else ""
+    if not part and not DATASETS_FILES.issubset(names):
+        return
+    shown = source.shown(folder)
+    target = f"{folder.resolve().name}.parquet"
+    convert = f"d.load_from_disk('{shown}'){part}.to_parquet('{target}')"
+    raise InputError(
+        f"{shown}: was written by `save_to_disk` of datasets;"
+        f' `python -c "import datasets as d; {convert}"` makes Parquet of it'
+    )
+
+
+# -- what is left out of a folder ------------------------------------------------------------------
+
+
+@dataclass
+class LeftOut:
+    """Files that are left out of a folder, of kinds for which the same can be done."""
+
+    advice: str = ""  # how to make texts of them
+    remedy: dict[str, str] = field(default_factory=dict)  # or the code and the facts of a remedy
+    n_files: Counter[str] = field(default_factory=Counter)  # by kind
+
+    def __str__(self) -> str:
+        files = list_left_out(self.n_files)
+        if not self.advice:
+            return files
+        return f"{files}; {self.advice}"
+
+
+def left_out_groups(files: Sequence[Path], source: Source) -> list[LeftOut]:
+    """Group files by what can be done about them. A kind is a suffix, or a name without one."""
+    kinds = {path: without_compression(path).suffix.lower() or path.name for path in files}
+    examples = {kind: path for path, kind in kinds.items()}
+    groups: dict[str, LeftOut] = {}
+    for kind, n_files in Counter(kinds.values()).most_common():
+        group = left_out(kind, examples[kind], source)
+        group = groups.setdefault(group.remedy.get("code", group.advice), group)
+        group.n_files[kind] = n_files
+    return list(groups.values())
+
+
+def left_out(kind: str, example: Path, source: Source) -> LeftOut:
+    """What can be done about the files of a kind, by one of them."""
+    format = format_of_name(example)
+    if format is None:
+        if not is_plain_text(example):
+            return LeftOut()
+        glob = f"*{kind}" if kind.startswith(".") else kind
+        return LeftOut(remedy={"code": "take-plain", "glob": shlex.quote(glob)})
+    if format.is_refused:
+        return LeftOut(advice=format.advice.format(path="FILE", stem="NAME"))
+    path = shlex.quote(source.shown(source.path))
+    return LeftOut(remedy={"code": "needs-tokens", "path": path})
+
+
+def is_plain_text(path: Path) -> bool:
+    """True if a file begins as text; False if it is empty, as a copy that was not fetched."""
+    with path.open("rb") as file:
+        beginning = file.read(SNIFF_BYTES)
+    return bool(beginning) and b"\0" not in beginning and not is_packed(beginning)
+
+
+# -- files for tests -------------------------------------------------------------------------------
 
 
 def warn_of_held_out(files: Sequence[File]) -> None:
-    """Warn if some of the files, but not all, are called as those that nothing should learn."""
-    globs_of = {file: held_out(file) for file in files}
-    names = [Path(file.name).with_name(file.path.name) for file in files if globs_of[file]]
-    if not names or len(names) == len(files):
+    """Warn if some of the files, but not all, have names of files that no model should learn."""
+    globs = {file: held_out_glob(file) for file in files}
+    held_out = [file for file in files if globs[file]]
+    if not held_out or len(held_out) == len(files):
         return
-    globs = [shlex.quote(glob) for glob in dict.fromkeys(globs_of.values()) if glob]
-    shown = ", ".join(map(str, names[:3]))
-    if len(names) > 3:
+    names = [str(Path(file.name).with_name(file.path.name)) for file in held_out]
+    shown = ", ".join(names[:MAX_NAMES])
+    if len(names) > MAX_NAMES:
         shown = f"{len(names):,} files, such as {shown}"
-    facts = {"code": "hold-out", "globs": globs[:8]}
-    logger.warning(f"also trained on, by their names for tests: {shown}", extra=facts)
+    quoted = [shlex.quote(glob) for glob in dict.fromkeys(globs.values()) if glob]
+    extra = {"code": "hold-out", "globs": quoted[:MAX_GLOBS]}
+    logger.warning(f"also trained on, by their names for tests: {shown}", extra=extra)
 
 
-def held_out(file: File) -> str:
-    """The pattern of a file for tests or validation, by its name or that of a folder; or ''."""
+def held_out_glob(file: File) -> str:
+    """A pattern of a file for tests or validation, by its name or that of a folder; or ''."""
     for folder in Path(file.name).parent.parts:
         if HELD_OUT.fullmatch(folder):
             return folder
-    match = HELD_OUT.match(file.path.name)
-    if not match:
+    name = file.path.name
+    match = HELD_OUT.match(name)
+    if match is None:
         return ""
-    return f"{match[0]}*" if match[0] == file.path.name else f"{file.path.name[: match.end() + 1]}*"
-
-
-def check_saved(folder: Path, names: Sequence[str]) -> None:
-    """Raise InputError if a folder is what `save_to_disk` of Hugging Face's datasets writes."""
-    part = "['train']" if "dataset_dict.json" in names else ""
-    if not part and not SAVED.issubset(names):
-        return
-    target = f"{folder.resolve().name}.parquet"
-    read = f"d.load_from_disk('{folder}'){part}.to_parquet('{target}')"
-    how = f'`python -c "import datasets as d; {read}"` makes Parquet of it'
-    raise InputError(f"{folder}: was written by `save_to_disk` of datasets; {how}")
-
-
-def files_below(root: Path, added: Globs, skipped: Globs, tokens: bool, alone: bool) -> list[Path]:
-    """The files of a folder that are taken, sorted; the others are logged. alone: one must be."""
-    taken, left, aside, errors = list[Path](), list[Path](), Counter[str](), list[OSError]()
-    for place, folders, names in os.walk(root, onerror=errors.append):
-        check_saved(Path(place), names)
-        folders.sort()  # a file system lists them in any order
-        for path in [Path(place, name) for name in sorted([*folders, *names])]:
-            if why := reason_to_skip(path, root, skipped):
-                aside[why] += 1
-                folders[:] = [name for name in folders if name != path.name]
-            elif path.name not in folders:
-                known = named(path)
-                read = known is PLAIN or (tokens and known is not None and known.read)
-                (taken if added.match(path, root) or read else left).append(path)
-    for error in errors:  # which rglob ignores
-        raise unreadable(Path(error.filename), root, str(error.strerror))
-    if aside:
-        logger.info(f"{root}: {listed(aside)}")
-    lines = left_out(left, root)
-    if not taken and (root / "meta.json").exists():
-        lines = [("these are tokens, which a launch takes", dict(code="no-upload"))]
-    if not taken:
-        lines = [(f"no text is there; {what}", advice) for what, advice in lines]
-        lines = lines or [("no text is there", {})]
-    for what, advice in lines:
-        if alone and not taken:
-            raise InputError(f"{root}: {what}", **advice)
-        logger.warning(f"{root}: {what}", extra=advice)
-    return sorted(taken)
-
-
-def reason_to_skip(path: Path, root: Path, skipped: Globs) -> str:
-    """Why a file or a folder is left out, whatever is in it."""
-    if skipped.match(path, root):
-        return "excluded"
-    if path.name.startswith("."):
-        return "hidden"
-    with suppress(PermissionError):  # the walk names the folder
-        if (path / "pyvenv.cfg").exists():
-            return "virtual environment"
-    if path.is_symlink() and not path.is_file():
-        return "link to a folder" if path.is_dir() else "broken link"
-    return ""
-
-
-def listed(counts: Counter[str]) -> str:
-    """`27 files left out: 24 .md, 3 .py`, the most frequent kinds first."""
-    kinds = [f"{n:,} {kind}" for kind, n in counts.most_common(8)] + ["others"] * (len(counts) > 8)
-    total = counts.total()
-    return f"{total:,} file{'s' * (total > 1)} left out: {', '.join(kinds)}"
-
-
-def left_out(files: Sequence[Path], root: Path) -> list[tuple[str, dict[str, str]]]:
-    """What is left out, by what can be done about it, with the code and facts of that."""
-    kind_of = {path: bare(path).suffix.lower() or path.name for path in files}
-    one = {kind: path for path, kind in kind_of.items()}
-    groups = dict[str, tuple[Counter[str], str, dict[str, str]]]()
-    for kind, n in Counter(kind_of.values()).most_common():
-        known, how, facts = named(one[kind]), "", dict[str, str]()
-        if known and known.read:
-            facts = dict(code="needs-tokens", path=shlex.quote(str(root)))
-        elif known:
-            how = f"; {known.advice.format(path='FILE', stem='NAME')}"
-        elif is_plain(one[kind]):
-            glob = shlex.quote(f"{'*' * kind.startswith('.')}{kind}")
-            facts = dict(code="take-plain", glob=glob)
-        groups.setdefault(facts.get("code", how), (Counter(), how, facts))[0][kind] = n
-    return [(f"{listed(kinds)}{how}", facts) for kinds, how, facts in groups.values()]
-
-
-def is_plain(path: Path) -> bool:
-    """Whether a file begins as text; not if it is empty, as a copy that was not fetched."""
-    with path.open("rb") as file:
-        begins = file.read(512)
-    is_packed = any(begins.startswith(magic) for magic, _ in COMPRESSIONS.values())
-    return bool(begins) and b"\0" not in begins and not is_packed and not first_with_magic(begins)
-
-
-def name_in_upload(within: Path, taken: set[str]) -> str:
-    """The name of a file in an upload, where all are called *.txt; no case makes a difference."""
-    stem = bare(within).with_suffix("").as_posix()
-    names = chain([f"{stem}.txt"], (f"{stem}-{number}.txt" for number in count(2)))
-    name = next(name for name in names if name.lower() not in taken)
-    taken.add(name.lower())
-    name.encode()  # raises if it is not UTF-8
-    return name
-
-
-def read_plain(name: str, files: Sequence[File]) -> tuple[Counts, list[File]]:
-    """Read every file as train.py would. Returns also the files without empty and equal ones."""
-    counts, digest, vocabulary = Counts(), hashlib.sha256(), set[str]()
-    kept, seen, aside = list[File](), set[bytes](), Counter[str]()
-    for file in files:
-        own, length, characters = hashlib.sha256(), 0, 0
-        with opened(file) as content:
-            for chunk, text in read_text(content, file.path, storage.CHUNK_BYTES):
-                own.update(chunk)
-                vocabulary.update(text)
-                note_odd(chunk, str(file.path), counts.odd)
-                characters += len(text)
-                length += len(chunk)
-        if not length or own.digest() in seen:
-            aside["equal to another" if length else "empty"] += 1
-            continue
-        seen.add(own.digest())
-        kept.append(file)
-        digest.update(f"{file.name}\0".encode() + own.digest())
-        counts.size += length
-        counts.characters += characters
-    counts.check(name)
-    if aside:
-        logger.warning(listed(aside))
-    counts.sha256, counts.vocabulary = digest.hexdigest(), "".join(sorted(vocabulary))
-    return counts, kept
+    if match[0] == name:
+        return f"{name}*"
+    return f"{name[: match.end() + 1]}*"

@@ -1,7 +1,7 @@
 """Records: documents and conversations in JSON lines, JSON arrays, tables, and Parquet files.
 
-Each reader yields the place of a record, such as `chats.jsonl:12`, and the record itself, as
-json.loads returns it.
+Each reader yields pairs: the position of a record, such as `chats.jsonl:12`, and the record, as
+json.loads returns it. column is the field that holds the text.
 """
 
 from __future__ import annotations
@@ -11,251 +11,315 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import IO, Any
 
 from launcher.errors import InputError, not_installed
 from launcher.models.encoder import LONGEST as PIECE
 from launcher.text.chats import FIELDS, may_be_chat, turns_of
-from launcher.text.encodings import not_text, read_text
-from launcher.text.exports import WHOLE, explain, is_no_chat
+from launcher.text.encodings import Fault, not_text, read_text
+from launcher.text.exports import WHOLE_FILE, explain, is_no_chat
 from launcher.text.tables import rows_of
 from launcher.text.unpacking import CHUNK, Unpacking
 from launcher.values import is_utf8
 
-LONGEST_RECORD = 1 << 26  # bytes: a record is in memory as a whole
-LONGEST_WHOLE = 1 << 28  # bytes of a file that is one object
+MAX_RECORD = 1 << 26  # bytes: a record is in memory as a whole
+MAX_WHOLE_FILE = 1 << 28  # bytes of a file that is one object
 ROWS = 128  # rows of a Parquet file that are in memory at once
 LARGE_BATCH = 1 << 23  # bytes
-MANY = 20  # fields that an error names
+MAX_FIELDS_SHOWN = 20
 
 Records = Iterator[tuple[str, Any]]
 
 
-def document_of(record: Any, place: str, column: str = "text") -> tuple[bool, Iterator[str]]:
-    """Whether a record is a conversation, and its turns or pieces of its text.
+@dataclass(frozen=True)
+class Document:
+    """A text, or a conversation."""
 
-    `column` is the field of the text. If it is not the default, it comes before a conversation in
-    other fields, and may hold one itself, as a list of messages. Raises InputError.
+    position: str  # where it begins, such as notes.txt, or chats.jsonl:12
+    is_chat: bool
+    pieces: Iterator[str]  # of a text, at most PIECE characters each; the turns of a conversation
+
+
+def document_of(record: Any, position: str, column: str = "text") -> Document:
+    """Make a record a document.
+
+    A column that is not the default comes before a conversation in other fields, and may hold a
+    conversation itself, as a list of messages. Raises InputError if the record is no document.
     """
-    fields = record if isinstance(record, dict) else {}
-    text = fields.get(column)
-    if is_no_chat(record, column):
-        pieces = None
-    elif column == "text" or text is None:
-        pieces = turns_of(record, place, column)
-    else:
-        pieces = turns_of(text, place) if isinstance(text, list) else None
-    if text is None and column in fields:  # null, as an empty cell of a table
-        text = ""
-    is_chat = pieces is not None
-    if pieces is None and isinstance(text, str):
-        pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
-    if pieces is None:
-        raise no_document(record, place, column).within(place)
+    turns = chat_turns(record, position, column)
+    pieces = text_pieces(record, position, column) if turns is None else turns
     if not all(map(is_utf8, pieces)):
-        raise InputError(f"{place}: half of a surrogate pair in its text")
-    return is_chat, iter(pieces)
+        raise InputError(f"{position}: half of a surrogate pair in its text")
+    return Document(position, turns is not None, iter(pieces))
 
 
-def no_document(record: Any, place: str, column: str) -> InputError:
-    """Why a record is no document, and what to do."""
-    problem = explain(record, place, column)
+def chat_turns(record: Any, position: str, column: str) -> list[str] | None:
+    """The turns of a record that is a conversation; else None."""
+    if is_no_chat(record, column):
+        return None
+    text = record.get(column) if isinstance(record, dict) else None
+    if column == "text" or text is None:
+        return turns_of(record, position, column)
+    if isinstance(text, list):
+        return turns_of(text, position)
+    return None
+
+
+def text_pieces(record: Any, position: str, column: str) -> list[str]:
+    """The text of a record in pieces. Raises InputError if it has none."""
+    if isinstance(record, dict) and column in record:
+        text = record[column]
+        if text is None:  # null, as an empty cell of a table
+            text = ""
+        if isinstance(text, str):
+            return [text[begin : begin + PIECE] for begin in range(0, len(text), PIECE)]
+    raise no_document(record, position, column).within(position)
+
+
+def no_document(record: Any, position: str, column: str) -> InputError:
+    """The error for a record that is no document, with what makes documents of it."""
+    problem = explain(record, position, column)
     if problem:
         return InputError(problem)
     if not isinstance(record, dict):
         return InputError('no JSON object; records are like {"text": "..."} or {"messages": [...]}')
-    texts = [name for name, value in record.items() if isinstance(value, str)]
-    problem = f"`{column}` is no text" if column in record else ""
-    return no_field(column, texts, problem)
+    text_fields = [name for name, value in record.items() if isinstance(value, str)]
+    if column in record:
+        return no_field(f"`{column}` is no text", text_fields)
+    return no_field(f"no field `{column}`", text_fields)
 
 
-def json_lines(file: IO[bytes], path: str) -> Records:
-    """Each line, or the only object or the items of a file that is one value over many lines."""
-    lines = iter(lambda: file.readline(LONGEST_RECORD + 1), b"")
-    is_first, n_beyond_ascii = True, 0  # bytes before the line
-    for number, line in enumerate(lines, 1):
+# -- JSON ------------------------------------------------------------------------------------------
+
+
+def read_json_lines(file: IO[bytes], name: str, column: str = "text") -> Records:
+    """Yield the object of each line.
+
+    A file that is one value over many lines is one object, or its items.
+    """
+    n_beyond_ascii = 0  # bytes before the line
+    is_first = True
+    for number, line in enumerate(iter(lambda: file.readline(MAX_RECORD + 1), b""), 1):
         if line.isspace():
             continue
-        place = f"{path}:{number}"
+        position = f"{name}:{number}"
         try:
             text = line.decode()
             record = json.loads(text.rstrip())
         except UnicodeDecodeError as error:
-            raise not_text(place, line, error.start, n_before=n_beyond_ascii) from None
+            fault = Fault(line, error.start, n_beyond_ascii=n_beyond_ascii)
+            raise not_text(position, fault) from None
         except (ValueError, RecursionError) as error:
-            whole = read_whole(file) if is_first else None
-            if whole is None:
-                raise InputError(f"{place}: {json_fault(error, in_line=True)}") from None
-            if isinstance(whole, dict):
-                yield f"{path}{WHOLE}", whole
-            else:
-                yield from items_of(whole, path)
+            value = read_whole_file(file) if is_first else None
+            if value is None:
+                raise InputError(f"{position}: {line_problem(error)}") from None
+            yield from records_in(value, name)
             return
+        yield position, record
         is_first = False
         n_beyond_ascii += len(line) - len(text)
-        yield place, record
 
 
-def read_whole(file: IO[bytes]) -> dict[str, Any] | list[Any] | None:
+def read_whole_file(file: IO[bytes]) -> dict[str, Any] | list[Any] | None:
     """The one object or array that a file holds; None if it holds anything else."""
     file.seek(0)
-    content = file.read(LONGEST_WHOLE + 1)
-    if len(content) > LONGEST_WHOLE:
+    content = file.read(MAX_WHOLE_FILE + 1)
+    if len(content) > MAX_WHOLE_FILE:
         return None
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict | list) else None
+    if isinstance(value, dict | list):
+        return value
+    return None
 
 
-def json_array(file: IO[bytes], path: str) -> Records:
-    """Each item of an array, which is in memory as a whole."""
+def read_json_array(file: IO[bytes], name: str, column: str = "text") -> Records:
+    """Yield the items of an array, which is in memory as a whole."""
     try:
-        items = json.loads("".join(part for _, part in read_text(file, path, CHUNK)))
+        items = json.loads("".join(text for _, text in read_text(file, name, CHUNK)))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: {json_fault(error)}") from None
-    yield from items_of(items, path)
+        raise InputError(f"{name}: {json_problem(error)}") from None
+    yield from records_in(items, name)
 
 
-def items_of(items: list[Any], path: str) -> Records:
-    for number, item in enumerate(items, 1):
-        yield f"{path}, item {number}", item
+def records_in(value: dict[str, Any] | list[Any], name: str) -> Records:
+    """The records in the one value of a file."""
+    if isinstance(value, dict):
+        yield f"{name}{WHOLE_FILE}", value
+        return
+    for number, item in enumerate(value, 1):
+        yield f"{name}, item {number}", item
 
 
-def json_fault(error: ValueError | RecursionError, in_line: bool = False) -> str:
-    """Why Python did not read some JSON, in words that are not Python's own, and where."""
-    if isinstance(error, RecursionError):
-        return "not JSON that can be read: it nests too deeply"
+def line_problem(error: ValueError | RecursionError) -> str:
+    """Why a line is no record, and at which column."""
     if not isinstance(error, json.JSONDecodeError):
-        return "not JSON that can be read: a number has over 4,300 digits"
-    if not in_line:
-        return f"not JSON at line {error.lineno} column {error.colno} ({error.msg})"
+        return json_problem(error)
     hint = "a record must be on one line, of at most 64 MiB: `jq -c . FILE`"
     return f"not JSON at column {error.colno} ({error.msg}); {hint}"
 
 
-def table(file: IO[bytes], path: str, column: str = "text") -> Records:
-    """Each row of a table, below the names of its columns."""
-    rows = rows_of(file, path)
+def json_problem(error: ValueError | RecursionError) -> str:
+    """Why Python did not read some JSON, and where."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON at line {error.lineno} column {error.colno} ({error.msg})"
+    if isinstance(error, RecursionError):
+        return "not JSON that can be read: it nests too deeply"
+    return "not JSON that can be read: a number has over 4,300 digits"
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def read_table(file: IO[bytes], name: str, column: str = "text") -> Records:
+    """Yield each row of a table, by the names of its columns."""
+    rows = rows_of(file, name)
     line, header = next(rows, (1, [column]))
-    names = [name.strip() for name in header]
+    columns = [cell.strip() for cell in header]
     try:
-        check_names(names)
-        check_fields(column, names, names)
+        check_columns(column, columns, text_columns=columns)
     except InputError as error:
-        raise error.within(f"{path}:{line}") from None
+        raise error.within(f"{name}:{line}") from None
     for line, row in rows:
-        if len(row) != len(names):
-            cells = f"{len(row):,} cell{'s' * (len(row) != 1)}"
-            what = f"{cells}, but the first row has {len(names):,}"
-            raise InputError(f"{path}:{line}: {what}")
-        yield f"{path}:{line}", dict(zip(names, row, strict=True))
+        if len(row) != len(columns):
+            cells = "1 cell" if len(row) == 1 else f"{len(row):,} cells"
+            problem = f"{cells}, but the first row has {len(columns):,}"
+            raise InputError(f"{name}:{line}: {problem}")
+        yield f"{name}:{line}", dict(zip(columns, row, strict=True))
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Raise InputError if two columns have one name."""
-    twins = [name for name, n in Counter(names).items() if name and n > 1]
-    if twins:
-        raise InputError(f"two columns are called `{twins[0]}`")
+def check_columns(column: str, columns: Sequence[str], text_columns: Sequence[str]) -> None:
+    """Raise InputError if two columns have one name, or none holds a text or a conversation.
 
-
-def check_fields(column: str, names: Sequence[str], texts: Sequence[str]) -> None:
-    """Raise InputError if a table has neither the column nor a conversation. texts: of text."""
-    if column in names or may_be_chat(set(names)):
+    text_columns are those whose cells are texts.
+    """
+    for name, count in Counter(columns).items():
+        if name and count > 1:
+            raise InputError(f"two columns are called `{name}`")
+    if column in columns or may_be_chat(set(columns)):
         return
-    separators = re.sub(r"[\w\s.\-/()]", "", names[0]) if len(names) == 1 else ""
-    if not separators:
-        raise no_field(column, texts)
-    example = f"a first line `sep={separators[0]}` says that {separators[0]} separates cells"
-    raise InputError(f"no field `{column}`, and one column, `{names[0]}`; {example}")
+    problem = f"no field `{column}`"
+    if len(columns) == 1:
+        separators = re.sub(r"[\w\s.\-/()]", "", columns[0])
+        if separators:
+            raise InputError(
+                f"{problem}, and one column, `{columns[0]}`; a first line `sep={separators[0]}`"
+                f" says that {separators[0]} separates cells"
+            )
+    raise no_field(problem, text_columns)
 
 
-def no_field(column: str, texts: Sequence[str], what: str = "") -> InputError:
-    """The error for records without a field; texts are their fields of text."""
-    names = ", ".join(f"`{name}`" for name in texts[:MANY])
-    if len(texts) > MANY:
-        names += f" and {len(texts) - MANY:,} more"
-    problem = f"{what or f'no field `{column}`'}; fields of text: {names or 'none'}"
-    if not texts:
-        return InputError(problem)
-    return InputError(problem, "other-column")
+def no_field(problem: str, text_fields: Sequence[str]) -> InputError:
+    """The error for records without a text in their field, with the fields that are texts."""
+    if not text_fields:
+        return InputError(f"{problem}; fields of text: none")
+    fields = ", ".join(f"`{name}`" for name in text_fields[:MAX_FIELDS_SHOWN])
+    if len(text_fields) > MAX_FIELDS_SHOWN:
+        fields += f" and {len(text_fields) - MAX_FIELDS_SHOWN:,} more"
+    return InputError(f"{problem}; fields of text: {fields}", "other-column")
 
 
-def parquet(file: IO[bytes], path: str, column: str = "text") -> Records:
-    """Each row of a Parquet file, with those columns that document_of looks at.
+# -- Parquet ---------------------------------------------------------------------------------------
 
-    Raises InputError, by the schema if there is no text, and if it unpacks to far too much.
+
+def read_parquet(file: IO[bytes], name: str, column: str = "text") -> Records:
+    """Yield each row of a Parquet file, with the columns that document_of reads.
+
+    Raises InputError if its schema has no text, if it is damaged, or if it unpacks to far more than
+    its size.
     """
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise not_installed("pyarrow", "data") from None
-    number, unpacking = 0, Unpacking(path, file.seek(0, io.SEEK_END))
+    unpacking = Unpacking(name, file.seek(0, io.SEEK_END))
     file.seek(0)
+    number = 0
     try:
         source = ParquetFile(file, buffer_size=CHUNK, pre_buffer=False)
         check_schema(source.schema_arrow, column)
-        fields = [name for name in source.schema_arrow.names if name in {column, *FIELDS}]
-        check_unpacked_size(source, fields, path)
-        for batch in source.iter_batches(ROWS, columns=fields):
+        columns = [field for field in source.schema_arrow.names if field in {column, *FIELDS}]
+        check_unpacked_size(source, columns, name)
+        for batch in source.iter_batches(ROWS, columns=columns):
             for row in rows_in(batch):
                 number += 1
                 if isinstance(row.get(column), bytes):
                     row[column] = row[column].decode()
                 unpacking.add(sum(len(value) for value in row.values() if isinstance(value, str)))
-                yield f"{path}, row {number:d}", row
+                yield f"{name}, row {number}", row
         return
     except InputError as error:
-        raise error if str(error).startswith(path) else error.within(path) from None
+        if str(error).startswith(name):
+            raise
+        raise error.within(name) from None
     except UnicodeDecodeError:
         problem = f", row {number}: `{column}` holds bytes that are not UTF-8 text"
     except (ArithmeticError, LookupError) as error:
         problem = f", row {number + 1}: a value that Python does not know ({error})"
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         problem = f": damaged: {error}"
-    raise InputError(f"{path}{problem}")
+    raise InputError(f"{name}{problem}")
 
 
 def check_schema(schema: Any, column: str) -> None:
     """Raise InputError if the columns of a Parquet file hold no text."""
+    names = schema.names
+    text_columns = [field.name for field in schema if is_text_type(field.type)]
+    check_columns(column, names, text_columns)
+    if column not in names or (column == "text" and may_be_chat(set(names))):
+        return
+    kind = schema.field(column).type
+    if not may_be_text_type(kind):
+        raise no_field(f"`{column}` is {str(kind)[:80]}, which is no text", text_columns)
+
+
+def is_text_type(kind: Any) -> bool:
+    """True for a type of Arrow whose values are strings."""
     from pyarrow import types
 
-    def is_text(type: Any) -> bool:
-        values = type.value_type if types.is_dictionary(type) else type
-        kinds = (types.is_string, types.is_large_string, types.is_string_view)
-        return any(is_kind(values) for is_kind in kinds)
-
-    def may_be_text(type: Any) -> bool:
-        kinds = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_null)
-        nested = (types.is_list, types.is_large_list, types.is_list_view)
-        return is_text(type) or any(is_kind(type) for is_kind in kinds + nested)
-
-    names = schema.names
-    check_names(names)
-    texts = [field.name for field in schema if is_text(field.type)]
-    check_fields(column, names, texts)
-    is_chat = column == "text" and may_be_chat(set(names))
-    if column in names and not is_chat and not may_be_text(schema.field(column).type):
-        kind = str(schema.field(column).type)[:80]
-        raise no_field(column, texts, f"`{column}` is {kind}, which is no text")
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
-def check_unpacked_size(source: Any, fields: Collection[str], path: str) -> None:
-    """Raise InputError if a Parquet file says that its fields unpack to far more than its size."""
-    columns = [
-        number for number, name in enumerate(source.schema) if name.path.partition(".")[0] in fields
+def may_be_text_type(kind: Any) -> bool:
+    """True for a type of Arrow whose values may be texts or conversations."""
+    from pyarrow import types
+
+    tests = (
+        is_text_type,
+        types.is_binary,
+        types.is_large_binary,
+        types.is_binary_view,
+        types.is_null,
+        types.is_list,
+        types.is_large_list,
+        types.is_list_view,
+    )
+    return any(test(kind) for test in tests)
+
+
+def check_unpacked_size(source: Any, columns: Collection[str], name: str) -> None:
+    """Raise InputError if a Parquet file says that its columns unpack to far more than its size."""
+    leaves = [
+        number
+        for number, leaf in enumerate(source.schema)
+        if leaf.path.partition(".")[0] in columns
     ]
     for number in range(source.num_row_groups):
         group = source.metadata.row_group(number)
-        chunks = [group.column(column) for column in columns]
-        packed = sum(chunk.total_compressed_size for chunk in chunks)
-        Unpacking(path, packed).add(sum(chunk.total_uncompressed_size for chunk in chunks))
+        chunks = [group.column(leaf) for leaf in leaves]
+        packed_size = sum(chunk.total_compressed_size for chunk in chunks)
+        unpacked_size = sum(chunk.total_uncompressed_size for chunk in chunks)
+        Unpacking(name, packed_size).add(unpacked_size)
 
 
 def rows_in(batch: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a batch; where they are large, one after the other."""
-    step = ROWS if batch.nbytes < LARGE_BATCH else 1
-    for first in range(0, batch.num_rows, step):
-        yield from batch.slice(first, step).to_pylist()
+    """The rows of a batch. Those of a large one become Python's one after the other."""
+    n_at_once = ROWS if batch.nbytes < LARGE_BATCH else 1
+    for first in range(0, batch.num_rows, n_at_once):
+        yield from batch.slice(first, n_at_once).to_pylist()

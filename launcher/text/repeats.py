@@ -1,4 +1,4 @@
-"""How much of a validation text stands in its training text; where much does, val_loss is memory.
+"""How much of a validation text its training text contains; if it is much, val_loss is memory.
 
 The measure is that of launcher/judge/anchors.py, without torch: bytes in runs of RUN or more that
 both texts have, with each run of white space as one space.
@@ -13,15 +13,16 @@ from pathlib import Path
 
 from launcher.files.storage import CHUNK_BYTES
 from launcher.text.encodings import read_text
-from launcher.text.formats import File, opened
+from launcher.text.reading import File, open_text
 
-logger = logging.getLogger("launcher.text")
+logger = logging.getLogger(__name__)
 
-RUN = 50  # bytes of a run that is not there by chance
+RUN = 50  # bytes that two texts do not share by chance
 LIMIT = 0.2  # the share from which a user is warned
-SAMPLE, N_SAMPLES = 1 << 18, 16  # of a validation text that are looked for: bytes, and from where
-TRAINING = 1 << 28  # bytes of a training text that are searched for repeats
-LOOKUPS = 1 << 21  # of runs of a training text
+SAMPLE = 1 << 18  # bytes of a validation text that are searched for in the training text
+N_SAMPLES = 16  # parts of which the sample of a long text consists
+TRAINING = 1 << 28  # bytes of a training text that are searched
+LOOKUPS = 1 << 21  # runs of a training text that are looked up
 SPACES = bytes.maketrans(b"\t\n\v\f\r", b"     ")
 
 
@@ -34,30 +35,36 @@ def with_one_space(content: bytes) -> bytes:
 
 
 def repeated_share(training: Iterable[bytes], validation: bytes, size: int) -> float:
-    """The share of a validation text that stands in a training text of some `size` bytes, 0 to 1.
+    """The share of a validation text, 0 to 1, that a training text of some `size` bytes contains.
 
-    Of a training text of over LOOKUPS bytes only every n-th run is looked up, n up to RUN. Then
-    runs that are shorter than RUN + n may be missed.
+    The training text comes in pieces. If it has over LOOKUPS bytes, only every n-th run is looked
+    up, n up to RUN; then runs that are shorter than RUN + n may be missed.
     """
     sample = with_one_space(validation)
     hashes = [hash(sample[start : start + RUN]) for start in range(len(sample) - RUN + 1)]
-    wanted, shared, rest = set(hashes), set[int](), b""
-    step = min(RUN, 1 + size // LOOKUPS)
-    for piece in training:
-        text = with_one_space(rest + piece)
-        starts = range(0, len(text) - RUN + 1, step)
-        shared |= wanted.intersection(hash(text[start : start + RUN]) for start in starts)
-        rest = text[len(starts) * step :]
-    covered = end = 0
-    for start, key in enumerate(hashes):
-        if key in shared:
-            covered += start + RUN - max(start, end)
+    shared = shared_hashes(set(hashes), training, step=min(RUN, 1 + size // LOOKUPS))
+    n_repeated = end = 0  # bytes; and the end of the last run that is repeated
+    for start, run_hash in enumerate(hashes):
+        if run_hash in shared:
+            n_repeated += start + RUN - max(start, end)
             end = start + RUN
-    return covered / max(1, len(sample))
+    return n_repeated / max(1, len(sample))
+
+
+def shared_hashes(hashes: set[int], training: Iterable[bytes], step: int) -> set[int]:
+    """Those of the hashes that a run of a training text has; every step-th run is hashed."""
+    shared: set[int] = set()
+    pending = b""  # what a run may begin in
+    for piece in training:
+        text = with_one_space(pending + piece)
+        starts = range(0, len(text) - RUN + 1, step)
+        shared |= hashes.intersection(hash(text[start : start + RUN]) for start in starts)
+        pending = text[len(starts) * step :]
+    return shared
 
 
 def sampled_ranges(length: int, limit: int = SAMPLE) -> list[tuple[int, int]]:
-    """Begin and end of what is looked for in a text of some length: all, or N_SAMPLES parts."""
+    """Begin and end of the parts of a text that are its sample: all of it, or N_SAMPLES parts."""
     if length <= limit:
         return [(0, length)]
     begins = [length * number // N_SAMPLES for number in range(N_SAMPLES)]
@@ -68,13 +75,16 @@ def sampled_ranges(length: int, limit: int = SAMPLE) -> list[tuple[int, int]]:
 
 
 def share_within(files: Sequence[File], characters: int, fraction: float = 0.1) -> float:
-    """The repeated share of a text of so many characters whose last part, a fraction, validates."""
+    """The repeated share of a text's last part, which validates, in the part before.
+
+    characters is the length of the text, and fraction that of the last part.
+    """
     n_train = int(characters * (1 - fraction))
     validation = sample_of(files, n_train, characters - n_train)
     return repeated_share(training_of(files, n_train), validation, size_of(files))
 
 
-@cache  # all jobs of a sweep ask it
+@cache  # all jobs of a sweep ask for it
 def share_between(files: tuple[File, ...], validation: tuple[File, ...], characters: int) -> float:
     """The repeated share of a validation text of so many characters in another text."""
     sample = sample_of(validation, 0, characters)
@@ -85,41 +95,42 @@ def size_of(files: Iterable[File]) -> int:
     return sum(file.path.stat().st_size for file in files)
 
 
-def pieces_of(files: Iterable[File]) -> Iterator[str]:
-    """The text of files in pieces, in the order in which train.py reads them."""
+def read_chunks(files: Iterable[File]) -> Iterator[str]:
+    """The text of files in chunks, in the order in which train.py reads them."""
     for file in sorted(files, key=lambda file: Path(file.name)):
-        with opened(file) as content:
-            for _, text in read_text(content, file.path, CHUNK_BYTES):
+        with open_text(file) as content:
+            for _, text in read_text(content, file.shown, CHUNK_BYTES):
                 yield text
 
 
 def training_of(files: Sequence[File], n_train: int) -> Iterator[bytes]:
-    """The first characters of a text, in pieces, but at most some TRAINING bytes."""
+    """The first n_train characters of a text, in chunks, but at most some TRAINING bytes."""
     n_bytes = 0
-    for text in pieces_of(files):
-        piece = text[:n_train].encode()
-        yield piece
-        n_bytes += len(piece)
+    for text in read_chunks(files):
+        chunk = text[:n_train].encode()
+        yield chunk
+        n_bytes += len(chunk)
         n_train -= len(text)
         if n_train <= 0 or n_bytes >= TRAINING:
             return
 
 
 def sample_of(files: Sequence[File], start: int, length: int) -> bytes:
-    """What is looked for of the characters from start on."""
+    """The sample of a part of a text: `length` characters from `start` on."""
     ranges = [(start + begin, start + end) for begin, end in sampled_ranges(length)]
-    sample, position = list[str](), 0
-    for text in pieces_of(files):
+    parts: list[str] = []
+    position = 0  # of the chunk in the text
+    for text in read_chunks(files):
         for begin, end in ranges:
-            sample.append(text[max(0, begin - position) : max(0, end - position)])
+            parts.append(text[max(0, begin - position) : max(0, end - position)])
         position += len(text)
-    return "".join(sample).encode()
+    return "".join(parts).encode()
 
 
 def warn_of_repeats(name: str, share: float | None) -> None:
-    """Warn if so much of a validation text stands in its training text that val_loss is memory."""
-    if share is not None and share >= LIMIT:
-        what = f"{share:.0%} of the validation text stands in the training text"
-        logger.warning(
-            f"{name}: {what}, so val_loss measures memory", extra={"code": "text-repeats"}
-        )
+    """Warn if a validation text repeats so much of its training text that val_loss is memory."""
+    if share is None or share < LIMIT:
+        return
+    repeats = f"{share:.0%} of the validation text stands in the training text"
+    warning = f"{name}: {repeats}, so val_loss measures memory"
+    logger.warning(warning, extra={"code": "text-repeats"})

@@ -8,44 +8,53 @@ from dataclasses import dataclass, field
 
 from launcher.errors import InputError
 
-logger = logging.getLogger("launcher.text")  # which gives copies the names of their sources
+logger = logging.getLogger(__name__)
 
-LIMIT = 0.5  # the share of conversations that may be left out
-MAX_REASONS, MAX_PLACES = 20, 3
+MAX_SHARE = 0.5  # of the conversations that may be left out
+MAX_REASONS = 20
+MAX_POSITIONS = 3  # that a warning names for a reason
+EXAMPLE = (
+    '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+)
 
 
 class Unlearnable(InputError):
-    """A conversation from which no model can learn: `reason`, which many share, and its `place`."""
+    """A conversation from which no model can learn.
 
-    def __init__(self, problem: str, reason: str, place: str) -> None:
+    reason is one that many conversations share; position is where this one is.
+    """
+
+    def __init__(self, problem: str, reason: str, position: str) -> None:
         super().__init__(problem)
-        self.reason, self.place = reason, place
+        self.reason = reason
+        self.position = position
 
 
 @dataclass
 class Skipped:
-    """The conversations that are left out, by reason: how many, and the places of the first."""
+    """The conversations that are left out: by reason, how many, and where the first are."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    places: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    positions: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, error: Unlearnable) -> None:
-        is_new = error.reason not in self.counts
-        reason = "others" if is_new and len(self.counts) >= MAX_REASONS else error.reason
+        reason = error.reason
+        if reason not in self.counts and len(self.counts) >= MAX_REASONS:
+            reason = "others"
         self.counts[reason] += 1
-        if len(self.places[reason]) < MAX_PLACES:
-            self.places[reason].append(error.place)
+        if len(self.positions[reason]) < MAX_POSITIONS:
+            self.positions[reason].append(error.position)
 
     def check(self, n_learnable: int) -> None:
         """Warn of what is left out beside n_learnable conversations.
 
-        Raises InputError if it is more than LIMIT of all.
+        Raises InputError if it is more than MAX_SHARE of all.
         """
         n_skipped = self.counts.total()
         n_all = n_skipped + n_learnable
         if not n_skipped:
             return
-        if n_skipped > LIMIT * n_all:
+        if n_skipped > MAX_SHARE * n_all:
             problem = f"{n_skipped:,} of {n_all:,} conversations cannot be learned: {self}"
             raise InputError(f"{problem}; a conversation is like {EXAMPLE}")
         logger.warning(f"{n_skipped:,} of {n_all:,} conversations left out: {self}")
@@ -54,13 +63,8 @@ class Skipped:
         """Such as: "`output` has no text (2: a.json, item 18; a.json, item 91)"."""
         parts = []
         for reason, count in self.counts.most_common():
-            places = "; ".join(self.places[reason])
-            if count > len(self.places[reason]):
-                places += "; ..."
-            parts.append(f"{reason} ({count:,}: {places})")
+            positions = "; ".join(self.positions[reason])
+            if count > len(self.positions[reason]):
+                positions += "; ..."
+            parts.append(f"{reason} ({count:,}: {positions})")
         return ", ".join(parts)
-
-
-EXAMPLE = (
-    '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-)

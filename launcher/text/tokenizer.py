@@ -1,32 +1,36 @@
-"""Tokenizers: read one, learn one, and tell two apart."""
+"""Tokenizers: find one, learn one, and compare two."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from concurrent.futures import wait
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.errors import DataError
 from entry_point.text import Tokenizer, read_json
 from launcher.errors import InputError
 from launcher.files.models import is_path
-from launcher.files.progress import Progress, no_progress
+from launcher.files.progress import Progress, expect, no_progress
 from launcher.files.storage import path_of
 from launcher.models.encoder import QWEN35, published_tokenizer
 from launcher.models.fetch import fetch_model
 from launcher.settings import Settings
-from launcher.text.copies import in_thread
-from launcher.text.formats import Counts, File, documents
+from launcher.text.documents import Survey, read_documents
+from launcher.text.reading import File
+from launcher.text.threads import in_thread
+
+logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
-# Names of the end of a document in published tokenizers, where tokenizer_config.json names none.
-KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+# Names that published tokenizers have for the end of a text, where tokenizer_config.json has none.
+USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 SAMPLE = 1 << 27  # bytes to learn a vocabulary from
 
 
@@ -43,36 +47,59 @@ def find_tokenizer(typed: str, settings: Settings) -> Tokenizer:
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a tokenizer.json, or in a directory as of Hugging Face or of a model.
+    """Return the tokenizer in a tokenizer.json, or in a directory that has one.
 
     Raises InputError if there is none, or it is not of BPE over bytes or of characters.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
-    beside = file.with_name("tokenizer_config.json")
+    config_file = file.with_name("tokenizer_config.json")
     try:
-        document, config = read_json(file), read_json(beside) if beside.exists() else {}
+        document = read_json(file)
+        config = read_json(config_file) if config_file.exists() else {}
     except DataError as error:
         raise InputError(str(error)) from None
     try:
         document["model"].setdefault("type", "BPE")  # GPT-2's own file has none
-        contents = [token["content"] for token in document["added_tokens"] if token["special"]]
-        end = config.get("eos_token")
-        end = end.get("content") if isinstance(end, dict) else end
-        if not isinstance(end, str):
-            end = next((name for name in KNOWN_ENDS if name in contents), None)
+        end = end_of_text_in(document, config)
         tokenizer = Tokenizer(document, end)
         published_tokenizer(document)
-        if end is not None or tokenizer.unit == "characters":
-            return tokenizer
-        why = "no token for the end of a text; name one as eos_token in tokenizer_config.json"
     except (DataError, KeyError, TypeError, ValueError, AttributeError) as error:
-        why = f"not a tokenizer of BPE over bytes: {error}"
-    raise InputError(f"{file}: {why}")
+        raise InputError(f"{file}: not a tokenizer of BPE over bytes: {error}") from None
+    if end is None and tokenizer.unit != "characters":
+        problem = "no token for the end of a text; name one as eos_token in tokenizer_config.json"
+        raise InputError(f"{file}: {problem}")
+    return tokenizer
+
+
+def end_of_text_in(document: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """The token that ends a text: that of tokenizer_config.json, or one with a usual name."""
+    end = config.get("eos_token")
+    if isinstance(end, dict):
+        end = end.get("content")
+    if isinstance(end, str):
+        return end
+    special = [token["content"] for token in document["added_tokens"] if token["special"]]
+    for name in USUAL_ENDS:
+        if name in special:
+            return name
+    return None
 
 
 def fitting_size(characters: int) -> int:
     """The largest power of two with 512 characters for each token, from 512 to 16,384."""
-    return 1 << min(max((characters // 512).bit_length() - 1, 9), 14)
+    exponent = (characters // 512).bit_length() - 1
+    return 1 << min(max(exponent, 9), 14)
+
+
+def learn_bpe(files: Sequence[File], vocab_size: int, size: int, progress: Progress) -> Tokenizer:
+    """Learn a tokenizer of files of some size in bytes, as learn_tokenizer; log what it does."""
+    logger.info(f"tokenizer: learning {vocab_size:,} tokens")
+    expect(progress, min(size, SAMPLE))
+    tokenizer = learn_tokenizer(files, vocab_size, progress)
+    if len(tokenizer) < vocab_size:
+        count = f"{len(tokenizer):,} tokens, not {vocab_size:,}"
+        logger.info(f"tokenizer: {count}: the text has no more to learn")
+    return tokenizer
 
 
 def learn_tokenizer(
@@ -80,17 +107,18 @@ def learn_tokenizer(
 ) -> Tokenizer:
     """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents.
 
-    It reads at most SAMPLE bytes. The vocabulary is smaller where each word is one token before.
+    It reads at most SAMPLE bytes. The vocabulary is smaller if each word is one token before it has
+    vocab_size of them.
     """
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
     by_words = pre_tokenizers.Split(Regex(QWEN35), "isolated")
     # A text without breaks, as of DNA, is one word, for which each merge takes time.
-    cut = pre_tokenizers.Split(Regex(r"[\s\S]{256}"), "isolated")
+    by_length = pre_tokenizers.Split(Regex(r"[\s\S]{256}"), "isolated")
     of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library = tokenizers.Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.Sequence([by_words, cut, of_bytes])
+    library.pre_tokenizer = pre_tokenizers.Sequence([by_words, by_length, of_bytes])
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -98,19 +126,34 @@ def learn_tokenizer(
         special_tokens=[END_OF_TEXT, TURN, END_OF_TURN],  # of turns, for conversations later
         show_progress=False,
     )
-    read, left = Counts(), Event()
-    pieces = filter(None, documents(files, read))
-    some = takewhile(lambda _: read.size <= SAMPLE and not left.is_set(), pieces)
-    # The library looks at no signals: here, Ctrl-C ends the wait for it.
-    learned = in_thread(partial(library.train_from_iterator, some, trainer))
+
+    survey = Survey()
+    is_stopped = Event()
+
+    def sample() -> Iterator[str]:
+        for piece in read_documents(files, survey):
+            if survey.size > SAMPLE or is_stopped.is_set():
+                return
+            if piece:
+                yield piece
+
+    # The library handles no signals. Here, Ctrl-C ends the wait for it.
+    training = in_thread(partial(library.train_from_iterator, sample(), trainer))
     try:
-        told, ended = 0, False
-        while not ended:
-            ended = bool(wait([learned], 0.1).done)
-            progress(read.size - told)
-            told = read.size
+        wait_and_report(training, survey, progress)
     finally:
-        left.set()
-    learned.result()
+        is_stopped.set()
+    training.result()
     library.pre_tokenizer = pre_tokenizers.Sequence([by_words, of_bytes])
     return Tokenizer(json.loads(library.to_str()), END_OF_TEXT)
+
+
+def wait_and_report(training: Future[Any], survey: Survey, progress: Progress) -> None:
+    """Wait until a training ends, and report the bytes that it reads into a survey."""
+    reported = 0
+    is_done = False
+    while not is_done:
+        is_done = bool(wait([training], 0.1).done)
+        size = survey.size
+        progress(size - reported)
+        reported = size

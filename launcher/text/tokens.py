@@ -20,8 +20,10 @@ import logging
 import mmap
 import random
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,102 +34,140 @@ from entry_point.text import Tokenizer, read_tokens
 from launcher.errors import InputError, unknown_characters
 from launcher.files.progress import Progress, expect
 from launcher.files.storage import json_bytes
-from launcher.models.chat import SPEAKS, ChatEncoder
-from launcher.models.encoder import Encoder
+from launcher.models.chat import ChatEncoder
+from launcher.models.encoder import SPEAKS, Encoder
 from launcher.text import repeats
-from launcher.text.formats import Counts, File, documents
+from launcher.text.documents import Survey, read_documents
 from launcher.text.ids import IDS_AT_ONCE, content_of
-from launcher.text.tokenizer import KNOWN_ENDS
+from launcher.text.reading import File
+from launcher.text.tokenizer import USUAL_ENDS
 
 logger = logging.getLogger(__name__)
 
 BATCH = 1 << 22  # characters encoded at once
 PIECE_OVERHEAD = 256  # characters that a piece of a batch counts for besides its own
 SHARD_BYTES = 1 << 28
-# The part kept for validation: a tenth, but no more tokens than an evaluation can use.
+# The part for validation: a tenth, but no more tokens than an evaluation can use.
 VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
 SEED = 1337
-Batches = Iterator[list[str | None]]
+TYPE_NAMES = {"H": "uint16", "I": "uint32", "i": "int32"}  # by the code that array has for a type
 
-
-def survey(files: Sequence[File]) -> Counts:
-    counts = Counts()
-    deque(documents(files, counts), maxlen=0)
-    if counts.empty:
-        total = counts.documents + counts.empty
-        logger.warning(f"{counts.empty:,} of {total:,} documents left out: no text")
-    return counts
+Batch = list[str | None]  # pieces of documents; None: a document ends
 
 
 def encode(
-    files: Sequence[File], counts: Counts, tokenizer: Tokenizer, directory: Path, progress: Progress
+    files: Sequence[File],
+    survey: Survey,
+    tokenizer: Tokenizer,
+    directory: Path,
+    progress: Progress,
 ) -> dict[str, Any]:
-    """Write the documents as tokens into an empty directory; returns fields of their Upload.
+    """Write documents as tokens into an empty directory. Returns fields of their Upload.
 
-    A single document is cut, its last tenth is the one for validation. Raises InputError if the
-    text has changed since it was surveyed, or does not come back from the tokenizer.
+    A single document is cut: its last tenth is for validation. Raises InputError if the text has
+    changed since it was surveyed, or if decoding its tokens gives another text.
     """
-    tokenizer = separated(tokenizer) if counts.chats else tokenizer
-    content = json.dumps(tokenizer.document, ensure_ascii=False, separators=(",", ":"))
-    size = len(tokenizer)
-    code = "i" if counts.chats else "H" if size <= 1 << 16 else "I"
-    again = Counts()
-    if counts.chats == 1:
+    if survey.chats == 1:
         raise InputError("one conversation is too little to train and validate on")
-    cut = int(counts.characters * (1 - VALIDATION_FRACTION)) if counts.documents == 1 else 0
-    expect(progress, counts.size)
+    if survey.chats:
+        tokenizer = with_end_of_text(tokenizer)
+    expect(progress, survey.size)
     unsorted = directory / "unsorted"
     with unsorted.open("wb") as file:
-        ends, needed = write_documents(
-            batches(documents(files, again), cut), tokenizer, code, file, progress
-        )
-    if again.sha256 != counts.sha256:
-        raise InputError("the text changed while it was read; upload it again")
-    meta: dict[str, Any] = {
-        "dtype": {"H": "uint16", "I": "uint32", "i": "int32"}[code],
-        "end_of_text": tokenizer.end_of_text,
-        "tokenizer_sha256": hashlib.sha256(content.encode()).hexdigest(),
-    }
+        writer = DocumentWriter(tokenizer, survey.chats > 0, file, progress)
+        encode_documents(files, survey, writer)
     with (
         unsorted.open("rb") as written,
         mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ) as ids,
     ):
-        width = array(code).itemsize
-        hashes = array("q", map(hash, contents(ids, ends, range(len(ends)), width)))
-        parts = {"train": [0], "val": [1]} if counts.documents == 1 else split(ends, hashes)
-        if copies := len(hashes) - len(set(hashes)):
-            kind = "conversations" if counts.chats else "documents"
-            what = "are copies; each is in the same part as its original"
-            logger.info(f"{copies:,} of {counts.documents:,} {kind} {what}")
-        for name, part in parts.items():
-            shards = write_shards(directory, name, ids, ends, part, width)
-            meta[name] = {"tokens": sum(s["tokens"] for s in shards), "shards": shards}
+        documents = EncodedDocuments(ids, writer.ends, writer.width)
+        parts = split_documents(documents, survey)
+        shards = {
+            name: write_shards(directory, name, documents, part) for name, part in parts.items()
+        }
     unsorted.unlink()
+    n_tokens = {name: sum(shard["tokens"] for shard in shards[name]) for name in parts}
+    write_tokenizer(directory, tokenizer)
+    meta = {name: {"tokens": n_tokens[name], "shards": shards[name]} for name in parts}
+    write_meta(directory, tokenizer, writer.type_code, meta)
+    report_parts(n_tokens["train"], n_tokens["val"])
+    contexts = writer.answer_contexts
+    return {
+        "files": tuple(sorted(path.name for path in directory.iterdir())),
+        "train_tokens": n_tokens["train"],
+        "val_tokens": n_tokens["val"],
+        "vocabulary_size": len(tokenizer),
+        "contexts": dict(Counter(documents.length(n) - 2 for n in range(len(contexts)))),
+        "answers": {
+            name: min(contexts[n] for n in part) for name, part in parts.items() if contexts
+        },
+    }
+
+
+def encode_documents(files: Sequence[File], survey: Survey, writer: DocumentWriter) -> None:
+    """Write the documents of files. Raises InputError if they are not those of the survey."""
+    cut = 0  # characters after which a single document is cut
+    if survey.documents == 1:
+        cut = int(survey.characters * (1 - VALIDATION_FRACTION))
+    survey_again = Survey()
+    for batch in batches(read_documents(files, survey_again), cut):
+        writer.write(batch)
+    if survey_again.sha256 != survey.sha256:
+        raise InputError("the text changed while it was read; upload it again")
+
+
+def split_documents(documents: EncodedDocuments, survey: Survey) -> dict[str, list[int]]:
+    """The indices of the documents for training and for validation, as `split` returns them."""
+    if survey.documents == 1:  # which was cut
+        return {"train": [0], "val": [1]}
+    hashes = array("q", (hash(documents.content(index)) for index in range(len(documents))))
+    n_copies = len(hashes) - len(set(hashes))
+    if n_copies:
+        kind = "conversations" if survey.chats else "documents"
+        copies = "are copies; each is in the same part as its original"
+        logger.info(f"{n_copies:,} of {survey.documents:,} {kind} {copies}")
+    return split(documents.ends, hashes)
+
+
+def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    """Write a tokenizer as the `tokenizers` library and transformers read it."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "eos_token": tokenizer.end_of_text,
     }
-    (directory / "tokenizer.json").write_text(content, encoding="utf-8")
+    (directory / "tokenizer.json").write_bytes(tokenizer_bytes(tokenizer))
     (directory / "tokenizer_config.json").write_bytes(json_bytes(config))
-    (directory / "meta.json").write_bytes(json_bytes(meta))
-    train, val = meta["train"]["tokens"], meta["val"]["tokens"]
-    logger.info(f"tokenizer: {train:,} tokens to train on, {val:,} to validate on")
-    if (share := val / (train + val)) > 2 * VALIDATION_FRACTION:
-        why = "each document is whole, and longer than a tenth of the text"
-        logger.warning(f"{share:.0%} of the tokens are for validation: {why}")
-    return {
-        "files": tuple(sorted(path.name for path in directory.iterdir())),
-        "train_tokens": train,
-        "val_tokens": val,
-        "vocabulary_size": size,
-        "contexts": dict(Counter(length(ends, n) - 2 for n in range(len(needed)))),
-        "answers": {name: min(needed[n] for n in part) for name, part in parts.items() if needed},
+
+
+def tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
+    return json.dumps(tokenizer.document, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def write_meta(
+    directory: Path, tokenizer: Tokenizer, type_code: str, parts: dict[str, Any]
+) -> None:
+    """Write meta.json, which names the shards of each part and the type of their ids."""
+    meta = {
+        "dtype": TYPE_NAMES[type_code],
+        "end_of_text": tokenizer.end_of_text,
+        "tokenizer_sha256": hashlib.sha256(tokenizer_bytes(tokenizer)).hexdigest(),
+        **parts,
     }
+    (directory / "meta.json").write_bytes(json_bytes(meta))
+
+
+def report_parts(n_train: int, n_val: int) -> None:
+    """Log the number of tokens for training and for validation."""
+    logger.info(f"tokenizer: {n_train:,} tokens to train on, {n_val:,} to validate on")
+    share = n_val / (n_train + n_val)
+    if share > 2 * VALIDATION_FRACTION:
+        reason = "each document is whole, and longer than a tenth of the text"
+        logger.warning(f"{share:.0%} of the tokens are for validation: {reason}")
 
 
 def share_within(directory: Path) -> float:
-    """The share of the validation tokens whose text stands in that of the training tokens."""
+    """The share of the validation tokens whose text the training tokens contain, 0 to 1."""
     corpus = read_tokens(directory, Config())
     words = corpus.tokenizer.words
     width = max(1, sum(map(len, words)) // len(words))  # of a token, in bytes
@@ -141,84 +181,65 @@ def share_within(directory: Path) -> float:
     return repeats.repeated_share(training, bytes(sample), n_train * width)
 
 
-def separated(tokenizer: Tokenizer) -> Tokenizer:
+def with_end_of_text(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer with an end of text that does not end a turn, as Qwen's own does."""
     if tokenizer.end_of_text != END_OF_TURN:
         return tokenizer
-    if end := next((name for name in KNOWN_ENDS if name in tokenizer.special), None):
-        return Tokenizer(tokenizer.document, end)
+    for name in USUAL_ENDS:
+        if name in tokenizer.special:
+            return Tokenizer(tokenizer.document, name)
     raise InputError(f"the tokenizer has no token but {END_OF_TURN} that ends a text")
 
 
 def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
-    """The documents of each part, in random order; all copies of one are in the same part.
+    """The indices of the documents of each part, in random order; copies are in the same part.
 
-    Those that are together longer than the whole validation part should be are for training, unless
-    all are.
+    Copies that are together longer than the validation part should be are for training, unless all
+    are. Raises InputError if all documents are equal.
     """
     order = list(range(len(ends)))
     random.Random(SEED).shuffle(order)
-    lengths = Counter[int]()
-    for index, copy in enumerate(hashes):
-        lengths[copy] += length(ends, index)
+    lengths: Counter[int] = Counter()  # in tokens, of all copies together
+    begin = 0
+    for end, content_hash in zip(ends, hashes, strict=True):
+        lengths[content_hash] += end - begin
+        begin = end
     if len(lengths) == 1:
         raise InputError(f"all {len(ends):,} documents are equal; give one of them")
-    wanted = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
-    val, tokens = set[int](), 0
-    for copy in map(hashes.__getitem__, reversed(order)):
-        if tokens < wanted and lengths[copy] <= wanted and copy not in val:
-            val.add(copy)
-            tokens += lengths[copy]
-    val = val or {min(lengths, key=lengths.__getitem__)}
+
+    max_tokens = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
+    validation: set[int] = set()  # hashes
+    n_tokens = 0
+    for index in reversed(order):
+        content_hash = hashes[index]
+        if n_tokens >= max_tokens:
+            break
+        if lengths[content_hash] <= max_tokens and content_hash not in validation:
+            validation.add(content_hash)
+            n_tokens += lengths[content_hash]
+    if not validation:
+        validation = {min(lengths, key=lengths.__getitem__)}
     return {
-        "train": [index for index in order if hashes[index] not in val],
-        "val": [index for index in order if hashes[index] in val],
+        "train": [index for index in order if hashes[index] not in validation],
+        "val": [index for index in order if hashes[index] in validation],
     }
 
 
-def write_documents(
-    batched: Batches, tokenizer: Tokenizer, code: str, file: IO[bytes], progress: Progress
-) -> tuple[array[int], array[int]]:
-    """Write the ids of each document and of its end.
+def batches(pieces: Iterator[str | None], cut: int) -> Iterator[Batch]:
+    """Yield the pieces of read_documents in batches of some BATCH characters.
 
-    Returns where each ends, counted in ids, and for each conversation the context that holds it up
-    to its first answer.
+    If `cut` is not 0, the first document also ends after that many characters.
     """
-    encoder = Encoder(tokenizer, code)
-    chat = ChatEncoder(encoder) if code == "i" else None
-    end = array(code, [] if tokenizer.end is None else [~tokenizer.end if chat else tokenizer.end])
-    known = {w.decode() for w in tokenizer.words} if tokenizer.unit == "characters" else None
-    ends, needed, position = array("Q"), array("Q"), 0
-    for batch in batched:
-        pieces = [piece for piece in batch if piece is not None]
-        unknown = set().union(*pieces) - known if known else set()
-        if unknown:
-            raise unknown_characters("the text", unknown)
-        each = iter(chat.encode(pieces) if chat else encoder.encode(pieces))
-        for piece in batch:
-            ids = end.tobytes() if piece is None else next(each)
-            position += len(ids) // end.itemsize
-            file.write(ids)
-            if chat and piece and piece.startswith(SPEAKS) and len(needed) == len(ends):
-                begin = ends[-1] if ends else 0
-                needed.append(position - begin - len(chat.line_break) - 1)  # the last is a target
-            if piece is None:
-                ends.append(position)
-        progress(sum(len(piece.encode()) for piece in pieces))
-    return ends, needed
-
-
-def batches(pieces: Iterator[str | None], cut: int) -> Batches:
-    """Those of `documents`, some BATCH characters together.
-
-    The first document ends after `cut` characters too, if that is not 0.
-    """
-    batch, size = list[str | None](), 0
+    batch: Batch = []
+    size = 0
     for piece in pieces:
         if piece is None:
             batch.append(None)
             continue
-        batch += [piece[:cut], None, piece[cut:]] if 0 < cut <= len(piece) else [piece]
+        if 0 < cut <= len(piece):
+            batch += [piece[:cut], None, piece[cut:]]
+        else:
+            batch.append(piece)
         cut -= len(piece)
         size += len(piece) + PIECE_OVERHEAD
         if size >= BATCH:
@@ -227,29 +248,122 @@ def batches(pieces: Iterator[str | None], cut: int) -> Batches:
     yield batch
 
 
-def length(ends: array[int], index: int) -> int:
-    return ends[index] - (ends[index - 1] if index else 0)
+class DocumentWriter:
+    """Writes the ids of documents into a file, one after the other, each with its end."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, are_chats: bool, file: IO[bytes], progress: Progress
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.file = file
+        self.progress = progress
+        self.type_code = "H" if len(tokenizer) <= 1 << 16 else "I"
+        if are_chats:
+            self.type_code = "i"
+        self.width = array(self.type_code).itemsize  # bytes of an id
+        self.encoder = Encoder(tokenizer, self.type_code)
+        self.chat_encoder = ChatEncoder(self.encoder) if are_chats else None
+        self.end = self.encode_end()
+        self.n_ids = 0
+        self.ends = array("Q")  # where each document ends, counted in ids
+        # The context that holds each conversation up to its first answer.
+        self.answer_contexts = array("Q")
+
+    def encode_end(self) -> bytes:
+        """The id of the end of a text; the loss leaves out that of a conversation."""
+        end = self.tokenizer.end
+        if end is None:
+            return b""
+        if self.chat_encoder is not None:
+            end = ~end
+        return array(self.type_code, [end]).tobytes()
+
+    def write(self, batch: Batch) -> None:
+        pieces = [piece for piece in batch if piece is not None]
+        self.check_characters(pieces)
+        encoder = self.encoder if self.chat_encoder is None else self.chat_encoder
+        encoded = iter(encoder.encode(pieces))
+        for piece in batch:
+            if piece is None:
+                self.write_ids(self.end)
+                self.ends.append(self.n_ids)
+            else:
+                self.write_ids(next(encoded))
+                self.note_answer(piece)
+        self.progress(sum(len(piece.encode()) for piece in pieces))
+
+    def write_ids(self, ids: bytes) -> None:
+        self.file.write(ids)
+        self.n_ids += len(ids) // self.width
+
+    def check_characters(self, pieces: Sequence[str]) -> None:
+        """Raise InputError if a tokenizer of characters lacks one of these."""
+        if self.tokenizer.unit != "characters":
+            return
+        unknown = set().union(*pieces) - self.characters
+        if unknown:
+            raise unknown_characters("the text", unknown)
+
+    @cached_property
+    def characters(self) -> set[str]:
+        """Those of a tokenizer of characters."""
+        return {word.decode() for word in self.tokenizer.words}
+
+    def note_answer(self, turn: str) -> None:
+        """Note the context of a conversation up to a turn, if that is its first answer."""
+        is_first = len(self.answer_contexts) == len(self.ends)
+        if self.chat_encoder is None or not is_first or not turn.startswith(SPEAKS):
+            return
+        begin = self.ends[-1] if self.ends else 0
+        n_line_break = len(self.chat_encoder.line_break)
+        self.answer_contexts.append(self.n_ids - begin - n_line_break - 1)  # the last is a target
 
 
-def contents(ids: mmap.mmap, ends: array[int], order: Sequence[int], width: int) -> Iterator[bytes]:
-    return (ids[(ends[i] - length(ends, i)) * width : ends[i] * width] for i in order)
+@dataclass(frozen=True)
+class EncodedDocuments:
+    """The ids of documents, one after the other."""
+
+    ids: mmap.mmap
+    ends: array[int]  # where each document ends, counted in ids
+    width: int  # bytes of an id
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def begin(self, index: int) -> int:
+        """Where a document begins, counted in ids."""
+        return self.ends[index - 1] if index else 0
+
+    def length(self, index: int) -> int:
+        """The number of ids of a document."""
+        return self.ends[index] - self.begin(index)
+
+    def content(self, index: int) -> bytes:
+        """The ids of a document, as bytes."""
+        return self.ids[self.begin(index) * self.width : self.ends[index] * self.width]
 
 
 def write_shards(
-    directory: Path, name: str, ids: mmap.mmap, ends: array[int], order: Sequence[int], width: int
+    directory: Path, name: str, documents: EncodedDocuments, order: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Write documents, in this order, to files of SHARD_BYTES; returns what meta.json says."""
+    """Write documents, in this order, to files of SHARD_BYTES. Returns what meta.json has of them.
+
+    A document may be in two files.
+    """
     shards: list[dict[str, Any]] = []
-    chunks = contents(ids, ends, order, width)
-    pending, left = b"", width * sum(length(ends, i) for i in order)
-    while left:
+    contents = map(documents.content, order)
+    n_pending = documents.width * sum(documents.length(index) for index in order)
+    content = b""  # what is not written yet of a document
+    while n_pending:
         path = directory / f"{name}-{len(shards):05d}.bin"
-        size = here = min(left, SHARD_BYTES)
+        size = free = min(n_pending, SHARD_BYTES)
         with path.open("wb") as file:
-            while here:
-                pending = pending or next(chunks)
-                part, pending = pending[:here], pending[here:]
-                here -= file.write(part)
-        left -= size
-        shards.append({"name": path.name, "tokens": size // width, "sha256": file_sha256(path)})
+            while free:
+                content = content or next(contents)
+                n_written = file.write(content[:free])
+                content = content[n_written:]
+                free -= n_written
+        n_pending -= size
+        n_tokens = size // documents.width
+        shards.append({"name": path.name, "tokens": n_tokens, "sha256": file_sha256(path)})
     return shards

@@ -1,17 +1,58 @@
-"""Files that are read through a filter, and a bound on what a small file may unpack to."""
+"""Compressed files, a bound on what they unpack to, and files that are made in chunks."""
 
 from __future__ import annotations
 
+import gzip
 import io
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from launcher.errors import InputError
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 CHUNK = 1 << 20  # bytes of a file that are read at once
 # Text packs to a tenth, and logs of equal lines to a hundredth. What unpacks to more is no text.
-LARGEST_RATIO = 200
+MAX_RATIO = 200
 RATIO_FREE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A compression of single files that are unpacked while they are read."""
+
+    suffix: str
+    magic: bytes  # the first bytes of its files
+    open: Callable[[IO[bytes]], Any]
+    advice: str  # a command that unpacks a file
+
+
+COMPRESSIONS = (
+    Compression(".gz", b"\x1f\x8b", gzip.open, "`gunzip -k {path}`"),
+    Compression(".zst", b"\x28\xb5\x2f\xfd", zstd.open, "`zstd -d {path}`"),
+)
+
+
+def compression_of(beginning: bytes) -> Compression | None:
+    """The compression of a file that begins with such bytes, or None."""
+    for compression in COMPRESSIONS:
+        if beginning.startswith(compression.magic):
+            return compression
+    return None
+
+
+def without_compression(path: Path) -> Path:
+    """The path without the suffix of a compression."""
+    suffixes = {compression.suffix for compression in COMPRESSIONS}
+    if path.suffix.lower() in suffixes:
+        return path.with_suffix("")
+    return path
 
 
 class Unpacking:
@@ -20,31 +61,34 @@ class Unpacking:
     def __init__(self, name: object, packed_size: int) -> None:
         self.name = name
         self.size = 0
-        self.limit = max(LARGEST_RATIO * packed_size, RATIO_FREE_BYTES)
+        self.limit = max(MAX_RATIO * packed_size, RATIO_FREE_BYTES)
 
     def add(self, n_bytes: int) -> None:
         """Count bytes. Raises InputError if there are too many."""
         self.size += n_bytes
         if self.size > self.limit:
-            what = f"unpacks to over {self.limit >> 20:,} MiB, over {LARGEST_RATIO} times its size"
+            problem = f"unpacks to over {self.limit >> 20:,} MiB, over {MAX_RATIO} times its size"
             raise InputError(
-                f"{self.name}: {what}; if it is text, unpack it and give what comes out"
+                f"{self.name}: {problem}; if it is text, unpack it and give what comes out"
             )
 
 
-class Filter(io.RawIOBase):
-    """A file as something makes it of another; it is read in order, and again from its beginning.
+class ChunkedFile(io.RawIOBase):
+    """A file that is made in chunks of another one. It is read from its beginning, in order.
 
-    `chunks` begins to read, and returns what gives the next bytes, b"" at the end.
+    make_chunks reads the other file from where it is, and yields chunks that are not empty.
     """
 
-    def __init__(self, file: IO[bytes], chunks: Callable[[IO[bytes]], Callable[[], bytes]]) -> None:
-        self.file, self.chunks = file, chunks
+    def __init__(
+        self, file: IO[bytes], make_chunks: Callable[[IO[bytes]], Iterator[bytes]]
+    ) -> None:
+        self.file = file
+        self.make_chunks = make_chunks
         self.begin()
 
     def begin(self) -> None:
-        self.next_chunk = self.chunks(self.file)
-        self.pending = b""
+        self.chunks = self.make_chunks(self.file)
+        self.pending = b""  # the part of a chunk that was not read yet
         self.position = 0
 
     def readable(self) -> bool:
@@ -64,7 +108,8 @@ class Filter(io.RawIOBase):
         return 0
 
     def readinto(self, buffer: Any) -> int:
-        self.pending = self.pending or self.next_chunk()
+        if not self.pending:
+            self.pending = next(self.chunks, b"")
         size = min(len(buffer), len(self.pending))
         buffer[:size] = self.pending[:size]
         self.pending = self.pending[size:]
@@ -73,16 +118,15 @@ class Filter(io.RawIOBase):
 
 
 def bounded(file: IO[bytes], name: object, packed_size: int) -> io.BufferedReader:
-    """What a file unpacks to. Reading raises InputError if that is far more than its size."""
+    """The content of an unpacked file. Reading raises InputError if it is far more than its size.
 
-    def chunks(file: IO[bytes]) -> Callable[[], bytes]:
+    name and packed_size are those of the packed file.
+    """
+
+    def make_chunks(file: IO[bytes]) -> Iterator[bytes]:
         unpacking = Unpacking(name, packed_size)
-
-        def next_chunk() -> bytes:
-            chunk = file.read(CHUNK)
+        while chunk := file.read(CHUNK):
             unpacking.add(len(chunk))
-            return chunk
+            yield chunk
 
-        return next_chunk
-
-    return io.BufferedReader(Filter(file, chunks), CHUNK)
+    return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK)

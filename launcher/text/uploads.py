@@ -1,4 +1,4 @@
-"""What was uploaded, on this machine and on S3: list it, and delete it.
+"""List and delete uploads, on this machine and on S3.
 
 An upload is STORE/data/NAME, or STORE/models/NAME for a model of --init-from, beside its manifest.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.moved import UPLOAD_NAME, text_id
+from launcher.files.storage import Entry
 from launcher.finding import Listing
 from launcher.job import JobDescription
 from launcher.sagemaker.stack import with_stack
@@ -21,6 +22,8 @@ from launcher.text import corpus
 
 @dataclass(frozen=True)
 class Stored:
+    """An upload in a store, and the jobs that read it."""
+
     name: str
     uri: str
     kind: str  # text, tokens, conversations, model; incomplete: after an interruption
@@ -37,26 +40,27 @@ def uploads(settings: Settings | None = None) -> list[Stored]:
 
     Raises InputError or ServiceError if AWS did not list all of them, or all jobs that use them.
     """
-    found, failure = find_uploads(settings or load_settings())
+    listed, failure = find_uploads(settings or load_settings())
     if failure:
         raise failure
-    return found
+    return listed
 
 
 def find_uploads(settings: Settings) -> tuple[list[Stored], InputError | ServiceError | None]:
-    """As `uploads`, also if the list is incomplete: then with the reason."""
-    found = list[Stored]()
+    """As `uploads`, but an incomplete list is returned too, with the error that made it so."""
     listing = Listing(settings, everyone=True)
     jobs = list(listing)
+    listed: list[Stored] = []
     try:
-        found += uploads_in(settings.local_store, jobs, settings)
+        listed += uploads_in(settings.local_store, jobs, settings)
         if settings.reaches_aws:
             settings = with_stack(settings, names=("store",))
-        if corpus.place(settings.data_store) != corpus.place(settings.local_store):
-            found += uploads_in(settings.data_store, jobs, settings)
+        if corpus.store_uri(settings.data_store) != corpus.store_uri(settings.local_store):
+            listed += uploads_in(settings.data_store, jobs, settings)
     except (InputError, ServiceError) as error:
         listing.failure = error
-    return sorted(found, key=lambda each: each.written, reverse=True), listing.failure
+    listed.sort(key=lambda upload: upload.written, reverse=True)
+    return listed, listing.failure
 
 
 def full_name(reference: str, settings: Settings) -> str:
@@ -64,50 +68,74 @@ def full_name(reference: str, settings: Settings) -> str:
 
     Raises InputError if several match, and ServiceError if AWS did not list all of them.
     """
-    found, failure = find_uploads(settings)
-    name = corpus.choose(reference, {upload.name for upload in found})
+    listed, failure = find_uploads(settings)
+    name = corpus.choose(reference, {upload.name for upload in listed})
     if failure:
         raise failure.within(f"cannot resolve {reference!r} to the name of an upload")
     return name or reference
 
 
 def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -> Iterator[Stored]:
-    for kind in ("text", "model"):
-        root = storage.join(corpus.place(store), "models" if kind == "model" else "data")
-        folders: dict[str, dict[str, storage.Entry]] = defaultdict(dict)
-        for path, entry in storage.list_entries(root, settings).items():
-            name, _, file = path.partition("/")
-            folders[name if file else name.removesuffix(".json")][file] = entry
-        for name in filter(UPLOAD_NAME.fullmatch, folders):
-            uri, files, what = storage.join(root, name), folders[name], kind
-            manifest_entry = files.pop("", None)
-            entry = manifest_entry or next(iter(files.values()))
-            sizes = {file: each.size for file, each in files.items()}
-            upload = corpus.read_manifest(uri, settings)
-            if upload is None or not upload.is_whole(sizes):
-                upload, what = None, "incomplete"
-            elif upload.train_tokens:
-                what = "conversations" if upload.chats else "tokens"
-            readers = [job for job in jobs if reads(job, uri)]
-            yield Stored(
-                name=name,
-                uri=uri,
-                kind=what,
-                size=sum(sizes.values()),
-                written=entry.written,
-                jobs=[job.job_id for job in readers],
-                running=[job.job_id for job in readers if job.is_running],
-                owners=sorted({job.owner for job in readers if job.owner}),
-                manifest=upload,
-            )
+    """Yield the uploads of texts in a store, and then those of models."""
+    for folder, kind in (("data", "text"), ("models", "model")):
+        root = storage.join(corpus.store_uri(store), folder)
+        for name, entries in entries_by_upload(root, settings).items():
+            uri = storage.join(root, name)
+            yield stored_upload(name, uri, kind, entries, jobs, settings)
+
+
+def entries_by_upload(root: str, settings: Settings) -> dict[str, dict[str, Entry]]:
+    """The files of each upload below a URI, by their names; '' is that of its manifest."""
+    entries: dict[str, dict[str, Entry]] = defaultdict(dict)
+    for path, entry in storage.list_entries(root, settings).items():
+        name, is_below, file = path.partition("/")
+        if not is_below:
+            name = name.removesuffix(".json")
+        if UPLOAD_NAME.fullmatch(name):
+            entries[name][file] = entry
+    return entries
+
+
+def stored_upload(
+    name: str,
+    uri: str,
+    kind: str,
+    entries: dict[str, Entry],
+    jobs: Sequence[JobDescription],
+    settings: Settings,
+) -> Stored:
+    """Describe an upload by its files and the jobs that read it."""
+    sizes = {file: entry.size for file, entry in entries.items() if file}
+    newest = entries.get("") or next(iter(entries.values()))  # the manifest is written last
+    upload = corpus.read_manifest(uri, settings)
+    if upload is None or not upload.is_whole(sizes):
+        upload = None
+        kind = "incomplete"
+    elif upload.chats:
+        kind = "conversations"
+    elif upload.train_tokens:
+        kind = "tokens"
+    readers = [job for job in jobs if reads(job, uri)]
+    return Stored(
+        name=name,
+        uri=uri,
+        kind=kind,
+        size=sum(sizes.values()),
+        written=newest.written,
+        jobs=[job.job_id for job in readers],
+        running=[job.job_id for job in readers if job.is_running],
+        owners=sorted({job.owner for job in readers if job.owner}),
+        manifest=upload,
+    )
 
 
 def reads(job: JobDescription, uri: str) -> bool:
-    """Whether a job reads an upload, or one of the same name in a copy of this machine's store."""
-    inputs = [each.rstrip("/") for each in job.inputs.values()]
+    """True if a job reads an upload, or one of its name in a copy of this machine's store."""
+    inputs = [location.rstrip("/") for location in job.inputs.values()]
     if uri.startswith("s3://"):
         return uri in inputs
-    return text_id(uri) in [text_id(each) for each in inputs if not each.startswith("s3://")]
+    local_inputs = [location for location in inputs if not location.startswith("s3://")]
+    return text_id(uri) in map(text_id, local_inputs)
 
 
 def delete(upload: Stored, settings: Settings) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Lock
 
@@ -13,10 +12,11 @@ from launcher.files import storage
 from launcher.files.local import LocalLocation
 from launcher.files.progress import Progress
 from launcher.settings import Settings
-from launcher.text.copies import in_thread
-from launcher.text.formats import File, opened, stored
+from launcher.text.reading import File, file_to_upload, open_text
+from launcher.text.threads import in_thread
 
-WRITERS, SMALL_FILE = 16, 1 << 20  # files of up to SMALL_FILE bytes that are written at once
+SMALL_FILE = 1 << 20  # bytes
+WRITERS = 16  # small files that are written at once
 CLEANUP_SECONDS = 5.0
 
 
@@ -26,40 +26,53 @@ def write_files(files: Sequence[File], uri: str, settings: Settings, progress: P
     Large ones follow in turn; on S3, each goes in parallel parts. After an error or Ctrl-C no other
     file is begun.
     """
-    lock, is_stopped = Lock(), Event()
+    FileWriter(uri, settings, progress).write_all(files)
 
-    def report(n: int) -> None:
-        with lock:
-            progress(n)
 
-    def write(file: File) -> None:
-        target = storage.join(uri, file.name)
+class FileWriter:
+    """Writes files below a URI."""
+
+    def __init__(self, uri: str, settings: Settings, progress: Progress) -> None:
+        self.uri = uri
+        self.settings = settings
+        self.progress = progress
+        self.lock = Lock()  # of progress
+        self.is_stopped = Event()
+        self.small_files = SimpleQueue[File]()
+
+    def write_all(self, files: Sequence[File]) -> None:
+        large_files: list[File] = []
+        for file in files:
+            if file.path.stat().st_size <= SMALL_FILE:
+                self.small_files.put(file)
+            else:
+                large_files.append(file)
+        n_writers = min(WRITERS, self.small_files.qsize())
+        writers = [in_thread(self.write_small_files) for _ in range(n_writers)]
+        try:
+            for writer in wait(writers, return_when=FIRST_EXCEPTION).done:
+                writer.result()
+        finally:
+            self.is_stopped.set()
+            wait(writers, CLEANUP_SECONDS)  # they remove what is half written
+        for file in large_files:
+            self.write(file)
+
+    def write_small_files(self) -> None:
+        with suppress(Empty):
+            while not self.is_stopped.is_set():
+                self.write(self.small_files.get_nowait())
+
+    def write(self, file: File) -> None:
+        target = storage.join(self.uri, file.name)
         path_in_store = storage.local_path(target)
         if path_in_store is not None and file.is_converted:
-            with opened(file) as content, storage.reported(target):
-                LocalLocation(path_in_store).write_content(content, file.path, report)
+            with open_text(file) as content, storage.reported(target):
+                LocalLocation(path_in_store).write_content(content, file.path, self.report)
         else:  # S3 gets parallel parts, which need a file
-            with stored(file) as path:
-                storage.write_file(path, target, report, settings)
+            with file_to_upload(file) as path:
+                storage.write_file(path, target, self.report, self.settings)
 
-    def write_rest(queue: SimpleQueue[File]) -> None:
-        with suppress(Empty):
-            while not is_stopped.is_set():
-                write(queue.get_nowait())
-
-    small_files, large_files = SimpleQueue[File](), list[File]()
-    for file in files:
-        if file.path.stat().st_size <= SMALL_FILE:
-            small_files.put(file)
-        else:
-            large_files.append(file)
-    n_writers = min(WRITERS, small_files.qsize())
-    writers = [in_thread(partial(write_rest, small_files)) for _ in range(n_writers)]
-    try:
-        for writer in wait(writers, return_when=FIRST_EXCEPTION).done:
-            writer.result()
-    finally:
-        is_stopped.set()
-        wait(writers, CLEANUP_SECONDS)  # they remove what is half written
-    for file in large_files:
-        write(file)
+    def report(self, n_bytes: int) -> None:
+        with self.lock:
+            self.progress(n_bytes)

@@ -36,7 +36,7 @@ from launcher.settings import Settings
 from launcher.source import Source
 from launcher.text import corpus
 from launcher.text.channels import Channel
-from launcher.text.formats import File
+from launcher.text.reading import File
 from launcher.trying import driver
 from launcher.trying.budget import MAX_SIZE
 from launcher.trying.ledger import Entry

@@ -20,7 +20,7 @@ from launcher.local.runs import Run, run_all
 from launcher.settings import Settings
 from launcher.source import Source, keep
 from launcher.text.corpus import digest_of
-from launcher.text.formats import File
+from launcher.text.reading import File
 from launcher.trying import rule
 from launcher.trying.budget import Budget, sizes_of
 from launcher.trying.code import check_code

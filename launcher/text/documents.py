@@ -1,0 +1,246 @@
+"""The documents of files, and a survey of them before they are uploaded."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from launcher.errors import InputError
+from launcher.files.storage import CHUNK_BYTES
+from launcher.models.encoder import LONGEST as PIECE
+from launcher.text.encodings import read_text
+from launcher.text.reading import File, open_text
+from launcher.text.records import Document, document_of
+from launcher.text.skipped import Skipped, Unlearnable
+
+logger = logging.getLogger(__name__)
+
+# The shortest context of any preset. Shorter text cannot fill one window for training and one in
+# its last tenth for validation. A launch checks against the context of its job.
+SHORTEST_BLOCK_SIZE = 64
+MIN_CHARACTERS = 10 * (SHORTEST_BLOCK_SIZE + 1)
+MAX_KINDS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """A sign that a text was damaged before it came here."""
+
+    pattern: bytes  # in its UTF-8
+    problem: str
+    encoding: str = ""  # of the original, where another one may help
+
+
+SUSPICIONS = (
+    Suspicion(
+        rb"\xc2[\x80-\x9f]",
+        "control characters (U+0080 to U+009F), as of Windows-1252 that was read as Latin-1; upload"
+        " the original",
+        "cp1252",
+    ),
+    Suspicion(
+        rb"\xef\xbf\xbd",
+        "U+FFFD, the sign for lost characters; upload the original",
+        "NAME",
+    ),
+    Suspicion(
+        rb"\xc3\x83\xc2[\x80-\xbf]|\xc3\xa2\xe2\x82\xac",
+        "U+00C3 or U+00E2 before a sign, as of UTF-8 that was read as Windows-1252 ('Ã©' for 'é');"
+        " upload the original",
+    ),
+    Suspicion(
+        rb"\r[^\n]",
+        r"carriage returns without line feeds; for line breaks: `tr '\r' '\n' < FILE > NEW-FILE`",
+    ),
+    Suspicion(
+        rb"\x1b[\[\]]",
+        "escape sequences, as of a terminal's colors, which a model learns too; with NO_COLOR=1"
+        " most programs write none",
+    ),
+)
+
+
+@dataclass
+class Survey:
+    """Counts of a text that was read once, and a SHA-256 of its names and contents."""
+
+    documents: int = 0
+    empty: int = 0  # documents that are left out
+    chats: int = 0  # documents that are conversations
+    characters: int = 0
+    size: int = 0  # bytes of UTF-8
+    sha256: str = ""
+    vocabulary: str = ""  # its characters; "" for documents
+    files: list[File] = field(default_factory=list)  # of a plain text, those that are kept
+    suspicions: dict[Suspicion, str] = field(default_factory=dict)  # and where each is first met
+    skipped: Skipped = field(default_factory=Skipped)
+
+    def note_suspicions(self, content: bytes, position: str) -> None:
+        """Note the suspicions that a part of the text is the first to raise."""
+        if content.isascii() and b"\r" not in content and b"\x1b" not in content:
+            return  # at once, for many short turns
+        for suspicion in SUSPICIONS:
+            if suspicion not in self.suspicions and re.search(suspicion.pattern, content):
+                self.suspicions[suspicion] = position
+
+    def check(self, name: object) -> None:
+        """Warn of suspicions, and of conversations that are left out.
+
+        Raises InputError if too many conversations are left out, or there is too little text for
+        any run.
+        """
+        self.skipped.check(self.chats)
+        for suspicion, position in self.suspicions.items():
+            extra = {}
+            if suspicion.encoding:
+                extra = {"code": "give-encoding", "encoding": suspicion.encoding}
+            logger.warning(f"{position}: has {suspicion.problem}", extra=extra)
+        if self.characters < MIN_CHARACTERS:
+            problem = f"{self.characters} characters are too few to train and validate on"
+            raise InputError(f"{name}: {problem}; use at least {MIN_CHARACTERS}, better a million")
+
+
+# -- plain text ------------------------------------------------------------------------------------
+
+
+def survey_text(name: str, files: Sequence[File]) -> Survey:
+    """Read files of plain text as train.py would; empty and equal ones are left out.
+
+    Raises InputError as Survey.check does, with the name of the text.
+    """
+    survey = Survey()
+    digest = hashlib.sha256()
+    vocabulary: set[str] = set()
+    file_digests: set[bytes] = set()
+    n_left_out: Counter[str] = Counter()
+    for file in files:
+        file_digest = hashlib.sha256()
+        size = characters = 0
+        with open_text(file) as content:
+            for chunk, text in read_text(content, file.shown, CHUNK_BYTES):
+                file_digest.update(chunk)
+                vocabulary.update(text)
+                survey.note_suspicions(chunk, file.shown)
+                characters += len(text)
+                size += len(chunk)
+        sha256 = file_digest.digest()
+        if size == 0:
+            n_left_out["empty"] += 1
+        elif sha256 in file_digests:
+            n_left_out["equal to another"] += 1
+        else:
+            file_digests.add(sha256)
+            digest.update(f"{file.name}\0".encode() + sha256)
+            survey.files.append(file)
+            survey.size += size
+            survey.characters += characters
+    survey.check(name)
+    if n_left_out:
+        logger.warning(list_left_out(n_left_out))
+    survey.sha256 = digest.hexdigest()
+    survey.vocabulary = "".join(sorted(vocabulary))
+    return survey
+
+
+def digest_of(files: Sequence[File]) -> str:
+    """The SHA-256 over names and contents, as survey_text computes it."""
+    digest = hashlib.sha256()
+    for file in files:
+        with open_text(file) as content:
+            sha256 = hashlib.file_digest(content, "sha256").digest()
+        digest.update(f"{file.name}\0".encode() + sha256)
+    return digest.hexdigest()
+
+
+def list_left_out(counts: Counter[str]) -> str:
+    """`27 files left out: 24 .md, 3 .py`, the most frequent kinds first."""
+    kinds = [f"{count:,} {kind}" for kind, count in counts.most_common(MAX_KINDS_SHOWN)]
+    if len(counts) > MAX_KINDS_SHOWN:
+        kinds.append("others")
+    total = counts.total()
+    files = "file" if total == 1 else "files"
+    return f"{total:,} {files} left out: {', '.join(kinds)}"
+
+
+# -- documents -------------------------------------------------------------------------------------
+
+
+def survey_documents(files: Sequence[File]) -> Survey:
+    """Read the documents of files once. Raises InputError if one cannot be read."""
+    survey = Survey()
+    deque(read_documents(files, survey), maxlen=0)  # which keeps none
+    if survey.empty:
+        total = survey.documents + survey.empty
+        logger.warning(f"{survey.empty:,} of {total:,} documents left out: no text")
+    return survey
+
+
+def read_documents(files: Sequence[File], survey: Survey) -> Iterator[str | None]:
+    """Yield each document in pieces, then None, and count them in an empty survey.
+
+    A file of plain text is a document, and so is each record of others. Empty documents are left
+    out, and conversations from which no model can learn. Raises InputError.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0".encode())
+        for document in documents_in(file, survey.skipped):
+            size_before = survey.size
+            for piece in document.pieces:
+                content = piece.encode()
+                if document.is_chat:  # where a turn ends counts too
+                    digest.update(len(content).to_bytes(8, "little"))
+                digest.update(content)
+                survey.note_suspicions(content, document.position)
+                survey.characters += len(piece)
+                survey.size += len(content)
+                yield piece
+            if survey.size == size_before:
+                survey.empty += 1
+                continue
+            survey.documents += 1
+            survey.chats += document.is_chat
+            if survey.chats not in (0, survey.documents):
+                problem = "some documents are conversations, and others are text"
+                raise InputError(f"{document.position}: {problem}; leave out the files of one kind")
+            digest.update(b"\0")
+            yield None
+    survey.sha256 = digest.hexdigest()
+
+
+def documents_in(file: File, skipped: Skipped) -> Iterator[Document]:
+    """Yield the documents of a file.
+
+    Conversations from which no model can learn are added to `skipped`.
+    """
+    reader = file.format.reader
+    if reader is None:
+        yield Document(file.shown, False, read_pieces(file))
+        return
+    with open_text(file) as content:
+        for position, record in reader(content, file.shown, file.column):
+            try:
+                yield document_of(record, position, file.column)
+            except Unlearnable as error:
+                skipped.add(error)
+
+
+def read_pieces(file: File) -> Iterator[str]:
+    """Yield a plain text in pieces of at most PIECE characters.
+
+    A piece ends at a line break if its second half has one.
+    """
+    text = ""
+    with open_text(file) as content:
+        for _, chunk in read_text(content, file.shown, PIECE):
+            text += chunk
+            while len(text) > PIECE:
+                end = text.rfind("\n", PIECE // 2, PIECE) + 1 or PIECE
+                yield text[:end]
+                text = text[end:]
+    if text:
+        yield text

@@ -1,0 +1,77 @@
+"""A text for those who have none."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from functools import partial
+from pathlib import Path
+
+from launcher.errors import ServiceError
+from launcher.files import storage
+from launcher.settings import Settings, load_settings
+from launcher.text.threads import in_thread
+
+logger = logging.getLogger(__name__)
+
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+PATIENCE_SECONDS = 5.0
+
+
+def first_text(settings: Settings | None = None) -> Path:
+    """Tiny Shakespeare, as a file in the cache: downloaded once, and verified by its SHA-256.
+
+    Many networks reach a package index and little else. Then it is Python's language reference,
+    which comes with Python. Raises ServiceError if this Python comes without it.
+    """
+    cache = (settings or load_settings()).home / "cache"
+    shakespeare = cache / "shakespeare.txt"
+    if shakespeare.is_file() and is_shakespeare(shakespeare.read_bytes()):
+        return shakespeare
+    try:
+        content = download_shakespeare()
+    except ServiceError as error:
+        return python_reference(cache, error)
+    storage.write_bytes(str(shakespeare), content)
+    return shakespeare
+
+
+def download_shakespeare() -> bytes:
+    """Download tiny Shakespeare. Raises ServiceError, within PATIENCE_SECONDS if nobody answers."""
+    try:
+        # A silent name server takes minutes, which no timeout of urllib bounds.
+        content = in_thread(partial(download, SHAKESPEARE_URL)).result(PATIENCE_SECONDS)
+    except Exception as error:
+        reason = str(getattr(error, "reason", error))
+        problem = reason or f"no answer within {PATIENCE_SECONDS:.0f} s"
+        raise ServiceError(f"{SHAKESPEARE_URL}: {problem}", "own-text") from None
+    if not is_shakespeare(content):  # but a page of a proxy
+        raise ServiceError(f"{SHAKESPEARE_URL}: the answer is another file", "own-text")
+    return content
+
+
+def is_shakespeare(content: bytes) -> bool:
+    return hashlib.sha256(content).hexdigest() == SHAKESPEARE_SHA256
+
+
+def download(url: str) -> bytes:
+    import urllib.request
+
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as response:
+        return bytes(response.read())
+
+
+def python_reference(cache: Path, error: ServiceError) -> Path:
+    """Python's language reference, half a megabyte of it. Raises the error if there is none."""
+    try:
+        from pydoc_data.topics import topics  # of `help()`
+    except ImportError:
+        raise error from None
+    instead = "took the language reference that comes with Python"
+    logger.warning(f"{error}; {instead}", extra={"code": error.code})
+    reference = cache / "python-reference.txt"
+    storage.write_bytes(str(reference), "\n\n".join(topics.values()).encode())
+    return reference

@@ -1,0 +1,220 @@
+"""Read a file of a text: find out its format and encoding, and open it as UTF-8."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import io
+import logging
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from entry_point.files import open_file
+from launcher.errors import InputError, ServiceError
+from launcher.files.storage import CHUNK_BYTES
+from launcher.text.encodings import as_utf8, read_text
+from launcher.text.formats import (
+    JSON,
+    JSON_OBJECTS,
+    PARQUET,
+    PLAIN,
+    TABLE,
+    Format,
+    advice_for,
+    fill_in,
+    format_of_content,
+    format_of_name,
+)
+from launcher.text.tables import names_in
+from launcher.text.unpacking import Compression, bounded, compression_of, zstd
+
+logger = logging.getLogger(__name__)
+
+BYTE_ORDER_MARKS = {  # with the codec for each
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16's, with which it begins
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+PLAIN_FILE_CODES = ("mend-utf8", "mend-surrogates", "leave-out-zeros")  # of remedies for one
+DETECT_BYTES = 1 << 12  # by which a format is recognized
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of an upload, and how to read it; by default its bytes as they are."""
+
+    name: str  # in the upload
+    path: Path
+    format: Format = PLAIN
+    compression: Compression | None = None
+    encoding: str = ""  # a codec of Python; "": UTF-8
+    column: str = "text"  # the field of its records that holds the text
+    source: str = ""  # what the user gave, if the path is a copy of it
+
+    @property
+    def shown(self) -> str:
+        """The file in messages."""
+        return self.source or str(self.path)
+
+    @property
+    def is_converted(self) -> bool:
+        """True if the upload has other bytes than the file."""
+        return bool(self.compression or self.encoding)
+
+
+def detect_file(
+    path: Path, encoding: str = "", column: str = "text", plain: bool = False, source: str = ""
+) -> File:
+    """Find out how to read a file, by its name and its first bytes.
+
+    encoding is for a file that is not UTF-8. plain takes the file as plain text whatever its name
+    is. Raises InputError if it cannot be read, or is of a format that is refused.
+    """
+    file = File(path.name, path, column=column, source=source)
+    file = replace(file, compression=compression_of(read_beginning(file)))
+    beginning = read_beginning(file)
+    format = detect_format(path, beginning, plain)
+    if format.is_refused or (format is PARQUET and file.compression):
+        advice = advice_for(format, file.shown, file.compression)
+        raise InputError(f"{file.shown}: is {format.name}; {advice}")
+
+    codec = codec_of_mark(beginning)
+    if encoding and not codec and format is not PARQUET and not is_utf8_file(file, encoding):
+        codec = encoding
+    text = beginning.decode(codec or "utf-8", "ignore").lstrip("\ufeff\r\n")
+    if format is PLAIN and not plain:
+        format = guess_format(text, file)
+    if format is JSON and not text.lstrip().startswith("["):
+        format = JSON_OBJECTS
+    return replace(file, format=format, encoding=codec)
+
+
+def read_beginning(file: File) -> bytes:
+    with open_text(file) as content:
+        return content.read(DETECT_BYTES)
+
+
+def codec_of_mark(beginning: bytes) -> str:
+    """The codec of a file that begins with a byte order mark, or ''."""
+    for mark, codec in BYTE_ORDER_MARKS.items():
+        if beginning.startswith(mark):
+            return codec
+    return ""
+
+
+def detect_format(path: Path, beginning: bytes, plain: bool) -> Format:
+    """The format of a file by its name and its first bytes. plain: a text, if it may be one."""
+    format = PLAIN
+    if not plain:
+        format = format_of_name(path) or PLAIN
+    if not format.is_refused:  # else it is what its name says: a .docx begins as a .zip
+        format = format_of_content(beginning) or format
+    if plain and format.is_text:
+        return PLAIN
+    return format
+
+
+def guess_format(text: str, file: File) -> Format:
+    """The format of a file of plain text by the beginning of the text, if it has no suffix.
+
+    A file with a suffix that looks like records stays plain text, with a warning.
+    """
+    has_suffix = bool(file.path.suffix)  # standard input has none
+    if re.match(r'\s*\[?\s*\{\s*"', text):
+        if not has_suffix:
+            return JSON
+        logger.warning(f"{file.shown}: looks like JSON, but is read as text; rename it to *.json")
+    columns = names_in(text)
+    has_column = file.column in columns and (file.column != "text" or len(columns) > 1)
+    if has_column and not has_suffix:
+        return TABLE
+    if len(columns) > 1 and text.count("\n") > 3:
+        warning = f"{file.shown}: looks like a table, but is read as text"
+        if has_suffix:
+            logger.warning(f"{warning}; rename it to *.csv, or *.tsv")
+        else:
+            logger.warning(warning, extra={"code": "name-column"})
+    return PLAIN
+
+
+def is_utf8_file(file: File, encoding: str) -> bool:
+    """True if a file is UTF-8; ASCII alone may also stand for other characters of `encoding`.
+
+    Raises InputError if it is UTF-8 but for a few bytes, which another encoding would spoil.
+    """
+    has_zeros = re.match("utf.?(16|32)", encoding, re.IGNORECASE)  # which are no text here
+    is_same = True
+    try:
+        with open_text(file) as content:
+            for chunk, text in read_text(content, file.shown, CHUNK_BYTES):
+                if not text.isascii():
+                    return True
+                if not has_zeros and chunk.decode(encoding, "replace") != text:
+                    is_same = False
+    except InputError as error:
+        if error.code in PLAIN_FILE_CODES:
+            raise
+        return False
+    return is_same
+
+
+@contextmanager
+def open_text(file: File) -> Iterator[io.BufferedReader]:
+    """Open a file uncompressed and as UTF-8. Raises InputError if that or the body fails."""
+    try:
+        with open_file(file.path) as packed:
+            if file.compression is None:
+                yield decoded(packed, file)
+            else:
+                with file.compression.open(packed) as unpacked:
+                    size = file.path.stat().st_size
+                    yield decoded(bounded(unpacked, file.shown, size), file)
+    except InputError as error:
+        if file.compression and error.code in PLAIN_FILE_CODES:
+            unpack = fill_in(file.compression.advice, file.shown)
+            raise InputError(f"{error}; unpack it first: {unpack}", error.code) from None
+        raise
+    except (UnicodeError, OSError, EOFError, zlib.error, zstd.ZstdError) as error:
+        raise InputError(f"{file.shown}: {reading_problem(error, file)}") from None
+
+
+def decoded(content: io.BufferedReader, file: File) -> io.BufferedReader:
+    if not file.encoding:
+        return content
+    return as_utf8(content, file.shown, file.encoding)
+
+
+def reading_problem(error: Exception, file: File) -> str:
+    """Why a file cannot be read, and what to do."""
+    if isinstance(error, UnicodeError):  # no byte order mark
+        return f"{error}; give its encoding as {file.encoding}-le or {file.encoding}-be"
+    problem = getattr(error, "strerror", "") or f"damaged: {error}"
+    if file.path.is_fifo():
+        return f"{problem}; for a pipe, give -"
+    return problem
+
+
+@contextmanager
+def file_to_upload(file: File) -> Iterator[Path]:
+    """The file that S3 gets: this one, or a temporary copy, uncompressed and as UTF-8."""
+    if not file.is_converted:
+        yield file.path
+        return
+    with open_text(file) as content, tempfile.NamedTemporaryFile() as copy:
+        try:
+            shutil.copyfileobj(content, copy, CHUNK_BYTES)
+            copy.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            full = f"{tempfile.gettempdir()} is full, where {file.shown} is unpacked"
+            raise ServiceError(f"{full}; TMPDIR names another directory") from None
+        yield Path(copy.name)

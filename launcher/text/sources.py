@@ -1,0 +1,249 @@
+"""Where the text of an upload is: files of this machine, standard input, the Hub, or S3."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import InputError, ServiceError, not_installed
+from launcher.files import storage
+from launcher.files.progress import Progress, expect
+from launcher.files.s3 import fsspec_callback, in_parts
+from launcher.files.scratch import scratch
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+HUB = re.compile(r"hf://datasets/(?P<id>[\w.-]+/(?P<name>[\w.-]+))(@[^/]+)?(/.*)?")
+LOGIN = "run `hf auth login`, or set HF_TOKEN"
+STDIN = "-"
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file on the Hub or on S3."""
+
+    key: str  # in its file system
+    size: int  # bytes
+
+
+@dataclass
+class Source:
+    """A file or a folder that a user gave. One from elsewhere has empty copies on this machine."""
+
+    path: Path  # on this machine
+    given: str = ""  # what the user gave, if it is elsewhere
+    remote_files: dict[Path, RemoteFile] = field(default_factory=dict)  # by the path of the copy
+    remote: RemoteFileSystem | None = None
+
+    def shown(self, path: Path) -> str:
+        """A path of this source in messages: as the user gave it, and not that of a copy."""
+        if not self.given:
+            return str(path)
+        if not path.is_relative_to(self.path):
+            return self.given
+        relative_path = path.relative_to(self.path).as_posix()
+        if relative_path == ".":
+            return self.given
+        return f"{without_pattern(self.given)}/{relative_path}"
+
+    def fetch(self, paths: Collection[Path], progress: Progress) -> None:
+        """Fill the empty copies at these paths. Raises ServiceError, also if the disk is full."""
+        if self.remote is None:
+            return
+        files = {path: self.remote_files[path] for path in paths if path in self.remote_files}
+        if not files:
+            return
+        from tqdm import tqdm
+
+        size = sum(file.size for file in files.values())
+        count = "1 file" if len(files) == 1 else f"{len(files):,} files"
+        amount = f"{tqdm.format_sizeof(size)}B in {count}"
+        if size > shutil.disk_usage(self.path).free:
+            raise ServiceError(f"{self.given}: {amount} do not fit on this machine's disk")
+        logger.info(f"{self.given}: copying {amount}")
+        expect(progress, size)
+        with reported(self.given):
+            for path, file in files.items():
+                self.remote.download(file.key, path, progress)
+
+
+@contextmanager
+def open_sources(
+    given: Sequence[str | Path], settings: Settings, code: str = ""
+) -> Iterator[list[Source]]:
+    """Find the texts that a user gave; copies of those from elsewhere last as long as the body.
+
+    `-` is standard input. `hf://datasets/OWNER/NAME[@REVISION][/PATH]` and `s3://bucket/key` name a
+    file, a folder with all that is below it, or by `*` several files. code is that of a remedy for
+    a path that does not exist. Raises InputError and ServiceError.
+    """
+    texts = [str(text) for text in given]
+    if texts.count(STDIN) > 1:
+        raise InputError("- can be given once: it is standard input")
+    sources: list[Source | str] = []
+    for text in texts:
+        sources.append(text if is_elsewhere(text) else Source(find_path(text, code)))
+    with ExitStack() as stack:
+        opened: list[Source] = []
+        for source in sources:
+            if isinstance(source, str):
+                directory = stack.enter_context(temporary(settings))
+                source = open_source(source, directory, settings)
+            opened.append(source)
+        yield opened
+
+
+@contextmanager
+def temporary(settings: Settings) -> Iterator[Path]:
+    """A temporary directory in the cache. Raises ServiceError if the disk is full."""
+    cache = settings.home / "cache"
+    with storage.reported(str(cache)), scratch(cache, "text-") as directory:
+        yield directory
+
+
+def is_elsewhere(given: str) -> bool:
+    """True for standard input, the Hub and S3."""
+    return given == STDIN or given.startswith("s3://") or HUB.fullmatch(given) is not None
+
+
+def find_path(given: str, code: str = "") -> Path:
+    """The path of a text on this machine. Raises InputError if it is none, with a code."""
+    if given.startswith(("http://", "https://")):
+        url = shlex.quote(given)
+        raise InputError(f"{given}: a web address is not read", "download", url=url)
+    if "://" in given.removeprefix("file://"):
+        forms = "a path, -, hf://datasets/OWNER/NAME/PATH, or s3://bucket/prefix"
+        raise InputError(f"{given}: use {forms}")
+    path = storage.local_path(given) if given.startswith("file://") else storage.path_of(given)
+    with suppress(OSError):  # find_files reports it
+        if path is not None and path.exists():
+            return path
+    raise InputError(f"{given}: no such file or directory", code)
+
+
+def name_of(given: str | Path) -> str:
+    """The name of a text, such as that of a data set of the Hub, or of a file."""
+    if given == STDIN:
+        return "stdin"
+    match = HUB.fullmatch(str(given))
+    if match:
+        return match["name"]
+    return Path(given).absolute().name
+
+
+def without_pattern(path: str) -> str:
+    """A path or URI up to the folder in which a pattern such as *.txt begins."""
+    return re.split(r"[^/]*[*?[]", path)[0].rstrip("/")
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RemoteFileSystem:
+    """A file system of fsspec: that of S3, or of the Hub."""
+
+    fs: Any
+    path: str  # of what the user gave
+    is_s3: bool
+
+    def find(self, given: str) -> dict[str, RemoteFile]:
+        """The files at, or below, the path or a pattern, by their keys. Raises InputError."""
+        with reported(given):
+            try:
+                infos = self.fs.find(self.path, detail=True)
+                infos = infos or self.fs.glob(self.path, detail=True)
+            except ValueError as error:  # such as a pattern with **.txt
+                raise InputError(f"{given}: {error}") from None
+        return {
+            key: RemoteFile(key, info["size"])
+            for key, info in infos.items()
+            if info["type"] == "file" and not key.endswith("/")  # a folder made by the S3 console
+        }
+
+    def root_of(self, keys: Collection[str]) -> str:
+        """The part that all keys have: the path without a pattern."""
+        if set(keys) == {self.path}:
+            return self.path
+        return without_pattern(self.path)
+
+    def download(self, key: str, target: Path, progress: Progress) -> None:
+        if self.is_s3:
+            self.fs.get_file(key, str(target), **in_parts(progress))
+        else:
+            callback = fsspec_callback(progress)
+            self.fs.get_file(key, str(target), callback=callback, block_size=0)  # by one request
+
+
+def open_source(given: str, directory: Path, settings: Settings) -> Source:
+    """Make copies of a text from elsewhere in a directory: empty ones, but for standard input."""
+    if given == STDIN:
+        path = directory / "stdin"
+        with path.open("wb") as copy:
+            shutil.copyfileobj(sys.stdin.buffer, copy)
+        return Source(path, given)
+
+    remote = remote_file_system(given, settings)
+    files = remote.find(given)
+    if not remote.is_s3 and files.pop(f"{remote.path}/README.md", None) is not None:
+        logger.info(f"{given}: README.md left out; it describes the data set")
+    if not files:
+        raise InputError(f"{given}: nothing is there")
+    root = remote.root_of(files)
+    name = Path(root).name.partition("@")[0]
+    source = Source(directory / name, given, remote=remote)
+    for key, file in files.items():
+        path = storage.path_below(directory, f"{name}{key.removeprefix(root)}", given)
+        path.touch()
+        source.remote_files[path] = file
+    return source
+
+
+def remote_file_system(given: str, settings: Settings) -> RemoteFileSystem:
+    """The file system of a URI of S3 or of the Hub. Raises InputError if a package is missing."""
+    if given.startswith("s3://"):
+        fs, path = storage.locate(given, settings).file_system
+        return RemoteFileSystem(fs, path, is_s3=True)
+    try:
+        from huggingface_hub import HfFileSystem
+    except ImportError as error:
+        raise not_installed(error.name or "huggingface_hub", "data") from None
+    path = given.removeprefix("hf://").rstrip("/")
+    return RemoteFileSystem(HfFileSystem(skip_instance_cache=True), path, is_s3=False)
+
+
+@contextmanager
+def reported(given: str) -> Iterator[None]:
+    """Make exceptions of S3, the Hub's client, and the disk one line about what the user gave."""
+    with storage.reported(given), hub_errors(given) if given.startswith("hf:") else nullcontext():
+        yield
+
+
+@contextmanager
+def hub_errors(given: str) -> Iterator[None]:
+    """Make exceptions of the Hub's client errors of one line, with what to do."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except (FileNotFoundError, ConnectionError, errors.HTTPError) as error:
+        cause = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__
+        page = HUB.sub(r"https://huggingface.co/datasets/\g<id>", given)
+        if isinstance(cause, errors.GatedRepoError):
+            raise ServiceError(f"{given}: ask for access on {page}, then {LOGIN}") from None
+        if isinstance(cause, errors.RepositoryNotFoundError | errors.HFValidationError):
+            problem = f"the Hub has no such data set, or it is private: {LOGIN}"
+            raise InputError(f"{given}: {problem}") from None
+        if isinstance(cause, errors.RevisionNotFoundError):
+            raise InputError(f"{given}: there is no such revision; {page} lists them") from None
+        message = " ".join(str(error).split())
+        raise ServiceError(f"{given}: {message}; check the network, or {LOGIN}") from None
