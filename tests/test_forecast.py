@@ -28,7 +28,7 @@ from launcher.settings import load_settings
 from launcher.source import Source
 from launcher.text import channels
 from launcher.text.channels import Channel, corpus_of
-from launcher.text.ids import drawn, write_ids
+from launcher.text.ids import draw_ids, write_ids
 from sm_nanogpt import InputError, Request, ServiceError, upload_data
 from sm_nanogpt import job as job_of
 
@@ -122,7 +122,7 @@ def test_pilots_read_the_text_and_parts_of_it(tokens):
 @pytest.mark.parametrize("wanted", [12_500, 50_000, 99_999])
 def test_a_part_is_drawn_from_all_over_the_text(wanted):
     ids = torch.arange(100_000, dtype=torch.int32)
-    found = drawn(ids, wanted)
+    found = draw_ids(ids, wanted)
     assert wanted * 0.7 <= len(found) <= wanted
     assert len(found.unique()) == len(found)
     if len(found) > 5000:
@@ -131,7 +131,7 @@ def test_a_part_is_drawn_from_all_over_the_text(wanted):
 
 def test_a_part_is_written_as_a_run_reads_it(tmp_path):
     whole = corpus()
-    parts = drawn(whole.train, 50_000), drawn(whole.val, pilots.WRITTEN)
+    parts = draw_ids(whole.train, 50_000), draw_ids(whole.val, pilots.WRITTEN)
     write_ids(tmp_path / "text", whole.tokenizer, *parts)
     values: Any = Config()
     found = read_tokens(tmp_path / "text", values)

@@ -17,7 +17,7 @@ from launcher.errors import ServiceError
 from launcher.forecast.table import Pilot
 from launcher.local.runs import Ended, Run, run_all
 from launcher.source import Source
-from launcher.text.ids import drawn, write_ids
+from launcher.text.ids import draw_ids, write_ids
 
 SIZES = (1.0, 1.25, 1.5, 1.75)
 SMALLEST = 100_000  # tokens of a text: fewer have no eighth that a pilot can learn from
@@ -54,9 +54,9 @@ def run_trials(
     """
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
         texts = {each.unique: Path(temporary) / str(each.unique) for each in trials}
-        val = drawn(corpus.val, WRITTEN)
+        val = draw_ids(corpus.val, WRITTEN)
         for n, text in texts.items():
-            write_ids(text, corpus.tokenizer, drawn(corpus.train, n), val)
+            write_ids(text, corpus.tokenizer, draw_ids(corpus.train, n), val)
         runs = [
             Run(source, {"device": "cpu", **each.values}, texts[each.unique], each.threads)
             for each in trials

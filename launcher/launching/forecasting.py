@@ -57,12 +57,12 @@ def forecast(
         if channel.upload and channel.upload.chats:
             problem = "conversations are not forecast: the law is that of text"
         if problem:
-            raise InputError(f"{channel.named}: {problem}")
+            raise InputError(f"{channel.shown}: {problem}")
     assert place is not None
     forecaster = Forecaster(corpus_of(texts, settings), request.source, place, told)
     check_texts(texts, forecaster.config_of(4, forecaster.tokens))
     places = known_places(request, forecaster, settings)
-    return forecaster.forecast(texts["data"].named, places, max_cost)
+    return forecaster.forecast(texts["data"].shown, places, max_cost)
 
 
 def known_places(request: Request, forecaster: Forecaster, settings: Settings) -> list[Place]:

@@ -64,7 +64,7 @@ class Plan:
                 if channel.upload is None:
                     continue
                 if channel.upload.uploaded and self.backend.is_remote:
-                    logger.info(f"upload: {channel.named} to {channel.uri}")
+                    logger.info(f"upload: {channel.shown} to {channel.uri}")
                 corpus.send(channel.upload, channel.sources, self.backend.settings, progress)
 
     def submit(self) -> str:
@@ -156,7 +156,7 @@ def log_choices(request: Request, job: TrainingJob, text: Channel) -> None:
     if request.data != job.data:
         origin = ""
         if request.data is None and request.resume is None:
-            name = f", {text.named}" if text.named != job.data else ""
+            name = f", {text.shown}" if text.shown != job.data else ""
             origin = f" (the last upload{name})"
         logger.info(f"data: {job.data}{origin}")
     if job.preset and not request.preset:

@@ -54,16 +54,16 @@ class InitialModel:
         from launcher.models.sample import check_known
         from launcher.text.tokenizer import fingerprint
 
-        problem, model = "", self.channel.named
+        problem, model = "", self.channel.shown
         if upload.train_tokens and upload.tokenizer != fingerprint(self.tokenizer):
             problem = f"its tokens are not those of {model}"
         elif not upload.train_tokens and self.tokenizer.unit == "tokens":
             problem = f"it is text, and {model} takes tokens"
         if problem:
             raise InputError(
-                f"{text.named}: {problem}", "encode-for-model", model=shlex.quote(model)
+                f"{text.shown}: {problem}", "encode-for-model", model=shlex.quote(model)
             )
-        check_known(self.tokenizer, upload.vocabulary, text.named)
+        check_known(self.tokenizer, upload.vocabulary, text.shown)
 
 
 def find_model(request: Request, settings: Settings, field: str = "init_from") -> InitialModel:
@@ -136,7 +136,7 @@ def size_of(texts: Texts) -> tuple[int, bool]:
     if (upload := texts["data"].upload) is not None:
         return (upload.characters if "validation" in texts else upload.n_training), upload.chats
     raise InputError(
-        f"{texts['data'].named}: preset=auto and a size need the length of the text, which is known"
+        f"{texts['data'].shown}: preset=auto and a size need the length of the text, which is known"
         " of local texts, and of uploads unless this is a dry run; name another preset"
     )
 

@@ -47,18 +47,18 @@ def check_texts(channels: Texts, config: Any) -> None:
     for name, channel in channels.items():
         if (text := channel.upload) is None:
             continue
-        with about(name, channel.named):
+        with about(name, channel.shown):
             if not text.train_tokens and getattr(config, "mask_documents", False):
                 problem = "mask_documents needs tokens, whose documents have an end"
-                raise InputError(f"{channel.named}: {problem}", "needs-ends")
+                raise InputError(f"{channel.shown}: {problem}", "needs-ends")
             if problem := problem_of(text, config, "" if len(channels) == 1 else name):
-                raise InputError(f"{channel.named}: {problem}")
+                raise InputError(f"{channel.shown}: {problem}")
         if longer := sum(n for context, n in text.contexts.items() if context > config.block_size):
             many = f"{longer:,} of {text.documents:,} conversations are longer than"
             end = "they end with the last answer that fits, or are left out"
             logger.warning(f"{many} block_size={config.block_size}: {end}")
     if len(texts) == len(channels):
-        warn_of_repeats(channels["data"].named, repeated_share(channels))
+        warn_of_repeats(channels["data"].shown, repeated_share(channels))
 
 
 def repeated_share(channels: Texts) -> float | None:

@@ -25,15 +25,12 @@ if TYPE_CHECKING:  # they import torch
 
 @dataclass(frozen=True)
 class Channel:
-    """The text or model of one channel: the name that the user gave, its URI, files to upload.
+    """Where a job reads a text or a model, and what has to be uploaded before."""
 
-    upload is None for text on S3 that was not uploaded from here; its length is unknown.
-    """
-
-    named: str
+    shown: str  # as the user wrote it
     uri: str
-    upload: corpus.Upload | None
-    sources: list[File]
+    upload: corpus.Upload | None  # None: a text on S3 from elsewhere, whose length is unknown
+    sources: list[File]  # files to upload
 
 
 Texts = Mapping[str, Channel]  # those of a job, by its fields: data, validation
@@ -103,7 +100,7 @@ def channel_to_send(
 
 
 def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) -> Corpus:
-    """The texts as a job would read them, of this config or the default one."""
+    """Read texts as a job would, with this config or the default one. Raises InputError."""
     from entry_point.config import Config
     from entry_point.container import Container
     from entry_point.errors import DataError
@@ -111,20 +108,28 @@ def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) ->
 
     with temporary(settings) as directory:
         for name, channel in texts.items():
-            (directory / name).mkdir()
-            for file in channel.sources:
-                target = directory / name / file.name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                in_one_line = storage.reported(str(target))
-                with open_text(file) as content, in_one_line, target.open("wb") as copy:
-                    shutil.copyfileobj(content, copy, storage.CHUNK_BYTES)
-            if not channel.sources:
-                with byte_progress("fetch") as progress:
-                    storage.fetch(channel.uri, directory / name, progress, settings)
+            fetch_channel(channel, directory / name, settings)
         validation = directory / "validation" if "validation" in texts else None
-        channels = directory / "data", validation, None
-        here = Container(False, *channels, directory, directory, directory)
+        channels = (directory / "data", validation, None)
+        container = Container(False, *channels, directory, directory, directory)
         try:
-            return read_corpus(here, config or Config())
+            return read_corpus(container, config or Config())
         except DataError as error:
             raise InputError(str(error)) from None
+
+
+def fetch_channel(channel: Channel, directory: Path, settings: Settings) -> None:
+    """Copy the text of a channel into a new directory, as its upload would have it."""
+    directory.mkdir()
+    if not channel.sources:
+        with byte_progress("fetch") as progress:
+            storage.fetch(channel.uri, directory, progress, settings)
+    for file in channel.sources:
+        path = directory / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            open_text(file) as content,
+            storage.reported(str(path)),
+            path.open("wb") as copy,
+        ):
+            shutil.copyfileobj(content, copy, storage.CHUNK_BYTES)

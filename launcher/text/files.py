@@ -182,22 +182,22 @@ class FileFinder:
 
         Raises InputError if none is taken and there is no other source.
         """
-        taken: list[Path] = []
+        files: list[Path] = []
         others: list[Path] = []
         n_skipped: Counter[str] = Counter()
         for path in self.walk(source, n_skipped):
             if self.is_taken(path, source.path):
-                taken.append(path)
+                files.append(path)
             else:
                 others.append(path)
         shown = source.shown(source.path)
         if n_skipped:
             logger.info(f"{shown}: {list_left_out(n_skipped)}")
-        for message, advice in self.left_out_messages(source, others, is_empty=not taken):
-            if self.is_single and not taken:
+        for message, advice in self.left_out_messages(source, others, is_empty=not files):
+            if self.is_single and not files:
                 raise InputError(f"{shown}: {message}", **advice)
             logger.warning(f"{shown}: {message}", extra=advice)
-        return sorted(taken)
+        return sorted(files)
 
     def walk(self, source: Source, n_skipped: Counter[str]) -> Iterator[Path]:
         """Yield the files below a folder, and count what is skipped, by the reason.

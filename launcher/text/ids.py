@@ -15,37 +15,42 @@ from entry_point.text import Ids, Tokenizer, unsigned
 IDS_AT_ONCE = 1 << 20  # that are decoded
 
 
-def drawn(ids: Ids, wanted: int) -> Tensor:
-    """So many ids of a text, in blocks from all over it: the parts of most texts differ."""
-    if wanted >= len(ids):
-        found = ids[0 : len(ids)]
+def draw_ids(ids: Ids, limit: int) -> Tensor:
+    """At most `limit` ids of a text, in blocks from all over it: the parts of most texts differ."""
+    if limit >= len(ids):
+        sample = ids[0 : len(ids)]
     else:
-        block = min(1 << 13, max(1 << 10, wanted >> 5))
-        count, all_blocks = max(1, wanted // block), len(ids) // block
-        places = (torch.arange(count) * all_blocks // count * block).tolist()
-        found = torch.cat([ids[place : place + block] for place in places])
-    return found.to(torch.int16) if found.dtype == torch.uint8 else found
+        block_size = min(1 << 13, max(1 << 10, limit >> 5))
+        n_blocks = max(1, limit // block_size)
+        begins = torch.arange(n_blocks) * (len(ids) // block_size) // n_blocks * block_size
+        blocks = [ids[begin : begin + block_size] for begin in begins.tolist()]
+        sample = torch.cat(blocks)
+    if sample.dtype == torch.uint8:
+        return sample.to(torch.int16)
+    return sample
 
 
 def write_ids(directory: Path, tokenizer: Tokenizer, train: Tensor, val: Tensor) -> None:
     """Write the ids of a text as `upload-data --tokenizer` does."""
     directory.mkdir()
-    kind = {torch.int16: "uint16", torch.int32: "uint32"}[train.dtype]
-    meta: dict[str, Any] = {"dtype": kind, "end_of_text": tokenizer.end_of_text}
+    type_name = {torch.int16: "uint16", torch.int32: "uint32"}[train.dtype]
+    meta: dict[str, Any] = {"dtype": type_name, "end_of_text": tokenizer.end_of_text}
     for name, ids in (("train", train), ("val", val)):
         path = directory / f"{name}.bin"
-        torch.from_file(str(path), shared=True, size=len(ids), dtype=ids.dtype).copy_(ids)
+        file = torch.from_file(str(path), shared=True, size=len(ids), dtype=ids.dtype)
+        file.copy_(ids)
         meta[name] = {"shards": [{"name": path.name, "tokens": len(ids)}]}
     (directory / "meta.json").write_text(json.dumps(meta))
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer.document))
 
 
-def content_of(ids: Ids, words: Sequence[bytes], limit: int = 1 << 30) -> bytearray:
-    """The first bytes of a text; ids that are not learned, ~id, count too."""
+def content_of(ids: Ids, vocabulary: Sequence[bytes], limit: int = 1 << 30) -> bytearray:
+    """The first `limit` bytes of a text; ids that are not learned, ~id, count too."""
     content = bytearray()
     for begin in range(0, len(ids), IDS_AT_ONCE):
         part = unsigned(ids[begin : min(begin + IDS_AT_ONCE, len(ids))])
-        content += b"".join(map(words.__getitem__, (part ^ (part >> 63)).tolist()))
+        learned = part ^ (part >> 63)  # ~id becomes id
+        content += b"".join(vocabulary[i] for i in learned.tolist())
         if len(content) >= limit:
             break
     return content[:limit]

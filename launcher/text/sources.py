@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,23 +37,23 @@ class RemoteFile:
 
 @dataclass
 class Source:
-    """A file or a folder that a user gave. One from elsewhere has empty copies on this machine."""
+    """A file or a folder of text. One from elsewhere has empty copies on this machine."""
 
     path: Path  # on this machine
-    given: str = ""  # what the user gave, if it is elsewhere
+    location: str = ""  # `-` or a URI, if it is from elsewhere
     remote_files: dict[Path, RemoteFile] = field(default_factory=dict)  # by the path of the copy
     remote: RemoteFileSystem | None = None
 
     def shown(self, path: Path) -> str:
-        """A path of this source in messages: as the user gave it, and not that of a copy."""
-        if not self.given:
+        """A path of this source in messages: as the user wrote it, and not that of a copy."""
+        if not self.location:
             return str(path)
         if not path.is_relative_to(self.path):
-            return self.given
+            return self.location
         relative_path = path.relative_to(self.path).as_posix()
         if relative_path == ".":
-            return self.given
-        return f"{without_pattern(self.given)}/{relative_path}"
+            return self.location
+        return f"{without_pattern(self.location)}/{relative_path}"
 
     def fetch(self, paths: Collection[Path], progress: Progress) -> None:
         """Fill the empty copies at these paths. Raises ServiceError, also if the disk is full."""
@@ -68,17 +68,17 @@ class Source:
         count = "1 file" if len(files) == 1 else f"{len(files):,} files"
         amount = f"{tqdm.format_sizeof(size)}B in {count}"
         if size > shutil.disk_usage(self.path).free:
-            raise ServiceError(f"{self.given}: {amount} do not fit on this machine's disk")
-        logger.info(f"{self.given}: copying {amount}")
+            raise ServiceError(f"{self.location}: {amount} do not fit on this machine's disk")
+        logger.info(f"{self.location}: copying {amount}")
         expect(progress, size)
-        with reported(self.given):
+        with reported(self.location):
             for path, file in files.items():
                 self.remote.download(file.key, path, progress)
 
 
 @contextmanager
 def open_sources(
-    given: Sequence[str | Path], settings: Settings, code: str = ""
+    locations: Sequence[str | Path], settings: Settings, code: str = ""
 ) -> Iterator[list[Source]]:
     """Find the texts that a user gave; copies of those from elsewhere last as long as the body.
 
@@ -86,20 +86,20 @@ def open_sources(
     file, a folder with all that is below it, or by `*` several files. code is that of a remedy for
     a path that does not exist. Raises InputError and ServiceError.
     """
-    texts = [str(text) for text in given]
+    texts = [str(location) for location in locations]
     if texts.count(STDIN) > 1:
         raise InputError("- can be given once: it is standard input")
-    sources: list[Source | str] = []
-    for text in texts:
-        sources.append(text if is_elsewhere(text) else Source(find_path(text, code)))
+    # A wrong path is refused before anything is copied.
+    paths = {text: find_path(text, code) for text in texts if not is_elsewhere(text)}
     with ExitStack() as stack:
-        opened: list[Source] = []
-        for source in sources:
-            if isinstance(source, str):
+        sources: list[Source] = []
+        for text in texts:
+            if text in paths:
+                sources.append(Source(paths[text]))
+            else:
                 directory = stack.enter_context(temporary(settings))
-                source = open_source(source, directory, settings)
-            opened.append(source)
-        yield opened
+                sources.append(open_source(text, directory, settings))
+        yield sources
 
 
 @contextmanager
@@ -110,34 +110,35 @@ def temporary(settings: Settings) -> Iterator[Path]:
         yield directory
 
 
-def is_elsewhere(given: str) -> bool:
+def is_elsewhere(location: str) -> bool:
     """True for standard input, the Hub and S3."""
-    return given == STDIN or given.startswith("s3://") or HUB.fullmatch(given) is not None
+    return location == STDIN or location.startswith("s3://") or HUB.fullmatch(location) is not None
 
 
-def find_path(given: str, code: str = "") -> Path:
+def find_path(location: str, code: str = "") -> Path:
     """The path of a text on this machine. Raises InputError if it is none, with a code."""
-    if given.startswith(("http://", "https://")):
-        url = shlex.quote(given)
-        raise InputError(f"{given}: a web address is not read", "download", url=url)
-    if "://" in given.removeprefix("file://"):
+    if location.startswith(("http://", "https://")):
+        url = shlex.quote(location)
+        raise InputError(f"{location}: a web address is not read", "download", url=url)
+    if "://" in location.removeprefix("file://"):
         forms = "a path, -, hf://datasets/OWNER/NAME/PATH, or s3://bucket/prefix"
-        raise InputError(f"{given}: use {forms}")
-    path = storage.local_path(given) if given.startswith("file://") else storage.path_of(given)
+        raise InputError(f"{location}: use {forms}")
+    is_uri = location.startswith("file://")
+    path = storage.local_path(location) if is_uri else storage.path_of(location)
     with suppress(OSError):  # find_files reports it
         if path is not None and path.exists():
             return path
-    raise InputError(f"{given}: no such file or directory", code)
+    raise InputError(f"{location}: no such file or directory", code)
 
 
-def name_of(given: str | Path) -> str:
+def name_of(location: str | Path) -> str:
     """The name of a text, such as that of a data set of the Hub, or of a file."""
-    if given == STDIN:
+    if location == STDIN:
         return "stdin"
-    match = HUB.fullmatch(str(given))
+    match = HUB.fullmatch(str(location))
     if match:
         return match["name"]
-    return Path(given).absolute().name
+    return Path(location).absolute().name
 
 
 def without_pattern(path: str) -> str:
@@ -156,14 +157,14 @@ class RemoteFileSystem:
     path: str  # of what the user gave
     is_s3: bool
 
-    def find(self, given: str) -> dict[str, RemoteFile]:
+    def find(self, location: str) -> dict[str, RemoteFile]:
         """The files at, or below, the path or a pattern, by their keys. Raises InputError."""
-        with reported(given):
+        with reported(location):
             try:
                 infos = self.fs.find(self.path, detail=True)
                 infos = infos or self.fs.glob(self.path, detail=True)
             except ValueError as error:  # such as a pattern with **.txt
-                raise InputError(f"{given}: {error}") from None
+                raise InputError(f"{location}: {error}") from None
         return {
             key: RemoteFile(key, info["size"])
             for key, info in infos.items()
@@ -184,52 +185,54 @@ class RemoteFileSystem:
             self.fs.get_file(key, str(target), callback=callback, block_size=0)  # by one request
 
 
-def open_source(given: str, directory: Path, settings: Settings) -> Source:
+def open_source(location: str, directory: Path, settings: Settings) -> Source:
     """Make copies of a text from elsewhere in a directory: empty ones, but for standard input."""
-    if given == STDIN:
+    if location == STDIN:
         path = directory / "stdin"
         with path.open("wb") as copy:
             shutil.copyfileobj(sys.stdin.buffer, copy)
-        return Source(path, given)
+        return Source(path, location)
 
-    remote = remote_file_system(given, settings)
-    files = remote.find(given)
+    remote = remote_file_system(location, settings)
+    files = remote.find(location)
     if not remote.is_s3 and files.pop(f"{remote.path}/README.md", None) is not None:
-        logger.info(f"{given}: README.md left out; it describes the data set")
+        logger.info(f"{location}: README.md left out; it describes the data set")
     if not files:
-        raise InputError(f"{given}: nothing is there")
+        raise InputError(f"{location}: nothing is there")
     root = remote.root_of(files)
     name = Path(root).name.partition("@")[0]
-    source = Source(directory / name, given, remote=remote)
+    source = Source(directory / name, location, remote=remote)
     for key, file in files.items():
-        path = storage.path_below(directory, f"{name}{key.removeprefix(root)}", given)
+        path = storage.path_below(directory, f"{name}{key.removeprefix(root)}", location)
         path.touch()
         source.remote_files[path] = file
     return source
 
 
-def remote_file_system(given: str, settings: Settings) -> RemoteFileSystem:
+def remote_file_system(location: str, settings: Settings) -> RemoteFileSystem:
     """The file system of a URI of S3 or of the Hub. Raises InputError if a package is missing."""
-    if given.startswith("s3://"):
-        fs, path = storage.locate(given, settings).file_system
+    if location.startswith("s3://"):
+        fs, path = storage.locate(location, settings).file_system
         return RemoteFileSystem(fs, path, is_s3=True)
     try:
         from huggingface_hub import HfFileSystem
     except ImportError as error:
         raise not_installed(error.name or "huggingface_hub", "data") from None
-    path = given.removeprefix("hf://").rstrip("/")
+    path = location.removeprefix("hf://").rstrip("/")
     return RemoteFileSystem(HfFileSystem(skip_instance_cache=True), path, is_s3=False)
 
 
 @contextmanager
-def reported(given: str) -> Iterator[None]:
-    """Make exceptions of S3, the Hub's client, and the disk one line about what the user gave."""
-    with storage.reported(given), hub_errors(given) if given.startswith("hf:") else nullcontext():
+def reported(location: str) -> Iterator[None]:
+    """Make exceptions of S3, the Hub's client, and the disk one line about a location."""
+    with storage.reported(location), ExitStack() as stack:
+        if location.startswith("hf:"):
+            stack.enter_context(hub_errors(location))
         yield
 
 
 @contextmanager
-def hub_errors(given: str) -> Iterator[None]:
+def hub_errors(location: str) -> Iterator[None]:
     """Make exceptions of the Hub's client errors of one line, with what to do."""
     from huggingface_hub import errors
 
@@ -237,13 +240,13 @@ def hub_errors(given: str) -> Iterator[None]:
         yield
     except (FileNotFoundError, ConnectionError, errors.HTTPError) as error:
         cause = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__
-        page = HUB.sub(r"https://huggingface.co/datasets/\g<id>", given)
+        page = HUB.sub(r"https://huggingface.co/datasets/\g<id>", location)
         if isinstance(cause, errors.GatedRepoError):
-            raise ServiceError(f"{given}: ask for access on {page}, then {LOGIN}") from None
+            raise ServiceError(f"{location}: ask for access on {page}, then {LOGIN}") from None
         if isinstance(cause, errors.RepositoryNotFoundError | errors.HFValidationError):
             problem = f"the Hub has no such data set, or it is private: {LOGIN}"
-            raise InputError(f"{given}: {problem}") from None
+            raise InputError(f"{location}: {problem}") from None
         if isinstance(cause, errors.RevisionNotFoundError):
-            raise InputError(f"{given}: there is no such revision; {page} lists them") from None
+            raise InputError(f"{location}: there is no such revision; {page} lists them") from None
         message = " ".join(str(error).split())
-        raise ServiceError(f"{given}: {message}; check the network, or {LOGIN}") from None
+        raise ServiceError(f"{location}: {message}; check the network, or {LOGIN}") from None

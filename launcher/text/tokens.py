@@ -169,13 +169,13 @@ def report_parts(n_train: int, n_val: int) -> None:
 def share_within(directory: Path) -> float:
     """The share of the validation tokens whose text the training tokens contain, 0 to 1."""
     corpus = read_tokens(directory, Config())
-    words = corpus.tokenizer.words
-    width = max(1, sum(map(len, words)) // len(words))  # of a token, in bytes
+    vocabulary = corpus.tokenizer.words
+    width = max(1, sum(map(len, vocabulary)) // len(vocabulary))  # of a token, in bytes
     ranges = repeats.sampled_ranges(len(corpus.val), repeats.SAMPLE // width)
-    sample = b"".join(content_of(corpus.val[begin:end], words) for begin, end in ranges)
+    sample = b"".join(content_of(corpus.val[begin:end], vocabulary) for begin, end in ranges)
     n_train = min(len(corpus.train), repeats.TRAINING // width)
     training = (
-        bytes(content_of(corpus.train[begin : min(begin + IDS_AT_ONCE, n_train)], words))
+        bytes(content_of(corpus.train[begin : min(begin + IDS_AT_ONCE, n_train)], vocabulary))
         for begin in range(0, n_train, IDS_AT_ONCE)
     )
     return repeats.repeated_share(training, bytes(sample), n_train * width)

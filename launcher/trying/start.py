@@ -17,7 +17,7 @@ from launcher.settings import Settings
 from launcher.source import keep
 from launcher.text.channels import corpus_of
 from launcher.text.corpus import digest_of
-from launcher.text.ids import content_of, drawn, write_ids
+from launcher.text.ids import content_of, draw_ids, write_ids
 from launcher.trying.history import SearchLedger
 from launcher.trying.search import HELD, Report, Search, directory_of, files_in
 
@@ -51,12 +51,12 @@ def begin(
     if text.upload is None or text.upload.chats:
         problem = "conversations are not judged" if text.upload else "its length is not known"
         raise InputError(
-            f"{text.named}: {problem}; a search takes text that was uploaded from here"
+            f"{text.shown}: {problem}; a search takes text that was uploaded from here"
         )
     hyperparameters = {"preset": job.preset} if job.preset else job.all_hyperparameters()
     hyperparameters.pop("seed", None)
     start = {
-        "text": text.named,
+        "text": text.shown,
         "hyperparameters": hyperparameters,
         "device": getattr(job.config(1), "device", "auto"),
         "instance": job.instance,
@@ -110,7 +110,7 @@ def write_texts(directory: Path, corpus: Corpus, min_judged: int, report: Report
 
     Returns the SHA-256 of the latter. Raises InputError for too short a text.
     """
-    tokenizer, train, val = corpus.tokenizer, drawn(corpus.train, MAX_TOKENS), corpus.val
+    tokenizer, train, val = corpus.tokenizer, draw_ids(corpus.train, MAX_TOKENS), corpus.val
     n_judged = min(MAX_JUDGED, len(val) // 2)
     if n_judged < min_judged:
         problem = f"{n_judged:,} {tokenizer.unit} would be left to judge by, and a search needs"
@@ -118,7 +118,7 @@ def write_texts(directory: Path, corpus: Corpus, min_judged: int, report: Report
     n_val = len(val) - n_judged
     content = content_of(val[n_val : len(val)], tokenizer.words)
     judged = content.decode(errors="ignore").encode()  # without a part of a character
-    write_ids(directory / "text", tokenizer, train, drawn(val[0:n_val], MAX_TOKENS))
+    write_ids(directory / "text", tokenizer, train, draw_ids(val[0:n_val], MAX_TOKENS))
     (directory / "judge.txt").write_bytes(judged)
     report(f"judge: {n_judged:,} {tokenizer.unit} kept here; no run gets them")
     if len(train) < len(corpus.train):
