@@ -586,7 +586,7 @@ def test_large_files_are_written_in_turn(home, tmp_path, monkeypatch):
         writing.release()
 
     monkeypatch.setattr(storage, "write_file", write_alone)
-    monkeypatch.setattr(writing, "SMALL_FILE", 0)
+    monkeypatch.setattr("launcher.text.writing.SMALL_FILE", 0)
     upload = upload_data(write_notes(tmp_path / "notes", 40))
     assert len(launching.tree(stored(upload.uri))) == 40
 

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from launcher.text import records
-from launcher.text.tables import names_in
+from launcher.text.tables import columns_in
 from sm_nanogpt import InputError
 
 
@@ -73,4 +73,4 @@ def test_one_column_may_have_any_name():
     ],
 )
 def test_a_table_is_known_by_its_beginning(text, names):
-    assert names_in(text) == names
+    assert columns_in(text) == names

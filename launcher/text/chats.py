@@ -79,18 +79,18 @@ def messages_of(record: Any, column: str) -> dict[str, Any] | None:
     all are empty, a record that has the column of a text is that text.
     """
     if isinstance(record, list):
-        return numbered(record)
+        return number_messages(record)
     if not isinstance(record, dict) or not may_be_chat(set(record)):
         return None
     fields = {field: value for field, value in record.items() if not is_empty(value)}
     messages: dict[str, Any] = {}
     if "system" in fields:
-        messages["`system`"] = message("system", fields["system"])
+        messages["`system`"] = make_message("system", fields["system"])
     for field in LISTS:
         if field in fields:
             if not isinstance(fields[field], list):
                 raise Fault(f"`{field}`", "is no list of messages")
-            return messages | numbered(fields[field])
+            return messages | number_messages(fields[field])
     for answer, question in QUESTIONS.items():
         has_columns = question in record and answer in record
         if has_columns and (question in fields or answer in fields):
@@ -101,31 +101,34 @@ def messages_of(record: Any, column: str) -> dict[str, Any] | None:
 
 
 def question_and_answer(fields: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
-    """The messages of a record with two fields, `question` and `answer`, as messages_of."""
+    """The messages of a record with two fields, each by its name in an error. Raises Fault."""
     if fields.get("label") is False or fields.get("kto_tag") is False:
         raise Fault(f"`{answer}`", "is labeled as a bad answer, and all are learned")
     if "history" in fields:
         raise Fault("`history`", "is not read; write all of it as `messages`")
     user, assistant = fields.get(question), fields.get(answer)
     if isinstance(user, list) and isinstance(assistant, list):
-        return numbered(user + assistant)
+        return number_messages(user + assistant)
     if answer == "output" and "input" in fields:
-        user = with_input(user, fields["input"])
-    return {f"`{question}`": message("user", user), f"`{answer}`": message("assistant", assistant)}
+        user = add_input(user, fields["input"])
+    return {
+        f"`{question}`": make_message("user", user),
+        f"`{answer}`": make_message("assistant", assistant),
+    }
 
 
-def with_input(instruction: Any, context: Any) -> Any:
-    """An instruction and its input after a blank line, as in Alpaca's own prompt."""
+def add_input(instruction: Any, context: Any) -> Any:
+    """Put the input after an instruction and a blank line, as Alpaca's own prompt does."""
     if instruction is None:
         return context
     return [{"type": "text", "text": text} for text in (instruction, "\n\n", context)]
 
 
-def message(role: str, content: Any) -> dict[str, Any]:
+def make_message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def numbered(messages: list[Any]) -> dict[str, Any]:
+def number_messages(messages: list[Any]) -> dict[str, Any]:
     return {f"message {number}": message for number, message in enumerate(messages, 1)}
 
 

@@ -31,7 +31,7 @@ from launcher.text.formats import (
     format_of_content,
     format_of_name,
 )
-from launcher.text.tables import names_in
+from launcher.text.tables import columns_in
 from launcher.text.unpacking import Compression, bounded, compression_of, zstd
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def guess_format(text: str, file: File) -> Format:
         if not has_suffix:
             return JSON
         logger.warning(f"{file.shown}: looks like JSON, but is read as text; rename it to *.json")
-    columns = names_in(text)
+    columns = columns_in(text)
     has_column = file.column in columns and (file.column != "text" or len(columns) > 1)
     if has_column and not has_suffix:
         return TABLE

@@ -13,9 +13,9 @@ from typing import IO, Literal
 from launcher.errors import InputError
 from launcher.text.encodings import as_utf8
 
-LONGEST_LINE = 1 << 26  # characters
-LONGEST_HEADER = 1 << 20
-SEPARATORS = "\t|;,"  # of two that are as frequent, the first
+MAX_LINE = 1 << 26  # characters
+MAX_HEADER = 1 << 20
+SEPARATORS = "\t|;,"  # if two are as frequent, the first is taken
 NO_SEPARATOR = "\x1f"
 WHOLE_CELL = re.compile(r'"[^"]*(?:""[^"]*)*"')  # in quotes, each of its own doubled
 PLAIN_NAME = re.compile(r"[\w .\-/()]*")
@@ -28,67 +28,84 @@ class Header:
 
     lines: list[str]  # those with the names
     separator: str
-    n_skipped: int  # blank lines, and Excel's `sep=;`, before them
+    n_skipped: int  # lines before the names: blank ones, and Excel's `sep=;`
 
     @property
-    def names(self) -> list[str]:
+    def columns(self) -> list[str]:
         """The names of the columns. Raises csv.Error."""
         row = next(csv.reader(self.lines, delimiter=self.separator), [])
         return [name.strip() for name in row]
 
 
 def read_header(lines: Iterator[str]) -> Header:
-    """The header of a table, from its lines."""
-    n_skipped, separator, line = 0, "", ""
+    """Read the lines of a table up to the names of its columns."""
+    n_skipped = 0
+    separator = ""
+    first_line = ""
     for line in lines:
-        by_excel = re.fullmatch(r'"?sep=([^"])"?\s*', line, re.IGNORECASE)
-        if by_excel:
-            separator = by_excel[1]
+        excel_line = re.fullmatch(r'"?sep=([^"])"?\s*', line, re.IGNORECASE)
+        if excel_line:
+            separator = excel_line[1]
         elif line.strip():
+            first_line = line
             break
         n_skipped += 1
-    header = [line]
+    header_lines = complete_cells(first_line, lines)
+    if not separator:
+        separator = separator_of("".join(header_lines))
+    return Header(header_lines, separator, n_skipped)
+
+
+def complete_cells(line: str, lines: Iterator[str]) -> list[str]:
+    """A line, and those that follow until each quote in them is closed: a name has a line break."""
+    complete = [line]
     size, n_quotes = len(line), line.count('"')
-    while n_quotes % 2 and size < LONGEST_HEADER:  # a name with a line break
+    while n_quotes % 2 and size < MAX_HEADER:
         line = next(lines, "")
         if not line:
             break
-        header.append(line)
+        complete.append(line)
         size += len(line)
         n_quotes += line.count('"')
-    return Header(header, separator or separator_of("".join(header)), n_skipped)
+    return complete
 
 
 def separator_of(header: str) -> str:
-    """What separates the names of columns; what stands in quotes does not count."""
+    """What separates the names of columns. Text in quotes does not count."""
     unquoted = WHOLE_CELL.sub("", header)
     return max(NO_SEPARATOR + SEPARATORS, key=unquoted.count)
 
 
-def names_in(text: str) -> list[str]:
-    """The names of the columns, if the beginning of a text is the beginning of a table."""
+def columns_in(text: str) -> list[str]:
+    """The names of the columns of a table, by the beginning of its text; [] if it is no table."""
     lines = text.splitlines(keepends=True)
     if len(lines) > 1:
         lines.pop()  # it may be cut
-    remaining = iter(lines)
-    header = read_header(remaining)
+    unread_lines = iter(lines)
+    header = read_header(unread_lines)
     try:
-        names = header.names
-        rows = [row for row in csv.reader(remaining, delimiter=header.separator) if row]
+        columns = header.columns
+        rows = [row for row in csv.reader(unread_lines, delimiter=header.separator) if row]
     except csv.Error:
         return []
-    is_regular = all(len(row) == len(names) for row in rows)
-    are_names = all(len(name) < 40 and PLAIN_NAME.fullmatch(name) for name in names)
-    return names if is_regular and are_names and len(names) == len(set(names)) else []
+    is_regular = all(len(row) == len(columns) for row in rows)
+    are_different = len(columns) == len(set(columns))
+    if is_regular and are_different and all(map(looks_like_name, columns)):
+        return columns
+    return []
+
+
+def looks_like_name(text: str) -> bool:
+    return len(text) < 40 and PLAIN_NAME.fullmatch(text) is not None
 
 
 def rows_of(file: IO[bytes], path: str) -> Iterator[tuple[int, list[str]]]:
-    """The first line and the cells of each row of a table, the names of its columns first.
+    """Yield the first line and the cells of each row of a table; the first row has the columns.
 
-    The separator is the one that the names show, or that Excel's first line `sep=;` names. One
+    The separator is the one that the columns show, or that Excel's first line `sep=;` names. One
     column needs none, and may hold any. Raises InputError.
     """
-    csv.field_size_limit(LONGEST_LINE)
+    csv.field_size_limit(MAX_LINE)
     text = io.TextIOWrapper(as_utf8(file, path), "utf-8", newline="")
     header = read_header(lines_of(text, path))
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL
@@ -109,26 +126,31 @@ def rows_of(file: IO[bytes], path: str) -> Iterator[tuple[int, list[str]]]:
 def lines_of(text: io.TextIOWrapper, path: str) -> Iterator[str]:
     """The lines of a file from its beginning. Raises InputError if one is too long."""
     text.seek(0)
-    for number, line in enumerate(iter(lambda: text.readline(LONGEST_LINE + 1), ""), 1):
-        if len(line) > LONGEST_LINE:
+    for number, line in enumerate(iter(lambda: text.readline(MAX_LINE + 1), ""), 1):
+        if len(line) > MAX_LINE:
             raise InputError(f"{path}:{number}: a line of over 64 MiB")
         yield line
 
 
 def quotes_are_letters(lines: Iterator[str], header: Header) -> bool:
-    """Whether quotes do not enclose cells, as in tables of programs that quote nothing.
+    """True if quotes do not enclose cells, as in tables of programs that quote nothing.
 
-    It is so where tabs or bars part each line alike, and a cell begins with a quote that encloses
-    no whole cell.
+    It is so if tabs or bars part each line alike, and a cell begins with a quote that encloses no
+    whole cell.
     """
     if header.separator not in ("\t", "|"):
         return False
     n_separators = header.lines[0].count(header.separator)
-    opens = False
+    has_open_quote = False
     for line in islice(lines, header.n_skipped, None):
         line = line.rstrip("\r\n")
         if line and line.count(header.separator) != n_separators:
             return False
-        cells = line.split(header.separator) if '"' in line else []
-        opens = opens or any(cell[:1] == '"' and not WHOLE_CELL.fullmatch(cell) for cell in cells)
-    return opens
+        if '"' in line and not has_open_quote:
+            has_open_quote = any(map(opens_quote, line.split(header.separator)))
+    return has_open_quote
+
+
+def opens_quote(cell: str) -> bool:
+    """True if a cell begins with a quote that encloses no whole cell."""
+    return cell.startswith('"') and WHOLE_CELL.fullmatch(cell) is None
