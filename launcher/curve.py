@@ -40,12 +40,15 @@ class Curve:
 
     @property
     def newest(self) -> Row:
-        """The last known value of each name."""
-        return {name: value for row in self.rows for name, value in row.items()}
+        """The last value of each name that any row has."""
+        return newest_values(self.rows)
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """The steps at which a value is known, and the value there."""
+        """The steps whose rows have a value of this name, and the value."""
         return [(int(row["step"]), float(row[name])) for row in self.rows if name in row]
+
+
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def rows_of_file(lines: Iterable[bytes], name: object) -> list[Row]:
@@ -53,49 +56,77 @@ def rows_of_file(lines: Iterable[bytes], name: object) -> list[Row]:
     rows = []
     for line in lines:
         with suppress(Damaged):
-            rows.append(parse(line, Row, name))
-    return in_order(row for row in rows if type(row.get("step")) is int)
+            row = parse(line, Row, name)
+            if type(row.get("step")) is int:
+                rows.append(row)
+    return without_repeated_steps(rows)
 
 
 def rows_of_log(lines: Iterable[str]) -> list[Row]:
     """Rows from the lines of a log, whose values have fewer digits than those of the file."""
     rows: list[Row] = []
     for line in lines:
-        if found := LINE.search(line[-LONGEST_LINE:]):
-            values = {name: float(value) for name, value in VALUE.findall(found[2])}
-            rows.append({"step": int(found[1]), **values})
-    return in_order(rows)
+        match = LINE.search(line[-LONGEST_LINE:])
+        if match:
+            row: Row = {"step": int(match[1])}
+            for name, value in VALUE.findall(match[2]):
+                row[name] = float(value)
+            rows.append(row)
+    return without_repeated_steps(rows)
+
+
+def without_repeated_steps(rows: Iterable[Row]) -> list[Row]:
+    """The rows without those that a run repeated after it resumed from an earlier step."""
+    unique: list[Row] = []
+    for row in rows:
+        while unique and unique[-1]["step"] >= row["step"]:
+            unique.pop()
+        unique.append(row)
+    return unique
+
+
+def newest_values(rows: Iterable[Row]) -> Row:
+    """The last value of each name that any row has."""
+    values: Row = {}
+    for row in rows:
+        values.update(row)
+    return values
+
+
+def newest_curve(names: Iterable[str]) -> str:
+    """The newest curve among these file names, or else the name of a job's first.
+
+    Each start of a job has its own, which holds the rows of those before it too.
+    """
+    curves = [name for name in names if FILE.fullmatch(name)]
+    return max(curves, default="metrics-00000001.jsonl")
 
 
 def samples_of_log(lines: Iterable[str]) -> dict[str, str]:
     """The samples that a run logs: {"before training": text, "after training": text}."""
     samples: dict[str, list[str]] = {}
-    when = ""
+    title = ""  # of the sample to which the next lines belong
     for line in lines:
-        if found := re.fullmatch(r"--- sample (.+) ---", line):
-            when = found[1]
-            samples[when] = []
-        elif when and line.startswith("| "):
-            samples[when].append(line[2:])
+        heading = re.fullmatch(r"--- sample (.+) ---", line)
+        if heading:
+            title = heading[1]
+            samples[title] = []
+        elif title and line.startswith("| "):
+            samples[title].append(line[2:])
         else:
-            when = ""
-    return {when: "\n".join(text) for when, text in samples.items()}
+            title = ""
+    return {title: "\n".join(text) for title, text in samples.items()}
 
 
-def in_order(rows: Iterable[Row]) -> list[Row]:
-    """The rows without those that a run repeated after it resumed from an earlier step."""
-    kept: list[Row] = []
-    for row in rows:
-        while kept and kept[-1]["step"] >= row["step"]:
-            kept.pop()
-        kept.append(row)
-    return kept
+# -- progress --------------------------------------------------------------------------------------
 
 
 def total_steps(hyperparameters: Mapping[str, Any]) -> Any:
     """The steps of all generations; None if they are not known."""
-    each = hyperparameters.get("max_steps")
-    return each and each * hyperparameters.get("generations", 1)
+    max_steps = hyperparameters.get("max_steps")
+    if not max_steps:
+        return max_steps
+    return max_steps * hyperparameters.get("generations", 1)
 
 
 def seconds_left(metrics: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> float | None:
@@ -108,37 +139,60 @@ def seconds_left(metrics: Mapping[str, Any], hyperparameters: Mapping[str, Any])
         return None
 
 
+# -- drawing ---------------------------------------------------------------------------------------
+
+DOTS_ACROSS, DOTS_DOWN = 2, 4  # of a braille character
+# The bits of its dots: in U+2800 plus these, by column and row.
+DOT_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+
+
 def sketch(points: Sequence[tuple[float, float]], width: int = 60, height: int = 8) -> list[str]:
-    """Draw a curve as lines of text: `width` x `height` characters and the labels of both axes.
-
-    A braille character has 2 x 4 dots.
-    """
-    across, down = 2, 4
-    columns, rows = width * across, height * down
-    steps, values = zip(*points, strict=True)
-    left, right, low, high = steps[0], steps[-1], min(values), max(values)
-    bits = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+    """Draw a curve as lines of text: `width` x `height` characters and the labels of both axes."""
+    values = [value for _, value in points]
+    low, high = min(values), max(values)
+    n_columns, n_rows = width * DOTS_ACROSS, height * DOTS_DOWN
     cells = [[0] * width for _ in range(height)]
-    before = None
-    for column in range(columns):
-        x = left + (right - left) * column / (columns - 1)
-        index = min(max(bisect_left(steps, x), 1), len(points) - 1)
-        (x0, y0), (x1, y1) = points[index - 1], points[index]
-        y = y0 + (y1 - y0) * (min(1.0, (x - x0) / (x1 - x0)) if x1 > x0 else 1.0)
-        row = round((high - y) / ((high - low) or 1) * (rows - 1))
-        start = row if before is None else before + (row > before) - (row < before)
-        for each in range(min(start, row), max(start, row) + 1):
-            cells[each // down][column // across] |= bits[column % across][each % down]
-        before = row
-    drawn = ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
-    labels = [f"{high:.3f}", *[""] * (height - 2), f"{low:.3f}"]
-    lines = [f"{a:>9} {b}".rstrip(" \u2800") for a, b in zip(labels, drawn, strict=True)]
-    return [*lines, f"{'step':>9} {f'{left:g}':<{width - 10}}{f'{right:g}':>10}"]
+    last_row = None
+    for column, value in enumerate(interpolate(points, n_columns)):
+        row = round((high - value) / ((high - low) or 1) * (n_rows - 1))
+        for dot_row in rows_between(last_row, row):
+            bit = DOT_BITS[column % DOTS_ACROSS][dot_row % DOTS_DOWN]
+            cells[dot_row // DOTS_DOWN][column // DOTS_ACROSS] |= bit
+        last_row = row
+
+    lines = []
+    for number, cell_row in enumerate(cells):
+        label = ""
+        if number == 0:
+            label = f"{high:.3f}"
+        elif number == height - 1:
+            label = f"{low:.3f}"
+        braille = "".join(chr(0x2800 + cell) for cell in cell_row)
+        lines.append(f"{label:>9} {braille}".rstrip(" \u2800"))
+    first_step, last_step = f"{points[0][0]:g}", f"{points[-1][0]:g}"
+    lines.append(f"{'step':>9} {first_step:<{width - 10}}{last_step:>10}")
+    return lines
 
 
-def newest_curve(names: Iterable[str]) -> str:
-    """The newest curve among these file names, or else the name of a job's first.
+def interpolate(points: Sequence[tuple[float, float]], n_columns: int) -> list[float]:
+    """The values of a curve at equally many steps between columns, from its first to its last."""
+    steps = [step for step, _ in points]
+    values = []
+    for column in range(n_columns):
+        step = steps[0] + (steps[-1] - steps[0]) * column / (n_columns - 1)
+        index = min(max(bisect_left(steps, step), 1), len(points) - 1)
+        (step_before, value_before), (step_after, value_after) = points[index - 1], points[index]
+        share = 1.0
+        if step_after > step_before:
+            share = min(1.0, (step - step_before) / (step_after - step_before))
+        values.append(value_before + (value_after - value_before) * share)
+    return values
 
-    Each start of a job has its own, which holds the rows of those before it too.
-    """
-    return max((n for n in names if FILE.fullmatch(n)), default="metrics-00000001.jsonl")
+
+def rows_between(last_row: int | None, row: int) -> range:
+    """The rows of dots that connect a column to the one before it, up to and with its own."""
+    if last_row is None or last_row == row:
+        return range(row, row + 1)
+    if row > last_row:
+        return range(last_row + 1, row + 1)
+    return range(row, last_row)

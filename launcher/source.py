@@ -27,18 +27,25 @@ from launcher.errors import InputError
 from launcher.files.storage import path_of
 from launcher.settings import Settings
 
-LARGEST = 1 << 20  # bytes of a file
-NEEDED = {
-    "config": "make_config check_resumable has_tuned_rates",
-    "command_line": "hyperparameter_table",
-    "errors": "TrainingError",
-    "huggingface": "starting_values load_pretrained model_tensors with_weights write_artefact"
-    " Tokenizer",
-    "metrics": "metric_definitions",
-    "model": "GPT",
-    "presets": "PRESETS",
-    "sizes": "MOST_READINGS hyperparameters_for_size tokens_worth_training",
-    "text": "read_tokenizer",
+MAX_FILE_BYTES = 1 << 20
+# What the launcher uses of each module of a folder.
+REQUIRED_NAMES = {
+    "config": ("make_config", "check_resumable", "has_tuned_rates"),
+    "command_line": ("hyperparameter_table",),
+    "errors": ("TrainingError",),
+    "huggingface": (
+        "starting_values",
+        "load_pretrained",
+        "model_tensors",
+        "with_weights",
+        "write_artefact",
+        "Tokenizer",
+    ),
+    "metrics": ("metric_definitions",),
+    "model": ("GPT",),
+    "presets": ("PRESETS",),
+    "sizes": ("MOST_READINGS", "hyperparameters_for_size", "tokens_worth_training"),
+    "text": ("read_tokenizer",),
 }
 
 
@@ -56,37 +63,43 @@ class Source:
         return Source.read(Path(entry_point.__file__).parent)
 
     @classmethod
-    def read(cls, place: Path) -> Source:
-        """Read a folder, named by itself or by its train.py."""
-        place = path_of(place).absolute()
-        directory = place.parent if place.name == "train.py" else place
+    def read(cls, path: Path) -> Source:
+        """Read a folder from its path, or from that of its train.py. Raises InputError."""
+        directory = path_of(path).absolute()
+        if directory.name == "train.py":
+            directory = directory.parent
+        files = {}
         try:
-            paths = sorted(directory.glob("[!.]*.py"))  # as a shell, and without editors' files
-            files = {path.name: read_file(path, LARGEST) for path in paths}
+            for file in sorted(directory.glob("[!.]*.py")):  # without the files of editors
+                files[file.name] = read_file(file, MAX_FILE_BYTES)
         except OSError as error:
             raise InputError(f"{error.filename or directory}: {error.strerror}") from None
-        for path in paths:
-            if not path.stem.isidentifier():  # it might pass for a line of sha256sum
-                problem = f"the name {path.name!r} is no Python identifier; rename the file"
+
+        for name in files:
+            if not name.removesuffix(".py").isidentifier():  # it might pass for a line of sha256sum
+                problem = f"the name {name!r} is no Python identifier; rename the file"
                 raise InputError(f"{directory}: {problem}")
-        missing = {"config.py", "train.py"} - files.keys()
-        if missing or "setup.py" in files:
-            problem = f"has no {min(missing)}" if missing else "setup.py would run, not train.py"
-            raise InputError(f"{directory}: {problem}", "copy-folder")
+        for name in ("config.py", "train.py"):
+            if name not in files:
+                raise InputError(f"{directory}: has no {name}", "copy-folder")
+        if "setup.py" in files:
+            raise InputError(f"{directory}: setup.py would run, not train.py", "copy-folder")
         return cls(directory, files)
 
     @cached_property
     def sha256(self) -> str:
         """What `sha256sum *.py | sha256sum` prints in the folder, in the C locale."""
-        sums = (f"{hashlib.sha256(self.files[n]).hexdigest()}  {n}\n" for n in sorted(self.files))
-        return hashlib.sha256("".join(sums).encode()).hexdigest()
+        sums = ""
+        for name, content in sorted(self.files.items()):
+            sums += f"{hashlib.sha256(content).hexdigest()}  {name}\n"
+        return hashlib.sha256(sums.encode()).hexdigest()
 
     @cached_property
     def is_packaged(self) -> bool:
         return self.sha256 == Source.packaged().sha256
 
     def write(self, directory: Path) -> None:
-        """Write the files that are not in a directory yet. Raises OSError."""
+        """Write the files that a directory does not have yet. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             path = directory / name
@@ -98,8 +111,8 @@ class Source:
         if self.is_packaged:
             return importlib.import_module(f"entry_point.{name}")
         package = f"user_{self.sha256[:16]}"
-        others = [each for each in sys.meta_path if getattr(each, "package", "") != package]
-        sys.meta_path[:] = [*others, Importer(package, self)]  # the folder may have moved
+        finders = [finder for finder in sys.meta_path if package_of(finder) != package]
+        sys.meta_path[:] = [*finders, Importer(package, self)]  # the folder may have moved
         with self.running():
             return importlib.import_module(f"{package}.{name}")
 
@@ -115,27 +128,38 @@ class Source:
             raise self.refusal(error) from error
 
     def check_complete(self) -> None:
-        """Raise InputError unless all that the launcher needs of the folder is there."""
+        """Raise InputError unless the folder has all that the launcher uses."""
         for name, content in self.files.items():
             with self.running():
                 compile(content, self.directory / name, "exec", dont_inherit=True)
-        for name, needed in NEEDED.items():
-            found = vars(self.module(name)) if f"{name}.py" in self.files else {}
-            if missing := set(needed.split()) - found.keys():
-                problem = f"not an edited copy of this version's folder: {name}.py has no"
+        for module, required in REQUIRED_NAMES.items():
+            defined = vars(self.module(module)) if f"{module}.py" in self.files else {}
+            missing = [name for name in required if name not in defined]
+            if missing:
+                problem = f"not an edited copy of this version's folder: {module}.py has no"
                 raise InputError(f"{self.directory}: {problem} {min(missing)}", "copy-folder")
 
     def refusal(self, error: BaseException) -> InputError:
-        """An error that the folder's code raises on purpose, or another with its file and line."""
-        if "TrainingError" in {kind.__name__ for kind in type(error).__mro__}:
+        """Turn an error of the folder's code into one for the user.
+
+        A TrainingError, which it raises on purpose, keeps its message. Another gets its line.
+        """
+        class_names = [kind.__name__ for kind in type(error).__mro__]
+        if "TrainingError" in class_names:
             return InputError(str(error))
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if Path(f.filename).parent == self.directory]
-        place = f"{own[-1].filename}:{own[-1].lineno}" if own else str(self.directory)
-        words: object = error
         if isinstance(error, SyntaxError):
-            place, words = f"{error.filename}:{error.lineno}", error.msg
-        return InputError(f"{place}: {type(error).__name__}: {words}")
+            location, message = f"{error.filename}:{error.lineno}", error.msg
+        else:
+            location, message = self.last_line_of(error), str(error)
+        return InputError(f"{location}: {type(error).__name__}: {message}")
+
+    def last_line_of(self, error: BaseException) -> str:
+        """The last line of the folder that ran before an error, or the folder if there is none."""
+        location = str(self.directory)
+        for frame in traceback.extract_tb(error.__traceback__):
+            if Path(frame.filename).parent == self.directory:
+                location = f"{frame.filename}:{frame.lineno}"
+        return location
 
 
 class Importer(SourceLoader):
@@ -162,23 +186,34 @@ class Importer(SourceLoader):
         return self.source.files.get(Path(path).name, b"")  # __init__.py may be missing
 
 
+def package_of(finder: object) -> str:
+    """The package that an Importer imports; '' for other finders of Python."""
+    return finder.package if isinstance(finder, Importer) else ""
+
+
 def keep(source: Source, settings: Settings) -> Path:
     """Keep a folder below the home, for the models that it trains. Raises OSError."""
-    kept = settings.home / "sources" / source.sha256
-    source.write(kept)
-    return kept
+    directory = settings.home / "sources" / source.sha256
+    source.write(directory)
+    return directory
 
 
 def find_source(sha256: str, settings: Settings, entry_point: Path | None = None) -> Source:
-    """The folder with this SHA-256: the packaged one, entry_point, or one kept by a launch."""
+    """Find the folder with this SHA-256: the packaged one, entry_point, or one that a launch kept.
+
+    Raises InputError if there is none.
+    """
     packaged = Source.packaged()
     if sha256 == packaged.sha256:
         return packaged
-    place = entry_point or settings.home / "sources" / sha256
-    if entry_point is not None or place.is_dir():
-        source = Source.read(place)
+    directory = entry_point or settings.home / "sources" / sha256
+    if entry_point is not None or directory.is_dir():
+        source = Source.read(directory)
         if source.sha256 == sha256:
             return source
-    but = f"and {place} is another" if entry_point else "which is not on this machine"
-    problem = f"the model belongs to the training folder with SHA-256 {sha256[:12]}..., {but}"
+    problem = f"the model belongs to the training folder with SHA-256 {sha256[:12]}..., "
+    if entry_point:
+        problem += f"and {directory} is another"
+    else:
+        problem += "which is not on this machine"
     raise InputError(problem, "name-folder")

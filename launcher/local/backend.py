@@ -34,7 +34,7 @@ from typing import Any, Literal, TypeVar
 from entry_point.cores import cores
 from entry_point.files import open_file, open_standard_streams
 from launcher.backends import Backend
-from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file
+from launcher.curve import LARGEST_CURVE, Row, newest_curve, newest_values, rows_of_file
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.documents import Count, Damaged, Document, Moment, Scalar
@@ -393,7 +393,7 @@ def last_metrics(path: Path) -> dict[str, Any] | None:
     Reads only the end of a long curve, since following a job calls this five times a second.
     """
     rows = rows_of_file(tail(path, TAIL_BYTES), path)
-    return {name: value for row in rows for name, value in row.items()} or None
+    return newest_values(rows) or None
 
 
 def read_document(path: Path, kind: type[T]) -> T | None:
