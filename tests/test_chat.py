@@ -350,7 +350,7 @@ def test_a_preset_has_no_short_windows_for_conversations(launched, monkeypatch):
 def ids_of(chat: Chat, *messages: Message) -> list[int]:
     """Those of a whole conversation."""
     chat = copy(chat)
-    chat.size = 1 << 30
+    chat.context_size = 1 << 30
     return chat.fitting(messages, 1)[1]
 
 

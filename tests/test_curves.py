@@ -14,7 +14,14 @@ from launching import Finished
 from test_sagemaker import TAGGED
 
 from launcher.cli.show import following
-from launcher.curve import Curve, in_order, rows_of_log, samples_of_log, seconds_left, sketch
+from launcher.curve import (
+    Curve,
+    rows_of_log,
+    samples_of_log,
+    seconds_left,
+    sketch,
+    without_repeated_steps,
+)
 from launcher.files import storage
 from launcher.sagemaker.logs import LOG_GROUP
 from launcher.tracking import metrics
@@ -74,7 +81,7 @@ def test_the_curve_of_a_log_is_that_of_the_file(job):
 def test_rows_that_a_resumed_run_repeats_count_once():
     steps = ((1, 5), (1, 10), (2, 7), (2, 10), (3, 10))
     rows: Any = [{"step": step, "run": run} for run, step in steps]
-    assert in_order(rows) == [rows[0], rows[2], rows[4]]
+    assert without_repeated_steps(rows) == [rows[0], rows[2], rows[4]]
 
 
 def test_a_line_that_only_resembles_a_row_is_ignored():

@@ -694,7 +694,7 @@ def fast(request, tokenizer):
 
 @given(st.lists(st.text(st.sampled_from(KINDS)) | st.text(), max_size=5))
 def test_the_fast_encoding_has_the_librarys_ids(fast, pieces):
-    assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
+    assert fast.fast.encode_ordinary_batch(pieces) == fast.encode_by_library(pieces)
 
 
 def test_every_character_has_the_librarys_ids(fast):
@@ -703,7 +703,7 @@ def test_every_character_has_the_librarys_ids(fast):
     # Few long pieces take a fifth of the time. A piece's end matters to spaces alone.
     pieces = ["".join(lines[i : i + 64]) for i in range(0, len(lines), 64)]
     pieces += [line for line in lines if line[-1].isspace()]
-    assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
+    assert fast.fast.encode_ordinary_batch(pieces) == fast.encode_by_library(pieces)
 
 
 @pytest.mark.parametrize(
@@ -721,5 +721,5 @@ def test_another_tokenizer_is_left_to_the_library(document, change):
 
 def test_composed_characters_have_the_librarys_ids(document):
     encoder = encoder_of({**document, "normalizer": {"type": "NFC"}})
-    (ids,) = encoder.ask(["e\u0301 a"])
+    (ids,) = encoder.encode_by_library(["e\u0301 a"])
     assert encoder.encode(["e\u0301 a"]) == [array("H", ids).tobytes()]

@@ -12,7 +12,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
 
 from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.model import GPT
@@ -21,7 +20,7 @@ from launcher.errors import InputError
 from launcher.models.encoder import SPEAKS, Encoder
 from launcher.values import is_utf8
 
-ROOM = 4  # an answer has at least 1 / ROOM of the context, if it may be so long
+ROOM = 4  # an answer has at least 1 / ROOM of the context, unless its limit is lower
 
 
 @dataclass(frozen=True)
@@ -57,24 +56,35 @@ class ChatEncoder:
         try:
             self.begin, self.end = special[TURN], special[END_OF_TURN]
         except KeyError as error:
-            what = f"the tokenizer has no token {error}, which conversations need"
-            raise InputError(what, "no-turns") from None
+            problem = f"the tokenizer has no token {error}, which conversations need"
+            raise InputError(problem, "no-turns") from None
         (line_break,) = encoder.encode(["\n"])
         self.line_break = array("i", line_break)
 
     def encode(self, turns: Sequence[str]) -> Iterator[bytes]:
+        """Yield the ids of each turn, which is the role, a line break, and the content."""
         for turn, content in zip(turns, self.encoder.encode(turns), strict=True):
-            said, learned = array("i", content), turn.startswith(SPEAKS)
-            first, left = (0, len(SPEAKS)) if learned else (len(said), 0)
-            while left > 0:  # a token that begins before the answer is not part of it
-                left -= len(self.tokenizer.word(said[first]))
-                first += 1
+            content_ids = array("i", content)
+            is_learned = turn.startswith(SPEAKS)
+            n_masked = self.count_prefix(content_ids) if is_learned else len(content_ids)
+
             ids = array("i", [~self.begin])
-            ids.extend(~id for id in said[:first])
-            ids.extend(said[first:])
-            ids.append(self.end if learned else ~self.end)
+            ids.extend(~id for id in content_ids[:n_masked])
+            ids.extend(content_ids[n_masked:])
+            ids.append(self.end if is_learned else ~self.end)
             ids.extend(~id for id in self.line_break)
             yield ids.tobytes()
+
+    def count_prefix(self, ids: Sequence[int]) -> int:
+        """The number of ids that hold any byte of SPEAKS, with which the turn begins.
+
+        A token that begins in it and ends in the answer is not learned either.
+        """
+        n_bytes, n_ids = 0, 0
+        while n_bytes < len(SPEAKS):
+            n_bytes += len(self.tokenizer.word(ids[n_ids]))
+            n_ids += 1
+        return n_ids
 
 
 class TooLong(InputError):
@@ -87,11 +97,11 @@ class Chat:
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         if not tokenizer.chats:
             raise InputError("the model has not learned from conversations", "teach-to-chat")
-        self.size = model.config.block_size
+        self.context_size = model.config.block_size
         encoder = Encoder(tokenizer, "i")
         self.encoder = ChatEncoder(encoder)
         (speaks,) = encoder.encode([SPEAKS])
-        self.speaks = [self.encoder.begin, *array("i", speaks)]  # after which it answers
+        self.answer_start = [self.encoder.begin, *array("i", speaks)]
 
     def fitting(
         self, messages: Sequence[Message], max_new_tokens: int
@@ -105,20 +115,52 @@ class Chat:
         Raises TooLong if the system's and the last message alone do not fit, and InputError if a
         message is not UTF-8 text.
         """
+        turns = self.encode_messages(messages)
+        has_instruction = bool(messages) and messages[0].role == "system"
+        instruction = turns[:1] if has_instruction else []
+        n_instruction = sum(len(turn) for turn in instruction)
+        answer_room = min(max_new_tokens, self.context_size // ROOM)
+        room = self.context_size - answer_room - len(self.answer_start) - n_instruction
+        if room < 0 and has_instruction:
+            raise TooLong(f"the instruction {self.too_long}")
+        first = first_turn_that_fits(messages, turns, len(instruction), room)
+        if first is None:
+            part = f", of which the instruction takes {n_instruction}" if has_instruction else ""
+            raise TooLong(f"the message {self.too_long}{part}")
+
+        ids: list[int] = []
+        for turn in [*instruction, *turns[first:]]:
+            ids.extend(id if id >= 0 else ~id for id in turn)
+        ids += self.answer_start
+        n_answer = min(max_new_tokens, max(1, self.context_size - len(ids)))
+        return first - len(instruction), ids, n_answer
+
+    @property
+    def too_long(self) -> str:
+        return f"is too long for a context of {self.context_size} tokens"
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[array[int]]:
+        """The ids of each message, those that the loss leaves out as ~id. Raises InputError."""
         texts = [f"{message.role}\n{message.content}" for message in messages]
         if not all(map(is_utf8, texts)):
             raise InputError("the message is not UTF-8 text")
-        turns = [array("i", turn) for turn in self.encoder.encode(texts)]
-        sizes = [*accumulate(map(len, reversed(turns)))][::-1]  # from each turn to the end
-        first = int(bool(messages) and messages[0].role == "system")
-        head = sum(map(len, turns[:first]))
-        room = self.size - min(max_new_tokens, self.size // ROOM) - len(self.speaks) - head
-        begins = [n for n in range(first, len(turns)) if n == first or messages[n].role == "user"]
-        begin = next((n for n in begins if sizes[n] <= room), len(turns))
-        if room < 0 or begin == len(turns) > first:
-            what = "instruction" if room < 0 and first else "message"
-            after = f", of which the instruction takes {head}" * (what == "message" and first)
-            raise TooLong(f"the {what} is too long for a context of {self.size} tokens{after}")
-        seen = chain(*turns[:first], *turns[begin:])
-        ids = [*(id if id >= 0 else ~id for id in seen), *self.speaks]
-        return begin - first, ids, min(max_new_tokens, max(1, self.size - len(ids)))
+        return [array("i", turn) for turn in self.encoder.encode(texts)]
+
+
+def first_turn_that_fits(
+    messages: Sequence[Message], turns: Sequence[array[int]], start: int, room: int
+) -> int | None:
+    """The first turn from which all up to the last fit into `room` tokens; None if none does.
+
+    Turns before `start` do not count. A conversation is cut before a message of the user.
+    """
+    n_turns = len(turns)
+    if n_turns == start:
+        return start if room >= 0 else None
+    n_tokens = sum(len(turn) for turn in turns[start:])
+    for first in range(start, n_turns):
+        may_begin = first == start or messages[first].role == "user"
+        if may_begin and n_tokens <= room:
+            return first
+        n_tokens -= len(turns[first])
+    return None

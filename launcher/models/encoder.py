@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from entry_point.cores import cores
@@ -40,78 +39,121 @@ def published_tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The library's tokenizer of a tokenizer.json. It encodes special tokens as ordinary text.
 
     It gets only what encodes, and of that only what published tokenizers of BPE over bytes have:
-    other parts of a stranger's file can abort the process, or take any time and memory.
+    other parts of a stranger's file can abort the process, or take any time and memory. Raises
+    InputError.
     """
     from tokenizers import Tokenizer
 
     try:
-        before, model = document["pre_tokenizer"], document["model"]
-        if before is None:
-            raise ValueError("has no pre_tokenizer, which splits a text")
-        steps = before["pretokenizers"] if before["type"] == "Sequence" else [before]
-        if not steps:
-            raise ValueError("has a pre_tokenizer without steps")
-        unknown = model.get("unk_token")
-        if unknown is not None and unknown not in model["vocab"]:
-            raise ValueError(f"has the unk_token {unknown!r}, which its vocabulary lacks")
-        if (found := document["normalizer"]) not in (None, {"type": "NFC"}):
-            raise ValueError(f"has a normalizer, {found['type']}, that may change the text")
-        for step in steps:
-            known = step["pattern"]["Regex"] in PATTERNS if step["type"] == "Split" else True
-            if step["type"] not in ("ByteLevel", "Digits", "Split") or not known:
-                raise ValueError(f"splits text in an unknown way: {json.dumps(step)}")
-        kept = ("type", "vocab", "merges", "ignore_merges", "unk_token")
-        plain = {
-            "version": "1.0",
-            **{name: document[name] for name in ("added_tokens", "normalizer", "pre_tokenizer")},
-            "model": {name: model[name] for name in kept if model.get(name) is not None},
-        }
-        tokenizer = Tokenizer.from_str(json.dumps(plain))
+        check_document(document)
+        tokenizer = Tokenizer.from_str(json.dumps(encoding_parts(document)))
     except Exception as error:  # the library raises no class of its own
         raise InputError(f"tokenizer.json: {error}") from None
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
+def check_document(document: Mapping[str, Any]) -> None:
+    """Raise ValueError, or the error of a document of another form, if a text may change."""
+    if document["pre_tokenizer"] is None:
+        raise ValueError("has no pre_tokenizer, which splits a text")
+    steps = splitting_steps(document)
+    if not steps:
+        raise ValueError("has a pre_tokenizer without steps")
+    model = document["model"]
+    unknown_token = model.get("unk_token")
+    if unknown_token is not None and unknown_token not in model["vocab"]:
+        raise ValueError(f"has the unk_token {unknown_token!r}, which its vocabulary lacks")
+    normalizer = document["normalizer"]
+    if normalizer not in (None, {"type": "NFC"}):
+        raise ValueError(f"has a normalizer, {normalizer['type']}, that may change the text")
+    for step in steps:
+        is_known = step["type"] in ("ByteLevel", "Digits")
+        if step["type"] == "Split":
+            is_known = step["pattern"]["Regex"] in PATTERNS
+        if not is_known:
+            raise ValueError(f"splits text in an unknown way: {json.dumps(step)}")
+
+
+def splitting_steps(document: Mapping[str, Any]) -> list[Any]:
+    """The steps by which a tokenizer.json splits a text, before it merges."""
+    pre_tokenizer = document["pre_tokenizer"]
+    if pre_tokenizer["type"] == "Sequence":
+        return list(pre_tokenizer["pretokenizers"])
+    return [pre_tokenizer]
+
+
+def encoding_parts(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a tokenizer.json that decide how a text is encoded."""
+    parts: dict[str, Any] = {"version": "1.0"}
+    for name in ("added_tokens", "normalizer", "pre_tokenizer"):
+        parts[name] = document[name]
+    model = {}
+    for name in ("type", "vocab", "merges", "ignore_merges", "unk_token"):
+        if document["model"].get(name) is not None:
+            model[name] = document["model"][name]
+    parts["model"] = model
+    return parts
+
+
 def pattern_of(document: Mapping[str, Any]) -> str | None:
     """The expression by which a tokenizer.json splits a text; None: in another way."""
-    plain = {"type": "ByteLevel", "add_prefix_space": False}
-    before = document["pre_tokenizer"]
-    *first, last = before["pretokenizers"] if before["type"] == "Sequence" else [before]
-    if plain.items() <= last.items():
-        if not first and last.get("use_regex", True):
-            return GPT2
-        if len(first) == 1 and first[0]["type"] == "Split" and not last.get("use_regex", True):
-            how = (first[0]["behavior"], first[0]["invert"])
-            return first[0]["pattern"].get("Regex") if how == ("Isolated", False) else None
-    return None
+    *first_steps, last = splitting_steps(document)
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False}
+    if not by_bytes.items() <= last.items():
+        return None
+    last_step_splits = last.get("use_regex", True)
+    if not first_steps:
+        return GPT2 if last_step_splits else None
+    split = first_steps[0]
+    if len(first_steps) > 1 or split["type"] != "Split" or last_step_splits:
+        return None
+    if split["behavior"] != "Isolated" or split["invert"] is not False:
+        return None
+    pattern: str | None = split["pattern"].get("Regex")
+    return pattern
 
 
 def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encoding | None:
-    """The tokenizer in tiktoken, which is four times as fast; None if it might find other ids.
-
-    tiktoken merges the pair that makes the lowest id, the library the pair that comes first in its
-    list of merges. That is the same if the merges make the ids in their order, and the bytes of
-    each id, by themselves, become that id.
-    """
+    """The tokenizer in tiktoken, which is four times as fast; None if it might find other ids."""
     document = tokenizer.document
     pattern, model = pattern_of(document), document["model"]
     if pattern is None or model["type"] != "BPE" or model.get("ignore_merges"):
         return None
+    if not all(token["special"] for token in document["added_tokens"]):
+        return None
     ids = {content: id for id, content in enumerate(tokenizer.words) if content}
-    pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
-    merged = {model["vocab"][token]: token for token in map("".join, pairs)}
-    if (
-        not all(token["special"] for token in document["added_tokens"])
-        or list(merged) != sorted(merged)
-        or len(merged) != len(model["merges"])
-        or {*merged, *(ids.get(bytes([byte])) for byte in range(256))} != set(ids.values())
-        or any([t.id for t in library.model.tokenize(s)] != [id] for id, s in merged.items())
-    ):
+    if not merges_by_id(model, ids, library):
         return None
     import tiktoken
 
     return tiktoken.Encoding("ours", pat_str=pattern, mergeable_ranks=ids, special_tokens={})
+
+
+def merges_by_id(
+    model: Mapping[str, Any], ids: Mapping[bytes, int], library: tokenizers.Tokenizer
+) -> bool:
+    """True if merging the pair of the lowest id first gives the ids that the library gives.
+
+    tiktoken merges so; the library merges the pair that comes first in its list of merges. That is
+    the same if the merges make the ids in their order, and the bytes of each id, by themselves,
+    become that id.
+    """
+    merged_tokens = {}  # by id
+    for pair in model["merges"]:
+        parts = pair.split(" ") if isinstance(pair, str) else pair
+        token = "".join(parts)
+        merged_tokens[model["vocab"][token]] = token
+    merged_ids = list(merged_tokens)
+    if merged_ids != sorted(merged_ids) or len(merged_ids) != len(model["merges"]):
+        return False
+    byte_ids = [ids.get(bytes([byte])) for byte in range(256)]
+    if {*merged_ids, *byte_ids} != set(ids.values()):
+        return False
+    for id, token in merged_tokens.items():
+        if [part.id for part in library.model.tokenize(token)] != [id]:
+            return False
+    return True
 
 
 class Encoder:
@@ -122,34 +164,55 @@ class Encoder:
         self.library = published_tokenizer(tokenizer.document)
         normalizer = self.library.normalizer
         # Qwen's changes é of two characters to é of one, which is the same text.
-        self.same = str if normalizer is None else normalizer.normalize_str
+        self.normalize = str if normalizer is None else normalizer.normalize_str
         self.fast = fast_encoding(tokenizer, self.library)
 
-    def encode(self, pieces: Sequence[str]) -> list[bytes]:
-        """The ids of each piece, which must come back from them. A long one is encoded in parts."""
-        if max(map(len, pieces), default=0) > LONGEST:
-            return [b"".join(chain.from_iterable(map(self.encode, cut(piece)))) for piece in pieces]
-        pieces = [self.same(piece) for piece in pieces]
-        if self.fast:
-            found = self.fast.encode_ordinary_batch(pieces, num_threads=cores())
-        else:
-            found = self.ask(pieces)
-        for piece, ids in zip(pieces, found, strict=True):
-            content = b"".join(map(self.tokenizer.words.__getitem__, ids))
-            if content != piece.encode():
-                back = content.decode(errors="replace")
-                differ = (n for n, (a, b) in enumerate(zip(piece, back, strict=False)) if a != b)
-                at = next(differ, len(back))
-                what = f"{piece[at : at + 20]!r} decodes to {back[at : at + 20]!r}"
-                raise InputError(f"the tokenizer changes the text: {what}", "text-changes")
-        return [array(self.code, ids).tobytes() for ids in found]
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """The ids of each text. Raises InputError unless they decode to it.
 
-    def ask(self, pieces: Sequence[str]) -> list[list[int]]:
-        found = self.library.encode_batch_fast(pieces, add_special_tokens=False)
-        return [each.ids for each in found]
+        A long text is encoded in parts.
+        """
+        if max(map(len, texts), default=0) > LONGEST:
+            return [self.encode_in_parts(text) for text in texts]
+        texts = [self.normalize(text) for text in texts]
+        encoded = self.encode_batch(texts)
+        for text, ids in zip(texts, encoded, strict=True):
+            self.check_decodes(ids, text)
+        return [array(self.code, ids).tobytes() for ids in encoded]
+
+    def encode_in_parts(self, text: str) -> bytes:
+        ids = b""
+        for parts in cut(text):
+            ids += b"".join(self.encode(parts))
+        return ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        if self.fast is not None:
+            return self.fast.encode_ordinary_batch(texts, num_threads=cores())
+        return self.encode_by_library(texts)
+
+    def encode_by_library(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def check_decodes(self, ids: Sequence[int], text: str) -> None:
+        """Raise InputError, which shows the first difference, unless these ids decode to a text."""
+        content = b"".join(map(self.tokenizer.words.__getitem__, ids))
+        if content == text.encode():
+            return
+        decoded = content.decode(errors="replace")
+        start = 0
+        for character, decoded_character in zip(text, decoded, strict=False):
+            if character != decoded_character:
+                break
+            start += 1
+        change = f"{text[start : start + 20]!r} decodes to {decoded[start : start + 20]!r}"
+        raise InputError(f"the tokenizer changes the text: {change}", "text-changes")
 
 
 def cut(text: str) -> Iterator[list[str]]:
-    """A text in parts of LONGEST characters, AT_ONCE at a time."""
-    parts = (text[i : i + LONGEST] for i in range(0, len(text) or 1, LONGEST))
-    return iter(lambda: list(islice(parts, AT_ONCE)), [])
+    """Yield a text in parts of LONGEST characters, AT_ONCE at a time."""
+    starts = range(0, max(1, len(text)), LONGEST)
+    for batch_start in starts[::AT_ONCE]:
+        batch = range(batch_start, min(batch_start + AT_ONCE * LONGEST, len(text) or 1), LONGEST)
+        yield [text[start : start + LONGEST] for start in batch]
