@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Our code for an error, by a pattern of AWS's code or of the exception's name; the first that
-# matches counts. launcher.cli.words has a remedy for each.
+# matches counts. launcher.cli.remedies has a remedy for each.
 CODES = {
     "LoginInsufficientPermissions": "",
     "Expired|TokenRefresh|TokenRetrieval|SSO|UnauthorizedException|Login": "aws-expired",

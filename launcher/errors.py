@@ -1,7 +1,7 @@
 """The two kinds of errors: what is wrong, and the facts from which to act on it.
 
 A message names arguments as the library does: `max_wait=60`, not the option. Below launcher.cli no
-message names a command or an option; launcher.cli.words has those, by code.
+message names a command or an option; launcher.cli.remedies has those, by code.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MAX_CHARACTERS_SHOWN = 20
 class LauncherError(Exception):
     """What is wrong, in one sentence, with facts to act on, which are attributes: `error.job_id`.
 
-    code is the key of a remedy in launcher.cli.words.REMEDIES; "" means that there is none. field
-    is the argument that is wrong, by its name in Request, Settings or a function, and value is what
-    it was. A message of over MAX_MESSAGE characters is cut in the middle.
+    code is the key of a remedy in REMEDIES of launcher.cli.remedies; "" means that there is none.
+    field is the argument that is wrong, by its name in Request, Settings or a function, and value
+    is what it was. A message of over MAX_MESSAGE characters is cut in the middle.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ import pytest
 
 from entry_point.config import Config
 from launcher import cli as commands
+from launcher.cli.remedies import command, option
 from launcher.cli.show import print_columns
-from launcher.cli.words import command, option
 from launcher.files.progress import byte_progress
 from launcher.job import COMMON_FIELDS
 from sm_nanogpt import Request, ServiceError

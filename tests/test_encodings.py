@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from launcher.cli.words import sentence
+from launcher.cli.remedies import sentence
 from launcher.text.documents import read_pieces
 from launcher.text.encodings import as_utf8, read_text
 from launcher.text.reading import detect_file

@@ -36,7 +36,7 @@ from entry_point.conversations import IGNORED
 from entry_point.huggingface import SCRIPT_SHA256, write_artefact
 from entry_point.model import GPT
 from launcher.cli.evaluate import show
-from launcher.cli.words import sentence
+from launcher.cli.remedies import sentence
 from launcher.judge import anchors, causality, evaluate, evaluation
 from launcher.judge.evaluation import Passage, spread, total
 from launcher.judge.probes import Question, asked, exposed, read_canaries, read_questions

@@ -15,7 +15,7 @@ import launching
 import pytest
 from access import ACCOUNT
 
-from launcher.cli.words import reason_of
+from launcher.cli.remedies import reason_of
 from launcher.files import storage
 from launcher.files.storage import local_path
 from launcher.sagemaker.backend import SageMakerBackend

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from launcher.aws import Unreachable, service_error, service_errors
-from launcher.cli.words import sentence
+from launcher.cli.remedies import sentence
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered
 from launcher.settings import load_settings

@@ -14,7 +14,7 @@ import pytest
 import launcher
 from launcher import cli
 from launcher.aws import CODES
-from launcher.cli.words import REMEDIES, sentence
+from launcher.cli.remedies import REMEDIES, sentence
 from launcher.errors import InputError, ServiceError
 
 ROOT = Path(launcher.__file__).parent
@@ -50,7 +50,7 @@ def test_no_message_below_the_cli_names_a_command(path):
     ]
     assert not found, (
         f"{found}: Python users meet this message too, and have no command line; raise an error "
-        "with a code and facts, and put the sentence with the command in REMEDIES of cli/words.py"
+        "with a code and facts, and put the sentence with the command into cli/remedies.py"
     )
 
 
@@ -88,8 +88,8 @@ def test_each_code_has_a_remedy_with_its_facts():
     used = list(codes())
     needed = {code for code, _ in used} | set(filter(None, CODES.values()))
     silent, unused = needed - REMEDIES.keys(), REMEDIES.keys() - needed
-    assert not silent, f"{silent}: an error with a code says what to do; add it to cli/words.py"
-    assert not unused, f"{unused}: no error has such a code; take it out of cli/words.py"
+    assert not silent, f"{silent}: an error with a code says what to do; add it to cli/remedies.py"
+    assert not unused, f"{unused}: no error has such a code; take it out of cli/remedies.py"
     for code, facts in used:
         fields = {field for _, field, _, _ in Formatter().parse(REMEDIES[code]) if field}
         missing = fields - {"sm", "option", "excludes"} - facts

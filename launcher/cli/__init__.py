@@ -25,8 +25,8 @@ from click.shell_completion import shell_complete
 from entry_point.files import open_standard_streams
 from launcher.cli import account, delete, evaluate, folder, jobs, launch, models, search, upload
 from launcher.cli.options import Group, valued
+from launcher.cli.remedies import sentence
 from launcher.cli.show import logs_shown, note, silence
-from launcher.cli.words import sentence
 from launcher.errors import InputError, LauncherError, Terminated
 
 COMPLETION_VARIABLE = "_SM_NANOGPT_COMPLETE"

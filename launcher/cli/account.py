@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.options import JSON, YES, Command, Group, agree, settings_of
+from launcher.cli.remedies import command, remedies
 from launcher.cli.show import note, print_fields, print_json, shown
-from launcher.cli.words import command, remedies
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:

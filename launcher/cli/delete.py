@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli.options import GROUP, JSON, YES, Command, Job, agree, settings_of
+from launcher.cli.remedies import command, sentence
 from launcher.cli.show import moment, note, print_columns, print_json
-from launcher.cli.words import command, sentence
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:

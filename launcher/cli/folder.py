@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from launcher.cli.options import Command, settings_of, valued
+from launcher.cli.remedies import command
 from launcher.cli.show import note, print_text
-from launcher.cli.words import command
 from launcher.errors import InputError
 
 

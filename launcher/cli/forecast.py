@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from launcher.cli.remedies import command, options
 from launcher.cli.show import at_ctrl_c, note, print_json, print_table
-from launcher.cli.words import command, options
 from launcher.job import DEFAULT_RUN
 from launcher.sagemaker.cost import AROUND_SECONDS, usd
 

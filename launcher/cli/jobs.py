@@ -25,6 +25,7 @@ from launcher.cli.options import (
     unless_not_yours,
     valued,
 )
+from launcher.cli.remedies import command, options, reason_of
 from launcher.cli.show import (
     at_ctrl_c,
     following,
@@ -41,7 +42,6 @@ from launcher.cli.show import (
     tell_end,
 )
 from launcher.cli.sweep import print_ranking
-from launcher.cli.words import command, options, reason_of
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:

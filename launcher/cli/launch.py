@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from launcher.cli.options import YES, Command, Job, agree_to_cost, settings_of, valued
+from launcher.cli.remedies import command, remedy
 from launcher.cli.show import (
     at_ctrl_c,
     explain,
@@ -21,7 +22,6 @@ from launcher.cli.show import (
     print_json,
     silence,
 )
-from launcher.cli.words import command, remedy
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.options import JSON, MODEL, Command, Job, settings_of, valued
+from launcher.cli.remedies import command, sentence
 from launcher.cli.show import note, print_json, print_text
-from launcher.cli.words import command, sentence
 from launcher.errors import InputError, LauncherError, Terminated
 
 if TYPE_CHECKING:

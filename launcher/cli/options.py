@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from launcher.cli.remedies import command
 from launcher.cli.show import escaped, note
-from launcher.cli.words import command
 from launcher.errors import InputError
 
 if TYPE_CHECKING:

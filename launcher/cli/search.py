@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.options import JSON, Group, settings_of, valued
+from launcher.cli.remedies import command, sentence
 from launcher.cli.show import at_ctrl_c, note, print_json, print_table, shown
-from launcher.cli.words import command, sentence
 from launcher.errors import InputError, LauncherError
 
 if TYPE_CHECKING:

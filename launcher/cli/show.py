@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from launcher.cli.words import command, reason_of, remedies, remedy
+from launcher.cli.remedies import command, reason_of, remedies, remedy
 from launcher.errors import ServiceError, shortened
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli.options import agree_to_cost
+from launcher.cli.remedies import command, reason_of, sentence
 from launcher.cli.show import note, print_table
-from launcher.cli.words import command, reason_of, sentence
 from launcher.errors import ServiceError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.options import JSON, Command, Job, settings_of, valued
+from launcher.cli.remedies import command
 from launcher.cli.show import note, print_json
-from launcher.cli.words import command
 from launcher.files.progress import byte_progress
 
 if TYPE_CHECKING:
