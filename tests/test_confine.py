@@ -5,202 +5,346 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
+import re
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import launching
+import probes
 import pytest
 
-from launcher.local import confine
-from launcher.local.confine import confined, restrict, version
+from launcher.local import confine, gpus, landlock, syscalls
+from launcher.local.confine import BUBBLEWRAP, FILTER, LANDLOCK, Sandbox, confined, environment
+from launcher.local.gpus import Gpu, find_gpu
+from launcher.local.process import Program
 
 pytestmark = pytest.mark.skipif(
-    not version() and "CI" not in os.environ, reason="this kernel has no Landlock"
+    not {LANDLOCK, FILTER} <= confine.layers() and "CI" not in os.environ,
+    reason="this system has no Landlock, or no libseccomp",
+)
+LAYERS = confine.layers
+SANDBOXES = {
+    "bubblewrap": {BUBBLEWRAP, LANDLOCK, FILTER},
+    "no Landlock": {BUBBLEWRAP, FILTER},
+    "no bubblewrap": {LANDLOCK, FILTER},
+}
+# What refuses: rights, read-only mounts, another file system; no such thing, call, or address.
+REFUSALS = re.compile(
+    r"PermissionError|KeyError|FileNotFoundError|ProcessLookupError|gaierror"
+    r"|ValueError: not allowed|OSError: \[Errno (6|9|18|30|38|97|101)\]"
 )
 
-# Each is an expression that a program evaluates. `secret` is a file beside its own, `other` a
-# process outside, and `libc` calls set ctypes' errno.
-DENIED = {
-    "read a file": "secret.read_bytes()",
-    "read it by the C library": "checked(libc.open(str(secret).encode(), 0))",
-    "read it as a mapping": "mmap.mmap(os.open(secret, os.O_RDONLY), 0)",
-    "read it through its own root": "Path(f'/proc/self/root{secret}').read_bytes()",
-    "read it through another's root": "Path(f'/proc/{other}/root{secret}').read_bytes()",
-    "read it by another's directory": "Path(f'/proc/{other}/cwd/{secret.name}').read_bytes()",
-    "read what another has open": "Path(f'/proc/{other}/fd/0').read_bytes()",
-    "read another's memory": "open(f'/proc/{other}/mem', 'rb')",
-    "read another's environment": "Path(f'/proc/{other}/environ').read_bytes()",
-    "read another's command line": "Path(f'/proc/{other}/cmdline').read_bytes()",
-    "copy another's memory": "checked(libc.process_vm_readv(other, memory, 1, memory, 1, 0))",
-    "trace another": "checked(libc.ptrace(16, other, 0, 0))",
-    "list a directory": "os.listdir(secret.parent)",
-    "list processes": "os.listdir('/proc')",
-    "link to a file": "os.symlink(secret, scratch / 'link')",
-    "link a file": "os.link(secret, scratch / 'link')",
-    "move a file": "os.rename(secret, scratch / 'file')",
-    "write a file": "secret.write_bytes(b'')",
-    "add to a file": "secret.open('ab')",
-    "cut a file": "os.truncate(secret, 0)",
-    "delete a file": "secret.unlink()",
-    "write beside it": "(secret.parent / 'note').write_bytes(b'')",
-    "write where all may write": "tempfile.TemporaryFile(dir='/tmp')",
-    "write shared memory": "Path('/dev/shm/note').write_bytes(b'')",
-    "write its own folder": "(folder / 'note').write_bytes(b'')",
-    "make a pipe": "os.mkfifo(scratch / 'pipe')",
-    "make a device": "os.mknod(scratch / 'disk', stat.S_IFBLK | 0o600, os.makedev(8, 0))",
-    "reach a server": "socket.create_connection(('127.0.0.1', port))",
-    "be a server": "socket.create_server(('127.0.0.1', 0))",
-    "reach an abstract socket": "socket.socket(socket.AF_UNIX).connect(abstract)",
-    "signal another": "os.kill(other, 0)",
-    "signal what confines it": "os.kill(os.getppid(), 0)",
-    "mount a disk": "checked(libc.mount(b'none', str(scratch).encode(), b'tmpfs', 0, None))",
-}
-ALLOWED = {
-    "read its folder": "(folder / 'own.txt').read_bytes()",
-    "list its folder": "os.listdir(folder)",
-    "write its directory": "(scratch / 'a').write_bytes(b'1')",
-    "rename its files": "(scratch / 'a').rename(scratch / 'b')",
-    "make directories": "(scratch / 'c').mkdir() or (scratch / 'c').rmdir()",
-    "make temporary files": "tempfile.TemporaryFile(dir=scratch)",
-    "lock its files": "fcntl.flock((scratch / 'l').open('w'), fcntl.LOCK_EX)",
-    "look at itself": "Path('/proc/self/maps').read_bytes()",
-    "look at its machine": "Path('/proc/meminfo').read_bytes()",
-    "write nothing": "Path('/dev/null').write_bytes(b'1')",
-    "draw random numbers": "Path('/dev/urandom').open('rb').read(1)",
-    "start a program": "subprocess.run([sys.executable, '-c', ''], check=True)",
-    "signal its own": "subprocess.Popen(['sleep', '9']).kill()",
-    "talk with its own": "multiprocessing.Pipe()",
-    "copy a file with its times": "shutil.copy2(folder / 'own.txt', scratch / 'copy')",
-}
-PROBE = """
-import contextlib, ctypes, fcntl, json, mmap, multiprocessing, os, shutil, socket, stat, subprocess
-import sys, tempfile, time
-from pathlib import Path
 
-libc = ctypes.CDLL(None, use_errno=True)
-buffer = ctypes.create_string_buffer(8)
-memory = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 8)
-
-def checked(result):
-    if result < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-given = json.loads(sys.argv[1])
-names = {k: Path(v) if isinstance(v, str) and v[0] == "/" else v for k, v in given["names"].items()}
-globals().update(names)
-said = {}
-for name, expression in given["expressions"].items():
-    try:
-        eval(expression)
-        said[name] = ""
-    except Exception as error:
-        said[name] = f"{type(error).__name__}: {error}"
-print(json.dumps(said))
-"""
+@pytest.fixture(scope="module", params=SANDBOXES)
+def sandboxed(request):
+    """A sandbox of some layers."""
+    layers = frozenset(SANDBOXES[request.param])
+    if not layers <= confine.layers():
+        if "CI" in os.environ:
+            pytest.fail(f"this system has no {layers - confine.layers()}")
+        pytest.skip("this system does not have it")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(confine, "layers", lambda: layers)
+        yield layers
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     base = tmp_path_factory.mktemp("confined")
-    made = {name: base / name for name in ("folder", "scratch", "home")}
-    for each in made.values():
-        each.mkdir()
-    (made["folder"] / "own.txt").write_text("own")
-    (made["home"] / "judge.txt").write_text("held out")
-    return SimpleNamespace(**made, secret=made["home"] / "judge.txt")
+    paths = {name: base / name for name in ("folder", "scratch", "home")}
+    for path in paths.values():
+        path.mkdir()
+    (paths["folder"] / "own.txt").write_text("own")
+    (paths["home"] / "judge.txt").write_text("held out")
+    return SimpleNamespace(**paths, secret=paths["home"] / "judge.txt")
 
 
-def run(place: Any, *command: str) -> subprocess.CompletedProcess[str]:
-    whole = confined([sys.executable, *command], [place.folder], [place.scratch])
-    env = {**os.environ, "TMPDIR": str(place.scratch)}
-    return subprocess.run(whole, capture_output=True, text=True, env=env, timeout=60)
+def ran(place: Any, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A Python that ran confined."""
+    whole = confined([sys.executable, *command], Sandbox([place.folder], place.scratch))
+    env = environment(place.scratch)
+    options = {"capture_output": True, "text": True, "timeout": 100, **options}
+    return subprocess.run(whole, env=env, start_new_session=True, **options)
+
+
+# -- what it reaches -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def facts_for(place: Any, expressions: dict[str, str], apart: bool) -> Iterator[str]:
+    """What the program of the probes needs to know, with a process and servers to be reached."""
+    import pyseccomp
+
+    calls = set(re.findall(r"call\('(\w+)'", str(expressions)))
+    name = f"sm-nanogpt-{os.getpid()}-{time.monotonic_ns()}"
+    with contextlib.ExitStack() as stack:
+        other = subprocess.Popen(["sleep", "100"], stdin=place.secret.open(), cwd=place.home)
+        stack.callback(other.wait)
+        stack.callback(other.kill)
+        servers = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+        servers += [socket.socket(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)]
+        for server in servers:
+            stack.enter_context(server)
+        named = place.home / "socket"
+        named.unlink(missing_ok=True)
+        servers[0].bind(f"\0{name}")
+        servers[1].bind(str(named))
+        servers[2].bind(("127.0.0.1", 0))
+        for server in servers[:3]:
+            server.listen(100)
+        paths = {**vars(place), "named": named, "launcher": Path(confine.__file__).parents[1]}
+        inherited = os.dup2(servers[0].fileno(), 200)  # open in programs that are not told to close
+        stack.callback(os.close, inherited)
+        numbers = {"other": other.pid, "parent": os.getpid(), "inherited": inherited}
+        facts = {
+            "apart": apart,
+            "calls": {each: pyseccomp.resolve_syscall(0, each) for each in calls},
+            "expressions": expressions,
+            "numbers": {
+                **numbers,
+                "port": servers[2].getsockname()[1],
+                "abstract": f"\0{name}",
+            },
+            "paths": {each: str(path) for each, path in paths.items()},
+        }
+        yield json.dumps(facts)
+        assert other.poll() is None
 
 
 @pytest.fixture(scope="module")
-def said(place):
-    """The answers to a program that tries all of them in turn."""
-    other = subprocess.Popen(["sleep", "60"], stdin=place.secret.open(), cwd=place.home)
-    with contextlib.ExitStack() as stack:
-        stack.callback(other.wait)
-        stack.callback(other.kill)
-        abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
-        server = stack.enter_context(socket.socket(socket.AF_INET))
-        abstract.bind(f"\0sm-nanogpt-{os.getpid()}")
-        server.bind(("127.0.0.1", 0))
-        for each in (abstract, server):
-            each.listen()
-        names = {
-            **{name: str(path) for name, path in vars(place).items()},
-            "other": other.pid,
-            "port": server.getsockname()[1],
-            "abstract": f"\0sm-nanogpt-{os.getpid()}",
-        }
-        given = json.dumps({"names": names, "expressions": {**DENIED, **ALLOWED}})
-        done = run(place, "-c", PROBE, given)
+def errors(place, sandboxed):
+    """What a confined program that tries all ways in turn is told."""
+    expressions = {**probes.WAYS, **probes.WITHOUT_NAMESPACES, **probes.ALLOWED}
+    (place.folder / "probes.py").write_text(Path(probes.__file__).read_text())
+    with pytest.MonkeyPatch.context() as patch, facts_for(place, expressions, False) as facts:
+        for name in probes.VARIABLES:
+            patch.setenv(name.removeprefix("read "), "secret")
+        done = ran(place, str(place.folder / "probes.py"), facts)
         assert done.returncode == 0, done.stderr
-        assert other.poll() is None
-        yield json.loads(done.stdout.splitlines()[-1])
+        assert place.secret.read_text() == "held out"
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", DENIED)
-def test_a_confined_program_is_refused(name, said):
-    # EXDEV: what is linked or moved would get more rights.
-    assert said[name].startswith(("PermissionError", "OSError: [Errno 18]")), said[name]
+@pytest.mark.parametrize("name", probes.WAYS)
+def test_a_confined_program_is_refused(name, errors):
+    assert REFUSALS.match(errors[name]), errors[name]
 
 
-@pytest.mark.parametrize("name", ALLOWED)
-def test_a_confined_program_may(name, said):
-    assert said[name] == ""
+@pytest.mark.parametrize("name", probes.WITHOUT_NAMESPACES)
+def test_namespaces_hide_what_is_no_content(name, errors, sandboxed):
+    assert bool(errors[name]) == (BUBBLEWRAP in sandboxed), errors[name]
 
 
-def test_torch_computes_confined_and_maps_no_secret(place):
+@pytest.mark.parametrize("name", probes.ALLOWED)
+def test_a_confined_program_may(name, errors):
+    assert errors[name] == ""
+
+
+def test_torch_computes_confined_and_maps_no_secret(place, sandboxed):
     code = (
         "import torch; torch.ones(64, 64) @ torch.ones(64, 64)\n"
         f"torch.from_file({str(place.secret)!r}, size=8, dtype=torch.uint8)"
     )
-    done = run(place, "-c", code)
+    done = ran(place, "-c", code)
     assert done.returncode == 1
-    assert "Permission denied" in done.stderr.splitlines()[-1]
+    assert re.search(r"Permission denied|No such file", done.stderr.splitlines()[-1])
+
+
+def test_each_system_call_of_the_filter_exists():
+    import pyseccomp
+
+    names = " ".join(syscalls.FORBIDDEN.values()).split()
+    unknown = [name for name in names if pyseccomp.resolve_syscall(0, name) == -1]
+    assert unknown == []
+
+
+def test_texts_beside_programs_are_not_readable():
+    """Else a run could read the judge's part of a text that somebody has put there."""
+    readable = confine.packages()
+    for path in ("/usr/share/dict/words", "/etc/motd", "/usr/games/text", f"{sys.prefix}/text"):
+        assert not any(Path(path).is_relative_to(directory) for directory in readable)
+
+
+@pytest.mark.parametrize(
+    ("layers", "reachable"),
+    [
+        ({BUBBLEWRAP, LANDLOCK, FILTER}, []),
+        ({BUBBLEWRAP, FILTER}, []),
+        ({LANDLOCK, FILTER}, []),
+        ({BUBBLEWRAP}, ["keyrings", "locks of files", "processes whose time nobody counts"]),
+        ({FILTER}, ["all files"]),
+        (set(), list(confine.CLOSED_BY)),
+    ],
+)
+def test_what_stays_open_is_named(layers, reachable, monkeypatch):
+    monkeypatch.setattr(confine, "layers", lambda: layers)
+    assert confine.open_to() == reachable
+
+
+def test_a_bubblewrap_that_is_not_allowed_is_no_layer(tmp_path, monkeypatch):
+    """As in a container, or where AppArmor forbids namespaces of users."""
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: setting up uid map' >&2; exit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert BUBBLEWRAP not in LAYERS.__wrapped__()
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+CARDS = {
+    "0000:00:1b.0": (2, "GPU-aa11"),
+    "0000:00:1c.0": (0, "GPU-aa22"),
+    "0001:00:1d.0": (1, "GPU-bb"),
+}
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """A machine with three GPUs of NVIDIA, whose devices are numbered in another order."""
+
+    def driver(*models: str) -> None:
+        for (bus, (minor, uuid)), model in zip(CARDS.items(), models, strict=True):
+            facts = f"Model: \t {model}\nGPU UUID: \t {uuid}\nDevice Minor: \t {minor}\n"
+            (tmp_path / "gpus" / bus).mkdir(parents=True)
+            (tmp_path / "gpus" / bus / "information").write_text(facts)
+        for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
+            (tmp_path / name).touch()
+
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "gpus")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("name", "uuid", "device"),
+    [("0", "GPU-aa11", "nvidia2"), ("2", "GPU-bb", "nvidia1"), ("GPU-aa2", "GPU-aa22", "nvidia0")],
+)
+def test_a_run_has_the_devices_of_its_gpu_alone(name, uuid, device, driver):
+    driver("A10G", "A10G", "A10G")
+    gpu = find_gpu(name)
+    assert gpu.name == uuid
+    assert {path.name for path in gpu.devices} == {device, "nvidiactl", "nvidia-uvm"}
+
+
+@pytest.mark.parametrize("name", ["0", "MIG-aa11", "GPU-aa", "7"])
+def test_a_gpu_that_cannot_be_told_has_all_devices(name, driver):
+    driver("A10G", "A10G", "T4")
+    gpu = find_gpu(name)
+    assert gpu.name == name
+    assert len(gpu.devices) == 5
+
+
+@pytest.mark.skipif(BUBBLEWRAP not in LAYERS(), reason="needs bubblewrap")
+def test_a_run_on_a_gpu_may_start_a_compiler(place, monkeypatch):
+    """What it starts ends with it."""
+    monkeypatch.setattr(confine, "layers", LAYERS)
+    code = "import subprocess as s; s.run(['true'], check=True); s.Popen(['sleep', '4711'])"
+    sandbox = Sandbox([place.folder], place.scratch, Gpu("0", ()))
+    command = confined([sys.executable, "-c", code], sandbox)
+    subprocess.run(command, env=environment(place.scratch), check=True)
+    launching.until(lambda: not living("sleep 4711"), 5)
+
+
+# -- the environment -------------------------------------------------------------------------------
+
+
+def test_only_harmless_variables_pass(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    for name in ("HF_TOKEN", "MY_KEY", "LD_PRELOAD", "SM_NANOGPT_API_KEY", "AWS_PROFILE"):
+        monkeypatch.setenv(name, "secret")
+    variables = environment(tmp_path, SEED="1")
+    assert "secret" not in variables.values()
+    assert variables["HOME"] == variables["TMPDIR"] == str(tmp_path)
+    assert [variables[name] for name in ("OMP_NUM_THREADS", "SEED")] == ["3", "1"]
+    assert variables["CUDA_VISIBLE_DEVICES"] == ""
 
 
 # -- how it ends -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [0, 3, -signal.SIGSEGV, -signal.SIGKILL, -signal.SIGTERM])
-def test_the_exit_status_is_that_of_the_program(status, place):
-    code = f"import os; os._exit({status}) if {status} >= 0 else os.kill(os.getpid(), {-status})"
-    assert run(place, "-c", code).returncode == status
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("os._exit(0)", 0), ("os._exit(3)", 3), ("ctypes.string_at(0)", -signal.SIGSEGV)],
+)
+def test_the_exit_status_is_that_of_the_program(code, status, place, sandboxed):
+    program = started(place, f"import os, ctypes; {code}")
+    assert program.has_ended(60)
+    assert program.status == status
 
 
-def test_a_program_that_is_not_there_is_told(place):
-    whole = confined(["/no/such/program"], [place.folder], [place.scratch])
-    done = subprocess.run(whole, capture_output=True, text=True)
+def test_a_program_that_is_not_there_is_told(place, sandboxed):
+    command = confined(["/no/such/program"], Sandbox([place.folder], place.scratch))
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "No such file" in done.stderr
 
 
 # A process in a session of its own, deaf to signals, that forks itself again and again.
 DAEMON = """
-import os, signal, sys, time
-for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+import contextlib, os, signal, sys, time
+for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU):
     signal.signal(sign, signal.SIG_IGN)
-if os.fork() == 0:
-    os.setsid()
-    end = time.time() + 60
-    while time.time() < end:
-        if os.fork():
-            os._exit(0)
-        beat = time.process_time() + 0.02
-        while time.process_time() < beat:
-            pass
-    os._exit(0)
+with contextlib.suppress(PermissionError):
+    os.kill(os.getppid(), signal.SIGSTOP)
+with contextlib.suppress(PermissionError):
+    if os.fork() == 0:
+        os.setsid()
+        end = time.time() + 60
+        while time.time() < end:
+            if os.fork():
+                os._exit(0)
+            beat = time.process_time() + 0.02
+            while time.process_time() < beat:
+                pass
+        os._exit(0)
+"""
+# Eight ways to compute where nobody counts: children whose end the kernel tells nobody, and others.
+HIDDEN = """
+import ctypes, os, signal, subprocess, sys, threading, time
+def compute():
+    end = time.process_time() + 0.5
+    while time.process_time() < end:
+        pass
+def forks():
+    if os.fork() == 0:
+        compute()
+        os._exit(0)
+def daemon():
+    if os.fork() == 0:
+        os.setsid()
+        forks()
+        os._exit(0)
+def clones():
+    if ctypes.CDLL(None).syscall(56, 0, 0, 0, 0, 0) == 0:  # no signal at its end
+        compute()
+        os._exit(0)
+def runs():
+    subprocess.run([sys.executable, "-c", "while True: pass"], timeout=0.5)
+def ignores():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    forks()
+def threads():
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+ways = [forks, daemon, clones, runs, ignores, compute, threads]
+for way in ways:
+    began = time.monotonic()
+    try:
+        way()
+    except OSError:
+        pass
+compute()
 """
 
 
@@ -208,65 +352,77 @@ def living(mark: str) -> list[str]:
     return [line for _, _, line in launching.processes() if mark in line]
 
 
-def test_what_a_program_leaves_is_ended_and_counted(place):
-    before = os.times()
-    done = run(place, "-c", f"{DAEMON}\ntime.sleep(3)", "mark-left")
-    after = os.times()
-    assert done.returncode == 0
-    assert not living("mark-left")
-    used = after.children_user + after.children_system
-    assert used - before.children_user - before.children_system > 0.6
+def started(place: Any, code: str, *words: str, **limits: Any) -> Program:
+    sandbox = Sandbox([place.folder], place.scratch, **limits)
+    command = confined([sys.executable, "-c", code, *words], sandbox)
+    return Program(command, env=environment(place.scratch))
 
 
-@pytest.fixture
-def started(place):
-    """Starts a daemon below a process of its own, which may be killed."""
-    processes = list[subprocess.Popen[bytes]]()
-
-    def started(mark: str, *starter: str) -> subprocess.Popen[bytes]:
-        whole = confined(
-            [sys.executable, "-c", f"{DAEMON}\ntime.sleep(60)", mark],
-            [place.folder],
-            [place.scratch],
-        )
-        process = subprocess.Popen([*starter, *whole], start_new_session=True)
-        processes.append(process)
-        launching.until(lambda: len(living(mark)) > 2)
-        return process
-
-    yield started
-    for process in processes:
-        process.kill()
-        process.wait()
+def test_all_computing_of_a_program_is_counted(place, sandboxed):
+    """It computes for half a second three times, by what is allowed, and no process is left."""
+    program = started(place, HIDDEN, "mark-hidden")
+    assert program.has_ended(60)
+    assert program.status == 0
+    assert program.cpu_seconds > 1.5
+    assert not living("mark-hidden")
 
 
-def test_sigterm_ends_a_program_with_all_that_it_started(started):
-    process = started("mark-term")
-    process.terminate()
-    assert process.wait(10) == 128 + signal.SIGTERM
-    assert not living("mark-term")
+def test_a_program_is_ended_by_its_processor_time(place, sandboxed):
+    program = started(place, f"{DAEMON}\nwhile True: pass", cpu_seconds=1)
+    assert program.has_ended(60)
+    assert program.status == -signal.SIGKILL
+    assert 0.5 < program.cpu_seconds < 3
 
 
-def test_a_program_ends_with_the_process_that_started_it(place):
+def test_a_program_that_sleeps_is_not(place, sandboxed):
+    program = started(place, "import time; time.sleep(1.5)", cpu_seconds=1)
+    assert program.has_ended(60)
+    assert program.status == 0
+
+
+@pytest.mark.parametrize(
+    "code", [DAEMON, "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
+)
+def test_a_program_is_ended_at_once_and_counted(code, place, sandboxed):
+    """Also one that ignores signals, or has stopped itself."""
+    program = started(place, f"{BUSY}\n{code}\nimport time; time.sleep(100)", "mark-ended")
+    launching.until(lambda: (place.scratch / "busy").exists())
+    program.end()
+    (place.scratch / "busy").unlink()
+    assert program.status == -signal.SIGKILL
+    assert program.cpu_seconds > 0.5
+    assert not living("mark-ended")
+
+
+BUSY = """
+import time
+while time.process_time() < 0.5:
+    pass
+open("busy", "w").close()
+"""
+
+
+def test_a_program_ends_with_the_process_that_started_it(place, sandboxed):
     code = (
         "import subprocess, sys; from pathlib import Path\n"
-        "from launcher.local.confine import confined\n"
+        "from launcher.local import confine\n"
+        f"confine.layers = lambda: {set(sandboxed)!r}\n"
+        f"sandbox = confine.Sandbox([], Path({str(place.scratch)!r}))\n"
         f"command = [sys.executable, '-c', {DAEMON!r} + 'time.sleep(60)', 'mark-parent']\n"
-        f"subprocess.run(confined(command, [Path({str(place.folder)!r})],"
-        f" [Path({str(place.scratch)!r})]), start_new_session=True)"
+        f"subprocess.run(confine.confined(command, sandbox), start_new_session=True)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(confine.__file__).parents[2])
-    launching.until(lambda: len(living("mark-parent")) > 3)
+    launching.until(lambda: len(living("mark-parent")) > 1)
     parent.kill()
     parent.wait()
     launching.until(lambda: not living("mark-parent"), 10)
 
 
-def test_a_program_whose_parent_has_ended_does_not_begin(place):
-    whole = confined([sys.executable, "-c", "print('begun')"], [place.folder], [place.scratch])
-    at = whole.index(str(os.getpid()))
-    whole[at] = "1"
-    done = subprocess.run(whole, capture_output=True, text=True)
+def test_a_program_whose_parent_has_ended_does_not_begin(place, monkeypatch):
+    monkeypatch.setattr(confine, "layers", lambda: {LANDLOCK, FILTER})
+    command = confined([sys.executable, "-c", "print('begun')"], Sandbox([], place.scratch))
+    command = [word.replace(f'"parent": {os.getpid()}', '"parent": 1') for word in command]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
 
 
@@ -296,9 +452,9 @@ class Kernel:
         return 0
 
     def syscall(self, number: int, *words: Any) -> int:
-        if number == confine.RESTRICT:
+        if number == landlock.RESTRICT:
             self.restricted = True
-        elif number == confine.ADD:
+        elif number == landlock.ADD:
             rights, _ = struct.unpack("=Qi", words[2])
             assert rights & ~self.handled[0] == 0
         elif words[0] is None:
@@ -311,11 +467,13 @@ class Kernel:
 @pytest.mark.parametrize("known", KERNELS)
 def test_each_kernel_is_asked_for_all_that_it_knows(known, place):
     kernel: Any = Kernel(known)
-    restrict(kernel, {confine.WRITE: [str(place.scratch)], confine.READ: [str(place.secret)]})
+    rights = {landlock.WRITE: [str(place.scratch)], landlock.READ: [str(place.secret)]}
+    landlock.restrict(kernel, rights)
     assert kernel.handled == KERNELS[known]
     assert kernel.restricted
 
 
-def test_a_system_without_it_runs_a_command_as_it_is(monkeypatch, place):
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    assert confined(["a", "b"], [place.folder], []) == ["a", "b"]
+def test_a_system_without_layers_runs_a_command_as_it_is(monkeypatch, place):
+    monkeypatch.setattr(confine, "layers", frozenset)
+    done = ran(place, "-c", f"open({str(place.secret)!r}); import os; os.waitpid(os.fork(), 0)")
+    assert done.returncode == 0

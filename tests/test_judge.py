@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import logging
@@ -43,6 +44,7 @@ from launcher.judge.probes import Question, asked, exposed, read_canaries, read_
 from launcher.judge.score import losses, passages, score, windows, windows_of
 from launcher.judge.texts import Encoded, Text, Training, encode, read_texts
 from launcher.judge.worker import Worker
+from launcher.local.process import Program
 from launcher.text.files import FileOptions, find_files
 from launcher.text.ids import content_of
 from launcher.text.sources import Source
@@ -64,11 +66,20 @@ ODD: dict[str, bytes] = {
 }
 
 
-class Warm(warm.Process):
-    """A worker that starts at once."""
+class Warm(Program):
+    """A worker's process that starts at once, outside of a sandbox."""
 
-    def __init__(self, command: Any, **options: Any) -> None:
-        super().__init__(command, cwd=Path.cwd(), **options)  # asserts a session of its own
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self.is_wrapped, self.status, self.cpu_seconds = False, None, 0.0
+        options["env"] = dict(os.environ)
+        start = warm.replacing(warm.Process).Popen
+        self.process = start(command, start_new_session=True, cwd=Path.cwd(), **options)
+        self.pid, self.output = self.process.pid, self.process.stdout
+
+    def has_ended(self, within: float = 0.0) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.status = self.process.wait(within)
+        return self.status is not None
 
 
 class Fake(Worker):
@@ -117,8 +128,9 @@ def start(tmp_path_factory):
     """Starts a real worker process of a model."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OMP_NUM_THREADS", "1")
-        patched.setattr("launcher.judge.worker.subprocess", warm.replacing(Warm))
         settings = Settings(home=tmp_path_factory.mktemp("home"))
+        patched.setattr("launcher.judge.worker.Program", Warm)
+        patched.setattr("launcher.judge.worker.confined", lambda command, sandbox: command)
         yield lambda directory, folder=None: Worker(directory, settings, folder)
 
 
@@ -379,8 +391,7 @@ def test_an_evaluation_that_cannot_be_kept_is_still_given(edited, caplog):
 
 def test_a_worker_that_died_is_an_error_in_one_line(start, models):
     with start(models["characters"]) as worker:
-        worker.process.kill()
-        worker.process.wait()
+        worker.program.end()
         for _ in range(2):
             with pytest.raises(ServiceError, match="its process was killed by SIGKILL"):
                 worker.logits(torch.zeros(1, 4, dtype=torch.int64))
@@ -680,7 +691,8 @@ def test_a_question_of_unknown_characters_names_its_place():
 @pytest.fixture
 def held(job, text, monkeypatch):
     """A copy of a job, a text of its own, and warm workers that give few samples."""
-    monkeypatch.setattr("launcher.judge.worker.subprocess", warm.replacing(Warm))
+    monkeypatch.setattr("launcher.judge.worker.Program", Warm)
+    monkeypatch.setattr("launcher.judge.worker.confined", lambda command, sandbox: command)
     monkeypatch.setattr(evaluate, "SAMPLES", 3)
     Path("held.txt").write_text("".join(reversed(text[:6000])))
     Path("secrets.txt").write_text("the code is {8231447}\nanother {abc}\n")

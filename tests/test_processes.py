@@ -14,7 +14,8 @@ import launching
 import pytest
 import runs
 
-from launcher.local.process import how_it_ended, python_command, visible_gpus
+from launcher.local.gpus import visible_gpus
+from launcher.local.process import how_it_ended, python_command
 from launcher.trying.budget import Budget
 from launcher.trying.history import SearchLedger
 from launcher.trying.local import LocalRuns

@@ -77,6 +77,6 @@ def outcome(trial: Trial, ended: Ended) -> Pilot:
         loss=best["val_loss"],
         bits_per_byte=best["bits_per_byte"],
         step_seconds=fmean(median(times[at : at + 4]) for at in range(0, len(times), 4)),
-        around=ended.seconds - sum(map(operator.mul, times, steps)),
-        seconds=ended.seconds,
+        around=ended.clock_seconds - sum(map(operator.mul, times, steps)),
+        seconds=ended.clock_seconds,
     )

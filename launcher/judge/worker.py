@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import math
 import subprocess
 import sys
 import tempfile
@@ -24,15 +24,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-import entry_point
-import launcher
+from entry_point.errors import DataError
 from entry_point.files import open_standard_streams
-from entry_point.text import Tokenizer, read_tokenizer
+from entry_point.text import Tokenizer, read_json, read_tokenizer
 from launcher.errors import LauncherError, ServiceError
-from launcher.files.documents import Document, parse
-from launcher.local.confine import PATIENCE, confined, end, environment
-from launcher.local.process import how_it_ended, python_command
-from launcher.settings import Settings, load_settings
+from launcher.files.documents import Damaged, Document, parse
+from launcher.local.confine import Sandbox, confined, environment
+from launcher.local.process import PATIENCE, Program, how_it_ended, python_command
+from launcher.models.load import Training
+from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,8 @@ LONGEST_LINE = 1 << 12  # bytes that are logged together
 # The most of one pass: so many tokens stay in the cache (41k a second of `laptop`, twice as many
 # make 26k), and their logits take 64 MB.
 PASS_TOKENS, PASS_LOGITS = 1 << 12, 1 << 24
-PATIENT = 600.0  # seconds that a model may take for an answer, where nobody watches
+PATIENT = 600.0  # seconds by the clock that a model may take for an answer
 SILENT = f"no answer in {PATIENT:.0f} s".encode()
-PACKAGES = [Path(module.__file__ or "").parent for module in (entry_point, launcher)]
 
 
 class Facts(Document):
@@ -58,10 +57,13 @@ class Worker:
     """A model in a process of its own, which computes in float32 on the CPU.
 
     block_size is its context, size the number of its logits; chats: it has learned from
-    conversations. It is judged by the tokens of `tokenizer`, or else its own. What it prints is
-    logged. alone: it reads nothing but the model and the folder, may write only a directory that is
-    deleted with it, what it prints is lost, and an answer has to come in PATIENT seconds. Raises
-    ServiceError if it fails, or has fewer logits than there are tokens.
+    conversations. It is judged by the tokens of `tokenizer`, or else its own.
+
+    The process reads the model and the folder that trained it, and writes a directory that is
+    deleted with it. What it prints is logged, or lost if it is silent. It is ended soon after it
+    has computed for `limit` seconds, and the model has PATIENT seconds for an answer. After the
+    end, cpu_seconds is what it has computed. Raises ServiceError if it fails, or has fewer logits
+    than there are tokens.
     """
 
     def __init__(
@@ -70,30 +72,32 @@ class Worker:
         settings: Settings,
         entry_point: Path | None,
         tokenizer: Tokenizer | None = None,
-        alone: bool = False,
+        silent: bool = False,
+        limit: float = math.inf,
     ) -> None:
         self.directory, self.tokenizer = directory, tokenizer or read_tokenizer(directory)
-        self.alone, self.limit = alone, PATIENT if alone else None
+        self.silent, self.patience, self.limit = silent, PATIENT, limit
+        self.cpu_seconds, self.is_judged = 0.0, False
         self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         open_standard_streams()  # else the pipe may get the number of one
         self.pipe, theirs = Pipe()
-        command = python_command(__name__, theirs.fileno(), directory, entry_point or "")
-        env, scratch = dict(os.environ), Path(self.scratch.name)
-        if alone:
-            env = environment(scratch)
-            readable = [directory, *PACKAGES, settings.home / "config.toml"]
-            readable += [entry_point] if entry_point else []
-            command = confined(command, [path for path in readable if path.exists()], [scratch])
-        env["SM_NANOGPT_HOME"] = str(settings.home)
-        env.setdefault("GOMP_SPINCOUNT", "5000")  # threads that wait leave the judge its cores
-        self.process = subprocess.Popen(
-            command,
-            env=env,
+        model, scratch = directory.absolute(), Path(self.scratch.name)
+        folder = entry_point.absolute() if entry_point else ""
+        command = python_command(__name__, theirs.fileno(), model, folder, settings.home)
+        readable = [model, *folders_behind(model, settings)]
+        if entry_point:
+            readable.append(entry_point.absolute())
+        if not silent:  # a user's own model, which may consist of links; a run's may not
+            readable += [path.resolve() for path in model.iterdir() if path.is_symlink()]
+        output = subprocess.DEVNULL if silent else subprocess.PIPE
+        self.program = Program(
+            confined(command, Sandbox(readable, scratch, cpu_seconds=limit)),
+            # Threads that wait leave the judge its cores.
+            env={"GOMP_SPINCOUNT": "5000", **environment(scratch)},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if alone else subprocess.PIPE,
-            stderr=subprocess.DEVNULL if alone else subprocess.STDOUT,
+            stdout=output,
+            stderr=subprocess.DEVNULL if silent else subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C in the terminal reaches only the judge
         )
         theirs.close()
         self.printing = threading.Thread(target=self.log_output, daemon=True)
@@ -112,26 +116,30 @@ class Worker:
 
     def __exit__(self, *error: object) -> None:
         self.pipe.close()
-        end(self.process)
-        self.printing.join(PATIENCE)  # a process that the model left may still hold its output
-        if self.process.stdout is not None and not self.printing.is_alive():
-            self.process.stdout.close()
+        self.program.end()
+        self.cpu_seconds = self.program.cpu_seconds
+        self.printing.join(PATIENCE)  # where it may start processes, one may still hold its output
+        self.is_judged = True
         self.scratch.cleanup()
 
     def log_output(self) -> None:
         """Log what the model's code prints, so that none of it looks like the judge's own words."""
-        if self.process.stdout is None:
+        output = self.program.output
+        if output is None:
             return
-        for line in iter(partial(self.process.stdout.readline, LONGEST_LINE), b""):
+        for line in iter(partial(output.readline, LONGEST_LINE), b""):
+            if self.is_judged:  # after the verdict, nothing is said of the model
+                break
             text = line.decode(errors="replace").rstrip()
             logger.info(f"the model's process: {text}")
+        output.close()
 
     def answer(self, *request: bytes, most: int | None = None) -> bytes:
         """What it answers, of so many bytes at most."""
         try:
             for part in request:
                 self.pipe.send_bytes(part)
-            problem = self.pipe.recv_bytes() if self.pipe.poll(self.limit) else SILENT
+            problem = self.pipe.recv_bytes() if self.pipe.poll(self.patience) else SILENT
             if not problem:
                 return self.pipe.recv_bytes(most)
             raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
@@ -139,11 +147,12 @@ class Worker:
             raise ServiceError(f"{self.directory}: its process {self.how_it_ended()}") from None
 
     def how_it_ended(self) -> str:
-        try:
-            status = self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
+        if not self.program.has_ended(PATIENCE):
             return "answers no more"
-        if status > 0 and not self.alone:
+        if self.program.cpu_seconds > self.limit:
+            return f"took over {self.limit:.0f} s of processor time"
+        status = self.program.status or 0
+        if status > 0 and not self.silent:
             return f"{how_it_ended(status)}; what it printed is above"
         return how_it_ended(status)
 
@@ -181,16 +190,28 @@ class Worker:
         return texts
 
 
+def folders_behind(directory: Path, settings: Settings) -> list[Path]:
+    """The training folder of a model, if a launch or a search has kept it."""
+    try:
+        training = parse(read_json(directory / "training.json"), Training, "training.json")
+    except (Damaged, DataError, OSError, ValueError):  # another tool's
+        return []
+    folder = settings.home / "sources" / training.script_sha256
+    return [folder] if folder.is_dir() else []
+
+
 # -- the worker's end ------------------------------------------------------------------------------
 
 
-def main(fd: str, directory: str, folder: str) -> None:
+def main(fd: str, directory: str, folder: str, home: str) -> None:
     """Answer requests until the judge leaves: each answer is an empty message, then its content."""
     pipe = Connection(int(fd))
+    settings = Settings(home=Path(home))  # without config.toml, which it cannot read
     # What a model prints is not lost, although the judge kills its process in the end.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        for answer in answers(pipe, Path(directory), Path(folder) if folder else None):
+        given = Path(folder) if folder else None
+        for answer in answers(pipe, Path(directory), settings, given):
             pipe.send_bytes(b"")
             pipe.send_bytes(answer)
     except (EOFError, BrokenPipeError):
@@ -200,11 +221,13 @@ def main(fd: str, directory: str, folder: str) -> None:
         pipe.send_bytes(f"{kind}{error}".encode() or b"?")
 
 
-def answers(pipe: Connection, directory: Path, folder: Path | None) -> Iterator[bytes]:
+def answers(
+    pipe: Connection, directory: Path, settings: Settings, folder: Path | None
+) -> Iterator[bytes]:
     from launcher.models.engine import for_sampling
     from launcher.models.load import is_edited, load_model
 
-    model, tokenizer = load_model(directory, load_settings(), folder)
+    model, tokenizer = load_model(directory, settings, folder)
     model.compute_dtype = torch.float32
     net = model
     if not is_edited(model):  # its products take half the time, and give the same to rounding

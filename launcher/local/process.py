@@ -1,4 +1,4 @@
-"""Processes that this one starts: how Python is called, on which GPUs, and how one ended.
+"""Processes that this one starts: how Python is called, and how one ended.
 
 Needs only the standard library, since the process that confines a program imports it.
 """
@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+BWRAP = "bwrap"  # the program bubblewrap
+PATIENCE = 5  # seconds for a process to end after what it runs
 
 
 def python_command(module: str, *arguments: object) -> list[str]:
@@ -37,12 +44,45 @@ def how_it_ended(status: int) -> str:
     return f"was killed by {name}{question}"
 
 
-def visible_gpus(count: int) -> list[str]:
-    """The first `count` GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES.
+class Program:
+    """A program that leads a session of its own, which Ctrl-C in the terminal does not reach.
 
-    These are numbers, or the UUIDs of GPUs or of their parts. Without the variable, the numbers
-    begin at 0.
+    status is its exit status once it has ended, and minus the number of the signal that ended it.
+    cpu_seconds is what it has computed, with its children that it has waited for.
     """
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = [name.strip() for name in names if name.strip()]
-    return names[:count] or [str(number) for number in range(count)]
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self.is_wrapped = command[0] == BWRAP
+        self.process = subprocess.Popen(command, start_new_session=True, **options)
+        self.pid, self.output = self.process.pid, self.process.stdout
+        self.status: int | None = None
+        self.cpu_seconds = 0.0
+
+    def has_ended(self, within: float = 0.0) -> bool:
+        """Whether it has ended, or does within so many seconds."""
+        deadline = time.monotonic() + within
+        while self.status is None:
+            pid, status, used = os.wait4(self.pid, os.WNOHANG)
+            if pid:
+                self.cpu_seconds = used.ru_utime + used.ru_stime
+                self.status = os.waitstatus_to_exitcode(status)
+                if self.is_wrapped and self.status > 128:  # so bwrap reports a signal
+                    self.status = 128 - self.status
+                self.process.returncode = self.status
+            elif time.monotonic() < deadline:
+                time.sleep(0.005)
+            else:
+                break
+        return self.status is not None
+
+    def end(self) -> None:
+        """End it, with what it runs, at once."""
+        if self.is_wrapped and not self.has_ended():
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+            with suppress(OSError):  # bwrap ends after its child, and counts what that computed
+                for child in children.read_text().split():
+                    os.kill(int(child), signal.SIGKILL)
+            self.has_ended(PATIENCE)
+        if not self.has_ended():
+            os.killpg(self.pid, signal.SIGKILL)
+            self.has_ended(PATIENCE)

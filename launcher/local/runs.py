@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,19 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from entry_point.files import open_standard_streams
-from launcher.local.confine import PATIENCE, confined, end, environment
-from launcher.local.process import how_it_ended
+from launcher.local.confine import Sandbox, confined, environment
+from launcher.local.gpus import find_gpu
+from launcher.local.process import Program, how_it_ended
 from launcher.source import Source
 
 SILENT = {"sample_length": 0, "log_interval": 1 << 20}  # hyperparameters of a run nobody watches
+
+# A run that computes is stopped by its processor time, so that no other program on the machine can
+# make it fail. The clock only ends one that hangs, or gets less than 1/50 of a core.
+HANGS, BUSY = 600, 50
+STOP = 1.1  # times its limit, where the kernel ends a run
 
 
 @dataclass(frozen=True)
 class Run:
     """A run of train.py to be made: its folder, its options, its text, and how it is held.
 
-    It is ended after `limit` seconds. alone: it reads no file but its folder, its text and Python's
-    packages, where the system can see to that, and has no variable of AWS.
+    limit: the seconds that it may compute, of processor time, or on a GPU by the clock. alone: it
+    reaches nothing but its folder, its text and Python's packages, where the system can see to
+    that, and has no variables that may be secret.
     """
 
     source: Source
@@ -43,21 +49,30 @@ class Run:
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that ended: its directory, its exit status, and seconds by the clock and of the CPU,
-    with those of every process that it started."""
+    """A run that ended: its directory, its exit status, and its seconds: those by the clock, and
+    those of the processor, with those of the processes that it started and waited for."""
 
     run: Run
     out: Path
     status: int
-    seconds: float
+    clock_seconds: float
     cpu_seconds: float
+    gpu: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that count: on a busy machine, those of the clock count other programs."""
+        return self.cpu_seconds if self.gpu is None else self.clock_seconds
 
     @property
     def problem(self) -> str:
         """Why it was ended, what killed it, or the last line of its log, after the place in its
         folder that failed; '' if it completed."""
         if self.seconds > self.run.limit:
-            return f"it took over {self.run.limit:.0f} s"
+            kind = "of processor time" if self.gpu is None else "by the clock"
+            return f"it took over {self.run.limit:.0f} s {kind}"
+        if self.clock_seconds > clock_limit(self.run, self.gpu):
+            return f"it had not ended after {self.clock_seconds:.0f} s by the clock"
         if self.status < 0:
             return f"it {how_it_ended(self.status)}"
         if not self.status:
@@ -70,6 +85,11 @@ class Ended:
         return ": ".join([*map(":".join, places[-1:]), last])
 
 
+def clock_limit(run: Run, gpu: str | None) -> float:
+    """The seconds by the clock after which a run is ended, however little it has computed."""
+    return run.limit if gpu is not None else HANGS + BUSY * run.limit
+
+
 def run_all(
     runs: Sequence[Run], at_once: int, gpus: Sequence[str] = ()
 ) -> Iterator[tuple[int, Ended]]:
@@ -80,61 +100,68 @@ def run_all(
     """
     waiting = deque(enumerate(runs))
     free: list[str | None] = [*gpus] or [None] * at_once
-    running = dict[subprocess.Popen[bytes], tuple[int, float, str | None]]()
+    running = list[Running]()
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
-        place = Path(temporary)
+        base = Path(temporary)
 
         def fill() -> None:
             while waiting and free:
-                (index, run), gpu = waiting.popleft(), free.pop()
-                code = place / run.source.sha256
+                index, run = waiting.popleft()
+                code, out = base / run.source.sha256, base / f"run-{index}"
                 run.source.write(code)
-                process = start(run, code, place / f"run-{index}", gpu)
-                running[process] = index, time.monotonic(), gpu
+                running.append(Running(index, run, code, out, free.pop()))
 
         try:
             fill()
             while running:
                 time.sleep(0.02)
-                for process, (index, began, gpu) in list(running.items()):
-                    run, seconds = runs[index], time.monotonic() - began
-                    if seconds > run.limit:
-                        late = seconds > run.limit + PATIENCE
-                        os.kill(process.pid, signal.SIGKILL if late else signal.SIGTERM)
-                    pid, status, used = os.wait4(process.pid, os.WNOHANG)
-                    if not pid:
-                        continue
-                    process.returncode = os.waitstatus_to_exitcode(status)
-                    del running[process]
-                    free.append(gpu)
+                for process in [process for process in running if process.has_ended()]:
+                    running.remove(process)
+                    free.append(process.gpu)
                     fill()  # so that it runs while the caller looks at this one
-                    out, computed = place / f"run-{index}", used.ru_utime + used.ru_stime
-                    yield index, Ended(run, out, process.returncode, seconds, computed)
-                    shutil.rmtree(out, ignore_errors=True)
+                    yield process.index, process.outcome()
+                    shutil.rmtree(process.out, ignore_errors=True)
         finally:
             for process in running:
-                end(process)
+                process.program.end()
 
 
-def start(run: Run, code: Path, out: Path, gpu: str | None) -> subprocess.Popen[bytes]:
+class Running:
+    """A run that goes on, and ends with this process."""
+
+    def __init__(self, index: int, run: Run, code: Path, out: Path, gpu: str | None) -> None:
+        self.index, self.run, self.out, self.gpu = index, run, out, gpu
+        self.began = time.monotonic()
+        self.program = start(run, code, out, gpu)
+
+    def has_ended(self) -> bool:
+        """Whether it has ended; it is ended if it takes too long."""
+        self.seconds = time.monotonic() - self.began
+        if self.seconds > clock_limit(self.run, self.gpu):
+            self.program.end()
+        return self.program.has_ended()
+
+    def outcome(self) -> Ended:
+        status, computed = self.program.status or 0, self.program.cpu_seconds
+        return Ended(self.run, self.out, status, self.seconds, computed, self.gpu)
+
+
+def start(run: Run, code: Path, out: Path, gpu: str | None) -> Program:
     """Start train.py in a session of its own, which Ctrl-C does not reach; it ends with us."""
     open_standard_streams()
     values = {**SILENT, **run.values, "data": run.text, "out": out}
-    words = [f"--{name}={value}" for name, value in values.items()]
-    command = [sys.executable, str(code / "train.py"), *words]
-    env = environment(out) if run.alone else dict(os.environ)
-    env |= {"OMP_NUM_THREADS": str(run.threads), "SM_NANOGPT_LAUNCHER": "sm-nanogpt"}
+    options = [f"--{name}={value}" for name, value in values.items()]
+    command = [sys.executable, str(code / "train.py"), *options]
+    own = {"OMP_NUM_THREADS": str(run.threads), "SM_NANOGPT_LAUNCHER": "sm-nanogpt"}
     out.mkdir()
-    if gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = gpu
+    device = find_gpu(gpu) if gpu is not None else None
+    if device is not None:
+        own["CUDA_VISIBLE_DEVICES"] = device.name
     if run.alone:
-        command = confined(command, [code, run.text], [out], devices=gpu is not None)
+        stop = STOP * run.limit + 1  # the kernel counts by ticks, a few percent off
+        command = confined(command, Sandbox([code, run.text], out, device, stop))
+        env = environment(out, **own)
+    else:
+        env = {**os.environ, **own}
     with (out / "log").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        return Program(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from entry_point.cores import cores
-from launcher.local.confine import version
-from launcher.local.process import visible_gpus
+from launcher.local.confine import open_to
+from launcher.local.gpus import visible_gpus
 from launcher.local.runs import Run, run_all
 from launcher.trying.budget import Budget
 from launcher.trying.ledger import Entry
@@ -30,10 +30,8 @@ class LocalRuns:
         self.gpus: list[str] = []
         if start["device"] != "cpu":
             self.gpus = visible_gpus(torch.cuda.device_count())
-        landlock = version()
-        if landlock < 4:
-            open_to = "TCP" if landlock else "any file, and TCP"
-            logger.warning(f"on this system, runs are not kept from {open_to} (Landlock)")
+        if reachable := open_to():
+            logger.warning(f"on this system, runs are not kept from {', '.join(reachable)}")
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
         hyperparameters, limit = self.start["hyperparameters"], self.budget.limit
@@ -42,5 +40,4 @@ class LocalRuns:
             values = {**hyperparameters, "seed": run.seed}
             local_runs.append(Run(run.source, values, self.text, limit=limit, alone=True))
         for index, ended in run_all(local_runs, cores(), self.gpus):
-            seconds = ended.seconds if self.gpus else ended.cpu_seconds
-            yield FinishedRun(runs[index], ended.out / "model", seconds, ended.problem)
+            yield FinishedRun(runs[index], ended.out / "model", ended.seconds, ended.problem)

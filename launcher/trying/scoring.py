@@ -44,4 +44,4 @@ class Judge:
     def worker(self, model: Path, source: Source) -> Worker:
         """A process that computes a model by the folder as it was kept, not as the run left it."""
         folder = self.settings.home / "sources" / source.sha256
-        return Worker(model, self.settings, folder, self.tokenizer, alone=True)
+        return Worker(model, self.settings, folder, self.tokenizer, silent=True)

@@ -1,0 +1,107 @@
+"""The system calls that a confined program may not make, as a filter of libseccomp.
+
+It closes what is no file: sockets, memory that processes share, keyrings, locks, attributes of
+files, other processes, and processes of its own, whose computing nobody could count.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyseccomp import SyscallFilter
+
+FORBIDDEN = {
+    "other processes": "kcmp migrate_pages move_pages process_vm_readv process_vm_writev ptrace"
+    " rt_sigqueueinfo rt_tgsigqueueinfo tkill",
+    "how processes run": "ioprio_set sched_setaffinity sched_setattr sched_setparam"
+    " sched_setscheduler setpgid setpriority setrlimit setsid",
+    "namespaces": "chroot mount pivot_root setns umount2 unshare",
+    "users": "capset setfsgid setfsuid setgid setgroups setregid setresgid setresuid setreuid"
+    " setuid",
+    "sockets": "accept accept4 bind connect listen socket",
+    "memory and queues of System V, queues of POSIX": "mq_getsetattr mq_notify mq_open"
+    " mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv msgsnd semctl semget semop"
+    " semtimedop shmat shmctl shmdt shmget",
+    "keyrings": "add_key keyctl request_key",
+    "attributes of files": "chmod chown fchmod fchmodat fchown fchownat fremovexattr fsetxattr"
+    " futimesat lchown lremovexattr lsetxattr removexattr setxattr utime utimensat utimes",
+    "what others do with a file": "fanotify_init inotify_init inotify_init1",
+    "what of a file is in memory": "fadvise64 mincore readahead",
+    # What reads its directory afterwards would follow a link, and wait for a pipe.
+    "links, pipes and devices": "link linkat mknod mknodat symlink symlinkat",
+    "handles of files": "name_to_handle_at open_by_handle_at",
+    "the kernel": "acct adjtimex bpf clock_adjtime clock_settime delete_module finit_module"
+    " init_module ioperm iopl kexec_file_load kexec_load lookup_dcookie perf_event_open quotactl"
+    " reboot sethostname setdomainname settimeofday swapoff swapon syslog userfaultfd vhangup",
+}
+# Since Linux 5.1, a new call has the same number on all processors. A program may make close_range,
+# openat2, faccessat2, epoll_pwait2, those of Landlock, memfd_secret, futex_waitv, and
+# set_mempolicy_home_node. The others are missing, as on an older kernel: clone3, io_uring, the
+# newer ones for mounts, pidfds and attributes, and those of kernels to come.
+NEWER = range(424, 600)
+HARMLESS = {436, 437, 439, 441, 444, 445, 446, 447, 449, 450}
+
+INT = 0xFFFFFFFF  # the kernel reads no more of an argument that is an int
+FILE_COMMANDS = [  # locks and leases of files, and signals to other processes when they change
+    *(fcntl.F_SETLK, fcntl.F_SETLKW, 37, 38, fcntl.F_SETLEASE, fcntl.F_NOTIFY),  # 37, 38: OFD locks
+    *(fcntl.F_SETOWN, 10, 15),  # F_SETSIG, F_SETOWN_EX
+]
+DEVICE_COMMANDS = [0x8901, 0x8902]  # FIOSETOWN and SIOCSPGRP: signals to other processes
+PR_SET_PDEATHSIG = 1
+CLONE_THREAD, CLONE_NEWUSER = 0x10000, 0x10000000
+SOCKET_KIND = 0xF  # the bits of a socket's type besides its flags
+
+
+def is_available() -> bool:
+    """Whether libseccomp, and its binding, are on this machine."""
+    try:
+        import pyseccomp
+    except (ImportError, RuntimeError, OSError):  # not on Linux, or without the library
+        return False
+    return bool(pyseccomp.SyscallFilter)
+
+
+def call_filter(may_fork: bool) -> SyscallFilter:
+    """The filter for this process and what it becomes, to be loaded.
+
+    Without may_fork, it starts no process and signals none but itself: only threads.
+    """
+    import pyseccomp
+    from pyseccomp import MASKED_EQ, NE, Arg
+
+    denied = pyseccomp.ERRNO(errno.EPERM)
+    result = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    for names in FORBIDDEN.values():
+        for name in names.split():
+            result.add_rule(denied, name)
+    for number in NEWER:
+        if number not in HARMLESS:
+            result.add_rule(pyseccomp.ERRNO(errno.ENOSYS), number)
+
+    for command in FILE_COMMANDS:
+        result.add_rule(denied, "fcntl", Arg(1, MASKED_EQ, INT, command))
+    for command in DEVICE_COMMANDS:
+        result.add_rule(denied, "ioctl", Arg(1, MASKED_EQ, INT, command))
+    # Pairs of stream sockets reach nothing else; a datagram can be sent to any address.
+    result.add_rule(denied, "socketpair", Arg(0, NE, socket.AF_UNIX))
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
+        result.add_rule(denied, "socketpair", Arg(1, MASKED_EQ, SOCKET_KIND, kind))
+    result.add_rule(denied, "prctl", Arg(0, MASKED_EQ, INT, PR_SET_PDEATHSIG))
+    result.add_rule(denied, "prlimit64", Arg(0, NE, 0))  # another process
+    result.add_rule(denied, "prlimit64", Arg(2, NE, 0))  # new limits, of processor time as well
+    result.add_rule(denied, "preadv2", Arg(5, NE, 0))  # RWF_NOWAIT: what of a file is in memory
+    result.add_rule(denied, "clone", Arg(0, MASKED_EQ, CLONE_NEWUSER, CLONE_NEWUSER))
+    if may_fork:
+        return result
+
+    for name in ("fork", "vfork", "flock"):
+        result.add_rule(denied, name)
+    result.add_rule(denied, "clone", Arg(0, MASKED_EQ, CLONE_THREAD, 0))
+    for name in ("kill", "tgkill"):
+        result.add_rule(denied, name, Arg(0, NE, os.getpid()))
+    return result
