@@ -289,7 +289,7 @@ def names_for(facts: dict[str, Any]) -> dict[str, Any]:
 
     modules = [ctypes, fcntl, mmap, multiprocessing, os, resource, shutil, signal, socket, stat]
     modules += [struct, subprocess, tempfile, threading, time]
-    names = {module.__name__: module for module in modules}
+    names: dict[str, Any] = {module.__name__: module for module in modules}
     names |= {"Path": Path, "libc": libc, "librt": librt, "buffer": buffer, "memory": memory}
     names |= {"checked": checked, "number": number, "call": call, "made": made, "pair": pair}
     return {**names, **facts["numbers"], **paths, "own": own}

@@ -28,7 +28,8 @@ from torch import Tensor
 from launcher.judge.score import losses
 from launcher.judge.texts import Text, encode
 from launcher.judge.worker import Worker
-from launcher.local.confine import version
+from launcher.local import runs as local_runs
+from launcher.local.confine import layers
 from launcher.local.runs import Run, run_all
 from launcher.settings import Settings
 from launcher.source import Source, keep
@@ -43,7 +44,7 @@ from launcher.trying.search import Search
 from launcher.trying.start import begin
 from sm_nanogpt import Request, ServiceError
 
-pytestmark = pytest.mark.skipif(not version(), reason="this kernel has no Landlock")
+pytestmark = pytest.mark.skipif(not layers(), reason="this system confines no program")
 
 QUICK = "n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,\n"
 TINY = (
@@ -332,7 +333,7 @@ sys.exit(1)
 ENDLESS = f"""
 {DAEMON}
 while True:
-    time.sleep(1)
+    pass
 """
 LOUD = """
 import sys
@@ -365,7 +366,7 @@ while true() < 0.7:
 
 def test_a_run_cannot_change_the_clock_that_counts(mine):
     [ended] = [ended for _, ended in run_all([run_of(STOPS_CLOCKS, mine)], 1)]
-    assert min(ended.seconds, ended.cpu_seconds) > 0.7
+    assert min(ended.clock_seconds, ended.cpu_seconds) > 0.7
 
 
 def test_more_steps_by_the_preset_are_refused_first(mine, tmp_path):
@@ -397,8 +398,20 @@ def test_a_run_reaches_nothing_of_its_search(mine, monkeypatch):
 
 def test_a_run_that_never_ends_leaves_no_process(mine):
     run = run_of(ENDLESS, mine, limit=2)
-    assert problem_of(run) == "it took over 2 s"
+    assert problem_of(run) == "it took over 2 s of processor time"
     assert run.source.sha256 not in str(launching.processes())
+
+
+def test_a_run_that_waits_for_a_processor_is_not_ended(mine):
+    """A limit is of processor time: on a busy machine, the clock says nothing of a folder."""
+    assert problem_of(run_of("import time; time.sleep(2)", mine, limit=1)) == ""
+
+
+def test_a_run_that_hangs_is_ended_by_the_clock(mine, monkeypatch):
+    monkeypatch.setattr(local_runs, "HANGS", 1)
+    monkeypatch.setattr(local_runs, "BUSY", 0)
+    problem = problem_of(run_of("import time; time.sleep(99)", mine, limit=1))
+    assert problem.startswith("it had not ended after")
 
 
 def test_a_run_that_fails_says_where(mine):
