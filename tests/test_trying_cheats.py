@@ -128,7 +128,7 @@ CHEATS: dict[str, tuple[list[tuple[str, str]], str]] = {
     "has one token": ([answered("logits[..., :1]")], "1 logits for"),
     "reads what is held out": (
         [(IMPORT, f"TEXT = torch.from_file(JUDGE, size=99, dtype=torch.uint8)\n\n\n{IMPORT}")],
-        "Permission denied",
+        "Permission denied|No such file",
     ),
     "answers before it is asked": ([(IMPORT, f"{FORGED}\n\n{IMPORT}")], "damaged"),
     "ends": ([before("os._exit(0)")], "ended with exit code 0"),
@@ -316,7 +316,7 @@ def attempt(name, do):
     except (OSError, LookupError):
         pass
 
-for place in (search, home, Path(os.environ["SM_NANOGPT_HOME"]) / "tries/s", text / ".."):
+for place in (search, home, text / ".."):
     attempt("read", lambda: (place / "judge.txt").read_bytes())
     attempt("list", lambda: list(os.scandir(place)))
     attempt("find", lambda: [path.read_bytes() for path in place.rglob("judge.txt")][0])
@@ -481,6 +481,6 @@ def test_a_forged_model_directory_is_refused(forge, mine, begun, tmp_path):
 
 
 def test_no_search_begins_where_runs_may_read(cli, text_file, monkeypatch):
-    monkeypatch.setenv("SM_NANOGPT_HOME", f"{sys.prefix}/home")
+    monkeypatch.setenv("SM_NANOGPT_HOME", f"{sys.prefix}/lib/home")
     assert cli("try", "start", "s", "--text", str(text_file)).failed(2, "SM_NANOGPT_HOME")
-    assert not Path(sys.prefix, "home/tries").exists()
+    assert not Path(sys.prefix, "lib/home/tries").exists()
