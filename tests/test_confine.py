@@ -348,6 +348,9 @@ compute()
 """
 
 
+MARK = f"mark-{os.getpid()}"  # in the command lines of this process's programs
+
+
 def living(mark: str) -> list[str]:
     return [line for _, _, line in launching.processes() if mark in line]
 
@@ -360,11 +363,11 @@ def started(place: Any, code: str, *words: str, **limits: Any) -> Program:
 
 def test_all_computing_of_a_program_is_counted(place, sandboxed):
     """It computes for half a second three times, by what is allowed, and no process is left."""
-    program = started(place, HIDDEN, "mark-hidden")
+    program = started(place, HIDDEN, MARK)
     assert program.has_ended(60)
     assert program.status == 0
     assert program.cpu_seconds > 1.5
-    assert not living("mark-hidden")
+    assert not living(MARK)
 
 
 def test_a_program_is_ended_by_its_processor_time(place, sandboxed):
@@ -385,13 +388,13 @@ def test_a_program_that_sleeps_is_not(place, sandboxed):
 )
 def test_a_program_is_ended_at_once_and_counted(code, place, sandboxed):
     """Also one that ignores signals, or has stopped itself."""
-    program = started(place, f"{BUSY}\n{code}\nimport time; time.sleep(100)", "mark-ended")
+    program = started(place, f"{BUSY}\n{code}\nimport time; time.sleep(100)", MARK)
     launching.until(lambda: (place.scratch / "busy").exists())
     program.end()
     (place.scratch / "busy").unlink()
     assert program.status == -signal.SIGKILL
     assert program.cpu_seconds > 0.5
-    assert not living("mark-ended")
+    assert not living(MARK)
 
 
 BUSY = """
@@ -408,14 +411,14 @@ def test_a_program_ends_with_the_process_that_started_it(place, sandboxed):
         "from launcher.local import confine\n"
         f"confine.layers = lambda: {set(sandboxed)!r}\n"
         f"sandbox = confine.Sandbox([], Path({str(place.scratch)!r}))\n"
-        f"command = [sys.executable, '-c', {DAEMON!r} + 'time.sleep(60)', 'mark-parent']\n"
+        f"command = [sys.executable, '-c', {DAEMON!r} + 'time.sleep(60)', {MARK!r}]\n"
         f"subprocess.run(confine.confined(command, sandbox), start_new_session=True)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(confine.__file__).parents[2])
-    launching.until(lambda: len(living("mark-parent")) > 1)
+    launching.until(lambda: len(living(MARK)) > 1)
     parent.kill()
     parent.wait()
-    launching.until(lambda: not living("mark-parent"), 10)
+    launching.until(lambda: not living(MARK), 10)
 
 
 def test_a_program_whose_parent_has_ended_does_not_begin(place, monkeypatch):
