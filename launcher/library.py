@@ -21,10 +21,11 @@ from launcher.errors import InputError, LauncherError, ServiceError, about
 from launcher.files.storage import path_of, write_bytes
 from launcher.finding import Listing, find, full_id
 from launcher.forecast.table import Forecast
+from launcher.groups.plan import plan_sweep
+from launcher.groups.run import submit as submit_sweep
 from launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request, TrainingJob
 from launcher.launching import forecasting
 from launcher.launching import launch as launching
-from launcher.launching.sweeps import plan_sweep
 from launcher.models import fetch
 from launcher.sagemaker.cost import ceiling_of, check_confirmed
 from launcher.settings import Settings, load_settings
@@ -320,13 +321,14 @@ def sweep(
     plan = plan_sweep(with_full_ids(request, settings), settings, values, seeds, parallel)
     if not confirmed and plan.backend.bills:
         check_confirmed(plan.worst_cost, request.max_cost, settings)
-    events = plan.submit()
+    events = submit_sweep(plan)
     logger.info(f"sweep: {plan.group}")
-    for each in events:
-        logger.info(f"{each.job_id}: {each.description.status if each.description else 'started'}")
-    last = [each[-1] for each in plan.tries.values()]
-    last.sort(key=lambda job: math.inf if job.best_loss is None else job.best_loss)
-    return [Job(each.job_id, settings) for each in last]
+    for event in events:
+        status = event.description.status if event.description else "started"
+        logger.info(f"{event.job_id}: {status}")
+    newest = [jobs[-1] for jobs in plan.tries.values()]
+    newest.sort(key=lambda job: math.inf if job.best_loss is None else job.best_loss)
+    return [Job(description.job_id, settings) for description in newest]
 
 
 def job(reference: str = "latest", settings: Settings | None = None) -> Job:

@@ -33,7 +33,9 @@ LIMIT_SECONDS = 400  # for the tests of one mutant; one that hangs counts as dea
 MODULES = {
     "launcher/sagemaker/cost.py": "test_money test_prices",
     "launcher/sagemaker/request.py": "test_request test_sagemaker_request test_job",
-    "launcher/launching/sweeps.py": "test_sweeps test_money",
+    "launcher/groups/ledger.py": "test_groups test_sweeps test_money",
+    "launcher/groups/plan.py": "test_groups test_sweeps test_money",
+    "launcher/groups/run.py": "test_groups test_sweeps",
     "launcher/launching/start.py": "test_sizing test_starting",
     "launcher/machines.py": "test_images test_cpu test_sizing test_sagemaker_request",
     "launcher/instances.py": "test_images test_prices test_sizing test_sagemaker_request",

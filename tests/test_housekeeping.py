@@ -11,7 +11,8 @@ import pytest
 from launching import tree
 
 from launcher.files import storage
-from launcher.launching.records import Sweep, record_of, write_record
+from launcher.groups.sweep import Sweep, open_ledger, write_sweep
+from launcher.launching.names import ledger_path
 from sm_nanogpt import Request, Settings
 
 
@@ -39,12 +40,11 @@ def test_delete_of_a_sweep_takes_all_tries_and_its_record(job, home, cli):
     for name in ("1", "1-try2", "2"):
         shutil.copytree(job.directory, home / "jobs" / f"{group}-{name}")
     settings = Settings(home=home)
-    write_record(
-        group, Sweep(job=Request(instance="local"), members=[{}, {}], parallel=1), settings
-    )
+    sweep = Sweep(job=Request(instance="local"), members=[{}, {}], parallel=1)
+    write_sweep(open_ledger(group, settings), sweep)
     assert cli("delete", "--group", "abcdef", "--yes").code == 0
     assert [path.name for path in (home / "jobs").iterdir()] == [job.job_id]
-    assert not record_of(group, settings).exists()
+    assert not ledger_path(group, settings).exists()
     ran = cli("delete", "--yes")
     assert (ran.code, "JOB-ID" in ran.error) == (2, True)
 

@@ -26,10 +26,16 @@ from test_whose import sibling
 
 from launcher.aws import OverQuota
 from launcher.errors import ServiceError
+from launcher.groups import money, plan, run
+from launcher.groups.find import find_sweep, tries_of
+from launcher.groups.money import own_worst_cost
+from launcher.groups.plan import SweepPlan, continue_sweep
+from launcher.groups.ranking import ranking
+from launcher.groups.stop import lock_group, stop_sweep
+from launcher.groups.sweep import Sweep, grid, open_ledger, recorded_sweep, write_sweep
 from launcher.job import JobDescription, Request, TrainingJob
-from launcher.launching import pot, sweeps
-from launcher.launching.records import Sweep, grid, read_record, record_of, tries_of, write_record
-from launcher.launching.sweeps import find_sweep, plan_left, prepare_member, ranking, stop_all
+from launcher.launching.launch import Plan
+from launcher.launching.names import ledger_path
 from launcher.local.backend import LocalBackend
 from launcher.sagemaker.cost import CeilingTooLow
 from launcher.source import Source
@@ -46,6 +52,11 @@ def described(job_id: str, status: str = "Completed", **values: Any) -> JobDescr
     return JobDescription(
         job_id, status, status, "local", 1, 0.0, "", hyperparameters=values, metrics=metrics
     )
+
+
+def record(sweep: Sweep, settings: Settings) -> None:
+    """Write that a sweep was launched from this machine."""
+    write_sweep(open_ledger(GROUP, settings), sweep)
 
 
 class Fake:
@@ -106,11 +117,17 @@ class Prepared:
         self.backend.submit(self.job_id)
 
 
+def member_plan(sweep: Sweep, number: int, settings: Settings) -> Plan:
+    """The next job of a member."""
+    ledger = open_ledger(GROUP, settings)
+    return SweepPlan(GROUP, sweep, settings, ledger, {}).prepare_member(number)
+
+
 @pytest.fixture
 def ran(home, monkeypatch):
     """Runs a sweep of four jobs, two at a time, on a Fake; returns it and the jobs prepared."""
 
-    def run(
+    def run_sweep(
         *jobs: JobDescription,
         stop_at: str = "",
         max_cost: float | None = None,
@@ -146,20 +163,21 @@ def ran(home, monkeypatch):
             )
             return Prepared(made, job_id, fake)
 
-        monkeypatch.setattr(sweeps, "prepare", prepare)
-        monkeypatch.setattr(pot, "with_costs", with_costs)
-        monkeypatch.setattr(sweeps, "backend_for", lambda instance, settings: fake)
-        monkeypatch.setattr(sweeps.time, "sleep", sleep)
+        monkeypatch.setattr(plan, "prepare", prepare)
+        monkeypatch.setattr(money, "with_costs", with_costs)
+        monkeypatch.setattr(plan, "backend_for", lambda instance, settings: fake)
+        monkeypatch.setattr(plan, "find_sweep", lambda *_: (GROUP, tries_of(fake.list(), GROUP)))
+        monkeypatch.setattr("launcher.groups.stop.backend_for", lambda instance, settings: fake)
+        monkeypatch.setattr(run.time, "sleep", sleep)
         job = Request(instance="ml.g5.xlarge", data="x", max_cost=max_cost, max_run=max_run)
         sweep = Sweep(job=job, members=grid({"n_layer": [1, 2]}, 2, 7), parallel=2)
-        write_record(GROUP, sweep, settings)
-        tries = tries_of(fake.list(), GROUP)
-        for progress in plan_left(GROUP, sweep, settings, tries).submit():
-            if progress.job_id == stop_at:
-                stop_all(GROUP, tries_of([described(f"{GROUP}-1")], GROUP), settings)
+        record(sweep, settings)
+        for event in run.submit(continue_sweep(GROUP, settings, None, None)):
+            if event.job_id == stop_at:
+                stop_sweep(GROUP, tries_of([described(f"{GROUP}-1")], GROUP), settings)
         return fake, prepared
 
-    return run
+    return run_sweep
 
 
 def test_a_grid_has_each_combination_with_each_seed():
@@ -188,7 +206,7 @@ def test_a_sweep_continues_where_it_was(ran):
 def test_a_failed_trys_cost_lowers_the_ceiling(ran):
     failed = [described(f"{GROUP}-1{suffix}", "Failed") for suffix in ("", "-try2")]
     fake, prepared = ran(*failed, max_cost=4, cost=0.25)
-    assert prepared[0].max_cost == 3.5 / 2  # two jobs run at a time
+    assert {job.max_cost for job in prepared} == {3.5 / 4}
     assert f"{GROUP}-1-try3" in fake.jobs
 
 
@@ -196,7 +214,7 @@ def test_a_resumed_try_has_what_others_left(ran):
     """`prepare` itself counts the tries that this one continues."""
     stopped = replace(described(f"{GROUP}-1-try2", "Stopped"), checkpoint_uri="s3://x")
     _, prepared = ran(described(f"{GROUP}-1", "Failed"), stopped, max_cost=4, cost=0.25)
-    assert (prepared[0].resume, prepared[0].max_cost) == (stopped.job_id, 3.5 / 2 + 0.25)
+    assert (prepared[0].resume, prepared[0].max_cost) == (stopped.job_id, 3.5 / 4 + 0.25)
 
 
 def test_jobs_of_a_sweep_give_back_what_they_do_not_spend(ran):
@@ -218,7 +236,7 @@ def test_a_job_reserves_what_it_may_cost_itself(max_cost, own):
         instance="ml.g5.xlarge", data="x", resume=f"{GROUP}-1", max_cost=max_cost,
         worst_cost=5, earlier_cost=3,
     )  # fmt: skip
-    assert pot.own_worst_cost(job) == own
+    assert own_worst_cost(job) == own
 
 
 def test_jobs_that_the_settings_shorten_run_side_by_side(ran):
@@ -307,7 +325,7 @@ def test_a_sweep_ends_if_a_quota_allows_none_of_its_jobs(ran, monkeypatch):
 
 def test_a_deleted_sweep_starts_no_more_jobs(ran, home, monkeypatch):
     """Its mark is gone. For SageMaker that is in the store, so any machine may delete a sweep."""
-    submit, mark = Fake.submit, record_of(GROUP, Settings(home=home)).with_suffix(".stop")
+    submit, mark = Fake.submit, ledger_path(GROUP, Settings(home=home)).with_suffix(".stop")
 
     def deleted(fake: Fake, job_id: str) -> None:
         submit(fake, job_id)
@@ -319,7 +337,7 @@ def test_a_deleted_sweep_starts_no_more_jobs(ran, home, monkeypatch):
 
 @pytest.mark.usefixtures("swept")
 def test_a_sweep_that_a_command_runs_is_not_deleted(home, cli):
-    with sweeps.alone(GROUP, Settings(home=home)):
+    with lock_group(GROUP, Settings(home=home)):
         assert cli("delete", "--group", GROUP, "--yes").failed(1, "another command runs sweep")
     assert (home / "jobs" / f"{GROUP}-1").exists()
     assert cli("delete", "--group", GROUP, "--yes").code == 0
@@ -331,7 +349,7 @@ def test_a_job_started_just_before_a_sweep_is_deleted_goes_too(swept, home, cli,
         shutil.copytree(home / "jobs" / f"{swept}-1", home / "jobs" / f"{swept}-3")
         yield
 
-    monkeypatch.setattr(sweeps, "alone", late)
+    monkeypatch.setattr("launcher.groups.stop.lock_group", late)
     assert cli("delete", "--group", swept, "--yes").good
     assert not [*(home / "jobs").glob(f"{swept}-*")]
 
@@ -339,9 +357,9 @@ def test_a_job_started_just_before_a_sweep_is_deleted_goes_too(swept, home, cli,
 def test_a_sweep_is_run_by_one_command(home):
     settings = Settings(home=home)
     with (
-        sweeps.alone(GROUP, settings),
+        lock_group(GROUP, settings),
         pytest.raises(ServiceError, match="another command runs"),
-        sweeps.alone(GROUP, settings),
+        lock_group(GROUP, settings),
     ):
         pass
 
@@ -355,22 +373,22 @@ def recorded(home):
         sweep = Sweep(
             job=Request(**{"instance": "local", **job}), members=[*members] or [{}], parallel=1
         )
-        write_record(GROUP, sweep, settings)
-        read = read_record(GROUP, settings)
-        assert read is not None
-        assert read == sweep
-        assert read.job.model_fields_set == {"instance", *job}
-        return record_of(GROUP, settings)
+        record(sweep, settings)
+        recorded = recorded_sweep(GROUP, settings)
+        assert recorded is not None
+        assert recorded == sweep
+        assert recorded.job.model_fields_set == {"instance", *job}
+        return ledger_path(GROUP, settings)
 
     return write
 
 
 def test_a_record_runs_at_least_one_job_at_a_time(recorded, home):
     values = {"hyperparameters": {"n_layer": 2}, "max_cost": 3.0}
-    record = recorded({"seed": 1}, instance="ml.g5.xlarge", **values)
-    record.write_text(record.read_text().replace('"parallel": 1', '"parallel": 0'))
+    path = recorded({"seed": 1}, instance="ml.g5.xlarge", **values)
+    path.write_text(path.read_text().replace('"parallel": 1', '"parallel": 0'))
     with pytest.raises(ServiceError, match="parallel"):
-        read_record(GROUP, Settings(home=home))
+        recorded_sweep(GROUP, Settings(home=home))
 
 
 @pytest.mark.parametrize(
@@ -394,7 +412,7 @@ def test_a_record_runs_at_least_one_job_at_a_time(recorded, home):
     ],
 )
 def test_the_ranking_is_by_the_mean_over_seeds(found, planned, ranked):
-    assert [(each.values, each.loss, each.n) for each in ranking(found, planned)] == ranked
+    assert [(rank.values, rank.loss, rank.n) for rank in ranking(found, planned)] == ranked
 
 
 def test_the_last_try_of_a_member_is_its_newest():
@@ -477,7 +495,7 @@ def test_the_ceiling_holds_for_the_sum(launch):
     requests = json.loads(ran.out)
     assert [r["HyperParameters"]["n_layer"] for r in requests] == ["2", "2", "4", "4"]
     limits = {r["StoppingCondition"]["MaxRuntimeInSeconds"] for r in requests}
-    assert limits == {9627}  # 10,227 s for 4 USD at 1.408 USD an hour; 600 s are kept back
+    assert limits == {1956}  # 2,556 s for 1 USD at 1.408 USD an hour; 600 s are kept back
 
 
 def test_short_jobs_share_a_ceiling_that_each_barely_fits(cloud, launch):
@@ -542,10 +560,11 @@ def test_a_sweep_shows_its_cost_and_ranks(cloud, launch, cli, home, monkeypatch)
     listed = json.loads(cli("jobs", "--group", "latest", "--json").out)
     assert {job["job_id"] for job in listed} == {f"{group}-1", f"{group}-2"}
 
-    record = record_of(group, Settings(home=home))
-    document = json.loads(record.read_text())
-    document["members"].append({"n_layer": 6})
-    record.write_text(json.dumps(document))
+    settings = Settings(home=home)
+    sweep = recorded_sweep(group, settings)
+    assert sweep is not None
+    longer = sweep.model_copy(update={"members": [*sweep.members, {"n_layer": 6}]})
+    write_sweep(open_ledger(group, settings), longer)
     ran = cli("launch", "--resume", group).good
     # What the first two left, for the last.
     assert re.search(r"\ncost: at most (1\.\d\d|2\.00) USD together\n", ran.err)
@@ -565,12 +584,12 @@ def test_a_quota_of_one_instance_runs_a_sweep_one_by_one(cloud, launch):
 def test_a_continued_sweep_takes_a_larger_ceiling(
     cloud, cli, text_file, home, recorded, monkeypatch
 ):
-    monkeypatch.setattr(sweeps.SweepPlan, "run", lambda plan: iter(()))
+    monkeypatch.setattr(run.SweepRun, "events", lambda run: iter(()))
     recorded({"n_layer": "2"}, instance="ml.g5.xlarge", data=str(text_file), max_cost=0.02)
     assert "the ceiling of 0.02 USD is too low" in cli("launch", "--resume", GROUP).error
     assert cli("launch", "--resume", GROUP, "--max-cost", "1").failed(1, "not all jobs")
-    record = read_record(GROUP, Settings(home=home))
-    assert record is not None and record.job.max_cost == 1
+    sweep = recorded_sweep(GROUP, Settings(home=home))
+    assert sweep is not None and sweep.job.max_cost == 1
 
 
 def test_a_sweep_is_stopped_from_any_machine(cloud, launch, tmp_path):
@@ -580,7 +599,7 @@ def test_a_sweep_is_stopped_from_any_machine(cloud, launch, tmp_path):
         until(lambda: len(cloud.sagemaker.jobs) == 1)
         group = next(iter(cloud.sagemaker.jobs)).rpartition("-")[0]
         settings = Settings(home=tmp_path / "other")
-        stop_all(*find_sweep(group, settings), settings)
+        stop_sweep(*find_sweep(group, settings), settings)
 
     thread = threading.Thread(target=stop)
     thread.start()
@@ -594,7 +613,7 @@ def test_ctrl_c_leaves_a_sweeps_sagemaker_jobs(cloud, launch, cli, monkeypatch):
     monkeypatch.setattr("sagemaker_service.LOOKS", math.inf)
     stopwatch = SimpleNamespace(sleep=Mock(side_effect=KeyboardInterrupt), monotonic=lambda: 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(sweeps, "time", stopwatch)
+        patch.setattr(run, "time", stopwatch)
         ran = launch("n_layer=2,4,6", "--parallel", "2")
     group, told = ran.out.strip(), ran.err.splitlines()[-1]
     assert (ran.code, told.partition(":")[0]) == (1, "interrupted")
@@ -650,7 +669,8 @@ def test_a_sweep_varies_sizes_and_presets(home, cli, text_file, varied):
 def test_a_member_that_is_started_again_keeps_its_size(home, text_file):
     request = Request(instance="local", data=str(text_file), hyperparameters={"max_steps": 2})
     sweep = Sweep(job=request, members=[{"size": 0.5, "seed": 3}], parallel=1)
-    job = prepare_member(sweep, 1, Settings(home=home), f"{GROUP}-1-try2").job
+    settings = Settings(home=home)
+    job = member_plan(sweep, 1, settings).job
     assert (job.size, job.hyperparameters["seed"], job.config(1).max_steps) == (0.5, 3, 2)
 
 
@@ -667,9 +687,9 @@ def test_parallel_local_jobs_share_the_cores(home, cli, text_file, monkeypatch):
     ran = cli(*words)
     group = ran.out.strip()
     assert [env["OMP_NUM_THREADS"] for env in started] == ["4", "4"]
-    record = read_record(group, Settings(home=home))
-    assert record is not None
-    assert (record.parallel, record.job.processes_per_instance) == (2, 1)
+    sweep = recorded_sweep(group, Settings(home=home))
+    assert sweep is not None
+    assert (sweep.parallel, sweep.job.processes_per_instance) == (2, 1)
 
 
 def test_ctrl_c_stops_a_local_sweep_at_checkpoints(home, text_file):
@@ -709,12 +729,13 @@ def test_a_sweep_gives_its_name_to_its_jobs(job, home, cli, text_file):
     settings = Settings(home=home)
     request = Request(instance="local", data=str(text_file), name="grid")
     sweep = Sweep(job=request, members=[{"seed": 1}, {"seed": 2}], parallel=1)
-    write_record(GROUP, sweep, settings)
+    record(sweep, settings)
     for n in (1, 2):
-        named = prepare_member(sweep, n, settings, f"{GROUP}-{n}").job.name
-        assert named == f"grid-{n}"
-        sibling(job, f"{GROUP}-{n}", name=named)
-    assert prepare_member(sweep, 2, settings, f"{GROUP}-2-try2").job.name == "grid-2-try2"
+        name = member_plan(sweep, n, settings).job.name
+        assert name == f"grid-{n}"
+        sibling(job, f"{GROUP}-{n}", name=name)
+    open_ledger(GROUP, settings).add("sent", job=f"{GROUP}-2")
+    assert member_plan(sweep, 2, settings).job.name == "grid-2-try2"
     for word in ("grid", "grid-2"):
         assert find_sweep(word, settings)[0] == GROUP
     assert cli("status", "grid").failed(2, "--group grid")
@@ -734,7 +755,7 @@ def test_a_name_means_one_job_or_one_sweep(job, recorded, cli, text_file):
 
 def test_a_sweep_without_a_job_has_no_report(home, cli):
     sweep = Sweep(job=Request(instance="local"), members=[{}], parallel=1)
-    write_record(GROUP, sweep, Settings(home=home))
+    record(sweep, Settings(home=home))
     assert cli("report", "--group", GROUP).failed(1, "has no job")
 
 
@@ -761,7 +782,7 @@ def test_an_interrupted_sweep_is_shown_and_resumed(
         f"its sweep continues with `sm-nanogpt launch --resume {swept}`\n"
         in cli("launch", "--resume", "latest").err
     )
-    monkeypatch.setattr(sweeps.SweepPlan, "run", lambda plan: iter(()))
+    monkeypatch.setattr(run.SweepRun, "events", lambda run: iter(()))
     ran = cli("launch", "--resume", swept)
     assert (ran.out, ran.code) == (f"{swept}\n", 1)
 

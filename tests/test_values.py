@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import sm_nanogpt as sm
-from launcher.launching.records import listed
+from launcher.groups.sweep import listed
 from launcher.values import plain
 
 TEXT = "\n".join(f"line {n} of a text that stands where a path belongs" for n in range(200))

@@ -106,11 +106,12 @@ def delete_sweep(reference: str, settings: Settings, keep_model: bool, yes: bool
     """Delete a sweep, which no command may run meanwhile: it would start jobs of no sweep."""
     from launcher.backends import backend_for
     from launcher.files.storage import remove
-    from launcher.launching.records import record_of
-    from launcher.launching.sweeps import alone, find_sweep, stop_mark
+    from launcher.groups.find import find_sweep
+    from launcher.groups.stop import lock_group, stop_mark
+    from launcher.launching.names import ledger_path
 
     group, mark = find_sweep(reference, settings)[0], ""
-    with alone(group, settings):
+    with lock_group(group, settings):
         tries = find_sweep(group, settings)[1]  # a command may have just started another
         every = [job for each in tries.values() for job in each]
         for job in every[:1]:
@@ -119,7 +120,7 @@ def delete_sweep(reference: str, settings: Settings, keep_model: bool, yes: bool
         delete_jobs([job.job_id for job in every], settings, keep_model, yes)
         if mark:
             remove(mark, settings)
-        for path in record_of("*", settings).parent.glob(f"{group}.*"):
+        for path in ledger_path("*", settings).parent.glob(f"{group}.*"):
             path.unlink()
 
 

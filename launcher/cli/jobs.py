@@ -71,8 +71,8 @@ def jobs_command(
       sm-nanogpt jobs --group latest
     """
     from launcher.finding import Listing
-    from launcher.launching.records import read_record
-    from launcher.launching.sweeps import find_sweep
+    from launcher.groups.find import find_sweep
+    from launcher.groups.sweep import recorded_sweep
     from launcher.tracking import with_costs
     from launcher.views.job_fields import data_of
 
@@ -91,7 +91,7 @@ def jobs_command(
     if as_json:
         print_json([data_of(job) for job in found])
     elif group is not None:
-        print_ranking(tries, read_record(group, settings))
+        print_ranking(tries, recorded_sweep(group, settings))
     elif found:
         print_jobs(found, everyone)
     elif not (listing.failure or listing.unreadable or status):
@@ -243,7 +243,7 @@ def report_command(
       sm-nanogpt report --group latest
     """
     from launcher.files.storage import write_bytes
-    from launcher.launching.sweeps import find_sweep
+    from launcher.groups.find import find_sweep
     from launcher.views.page import page
     from launcher.views.report import compare, read_runs
 
@@ -311,14 +311,15 @@ def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
 
     settings = settings_of()
     if group is not None:
-        from launcher.launching.sweeps import find_sweep, stop_all
+        from launcher.groups.find import find_sweep
+        from launcher.groups.stop import stop_sweep
 
         group, tries = find_sweep(group, settings)
         if not tries:
             raise ServiceError(f"sweep {group} has no job yet: press Ctrl-C where `launch` runs it")
         question = f"Stop sweep {group}?"
-        stop_sweep = partial(stop_all, group, tries, settings)
-        for description in unless_not_yours(stop_sweep, question, yes):
+        stop_jobs = partial(stop_sweep, group, tries, settings)
+        for description in unless_not_yours(stop_jobs, question, yes):
             note(f"stopping {description.job_id}")
             wait(description.job_id, settings)
         note(f"sweep {group} is stopped; `{command('launch', '--resume', group)}` continues it")

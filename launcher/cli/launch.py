@@ -224,9 +224,9 @@ class LaunchOptions:
         return str(self.fields.get("resume", ""))
 
     def resumes_sweep(self, settings: Settings) -> bool:
-        from launcher.launching.records import record_of
+        from launcher.launching.names import ledger_path
 
-        return bool(self.resumed) and record_of(self.resumed, settings).exists()
+        return bool(self.resumed) and ledger_path(self.resumed, settings).exists()
 
     def request(self) -> Request:
         """The request, with the hyperparameters of --config and --set."""
@@ -272,7 +272,7 @@ def forecast_sizes(
 def resume_sweep(options: LaunchOptions, settings: Settings) -> None:
     """`launch --resume SWEEP`: run the jobs that have not completed."""
     from launcher.cli.sweep import run_sweep
-    from launcher.launching.sweeps import continue_sweep
+    from launcher.groups.plan import continue_sweep
 
     group = options.resumed
     if options.typed - {"resume", "max_cost", "parallel", "yes"}:
@@ -286,7 +286,7 @@ def resume_sweep(options: LaunchOptions, settings: Settings) -> None:
 def launch_sweep(options: LaunchOptions, settings: Settings) -> None:
     """`launch --sweep`: run a job for each combination of values, or print their requests."""
     from launcher.cli.sweep import run_sweep
-    from launcher.launching.sweeps import plan_sweep
+    from launcher.groups.plan import plan_sweep
 
     if options.follow is not None:
         rule = "are not for sweeps, which run until all jobs ended"
@@ -333,11 +333,11 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
 
 def note_sweep_of(job_id: str) -> None:
     """Say how a sweep continues, if a job of one is resumed."""
-    from launcher.launching.records import tail_of
+    from launcher.launching.names import group_of
 
-    tail = tail_of(job_id)
-    if tail:
-        again = command("launch", "--resume", job_id.removesuffix(tail))
+    group = group_of(job_id)
+    if group != job_id:
+        again = command("launch", "--resume", group)
         note(f"{job_id} continues alone; its sweep continues with `{again}`")
 
 

@@ -113,9 +113,9 @@ class Job(click.ParamType[str]):
 
     def convert_sweep(self, value: str, settings: Settings, ctx: click.Context) -> str:
         """The full id of a sweep, or ''. Raises InputError if the command takes no sweep here."""
-        from launcher.launching.records import recorded_as
+        from launcher.launching.names import recorded_group
 
-        sweep = recorded_as(value, settings)
+        sweep = recorded_group(value, settings)
         if sweep is None or self.sweeps:
             return sweep or ""
         has_group_option = any(parameter.name == "group" for parameter in ctx.command.params)

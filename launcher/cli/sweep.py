@@ -13,8 +13,12 @@ from launcher.cli.show import note, print_table
 from launcher.errors import ServiceError
 
 if TYPE_CHECKING:
-    from launcher.launching.records import Sweep, Tries
-    from launcher.launching.sweeps import Progress, SweepPlan
+    from launcher.groups.find import Tries
+    from launcher.groups.plan import SweepPlan
+    from launcher.groups.ranking import Rank
+    from launcher.groups.run import Event
+    from launcher.groups.sweep import Sweep
+    from launcher.job import JobDescription
 
 
 def run_sweep(plan: SweepPlan, yes: bool) -> None:
@@ -22,75 +26,121 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
 
     Ctrl-C stops local jobs after a checkpoint; jobs on SageMaker keep running.
     """
-    from launcher.launching.sweeps import find_sweep, stop_all
-    from launcher.sagemaker.cost import CeilingTooLow, usd
-    from launcher.tracking import wait
+    from launcher.groups.run import submit
+    from launcher.sagemaker.cost import CeilingTooLow
 
-    n = len(plan.sweep.members)
+    sweep = plan.sweep
     if plan.plans:
-        note(f"sweep: {len(plan.plans)} jobs, {plan.sweep.parallel} at a time")
+        note(f"sweep: {len(plan.plans)} jobs, {sweep.parallel} at a time")
     if plan.backend.bills:
-        worst = plan.worst_cost
-        unknown = worst == math.inf
-        note(f"cost: {'unknown, as is the price' if unknown else f'at most {usd(worst)} together'}")
-        agree_to_cost(worst, plan.sweep.job.max_cost, plan.settings, yes)
-    happening = plan.submit()
+        agree_to_worst_cost(plan, yes)
+    events = submit(plan)
     click.echo(plan.group)
-    again, more = ("launch", "--resume", plan.group), list[str]()
+    again = ["launch", "--resume", plan.group]
+    needs_money = False
     try:
-        for each in happening:
-            number, (what, why) = each.number, event(each)
-            values = " ".join(f"{k}={v}" for k, v in plan.sweep.members[number - 1].items())
-            note(f"[{number}/{n}] {each.job_id} {what}: {values}{why}")
-            if isinstance(each.obstacle, CeilingTooLow):
-                more = ["--max-cost", "USD"]
+        for event in events:
+            note(line_of(event, sweep))
+            needs_money = needs_money or isinstance(event.obstacle, CeilingTooLow)
     except ServiceError as error:
         raise ServiceError(f"{sentence(error)}; `{command(*again)}` continues the sweep") from None
     except KeyboardInterrupt as error:
-        then = f"the jobs that run keep running; `{command(*again)}` starts the others"
+        goes_on = f"the jobs that run keep running; `{command(*again)}` starts the others"
         if plan.backend.stops_at_ctrl_c:
-            note("stopping the running jobs after a checkpoint")
-            for description in stop_all(*find_sweep(plan.group, plan.settings), plan.settings):
-                wait(description.job_id, plan.settings)
-            then = f"`{command(*again)}` continues the sweep"
-        raise KeyboardInterrupt(*error.args, then) from None
-    print_ranking(plan.tries, plan.sweep, err=True)
-    if sum(each[-1].status == "Completed" for each in plan.tries.values() if each) < n:
-        continues = command(*again, *more)
+            stop_jobs(plan)
+            goes_on = f"`{command(*again)}` continues the sweep"
+        raise KeyboardInterrupt(*error.args, goes_on) from None
+
+    print_ranking(plan.tries, sweep, err=True)
+    newest = [jobs[-1] for jobs in plan.tries.values() if jobs]
+    n_completed = sum(job.status == "Completed" for job in newest)
+    if n_completed < len(sweep.members):
+        if needs_money:
+            again += ["--max-cost", "USD"]
+        continues = command(*again)
         raise ServiceError(f"not all jobs of the sweep completed; `{continues}` continues it")
 
 
-def event(progress: Progress) -> tuple[str, str]:
+def agree_to_worst_cost(plan: SweepPlan, yes: bool) -> None:
+    """Say what the jobs of a sweep may cost together, and ask if that is much."""
+    from launcher.sagemaker.cost import usd
+
+    worst = plan.worst_cost
+    if worst == math.inf:
+        note("cost: unknown, as is the price")
+    else:
+        note(f"cost: at most {usd(worst)} together")
+    agree_to_cost(worst, plan.sweep.job.max_cost, plan.settings, yes)
+
+
+def stop_jobs(plan: SweepPlan) -> None:
+    """Stop the running jobs of a sweep, and wait for their checkpoints."""
+    from launcher.groups.find import find_sweep
+    from launcher.groups.stop import stop_sweep
+    from launcher.tracking import wait
+
+    note("stopping the running jobs after a checkpoint")
+    tries = find_sweep(plan.group, plan.settings)[1]
+    for job in stop_sweep(plan.group, tries, plan.settings):
+        wait(job.job_id, plan.settings)
+
+
+def line_of(event: Event, sweep: Sweep) -> str:
     """What has happened to a job, and why, for a line of the screen."""
+    values = sweep.members[event.number - 1].items()
+    settings = " ".join(f"{name}={value}" for name, value in values)
+    job = f"[{event.number}/{len(sweep.members)}] {event.job_id}"
+    reason = ""
+    if event.obstacle is not None:
+        reason = f" ({sentence(event.obstacle)})"
+    elif event.description is not None and event.description.status == "Failed":
+        reason = f" ({reason_of(event.description)})"
+    return f"{job} {what_happened(event)}: {settings}{reason}"
+
+
+def what_happened(event: Event) -> str:
     from launcher.aws import OverQuota
 
-    d, obstacle = progress.description, progress.obstacle
-    if obstacle is not None:
-        what = "waits" if isinstance(obstacle, OverQuota) else "is at its cost ceiling"
-        return what, f" ({sentence(obstacle)})"
-    if d is None:
-        return f"continues {progress.continued}" if progress.continued else "started", ""
-    result = "" if d.best_loss is None else f", best loss {d.best_loss:.5f}"
-    return f"{d.status.lower()}{result}", f" ({reason_of(d)})" if d.status == "Failed" else ""
+    if isinstance(event.obstacle, OverQuota):
+        return "waits"
+    if event.obstacle is not None:
+        return "is at its cost ceiling"
+    if event.description is not None:
+        loss = event.description.best_loss
+        result = f", best loss {loss:.5f}" if loss is not None else ""
+        return f"{event.description.status.lower()}{result}"
+    return f"continues {event.continued}" if event.continued else "started"
 
 
 def print_ranking(tries: Tries, sweep: Sweep | None, err: bool = False) -> None:
     """Print the configurations of a sweep by their best loss, with its spread over seeds."""
-    from launcher.launching.sweeps import ranking
+    from launcher.groups.ranking import ranking
 
     # Without a record, it was launched from another machine.
-    numbers = range(1, len(sweep.members) + 1) if sweep else sorted(tries)
-    found = [tries[n][-1] if tries.get(n) else None for n in numbers]
-    ranks = ranking(found, sweep.members if sweep else None)
+    numbers = sweep.numbers if sweep else sorted(tries)
+    newest = [tries[number][-1] if tries.get(number) else None for number in numbers]
+    ranks = ranking(newest, sweep.members if sweep else None)
     names = list(ranks[0].values) if ranks else []
     rows = [["RANK", "BEST LOSS", "SPREAD", "JOBS", *names, "BEST JOB"]]
-    for place, rank in enumerate(ranks, 1):
-        by_loss = sorted(rank.jobs, key=lambda d: math.inf if d.best_loss is None else d.best_loss)
-        best = by_loss[0].job_id if by_loss else "-"
-        losses = rank.losses
-        loss = f"{rank.loss:.4f}" if losses else "-"
-        spread = f"{min(losses):.4f}-{max(losses):.4f}" if len(losses) > 1 else "-"
-        count = f"{sum(d.status == 'Completed' for d in rank.jobs)}/{rank.n}"
+    for position, rank in enumerate(ranks, 1):
         values = [str(rank.values[name]) for name in names]
-        rows.append([str(place), loss, spread, count, *values, best])
+        rows.append([str(position), *result_of(rank), *values, best_job(rank)])
     print_table(rows, err)
+
+
+def result_of(rank: Rank) -> list[str]:
+    """The mean loss of a configuration, its spread, and how many of its jobs completed."""
+    losses = rank.losses
+    loss = f"{rank.loss:.4f}" if losses else "-"
+    spread = f"{min(losses):.4f}-{max(losses):.4f}" if len(losses) > 1 else "-"
+    n_completed = sum(job.status == "Completed" for job in rank.jobs)
+    return [loss, spread, f"{n_completed}/{rank.n}"]
+
+
+def best_job(rank: Rank) -> str:
+    """The id of the job with the lowest loss."""
+
+    def loss_of(job: JobDescription) -> float:
+        return math.inf if job.best_loss is None else job.best_loss
+
+    return min(rank.jobs, key=loss_of).job_id if rank.jobs else "-"

@@ -15,7 +15,7 @@ from launcher.forecast import table
 from launcher.instances import looks_like_gpu
 from launcher.job import Expected, Request, TrainingJob
 from launcher.launching import start
-from launcher.launching.records import recorded_as
+from launcher.launching.names import recorded_group
 from launcher.launching.resume import EarlierJob, find_earlier_job, take_over
 from launcher.launching.summary import summary_of
 from launcher.launching.texts import find_texts
@@ -154,7 +154,7 @@ def check_name(request: Request, settings: Settings) -> None:
     if request.name is None:
         return
     is_remote = backend_class(request.instance or "").is_remote
-    owner = recorded_as(request.name, settings)
+    owner = recorded_group(request.name, settings)
     listing = Listing(settings, name=request.name)
     if owner is None:
         asks_remote = is_remote or remote_launches(settings)

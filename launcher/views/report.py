@@ -12,11 +12,11 @@ from typing import Any
 from launcher.curve import Curve, Row, samples_of_log, total_steps
 from launcher.errors import ServiceError
 from launcher.finding import find
+from launcher.groups.ranking import Rank, differences, ranking
+from launcher.groups.sweep import MODEL_CHOICES
 from launcher.job import JobDescription, TrainingJob, end_of
 from launcher.judge.evaluation import Evaluation, kept
-from launcher.launching.records import MODEL_CHOICES
 from launcher.launching.summary import format_value
-from launcher.launching.sweeps import Rank, differences, ranking
 from launcher.settings import Settings
 from launcher.text.corpus import Upload, known_upload
 from launcher.tracking import with_costs

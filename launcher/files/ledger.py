@@ -1,0 +1,108 @@
+"""A file of entries that are only added: each is on the disk before what follows from it is done.
+
+Each line is an entry, and has the SHA-256 of the line before it, so a change of any but the last
+shows. A line is written whole or not at all: a killed command leaves what was before the entry, or
+after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from entry_point.files import flush_to_disk
+from launcher.errors import ServiceError
+from launcher.files import locks, storage
+
+FIRST_HASH = "0" * 64
+
+Entry = dict[str, Any]
+
+
+class Ledger:
+    """The entries of a file. Raises ServiceError if one was changed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: list[Entry] = []
+        self.last_hash = FIRST_HASH
+        self.size = 0
+        self.read()
+
+    def read(self) -> None:
+        """Read the entries that others have added."""
+        if not self.path.exists():
+            return
+        with storage.reported(str(self.path)), self.path.open("rb") as file:
+            file.seek(self.size)
+            for line in file:
+                if not line.endswith(b"\n"):  # a killed command's, which counts for nothing
+                    break
+                self.entries.append(self.parse(line))
+                self.count(line)
+
+    def parse(self, line: bytes) -> Entry:
+        try:
+            entry: Entry = json.loads(line)
+            is_genuine = entry["previous"] == self.last_hash
+        except (ValueError, KeyError, TypeError):
+            is_genuine = False
+        if not is_genuine:
+            number = len(self.entries) + 1
+            problem = f"entry {number}, or the one before it, was changed after it was written"
+            raise ServiceError(f"{self.path}: {problem}")
+        return entry
+
+    def count(self, line: bytes) -> None:
+        self.last_hash = hashlib.sha256(line).hexdigest()
+        self.size += len(line)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """With what others have added, while no one else adds."""
+        lock_path = self.path.with_suffix(".lock")
+        with storage.reported(str(self.path)):
+            lock_path.parent.mkdir(parents=True, exist_ok=True)
+            with lock_path.open("w") as file:
+                locks.lock(file)
+                self.check_present(file, lock_path)
+                self.read()
+                yield
+
+    def check_present(self, lock_file: IO[str], lock_path: Path) -> None:
+        """Raise ServiceError if the ledger was removed while this waited for its lock."""
+        locked = os.fstat(lock_file.fileno())
+        if not lock_path.exists() or not os.path.samestat(locked, lock_path.stat()):
+            raise ServiceError(f"{self.path} was removed")
+
+    def add(self, kind: str, **facts: Any) -> Entry:
+        with self.locked():
+            return self.write(kind, **facts)
+
+    def write(self, kind: str, **facts: Any) -> Entry:
+        """Add an entry; the ledger is locked. Raises OSError.
+
+        A note or a path may hold bytes that are not UTF-8; JSON escapes them.
+        """
+        moment = round(time.time(), 3)
+        entry = {"previous": self.last_hash, "kind": kind, "at": moment, **facts}
+        line = json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
+        with os.fdopen(descriptor, "wb") as file:
+            file.truncate(self.size)  # what a killed command began
+            file.seek(self.size)
+            file.write(line)
+            file.flush()
+            flush_to_disk(file.fileno())
+        self.entries.append(entry)
+        self.count(line)
+        return entry
+
+    def of(self, kind: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry["kind"] == kind]

@@ -1,0 +1,1 @@
+"""Runs that belong together, under one ledger and one ceiling."""

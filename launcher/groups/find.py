@@ -1,0 +1,113 @@
+"""Find the jobs of a sweep, on any machine."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+
+from launcher.backends import Backend, backend_class, backend_for
+from launcher.errors import InputError
+from launcher.finding import Listing, is_part, not_asked
+from launcher.groups.sweep import recorded_sweep
+from launcher.job import FULL_ID, JobDescription, UnreadableJob
+from launcher.launching.names import (
+    attempt_of,
+    group_of,
+    member_id,
+    number_of,
+    recorded_groups,
+    suffix_of,
+)
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number, the newest last
+
+
+def find_sweep(reference: str, settings: Settings, everyone: bool = False) -> tuple[str, Tries]:
+    """The id of a sweep and its jobs, from its name, the start or end of its id, the id or name of
+    one of its jobs, or `latest`. Without everyone, only a full id may be somebody else's.
+    """
+    listing = Listing(settings, everyone or FULL_ID.fullmatch(reference) is not None)
+    jobs = list(listing)
+    groups = sorted({*recorded_groups(settings), *groups_of(jobs)}, reverse=True)
+    part = part_of_id(reference, jobs)
+    if reference == "latest" and groups:
+        part = groups[0]
+    matches = [group for group in groups if is_part(part, group)]
+    group = matches[0] if matches else ""
+    tries = tries_of(jobs, group)
+    instance = instance_of(group, tries, settings)
+
+    if listing.failure is not None:
+        # The latest may be one of those that were not listed.
+        may_be_another = reference == "latest" or part not in groups
+        if may_be_another or backend_class(instance).is_remote:
+            raise listing.failure
+    if not groups:
+        raise InputError(f"there are no sweeps yet{not_asked(settings)}", "no-such-sweep")
+    if not matches:
+        raise InputError(f"{reference!r} matches no sweeps", "no-such-sweep")
+    if len(matches) > 1:
+        raise InputError(f"{reference!r} matches {len(matches)} sweeps", "no-such-sweep")
+
+    for job in listing.unreadable:
+        if group_of(job.job_id) == group:
+            logger.info(f"job {job.job_id} is left out: {job.error}")
+    if backend_class(instance).is_remote:
+        add_unlisted(group, tries, backend_for(instance, settings))
+    return group, tries
+
+
+def groups_of(jobs: Iterable[JobDescription]) -> set[str]:
+    """The ids of the sweeps of these jobs."""
+    return {group_of(job.job_id) for job in jobs if number_of(job.job_id)}
+
+
+def part_of_id(reference: str, jobs: Iterable[JobDescription]) -> str:
+    """A part of the id of a sweep, of which a reference names the sweep or a job."""
+    for job in jobs:
+        suffix = suffix_of(job.job_id)
+        if not suffix or job.name is None:
+            continue
+        if reference in (job.name, job.name.removesuffix(suffix)):
+            return group_of(job.job_id)
+    return group_of(reference)
+
+
+def instance_of(group: str, tries: Tries, settings: Settings) -> str:
+    """Where the jobs of a sweep run."""
+    for jobs in tries.values():
+        return jobs[0].instance
+    sweep = recorded_sweep(group, settings) if group else None
+    return (sweep and sweep.job.instance) or "local"
+
+
+def tries_of(jobs: Iterable[JobDescription | UnreadableJob], group: str) -> Tries:
+    tries: Tries = defaultdict(list)
+    for job in jobs:
+        number = number_of(job.job_id)
+        if number and group_of(job.job_id) == group and isinstance(job, JobDescription):
+            tries[number].append(job)
+    for same_number in tries.values():
+        same_number.sort(key=lambda job: attempt_of(job.job_id))
+    return tries
+
+
+def add_unlisted(group: str, tries: Tries, backend: Backend) -> None:
+    """Add the jobs that a list does not have yet. The first tries are made in order."""
+    for number in itertools.count(1):
+        jobs = tries[number]
+        while True:
+            attempt = attempt_of(jobs[-1].job_id) + 1 if jobs else 1
+            unlisted = backend.describe(member_id(group, number, attempt))
+            if unlisted is None:
+                break
+            jobs.append(unlisted)
+        if not jobs:
+            del tries[number]
+            if number > max(tries, default=0):
+                return

@@ -1,0 +1,42 @@
+"""What the jobs of a group cost, and what they may cost."""
+
+from __future__ import annotations
+
+import math
+
+from launcher.backends import Backend
+from launcher.groups.ledger import GroupLedger
+from launcher.job import JobDescription, TrainingJob
+from launcher.settings import Settings
+from launcher.tracking import with_costs
+
+
+def own_worst_cost(job: TrainingJob) -> float:
+    """USD that a job may cost, without those that it resumes; infinity if that is unknown."""
+    if job.worst_cost is None:
+        return math.inf
+    if job.max_cost is None:  # then only the job itself was counted: see cost.afford
+        return job.worst_cost
+    return job.worst_cost - (job.earlier_cost or 0.0)
+
+
+def cost_so_far(job: JobDescription, settings: Settings) -> float | None:
+    """USD of a job; None on this machine, or if its price is unknown."""
+    return with_costs([job], settings)[0].cost
+
+
+def cost_with_earlier(job: JobDescription, backend: Backend, settings: Settings) -> float:
+    """USD of a job and of those that it resumes, which count for one that resumes it."""
+    earlier_cost = backend.job(job.job_id).earlier_cost
+    return (cost_so_far(job, settings) or 0.0) + (earlier_cost or 0.0)
+
+
+def settle(ledger: GroupLedger, job: JobDescription, settings: Settings) -> None:
+    """Note in the ledger what a job gave that has ended, and what it cost."""
+    cost = cost_so_far(job, settings)
+    ledger.settle(job.job_id, job.status, job.best_loss, cost)
+
+
+def settle_deleted(ledger: GroupLedger, job_id: str) -> None:
+    """A job was deleted, and with it what it cost: count what it may have cost."""
+    ledger.settle(job_id, "Deleted", None, None)

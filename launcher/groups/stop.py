@@ -1,0 +1,80 @@
+"""Who may run a sweep: one command at a time, until somebody on any machine stops it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import IO
+
+from launcher.aws import patiently
+from launcher.backends import backend_for
+from launcher.errors import ServiceError
+from launcher.files import locks, storage
+from launcher.groups.find import Tries
+from launcher.job import JobDescription
+from launcher.launching.names import ledger_path
+from launcher.settings import Settings
+from launcher.tracking import check_yours
+
+
+def lock_group(group: str, settings: Settings) -> IO[str]:
+    """A file that keeps a second command of this machine from running the sweep while it is open.
+    Two would start each job twice.
+    """
+    path = ledger_path(group, settings).with_suffix(".running")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w")
+    if not locks.lock(file, wait=False):
+        problem = f"another command runs sweep {group}"
+        raise ServiceError(problem, "sweep-is-running", group=group)
+    return file
+
+
+def stop_mark(group: str, job_directory: str, settings: Settings) -> str:
+    """The file that says whether a sweep may start jobs. `run`: it may; any other content, or no
+    file: it may not. It is deleted with the sweep. Any machine may stop or delete a sweep, so for
+    SageMaker the file is in the store, beside `job_directory`, which holds the files of a job.
+    """
+    if not job_directory.startswith("s3://"):
+        return str(ledger_path(group, settings).with_suffix(".stop"))
+    parent = job_directory.rstrip("/").rpartition("/")[0]
+    return storage.join(parent, group, "stop")
+
+
+def write_mark(mark: str, settings: Settings, *, may_run: bool) -> None:
+    storage.write_bytes(mark, b"run" if may_run else b"stop", settings)
+
+
+def is_stopped(group: str, mark: str, settings: Settings) -> bool:
+    """True if somebody stopped or deleted the sweep."""
+    read = partial(storage.read_bytes, mark, settings)
+    return patiently(read, job_id=group, code="") != b"run"
+
+
+def stop_sweep(
+    group: str, tries: Tries, settings: Settings, confirmed: bool = False
+) -> list[JobDescription]:
+    """Stop the running jobs of a sweep, and keep it from starting others; returns those jobs.
+
+    The command that runs the sweep stops a job that it starts meanwhile. Raises NotYours if the
+    sweep is somebody else's, unless confirmed.
+    """
+    newest = [jobs[-1] for jobs in tries.values()]
+    if not newest:
+        return []
+    if not confirmed:
+        check_yours(newest[0], settings)
+    backend = backend_for(newest[0].instance, settings)
+    stopped = []
+    try:
+        for job in newest:
+            current = backend.describe(job.job_id) if job.is_running else None
+            if current is None or not current.is_running:
+                continue
+            stopped.append(current)
+            if current.status == "InProgress":  # a second stop would not wait for a checkpoint
+                backend.stop(current.job_id)
+    finally:
+        job_directory = backend.directories(newest[0].job_id)[0]
+        mark = stop_mark(group, job_directory, settings)
+        write_mark(mark, settings, may_run=False)
+    return stopped

@@ -1,0 +1,194 @@
+"""Groups of runs: their ledger, its money, and what a kill at any write leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.errors import ServiceError
+from launcher.files.ledger import Ledger
+from launcher.groups.ledger import GroupLedger
+from launcher.groups.sweep import open_ledger
+from launcher.launching.names import group_of
+from launcher.sagemaker.cost import CeilingTooLow
+from sm_nanogpt import Settings
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    return GroupLedger(tmp_path / "group.jsonl", ceiling=2.0)
+
+
+# -- entries ---------------------------------------------------------------------------------------
+
+
+def test_a_ledger_has_what_another_command_added(ledger):
+    GroupLedger(ledger.path).add("sent", job="a")
+    ledger.add("sent", job="b")
+    assert [entry["job"] for entry in Ledger(ledger.path).of("sent")] == ["a", "b"]
+
+
+def test_half_a_line_counts_for_nothing(ledger):
+    ledger.add("sent", job="a")
+    whole = ledger.path.read_bytes()
+    ledger.path.write_bytes(whole + b'{"previous": "1234')
+    GroupLedger(ledger.path).add("sent", job="b")
+    assert [entry["job"] for entry in Ledger(ledger.path).of("sent")] == ["a", "b"]
+
+
+def test_a_changed_entry_is_noticed(ledger):
+    for job_id in ("a", "b"):
+        ledger.add("sent", job=job_id)
+    ledger.path.write_text(ledger.path.read_text().replace('"a"', '"c"'))
+    with pytest.raises(ServiceError, match="entry 2, or the one before it, was changed"):
+        Ledger(ledger.path)
+
+
+# -- money -----------------------------------------------------------------------------------------
+
+
+def test_a_job_gives_back_what_it_did_not_spend(ledger):
+    ledger.reserve("a", 1.5)
+    assert ledger.free == 0.5
+    ledger.settle("a", "Completed", 2.0, 0.25)
+    assert (ledger.spent, ledger.reserved, ledger.free) == (0.25, 0.0, 1.75)
+
+
+def test_no_job_reserves_more_than_is_free(ledger):
+    ledger.reserve("a", 1.5)
+    with pytest.raises(CeilingTooLow, match=r"1\.50 USD reserved of 2\.00 USD"):
+        ledger.reserve("b", 0.6)
+    assert list(ledger.open_reservations) == ["a"]
+
+
+def test_a_job_whose_cost_is_unknown_costs_what_it_reserved(ledger):
+    ledger.reserve("a", 1.5)
+    ledger.settle("a", "Deleted", None, None)
+    assert ledger.spent == 1.5
+
+
+def test_a_job_that_was_never_sent_costs_nothing(ledger):
+    ledger.reserve("a", 1.5)
+    ledger.release("a")
+    ledger.reserve("a", 1.0)  # the same id, once more
+    assert (ledger.spent, ledger.reserved) == (0.0, 1.0)
+
+
+def test_a_group_without_a_ceiling_reserves_what_it_likes(tmp_path):
+    ledger = GroupLedger(tmp_path / "group.jsonl")
+    ledger.reserve("a", math.inf)
+    assert ledger.free == math.inf
+
+
+# -- kills -----------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process is gone; nothing catches this."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, is_torn: bool) -> None:
+    """End the process at a write of a ledger, counted from 1: in the middle of it, or after."""
+    write, n_writes = Ledger.write, Counter[str]()
+
+    def counted(ledger: Ledger, kind: str, **facts: Any) -> Any:
+        n_writes["all"] += 1
+        if n_writes["all"] < number:
+            return write(ledger, kind, **facts)
+        if is_torn:
+            with ledger.path.open("ab") as file:
+                file.write(b'{"previous": "')
+        else:
+            write(ledger, kind, **facts)
+        raise Killed
+
+    monkeypatch.setattr(Ledger, "write", counted)
+
+
+@pytest.mark.parametrize("is_torn", [True, False])
+def test_a_sweep_survives_a_kill_at_every_write(cloud, cli, text_file, home, is_torn):
+    """No job is lost, started twice, or paid twice; the ceiling holds for all."""
+    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.6")
+    launch = partial(cli, "launch", *words, "--max-run", "60", "--sweep", "n_layer=1,2")
+    settings = Settings(home=home)
+    for number in range(1, 8):  # asked, and reserved, sent and ended of two jobs
+        cloud.sagemaker.jobs.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, number, is_torn)
+            with pytest.raises(Killed):
+                launch()
+        [path] = (home / "sweeps").glob("*.jsonl")
+        group = path.stem
+        if number == 1 and is_torn:
+            assert cli("launch", "--resume", group).failed(2, "was not launched from this machine")
+            assert not cloud.sagemaker.jobs
+            path.unlink()
+            continue
+        assert cli("launch", "--resume", group).good
+
+        assert sorted(cloud.sagemaker.jobs) == [f"{group}-1", f"{group}-2"]
+        ledger = open_ledger(group, settings)
+        assert not ledger.open_reservations
+        assert Counter(entry["job"] for entry in ledger.of("sent")) == dict.fromkeys(
+            cloud.sagemaker.jobs, 1
+        )
+        listed = json.loads(cli("jobs", "--group", group, "--json").good.out)
+        assert ledger.spent == pytest.approx(sum(job["cost"] for job in listed))
+        assert ledger.spent <= 0.6
+        path.unlink()
+
+
+def test_eight_short_jobs_spend_what_the_first_ones_left(cloud, cli, text_file):
+    """Each may cost 0.26 USD, and costs a few cents; together they may cost 2.06 USD."""
+    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--seeds", "8")
+    assert cli("launch", *words, "--max-cost", "0.9", "--parallel", "3").good
+    jobs = cloud.sagemaker.jobs.values()
+    assert [job.status for job in jobs] == ["Completed"] * 8
+    limits = {job.request["StoppingCondition"]["MaxRuntimeInSeconds"] for job in jobs}
+    assert len(limits) == 1
+
+
+def test_a_used_up_ceiling_does_not_leave_running_jobs(cloud, cli, text_file, home):
+    """A member that was never started is at the ceiling; the command waits for the others."""
+    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.3")
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, 3, is_torn=False)  # one job was sent
+        with pytest.raises(Killed):
+            cli("launch", *words, "--max-run", "60", "--sweep", "n_layer=1,2")
+    [job_id] = cloud.sagemaker.jobs
+    group = group_of(job_id)
+    ledger = open_ledger(group, Settings(home=home))
+    ledger.add("ended", job="another", status="Deleted", loss=None, usd=0.2)
+    ran = cli("launch", "--resume", group)
+    assert ran.failed(1, "--max-cost USD")
+    assert f"{group}-2 is at its cost ceiling" in ran.err
+    assert cloud.sagemaker.jobs[job_id].status == "Completed"
+
+
+def test_deleted_jobs_still_count_for_the_ceiling(cloud, cli, text_file, home):
+    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.6")
+    ran = cli("launch", *words, "--max-run", "60", "--sweep", "n_layer=1,2").good
+    group = ran.out.strip()
+    spent = open_ledger(group, Settings(home=home)).spent
+    assert cli("delete", f"{group}-1", "--yes").good
+    assert cli("launch", "--resume", group).good
+    assert f"{group}-1-try2" in cloud.sagemaker.jobs
+    assert open_ledger(group, Settings(home=home)).spent > spent
+
+
+def files_below(path: Path) -> list[str]:
+    return sorted(file.name for file in path.iterdir())
+
+
+def test_a_deleted_sweep_leaves_no_file(cloud, cli, text_file, home):
+    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file))
+    group = cli("launch", *words, "--sweep", "n_layer=1,2").good.out.strip()
+    assert f"{group}.jsonl" in files_below(home / "sweeps")
+    assert cli("delete", "--group", group, "--yes").good
+    assert files_below(home / "sweeps") == []
