@@ -7,6 +7,7 @@ import errno
 import gzip
 import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -35,11 +36,13 @@ from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError
 from entry_point.text import Corpus, Tokenizer, character_tokenizer, load_corpus
 from launcher.files import storage
+from launcher.files.s3 import S3Location
 from launcher.files.storage import local_path
 from launcher.models.encoder import Encoder, published_tokenizer
 from launcher.models.sample import encode, pieces
-from launcher.settings import Settings
-from launcher.text import tokens
+from launcher.settings import Settings, load_settings
+from launcher.text import channels, tokens
+from launcher.text.channels import Channel
 from launcher.text.corpus import send
 from launcher.text.documents import read_pieces, survey_documents
 from launcher.text.files import FileOptions, find_files
@@ -451,6 +454,32 @@ def test_shards_hold_what_one_file_would(documents, made, tokenizer, tmp_path, m
         batches = Batches(corpus.train, Config(block_size=64, batch_size=8), torch.device("cpu"))
         starts = batches.window_starts(3).tolist()
         assert batches.rows(3, 0, 1)[0].tolist() == [ids[start : start + 64] for start in starts]
+
+
+def test_eval_fetches_only_the_first_shard_of_a_part(documents, home, s3, monkeypatch, caplog):
+    """Files are fetched once, and the store stays as it is."""
+    monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
+    caplog.set_level(logging.INFO, "launcher")
+    uri = upload_data(documents, tokenizer="bpe", vocab_size=300).uri
+    settings, fetched = load_settings(), list[str]()
+    fetch_file = S3Location.fetch_file
+
+    def fetch(self: S3Location, name: str, *arguments: Any) -> None:
+        fetched.append(name)
+        fetch_file(self, name, *arguments)
+
+    monkeypatch.setattr(S3Location, "fetch_file", fetch)
+    data = {"data": Channel("plays", uri, None, [])}
+    caplog.clear()
+    begin = channels.corpus_of(data, settings, begins_only=True)
+    assert [name for name in fetched if name.endswith(".bin")] == [
+        "train-00000.bin",
+        "val-00000.bin",
+    ]
+    assert re.fullmatch(r"plays: copying \d+\.\d MB", caplog.messages[0])
+    whole = channels.corpus_of(data, settings)
+    assert len(begin.train) < len(whole.train)
+    assert ids_of(begin.train) == ids_of(whole.train)[: len(begin.train)]
 
 
 def shards(part: str, *more: Any, **values: Any) -> Callable[[Path], None]:

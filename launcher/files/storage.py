@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,13 +193,15 @@ def fetch(
     directory: Path,
     progress: Progress = no_progress,
     settings: Settings | None = None,
+    is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> list[Path]:
-    """Download a file, or all files below a prefix, into a directory. Returns their paths.
+    """Download a file, or the files below a prefix, into a directory. Returns their paths.
 
-    Files of this machine are linked to, or copied where the file system has no links.
+    is_wanted decides, by its name, whether a file is downloaded. Files of this machine are linked
+    to, or copied where the file system has no links.
     """
     location = locate(uri, settings)
-    sizes = list_files(uri, settings)
+    sizes = {name: size for name, size in list_files(uri, settings).items() if is_wanted(name)}
     if not sizes:
         raise ServiceError(f"{uri}: nothing is there")
     expect(progress, sum(sizes.values()))

@@ -125,7 +125,7 @@ def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
     values = json.loads((directory / "training.json").read_bytes())["config"]
     texts = {"data": job.data, "validation": job.validation}
     channels = {name: Channel(uri, uri, None, []) for name, uri in texts.items() if uri}
-    corpus = corpus_of(channels, settings, known_config(values))
+    corpus = corpus_of(channels, settings, known_config(values), begins_only=True)
     content = content_of(corpus.train, corpus.tokenizer.words, MOST_BYTES)
     own = content_of(corpus.val, corpus.tokenizer.words, VALIDATION_BYTES)
     validation = None if corpus.is_chat else Text("validation", [own.decode(errors="ignore")])

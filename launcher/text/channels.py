@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING
 from launcher.aws import Offline
 from launcher.errors import InputError
 from launcher.files import storage
-from launcher.files.progress import byte_progress
+from launcher.files.progress import Progress, byte_progress, expect
 from launcher.settings import Settings
 from launcher.text import corpus
 from launcher.text.files import find_files, warn_of_held_out
@@ -21,6 +24,10 @@ from launcher.text.sources import Source, temporary
 if TYPE_CHECKING:  # they import torch
     from entry_point.config import Config
     from entry_point.text import Corpus
+
+logger = logging.getLogger(__name__)
+
+LATER_SHARD = re.compile(r"(train|val)-(?!0+\.)\d+\.bin")  # of a part of the tokens, not its first
 
 
 @dataclass(frozen=True)
@@ -99,8 +106,13 @@ def channel_to_send(
     return Channel(location, uri, replace(upload, uri=uri, uploaded=is_missing), files)
 
 
-def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) -> Corpus:
-    """Read texts as a job would, with this config or the default one. Raises InputError."""
+def corpus_of(
+    texts: Texts, settings: Settings, config: Config | None = None, begins_only: bool = False
+) -> Corpus:
+    """Read texts as a job would, with this config or the default one. Raises InputError.
+
+    begins_only: of tokens, only the first file of each part, which has up to 256 MiB of ids.
+    """
     from entry_point.config import Config
     from entry_point.container import Container
     from entry_point.errors import DataError
@@ -108,7 +120,7 @@ def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) ->
 
     with temporary(settings) as directory:
         for name, channel in texts.items():
-            fetch_channel(channel, directory / name, settings)
+            fetch_channel(channel, directory / name, settings, begins_only)
         validation = directory / "validation" if "validation" in texts else None
         channels = (directory / "data", validation, None)
         container = Container(False, *channels, directory, directory, directory)
@@ -118,12 +130,29 @@ def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) ->
             raise InputError(str(error)) from None
 
 
-def fetch_channel(channel: Channel, directory: Path, settings: Settings) -> None:
-    """Copy the text of a channel into a new directory, as its upload would have it."""
+@dataclass(frozen=True)
+class Announced:
+    """A progress hook that first logs how many bytes come."""
+
+    progress: Progress
+    name: str
+
+    def __call__(self, n_bytes: int) -> None:
+        self.progress(n_bytes)
+
+    def expect(self, n_bytes: int) -> None:
+        logger.info(f"{self.name}: copying {n_bytes / 1e6:,.1f} MB")
+        expect(self.progress, n_bytes)
+
+
+def fetch_channel(channel: Channel, directory: Path, settings: Settings, begins_only: bool) -> None:
+    """Copy the text of a channel into a new directory, as its upload would have it.
+
+    begins_only: see corpus_of.
+    """
     directory.mkdir()
     if not channel.sources:
-        with byte_progress("fetch") as progress:
-            storage.fetch(channel.uri, directory, progress, settings)
+        fetch_upload(channel, directory, settings, begins_only)
     for file in channel.sources:
         path = directory / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,3 +162,23 @@ def fetch_channel(channel: Channel, directory: Path, settings: Settings) -> None
             path.open("wb") as copy,
         ):
             shutil.copyfileobj(content, copy, storage.CHUNK_BYTES)
+
+
+def fetch_upload(channel: Channel, directory: Path, settings: Settings, begins_only: bool) -> None:
+    """Copy what an upload has into a directory. See corpus_of."""
+
+    def is_wanted(name: str) -> bool:
+        return not (begins_only and LATER_SHARD.fullmatch(name))
+
+    with byte_progress("fetch") as bar:
+        progress: Progress = bar
+        if storage.local_path(channel.uri) is None:
+            progress = Announced(bar, channel.named)
+        storage.fetch(channel.uri, directory, progress, settings, is_wanted)
+    meta = directory / "meta.json"
+    if begins_only and meta.exists():
+        document = json.loads(meta.read_bytes())
+        for part in ("train", "val"):
+            del document[part]["shards"][1:]
+        meta.unlink()  # it may be a link to the file in the store
+        meta.write_text(json.dumps(document), encoding="utf-8")
