@@ -173,7 +173,7 @@ def fetch_upload(channel: Channel, directory: Path, settings: Settings, begins_o
     with byte_progress("fetch") as bar:
         progress: Progress = bar
         if storage.local_path(channel.uri) is None:
-            progress = Announced(bar, channel.named)
+            progress = Announced(bar, channel.shown)
         storage.fetch(channel.uri, directory, progress, settings, is_wanted)
     meta = directory / "meta.json"
     if begins_only and meta.exists():
