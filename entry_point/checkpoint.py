@@ -70,8 +70,12 @@ class Checkpoints:
 
     def files(self, pattern: str) -> dict[int, Path]:
         """The files of a pattern, by the number in their names."""
-        found = {path.stem.partition("-")[2]: path for path in self.directory.glob(pattern)}
-        return {int(number): path for number, path in found.items() if number.isdecimal()}
+        files = {}
+        for path in self.directory.glob(pattern):
+            number = path.stem.partition("-")[2]
+            if number.isdecimal():
+                files[int(number)] = path
+        return files
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, newest first."""
@@ -99,7 +103,8 @@ class Checkpoints:
         metadata = {"format": "pt", "state": text, "state_sha256": sha256_of(text)}
         with self.writing(self.path(step)) as path:
             write_safetensors(path, tensors, metadata, contents)
-            self.kept = [step, *(kept for kept in self.kept if kept != step)][:2]
+            older = [older for older in self.kept if older != step]
+            self.kept = [step, *older][:2]
             self.prune()
         self.cost = time.monotonic() - self.saved_at
 
@@ -127,9 +132,9 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Deletes older checkpoints and curves, and checkpoints that load_latest passed over."""
-        kept = {self.curve, *map(self.path, self.kept)}
-        found = {*self.files(CHECKPOINTS).values(), *self.files(CURVES).values()}
-        for path in found - kept:
+        needed = {self.curve, *map(self.path, self.kept)}
+        files = {*self.files(CHECKPOINTS).values(), *self.files(CURVES).values()}
+        for path in files - needed:
             # If a file goes while SageMaker uploads it, the job may fail; a later call deletes it.
             uploading = path.with_name(f"{path.name}.sagemaker-uploading")
             if not uploading.exists() or uploading.with_suffix(".sagemaker-uploaded").exists():
@@ -160,18 +165,18 @@ class Checkpoints:
 
         Raises TrainingError if all are damaged.
         """
-        why = ""
+        problem = ""  # of the newest
         for step in self.steps():
             try:
                 contents = read(self.path(step))
             except (FormatError, OSError, KeyError, ValueError) as error:
-                why = why or str(error)
+                problem = problem or str(error)
                 warn(f"checkpoint of step {step} is skipped: {error}")
             else:
                 self.kept = [step]
                 return contents
-        if why:
-            raise TrainingError(f"every checkpoint in {self.directory} is damaged: {why}")
+        if problem:
+            raise TrainingError(f"every checkpoint in {self.directory} is damaged: {problem}")
         return None
 
 

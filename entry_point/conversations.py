@@ -6,6 +6,8 @@ IGNORED, which the loss skips. Each conversation is followed by ~end.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,21 @@ CHAT_TEMPLATE = (
 )
 
 
+class Span(NamedTuple):
+    """A conversation: where its ids begin, how many there are, and where they go in the rows."""
+
+    begin: int
+    length: int
+    target: int
+
+
+def length_to_last_answer(ids: Tensor) -> int:
+    """The number of ids up to the end of the last answer before the last of them; 0 for none."""
+    learned = ids >= 0
+    ends = learned[:-1] & ~learned[1:]
+    return max(ends.nonzero().flatten().tolist(), default=-1) + 1
+
+
 class Packed:
     """Conversations in rows of block_size + 1 ids, which hold as many whole ones as fit in turn.
 
@@ -28,26 +45,33 @@ class Packed:
     """
 
     def __init__(self, ids: Tensor, end: int, block_size: int) -> None:
-        self.cut = self.dropped = 0
-        kept: list[tuple[int, int, int]] = []  # where it begins, its length, its place in the rows
-        begin, row, place = 0, 0, 0
-        learned, width = ids >= 0, block_size + 1
+        self.cut = 0  # conversations that are longer than a row
+        self.dropped = 0  # of these, those that are left out
+        width = block_size + 1
+        spans: list[Span] = []
+        row, column = 0, 0  # where the next conversation goes, if it fits
+        begin = 0
         for stop in (ids == ~end).nonzero().flatten().tolist():
             length = stop - begin
             if length > width:
-                last = learned[begin : begin + width] & ~learned[begin + 1 : begin + width + 1]
-                length = max(last.nonzero().flatten().tolist(), default=-1) + 1
-                self.cut, self.dropped = self.cut + 1, self.dropped + (not length)
-            if length:
-                if place + length > width:
-                    row, place = row + 1, 0
-                kept.append((begin, length, row * width + place))
-                place += length + 1
+                length = length_to_last_answer(ids[begin : begin + width + 1])
+                self.cut += 1
+                if length == 0:
+                    self.dropped += 1
+            if length > 0:
+                if column + length > width:
+                    row, column = row + 1, 0
+                spans.append(Span(begin, length, row * width + column))
+                column += length + 1
             begin = stop + 1
-        self.count = len(kept)
-        self.rows = torch.full((row + 1 if kept else 0, width), ~end, dtype=torch.int32)
-        for begin, length, place in kept:
-            self.rows.view(-1)[place : place + length] = ids[begin : begin + length]
+
+        self.count = len(spans)
+        n_rows = row + 1 if spans else 0
+        self.rows = torch.full((n_rows, width), ~end, dtype=torch.int32)
+        flat = self.rows.view(-1)
+        for span in spans:
+            conversation = ids[span.begin : span.begin + span.length]
+            flat[span.target : span.target + span.length] = conversation
         self.learned = (self.rows[:, 1:] >= 0).sum(dim=1)
 
     def loss_shares(self, starts: Tensor, rank: int, world_size: int, passes: int) -> list[float]:
@@ -56,21 +80,26 @@ class Packed:
         The mean over passes and ranks is then that over the learned targets of the batch.
         """
         counts = self.learned[starts // self.rows.size(1)]
-        own = counts.chunk(world_size)[rank].tensor_split(passes)
-        return [float(n.sum()) * world_size * passes / float(counts.sum()) for n in own]
+        counts_of_passes = counts.chunk(world_size)[rank].tensor_split(passes)
+        n_passes, n_learned = world_size * passes, float(counts.sum())
+        return [float(n.sum()) * n_passes / n_learned for n in counts_of_passes]
 
     def question(self) -> list[int]:
         """The ids of the first conversation up to its first answer."""
-        ids: list[int] = self.rows[0].tolist()
-        return [~id for id in ids[: next(n for n, id in enumerate(ids) if id >= 0)]]
+        question = []
+        for id in self.rows[0].tolist():
+            if id >= 0:
+                break
+            question.append(~id)
+        return question
 
     def summary(self) -> str:
-        words = f"{self.count:,} conversations in {len(self.rows):,} rows"
-        words += f", {int(self.learned.sum()):,} tokens of answers"
+        text = f"{self.count:,} conversations in {len(self.rows):,} rows"
+        text += f", {int(self.learned.sum()):,} tokens of answers"
         if self.cut:
-            words += f"; {self.cut:,} are longer than block_size and end with the last answer that"
-            words += f" fits, {self.dropped:,} of them have none and are left out"
-        return words
+            text += f"; {self.cut:,} are longer than block_size and end with the last answer that"
+            text += f" fits, {self.dropped:,} of them have none and are left out"
+        return text
 
     def __len__(self) -> int:
         return self.rows.numel()

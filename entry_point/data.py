@@ -29,22 +29,31 @@ class Batches:
     """
 
     def __init__(self, tokens: Ids, config: Config, device: torch.device) -> None:
-        self.tokens, self.device = tokens, device
-        self.block_size, self.batch_size = config.block_size, config.batch_size
-        self.seed, self.stride = config.seed, stride(tokens, config)
-        n = len(tokens) - 1  # the last token is only ever a target
-        self.windows_per_epoch = max(1, (n - self.block_size + 1) // self.block_size)
-        self.offsets = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
+        self.tokens = tokens
+        self.device = device
+        self.block_size = config.block_size
+        self.batch_size = config.batch_size
+        self.seed = config.seed
+        self.stride = stride(tokens, config)
         if isinstance(tokens, Packed):
-            self.windows_per_epoch, self.offsets = len(tokens) // self.stride, 1
+            self.windows_per_epoch = len(tokens) // self.stride
+            self.offsets = 1
+        else:
+            n_inputs = len(tokens) - 1  # the last token is only ever a target
+            n_windows = max(1, (n_inputs - self.block_size + 1) // self.block_size)
+            self.windows_per_epoch = n_windows
+            self.offsets = min(self.block_size, n_inputs - n_windows * self.block_size + 1)
         self.newest = lru_cache(1)(self.shuffled)
         self.thread = ThreadPoolExecutor(1)  # it begins with its first call
         self.pending: dict[tuple[int, int, int], Future[Tensor]] = {}
 
     def rows(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
         """This rank's slice of the step's batch: inputs and targets, int64 [rows, block_size]."""
-        read = self.read_ahead if isinstance(self.tokens, Shards) else self.read
-        return inputs_and_targets(read(step, rank, world_size), self.device)
+        if isinstance(self.tokens, Shards):
+            windows = self.read_ahead(step, rank, world_size)
+        else:
+            windows = self.read(step, rank, world_size)
+        return inputs_and_targets(windows, self.device)
 
     def read(self, step: int, rank: int, world_size: int) -> Tensor:
         """The ids of these rows, as they are stored: [rows, block_size + 1]."""
@@ -58,20 +67,23 @@ class Batches:
         It makes no CUDA call, which would break the recording of a graph. What it raises is raised
         in the step that needs the rows.
         """
-        found = self.pending.get((step, rank, world_size))
-        found = found or self.thread.submit(self.read, step, rank, world_size)
-        ahead = self.thread.submit(self.read, step + 1, rank, world_size)
-        self.pending = {(step + 1, rank, world_size): ahead}
-        return found.result()
+        reading = self.pending.get((step, rank, world_size))
+        if reading is None:
+            reading = self.thread.submit(self.read, step, rank, world_size)
+        next_reading = self.thread.submit(self.read, step + 1, rank, world_size)
+        self.pending = {(step + 1, rank, world_size): next_reading}
+        return reading.result()
 
     def window_starts(self, step: int) -> Tensor:
         """Where each window of the global batch begins: int64 [batch_size]."""
-        parts, index, end = [], step * self.batch_size, (step + 1) * self.batch_size
+        parts = []
+        index, end = step * self.batch_size, (step + 1) * self.batch_size
         while index < end:
-            epoch, place = divmod(index, self.windows_per_epoch)
-            pool, place = divmod(place, SHUFFLED)
-            parts.append(self.newest(epoch, pool)[place : place + end - index])
-            index += len(parts[-1])
+            epoch, index_in_epoch = divmod(index, self.windows_per_epoch)
+            pool, index_in_pool = divmod(index_in_epoch, SHUFFLED)
+            part = self.newest(epoch, pool)[index_in_pool : index_in_pool + end - index]
+            parts.append(part)
+            index += len(part)
         return torch.cat(parts)
 
     def shuffled(self, epoch: int, pool: int) -> Tensor:
@@ -94,7 +106,9 @@ class Batches:
 
 def stride(tokens: Ids, config: Config) -> int:
     """Tokens from one window to the next: in text they share one, and packed rows share none."""
-    return config.block_size + isinstance(tokens, Packed)
+    if isinstance(tokens, Packed):
+        return config.block_size + 1
+    return config.block_size
 
 
 def read_windows(tokens: Ids, starts: Tensor, block_size: int) -> Tensor:
@@ -106,13 +120,17 @@ def read_windows(tokens: Ids, starts: Tensor, block_size: int) -> Tensor:
 
 def inputs_and_targets(windows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """The inputs and targets of stored windows: int64 [n, block_size] on the device."""
-    pinned = device.type == "cuda"  # then the host does not wait for the copy
-    windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
+    if device.type == "cuda":  # the host does not wait for the copy
+        windows = windows.pin_memory().to(device, non_blocking=True)
+    else:
+        windows = windows.to(device)
     ids = unsigned(windows)
     if windows.dtype != torch.int32:
         return ids[:, :-1], ids[:, 1:]
     ignored = ids < 0  # conversations have ~id for what is not learned
-    return torch.where(ignored, ~ids, ids)[:, :-1], ids.masked_fill(ignored, IGNORED)[:, 1:]
+    inputs = torch.where(ignored, ~ids, ids)[:, :-1]
+    targets = ids.masked_fill(ignored, IGNORED)[:, 1:]
+    return inputs, targets
 
 
 def eval_windows(val: Ids, config: Config) -> tuple[Tensor, ...]:
@@ -121,9 +139,12 @@ def eval_windows(val: Ids, config: Config) -> tuple[Tensor, ...]:
     There is at least one, and the chunks do not depend on the number of ranks.
     """
     step = stride(val, config)
-    available = (len(val) - (step == config.block_size)) // step
-    limit = max(1, config.eval_tokens // config.block_size) if config.eval_tokens else available
-    count = min(limit, available)
+    # The last token of a text is only ever a target.
+    n_ids = len(val) if isinstance(val, Packed) else len(val) - 1
+    available = n_ids // step
+    count = available
+    if config.eval_tokens:
+        count = min(available, max(1, config.eval_tokens // config.block_size))
     starts = torch.arange(count) * available // count * step
     return starts.split(max(1, 8192 // config.block_size))
 
@@ -164,5 +185,6 @@ def bytes_per_token(corpus: Corpus, config: Config) -> float:
         windows = read_windows(corpus.val, starts, config.block_size)
         _, targets = inputs_and_targets(windows, torch.device("cpu"))
         learned = targets[targets != IGNORED]
-        n_bytes, n_tokens = n_bytes + int(lengths[learned].sum()), n_tokens + len(learned)
+        n_bytes += int(lengths[learned].sum())
+        n_tokens += len(learned)
     return n_bytes / n_tokens

@@ -41,23 +41,24 @@ def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, 
     """
 
     def of_norm(name: str, n: int) -> Tensor:
-        return left.pop(name) if config.norm_weights else torch.ones(n)
+        return remaining.pop(name) if config.norm_weights else torch.ones(n)
 
-    left = dict(weights)
-    width, kv_width = (n * config.head_width for n in (config.n_head, config.kv_heads))
-    out = {"model.embed_tokens.weight": left.pop("embed.weight")}
+    remaining = dict(weights)
+    width = config.n_head * config.head_width
+    kv_width = config.kv_heads * config.head_width
+    out = {"model.embed_tokens.weight": remaining.pop("embed.weight")}
     for layer in range(config.n_layer):
         ours = f"blocks.{layer}."
-        q, k, v = left.pop(ours + "attention.qkv.weight").split((width, kv_width, kv_width))
-        gate, up = left.pop(ours + "mlp.gate_up.weight").chunk(2)
+        q, k, v = remaining.pop(ours + "attention.qkv.weight").split((width, kv_width, kv_width))
+        gate, up = remaining.pop(ours + "mlp.gate_up.weight").chunk(2)
         parts = {
             "self_attn.q_proj": q,
             "self_attn.k_proj": k,
             "self_attn.v_proj": v,
-            "self_attn.o_proj": left.pop(ours + "attention.out.weight"),
+            "self_attn.o_proj": remaining.pop(ours + "attention.out.weight"),
             "mlp.gate_proj": gate,
             "mlp.up_proj": up,
-            "mlp.down_proj": left.pop(ours + "mlp.down.weight"),
+            "mlp.down_proj": remaining.pop(ours + "mlp.down.weight"),
             "self_attn.q_norm": of_norm(ours + "attention.q_norm", config.head_width),
             "self_attn.k_norm": of_norm(ours + "attention.k_norm", config.head_width),
             "input_layernorm": of_norm(ours + "attention_norm", config.n_embd),
@@ -66,9 +67,9 @@ def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, 
         out |= {f"model.layers.{layer}.{name}.weight": part for name, part in parts.items()}
     out["model.norm.weight"] = of_norm("norm", config.n_embd)
     if not config.tie_embeddings:
-        out["lm_head.weight"] = left.pop("head.weight")
-    if left:
-        raise TrainingError(f"Qwen3 has no weight {next(iter(left))!r}")
+        out["lm_head.weight"] = remaining.pop("head.weight")
+    if remaining:
+        raise TrainingError(f"Qwen3 has no weight {next(iter(remaining))!r}")
     return out
 
 
@@ -100,8 +101,10 @@ def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str
             linear(y, f"{attn}{name}_proj").unflatten(-1, (-1, head_dim)).transpose(0, 1)
             for name in "qkv"
         )
-        q, k = rotated(norm(q, attn + "q_norm")), rotated(norm(k, attn + "k_norm"))
-        k, v = (each.repeat_interleave(len(q) // len(each), dim=0) for each in (k, v))
+        q = rotated(norm(q, attn + "q_norm"))
+        k = rotated(norm(k, attn + "k_norm"))
+        k = k.repeat_interleave(len(q) // len(k), dim=0)
+        v = v.repeat_interleave(len(q) // len(v), dim=0)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + linear(y.transpose(0, 1).flatten(1), attn + "o_proj")
         y = norm(x, f"model.layers.{layer}.post_attention_layernorm")
@@ -266,9 +269,10 @@ def load_tensors(
 ) -> None:
     """Copies the given tensors into the live ones. Raises TrainingError unless all of them fit."""
     for name in sorted(live.keys() | given.keys()):
-        here, there = (list(of[name].shape) if name in of else "nothing" for of in (live, given))
-        if here != there:
-            raise TrainingError(f"{name} is {there} in {source} and {here} in this script")
+        ours = list(live[name].shape) if name in live else "nothing"
+        theirs = list(given[name].shape) if name in given else "nothing"
+        if ours != theirs:
+            raise TrainingError(f"{name} is {theirs} in {source} and {ours} in this script")
     for name, tensor in live.items():
         tensor.copy_(given[name])
 
@@ -299,12 +303,15 @@ def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]
         shape, free = read_shape(directory)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{directory / 'config.json'} is of another kind: {error!r}") from None
-    values = {name.replace("-", "_"): v for name, v in given.items() if v not in (None, "")}
+    values = {}
+    for name, value in given.items():
+        if value not in (None, ""):
+            values[name.replace("-", "_")] = value
     for f in dataclasses.fields(Config):
-        if f.name in values.keys() & shape.keys():
-            value, found = read_value(f, values[f.name]), shape[f.name]
-            if value != found:
-                raise ConfigError(f"{f.name}={value!r}: the initial model has {found!r}")
+        if f.name in values and f.name in shape:
+            value = read_value(f, values[f.name])
+            if value != shape[f.name]:
+                raise ConfigError(f"{f.name}={value!r}: the initial model has {shape[f.name]!r}")
     defaults = FINE_TUNING.copy()
     if not has_tuned_rates(values.get("optimizer")):
         del defaults["learning_rate"]

@@ -25,7 +25,8 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp = MLP(config)
         self.dropout = config.dropout
-        self.attention_norm, self.mlp_norm = (norm_weight(config, config.n_embd) for _ in range(2))
+        self.attention_norm = norm_weight(config, config.n_embd)
+        self.mlp_norm = norm_weight(config, config.n_embd)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask = None) -> Tensor:
         y = self.attention(norm(x, self.attention_norm), cos, sin, mask)
@@ -37,14 +38,17 @@ class Block(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.n_head, self.n_kv_head = config.n_head, config.kv_heads
-        self.head_dim, self.dropout = config.head_width, config.dropout
+        self.n_head = config.n_head
+        self.n_kv_head = config.kv_heads
+        self.head_dim = config.head_width
+        self.dropout = config.dropout
         # q, k and v are one weight. Muon cuts it into equal matrices: n_head / n_kv_head for q, one
         # for k, one for v.
-        n = self.n_kv_head * self.head_dim
-        self.qkv = Linear(config.n_embd, n, n_fused=self.n_head // self.n_kv_head + 2)
+        n_fused = self.n_head // self.n_kv_head + 2
+        self.qkv = Linear(config.n_embd, self.n_kv_head * self.head_dim, n_fused)
         self.out = Linear(self.n_head * self.head_dim, config.n_embd)
-        self.q_norm, self.k_norm = (norm_weight(config, self.head_dim) for _ in range(2))
+        self.q_norm = norm_weight(config, self.head_dim)
+        self.k_norm = norm_weight(config, self.head_dim)
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, normalized and rotated, [B, n_head, T, head_dim]; k likewise, and v, of n_kv_head."""
@@ -198,17 +202,20 @@ class GPT(nn.Module):
         """
         teaching: tuple[Any, ...] = ()
         if taught is not None:
-            c = self.config
-            teaching = taught.flatten(0, 1), c.teacher_share, c.teacher_temperature
+            share, temperature = self.config.teacher_share, self.config.teacher_temperature
+            teaching = taught.flatten(0, 1), share, temperature
         mask = None if end is None else document_mask(idx, end, chats, self.config)
         cos, sin = angles or self.angles(idx.size(1))
-        x = self.embed(idx).to(self.compute_dtype)
-        x = F.dropout(x, (dropout := self.config.dropout), self.training)
+        dropout = self.config.dropout
         recompute = self.config.recompute and torch.is_grad_enabled()
-        twice = partial(checkpoint, use_reentrant=False, preserve_rng_state=dropout > 0)
+        compute_twice = partial(checkpoint, use_reentrant=False, preserve_rng_state=dropout > 0)
+
+        x = self.embed(idx).to(self.compute_dtype)
+        x = F.dropout(x, dropout, self.training)
         for block in self.blocks:
-            x = twice(block, x, cos, sin, mask) if recompute else block(x, cos, sin, mask)
+            x = compute_twice(block, x, cos, sin, mask) if recompute else block(x, cos, sin, mask)
         x = norm(x, self.norm)
+
         head = self.embed if self.head is None else self.head
         limit = logits_at_once(x.device)
         if targets is not None and targets.numel() * len(head.weight) > limit:
@@ -230,13 +237,15 @@ def sample(model: GPT, start: Sequence[int], length: int, seed: int = 1337) -> l
     Each window has the same length, since some GPU kernels need 20 ms or more to plan for a new
     length. Its end is padding, which attention never reads: no position looks ahead.
     """
-    known, device = len(start), model.embed.weight.device
-    size = min(model.config.block_size, known + length - 1)
+    device = model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
-    ids = torch.zeros((1, known + length), dtype=torch.long, device=device)
-    ids[0, :known] = torch.tensor(start)
-    for n in range(known, known + length):  # ids there are
-        begin = max(0, n - size)
-        logits = model(ids[:, begin : begin + size])[0, n - begin - 1]
+    n_start = len(start)
+    n_ids = n_start + length
+    window = min(model.config.block_size, n_ids - 1)
+    ids = torch.zeros((1, n_ids), dtype=torch.long, device=device)
+    ids[0, :n_start] = torch.tensor(start)
+    for n in range(n_start, n_ids):  # ids so far
+        begin = max(0, n - window)
+        logits = model(ids[:, begin : begin + window])[0, n - begin - 1]
         ids[0, n] = logits.softmax(dim=-1).multinomial(1, generator=generator)
-    return ids[0, known:].tolist()
+    return ids[0, n_start:].tolist()

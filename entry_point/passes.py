@@ -43,17 +43,25 @@ class Passes:
         group: Group,
         end: int | None,
     ) -> None:
-        self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.batches, self.group, self.end, self.config = batches, group, end, model.config
         config = model.config
+        self.config = config
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.batches = batches
+        self.group = group
+        self.end = end
         self.is_chat = isinstance(batches.tokens, Packed)
-        count = config.passes(group.world_size, tokens_per_pass(config, group.device))
-        self.n_passes = group.async_all_reduce_max(count)()  # that of the smallest GPU
+        n_passes = config.passes(group.world_size, tokens_per_pass(config, group.device))
+        self.n_passes = group.async_all_reduce_max(n_passes)()  # that of the smallest GPU
         self.angles = functools.cache(model.angles)  # by length of windows
         self.reduce_dtype = getattr(torch, config.reduce_precision)
         self.n_parameters = sum(parameter.numel() for parameter in model.parameters())
-        pays = compiling_pays(config, group.device, self.n_parameters, group.world_size)
-        self.compiled = config.compile == "on" or (config.compile == "auto" and pays)
+
+        self.compiled = config.compile == "on"
+        if config.compile == "auto":
+            size = self.n_parameters
+            self.compiled = compiling_pays(config, group.device, size, group.world_size)
         # Evaluations use the uncompiled model: compiling it for them takes longer than they do.
         self.trained_net: nn.Module = self.runnable(model)  # what a pass runs
         self.teacher: GPT | None = None
@@ -76,22 +84,25 @@ class Passes:
     def forward_backward(self, step: int) -> Tensor:
         """Gradients of the step's batch, averaged over the ranks; returns this rank's mean loss."""
         config, group = self.config, self.group
-        total = torch.zeros((), device=group.device)
+        loss = torch.zeros((), device=group.device)
         for index, (x, y, weight) in enumerate(self.batch(step)):
             if config.dropout:
                 torch.manual_seed(derive_seed(config.seed, "dropout", step, index, group.rank))
-            with self.no_sync() if index < self.n_passes - 1 else nullcontext():
-                total += self.graphs.get(x.shape, self.run_pass)(x, y, weight)
+            run_pass = self.graphs.get(x.shape, self.run_pass)
+            is_last = index == self.n_passes - 1
+            with nullcontext() if is_last else self.no_sync():
+                loss += run_pass(x, y, weight)
         if self.gradients is not None:  # DistributedDataParallel averages in the last pass
             group.average_(self.gradients, self.reduce_dtype)
             for buffer in self.model.buffers():  # of an edit; it broadcasts these too
                 group.broadcast_(buffer)
-        return total
+        return loss
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Passes within add to this rank's own gradients."""
-        net = self.trained_net
-        return net.no_sync() if isinstance(net, DistributedDataParallel) else nullcontext()
+        if isinstance(self.trained_net, DistributedDataParallel):
+            return self.trained_net.no_sync()
+        return nullcontext()
 
     def zero_grad(self) -> None:
         if self.gradients is None:
@@ -119,11 +130,14 @@ class Passes:
         group, length = self.group, window_length(step, self.config)
         x, y = self.batches.rows(step, group.rank, group.world_size)
         # As the inputs of a graph: the compiler makes another model for other strides.
-        x, y = x.reshape(-1, length).contiguous(), y.reshape(-1, length).contiguous()
-        inputs, targets = x.tensor_split(self.n_passes), y.tensor_split(self.n_passes)
-        if isinstance(packed := self.batches.tokens, Packed):
+        x = x.reshape(-1, length).contiguous()
+        y = y.reshape(-1, length).contiguous()
+        inputs = x.tensor_split(self.n_passes)
+        targets = y.tensor_split(self.n_passes)
+        tokens = self.batches.tokens
+        if isinstance(tokens, Packed):
             starts = self.batches.window_starts(step)
-            shares = packed.loss_shares(starts, group.rank, group.world_size, self.n_passes)
+            shares = tokens.loss_shares(starts, group.rank, group.world_size, self.n_passes)
         else:
             shares = [len(rows) * self.n_passes / len(x) for rows in inputs]
         return list(zip(inputs, targets, shares, strict=True))
@@ -189,7 +203,10 @@ class Passes:
 
     def record(self, steps: Sequence[int]) -> None:
         """Records a pass of each shape; if a rank cannot, all go on without."""
-        passes = {x.shape: (x, y, weight) for step in steps for x, y, weight in self.batch(step)}
+        passes = {}
+        for step in steps:
+            for x, y, weight in self.batch(step):
+                passes[x.shape] = (x, y, weight)
         parameters = list(self.optimizer.parameters.values())
         with self.group.without_heartbeats():
             graphs, gradients = record_passes(self.run_pass, [*passes.values()], parameters)

@@ -45,25 +45,28 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     Raises DataError if it is missing, damaged, not UTF-8, or does not fit the config or the model;
     ConfigError if it is not the same on every host.
     """
-    models = container.init_from, container.teacher
+    models = [container.init_from, container.teacher]
     tokenizers = [read_tokenizer(model) for model in models if model]
     start = tokenizers[0] if tokenizers else None
     corpus = read_corpus(container, config, start)
     advice = "every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
     group.check_same({"the SHA-256 of the text": corpus.sha256}, advice)
-    if any(other.words != tokenizers[0].words for other in tokenizers):
+    if any(tokenizer.words != tokenizers[0].words for tokenizer in tokenizers):
         raise DataError("the initial model and the teacher have different tokens")
-    if problem := misfit(corpus, container, config, start):
+    problem = misfit(corpus, container, config, start)
+    if problem:
         raise DataError(problem)
     return corpus
 
 
 def read_corpus(container: Container, config: Config, start: Tokenizer | None = None) -> Corpus:
     """As load_corpus, on one host, for any model."""
-    if (directory := container.training) is None:
+    directory = container.training
+    if directory is None:
         raise DataError("no text: name it with --data FILE")
-    encoded = (directory / "meta.json").exists()
-    return read_tokens(directory, config) if encoded else read_text(container, config, start)
+    if (directory / "meta.json").exists():
+        return read_tokens(directory, config)
+    return read_text(container, config, start)
 
 
 def misfit(corpus: Corpus, container: Container, config: Config, start: Tokenizer | None) -> str:
@@ -94,30 +97,42 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
     Without a validation channel, the end of the text is kept for validation, as in
     nanoGPT's data/shakespeare_char/prepare.py.
     """
-    sha256, parts = hashlib.sha256(), []
+    sha256 = hashlib.sha256()
+    texts: list[list[Tensor]] = []  # each in pieces of code points
     for channel in (container.training, container.validation):
         if channel is not None:
-            digest, files = hashlib.sha256(), text_files(channel)
-            parts.append([piece for path in files for piece in code_points(path, digest)])
+            digest = hashlib.sha256()
+            pieces = [code_points(path, digest) for path in text_files(channel)]
+            texts.append([*chain(*pieces)])
             sha256.update(digest.hexdigest().encode())
-    known = seen = distinct(chain(*parts))
+
+    vocabulary = characters = distinct(chain(*texts))
     if start is not None and start.unit == "characters":
-        known = torch.tensor([ord(word.decode()) for word in start.words])
-    if unknown := seen[~torch.isin(seen, known)].tolist():
+        vocabulary = torch.tensor([ord(word.decode()) for word in start.words])
+    check_characters(characters, vocabulary)
+    dtype = torch.uint8 if len(vocabulary) <= 1 << 8 else torch.int32
+    id_of_code = torch.zeros(int(vocabulary.max()) + 1, dtype=dtype)
+    id_of_code[vocabulary] = torch.arange(len(vocabulary), dtype=dtype)
+
+    train = look_up(id_of_code, texts[0])
+    if len(texts) > 1:
+        val = look_up(id_of_code, texts[1])
+    else:
+        n_train = int(len(train) * (1 - config.validation_fraction))
+        train, val = train[:n_train], train[n_train:]
+    tokenizer = Tokenizer(character_tokenizer("".join(map(chr, vocabulary.tolist()))))
+    return Corpus(tokenizer, train, val, sha256.hexdigest())
+
+
+def check_characters(characters: Tensor, vocabulary: Tensor) -> None:
+    """Raise DataError if a text has characters that the vocabulary of a first model lacks."""
+    unknown = characters[~torch.isin(characters, vocabulary)].tolist()
+    if unknown:
         raise DataError(
             f"the text has {counted(len(unknown), 'character')} that the initial model does not"
             f" know: {', '.join(repr(chr(code)) for code in unknown[:20])}; replace them or leave"
             " them out, or train a new model on tokens (upload-data --tokenizer bpe)"
         )
-    dtype = torch.uint8 if len(known) <= 1 << 8 else torch.int32
-    ids = torch.zeros(int(known.max()) + 1, dtype=dtype)
-    ids[known] = torch.arange(len(known), dtype=dtype)
-    train, *rest = [look_up(ids, part) for part in parts]
-    if not rest:
-        n_train = int(len(train) * (1 - config.validation_fraction))
-        train, rest = train[:n_train], [train[n_train:]]
-    tokenizer = Tokenizer(character_tokenizer("".join(map(chr, known.tolist()))))
-    return Corpus(tokenizer, train, rest[0], sha256.hexdigest())
 
 
 def text_files(path: Path) -> list[Path]:
@@ -125,11 +140,13 @@ def text_files(path: Path) -> list[Path]:
 
     Raises DataError if there is no text, or more than LARGEST_TEXT.
     """
-    files, problem = [path], ""
-    if not path.is_file():
-        found = (p for p in path.rglob("*") if p.suffix.lower() in (".txt", ".md"))
-        files = sorted(p for p in found if p.is_file())
+    if path.is_file():
+        files = [path]
+    else:
+        named = [file for file in path.rglob("*") if file.suffix.lower() in (".txt", ".md")]
+        files = sorted(file for file in named if file.is_file())
     size = sum(file.stat().st_size for file in files)
+    problem = ""
     if not (path.is_file() or path.is_dir()):
         problem = "no such file or directory"
     elif not size:
@@ -177,10 +194,11 @@ def distinct(pieces: Iterable[Tensor]) -> Tensor:
 
 def look_up(table: Tensor, pieces: Sequence[Tensor]) -> Tensor:
     """table[codes] of all pieces, one after the other."""
-    found = torch.empty(sum(map(len, pieces)), dtype=table.dtype)
-    for into, piece in zip(found.split([len(piece) for piece in pieces]), pieces, strict=True):
-        torch.index_select(table, 0, piece.int(), out=into)
-    return found
+    lengths = [len(piece) for piece in pieces]
+    values = torch.empty(sum(lengths), dtype=table.dtype)
+    for target, piece in zip(values.split(lengths), pieces, strict=True):
+        torch.index_select(table, 0, piece.int(), out=target)
+    return values
 
 
 def read_tokens(directory: Path, config: Config) -> Corpus:
@@ -227,15 +245,17 @@ class Shards:
     def __len__(self) -> int:
         return sum(map(len, self.files))
 
-    def __getitem__(self, places: slice) -> Tensor:
+    def __getitem__(self, span: slice) -> Tensor:
         """The ids from start to stop, which may lie in several files."""
-        start, found = places.start, []
-        while start < places.stop:
+        parts = []
+        start = span.start
+        while start < span.stop:
             index = bisect(self.ends, start)
-            rest = self.files[index][start - self.ends[index] :]
-            found.append(rest[: places.stop - start])
-            start += len(found[-1])
-        return torch.cat(found)
+            in_file = self.files[index][start - self.ends[index] :]
+            part = in_file[: span.stop - start]
+            parts.append(part)
+            start += len(part)
+        return torch.cat(parts)
 
 
 Ids = Tensor | Shards | Packed
@@ -348,12 +368,12 @@ LARGEST_JSON = 1 << 25  # bytes; a tokenizer of 150,000 ids has a third of that
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises DataError."""
     try:
-        found = json.loads(read_file(path, LARGEST_JSON))
-        problem = "" if isinstance(found, dict) else "holds no JSON object"
+        document = json.loads(read_file(path, LARGEST_JSON))
+        problem = "" if isinstance(document, dict) else "holds no JSON object"
     except OSError as error:
         problem = str(error.strerror)
     except (ValueError, RecursionError) as error:
         problem = f"is no JSON: {error}"
     if problem:
         raise DataError(f"{path}: {problem}")
-    return found
+    return document

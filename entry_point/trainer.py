@@ -26,17 +26,18 @@ from .data import Batches, bytes_per_token, evaluate
 from .device import choose_precision, machine_line, memory_line, share_cores
 from .distributed import Group
 from .errors import ConfigError, TrainingError, counted, log
-from .faults import fail, read_fault
+from .faults import read_fault
 from .metrics import StepTimer, best_lines, duration, metric_line
 from .model import GPT, sample
 from .optim import Optimizer, learning_rate_scale
 from .passes import Passes
 from .text import Corpus
 
-# What a rank wants after a step; STOP is a checkpoint, and then the end.
+# What a rank asks for after a step; STOP is a checkpoint, and then the end.
 NOTHING, CHECKPOINT, STOP = range(3)
 
 TAUGHT_TIME = 1.25  # a step with a teacher takes so many times as long
+WARM_STEPS = 3  # after which the seconds of a step say how long a run takes
 LONG_RUN = 60.0  # seconds: a run that takes longer says so
 
 
@@ -91,48 +92,64 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains all generations and writes the artefact; False when a signal ended it before."""
-        config, group, timer = self.config, self.group, self.timer
         self.restore()
-        if not self.generation and self.container.teacher is not None:
-            self.passes.set_teacher(self.read_teacher(self.container.teacher))
-        elif self.generation and self.teacher is not None and self.step % config.max_steps:
-            self.passes.set_teacher(self.teacher)
-        with timer.step():
-            self.passes.warm_up()
-        timer.restart()
+        self.choose_teacher()
+        self.warm_up()
         self.begin_log()
-        timer.restart()
+        self.timer.restart()
         fault = read_fault(os.environ.get("NANOGPT_FAULT", "") if self.step == 0 else "")
-        first_step = self.step
-        while self.step < config.total_steps:
-            if self.generation and self.step % config.max_steps == 0:
+        # A first step or two may be slow, so the time is measured after a few more.
+        measured_steps = {self.step + WARM_STEPS, self.config.max_steps + WARM_STEPS}
+
+        while self.step < self.config.total_steps:
+            if self.generation and self.step % self.config.max_steps == 0:
                 self.begin_generation()
-            group.allow_seconds(5 * max(timer.last, timer.measured))  # long steps have enough time
-            if fault[:2] == (group.rank, self.step):
-                fail(fault[2], lambda: bool(self.stop_signal))
-            with timer.step():
-                answer = group.async_all_reduce_max(self.wanted())  # while the step computes
-                self.train_step()
-                wanted = answer()
-            if self.step in (first_step + 3, config.max_steps + 3):
+            # Long steps have enough time.
+            self.group.allow_seconds(5 * max(self.timer.last, self.timer.measured))
+            if fault and (fault.rank, fault.step) == (self.group.rank, self.step):
+                fault.strike(lambda: bool(self.stop_signal))
+            request = self.train_step_and_agree()
+            if self.step in measured_steps:
                 self.log_duration()
-            if self.evaluates(self.step) or self.step % config.log_interval == 0:
+            if self.evaluates(self.step) or self.step % self.config.log_interval == 0:
                 self.log_metrics(self.evaluates(self.step))
-            if wanted:
-                with timer.pause():
+            if request != NOTHING:
+                with self.timer.pause():
                     self.save_checkpoint()
-                    if self.is_main and wanted != STOP:
+                    if self.is_main and request != STOP:
                         self.warn_of_leak()
-            if wanted == STOP:
+            if request == STOP:
                 if self.is_main:
                     log(f"stopped by a signal; the checkpoint of step {self.step} is written")
                 return False
+
         if self.evaluated_step != self.step:  # it was stopped here, and now ends here
             self.log_metrics(evaluates=True)
             self.save_checkpoint()
         if self.is_main:
             self.finish()
         return True
+
+    def choose_teacher(self) -> None:
+        """Have the model learn from another one, where the step that comes does so."""
+        is_within_generation = self.step % self.config.max_steps != 0
+        if self.generation == 0 and self.container.teacher is not None:
+            self.passes.set_teacher(self.read_teacher(self.container.teacher))
+        elif self.generation > 0 and self.teacher is not None and is_within_generation:
+            self.passes.set_teacher(self.teacher)
+
+    def warm_up(self) -> None:
+        """Compile and record what a step computes; this counts as a step, but for the speed."""
+        with self.timer.step():
+            self.passes.warm_up()
+        self.timer.restart()
+
+    def train_step_and_agree(self) -> int:
+        """A step, during which the ranks agree on what comes after it: the largest request."""
+        with self.timer.step():
+            agreed = self.group.async_all_reduce_max(self.request())  # while the step computes
+            self.train_step()
+            return agreed()
 
     def evaluates(self, step: int) -> bool:
         return step % self.config.max_steps == 0 or step % self.config.eval_interval == 0
@@ -142,8 +159,8 @@ class Trainer:
         """The number of generations that are done."""
         return self.step // self.config.max_steps
 
-    def wanted(self) -> int:
-        """What this rank wants after the next step."""
+    def request(self) -> int:
+        """What this rank asks for after the next step."""
         step = self.step + 1
         if step == self.config.total_steps:
             return CHECKPOINT
@@ -166,25 +183,25 @@ class Trainer:
         """New weights, and the best model so far as their teacher."""
         assert self.teacher is not None
         self.group.allow_seconds(math.inf)  # compiling and recording take long
+
         best = self.best if self.best_step is not None else self.model.state_dict()
-        model = GPT(self.config, len(self.corpus.tokenizer))
-        model.init_weights(derive_seed(self.config.seed, "generation", self.generation))
+        new_model = GPT(self.config, len(self.corpus.tokenizer))
+        new_model.init_weights(derive_seed(self.config.seed, "generation", self.generation))
         if self.is_main:
             self.teacher.load_state_dict(best)
             if self.container.init_from is not None:
-                huggingface.load_pretrained(model, self.container.init_from)
-        self.model.load_state_dict(model.state_dict())
+                huggingface.load_pretrained(new_model, self.container.init_from)
+        self.model.load_state_dict(new_model.state_dict())
         for tensor in (*self.teacher.state_dict().values(), *self.model.state_dict().values()):
             self.group.broadcast_(tensor)
         self.optimizer.reset()
+
         if self.is_main:
-            which = f"generation {self.generation + 1} of {self.config.generations}"
-            log(f"{which}: it starts anew, and also learns from the best model so far")
+            number = f"generation {self.generation + 1} of {self.config.generations}"
+            log(f"{number}: it starts anew, and also learns from the best model so far")
         if self.passes.teacher is not self.teacher:
             self.passes.set_teacher(self.teacher)
-            with self.timer.step():
-                self.passes.warm_up()
-            self.timer.restart()
+            self.warm_up()
 
     def read_teacher(self, directory: Path) -> GPT:
         """The model in a directory, which may be of another size."""
@@ -249,40 +266,67 @@ class Trainer:
 
     def log_metrics(self, evaluates: bool) -> None:
         """The metric line of the steps since the last; takes the weights if they are the best."""
-        config, group = self.config, self.group
-        group.synchronize()
+        self.group.synchronize()
         seconds_per_step = self.timer.measure()
         row: dict[str, Any] = {"step": self.step}
-        if self.steps_summed:
-            losses = float(group.sum_(self.loss_sum)) / group.world_size
-            row["train_loss"] = losses / self.steps_summed
-            self.check_loss(row["train_loss"])
-        # Below 1, the scale was halved again and again.
-        self.check_finite(self.scaler.get_scale() >= 1, "the gradients are")
+        row |= self.train_metrics()
         if evaluates:
-            row["val_loss"] = evaluate(self.model, self.corpus.val, config, group, self.end)
-            self.check_loss(row["val_loss"])
-            row["best_loss"] = min(self.best_val_loss, row["val_loss"])
-            row["bits_per_byte"] = row["val_loss"] / math.log(2) / self.bytes_per_token
-            self.evaluated_step = self.step
-        scale = learning_rate_scale(self.step - 1, config) if self.step else 0.0
-        row["learning_rate"] = config.learning_rate * scale
+            row |= self.validation_metrics()
+        row["learning_rate"] = self.config.learning_rate * self.last_scale()
         row["time"] = round(time.time(), 3)
         if seconds_per_step:
-            row["tokens_per_second"] = config.batch_size * config.block_size / seconds_per_step
+            tokens = self.config.batch_size * self.config.block_size
+            row["tokens_per_second"] = tokens / seconds_per_step
+
         self.metrics.append(row)
         if self.is_main:
-            left = self.seconds_left(seconds_per_step)
-            log(metric_line(row, config.total_steps, left if seconds_per_step else None))
+            seconds_left = self.seconds_left(seconds_per_step) if seconds_per_step else None
+            log(metric_line(row, self.config.total_steps, seconds_left))
             self.checkpoints.extend_curve(row)
         if evaluates and row["val_loss"] < self.best_val_loss:
-            self.best_step, self.best_val_loss = self.step, row["val_loss"]
-            if self.is_main:
-                weights = self.model.state_dict()
-                self.best = {name: t.to("cpu", copy=True) for name, t in weights.items()}
+            self.keep_best(row["val_loss"])
         self.loss_sum.zero_()
         self.steps_summed = 0
         self.timer.restart()
+
+    def train_metrics(self) -> dict[str, float]:
+        """The mean loss of the steps since the last metric line. Raises TrainingError."""
+        metrics = {}
+        if self.steps_summed:
+            loss = float(self.group.sum_(self.loss_sum)) / self.group.world_size
+            metrics["train_loss"] = loss / self.steps_summed
+            self.check_loss(metrics["train_loss"])
+        # Below 1, the scale was halved again and again.
+        self.check_finite(self.scaler.get_scale() >= 1, "the gradients are")
+        return metrics
+
+    def validation_metrics(self) -> dict[str, float]:
+        """The loss on the validation text, also in bits per byte. Raises TrainingError."""
+        loss = evaluate(self.model, self.corpus.val, self.config, self.group, self.end)
+        self.check_loss(loss)
+        self.evaluated_step = self.step
+        return {
+            "val_loss": loss,
+            "best_loss": min(self.best_val_loss, loss),
+            "bits_per_byte": loss / math.log(2) / self.bytes_per_token,
+        }
+
+    def last_scale(self) -> float:
+        """The learning rate of the last step as a fraction of its peak; 0 before the first."""
+        if self.step == 0:
+            return 0.0
+        return learning_rate_scale(self.step - 1, self.config)
+
+    def keep_best(self, val_loss: float) -> None:
+        """Note that this step's weights have the best validation loss; rank 0 copies them."""
+        self.best_step, self.best_val_loss = self.step, val_loss
+        if self.is_main:
+            self.best = self.weights_on_cpu()
+
+    def weights_on_cpu(self) -> dict[str, Tensor]:
+        """A copy of the weights."""
+        weights = self.model.state_dict()
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
 
     def check_loss(self, loss: float) -> None:
         self.check_finite(math.isfinite(loss), f"the loss is {loss},")
@@ -392,7 +436,7 @@ class Trainer:
         if self.leak_tested or self.step == self.config.total_steps:  # finish tests the best model
             return
         self.leak_tested, tokenizer = True, self.corpus.tokenizer
-        weights = {name: t.to("cpu", copy=True) for name, t in self.model.state_dict().items()}
+        weights = self.weights_on_cpu()
         with suppress(Exception):  # of a model that cannot be tested, as finish will say
             model = huggingface.with_weights(self.config, len(tokenizer), weights)
             if leak := leak_of(model, tokenizer, self.corpus.is_chat):
