@@ -6,6 +6,8 @@ import io
 import itertools
 import json
 import random
+import subprocess
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -596,3 +598,20 @@ def test_without_a_price_nothing_is_sent(cloud, cli, text_file, s3):
     ran = cli("try", "start", "plays", "--text", str(text_file), *words)
     assert ran.failed(2, "the price of ml.g5.48xlarge is unknown")
     assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == 0
+
+
+def test_a_run_of_a_job_starts_with_the_filter_alone(tmp_path):
+    """Its files need nothing of the launcher."""
+    for name, path in jobs_of.FILTER_FILES.items():
+        (tmp_path / name).write_bytes(path.read_bytes())
+    assert driver.has_filter(tmp_path)
+    code = "import os; print(os.getpid()); os.fork()"
+    start = [sys.executable, "-P", "-c", driver.START, str(tmp_path), "False"]
+    done = subprocess.run([*start, sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.count("\n")) == (1, 1)
+    assert "Operation not permitted" in done.stderr
+
+
+def test_an_image_without_the_library_is_known(tmp_path):
+    (tmp_path / "syscalls.py").write_text("def is_available(): return False")
+    assert not driver.has_filter(tmp_path)

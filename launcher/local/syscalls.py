@@ -10,6 +10,8 @@ import errno
 import fcntl
 import os
 import socket
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,6 +66,14 @@ def is_available() -> bool:
     except (ImportError, RuntimeError, OSError):  # not on Linux, or without the library
         return False
     return bool(pyseccomp.SyscallFilter)
+
+
+def binding() -> Path:
+    """The file of the binding, which is one module in plain Python, wherever it is run."""
+    spec = find_spec("pyseccomp")
+    assert spec is not None, "pyproject.toml names it"
+    assert spec.origin is not None
+    return Path(spec.origin)
 
 
 def call_filter(may_fork: bool) -> SyscallFilter:

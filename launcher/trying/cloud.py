@@ -28,6 +28,7 @@ from launcher.files.scratch import scratch
 from launcher.instances import count_gpus
 from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request, UnreadableJob
 from launcher.launching import launch
+from launcher.local import confine, syscalls
 from launcher.local.runs import SILENT
 from launcher.models import fetch
 from launcher.sagemaker.backend import SageMakerBackend
@@ -52,6 +53,8 @@ NEWEST = 100  # jobs among which one is looked for that holds the quota
 UPLOADED = 30e6  # bytes of models in a second
 LARGEST_MODEL = 1 << 36  # bytes
 DRIVER = Path(driver.__file__)
+# The filter of system calls, which the driver loads without the launcher.
+FILTER_FILES = {"syscalls.py": Path(syscalls.__file__), "pyseccomp.py": syscalls.binding()}
 
 
 class DriverFacts(Document):
@@ -315,8 +318,12 @@ class SageMakerRuns:
             "seconds": seconds - AROUND - self.upload_seconds(len(runs)),
             "limit": min(seconds, self.search.budget.limit),
             "room": largest_model,
+            "variables": sorted(confine.VARIABLES),
+            "families": confine.FAMILIES,
         }
         files = {**first.files, "train.py": DRIVER.read_bytes()}
+        for name, path in FILTER_FILES.items():
+            files[name] = path.read_bytes()
         files["plan.json"] = json.dumps(plan).encode()
         for source in {run.source.sha256: run.source for run in runs}.values():
             for name, content in source.files.items():

@@ -2,14 +2,14 @@
 
 The toolkit starts a process of it for each GPU, and each makes its part of the runs in plan.json.
 No run is trusted: it is a user of its own, which can read its folder, its text and Python's
-packages, and can write into its own directory alone. Without a network, it reaches nobody.
+packages, and can write into its own directory alone. A filter of system calls keeps it from what is
+no file. Containers of jobs have no namespaces for users; without a network, it reaches nobody.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import shutil
 import subprocess
@@ -23,12 +23,21 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 FIRST_USER = 61_000  # the number of the first run's user; nobody else has it
 SHARED = ("/tmp", "/var/tmp", "/dev/shm")  # where all users may write
-# By these variables train.py would be a rank of a job. The toolkit preloads a library that crashes
-# without SM_CURRENT_HOST.
-OF_THE_JOB = re.compile(
-    "SM_|SAGEMAKER_|TRAINING_JOB|AWS_|ECS_|OMPI_|PMIX_|TORCHELASTIC_|MASTER_|LD_PRELOAD$"
-    "|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$"
-)
+FILTER = ("pyseccomp.py", "syscalls.py")  # beside this file: what closes more than users do
+# It takes the rights of the filter from itself, and becomes the run.
+START = """
+import os, sys
+directory, may_fork, *command = sys.argv[1:]
+sys.path.insert(0, directory)
+import syscalls
+if syscalls.is_available():
+    syscalls.call_filter(may_fork == "True").load()
+os.execv(command[0], command)
+"""
+OPEN = """\
+warning: this image has no libseccomp: runs can share memory of System V and keyrings, and reach
+sockets of this container, and the time of processes that they start may not count
+"""
 
 
 def main() -> None:
@@ -40,12 +49,23 @@ def main() -> None:
     os.umask(0o022)
     close(models.parent)
     threads = max(1, len(os.sched_getaffinity(0)) // size)
-    for_run = {name: value for name, value in env.items() if not OF_THE_JOB.match(name)}
+    # Of the others, some would make train.py a rank of a job, and some may be secret.
+    families = tuple(plan["families"])
+    for_run = {
+        name: value
+        for name, value in env.items()
+        if name in plan["variables"] or name.startswith(families)
+    }
     for_run |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": str(rank)}
     with TemporaryDirectory() as name:
         place = Path(name)
         place.chmod(0o711)
         copy(Path(env["SM_CHANNEL_TRAINING"]), place / "text")
+        (place / "filter").mkdir()
+        for name in FILTER:
+            shutil.copyfile(HERE / name, place / "filter" / name)
+        if rank == 0 and not has_filter(place / "filter"):
+            sys.stdout.write(OPEN)
         for index in range(rank, len(plan["runs"]), size):
             left = plan["seconds"] - (time.monotonic() - began)
             facts = make(plan, index, place, models / f"run-{index}", left, for_run)
@@ -68,6 +88,13 @@ def close(base: Path) -> None:
     base.chmod(0o700)
 
 
+def has_filter(directory: Path) -> bool:
+    """Whether this image has libseccomp."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import syscalls"
+    code += "; sys.exit(not syscalls.is_available())"
+    return subprocess.run([sys.executable, "-P", "-c", code, str(directory)]).returncode == 0
+
+
 def make(
     plan: Any, index: int, place: Path, target: Path, left: float, env: dict[str, str]
 ) -> dict[str, Any]:
@@ -83,10 +110,13 @@ def make(
     words = [f"--{name}={value}" for name, value in values.items()]
     here = {"HOME": str(out), "TMPDIR": str(out), "USER": "run"}  # where compilers write
     here["SAGEMAKER_BASE_DIR"] = str(out)  # not in a container, for all that train.py sees
+    # On a GPU, the clock counts, and a run may start its compiler.
+    has_gpu = os.environ.get("SM_NUM_GPUS") not in (None, "", "0")
+    start = [sys.executable, "-P", "-c", START, str(place / "filter"), str(has_gpu)]
     began, computed = time.monotonic(), cpu_seconds()
     with (place / "log").open("w+b") as log:
         process = subprocess.Popen(
-            [sys.executable, str(code / "train.py"), *words],
+            [*start, sys.executable, str(code / "train.py"), *words],
             env={**env, **here},
             cwd=out,
             stdin=subprocess.DEVNULL,
@@ -103,7 +133,7 @@ def make(
         except subprocess.TimeoutExpired:
             problem = f"it took over {limit:.0f} s" if limit < left else "the job's time was over"
         seconds = time.monotonic() - began
-        if os.environ.get("SM_NUM_GPUS") in (None, "", "0"):  # whatever else computes on the CPU
+        if not has_gpu:  # whatever else computes on the CPU
             seconds = cpu_seconds() - computed
         end_all_of(user)
         process.wait()

@@ -39,6 +39,12 @@ CURIOUS = (
             except PermissionError:
                 pass
     if config.max_steps > 2:
+        try:
+            raise ConfigError(f"it has a socket: {{__import__('socket').socket()}}")
+        except PermissionError:
+            pass
+        if "MY_TOKEN" in os.environ:
+            raise ConfigError("it has a token")
         for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
             if "train.py" in open(f"/proc/{{pid}}/cmdline").read() and pid != os.getpid():
                 try:
