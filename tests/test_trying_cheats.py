@@ -418,6 +418,19 @@ def test_a_run_that_fails_says_where(mine):
     assert problem_of(run_of("\n1 / 0", mine)) == "train.py:2: ZeroDivisionError: division by zero"
 
 
+def test_a_run_that_replaces_its_log_is_told_all_the_same(mine):
+    script = """
+from pathlib import Path
+import sys
+log = Path(sys.argv[-1].partition("=")[2], "log")
+print("what it has printed", flush=True)
+log.unlink()
+log.mkdir()
+sys.exit(1)
+"""
+    assert problem_of(run_of(script, mine)) == "what it has printed"
+
+
 def test_the_last_line_of_a_long_log_is_short(mine):
     assert len(problem_of(run_of(LOUD, mine))) < 1001
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from entry_point.files import open_standard_streams
 from launcher.local.confine import Sandbox, confined, environment
@@ -28,6 +28,7 @@ SILENT = {"sample_length": 0, "log_interval": 1 << 20}  # hyperparameters of a r
 # make it fail. The clock only ends one that hangs, or gets less than 1/50 of a core.
 HANGS, BUSY = 600, 50
 STOP = 1.1  # times its limit, where the kernel ends a run
+LOGGED = 4000  # bytes of the end of a log
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,15 @@ class Run:
 @dataclass(frozen=True)
 class Ended:
     """A run that ended: its directory, its exit status, and its seconds: those by the clock, and
-    those of the processor, with those of the processes that it started and waited for."""
+    those of the processor, with those of the processes that it started and waited for. log is the
+    end of what it has printed."""
 
     run: Run
     out: Path
     status: int
     clock_seconds: float
     cpu_seconds: float
+    log: str
     gpu: str | None = None
 
     @property
@@ -77,11 +80,8 @@ class Ended:
             return f"it {how_it_ended(self.status)}"
         if not self.status:
             return ""
-        with (self.out / "log").open("rb") as log:  # of any size
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 4000))
-            said = log.read().decode(errors="replace").strip()
-        last = said.rpartition("\n")[2][-1000:] or f"it {how_it_ended(self.status)}"
-        places = re.findall(rf'{self.run.source.sha256}/(\w+\.py)", line (\d+)', said)
+        last = self.log.rpartition("\n")[2][-1000:] or f"it {how_it_ended(self.status)}"
+        places = re.findall(rf'{self.run.source.sha256}/(\w+\.py)", line (\d+)', self.log)
         return ": ".join([*map(":".join, places[-1:]), last])
 
 
@@ -132,7 +132,10 @@ class Running:
     def __init__(self, index: int, run: Run, code: Path, out: Path, gpu: str | None) -> None:
         self.index, self.run, self.out, self.gpu = index, run, out, gpu
         self.began = time.monotonic()
-        self.program = start(run, code, out, gpu)
+        out.mkdir()
+        # It stays open: the run may put anything at the place of the file.
+        self.log = (out / "log").open("w+b")
+        self.program = start(run, code, out, gpu, self.log)
 
     def has_ended(self) -> bool:
         """Whether it has ended; it is ended if it takes too long."""
@@ -142,18 +145,20 @@ class Running:
         return self.program.has_ended()
 
     def outcome(self) -> Ended:
+        with self.log as log:  # of any size
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOGGED))
+            text = log.read(LOGGED).decode(errors="replace").strip()
         status, computed = self.program.status or 0, self.program.cpu_seconds
-        return Ended(self.run, self.out, status, self.seconds, computed, self.gpu)
+        return Ended(self.run, self.out, status, self.seconds, computed, text, self.gpu)
 
 
-def start(run: Run, code: Path, out: Path, gpu: str | None) -> Program:
+def start(run: Run, code: Path, out: Path, gpu: str | None, log: BinaryIO) -> Program:
     """Start train.py in a session of its own, which Ctrl-C does not reach; it ends with us."""
     open_standard_streams()
     values = {**SILENT, **run.values, "data": run.text, "out": out}
     options = [f"--{name}={value}" for name, value in values.items()]
     command = [sys.executable, str(code / "train.py"), *options]
     own = {"OMP_NUM_THREADS": str(run.threads), "SM_NANOGPT_LAUNCHER": "sm-nanogpt"}
-    out.mkdir()
     device = find_gpu(gpu) if gpu is not None else None
     if device is not None:
         own["CUDA_VISIBLE_DEVICES"] = device.name
@@ -163,5 +168,4 @@ def start(run: Run, code: Path, out: Path, gpu: str | None) -> Program:
         env = environment(out, **own)
     else:
         env = {**os.environ, **own}
-    with (out / "log").open("wb") as log:
-        return Program(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    return Program(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -54,6 +54,9 @@ FILE_COMMANDS = [  # locks and leases of files, and signals to other processes w
     *(fcntl.F_SETOWN, 10, 15),  # F_SETSIG, F_SETOWN_EX
 ]
 DEVICE_COMMANDS = [0x8901, 0x8902]  # FIOSETOWN and SIOCSPGRP: signals to other processes
+# The kinds of commands, by bits 8 to 15, that change flags, versions and projects of a file which
+# is open for reading, or freeze its file system: of ext4 and others, XFS, and Btrfs.
+FLAG_COMMANDS, COMMAND_KIND = [ord("f"), ord("v"), ord("X"), 0x94], 0xFF00
 PR_SET_PDEATHSIG = 1
 CLONE_THREAD, CLONE_NEWUSER = 0x10000, 0x10000000
 SOCKET_KIND = 0xF  # the bits of a socket's type besides its flags
@@ -97,10 +100,12 @@ def call_filter(may_fork: bool) -> SyscallFilter:
         result.add_rule(denied, "fcntl", Arg(1, MASKED_EQ, INT, command))
     for command in DEVICE_COMMANDS:
         result.add_rule(denied, "ioctl", Arg(1, MASKED_EQ, INT, command))
+    for kind in FLAG_COMMANDS:
+        result.add_rule(denied, "ioctl", Arg(1, MASKED_EQ, COMMAND_KIND, kind << 8))
     # Pairs of stream sockets reach nothing else; a datagram can be sent to any address.
     result.add_rule(denied, "socketpair", Arg(0, NE, socket.AF_UNIX))
-    for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
-        result.add_rule(denied, "socketpair", Arg(1, MASKED_EQ, SOCKET_KIND, kind))
+    for pair in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
+        result.add_rule(denied, "socketpair", Arg(1, MASKED_EQ, SOCKET_KIND, pair))
     result.add_rule(denied, "prctl", Arg(0, MASKED_EQ, INT, PR_SET_PDEATHSIG))
     result.add_rule(denied, "prlimit64", Arg(0, NE, 0))  # another process
     result.add_rule(denied, "prlimit64", Arg(2, NE, 0))  # new limits, of processor time as well

@@ -32,9 +32,8 @@ def planned_tokens(
     printing = Source(source.directory, {**source.files, "train.py": program})
     log = problem = ""
     for _, ended in run_all([Run(printing, {}, text, limit=limit, alone=True)], 1):
-        log = (ended.out / "log").read_text(errors="replace")
-        problem = ended.problem
-    last_line = log.strip().rpartition("\n")[2]
+        log, problem = ended.log, ended.problem
+    last_line = log.rpartition("\n")[2]
     try:
         return int(last_line)
     except ValueError:
