@@ -748,6 +748,7 @@ def test_eval_prints_a_line_of_csv_for_each_document(held, cli):
         (("new.txt",), "'ϡ'"),
         (("held.txt", "--find", "held.txt"), "braces"),
         (("held.txt", "--questions", "asked.txt"), "asked.txt"),
+        (("held.txt", "--questions", "strange.jsonl"), "strange.jsonl:1 has "),
         (("empty.txt",), "empty.txt"),
     ],
 )
@@ -755,6 +756,7 @@ def test_eval_refuses_what_it_cannot_measure(words, fact, held, cli):
     Path("new.txt").write_text("a ϡ")
     Path("empty.txt").write_text("")
     Path("asked.txt").write_text("no JSON")
+    Path("strange.jsonl").write_text(json.dumps(said("ϡ?", "5")))
     assert cli("eval", held.job_id, *words).failed(2, fact)
 
 
@@ -784,16 +786,35 @@ def test_an_evaluation_is_kept_shown_in_reports_and_deleted(held, cli):
     assert not list(held.home.rglob("eval-*"))
 
 
-def test_an_evaluation_of_another_version_breaks_no_report(held, caplog):
+@pytest.fixture
+def kept(held):
+    """The file of an evaluation, and what changes it."""
     Job(held.job_id).eval("held.txt")
     (file,) = (held.home / "models" / held.job_id).glob("eval-*.json")
-    record = json.loads(file.read_text())
-    del record["cuts"]
-    file.write_text(json.dumps(record))
+
+    def change(drop: Sequence[str], **fields: Any) -> Path:
+        record = {**json.loads(file.read_text()), **fields}
+        file.write_text(json.dumps({key: record[key] for key in record if key not in drop}))
+        return file
+
+    return change
+
+
+def test_a_report_shows_an_evaluation_of_an_older_version(held, kept, caplog):
+    kept(["cuts", "perplexity", "samples", "copied", "xz", "worst"], anchor=2.5)
+    caplog.clear()
+    page = Job(held.job_id).report().read_text("utf-8")
+    (evaluation_,) = evaluation.kept(held.job_id, launching.settings_of(held.home))
+    assert evaluation_.facts()["bits per byte"] in page
+    assert (evaluation_.facts()["causal"], caplog.messages) == ("-", [])
+
+
+def test_an_evaluation_without_its_result_breaks_no_report(held, kept, caplog):
+    file = kept(["bits_per_byte"])
     caplog.clear()
     assert "On other texts" not in Job(held.job_id).report().read_text("utf-8")
     (message,) = caplog.messages
-    assert file.name in message and "cuts" in message
+    assert file.name in message and "bits_per_byte" in message
 
 
 def test_two_models_are_compared_by_the_same_passages(edited):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 from launcher.files.documents import Damaged
@@ -72,8 +72,8 @@ class Evaluation:
     bits per byte too: of a compressor on the text, of a 5-gram model of the training text on it,
     and of this model on the first 128 kB of its own validation text. overlap is the fraction of
     bytes in runs of 50 or more that the training text has too, and copied the bytes of the longest
-    run that it shares with `samples`, both with white space as one space. None stands for what
-    cannot be known. documents has the worst first.
+    run that it shares with `samples`, both with white space as one space. documents has the worst
+    first. None stands for what cannot be known, or what an older version did not measure.
     """
 
     model: str
@@ -81,33 +81,33 @@ class Evaluation:
     size: int  # bytes
     tokens: int
     bits_per_byte: float
-    half: float | None
-    unit: str
-    perplexity: float
-    xz: float | None
-    samples: str
-    cuts: int  # by which no logit depends on a later token
-    worst: list[Passage]
-    canaries: list[Canary]
-    answers: dict[str, tuple[int, int]]  # right and asked, by kind
-    parts: list[Passage]
-    documents: list[Passage]
+    half: float | None = None
+    unit: str = ""
+    perplexity: float | None = None
+    xz: float | None = None
     ngram: float | None = None
     validation: float | None = None
     overlap: float | None = None
     copied: int | None = None
+    samples: str = ""
+    cuts: int | None = None  # by which no loss depends on what follows
+    worst: list[Passage] = field(default_factory=list)
+    canaries: list[Canary] = field(default_factory=list)
+    answers: dict[str, tuple[int, int]] = field(default_factory=dict)  # right and asked, by kind
+    parts: list[Passage] = field(default_factory=list)
+    documents: list[Passage] = field(default_factory=list)
 
     def facts(self, first: Evaluation | None = None) -> dict[str, str]:
         """The numbers in words; with the difference to another model on the same text."""
         facts = {
             "bits per byte": of_bits(self.bits_per_byte, self.half),
-            "perplexity per token": f"{self.perplexity:.2f}",
+            "perplexity per token": shown(self.perplexity, ".2f"),
             "xz": of_bits(self.xz),
             "5-gram of the training text": of_bits(self.ngram),
             "own validation text": of_bits(self.validation),
             "overlap with the training text": shown(self.overlap, ".1%"),
             "longest run copied from it": shown(self.copied, "d", f" bytes in {self.samples}"),
-            "causal": f"yes, by {self.cuts:,} cuts",
+            "causal": shown(self.cuts, ",d", " cuts", before="yes, by "),
         }
         if first is not None and first is not self:
             pairs = zip(self.parts, first.parts, strict=True)
@@ -116,8 +116,8 @@ class Evaluation:
         return facts
 
 
-def shown(value: float | None, form: str, more: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{more}"
+def shown(value: float | None, form: str, after: str = "", before: str = "") -> str:
+    return "-" if value is None else f"{before}{value:{form}}{after}"
 
 
 def of_bits(bits: float | None, half: float | None = None) -> str:
