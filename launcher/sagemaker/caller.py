@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from launcher.aws import aws_session, make_client, service_errors
@@ -64,13 +63,11 @@ def owner_of(arn: str) -> str:
     name may have; no name has the colon that replaces it.
     """
     kind, *names = arn.split(":", 5)[5].split("/")
-    if kind == "assumed-role":
-        role, session = names
-        personal = role.startswith(SSO_ROLE) or not NO_PERSON.fullmatch(session)
-        words = [role, session] if personal else [role]
-    else:
-        words = [kind, *names[-1:]]  # a user may have a path
-    return tag_value("/".join(words))
+    if kind != "assumed-role":
+        return tag_value("/".join([kind, *names[-1:]]))  # a user may have a path
+    role, session = names
+    is_person = role.startswith(SSO_ROLE) or not NO_PERSON.fullmatch(session)
+    return tag_value(f"{role}/{session}" if is_person else role)
 
 
 def tag_value(text: str) -> str:
@@ -80,7 +77,8 @@ def tag_value(text: str) -> str:
 
 def our_tags(owner: str, name: str | None, summary: str) -> list[dict[str, str]]:
     tags = {TAG_KEY: TAG_VALUE, OWNER_TAG: owner, SUMMARY_TAG: tag_value(summary)}
-    tags |= {NAME_TAG: name} if name else {}
+    if name:
+        tags[NAME_TAG] = name
     return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
@@ -142,22 +140,30 @@ def search_jobs(
 
 
 def with_last(
-    found: Iterable[dict[str, Any]], job_id: str, last: Iterator[dict[str, Any]]
+    jobs: Iterable[dict[str, Any]], last_id: str, last: Iterator[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """What Search found, with the last launched job put where its time belongs.
 
     Search finds a new job only after seconds; `last` yields it, if it exists. The jobs of one
     second stay in the order of Search if it is among them, else it is the newest.
     """
-    name, placed = itemgetter("TrainingJobName"), False
-    for time, jobs in groupby(found, key=lambda raw: time_of(name(raw))):
-        if placed or time > time_of(job_id):
-            yield from (raw for raw in jobs if name(raw) != job_id)
+    is_placed = False
+    for time, group in groupby(jobs, key=lambda job: time_of(name_of(job))):
+        if is_placed or time > time_of(last_id):
+            for job in group:
+                if name_of(job) != last_id:
+                    yield job
             continue
-        second = list(jobs)
-        if job_id not in map(name, second):
+        jobs_of_second = list(group)
+        if last_id not in map(name_of, jobs_of_second):
             yield from last
-        yield from second
-        placed = True
-    if not placed:
+        yield from jobs_of_second
+        is_placed = True
+    if not is_placed:
         yield from last
+
+
+def name_of(job: dict[str, Any]) -> str:
+    """The id of a job in an answer of SageMaker."""
+    name: str = job["TrainingJobName"]
+    return name

@@ -15,8 +15,10 @@ import logging
 import math
 import re
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
+from typing import Any
 
 from pydantic import Field
 
@@ -68,7 +70,8 @@ def check_confirmed(worst: float, max_cost: float | None, settings: Settings) ->
 
     max_cost: their ceiling, if somebody chose it now; one that a resumed job had is no consent.
     """
-    if worst <= settings.ask_above or (worst < math.inf and (max_cost or settings.max_cost)):
+    has_ceiling = bool(max_cost or settings.max_cost) and worst < math.inf
+    if worst <= settings.ask_above or has_ceiling:
         return
     cost = "an unknown amount" if worst == math.inf else usd(worst)
     raise Unconfirmed(
@@ -102,12 +105,14 @@ def longest_run(amount: float, per_hour: float, keep_alive: int) -> int:
 
 def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
     """The cost ceiling of a job. A lower one in the settings replaces that of a resumed job."""
-    asked, configured = job.max_cost, settings.max_cost
-    if configured is None or (asked is not None and asked <= configured):
-        return None if asked is None else Ceiling(asked, job.origin("max_cost"))
+    requested, configured = job.max_cost, settings.max_cost
+    if configured is None:
+        return None if requested is None else Ceiling(requested, job.origin("max_cost"))
+    if requested is not None and requested <= configured:
+        return Ceiling(requested, job.origin("max_cost"))
     ceiling = Ceiling(configured, " in SM_NANOGPT_MAX_COST or config.toml")
-    if asked is not None and not job.origin("max_cost"):
-        raise InputError(f"exceeds {ceiling}", field="max_cost", value=f"{asked:g}")
+    if requested is not None and not job.origin("max_cost"):
+        raise InputError(f"exceeds {ceiling}", field="max_cost", value=f"{requested:g}")
     return ceiling
 
 
@@ -120,16 +125,20 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
     longest = longest_run(ceiling.amount - spent, per_hour, keep_alive)
     if longest >= job.time_limit:
         return job
-    run = SHORTEST_RUN if job.max_run is None or job.max_cost is not None else job.max_run
-    if longest < run:
-        worst = usd(spent + worst_case(per_hour, run, keep_alive))
-        whose = job.origin("max_run") if run == job.max_run else ""
-        most = f"; a run of at most {longest} s stays below it" * (longest >= SHORTEST_RUN)
-        raise CeilingTooLow(
-            f"{ceiling} is too low: a run of {run} s{whose} may cost {worst}"
-            f" ({usd(per_hour)} an hour, {counted(spent)}){most}"
-        )
-    return job.model_copy(update={"affordable_run": longest})
+    must_run_in_full = job.max_run is not None and job.max_cost is None
+    needed = job.max_run if must_run_in_full and job.max_run else SHORTEST_RUN
+    if longest >= needed:
+        return job.model_copy(update={"affordable_run": longest})
+
+    origin = job.origin("max_run") if needed == job.max_run else ""
+    worst = usd(spent + worst_case(per_hour, needed, keep_alive))
+    advice = ""
+    if longest >= SHORTEST_RUN:
+        advice = f"; a run of at most {longest} s stays below it"
+    raise CeilingTooLow(
+        f"{ceiling} is too low: a run of {needed} s{origin} may cost {worst}"
+        f" ({usd(per_hour)} an hour, {what_is_counted(spent)}){advice}"
+    )
 
 
 def earlier_cost(record: TrainingJob, job: JobDescription, prices: Prices) -> float | None:
@@ -138,10 +147,10 @@ def earlier_cost(record: TrainingJob, job: JobDescription, prices: Prices) -> fl
     None: it is unknown.
     """
     before = 0.0 if record.resume is None else record.earlier_cost
-    price = prices.of(job.instance) if job.is_placed else None
-    if before is None or (price is None and job.is_placed):
-        return None
-    return before + (cost_of(job, price, time.time()) if price else 0.0)
+    if before is None or not job.is_placed:
+        return before
+    price = prices.of(job.instance)
+    return None if price is None else before + cost_of(job, price, time.time())
 
 
 def afford(
@@ -149,43 +158,77 @@ def afford(
 ) -> TrainingJob:
     """The job with a time limit that keeps it below its ceiling. Logs what it may cost.
 
-    earlier is the cost in USD of the jobs that it resumes.
+    earlier is the cost in USD of the jobs that it resumes. Raises InputError if the job has a
+    ceiling and a price is unknown, and CeilingTooLow.
     """
     ceiling = ceiling_of(job, settings)
-    found = {instance: price for instance in job.instances if (price := prices.of(instance))}
-    unknown = [f"the cost of the earlier job {job.resume} is unknown"] * (earlier is None)
-    if lacking := [instance for instance in job.instances if instance not in found]:
-        unknown.append(f"the price of {' and '.join(lacking)} in {prices.region} is unknown")
-    for each in unknown:
-        if ceiling is not None:
-            raise InputError(f"{each}, so the job may cost more than {ceiling}")
-        logger.info(each)
-    if lacking:
+    known_prices = prices.of_all(job.instances)
+    without_price = [instance for instance in job.instances if instance not in known_prices]
+    check_prices_known(job, ceiling, prices.region, earlier, without_price)
+    if without_price:
         return job.model_copy(update={"earlier_cost": earlier})
-    # SageMaker may choose any of the types, so count the most expensive one.
-    rates = {each: rate(job.model_copy(update={"instance": each}), found[each]) for each in found}
-    dearest = max(rates, key=lambda each: rates[each])
-    price, per_hour = found[dearest], rates[dearest]
-    counts = earlier if ceiling and earlier else 0.0
-    ready = job if ceiling is None else limited(job, per_hour, ceiling, counts)
-    worst = counts + worst_case(per_hour, ready.time_limit, job.keep_alive or 0)
-    n, total = job.instance_count, usd(job.instance_count * price.per_hour)
-    hosts = f" ({n} x {usd(price.per_hour)})" * (n > 1)
-    spot = "; spot is billed for fewer seconds (AWS says: up to 90% less)" * job.spot
-    of_which = f" ({dearest}, the most expensive)" * (len(found) > 1)
-    logger.info(f"price: {total} an hour{hosts}, by {price.source}{spot}{of_which}")
+
+    instance = dearest_of(job, known_prices)
+    price = known_prices[instance]
+    per_hour = rate(job.model_copy(update={"instance": instance}), price)
+    spent = earlier if ceiling and earlier else 0.0
+    if ceiling is not None:
+        job = limited(job, per_hour, ceiling, spent)
+    worst = spent + worst_case(per_hour, job.time_limit, job.keep_alive or 0)
+    log_price(job, instance, price)
     logger.info(
-        f"cost: at most {usd(worst)}, if it runs for {ready.time_limit} s"
-        f" (counted: {counted(counts)})"
+        f"cost: at most {usd(worst)}, if it runs for {job.time_limit} s"
+        f" (counted: {what_is_counted(spent)})"
     )
-    if ready.time_limit == ready.affordable_run:
-        logger.info(f"time limit: {ready.time_limit} s, from {ceiling}")
-    return ready.model_copy(update={"worst_cost": worst, "earlier_cost": earlier})
+    if job.time_limit == job.affordable_run:
+        logger.info(f"time limit: {job.time_limit} s, from {ceiling}")
+    return job.model_copy(update={"worst_cost": worst, "earlier_cost": earlier})
 
 
-def counted(earlier: float) -> str:
-    before = f", {usd(earlier)} of the earlier jobs" if earlier else ""
-    return f"an allowance of {AROUND_SECONDS} s for start-up, stop and upload{before}"
+def check_prices_known(
+    job: TrainingJob,
+    ceiling: Ceiling | None,
+    region: str,
+    earlier: float | None,
+    without_price: list[str],
+) -> None:
+    """Log each cost that is unknown, or raise InputError if the job has a ceiling."""
+    unknown = []
+    if earlier is None:
+        unknown.append(f"the cost of the earlier job {job.resume} is unknown")
+    if without_price:
+        unknown.append(f"the price of {' and '.join(without_price)} in {region} is unknown")
+    for problem in unknown:
+        if ceiling is not None:
+            raise InputError(f"{problem}, so the job may cost more than {ceiling}")
+        logger.info(problem)
+
+
+def dearest_of(job: TrainingJob, prices: Mapping[str, Price]) -> str:
+    """The most expensive of the types on which SageMaker may run the job."""
+    rates = {}
+    for instance, price in prices.items():
+        rates[instance] = rate(job.model_copy(update={"instance": instance}), price)
+    return max(rates, key=lambda instance: rates[instance])
+
+
+def log_price(job: TrainingJob, instance: str, price: Price) -> None:
+    total = usd(job.instance_count * price.per_hour)
+    line = f"price: {total} an hour"
+    if job.instance_count > 1:
+        line += f" ({job.instance_count} x {usd(price.per_hour)})"
+    line += f", by {price.source}"
+    if job.spot:
+        line += "; spot is billed for fewer seconds (AWS says: up to 90% less)"
+    if len(job.instances) > 1:
+        line += f" ({instance}, the most expensive)"
+    logger.info(line)
+
+
+def what_is_counted(spent: float) -> str:
+    """What is in a worst cost besides the run. spent: USD of the jobs that it resumes."""
+    earlier = f", {usd(spent)} of the earlier jobs" if spent else ""
+    return f"an allowance of {AROUND_SECONDS} s for start-up, stop and upload{earlier}"
 
 
 # -- prices ----------------------------------------------------------------------------------------
@@ -217,10 +260,8 @@ class Prices:
 
     def of(self, instance: str) -> Price | None:
         """The price of an instance type, or None if it is unknown. Raises nothing."""
-        kept = self.cache.read()
-        answer = kept.get(self.region, {}).get(instance)
-        fresh = answer is not None and timedelta() <= date.today() - answer.day < FRESH
-        if not (fresh or self.trouble):
+        answer = self.saved_answer(instance)
+        if not (is_fresh(answer) or self.trouble):
             answer = self.ask(instance) or answer
             if self.trouble:
                 logger.info(self.trouble)
@@ -231,20 +272,23 @@ class Prices:
             return Price(offline.usd_per_hour, f"the offline table of {offline.month}")
         return None
 
+    def of_all(self, instances: Iterable[str]) -> dict[str, Price]:
+        """The prices of those types of which one is known."""
+        prices = {}
+        for instance in instances:
+            price = self.of(instance)
+            if price is not None:
+                prices[instance] = price
+        return prices
+
+    def saved_answer(self, instance: str) -> Answer | None:
+        return self.cache.read().get(self.region, {}).get(instance)
+
     def ask(self, instance: str) -> Answer | None:
-        """Ask the price list and keep its price, if it has one; on failure set `trouble`."""
-        wanted = {"regionCode": self.region, "instanceName": instance}
-        filters = [{"Type": "TERM_MATCH", "Field": n, "Value": v} for n, v in wanted.items()]
+        """Ask the price list and save its price, if it has one; on failure set `trouble`."""
         try:
-            partition = self.session.get_partition_for_region(self.region)
-            if partition != "aws":  # the endpoint rejects its credentials
-                self.trouble = f"there is no price list for {self.region} (partition {partition})"
-                return None
-            client = make_client(self.session, "pricing", ENDPOINT_REGION, 1)
-            found = client.get_products(
-                ServiceCode="AmazonSageMaker", Filters=filters, MaxResults=100
-            )
-            per_hour = training_price(found["PriceList"], instance)
+            products = self.products_of(instance)
+            per_hour = None if products is None else training_price(products, instance)
             if per_hour is None:
                 return None
             answer = Answer(per_hour=per_hour, day=date.today())
@@ -254,10 +298,34 @@ class Prices:
         except Exception as error:
             self.trouble = f"could not ask AWS's price list: {message_of(error)}"
             return None
-        known = self.cache.read()
-        known.setdefault(self.region, {})[instance] = answer
-        self.cache.write(known)
+        answers = self.cache.read()
+        answers.setdefault(self.region, {})[instance] = answer
+        self.cache.write(answers)
         return answer
+
+    def products_of(self, instance: str) -> list[str] | None:
+        """The products of an instance type in the price list; None, with `trouble`, if there is no
+        list for the region."""
+        partition = self.session.get_partition_for_region(self.region)
+        if partition != "aws":  # the endpoint rejects its credentials
+            self.trouble = f"there is no price list for {self.region} (partition {partition})"
+            return None
+        filters = [
+            {"Type": "TERM_MATCH", "Field": "regionCode", "Value": self.region},
+            {"Type": "TERM_MATCH", "Field": "instanceName", "Value": instance},
+        ]
+        client = make_client(self.session, "pricing", ENDPOINT_REGION, 1)
+        answer = client.get_products(ServiceCode="AmazonSageMaker", Filters=filters, MaxResults=100)
+        products: list[str] = answer["PriceList"]
+        return products
+
+
+def is_fresh(answer: Answer | None) -> bool:
+    """True if an answer need not be asked for again."""
+    if answer is None:
+        return False
+    age = date.today() - answer.day
+    return timedelta() <= age < FRESH
 
 
 def training_price(products: list[str], instance: str) -> float | None:
@@ -266,13 +334,20 @@ def training_price(products: list[str], instance: str) -> float | None:
     Each use of an instance type is a product. That of training has a usage type such as
     `USE1-Train:ml.g5.12xlarge`; hosting, spot and the rest have others.
     """
-    usage = re.compile(rf"(.+-)?Train:{re.escape(instance)}")
-    found = [
-        float(dimension["pricePerUnit"].get("USD", 0))
-        for product in map(json.loads, products)
-        if usage.fullmatch(product["product"]["attributes"].get("usagetype", ""))
-        for term in product["terms"].get("OnDemand", {}).values()
-        for dimension in term["priceDimensions"].values()
-        if dimension["unit"].lower() in ("hrs", "hours")
-    ]
-    return max(found, default=0.0) or None  # 0 USD means the free tier
+    training_usage = re.compile(rf"(.+-)?Train:{re.escape(instance)}")
+    prices = []
+    for product in map(json.loads, products):
+        usage = product["product"]["attributes"].get("usagetype", "")
+        if training_usage.fullmatch(usage):
+            prices += hourly_prices(product)
+    return max(prices, default=0.0) or None  # 0 USD means the free tier
+
+
+def hourly_prices(product: Any) -> list[float]:
+    """The on-demand prices of a product in USD per hour."""
+    prices = []
+    for term in product["terms"].get("OnDemand", {}).values():
+        for dimension in term["priceDimensions"].values():
+            if dimension["unit"].lower() in ("hrs", "hours"):
+                prices.append(float(dimension["pricePerUnit"].get("USD", 0)))
+    return prices

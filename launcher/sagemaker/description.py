@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
 from typing import Any
 
 from launcher.errors import ServiceError
@@ -26,12 +27,13 @@ EXTRA = re.compile(r'^ExtraInfo "(.+?)"?\s*$', re.MULTILINE)
 
 
 def is_our_job(raw: dict[str, Any]) -> bool:
-    """Whether a job has our layout of files in S3; other jobs are ignored."""
+    """True if a job has our layout of files in S3; other jobs are ignored."""
     output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
     checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "").rstrip("/")
     store, _, folder = output.rpartition("/")
-    ours = store.startswith("s3://") and folder == "jobs"
-    return ours and checkpoints == f"{store}/checkpoints/{raw['TrainingJobName']}"
+    if not store.startswith("s3://") or folder != "jobs":
+        return False
+    return bool(checkpoints == f"{store}/checkpoints/{raw['TrainingJobName']}")
 
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
@@ -46,66 +48,106 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
 
 
 def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
-    status, place = raw["TrainingJobStatus"], raw.get("CheckpointConfig", {}).get("S3Uri")
-    channels = {
-        channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"]
-        for channel in raw.get("InputDataConfig", [])
-    }
-    hyperparameters = {
-        name: json.loads(value)
-        for name, value in raw.get("HyperParameters", {}).items()
-        if not name.startswith("sagemaker_")
-    }
-    metrics = {each["MetricName"]: each["Value"] for each in raw.get("FinalMetricDataList", [])}
-    if "step" in metrics:
-        metrics["step"] = int(metrics["step"])
-    artifacts = raw.get("ModelArtifacts", {})
-    secondary = raw.get("SecondaryStatus", status)
+    status = raw["TrainingJobStatus"]
+    checkpoint_uri = raw.get("CheckpointConfig", {}).get("S3Uri")
+    channels = channels_of(raw)
     transitions = raw.get("SecondaryStatusTransitions", [])
-    limits = ("MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Interrupted")
-    # An interrupted spot job runs again, so it has not failed.
-    reason = in_short(raw.get("FailureReason", "")) or (secondary if secondary in limits else None)
-    resources, pool = raw["ResourceConfig"], raw.get("WarmPoolStatus", {})
-    warm_seconds = pool.get("ResourceRetainedBillableTimeInSeconds")
-    # Until SageMaker chooses one of several types, the instance is all of them.
-    candidates = ",".join(each["InstanceType"] for each in resources.get("InstancePreferences", []))
-    chosen = resources.get("SelectedInstanceType") or candidates
-    count = resources.get("SelectedInstanceCount") or resources.get("InstanceCount", 0)
-    moments = (raw.get(name) for name in ("TrainingStartTime", "TrainingEndTime"))
-    started, ended = (moment and moment.timestamp() for moment in moments)
+    resources = raw["ResourceConfig"]
+    warm_pool = raw.get("WarmPoolStatus", {})
+    warm_seconds = warm_pool.get("ResourceRetainedBillableTimeInSeconds")
     tags = {tag["Key"]: tag["Value"] for tag in raw.get("Tags", [])}  # only Search tells them
     return JobDescription(
         job_id=raw["TrainingJobName"],
         status=status,
-        secondary_status=secondary,
-        instance=chosen or resources.get("InstanceType", ""),
-        instance_count=count,
+        secondary_status=raw.get("SecondaryStatus", status),
+        instance=instance_of(resources),
+        instance_count=resources.get("SelectedInstanceCount") or resources.get("InstanceCount", 0),
         volume_size=resources.get("VolumeSizeInGB", 0),  # not required by botocore's model
         created=raw["CreationTime"].timestamp(),
         data=channels.get("training", ""),
-        hyperparameters=hyperparameters,
+        hyperparameters=hyperparameters_of(raw),
         name=tags.get(NAME_TAG),
         owner=tags.get(OWNER_TAG),
         summary=tags.get(SUMMARY_TAG),
         search=raw.get("Environment", {}).get(SEARCH_VARIABLE),
         inputs=channels,
-        failure_reason=None if status in RUNNING else reason,
+        failure_reason=None if status in RUNNING else reason_of_end(raw),
         message=transitions[-1].get("StatusMessage") if transitions else None,
-        started=started,
-        ended=ended,
-        metrics=metrics or None,
-        model_uri=artifacts.get("S3ModelArtifacts") if status == "Completed" else None,
-        checkpoint_uri=None if checkpoint_step is None else place,
+        started=seconds_of(raw.get("TrainingStartTime")),
+        ended=seconds_of(raw.get("TrainingEndTime")),
+        metrics=metrics_of(raw) or None,
+        model_uri=model_of(raw),
+        checkpoint_uri=None if checkpoint_step is None else checkpoint_uri,
         checkpoint_step=checkpoint_step,
         billable_seconds=raw.get("BillableTimeInSeconds"),
         training_seconds=raw.get("TrainingTimeInSeconds"),
         keep_alive=resources.get("KeepAlivePeriodInSeconds"),
-        warm_pool_seconds=None if pool.get("Status") == "Available" else warm_seconds,
+        warm_pool_seconds=None if warm_pool.get("Status") == "Available" else warm_seconds,
         spot=raw.get("EnableManagedSpotTraining", False),
     )
 
 
+def channels_of(raw: dict[str, Any]) -> dict[str, str]:
+    """The URIs of the channels, by name."""
+    channels = {}
+    for channel in raw.get("InputDataConfig", []):
+        channels[channel["ChannelName"]] = channel["DataSource"]["S3DataSource"]["S3Uri"]
+    return channels
+
+
+def hyperparameters_of(raw: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of the script, without those of the SDK."""
+    hyperparameters = {}
+    for name, value in raw.get("HyperParameters", {}).items():
+        if not name.startswith("sagemaker_"):
+            hyperparameters[name] = json.loads(value)
+    return hyperparameters
+
+
+def metrics_of(raw: dict[str, Any]) -> dict[str, Any]:
+    """The newest value of each metric."""
+    metrics = {}
+    for metric in raw.get("FinalMetricDataList", []):
+        metrics[metric["MetricName"]] = metric["Value"]
+    if "step" in metrics:
+        metrics["step"] = int(metrics["step"])
+    return metrics
+
+
+def model_of(raw: dict[str, Any]) -> str | None:
+    """The URI of the model, once the job has completed."""
+    if raw["TrainingJobStatus"] != "Completed":
+        return None
+    uri: str | None = raw.get("ModelArtifacts", {}).get("S3ModelArtifacts")
+    return uri
+
+
+def instance_of(resources: dict[str, Any]) -> str:
+    """The instance type; until SageMaker chooses one of several, all of them."""
+    preferences = resources.get("InstancePreferences", [])
+    candidates = ",".join(preference["InstanceType"] for preference in preferences)
+    selected = resources.get("SelectedInstanceType") or candidates
+    return str(selected or resources.get("InstanceType", ""))
+
+
+def reason_of_end(raw: dict[str, Any]) -> str | None:
+    """Why a job failed or was stopped, if SageMaker says so."""
+    reason = in_short(raw.get("FailureReason", ""))
+    if reason:
+        return reason
+    # An interrupted spot job runs again, so it has not failed.
+    limits = ("MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Interrupted")
+    secondary: str | None = raw.get("SecondaryStatus")
+    return secondary if secondary in limits else None
+
+
+def seconds_of(moment: datetime | None) -> float | None:
+    """Seconds since the epoch."""
+    return None if moment is None else moment.timestamp()
+
+
 def in_short(reason: str) -> str:
     """A FailureReason in one line: the error of train.py, else all of it."""
-    found = CAUSE.search(reason) or EXTRA.search(reason)
-    return " ".join((found[1] if found else reason).split())
+    cause = CAUSE.search(reason) or EXTRA.search(reason)
+    text = cause[1] if cause else reason
+    return " ".join(text.split())

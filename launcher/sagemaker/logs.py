@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.aws import Missing
@@ -29,28 +29,42 @@ def lines_of(
     `running` the script has started before the first line. Lines of hosts other than the first
     start with the host's name. raw: yield every line, after its host's name.
     """
-    started, at_command = set(running), set[str]()
+    filters: dict[str, StreamFilter] = {}
     for _, stream, line in events:
         host = stream.rpartition("-")[0]
         if raw:
             yield f"{host}: {line}"
             continue
-        if tagged := TAGGED.match(line):
+        if stream not in filters:
+            filters[stream] = StreamFilter(has_started=stream in running)
+        tagged = TAGGED.match(line)
+        if tagged:
             host, line = tagged[1], tagged[2]
-        elif by_toolkit := TOOLKIT.match(line):
-            if by_toolkit[1] not in ("ERROR", "CRITICAL"):
-                continue
-        elif stream not in started:  # hundreds of lines of environment
-            if line.startswith(START):
-                started.add(stream)
-                at_command.add(stream)
-            continue
-        elif stream in at_command:
-            if line.strip():
-                at_command.remove(stream)
+        elif not filters[stream].passes(line):
             continue
         if not line.startswith(NOISE):
             yield line if host == "algo-1" else f"{host}: {line}"
+
+
+@dataclass
+class StreamFilter:
+    """Tells the script's lines of a stream from those that the toolkit prints before."""
+
+    has_started: bool
+    awaits_command: bool = False  # the line of the command is still to come
+
+    def passes(self, line: str) -> bool:
+        """True if a line without the tag of mpirun is to be shown."""
+        by_toolkit = TOOLKIT.match(line)
+        if by_toolkit:
+            return by_toolkit[1] in ("ERROR", "CRITICAL")
+        if not self.has_started:  # hundreds of lines of environment
+            self.has_started = self.awaits_command = line.startswith(START)
+            return False
+        if self.awaits_command:
+            self.awaits_command = not line.strip()
+            return False
+        return True
 
 
 def streams_of(client: Any, job_id: str) -> list[str]:
@@ -70,57 +84,74 @@ def pages_of(
     """Yield the pages after a token, or from one end of a stream to the other, each with the token
     of the next. A page is in order of time, and may be empty before the last."""
     direction = "nextBackwardToken" if backward else "nextForwardToken"
+    name = stream.partition("/")[2]
     while True:
-        given = {"nextToken": token} if token else {}
+        next_token = {"nextToken": token} if token else {}
         page = client.get_log_events(
-            logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=not backward, **given
+            logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=not backward, **next_token
         )
-        name, following = stream.partition("/")[2], page[direction]
-        events = [(e["timestamp"], name, e["message"].rstrip("\n")) for e in page["events"]]
-        yield events, following
-        if following == token:  # where a stream ends, it returns the token of the request
+        events = []
+        for event in page["events"]:
+            events.append((event["timestamp"], name, event["message"].rstrip("\n")))
+        yield events, page[direction]
+        if page[direction] == token:  # where a stream ends, it returns the token of the request
             return
-        token = following
+        token = page[direction]
 
 
-def new_events(client: Any, job_id: str, seen: dict[str, str]) -> list[Event]:
-    """The events since `seen`, in order of time. `seen` is updated at the end, so that no line is
-    lost if an outage interrupts the call."""
-    found, now = list[Event](), dict[str, str]()
+def new_events(client: Any, job_id: str, tokens: dict[str, str]) -> list[Event]:
+    """The events after these tokens, by stream, in order of time.
+
+    The tokens are updated at the end, so that no line is lost if an outage interrupts the call.
+    """
+    new: list[Event] = []
+    new_tokens = {}
     for stream in streams_of(client, job_id):
-        for events, token in pages_of(client, stream, seen.get(stream)):
-            found += events
-            now[stream] = token
-    seen |= now
-    return sorted(found, key=lambda event: event[0])
+        for events, token in pages_of(client, stream, tokens.get(stream)):
+            new += events
+            new_tokens[stream] = token
+    tokens |= new_tokens
+    return in_order_of_time(new)
 
 
-def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[Event], set[str]]:
-    """The last events of a stream, which make `count` lines if it has so many, and its name as
-    `running` of lines_of if the script started before them."""
-
-    def starts(events: Iterable[Event]) -> bool:
-        return any(message.startswith(START) for _, _, message in events)
-
-    before = not raw and any(starts(page) for page, _ in pages_of(client, stream))
-    running = {stream.partition("/")[2]} if before else set[str]()
-    events, found = list[Event](), 0.0
-    for page, _ in pages_of(client, stream, backward=True):
-        events = [*page, *events]
-        if running and starts(page):
-            running, found = set(), -math.inf  # what the toolkit wrote earlier is short
-        found += len(list(lines_of(page, raw, running)))
-        if found >= count + 2:  # the first two may be the command, which follows START
-            break
-    return events, running
+def in_order_of_time(events: Iterable[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event[0])
 
 
 def last_lines(client: Any, job_id: str, count: int, raw: bool) -> list[str]:
     """The last lines of a job, of all streams in order of time. Each is read from its end."""
-    events, running = list[Event](), set[str]()
+    events: list[Event] = []
+    running = set()
     for stream in streams_of(client, job_id):
-        own, runs = last_events(client, stream, count, raw)
-        events += own
-        running |= runs
-    events.sort(key=lambda event: event[0])
-    return list(deque(lines_of(events, raw, running), maxlen=count))
+        stream_events, starts_earlier = last_events(client, stream, count, raw)
+        events += stream_events
+        if starts_earlier:
+            running.add(stream.partition("/")[2])
+    lines = lines_of(in_order_of_time(events), raw, running)
+    return list(deque(lines, maxlen=count))
+
+
+def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[Event], bool]:
+    """The last events of a stream, which make `count` lines if it has so many.
+
+    Also returns True if the script started before them.
+    """
+    starts_earlier = not raw and any(has_start(page) for page, _ in pages_of(client, stream))
+    name = stream.partition("/")[2]
+    events: list[Event] = []
+    n_lines, reads_all = 0, False
+    for page, _ in pages_of(client, stream, backward=True):
+        events = page + events
+        if starts_earlier and has_start(page):
+            starts_earlier = False
+            reads_all = True  # what the toolkit wrote before the start is short
+        running = {name} if starts_earlier else set()
+        n_lines += len(list(lines_of(page, raw, running)))
+        if n_lines >= count + 2 and not reads_all:  # two may be the command, which follows START
+            break
+    return events, starts_earlier
+
+
+def has_start(events: Iterable[Event]) -> bool:
+    """True if the script is started in these events."""
+    return any(message.startswith(START) for _, _, message in events)
