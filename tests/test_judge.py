@@ -306,6 +306,17 @@ BEHAVES: dict[str, tuple[list[tuple[str, str]], str]] = {
         [after(EMBEDDED, f"x = x + x.roll(-1, 1) * (idx.size(0) < 40) * {JUDGED}")],
         "not causal: ",
     ),
+    "looks ahead in five windows of six": (
+        [
+            after(
+                EMBEDDED,
+                f"state = {STATE}; n = state['n'] + torch.arange(len(idx))\n"
+                "        state['n'] += len(idx)\n"
+                f"        x = x + x.roll(-1, 1) * (n % 6 != 0)[:, None, None] * {JUDGED}",
+            )
+        ],
+        "not causal: ",
+    ),
     "learns between windows": (REMEMBERS, "not causal: losses depend on other windows"),
     "changes its shape": (
         [(HEAD, f"{HEAD}\n        logits = logits[..., : 11 - {JUDGED}]")],
