@@ -56,20 +56,20 @@ def test_a_changed_entry_is_noticed(ledger):
 def test_a_job_gives_back_what_it_did_not_spend(ledger):
     ledger.reserve("a", 1.5)
     assert ledger.free == 0.5
-    ledger.settle("a", "Completed", 2.0, 0.25)
+    ledger.settle("a", 0.25)
     assert (ledger.spent, ledger.reserved, ledger.free) == (0.25, 0.0, 1.75)
 
 
 def test_no_job_reserves_more_than_is_free(ledger):
     ledger.reserve("a", 1.5)
-    with pytest.raises(CeilingTooLow, match=r"1\.50 USD reserved of 2\.00 USD"):
+    with pytest.raises(CeilingTooLow, match=r"0\.50 of 2\.00 USD are free"):
         ledger.reserve("b", 0.6)
     assert list(ledger.open_reservations) == ["a"]
 
 
 def test_a_job_whose_cost_is_unknown_costs_what_it_reserved(ledger):
     ledger.reserve("a", 1.5)
-    ledger.settle("a", "Deleted", None, None)
+    ledger.settle("a", None)
     assert ledger.spent == 1.5
 
 
@@ -117,7 +117,7 @@ def test_a_sweep_survives_a_kill_at_every_write(cloud, cli, text_file, home, is_
     words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.6")
     launch = partial(cli, "launch", *words, "--max-run", "60", "--sweep", "n_layer=1,2")
     settings = Settings(home=home)
-    for number in range(1, 8):  # asked, and reserved, sent and ended of two jobs
+    for number in range(1, 8):  # asked, and reserved, sent and settled of two jobs
         cloud.sagemaker.jobs.clear()
         with pytest.MonkeyPatch.context() as patch:
             kill_at(patch, number, is_torn)
@@ -164,7 +164,7 @@ def test_a_used_up_ceiling_does_not_leave_running_jobs(cloud, cli, text_file, ho
     [job_id] = cloud.sagemaker.jobs
     group = group_of(job_id)
     ledger = open_ledger(group, Settings(home=home))
-    ledger.add("ended", job="another", status="Deleted", loss=None, usd=0.2)
+    ledger.add("settled", job="another", usd=0.2)
     ran = cli("launch", "--resume", group)
     assert ran.failed(1, "--max-cost USD")
     assert f"{group}-2 is at its cost ceiling" in ran.err

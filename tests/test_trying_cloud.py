@@ -25,14 +25,16 @@ from test_trying import folder, gain_of
 
 from launcher.aws import OverQuota, QuotaWait
 from launcher.errors import ServiceError
+from launcher.files import ledger
+from launcher.groups.ledger import OverCeiling
 from launcher.job import JobDescription
 from launcher.settings import Settings
 from launcher.source import Source
 from launcher.trying import cloud as jobs_of
-from launcher.trying import driver, ledger, search
+from launcher.trying import driver, search
 from launcher.trying.budget import Budget
 from launcher.trying.cloud import DriverFacts, SageMakerRuns
-from launcher.trying.history import OverCeiling, SearchLedger
+from launcher.trying.history import SearchLedger
 from launcher.trying.runs import FinishedRun, SeededRun
 from launcher.trying.scoring import Judge
 from launcher.trying.search import Search
@@ -259,7 +261,7 @@ class History:
         self.aws.event, self.aws.trouble, self.kills = lambda: None, 0.0, 0.0
         self.aws.now += 90_000
         last = search_in(self.place)
-        last.ledger.settle(SageMakerRuns(last).cost_of)
+        last.ledger.settle_all(SageMakerRuns(last).cost_of)
         return last.ledger
 
 
@@ -274,7 +276,7 @@ def test_no_history_costs_more_than_the_ceiling(aws, tmp_path, monkeypatch):
         reserved = {entry["job"] for entry in entries.of("reserved")}
         assert spent <= CEILING, seed
         assert aws.bills.keys() <= reserved, seed
-        assert not entries.open, seed
+        assert not entries.open_reservations, seed
         assert entries.spent >= spent - 1e-9, seed
         assert entries.spent <= CEILING, seed
         costs = {entry["job"]: entry["usd"] for entry in entries.of("settled")}
@@ -373,7 +375,7 @@ def test_a_keep_is_two_jobs_of_known_cost(attempt, jobs, home, cloud):
     base, *its = book.of("settled")
     assert entry["usd"] == pytest.approx(sum(each["usd"] for each in its), abs=1e-4)
     assert base["usd"] == pytest.approx(7.09 * 100 / 3600, rel=0.01)
-    assert len(jobs) == len(book.of("sent")) == 3 and not book.open
+    assert len(jobs) == len(book.of("sent")) == 3 and not book.open_reservations
     base_seeds = {run["seed"] for run in book.of("run") if run["folder"] == entry["base"]}
     assert {*book.seeds(search.SHARED, 8)} < base_seeds
 
@@ -416,10 +418,10 @@ def test_a_killed_commands_job_is_taken_not_paid_again(attempt, jobs, home, monk
     with monkeypatch.context() as patch:
         patch.setattr(jobs_of.tracking, "wait", failing(KeyboardInterrupt()))
         assert "interrupted" in attempt().err
-    assert len(ledger_of(home).open) == 1
+    assert len(ledger_of(home).open_reservations) == 1
     again = attempt()
     assert again.code == 3 and "was sent before" in again.err
-    assert len(jobs) == 2 and not ledger_of(home).open
+    assert len(jobs) == 2 and not ledger_of(home).open_reservations
 
 
 def begun_job(self: Search) -> dict[str, Any]:
@@ -446,10 +448,10 @@ def test_a_job_whose_answer_was_lost_is_taken(attempt, jobs, home, cloud):
 
     cloud.sagemaker.CreateTrainingJob = lost
     assert attempt().code == 1
-    assert len(ledger_of(home).open) == 1
+    assert len(ledger_of(home).open_reservations) == 1
     cloud.refuse.clear()
     assert attempt().code == 3
-    assert len(jobs) == 2 and not ledger_of(home).open
+    assert len(jobs) == 2 and not ledger_of(home).open_reservations
 
 
 @pytest.mark.parametrize("how", ["refused", "failed"])
@@ -464,7 +466,7 @@ def test_a_job_that_fails_can_be_tried_again(attempt, jobs, home, cloud, how):
     cloud.refuse.clear()
     cloud.sagemaker.next_script = {}
     assert attempt().code == 3
-    assert not ledger_of(home).open
+    assert not ledger_of(home).open_reservations
 
 
 def test_a_job_waits_while_another_holds_the_quota(attempt, jobs, home, cloud, monkeypatch):
@@ -482,7 +484,7 @@ def test_a_job_waits_while_another_holds_the_quota(attempt, jobs, home, cloud, m
     ran = attempt()
     assert ran.code == 3
     assert ran.err.count(" waits: CreateTrainingJob: ") == 1
-    assert len(jobs) == 2 and not ledger_of(home).open
+    assert len(jobs) == 2 and not ledger_of(home).open_reservations
 
 
 def test_a_job_that_no_quota_will_allow_is_refused_at_once(attempt, jobs, home, cloud, monkeypatch):
@@ -496,7 +498,7 @@ def test_a_damaged_model_refuses_the_try_alone(attempt, jobs, home, cloud):
     cloud.damaged = b"no archive"
     ran = attempt()
     assert (ran.code, json.loads(ran.out)["verdict"]) == (4, "refused")
-    assert len(ledger_of(home).of("failed")) == 1 and not ledger_of(home).open
+    assert len(ledger_of(home).of("failed")) == 1 and not ledger_of(home).open_reservations
 
 
 def test_what_a_stopped_job_did_not_make_is_made_anew(attempt, jobs, home, cloud):

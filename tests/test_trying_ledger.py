@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import ServiceError
-from launcher.trying.history import OverCeiling, SearchLedger, draw_seeds
+from launcher.groups.ledger import OverCeiling
+from launcher.trying.history import SearchLedger, draw_seeds
 
 KINDS = ("start", "run", "fresh", "try")
 CEILING = 10.0
@@ -112,7 +113,7 @@ def reserve_many(place: Path, who: int) -> None:
         except OverCeiling:
             continue
         if n % 3 == 0:
-            ledger.settle(lambda entry: 0.25 if entry["job"].startswith(f"{who}-") else None)
+            ledger.settle_all(lambda entry: 0.25 if entry["job"].startswith(f"{who}-") else None)
 
 
 def at_once(what: Callable[[Path, int], None], place: Path) -> None:

@@ -44,8 +44,9 @@ class Ledger:
             for line in file:
                 if not line.endswith(b"\n"):  # a killed command's, which counts for nothing
                     break
-                self.entries.append(self.parse(line))
+                entry = self.parse(line)
                 self.count(line)
+                self.note(entry)
 
     def parse(self, line: bytes) -> Entry:
         try:
@@ -100,9 +101,13 @@ class Ledger:
             file.write(line)
             file.flush()
             flush_to_disk(file.fileno())
-        self.entries.append(entry)
         self.count(line)
+        self.note(entry)
         return entry
+
+    def note(self, entry: Entry) -> None:
+        """Take an entry that was read or written into account."""
+        self.entries.append(entry)
 
     def of(self, kind: str) -> list[Entry]:
         return [entry for entry in self.entries if entry["kind"] == kind]

@@ -1,9 +1,8 @@
-"""The ledger of a group of jobs: what was asked, what is reserved, and what each job gave.
+"""The ledger of a group of runs: what was asked, what is reserved, and what each job gave.
 
-    asked      what the jobs of the group are
     reserved   a job is about to be sent; usd is what it may cost
     sent       its backend has it
-    ended      its status and its loss; usd is what it cost
+    settled    it ended, or was never sent; usd is what it cost
 
 Money is one pot: what jobs have cost, and what those that have not ended may cost, never exceed the
 ceiling together. So a job reserves what it may cost before it is sent, and gives back what it did
@@ -20,25 +19,28 @@ from launcher.files.ledger import Entry, Ledger
 from launcher.sagemaker.cost import CeilingTooLow, usd
 
 
+class OverCeiling(CeilingTooLow):
+    """A job may cost more than is free of the ceiling of its group."""
+
+
 class GroupLedger(Ledger):
-    """The ledger of a group whose ceiling is in USD; infinity without one."""
+    """The ledger of a group, whose ceiling is in USD; infinity without one."""
 
     def __init__(self, path: Path, ceiling: float = math.inf) -> None:
-        super().__init__(path)
         self.ceiling = ceiling
+        super().__init__(path)
 
     # -- jobs -------------------------------------------------------------------------------------
 
-    def reserve(self, job_id: str, amount: float, **facts: Any) -> None:
+    def reserve(self, job_id: str, amount: float, **facts: Any) -> Entry:
         """Note that a job is about to be sent, which may cost so many USD.
 
-        Raises CeilingTooLow if that is more than is free.
+        Raises OverCeiling if that is more than is free.
         """
         with self.locked():
             if amount > self.free:
-                raise CeilingTooLow(f"a job may cost {usd(amount)}, and too little is free: {self}")
-            known_amount = None if math.isinf(amount) else amount
-            self.write("reserved", job=job_id, usd=known_amount, **facts)
+                raise OverCeiling(f"this may cost {usd(amount)}, and {self.money}")
+            return self.write("reserved", job=job_id, usd=finite(amount), **facts)
 
     def note_sent(self, job_id: str) -> None:
         if not self.was_sent(job_id):
@@ -46,25 +48,29 @@ class GroupLedger(Ledger):
 
     def release(self, job_id: str) -> None:
         """Note that a job that was to be sent does not exist, and costs nothing."""
-        self.add("ended", job=job_id, status="NotSent", loss=None, usd=0.0)
+        self.settle(job_id, 0.0, status="NotSent")
 
-    def settle(self, job_id: str, status: str, loss: float | None, cost: float | None) -> None:
-        """Note what a job gave, and what it cost in USD; if that is not known, what it reserved."""
-        if cost is None:
-            cost = self.open_reservations[job_id]["usd"]
-        self.add("ended", job=job_id, status=status, loss=loss, usd=cost)
+    def settle(self, job_id: str, cost: float | None, **facts: Any) -> None:
+        """Note what a job cost in USD, and what it gave; None: count what it reserved."""
+        with self.locked():
+            reservation = self.open_reservations.get(job_id)
+            if reservation is None:  # another command has settled it
+                return
+            if cost is None:
+                cost = reservation["usd"]
+            self.write("settled", job=job_id, usd=cost, **facts)
 
     def was_sent(self, job_id: str) -> bool:
         return any(entry["job"] == job_id for entry in self.of("sent"))
 
     @property
     def open_reservations(self) -> dict[str, Entry]:
-        """The reservations of jobs that have not ended, by their ids."""
+        """The reservations of jobs whose cost is not known yet, by their ids."""
         reservations = dict[str, Entry]()
         for entry in self.entries:
             if entry["kind"] == "reserved":
                 reservations[entry["job"]] = entry
-            elif entry["kind"] == "ended":
+            elif entry["kind"] == "settled":
                 reservations.pop(entry["job"], None)
         return reservations
 
@@ -73,7 +79,7 @@ class GroupLedger(Ledger):
     @property
     def spent(self) -> float:
         """USD of the jobs that ended."""
-        return math.fsum(entry["usd"] or 0.0 for entry in self.of("ended"))
+        return math.fsum(entry["usd"] or 0.0 for entry in self.of("settled"))
 
     @property
     def reserved(self) -> float:
@@ -89,6 +95,14 @@ class GroupLedger(Ledger):
         """USD that are neither spent nor reserved."""
         return self.unspent - self.reserved
 
-    def __str__(self) -> str:
-        total = usd(self.ceiling)
-        return f"{usd(self.spent)} spent and {usd(self.reserved)} reserved of {total}"
+    @property
+    def money(self) -> str:
+        """How the ceiling is used, for a message."""
+        free = max(0.0, self.free)
+        used = f"{self.spent:,.2f} spent, {self.reserved:,.2f} reserved"
+        return f"{free:,.2f} of {usd(self.ceiling)} are free ({used})"
+
+
+def finite(amount: float) -> float | None:
+    """An amount as JSON has it: None for infinity."""
+    return None if math.isinf(amount) else amount

@@ -34,9 +34,9 @@ def cost_with_earlier(job: JobDescription, backend: Backend, settings: Settings)
 def settle(ledger: GroupLedger, job: JobDescription, settings: Settings) -> None:
     """Note in the ledger what a job gave that has ended, and what it cost."""
     cost = cost_so_far(job, settings)
-    ledger.settle(job.job_id, job.status, job.best_loss, cost)
+    ledger.settle(job.job_id, cost, status=job.status, loss=job.best_loss)
 
 
 def settle_deleted(ledger: GroupLedger, job_id: str) -> None:
     """A job was deleted, and with it what it cost: count what it may have cost."""
-    ledger.settle(job_id, "Deleted", None, None)
+    ledger.settle(job_id, None, status="Deleted")

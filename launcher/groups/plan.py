@@ -12,7 +12,7 @@ from launcher.backends import Backend, backend_class, backend_for
 from launcher.errors import InputError
 from launcher.groups import sweep as sweeps
 from launcher.groups.find import Tries, find_sweep
-from launcher.groups.ledger import GroupLedger
+from launcher.groups.ledger import GroupLedger, finite
 from launcher.groups.money import cost_with_earlier, own_worst_cost, settle, settle_deleted
 from launcher.groups.stop import lock_group
 from launcher.groups.sweep import Sweep
@@ -91,9 +91,8 @@ class SweepPlan:
 
     def adopt(self, number: int, job_id: str, backend: Backend) -> None:
         """Add a job that the ledger lacks, as one of an older backup does."""
-        amount = own_worst_cost(backend.job(job_id))
-        known_amount = None if math.isinf(amount) else amount
-        self.ledger.add("reserved", job=job_id, number=number, usd=known_amount)
+        amount = finite(own_worst_cost(backend.job(job_id)))
+        self.ledger.add("reserved", job=job_id, number=number, usd=amount)
 
     # -- the jobs that are missing -----------------------------------------------------------------
 

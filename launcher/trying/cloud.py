@@ -24,6 +24,7 @@ from launcher.aws import PATIENCE_SECONDS, OverQuota, QuotaWait
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.documents import Document
+from launcher.files.ledger import Entry
 from launcher.files.scratch import scratch
 from launcher.instances import count_gpus
 from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request, UnreadableJob
@@ -40,7 +41,6 @@ from launcher.text.channels import Channel
 from launcher.text.reading import File
 from launcher.trying import driver
 from launcher.trying.budget import MAX_SIZE
-from launcher.trying.ledger import Entry
 from launcher.trying.runs import FinishedRun, SeededRun
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class SageMakerRuns:
             return
         entry = self.job_of(runs) or self.send(runs)
         description = tracking.wait(entry["job"], self.settings)
-        self.ledger.settle(self.cost_of)
+        self.ledger.settle_all(self.cost_of)
         if description.model_uri is None:
             reason = description.failure_reason or "it left no models"
             raise ServiceError(f"job {entry['job']} is {description.status}: {reason}")
@@ -151,7 +151,7 @@ class SageMakerRuns:
         sending = self.is_sending()  # before AWS is asked, or it could wake in between
         description = self.describe(entry["job"])
         if description is None:
-            if self.is_sent(entry["job"]):
+            if self.ledger.was_sent(entry["job"]):
                 return float(entry["usd"])  # it was deleted, and with it what it cost
             last_moment = max(
                 other["at"] for other in self.ledger.entries if other.get("job") == entry["job"]
@@ -199,7 +199,7 @@ class SageMakerRuns:
 
     def send(self, runs: Sequence[SeededRun]) -> Entry:
         """Reserve what a job may cost, and start it."""
-        self.ledger.settle(self.cost_of)
+        self.ledger.settle_all(self.cost_of)
         job_id = launch.new_job_id()
         # In each GPU's share, the runs of the base come first, and a seed's two runs are in one.
         runs = sorted(runs, key=lambda run: run.source.sha256 != self.ledger.base)
@@ -219,9 +219,9 @@ class SageMakerRuns:
                 if error.code == "job-may-exist":  # for an hour from now
                     self.ledger.add("sending", job=job_id)
                 else:
-                    self.ledger.add("settled", job=job_id, usd=0.0)
+                    self.ledger.release(job_id)
                 raise
-            self.ledger.add("sent", job=job_id)
+            self.ledger.note_sent(job_id)
         return entry
 
     def first_plan(self, job_id: str, runs: Sequence[SeededRun]) -> launch.Plan:
@@ -287,14 +287,11 @@ class SageMakerRuns:
         """The first run, of which seconds and bytes are known."""
         return next(iter(self.ledger.of("run")), None)
 
-    def is_sent(self, job_id: str) -> bool:
-        return any(entry["job"] == job_id for entry in self.ledger.of("sent"))
-
     def describe(self, job_id: str) -> JobDescription | None:
         """What AWS says of a job. The ledger has then that AWS knew it."""
         description = self.backend.describe(job_id)
-        if description is not None and not self.is_sent(job_id):
-            self.ledger.add("sent", job=job_id)
+        if description is not None:
+            self.ledger.note_sent(job_id)
         return description
 
     def seconds_for(self, n: int) -> int:

@@ -16,24 +16,23 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from launcher.errors import InputError
-from launcher.sagemaker.cost import usd
-from launcher.trying.ledger import Entry, Ledger
+from launcher.files.ledger import Entry
+from launcher.groups.ledger import GroupLedger
 
 LARGEST_SEED = 1 << 31
 
 
-class OverCeiling(InputError):
-    """A job may cost more than is left of the search's ceiling."""
-
-
-class SearchLedger(Ledger):
+class SearchLedger(GroupLedger):
     """The ledger of the search in a directory. Raises ServiceError if an entry was changed."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "ledger.jsonl")
+
+    def note(self, entry: Entry) -> None:
+        super().note(entry)
+        if entry.get("kind") == "start" and entry.get("ceiling") is not None:
+            self.ceiling = entry["ceiling"]
 
     @property
     def start(self) -> Entry:
@@ -54,7 +53,7 @@ class SearchLedger(Ledger):
     @property
     def is_in_use(self) -> bool:
         """True if the base was measured, a job was sent, or money is reserved."""
-        return bool(self.of("base") or self.of("try") or self.of("sent") or self.open)
+        return bool(self.of("base") or self.of("try") or self.of("sent") or self.open_reservations)
 
     def runs_of(self, folder: str) -> list[Entry]:
         return [run for run in self.of("run") if run["folder"] == folder]
@@ -81,51 +80,17 @@ class SearchLedger(Ledger):
 
     # -- money ------------------------------------------------------------------------------------
 
-    @property
-    def spent(self) -> float:
-        """USD of the jobs that ended."""
-        return float(sum(entry["usd"] for entry in self.of("settled")))
-
     def cost_of(self, folder: str) -> float:
         """USD of the jobs that ended and that had a run of this folder."""
         jobs = {entry["job"] for entry in self.of("reserved") if folder in dict(entry["runs"])}
         return float(sum(entry["usd"] for entry in self.of("settled") if entry["job"] in jobs))
 
-    @property
-    def open(self) -> list[Entry]:
-        """The reservations of jobs whose cost is not known yet."""
-        settled_jobs = {entry["job"] for entry in self.of("settled")}
-        return [entry for entry in self.of("reserved") if entry["job"] not in settled_jobs]
-
-    @property
-    def reserved(self) -> float:
-        """USD that the jobs whose cost is not known yet may cost."""
-        return float(sum(entry["usd"] for entry in self.open))
-
-    @property
-    def free(self) -> float:
-        """USD of the ceiling that are neither spent nor reserved."""
-        return float(self.start["ceiling"] - self.spent - self.reserved)
-
-    def reserve(self, job: str, amount: float, **facts: Any) -> Entry:
-        """Reserve USD for a job, before it is sent. Raises OverCeiling."""
-        with self.locked():
-            free = self.free
-            if amount > free:
-                raise OverCeiling(
-                    f"this may cost {usd(amount)}, and {max(0.0, free):,.2f} of"
-                    f" {usd(self.start['ceiling'])} are free ({self.spent:,.2f} spent,"
-                    f" {self.reserved:,.2f} reserved)"
-                )
-            return self.write("reserved", job=job, usd=amount, **facts)
-
-    def settle(self, cost_of: Callable[[Entry], float | None]) -> None:
+    def settle_all(self, cost_of: Callable[[Entry], float | None]) -> None:
         """Replace reservations by what was billed; None: it is not known yet."""
-        for entry in self.open:
+        for job_id, entry in self.open_reservations.items():
             cost = cost_of(entry)
-            with self.locked():
-                if cost is not None and entry in self.open:
-                    self.write("settled", job=entry["job"], usd=cost)
+            if cost is not None:
+                self.settle(job_id, cost)
 
 
 def draw_seeds(n: int, used: set[int]) -> list[int]:

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from entry_point.cores import cores
+from launcher.files.ledger import Entry
 from launcher.local.confine import open_to
 from launcher.local.gpus import visible_gpus
 from launcher.local.runs import Run, run_all
 from launcher.trying.budget import Budget
-from launcher.trying.ledger import Entry
 from launcher.trying.runs import FinishedRun, SeededRun
 
 logger = logging.getLogger(__name__)

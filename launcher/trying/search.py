@@ -16,6 +16,8 @@ from entry_point.text import Tokenizer, read_json
 from launcher.backends import backend_class
 from launcher.errors import InputError, ServiceError
 from launcher.files import locks, storage
+from launcher.files.ledger import Entry
+from launcher.groups.ledger import OverCeiling
 from launcher.local.runs import Run, run_all
 from launcher.settings import Settings
 from launcher.source import Source, keep
@@ -24,8 +26,7 @@ from launcher.text.reading import File
 from launcher.trying import rule
 from launcher.trying.budget import Budget, sizes_of
 from launcher.trying.code import check_code
-from launcher.trying.history import OverCeiling, SearchLedger
-from launcher.trying.ledger import Entry
+from launcher.trying.history import SearchLedger
 from launcher.trying.local import LocalRuns
 from launcher.trying.planned import planned_tokens
 from launcher.trying.refusal import Refused
@@ -104,7 +105,7 @@ class Search:
         if not self.is_local:
             from launcher.trying.cloud import SageMakerRuns
 
-            self.ledger.settle(SageMakerRuns(self).cost_of)
+            self.ledger.settle_all(SageMakerRuns(self).cost_of)
 
     # -- the base ---------------------------------------------------------------------------------
 

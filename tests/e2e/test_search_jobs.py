@@ -86,7 +86,7 @@ def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
     assert (entry["verdict"], entry["pairs"]) == ("no better", 4)
     assert len(aws.sagemaker.jobs) == len(ledger.of("settled")) == 2
     assert [len(each["runs"]) for each in ledger.of("reserved")] == [8, 4]
-    assert 0 < entry["usd"] < ledger.spent < 1 and not ledger.open
+    assert 0 < entry["usd"] < ledger.spent < 1 and not ledger.open_reservations
     log = cli("logs", ledger.of("sent")[1]["job"]).out
     assert sorted(re.findall(r"^run (\d) of 4: ", log, re.MULTILINE)) == ["1", "2", "3", "4"]
 
@@ -99,4 +99,4 @@ def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
     assert failed["seed"] == third
     seeds = [run["seed"] for run in ledger.runs_of(failed["folder"])]
     assert seeds == [first, second, fourth]
-    assert not ledger.open
+    assert not ledger.open_reservations
