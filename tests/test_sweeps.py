@@ -27,11 +27,11 @@ from test_whose import sibling
 from launcher.aws import OverQuota
 from launcher.errors import ServiceError
 from launcher.groups import money, plan, run
-from launcher.groups.find import find_sweep, tries_of
+from launcher.groups.find import Group, find_group, tries_of
 from launcher.groups.money import own_worst_cost
 from launcher.groups.plan import SweepPlan, continue_sweep
 from launcher.groups.ranking import ranking
-from launcher.groups.stop import lock_group, stop_sweep
+from launcher.groups.stop import lock_group, stop_group
 from launcher.groups.sweep import Sweep, grid, open_ledger, recorded_sweep, write_sweep
 from launcher.job import JobDescription, Request, TrainingJob
 from launcher.launching.launch import Plan
@@ -166,7 +166,8 @@ def ran(home, monkeypatch):
         monkeypatch.setattr(plan, "prepare", prepare)
         monkeypatch.setattr(money, "with_costs", with_costs)
         monkeypatch.setattr(plan, "backend_for", lambda instance, settings: fake)
-        monkeypatch.setattr(plan, "find_sweep", lambda *_: (GROUP, tries_of(fake.list(), GROUP)))
+        group = Group(GROUP, tries_of(fake.list(), GROUP))
+        monkeypatch.setattr(plan, "find_group", lambda *_: group)
         monkeypatch.setattr("launcher.groups.stop.backend_for", lambda instance, settings: fake)
         monkeypatch.setattr(run.time, "sleep", sleep)
         job = Request(instance="ml.g5.xlarge", data="x", max_cost=max_cost, max_run=max_run)
@@ -174,7 +175,8 @@ def ran(home, monkeypatch):
         record(sweep, settings)
         for event in run.submit(continue_sweep(GROUP, settings, None, None)):
             if event.job_id == stop_at:
-                stop_sweep(GROUP, tries_of([described(f"{GROUP}-1")], GROUP), settings)
+                group = Group(GROUP, tries_of([described(f"{GROUP}-1")], GROUP))
+                stop_group(group, settings)
         return fake, prepared
 
     return run_sweep
@@ -599,7 +601,7 @@ def test_a_sweep_is_stopped_from_any_machine(cloud, launch, tmp_path):
         until(lambda: len(cloud.sagemaker.jobs) == 1)
         group = next(iter(cloud.sagemaker.jobs)).rpartition("-")[0]
         settings = Settings(home=tmp_path / "other")
-        stop_sweep(*find_sweep(group, settings), settings)
+        stop_group(find_group(group, settings), settings)
 
     thread = threading.Thread(target=stop)
     thread.start()
@@ -706,7 +708,7 @@ def test_ctrl_c_stops_a_local_sweep_at_checkpoints(home, text_file):
     told = err.splitlines()[-1]
     assert (process.returncode, told.partition(":")[0]) == (1, "interrupted")
     assert f"`sm-nanogpt launch --resume {group}`" in told
-    tries = find_sweep(group, Settings(home=home))[1]
+    tries = find_group(group, Settings(home=home)).tries
     ends = [(job.status, bool(job.checkpoint_uri)) for each in tries.values() for job in each]
     assert (sorted(tries), ends) == ([1, 2], [("Stopped", True)] * 2)
 
@@ -721,8 +723,8 @@ def swept(job):
 
 @pytest.mark.parametrize("word", ["latest", GROUP[-6:], GROUP, f"{GROUP}-2"])
 def test_a_sweep_is_found_by_a_part_of_its_id(word, swept, job):
-    group, tries = find_sweep(word, Settings(home=job.home))
-    assert (group, sorted(tries)) == (swept, [1, 2])
+    group = find_group(word, Settings(home=job.home))
+    assert (group.id, sorted(group.tries)) == (swept, [1, 2])
 
 
 def test_a_sweep_gives_its_name_to_its_jobs(job, home, cli, text_file):
@@ -737,7 +739,7 @@ def test_a_sweep_gives_its_name_to_its_jobs(job, home, cli, text_file):
     open_ledger(GROUP, settings).add("sent", job=f"{GROUP}-2")
     assert member_plan(sweep, 2, settings).job.name == "grid-2-try2"
     for word in ("grid", "grid-2"):
-        assert find_sweep(word, settings)[0] == GROUP
+        assert find_group(word, settings).id == GROUP
     assert cli("status", "grid").failed(2, "--group grid")
     assert f"{GROUP}-2 (grid-2), Completed:" in cli("delete", "grid-2", "--yes").good.err
     assert cli("delete", "--group", "grid", "--yes").good

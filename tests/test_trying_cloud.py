@@ -387,6 +387,20 @@ def test_latest_is_no_job_of_a_search(jobs, cli, job, command):
     assert said in ran.good.err
 
 
+def test_a_group_is_also_the_jobs_of_a_search(attempt, jobs, cli):
+    """`jobs`, `report`, `stop` and `delete` take its name, as they take that of a sweep."""
+    attempt(0.05)
+    ids = {job.name for job in jobs}
+    assert len(ids) == 3
+    listed = json.loads(cli("jobs", "--group", "plays", "--json").good.out)
+    assert {job["job_id"] for job in listed} == ids
+    assert "JOB-ID" in cli("jobs", "--group", "plays").good.out
+    assert cli("report", "--group", "plays").failed(1, "search plays", "try log plays")
+    assert "search plays is stopped" in cli("stop", "--group", "plays").good.err
+    assert cli("delete", "--group", "plays", "--yes").good
+    assert json.loads(cli("jobs", "--json").good.out) == []
+
+
 def test_a_job_of_a_search_says_that_it_has_no_model(jobs, cli):
     driver = jobs[-1].name
     assert cli("fetch-and-sample", driver).failed(1, "search plays", "copy-script my_gpt --from")

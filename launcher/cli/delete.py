@@ -99,25 +99,36 @@ def delete_command(
     elif group is None:
         delete_jobs(job_ids, settings, keep_model, yes)
     else:
-        delete_sweep(group, settings, keep_model, yes)
+        delete_group(group, settings, keep_model, yes)
 
 
-def delete_sweep(reference: str, settings: Settings, keep_model: bool, yes: bool) -> None:
+def delete_group(reference: str, settings: Settings, keep_model: bool, yes: bool) -> None:
+    """Delete the jobs of a sweep, with its ledger, or those of a search, whose ledger stays."""
+    from launcher.groups.find import find_group
+
+    group = find_group(reference, settings)
+    if group.is_search:
+        delete_jobs([job.job_id for job in group.jobs], settings, keep_model, yes)
+    else:
+        delete_sweep(group.id, settings, keep_model, yes)
+
+
+def delete_sweep(group: str, settings: Settings, keep_model: bool, yes: bool) -> None:
     """Delete a sweep, which no command may run meanwhile: it would start jobs of no sweep."""
     from launcher.backends import backend_for
     from launcher.files.storage import remove
-    from launcher.groups.find import find_sweep
+    from launcher.groups.find import find_group
     from launcher.groups.stop import lock_group, stop_mark
     from launcher.launching.names import ledger_path
 
-    group, mark = find_sweep(reference, settings)[0], ""
+    mark = ""
     with lock_group(group, settings):
-        tries = find_sweep(group, settings)[1]  # a command may have just started another
-        every = [job for each in tries.values() for job in each]
-        for job in every[:1]:
-            place = backend_for(job.instance, settings).directories(job.job_id)[0]
-            mark = stop_mark(group, place, settings)
-        delete_jobs([job.job_id for job in every], settings, keep_model, yes)
+        jobs = find_group(group, settings).jobs  # a command may have just started another
+        if jobs:
+            first = jobs[0]
+            directory = backend_for(first.instance, settings).directories(first.job_id)[0]
+            mark = stop_mark(group, directory, settings)
+        delete_jobs([job.job_id for job in jobs], settings, keep_model, yes)
         if mark:
             remove(mark, settings)
         for path in ledger_path("*", settings).parent.glob(f"{group}.*"):

@@ -64,14 +64,14 @@ def jobs_command(
 ) -> None:
     """List your jobs, newest first.
 
-    With --group, rank them by their validation loss.
+    With --group, rank those of a sweep by their validation loss, or list those of a search.
 
     Example:
       sm-nanogpt jobs --status Completed --limit 10
       sm-nanogpt jobs --group latest
     """
     from launcher.finding import Listing
-    from launcher.groups.find import find_sweep
+    from launcher.groups.find import find_group
     from launcher.groups.sweep import recorded_sweep
     from launcher.tracking import with_costs
     from launcher.views.job_fields import data_of
@@ -79,19 +79,19 @@ def jobs_command(
     if group is not None and (limit or status):
         raise InputError("--group needs all its jobs, so neither --limit nor --status")
     settings = settings_of()
-    listing, tries = Listing(settings, everyone), dict[int, list["JobDescription"]]()
+    listing = Listing(settings, everyone)
     jobs: Iterable[JobDescription] = listing
-    if group is not None:
-        group, tries = find_sweep(group, settings, everyone)
-        jobs = [each[-1] for each in tries.values()]
+    members = None if group is None else find_group(group, settings, everyone)
+    if members is not None:
+        jobs = members.newest
     found = list(islice((d for d in jobs if status in (None, d.status)), limit))
     for job in listing.unreadable:
         note(f"job {job.job_id} is left out: {job.error}")
     found = with_costs(found, settings)
     if as_json:
         print_json([data_of(job) for job in found])
-    elif group is not None:
-        print_ranking(tries, recorded_sweep(group, settings))
+    elif members is not None and not members.is_search:
+        print_ranking(members.tries, recorded_sweep(members.id, settings))
     elif found:
         print_jobs(found, everyone)
     elif not (listing.failure or listing.unreadable or status):
@@ -243,16 +243,12 @@ def report_command(
       sm-nanogpt report --group latest
     """
     from launcher.files.storage import write_bytes
-    from launcher.groups.find import find_sweep
     from launcher.views.page import page
     from launcher.views.report import compare, read_runs
 
     settings = settings_of()
     if group is not None:
-        group, tries = find_sweep(group, settings)
-        if not tries:
-            raise ServiceError(f"sweep {group} has no job yet")
-        job_ids = tuple(each[-1].job_id for _, each in sorted(tries.items()))
+        job_ids = jobs_with_curves(group, settings)
     report = compare(read_runs(job_ids, settings))
     several = len(report.runs) > 1
     what = f"{len(report.runs)}-runs" if several else report.runs[0].description.job_id
@@ -265,6 +261,21 @@ def report_command(
         import webbrowser
 
         webbrowser.open(output.absolute().as_uri())
+
+
+def jobs_with_curves(reference: str, settings: Settings) -> tuple[str, ...]:
+    """The ids of the jobs of a sweep. Raises ServiceError if it has none, or is a search."""
+    from launcher.groups.find import find_group
+
+    group = find_group(reference, settings)
+    if group.is_search:
+        shows = command("try", "log", group.id)
+        raise ServiceError(
+            f"the jobs of search {group.id} have no curves; `{shows}` shows its runs"
+        )
+    if not group.tries:
+        raise ServiceError(f"sweep {group.id} has no job yet")
+    return tuple(job.job_id for job in group.newest)
 
 
 def launch_again(job: TrainingJob) -> str:
@@ -299,8 +310,8 @@ def wait_command(job_id: str) -> None:
 @GROUP
 @YES
 def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
-    """Stop a running job, or all jobs of a sweep. A local job first writes a checkpoint; SageMaker
-    keeps the newest one. Before it stops a job of somebody else, it asks.
+    """Stop a running job, or all jobs of a sweep or of a search. A local job first writes a
+    checkpoint; SageMaker keeps the newest one. Before it stops a job of somebody else, it asks.
 
     Example:
       sm-nanogpt stop JOB-ID
@@ -311,18 +322,7 @@ def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
 
     settings = settings_of()
     if group is not None:
-        from launcher.groups.find import find_sweep
-        from launcher.groups.stop import stop_sweep
-
-        group, tries = find_sweep(group, settings)
-        if not tries:
-            raise ServiceError(f"sweep {group} has no job yet: press Ctrl-C where `launch` runs it")
-        question = f"Stop sweep {group}?"
-        stop_jobs = partial(stop_sweep, group, tries, settings)
-        for description in unless_not_yours(stop_jobs, question, yes):
-            note(f"stopping {description.job_id}")
-            wait(description.job_id, settings)
-        note(f"sweep {group} is stopped; `{command('launch', '--resume', group)}` continues it")
+        stop_jobs_of(group, settings, yes)
         return
     assert job_id is not None
     stop_job = partial(stop, job_id, settings)
@@ -332,3 +332,22 @@ def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
     else:
         note("stopping (this may take two minutes)")
     tell_end(wait(job_id, settings), settings, "Completed", "Stopped")
+
+
+def stop_jobs_of(reference: str, settings: Settings, yes: bool) -> None:
+    """Stop the jobs of a sweep or of a search, and say how it continues."""
+    from launcher.groups.find import find_group
+    from launcher.groups.stop import stop_group
+    from launcher.tracking import wait
+
+    group = find_group(reference, settings)
+    if not group.tries:
+        raise ServiceError(f"sweep {group.id} has no job yet: press Ctrl-C where `launch` runs it")
+    kind, again = "sweep", command("launch", "--resume", group.id)
+    if group.is_search:
+        kind, again = "search", command("try", "run", "DIR", "--group", group.id)
+    stop_jobs = partial(stop_group, group, settings)
+    for job in unless_not_yours(stop_jobs, f"Stop {kind} {group.id}?", yes):
+        note(f"stopping {job.job_id}")
+        wait(job.job_id, settings)
+    note(f"{kind} {group.id} is stopped; `{again}` continues it")

@@ -264,7 +264,7 @@ def valued(usage: str, help: str, **attributes: Any) -> Callable[[Any], Any]:
     return click.option(*names, metavar=metavar, help=help, **attributes)
 
 
-GROUP = valued("--group SWEEP", "The jobs of a sweep, by its id or `latest`.")
+GROUP = valued("--group SWEEP", "The jobs of a sweep, by its id or `latest`; or of a search.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID", type=Job())

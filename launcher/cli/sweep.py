@@ -75,13 +75,13 @@ def agree_to_worst_cost(plan: SweepPlan, yes: bool) -> None:
 
 def stop_jobs(plan: SweepPlan) -> None:
     """Stop the running jobs of a sweep, and wait for their checkpoints."""
-    from launcher.groups.find import find_sweep
-    from launcher.groups.stop import stop_sweep
+    from launcher.groups.find import find_group
+    from launcher.groups.stop import stop_group
     from launcher.tracking import wait
 
     note("stopping the running jobs after a checkpoint")
-    tries = find_sweep(plan.group, plan.settings)[1]
-    for job in stop_sweep(plan.group, tries, plan.settings):
+    group = find_group(plan.group, plan.settings)
+    for job in stop_group(group, plan.settings):
         wait(job.job_id, plan.settings)
 
 

@@ -1,4 +1,4 @@
-"""Find the jobs of a sweep, on any machine."""
+"""Find the jobs of a sweep, or of a search, on any machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from launcher.backends import Backend, backend_class, backend_for
 from launcher.errors import InputError
@@ -27,9 +28,29 @@ logger = logging.getLogger(__name__)
 Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number, the newest last
 
 
-def find_sweep(reference: str, settings: Settings, everyone: bool = False) -> tuple[str, Tries]:
-    """The id of a sweep and its jobs, from its name, the start or end of its id, the id or name of
-    one of its jobs, or `latest`. Without everyone, only a full id may be somebody else's.
+@dataclass(frozen=True)
+class Group:
+    """The jobs of a sweep, or those that make the runs of a search, each of which is a number of
+    its own. id is that of the sweep, or the name of the search."""
+
+    id: str
+    tries: Tries
+    is_search: bool = False
+
+    @property
+    def newest(self) -> list[JobDescription]:
+        """The last job of each number."""
+        return [jobs[-1] for _, jobs in sorted(self.tries.items())]
+
+    @property
+    def jobs(self) -> list[JobDescription]:
+        return list(itertools.chain.from_iterable(self.tries.values()))
+
+
+def find_group(reference: str, settings: Settings, everyone: bool = False) -> Group:
+    """The jobs of a sweep, from its name, the start or end of its id, the id or name of one of its
+    jobs, or `latest`; or those of a search, from its name. Without everyone, only a full id may be
+    somebody else's.
     """
     listing = Listing(settings, everyone or FULL_ID.fullmatch(reference) is not None)
     jobs = list(listing)
@@ -47,6 +68,10 @@ def find_sweep(reference: str, settings: Settings, everyone: bool = False) -> tu
         may_be_another = reference == "latest" or part not in groups
         if may_be_another or backend_class(instance).is_remote:
             raise listing.failure
+    search_jobs = [job for job in jobs if job.search == reference]
+    if search_jobs and not matches:
+        by_number = {number: [job] for number, job in enumerate(reversed(search_jobs), 1)}
+        return Group(reference, by_number, is_search=True)
     if not groups:
         raise InputError(f"there are no sweeps yet{not_asked(settings)}", "no-such-sweep")
     if not matches:
@@ -59,7 +84,7 @@ def find_sweep(reference: str, settings: Settings, everyone: bool = False) -> tu
             logger.info(f"job {job.job_id} is left out: {job.error}")
     if backend_class(instance).is_remote:
         add_unlisted(group, tries, backend_for(instance, settings))
-    return group, tries
+    return Group(group, tries)
 
 
 def groups_of(jobs: Iterable[JobDescription]) -> set[str]:

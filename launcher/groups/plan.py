@@ -11,7 +11,7 @@ from typing import IO, Any
 from launcher.backends import Backend, backend_class, backend_for
 from launcher.errors import InputError
 from launcher.groups import sweep as sweeps
-from launcher.groups.find import Tries, find_sweep
+from launcher.groups.find import Tries, find_group
 from launcher.groups.ledger import GroupLedger, finite
 from launcher.groups.money import cost_with_earlier, own_worst_cost, settle, settle_deleted
 from launcher.groups.stop import lock_group
@@ -223,7 +223,7 @@ def continue_sweep(
             raise InputError(f"sweep {group} was not launched from this machine, or was deleted")
         sweep = changed(sweep, max_cost, parallel)
         ledger.ceiling = sweep.ceiling
-        tries = find_sweep(group, settings)[1]
+        tries = find_group(group, settings).tries
         plan = SweepPlan(group, sweep, settings, ledger, tries, lock=lock)
         plan.update_ledger()
         plan.plan_missing()

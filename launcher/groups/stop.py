@@ -9,7 +9,7 @@ from launcher.aws import patiently
 from launcher.backends import backend_for
 from launcher.errors import ServiceError
 from launcher.files import locks, storage
-from launcher.groups.find import Tries
+from launcher.groups.find import Group
 from launcher.job import JobDescription
 from launcher.launching.names import ledger_path
 from launcher.settings import Settings
@@ -50,15 +50,13 @@ def is_stopped(group: str, mark: str, settings: Settings) -> bool:
     return patiently(read, job_id=group, code="") != b"run"
 
 
-def stop_sweep(
-    group: str, tries: Tries, settings: Settings, confirmed: bool = False
-) -> list[JobDescription]:
-    """Stop the running jobs of a sweep, and keep it from starting others; returns those jobs.
+def stop_group(group: Group, settings: Settings, confirmed: bool = False) -> list[JobDescription]:
+    """Stop the running jobs of a group, and keep a sweep from starting others; returns those jobs.
 
     The command that runs the sweep stops a job that it starts meanwhile. Raises NotYours if the
-    sweep is somebody else's, unless confirmed.
+    jobs are somebody else's, unless confirmed.
     """
-    newest = [jobs[-1] for jobs in tries.values()]
+    newest = group.newest
     if not newest:
         return []
     if not confirmed:
@@ -74,7 +72,8 @@ def stop_sweep(
             if current.status == "InProgress":  # a second stop would not wait for a checkpoint
                 backend.stop(current.job_id)
     finally:
-        job_directory = backend.directories(newest[0].job_id)[0]
-        mark = stop_mark(group, job_directory, settings)
-        write_mark(mark, settings, may_run=False)
+        if not group.is_search:
+            job_directory = backend.directories(newest[0].job_id)[0]
+            mark = stop_mark(group.id, job_directory, settings)
+            write_mark(mark, settings, may_run=False)
     return stopped
