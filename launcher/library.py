@@ -20,11 +20,11 @@ from launcher.backends import backend_class, backend_for
 from launcher.errors import InputError, LauncherError, ServiceError, about
 from launcher.files.storage import path_of, write_bytes
 from launcher.finding import Listing, find, full_id
+from launcher.forecast import forecasting
 from launcher.forecast.table import Forecast
 from launcher.groups.plan import plan_sweep
 from launcher.groups.run import submit as submit_sweep
 from launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request, TrainingJob
-from launcher.launching import forecasting
 from launcher.launching import launch as launching
 from launcher.models import fetch
 from launcher.sagemaker.cost import ceiling_of, check_confirmed

@@ -5,25 +5,29 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_groups import Killed, kill_at
 
 from entry_point.config import Config
 from entry_point.data import read_windows
 from entry_point.sizes import hyperparameters_for_size
 from entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
-from launcher.forecast import forecast, pilots
+from launcher.forecast import forecast, forecasting, pilots
 from launcher.forecast.forecast import Forecaster, Place, chosen
 from launcher.forecast.law import Law, Run, shared
+from launcher.forecast.ledger import ForecastLedger
 from launcher.forecast.pilots import Trial, pilots_of
-from launcher.forecast.table import Pilot, Row, recall
+from launcher.forecast.table import Forecast, Pilot, Row
 from launcher.job import Expected, JobDescription
-from launcher.launching import forecasting
+from launcher.launching.expected import recall
 from launcher.settings import load_settings
 from launcher.source import Source
 from launcher.text import channels
@@ -75,7 +79,7 @@ def lawful(monkeypatch):
 
 @pytest.fixture
 def forecaster(tmp_path, lawful):
-    return Forecaster(corpus(), Source.packaged(), tmp_path / "kept.json", lambda line: None)
+    return Forecaster(corpus(), Source.packaged(), tmp_path / "kept.jsonl", lambda line: None)
 
 
 # -- the law ---------------------------------------------------------------------------------------
@@ -164,7 +168,7 @@ def test_runs_that_ended_are_not_run_again(forecaster, monkeypatch):
     monkeypatch.setattr(
         forecast, "run_trials", lambda trials, *rest: iter([(t, 0) for t in trials])
     )
-    again = Forecaster(forecaster.corpus, forecaster.source, forecaster.place, print)
+    again = Forecaster(forecaster.corpus, forecaster.source, forecaster.ledger.path, print)
     assert again.forecast("text", [], None) == made
 
 
@@ -194,8 +198,45 @@ def test_an_interruption_keeps_the_pilots_that_ended(forecaster, monkeypatch):
     monkeypatch.setattr(forecast, "run_trials", interrupted)
     with pytest.raises(KeyboardInterrupt):
         forecaster.forecast("text", [], None)
-    again = Forecaster(forecaster.corpus, forecaster.source, forecaster.place, print)
-    assert len(again.kept.pilots) == 3
+    again = Forecaster(forecaster.corpus, forecaster.source, forecaster.ledger.path, print)
+    assert len(again.ledger.pilots) == 3
+
+
+def test_a_pilot_is_kept_before_it_is_reported(tmp_path, lawful):
+    path = tmp_path / "kept.jsonl"
+
+    def check(line: str) -> None:
+        assert line.partition(":")[0] in ForecastLedger(path).pilots
+
+    Forecaster(corpus(), Source.packaged(), path, check).forecast("text", [], None)
+
+
+@pytest.mark.parametrize("is_torn", [True, False])
+def test_a_forecast_survives_a_kill_at_every_write(tmp_path, lawful, monkeypatch, is_torn):
+    """What was written is not run again, and the forecast is the same."""
+    n_runs = Counter[str]()
+
+    def counted(trials: Sequence[Trial], *rest: Any) -> Iterator[tuple[Trial, Pilot]]:
+        for trial, pilot in obedient(trials, *rest):
+            n_runs["all"] += 1
+            yield trial, pilot
+
+    def make(path: Path) -> Forecast:
+        whole = Forecaster(corpus(), Source.packaged(), path, lambda line: None)
+        return whole.forecast("text", [], None)
+
+    monkeypatch.setattr(forecast, "run_trials", counted)
+    expected = make(tmp_path / "never-killed.jsonl")
+    n_pilots = n_runs["all"]
+    for number in range(1, n_pilots + 2):
+        n_runs.clear()
+        path = tmp_path / f"killed-{number}.jsonl"
+        with monkeypatch.context() as patch:
+            kill_at(patch, number, is_torn)
+            with pytest.raises(Killed):
+                make(path)
+        assert make(path) == expected
+        assert n_runs["all"] == n_pilots + (is_torn and number <= n_pilots)
 
 
 def test_money_and_ceiling_go_by_the_speeds_that_are_known(forecaster):
@@ -244,7 +285,7 @@ def test_nothing_is_forecast_where_nothing_is_known(forecaster, monkeypatch, run
     monkeypatch.setattr(forecast, "run_trials", run)
     with pytest.raises(InputError, match=problem):
         forecaster.forecast("text", [], None)
-    assert forecaster.kept.forecast is None
+    assert forecaster.ledger.last_forecast is None
 
 
 def test_a_folder_that_compute_does_not_help_is_not_forecast(forecaster):
@@ -257,7 +298,7 @@ def test_a_folder_that_compute_does_not_help_is_not_forecast(forecaster):
 
 def test_a_short_text_is_not_forecast(tmp_path):
     with pytest.raises(InputError, match="too few for pilots"):
-        Forecaster(corpus(50_000), Source.packaged(), tmp_path / "kept.json", print)
+        Forecaster(corpus(50_000), Source.packaged(), tmp_path / "kept.jsonl", print)
 
 
 # -- through the whole -----------------------------------------------------------------------------
@@ -371,7 +412,7 @@ def test_pilots_are_complete_runs(tmp_path, monkeypatch):
 
 
 def test_a_damaged_file_of_pilots_is_none(tmp_path):
-    place = tmp_path / "kept.json"
+    place = tmp_path / "kept.jsonl"
     place.write_text("{")
     assert recall(place, 2.0) is None
 

@@ -47,10 +47,9 @@ import sm_nanogpt  # noqa: E402
 from entry_point.config import Config  # noqa: E402
 from entry_point.sizes import hyperparameters_for_size  # noqa: E402
 from entry_point.text import Corpus, read_text, read_tokens  # noqa: E402
-from launcher.files.cache import Cache  # noqa: E402
 from launcher.forecast.law import Law, Run, shared  # noqa: E402
+from launcher.forecast.ledger import ForecastLedger  # noqa: E402
 from launcher.forecast.pilots import SIZES, Trial, pilots_of, run_trials  # noqa: E402
-from launcher.forecast.table import Kept  # noqa: E402
 from launcher.settings import load_settings  # noqa: E402
 from launcher.source import Source  # noqa: E402
 
@@ -212,22 +211,22 @@ def write_law() -> None:
 def collect() -> None:
     """Write each forecast of this home, with its pilots, and what the plain rules need."""
     made = []
-    for place in sorted((load_settings().home / "forecasts").glob("*.json")):
-        kept = Cache(place, Kept).read()
-        if kept.forecast is None:
+    for place in sorted((load_settings().home / "forecasts").glob("*.jsonl")):
+        ledger = ForecastLedger(place)
+        forecast = ledger.last_forecast
+        if forecast is None:
             continue
         pilots = []
-        for name, pilot in kept.pilots.items():
+        for name, pilot in ledger.pilots.items():
             if " on " in name:
                 size, unique = name.removeprefix("size ").split(" on ")
                 n = int(unique.replace(",", ""))
                 pilots.append({**sizes_of(float(size), n), "unique": n, "loss": pilot.loss})
         rows = [
-            {**row.model_dump(), **sizes_of(row.size, kept.forecast.tokens)}
-            for row in kept.forecast.rows
+            {**row.model_dump(), **sizes_of(row.size, forecast.tokens)} for row in forecast.rows
         ]
-        facts = kept.forecast.model_dump()
-        name = re.sub(r"-[0-9a-f]{12}$", "", kept.forecast.text)
+        facts = forecast.model_dump()
+        name = re.sub(r"-[0-9a-f]{12}$", "", forecast.text)
         made.append({**facts, "text": Path(name).name, "rows": rows, "runs": pilots})
     FORECASTS.write_text(json.dumps(made, indent=1) + "\n")
 

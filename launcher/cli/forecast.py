@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def show_forecast(given: dict[str, Any], settings: Settings, as_json: bool) -> None:
     """Forecast each size, and print a table. given: the fields of a request that were typed."""
     from launcher.backends import backend_class
+    from launcher.forecast.forecasting import forecast
     from launcher.job import Request
-    from launcher.launching.forecasting import forecast
 
     fields = {"instance": "local", **given}
     max_cost = fields.pop("max_cost", None)  # of a job on any of the known instance types

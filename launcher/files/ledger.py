@@ -68,13 +68,11 @@ class Ledger:
     def locked(self) -> Iterator[None]:
         """With what others have added, while no one else adds."""
         lock_path = self.path.with_suffix(".lock")
-        with storage.reported(str(self.path)):
-            lock_path.parent.mkdir(parents=True, exist_ok=True)
-            with lock_path.open("w") as file:
-                locks.lock(file)
-                self.check_present(file, lock_path)
-                self.read()
-                yield
+        with storage.reported(str(self.path)), lock_path.open("w") as file:
+            locks.lock(file)
+            self.check_present(file, lock_path)
+            self.read()
+            yield
 
     def check_present(self, lock_file: IO[str], lock_path: Path) -> None:
         """Raise ServiceError if the ledger was removed while this waited for its lock."""

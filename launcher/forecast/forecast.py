@@ -13,10 +13,10 @@ import torch
 from entry_point.cores import cores
 from entry_point.text import Corpus, unsigned
 from launcher.errors import InputError
-from launcher.files.cache import Cache
 from launcher.forecast.law import Run, TextLaw, shared
+from launcher.forecast.ledger import ForecastLedger
 from launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_trials
-from launcher.forecast.table import Change, Forecast, Kept, Pilot, Row
+from launcher.forecast.table import Change, Forecast, Pilot, Row
 from launcher.job import Expected, JobDescription, TrainingJob
 from launcher.local.backend import plan_processes
 from launcher.machines import is_busy
@@ -71,15 +71,15 @@ class LocalTimes:
 
 
 class Forecaster:
-    """The forecasts of one text by one training folder; `place` keeps what was run for them.
+    """The forecasts of one text by one training folder; the ledger at `path` keeps what was run.
 
-    told gets a line for each run that ends.
+    report gets a line for each run that ends.
     """
 
-    def __init__(self, corpus: Corpus, source: Source, place: Path, told: Callable[[str], None]):
-        self.corpus, self.source, self.place, self.told = corpus, source, place, told
+    def __init__(self, corpus: Corpus, source: Source, path: Path, report: Callable[[str], None]):
+        self.corpus, self.source, self.report = corpus, source, report
         self.config, self.sizes = source.module("config"), source.module("sizes")
-        self.kept = Cache(place, Kept).read()
+        self.ledger = ForecastLedger(path)
         self.tokens, self.unit = len(corpus.train), corpus.tokenizer.unit
         if self.tokens < SMALLEST:
             few = f"{self.tokens:,} {self.unit} to train on are too few for pilots"
@@ -100,20 +100,18 @@ class Forecaster:
         trained = config.max_steps * config.batch_size * config.block_size
         return Run(config.matrix_parameters, trained, tokens, loss)
 
-    def made(self, trials: Sequence[Trial], at_once: int) -> list[Pilot]:
-        """The outcomes of these runs, which are made unless they are kept."""
-        left = [trial for trial in trials if trial.name not in self.kept.pilots]
-        ended = run_trials(left, self.corpus, self.source, at_once)
-        for n, (trial, outcome) in enumerate(ended, len(trials) - len(left) + 1):
-            timed = trial.name.startswith("speed")
-            known = f"{'' if timed else f'loss {outcome.loss:.3f}, '}{outcome.seconds:.0f} s"
-            self.told(f"{trial.name}: {known} ({n} of {len(trials)})")
-            self.keep(pilots={**self.kept.pilots, trial.name: outcome})
-        return [self.kept.pilots[trial.name] for trial in trials]
-
-    def keep(self, **changes: Any) -> None:
-        self.kept = self.kept.model_copy(update=changes)
-        Cache(self.place, Kept).write(self.kept)
+    def run_pilots(self, trials: Sequence[Trial], at_once: int) -> list[Pilot]:
+        """What these runs give. Those that the ledger lacks are made, some at once."""
+        recorded = self.ledger.pilots
+        missing = [trial for trial in trials if trial.name not in recorded]
+        n_ended = len(trials) - len(missing)
+        for trial, pilot in run_trials(missing, self.corpus, self.source, at_once):
+            n_ended += 1
+            self.ledger.add_pilot(trial.name, pilot)  # before anybody hears of it
+            result = f"loss {pilot.loss:.3f}, {pilot.seconds:.0f} s"
+            self.report(f"{trial.name}: {result} ({n_ended} of {len(trials)})")
+        pilots = self.ledger.pilots
+        return [pilots[trial.name] for trial in trials]
 
     def check(self, runs: Sequence[Run], law: TextLaw) -> None:
         """Raise InputError if nothing can be known from the pilots."""
@@ -172,15 +170,15 @@ class Forecaster:
     def timed(self, look: Trial) -> Pilot:
         """The outcome of a look, which says if other programs used this machine meanwhile. One that
         was kept from such a time is made again once the machine is quiet."""
-        recorded = self.kept.pilots.get(look.name)
+        recorded = self.ledger.pilots.get(look.name)
         if recorded is not None and (not recorded.busy or is_busy()):
             return recorded
-        self.keep(pilots={n: pilot for n, pilot in self.kept.pilots.items() if n != look.name})
         busy_before = is_busy()
-        [pilot] = self.made([look], at_once=1)
+        [(_, pilot)] = run_trials([look], self.corpus, self.source, 1)
         if busy_before or is_busy():
             pilot = pilot.model_copy(update={"busy": True})
-            self.keep(pilots={**self.kept.pilots, look.name: pilot})
+        self.ledger.add_pilot(look.name, pilot)
+        self.report(f"{look.name}: {pilot.seconds:.0f} s (1 of 1)")
         return pilot
 
     def look(self, size: float, steps: int) -> Trial:
@@ -223,7 +221,7 @@ class Forecaster:
         """The forecast for this machine and for instance types; ceiling is in USD."""
         sizes = pilots_of(self.tokens)
         trials = [Trial(f"size {size:g} on {n:,}", self.values(size, n), n) for size, n in sizes]
-        outcomes = self.made(trials, at_once=cores())
+        outcomes = self.run_pilots(trials, at_once=cores())
         runs = [self.run_of(*each, pilot.loss) for each, pilot in zip(sizes, outcomes, strict=True)]
         law = shared().of_text(runs)
         self.check(runs, law)
@@ -248,7 +246,7 @@ class Forecaster:
             busy=here.busy,
             notes=notes(rows, best, places, here.busy),
         )
-        self.keep(forecast=made)
+        self.ledger.add_forecast(made)
         return made
 
     def row(

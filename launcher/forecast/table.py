@@ -1,12 +1,7 @@
-"""A forecast as data, and the file in which a text's pilots and forecast are kept."""
+"""A forecast as data."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from pydantic import Field
-
-from launcher.files.cache import Cache
 from launcher.files.documents import Count, Document
 from launcher.job import Expected, Positive
 
@@ -69,16 +64,3 @@ class Pilot(Document):
     around: float
     seconds: Positive
     busy: bool = False
-
-
-class Kept(Document):
-    """What is kept of a text: its pilots by their names, and its last forecast."""
-
-    pilots: dict[str, Pilot] = Field(default_factory=dict)
-    forecast: Forecast | None = None
-
-
-def recall(place: Path, size: float) -> Expected | None:
-    made = Cache(place, Kept).read().forecast
-    rows = {row.size: row.expected for row in made.rows} if made else {}
-    return rows.get(size)

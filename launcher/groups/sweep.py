@@ -114,6 +114,7 @@ def open_ledger(group: str, settings: Settings) -> GroupLedger:
 
 
 def write_sweep(ledger: GroupLedger, sweep: Sweep) -> None:
+    ledger.path.parent.mkdir(parents=True, exist_ok=True)
     ledger.add("asked", **sweep.model_dump(mode="json", exclude_unset=True))
     ledger.ceiling = sweep.ceiling
 

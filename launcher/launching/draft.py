@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from launcher.aws import Offline
 from launcher.backends import Backend, backend_class, backend_for
 from launcher.errors import InputError, about
 from launcher.finding import Listing, remote_launches
-from launcher.forecast import table
 from launcher.instances import looks_like_gpu
 from launcher.job import Expected, Request, TrainingJob
 from launcher.launching import start
+from launcher.launching.expected import forecast_path, recall
 from launcher.launching.names import recorded_group
 from launcher.launching.resume import EarlierJob, find_earlier_job, take_over
 from launcher.launching.summary import summary_of
@@ -210,15 +208,4 @@ def forecast_loss(job: TrainingJob, texts: Texts, settings: Settings) -> Expecte
         sizes = job.source.module("sizes")
         expected = sizes.hyperparameters_for_size(job.size, *start.size_of(texts))
     values = {name: value for name, value in job.hyperparameters.items() if name != "seed"}
-    return table.recall(path, job.size) if values == expected else None
-
-
-def forecast_path(request: Request, texts: Texts, settings: Settings) -> Path | None:
-    """The file that keeps the forecast of texts; None if they were not uploaded from here."""
-    hashes = []
-    for channel in texts.values():
-        if channel.upload is None:
-            return None
-        hashes.append(channel.upload.sha256)
-    digest = hashlib.sha256(" ".join([*hashes, request.source.sha256]).encode()).hexdigest()
-    return settings.home / "forecasts" / f"{digest[:24]}.json"
+    return recall(path, job.size) if values == expected else None

@@ -15,7 +15,8 @@ from launcher.errors import InputError, LauncherError
 from launcher.finding import Listing
 from launcher.forecast import table
 from launcher.job import Request, TrainingJob
-from launcher.launching.draft import forecast_path, with_training_folder
+from launcher.launching.draft import with_training_folder
+from launcher.launching.expected import forecast_path
 from launcher.launching.texts import check_texts, find_texts
 from launcher.sagemaker.cost import Prices, rate
 from launcher.settings import Settings
@@ -27,19 +28,19 @@ if TYPE_CHECKING:  # they import torch
 
 logger = logging.getLogger(__name__)
 
-TAKEN = {"instance", "data", "validation", "entry_point"}  # of a request
+FIELDS = {"instance", "data", "validation", "entry_point"}  # of a request
 NEWEST = 200  # jobs that are asked for their speed
 
 
 def forecast(
     request: Request,
     settings: Settings,
-    told: Callable[[str], None] = logger.info,
+    report: Callable[[str], None] = logger.info,
     max_cost: float | None = None,
 ) -> table.Forecast:
     """What each size would be on the text of a request, here and on its instances.
 
-    told gets a line for each pilot that ends. max_cost is the most that a job on SageMaker may
+    report gets a line for each pilot that ends. max_cost is the most that a job on SageMaker may
     cost, in USD. What was run is kept, also after an interruption. Raises InputError if nothing can
     be known, and ServiceError if a pilot fails.
     """
@@ -47,19 +48,20 @@ def forecast(
 
     if max_cost is not None and not 0 < max_cost < math.inf:
         raise InputError("must be more than 0", field="max_cost", value=max_cost)
-    if other := sorted(request.given().keys() - TAKEN):
-        raise InputError("a forecast is for all sizes, without it", field=other[0])
+    other_fields = sorted(request.given().keys() - FIELDS)
+    if other_fields:
+        raise InputError("a forecast is for all sizes, without it", field=other_fields[0])
     request = with_training_folder(request)
     texts = find_texts(request, settings, settings)
-    place = forecast_path(request, texts, settings)
+    path = forecast_path(request, texts, settings)
     for channel in texts.values():
         problem = "" if channel.upload else "its length is not known; upload it from here"
         if channel.upload and channel.upload.chats:
             problem = "conversations are not forecast: the law is that of text"
         if problem:
             raise InputError(f"{channel.shown}: {problem}")
-    assert place is not None
-    forecaster = Forecaster(corpus_of(texts, settings), request.source, place, told)
+    assert path is not None
+    forecaster = Forecaster(corpus_of(texts, settings), request.source, path, report)
     check_texts(texts, forecaster.config_of(4, forecaster.tokens))
     places = known_places(request, forecaster, settings)
     return forecaster.forecast(texts["data"].shown, places, max_cost)
