@@ -202,6 +202,14 @@ def test_an_interruption_keeps_the_pilots_that_ended(forecaster, monkeypatch):
     assert len(again.ledger.pilots) == 3
 
 
+def test_a_forecast_from_a_beginning_is_for_the_whole(tmp_path, lawful):
+    path = tmp_path / "kept.jsonl"
+    whole = Forecaster(corpus(), Source.packaged(), path, print, n_tokens=5_000_000)
+    made = whole.forecast("text", [], None)
+    assert made.tokens == 5_000_000
+    assert made.rows[0].readings < 10
+
+
 def test_a_pilot_is_kept_before_it_is_reported(tmp_path, lawful):
     path = tmp_path / "kept.jsonl"
 

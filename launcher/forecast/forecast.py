@@ -73,14 +73,23 @@ class LocalTimes:
 class Forecaster:
     """The forecasts of one text by one training folder; the ledger at `path` keeps what was run.
 
-    report gets a line for each run that ends.
+    report gets a line for each run that ends. n_tokens is the length of the training text, of which
+    the corpus may have only the beginning.
     """
 
-    def __init__(self, corpus: Corpus, source: Source, path: Path, report: Callable[[str], None]):
+    def __init__(
+        self,
+        corpus: Corpus,
+        source: Source,
+        path: Path,
+        report: Callable[[str], None],
+        n_tokens: int = 0,
+    ) -> None:
         self.corpus, self.source, self.report = corpus, source, report
         self.config, self.sizes = source.module("config"), source.module("sizes")
         self.ledger = ForecastLedger(path)
-        self.tokens, self.unit = len(corpus.train), corpus.tokenizer.unit
+        self.tokens = max(n_tokens, len(corpus.train))
+        self.unit = corpus.tokenizer.unit
         if self.tokens < SMALLEST:
             few = f"{self.tokens:,} {self.unit} to train on are too few for pilots"
             raise InputError(f"no forecast: {few}; it takes {SMALLEST:,}")

@@ -20,7 +20,7 @@ from launcher.launching.expected import forecast_path
 from launcher.launching.texts import check_texts, find_texts
 from launcher.sagemaker.cost import Prices, rate
 from launcher.settings import Settings
-from launcher.text.channels import corpus_of
+from launcher.text.channels import Channel, corpus_of
 from launcher.text.corpus import known_upload
 
 if TYPE_CHECKING:  # they import torch
@@ -55,16 +55,26 @@ def forecast(
     texts = find_texts(request, settings, settings)
     path = forecast_path(request, texts, settings)
     for channel in texts.values():
-        problem = "" if channel.upload else "its length is not known; upload it from here"
-        if channel.upload and channel.upload.chats:
-            problem = "conversations are not forecast: the law is that of text"
+        problem = why_not_forecast(channel)
         if problem:
             raise InputError(f"{channel.shown}: {problem}")
     assert path is not None
-    forecaster = Forecaster(corpus_of(texts, settings), request.source, path, report)
+    corpus = corpus_of(texts, settings, begins_only=True)
+    upload = texts["data"].upload
+    n_tokens = upload.train_tokens if upload is not None else 0
+    forecaster = Forecaster(corpus, request.source, path, report, n_tokens)
     check_texts(texts, forecaster.config_of(4, forecaster.tokens))
     places = known_places(request, forecaster, settings)
     return forecaster.forecast(texts["data"].shown, places, max_cost)
+
+
+def why_not_forecast(channel: Channel) -> str:
+    """Why nothing is forecast for a text, or ''."""
+    if channel.upload is None:
+        return "its length is not known; upload it from here"
+    if channel.upload.chats:
+        return "conversations are not forecast: the law is that of text"
+    return ""
 
 
 def known_places(request: Request, forecaster: Forecaster, settings: Settings) -> list[Place]:

@@ -70,8 +70,13 @@ def begin(
             search = directory / "search"
             search.mkdir(mode=0o700)  # of the judge alone
             min_judged = max(MIN_JUDGED, job.config(1).block_size + 1)
-            corpus = corpus_of({"data": text}, settings)
+            corpus = corpus_of({"data": text}, settings, begins_only=True)
             start["judge"] = write_texts(search, corpus, min_judged, report)
+            n_tokens = text.upload.train_tokens if text.upload is not None else 0
+            n_tokens = max(n_tokens, len(corpus.train))  # of which the corpus has the beginning
+            if n_tokens > MAX_TOKENS:
+                unit = corpus.tokenizer.unit
+                report(f"runs read {MAX_TOKENS:,} of {n_tokens:,} {unit}")
             start["runs_read"] = digest_of(files_in(search / "text"))
             guide = GUIDE.read_text(encoding="utf-8").replace("NAME", name)
             (search / "AGENTS.md").write_text(guide, encoding="utf-8")
@@ -121,6 +126,4 @@ def write_texts(directory: Path, corpus: Corpus, min_judged: int, report: Report
     write_ids(directory / "text", tokenizer, train, draw_ids(val[0:n_val], MAX_TOKENS))
     (directory / "judge.txt").write_bytes(judged)
     report(f"judge: {n_judged:,} {tokenizer.unit} kept here; no run gets them")
-    if len(train) < len(corpus.train):
-        report(f"runs read {len(train):,} of {len(corpus.train):,} {tokenizer.unit}")
     return hashlib.sha256(judged).hexdigest()
