@@ -45,6 +45,7 @@ def serves(command: Sequence[str], env: Mapping[str, str]) -> bool:
     starting = ("PYTHON", "LC_", "TORCH", "TRITON", "CC", "CXX", "OMP", "GOMP")
     names = {name for name in {*env, *STARTING} if name.startswith(starting)}
     names -= {"PYTHONUNBUFFERED", "GOMP_SPINCOUNT", "TORCH_CPP_LOG_LEVEL"}
+    names -= {"PYTHONDONTWRITEBYTECODE"}  # which changes no result, and which a job does not get
     names -= {"TORCHINDUCTOR_CACHE_DIR"}  # which transformers sets, and nothing reads at the start
     usual = all((env.get(name) or "") == (STARTING.get(name) or "") for name in names)
     known = command[1] in ("-P", "-c") or command[1].endswith(".py")
