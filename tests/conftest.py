@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import shutil
@@ -32,6 +33,9 @@ MEMORY_NEEDED = 8 << 30  # bytes
 
 # As many tests run side by side as there are cores.
 torch.set_num_threads(1)
+
+# Modules hold a million objects. To look for garbage among them took a quarter of the tests' time.
+gc.set_threshold(100_000, 20, 20)
 
 # A script that puts the tests in the background makes them deaf to Ctrl-C, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,6 +76,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if slow and config.getoption("--quick") else None
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays
+
+
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Short names of cases, the same in every worker: compressed bytes hold the time."""
     if isinstance(val, bytes):
@@ -87,14 +95,19 @@ def quick(pytestconfig):
     """
     start, end = subprocess.Popen.__init__, subprocess.Popen.__del__
 
-    def skip(process: Any, *arguments: Any, **options: Any) -> None:
+    def skip(*_: Any) -> None:
+        pytest.skip("it starts a process")
+
+    def skip_or_start(process: Any, *arguments: Any, **options: Any) -> None:
         if not making_finished:
-            pytest.skip("it starts a process")
+            skip()
         start(process, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         if pytestconfig.getoption("--quick"):
-            patch.setattr("subprocess.Popen.__init__", skip)
+            patch.setattr("os.fork", skip)
+            patch.setattr("os.forkpty", skip)
+            patch.setattr("subprocess.Popen.__init__", skip_or_start)
             patch.setattr(
                 "subprocess.Popen.__del__", lambda self: hasattr(self, "returncode") and end(self)
             )
