@@ -104,14 +104,14 @@ def upload_data(
     Raises InputError if the files are not text or are too short to train on, and as with_store
     does; ServiceError if the store failed.
     """
-    texts = texts_of(paths)
+    texts = strings_of(paths)
     name = name_of(texts[0]) if texts else "no path"
     tokenizer, vocab_size = plain(tokenizer), plain(vocab_size)
     if vocab_size is not None and tokenizer != "bpe":
         raise InputError("needs the tokenizer bpe", field="vocab_size", value=vocab_size)
     options = FileOptions(
-        include=patterns_of(include),
-        exclude=patterns_of(exclude),
+        include=strings_of(include),
+        exclude=strings_of(exclude),
         records=tokenizer is not None,
         column=column,
         encoding=encoding,
@@ -132,16 +132,12 @@ def upload_data(
     return upload
 
 
-def texts_of(paths: str | Path | Upload | Iterable[str | Path | Upload]) -> list[str]:
-    """The paths and URIs that a user gave, of which each may be of any type that has one."""
-    texts = plain(paths)
-    if isinstance(texts, str):
-        return [texts]
-    return [plain(text) for text in texts]
-
-
-def patterns_of(patterns: str | Sequence[str]) -> Sequence[str]:
-    return (patterns,) if isinstance(patterns, str) else patterns
+def strings_of(values: str | Path | Upload | Iterable[str | Path | Upload]) -> list[str]:
+    """The paths, URIs or patterns that a user gave: one or several, of any type that has a text."""
+    strings = plain(values)
+    if isinstance(strings, str):
+        return [strings]
+    return [plain(string) for string in strings]
 
 
 def with_store(settings: Settings) -> Settings:
@@ -150,13 +146,10 @@ def with_store(settings: Settings) -> Settings:
     If AWS cannot be asked, the text stays on this machine and a launch uploads it later. Raises
     InputError if the store is in another region, and Missing if there is no stack of the name.
     """
-    if settings.store.startswith("s3://"):
-        session = aws_session(settings)
-        region = session.region_name
-        if region:
-            with suppress(Offline):
-                check_bucket(make_client(session, "s3", region), settings.store, "store", region)
-    if settings.store or not settings.reaches_aws:
+    if settings.store:
+        check_store(settings)
+        return settings
+    if not settings.reaches_aws:
         return settings
     try:
         return with_stack(settings, names=("store",))
@@ -165,6 +158,17 @@ def with_store(settings: Settings) -> Settings:
     except (InputError, ServiceError) as error:
         logger.info(f"could not look for a stack ({error}); keeping the text on this machine")
         return settings
+
+
+def check_store(settings: Settings) -> None:
+    """Raise InputError if the store is on S3 in another region, unless in a dry run."""
+    if not settings.store.startswith("s3://"):
+        return
+    session = aws_session(settings)
+    region = session.region_name
+    if region:
+        with suppress(Offline):
+            check_bucket(make_client(session, "s3", region), settings.store, "store", region)
 
 
 def store_uri(store: str) -> str:
@@ -405,8 +409,7 @@ def choose(part: str, names: Iterable[str]) -> str | None:
         shown = ", ".join(matches[:3])
         if len(matches) > 3:
             shown += " and more"
-        problem = f"{part!r} matches {len(matches)} uploads: {shown}; give more of the name"
-        raise InputError(problem)
+        raise InputError(f"{part!r} matches {len(matches)} uploads: {shown}; give more of the name")
     logger.info(f"{part} is upload {matches[0]}")
     return matches[0]
 

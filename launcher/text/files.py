@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import count
 from pathlib import Path
 
 from launcher.errors import InputError
@@ -169,13 +168,13 @@ class FileFinder:
         No two names differ by case alone.
         """
         stem = without_compression(name).with_suffix("").as_posix()
-        free = f"{stem}.txt"
-        for number in count(2):
-            if free.lower() not in self.names:
-                break
-            free = f"{stem}-{number}.txt"
-        self.names.add(free.lower())
-        return free
+        free_name = f"{stem}.txt"
+        number = 1
+        while free_name.lower() in self.names:
+            number += 1
+            free_name = f"{stem}-{number}.txt"
+        self.names.add(free_name.lower())
+        return free_name
 
     def files_of_folder(self, source: Source) -> list[Path]:
         """The files of a folder that are taken, sorted. What else is there is logged.

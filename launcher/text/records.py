@@ -100,7 +100,8 @@ def read_json_lines(file: IO[bytes], name: str, column: str = "text") -> Records
     """
     n_beyond_ascii = 0  # bytes before the line
     is_first = True
-    for number, line in enumerate(iter(lambda: file.readline(MAX_RECORD + 1), b""), 1):
+    lines = iter(lambda: file.readline(MAX_RECORD + 1), b"")
+    for number, line in enumerate(lines, 1):
         if line.isspace():
             continue
         position = f"{name}:{number}"
