@@ -275,7 +275,7 @@ def test_files_for_tests_are_warned_about(cli, tmp_path):
         (tmp_path / f"texts/{name}.txt").write_text(name + LONG)
     options = ["--exclude", "dev_*", "--exclude", "test-*", "--exclude", "validation"]
     ran = cli("upload-data", "texts").good
-    assert "by their names for tests: dev_b.txt, test-00000.txt, validation/a.txt; " in ran.err
+    assert "trained on too: dev_b.txt, test-00000.txt, validation/a.txt; " in ran.err
     assert f"`{shlex.join(options)}`" in ran.err
     ran = cli("upload-data", "texts", *options).good
     assert "for tests" not in ran.err and "2 files" in ran.err

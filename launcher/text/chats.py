@@ -73,7 +73,7 @@ def is_empty(value: Any) -> bool:
 
 
 def messages_of(record: Any, column: str) -> dict[str, Any] | None:
-    """The messages of a record, each by its name in an error; None if it is no conversation.
+    """The messages of a record, by what an error calls each; None if it is no conversation.
 
     Tables that were joined have empty columns, so the first form that holds anything counts. If
     all are empty, a record that has the column of a text is that text.
@@ -101,7 +101,7 @@ def messages_of(record: Any, column: str) -> dict[str, Any] | None:
 
 
 def question_and_answer(fields: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
-    """The messages of a record with two fields, each by its name in an error. Raises Fault."""
+    """The messages of a record with two fields, as messages_of returns them. Raises Fault."""
     if fields.get("label") is False or fields.get("kto_tag") is False:
         raise Fault(f"`{answer}`", "is labeled as a bad answer, and all are learned")
     if "history" in fields:

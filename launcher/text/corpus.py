@@ -341,10 +341,10 @@ def known_upload(uri: str | None, settings: Settings) -> Upload | None:
 
 
 def find_text(typed: str, settings: Settings) -> str:
-    """The URI of a text that a user typed: of an upload by its name, a part of it, or where it was.
+    """Resolve the name of an upload, a part of the name, or its earlier location to its URI.
 
-    A path or URI of anything else is returned as it is. Raises InputError if the text is no path
-    and means no upload, or several.
+    Another path or URI is returned as it is. Raises InputError if what the user typed is no path,
+    and is the name of no upload or a part of several names.
     """
     if not PART_OF_NAME.fullmatch(typed) or Path(typed).exists():
         return find_moved(typed, settings)

@@ -359,7 +359,7 @@ def warn_of_held_out(files: Sequence[File]) -> None:
         shown = f"{len(names):,} files, such as {shown}"
     quoted = [shlex.quote(glob) for glob in dict.fromkeys(globs.values()) if glob]
     extra = {"code": "hold-out", "globs": quoted[:MAX_GLOBS]}
-    logger.warning(f"also trained on, by their names for tests: {shown}", extra=extra)
+    logger.warning(f"files that are named as tests are trained on too: {shown}", extra=extra)
 
 
 def held_out_glob(file: File) -> str:
