@@ -58,7 +58,7 @@ def edits_of(source: Source) -> str:
     )
 
 
-def loss_of(self: Judge, model: Path, source: Source, is_tested: bool) -> float:
+def loss_of(self: Judge, model: Path, source: Source, tested_below: float) -> float:
     draw = random.Random(f"{edits_of(source)} {model.name}")
     return 2.0 - gain_of(source) + draw.gauss(0, 0.004)
 

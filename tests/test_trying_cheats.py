@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import random
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -40,7 +39,7 @@ from launcher.trying.planned import planned_tokens
 from launcher.trying.refusal import Refused
 from launcher.trying.runs import FinishedRun, SeededRun
 from launcher.trying.scoring import Judge
-from launcher.trying.search import Search
+from launcher.trying.search import Comparison, Search
 from launcher.trying.start import begin
 from sm_nanogpt import Request, ServiceError
 
@@ -151,9 +150,9 @@ def begun(tmp_path_factory, text):
         text_file.write_text(text[:60_000])
         judge = Judge.loss_of
 
-        def loss_of(self: Judge, trained: Path, source: Source, is_tested: bool) -> float:
+        def loss_of(self: Judge, trained: Path, source: Source, tested_below: float) -> float:
             shutil.copytree(trained, model, dirs_exist_ok=True)
-            return judge(self, trained, source, is_tested)
+            return judge(self, trained, source, tested_below)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
@@ -206,7 +205,7 @@ def judge(begun, mine, tmp_path):
         now = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
         sums = (model / "SHA256SUMS").read_text()
         (model / "SHA256SUMS").write_text(sums.replace(was, now))
-        return mine.judge.loss_of(model, source, is_tested=True)
+        return mine.judge.loss_of(model, source, tested_below=math.inf)
 
     return judge
 
@@ -441,17 +440,19 @@ def test_the_last_line_of_a_long_log_is_short(mine):
 def test_runs_that_are_one_run_are_refused(mine, begun, tmp_path, monkeypatch):
     """Else the best of many seeds, found elsewhere, would pass as a gain on all fresh ones."""
     source, base = Source.read(tiny_folder(tmp_path / "a", before("pass"))), Source.read(begun.base)
-    monkeypatch.setattr(mine, "measure", lambda runs, tried, are_tested: None)
+    monkeypatch.setattr(mine, "measure", lambda runs, comparison: None)
     losses = {(base.sha256, seed): 2.0 + seed / 1000 for seed in range(1, 5)}
     losses |= {(source.sha256, seed): 1.9 for seed in range(1, 5)}
     monkeypatch.setattr(SearchLedger, "losses", losses)
     with pytest.raises(Refused, match="seed"):
-        mine.differences(source, base, range(1, 5), are_fresh=False)
+        mine.differences(Comparison(source, base, are_fresh=False), range(1, 5))
 
 
-def test_each_run_that_a_keep_rests_on_is_checked(mine, begun, tmp_path, monkeypatch):
+def test_each_model_that_seems_better_is_tested(mine, begun, tmp_path, monkeypatch):
+    """And each of fresh seeds, on which a keep rests."""
     source, base = Source.read(tiny_folder(tmp_path / "a", before("pass"))), Source.read(begun.base)
-    tested = dict[tuple[str, int], bool]()
+    losses = {11: 1.9, 12: 2.1, 13: 1.8, 14: 2.2, 21: 1.9, 22: 2.1, 23: 1.8, 24: 2.2}
+    tested = []
 
     class Trained:
         def __init__(self, *_: Any) -> None:
@@ -460,18 +461,21 @@ def test_each_run_that_a_keep_rests_on_is_checked(mine, begun, tmp_path, monkeyp
         def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
             return (FinishedRun(run, Path(f"{run.seed}"), 1.0) for run in runs)
 
-    def loss_of(self: Judge, model: Path, folder: Source, is_tested: bool) -> float:
-        tested[folder.sha256, int(model.name)] = is_tested
-        return 2.0 + random.random()
+    def loss_of(self: Judge, model: Path, folder: Source, tested_below: float) -> float:
+        is_base = folder.sha256 == base.sha256
+        seed = int(model.name)
+        loss = 2.0 + seed / 1000 if is_base else losses[seed]
+        if loss < tested_below:
+            tested.append((folder.sha256, seed))
+        return loss
 
     monkeypatch.setattr(search, "LocalRuns", Trained)
     monkeypatch.setattr(search, "sizes_of", lambda model: {})
     monkeypatch.setattr(Judge, "loss_of", loss_of)
     monkeypatch.setattr(mine.budget, "check_time", lambda folder, seeds: None)
-    mine.differences(source, base, (11, 12, 13, 14), are_fresh=False)
-    mine.differences(source, base, (21, 22, 23, 24), are_fresh=True)
-    assert [seed for folder, seed in tested if tested[folder, seed]] == [21, 22, 23, 24]
-    assert all(tested[source.sha256, seed] for seed in (21, 22, 23, 24))
+    mine.differences(Comparison(source, base, are_fresh=False), (11, 12, 13, 14))
+    mine.differences(Comparison(source, base, are_fresh=True), (21, 22, 23, 24))
+    assert tested == [(source.sha256, seed) for seed in (11, 13, 21, 22, 23, 24)]
 
 
 @pytest.mark.parametrize(

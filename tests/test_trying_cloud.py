@@ -336,7 +336,7 @@ def jobs(cloud, s3, cli, text_file, monkeypatch, same_seeds):
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
             return {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
 
-    def loss_of(self: Judge, model: Path, source: Source, is_tested: bool) -> float:
+    def loss_of(self: Judge, model: Path, source: Source, tested_below: float) -> float:
         draw = random.Random(f"{source.sha256} {(model / 'seed').read_text()}")
         return 2.0 - gain_of(source) + draw.gauss(0, 0.004)
 

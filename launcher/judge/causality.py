@@ -38,6 +38,10 @@ ROUNDING, RELATIVE = 1e-3, 1e-5  # nats by which a loss may differ, and the shar
 EXPLAINING_CUTS = 512  # that look for a position to name
 
 
+class NotCausal(ServiceError):
+    """Losses depend on later tokens, or on other windows."""
+
+
 @dataclass(frozen=True)
 class Cut:
     """A part of a window that is computed again: its first `length` ids. The token that follows
@@ -121,7 +125,7 @@ def check_causal(
     """Compute losses again in another process, without what follows; returns the number of cuts.
 
     nats has the losses of each token of each document, float64 [n], as the first process gave them.
-    Raises ServiceError if a loss differs.
+    Raises NotCausal if a loss differs.
     """
     chance = secrets.SystemRandom()
     scored = scored_windows(other, encoded, nats)
@@ -162,14 +166,14 @@ def compare(
     cuts: Sequence[Cut],
     length: int,
 ) -> None:
-    """Raise ServiceError if a loss of these cuts, in rows of at least this length, is another."""
+    """Raise NotCausal if a loss of these cuts, in rows of at least this length, is another."""
     logits = other.logits(filled(cuts, scored, len(other.tokenizer), length))
     targets = [scored[cut.window].targets[: cut.length] for cut in cuts]
     for cut, losses in zip(cuts, nats_of(logits, targets), strict=True):
         expected = scored[cut.window].nats[: len(losses)]
         difference = (losses - expected).abs()
         if not bool((difference <= ROUNDING + RELATIVE * expected).all()):  # NaN is not
-            raise ServiceError(f"not causal: {reason(other, encoded, float(difference.max()))}")
+            raise NotCausal(f"not causal: {reason(other, encoded, float(difference.max()))}")
 
 
 def filled(cuts: Sequence[Cut], scored: Sequence[Scored], vocabulary: int, length: int) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 from entry_point.errors import TrainingError
 from entry_point.text import Tokenizer
 from launcher.errors import LauncherError
-from launcher.judge.causality import CUTS, check_causal
+from launcher.judge.causality import CUTS, NotCausal, check_causal
 from launcher.judge.score import losses
 from launcher.judge.texts import Text, encode
 from launcher.judge.worker import Worker
@@ -25,21 +25,22 @@ class Judge:
         self.content, self.tokenizer, self.settings = content, tokenizer, settings
         self.encoded = encode([Text("judge", [content.decode()])], tokenizer)
 
-    def loss_of(self, model: Path, source: Source, is_tested: bool) -> float:
+    def loss_of(self, model: Path, source: Source, tested_below: float) -> float:
         """The nats per token that a model loses on the text.
 
-        If it is tested, it must neither look ahead nor learn while it is judged. Raises Refused.
+        One that loses less than `tested_below` must neither look ahead nor learn while it is
+        judged. Raises Refused.
         """
         try:
             with self.worker(model, source) as worker:
                 [nats] = losses(worker, self.encoded)
-            if is_tested:  # after it was judged, by a process that cannot know what it has answered
-                with self.worker(model, source) as worker:
-                    check_causal(worker, self.encoded, [nats], CUTS // MODELS)
+            loss = float(nats.mean())
+            if loss < tested_below:
+                with self.worker(model, source) as other:
+                    check_causal(other, self.encoded, [nats], CUTS // MODELS)
         except (LauncherError, TrainingError) as error:
-            is_leak = str(error).startswith("not causal")
-            raise Refused(str(error), is_final=is_leak) from None
-        return float(nats.mean())
+            raise Refused(str(error), is_final=isinstance(error, NotCausal)) from None
+        return loss
 
     def worker(self, model: Path, source: Source) -> Worker:
         """A process that computes a model by the folder as it was kept, not as the run left it."""

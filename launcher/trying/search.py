@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
@@ -41,6 +43,29 @@ PROGRESS_SECONDS = 30  # until a line of progress
 SMALL_RUN = {"max_steps": 2, "batch_size": 1, "eval_tokens": 4096, "device": "cpu"}
 
 Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A folder that is tried, and the base beside it, on shared or on fresh seeds."""
+
+    source: Source
+    base: Source
+    are_fresh: bool
+
+    @property
+    def kind(self) -> str:
+        return "fresh" if self.are_fresh else "shared"
+
+    def tries(self, run: SeededRun) -> bool:
+        return run.source.sha256 == self.source.sha256
+
+    def tested_below(self, run: SeededRun, ledger: SearchLedger) -> float:
+        """The loss below which a model of the folder is tested for looking ahead: each one of fresh
+        seeds, on which a keep rests, and of shared seeds each that seems better than the base."""
+        if self.are_fresh:
+            return math.inf
+        return ledger.losses.get((self.base.sha256, run.seed), math.inf)
 
 
 class Search:
@@ -123,69 +148,71 @@ class Search:
 
     # -- runs and their losses --------------------------------------------------------------------
 
-    def measure(
-        self, runs: Sequence[SeededRun], tried: Source | None = None, are_tested: bool = False
-    ) -> None:
+    def measure(self, runs: Sequence[SeededRun], comparison: Comparison | None = None) -> None:
         """Make the runs that the ledger does not have, judge them, and add them.
 
-        If they are tested, the models of the folder that is tried must neither look ahead nor learn
-        while they are judged. Raises Refused if a run of that folder fails or takes more than it
-        may, ServiceError if another fails.
+        Raises Refused if a run of the folder that is compared fails or takes more than it may,
+        ServiceError if another fails.
         """
         losses = self.ledger.losses
         missing = [run for run in runs if run.key not in losses]
-        last_report = time.monotonic()
-        for n_finished, finished in enumerate(self.trainer.train(missing)):
-            if time.monotonic() > last_report + PROGRESS_SECONDS:
-                last_report = time.monotonic()
-                self.report(f"{n_finished} of {len(missing)} runs")
-            is_tried = tried is not None and finished.run.source.sha256 == tried.sha256
-            try:
-                facts = self.facts_of_run(finished, is_tested=is_tried and are_tested)
-            except Refused as refusal:
-                if is_tried:
-                    raise
-                raise ServiceError(f"the base does not train: {refusal}") from None
+        for finished in self.train(missing):
+            if comparison is not None and comparison.tries(finished.run):
+                tested_below = comparison.tested_below(finished.run, self.ledger)
+                facts = self.facts_of_run(finished, tested_below)
+            else:
+                facts = self.facts_of_base(finished)
             self.ledger.add("run", **facts)
 
-    def facts_of_run(self, finished: FinishedRun, is_tested: bool) -> Entry:
+    def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+        """Make runs, with a line of progress now and then."""
+        last_report = time.monotonic()
+        for n_finished, finished in enumerate(self.trainer.train(runs)):
+            if time.monotonic() > last_report + PROGRESS_SECONDS:
+                last_report = time.monotonic()
+                self.report(f"{n_finished} of {len(runs)} runs")
+            yield finished
+
+    def facts_of_base(self, finished: FinishedRun) -> Entry:
+        try:
+            return self.facts_of_run(finished, tested_below=-math.inf)
+        except Refused as refusal:
+            raise ServiceError(f"the base does not train: {refusal}") from None
+
+    def facts_of_run(self, finished: FinishedRun, tested_below: float) -> Entry:
         """What the ledger has of a run. Raises Refused."""
         if finished.problem:
             raise Refused(finished.problem)
         sizes = sizes_of(finished.model)
         self.budget.check_sizes(sizes)
         source, seed = finished.run.source, finished.run.seed
-        loss = self.judge.loss_of(finished.model, source, is_tested)
+        loss = self.judge.loss_of(finished.model, source, tested_below)
         seconds = round(finished.seconds, 2)
         return {"folder": source.sha256, "seed": seed, "seconds": seconds, **sizes, "loss": loss}
 
-    def differences(
-        self, source: Source, base: Source, seeds: Sequence[int], are_fresh: bool
-    ) -> list[float]:
+    def differences(self, comparison: Comparison, seeds: Sequence[int]) -> list[float]:
         """The loss of a folder less that of the base for each seed, after the runs for it."""
-        runs = [SeededRun(folder, seed) for seed in seeds for folder in (source, base)]
-        self.measure(runs, tried=source, are_tested=are_fresh)
+        source, base = comparison.source, comparison.base
+        runs = [SeededRun(folder, seed) for seed in seeds for folder in (base, source)]
+        self.measure(runs, comparison)
         losses = self.ledger.losses
-        own_losses = [losses[source.sha256, seed] for seed in seeds]
-        base_losses = [losses[base.sha256, seed] for seed in seeds]
-        pairs = zip(own_losses, base_losses, strict=True)
-        differences = [own_loss - base_loss for own_loss, base_loss in pairs]
-        kind = "fresh" if are_fresh else "shared"
+        differences = [losses[source.sha256, seed] - losses[base.sha256, seed] for seed in seeds]
         gain = f"{fmean(differences):+.4f} ±{rule.half(differences):.4f}"
-        self.report(f"{len(seeds)} pairs of {kind} seeds: {gain}")
-        self.check_own_losses(source, base, seeds)
+        self.report(f"{len(seeds)} pairs of {comparison.kind} seeds: {gain}")
+        self.check_own_losses(comparison, seeds)
         self.budget.check_time(source.sha256, seeds)
         return differences
 
-    def check_own_losses(self, source: Source, base: Source, seeds: Sequence[int]) -> None:
+    def check_own_losses(self, comparison: Comparison, seeds: Sequence[int]) -> None:
         """Raise Refused if the runs of a folder are one run, or those of another folder."""
-        losses = self.ledger.losses
-        own_losses = [losses[source.sha256, seed] for seed in seeds]
+        losses, own = self.ledger.losses, comparison.source.sha256
+        own_losses = [losses[own, seed] for seed in seeds]
         if len(set(own_losses)) < len(seeds):
             raise Refused("different seeds give the same loss")
-        for other in {folder for folder, _ in losses} - {source.sha256}:
+        for other in {folder for folder, _ in losses} - {own}:
             if [losses.get((other, seed)) for seed in seeds] == own_losses:
-                whose = "the base" if other == base.sha256 else f"folder {other[:8]}, tried before"
+                is_base = other == comparison.base.sha256
+                whose = "the base" if is_base else f"folder {other[:8]}, tried before"
                 raise Refused(f"its runs are those of {whose}: the change changes nothing")
 
     # -- a try ------------------------------------------------------------------------------------
@@ -262,19 +289,20 @@ class Search:
                 raise Refused(ended.problem)
             model = ended.out / "model"
             self.budget.check_sizes(sizes_of(model))
-            self.judge.loss_of(model, source, is_tested=True)
+            self.judge.loss_of(model, source, tested_below=math.inf)
 
     def compare(self, source: Source, base: Source, max_pairs: int) -> Entry:
         """The verdict by pairs: on seeds that all tries share, and then on fresh ones."""
+        on_shared = Comparison(source, base, are_fresh=False)
+        on_fresh = Comparison(source, base, are_fresh=True)
 
         def on_shared_seeds(n: int) -> list[float]:
-            seeds = self.ledger.seeds(SHARED, n)
-            return self.differences(source, base, seeds, are_fresh=False)
+            return self.differences(on_shared, self.ledger.seeds(SHARED, n))
 
         def on_fresh_seeds(n: int) -> list[float]:
             self.report(f"it looks better; {n} pairs of fresh seeds decide")
             seeds = self.ledger.seeds(f"{source.sha256} against {base.sha256}", n)
-            return self.differences(source, base, seeds, are_fresh=True)
+            return self.differences(on_fresh, seeds)
 
         looks = [n for n in rule.LOOKS if n <= max_pairs]
         if not self.is_local:  # each look would be a job, whose start costs minutes
@@ -320,7 +348,7 @@ class Search:
         if first.sha256 == now.sha256:
             raise InputError("nothing was kept yet")
         seeds = self.ledger.seeds(f"gain of {now.sha256}", n)  # not those by which it was kept
-        differences = self.differences(now, first, seeds, are_fresh=True)
+        differences = self.differences(Comparison(now, first, are_fresh=True), seeds)
         return self.ledger.add("gain", folder=now.sha256, **self.numbers(now, first, differences))
 
 
