@@ -27,7 +27,7 @@ from launcher.trying import budget, history, search
 from launcher.trying.history import SearchLedger
 from launcher.trying.refusal import Refused
 from launcher.trying.runs import FinishedRun, SeededRun
-from launcher.trying.scoring import Judge
+from launcher.trying.scoring import Judge, Score
 from launcher.trying.search import Search
 from launcher.trying.start import begin
 from sm_nanogpt import InputError, Request, ServiceError
@@ -58,9 +58,9 @@ def edits_of(source: Source) -> str:
     )
 
 
-def loss_of(self: Judge, model: Path, source: Source, tested_below: float) -> float:
+def score(self: Judge, model: Path, source: Source, tested_below: float, limit: float) -> Score:
     draw = random.Random(f"{edits_of(source)} {model.name}")
-    return 2.0 - gain_of(source) + draw.gauss(0, 0.004)
+    return Score(2.0 - gain_of(source) + draw.gauss(0, 0.004), 3.0)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def same_seeds(monkeypatch):
 def trained(monkeypatch, same_seeds):
     """No real runs: what a folder loses stands in it."""
     monkeypatch.setattr(search, "LocalRuns", Trained)
-    monkeypatch.setattr(Judge, "loss_of", loss_of)
+    monkeypatch.setattr(Judge, "score", score)
     monkeypatch.setattr(Search, "check", lambda self, source: None)
     monkeypatch.setattr(search, "sizes_of", lambda model: {"parameters": 100, "tokens": 1000})
 
@@ -225,6 +225,49 @@ def test_a_slow_folder_is_refused(started, home, tmp_path, monkeypatch):
     assert "1.60x the time" in ran.out
 
 
+def test_a_folder_that_is_slow_for_some_seeds_is_refused(started, home, tmp_path, monkeypatch):
+    """Ten times as long for two seeds of five; the median would not show it."""
+
+    def sometimes_slowly(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+        for n, run in enumerate(runs):
+            is_slow = "gain.py" in run.source.files and n % 5 < 2
+            yield FinishedRun(run, Path(f"x/{run.seed}"), 100.0 if is_slow else 10.0)
+
+    monkeypatch.setattr(Trained, "train", sometimes_slowly)
+    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    assert ran.code == 4
+    assert "x the time of the search's first folder" in ran.out
+
+
+def test_a_folder_that_computes_before_the_judge_is_refused(started, home, tmp_path, monkeypatch):
+    def slow_score(*args: Any) -> Score:
+        usual = score(*args)
+        return Score(usual.loss, 1.4 * usual.seconds)
+
+    monkeypatch.setattr(Judge, "score", slow_score)
+    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    assert ran.code == 4
+    assert "takes 1.40x the time before the judge" in ran.out
+
+
+def test_a_folder_with_chosen_batches_is_no_better(cli, text_file, trained, tmp_path, monkeypatch):
+    """The base's losses follow the seed, as the order of its batches does."""
+
+    def with_chosen_batches(self: Judge, model: Path, source: Source, *_: Any) -> Score:
+        is_chosen = "gain.py" in source.files
+        weights = random.Random(f"{source.sha256} {model.name}").gauss(0, 0.003)
+        order = -0.018 if is_chosen else random.Random(model.name).gauss(0, 0.014)
+        return Score(2.0 + order + weights, 3.0)
+
+    monkeypatch.setattr(Judge, "score", with_chosen_batches)
+    assert cli("try", "start", "plays", "--text", str(text_file)).good
+    ran = cli("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays", "--json")
+    assert ran.code == 3
+    entry = json.loads(ran.out)
+    assert entry["high"] < 0 and entry["fresh"]
+    assert "a lucky order of its batches" in entry["why"]
+
+
 def test_a_base_that_fails_is_no_fault_of_the_try(started, home, tmp_path, monkeypatch):
     def failing(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
         for run in runs:
@@ -299,7 +342,7 @@ def test_a_kill_at_any_moment_is_as_none(cli, home, text_file, trained, tmp_path
     monkeypatch.setattr(search, "LocalRuns", LOCAL_RUNS)
     noise = random.SystemRandom()  # not that of the process that is forked
     monkeypatch.setattr(
-        Judge, "loss_of", lambda *args: 2.0 - gain_of(args[2]) + noise.gauss(0, 0.004)
+        Judge, "score", lambda *args: Score(2.0 - gain_of(args[2]) + noise.gauss(0, 0.004), 3.0)
     )
     monkeypatch.setattr(budget, "MAX_TIME", 100.0)  # of a tenth of a second
     mine, base = folder(tmp_path / "mine", 0.05), folder(tmp_path / "base", 0.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
+import random
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,12 +35,12 @@ from launcher.local.runs import Run, run_all
 from launcher.settings import Settings
 from launcher.source import Source, keep
 from launcher.trying import search
-from launcher.trying.budget import sizes_of
+from launcher.trying.budget import JUDGE_TIME, MAX_TIME, sizes_of
 from launcher.trying.history import SearchLedger
 from launcher.trying.planned import planned_tokens
 from launcher.trying.refusal import Refused
 from launcher.trying.runs import FinishedRun, SeededRun
-from launcher.trying.scoring import Judge
+from launcher.trying.scoring import Judge, Score
 from launcher.trying.search import Comparison, Search
 from launcher.trying.start import begin
 from sm_nanogpt import Request, ServiceError
@@ -148,16 +150,18 @@ def begun(tmp_path_factory, text):
     def build(directory: Path) -> tuple[Path, Path, Path]:
         base, model, text_file = (directory / name for name in ("base", "model", "text.txt"))
         text_file.write_text(text[:60_000])
-        judge = Judge.loss_of
+        judge = Judge.score
 
-        def loss_of(self: Judge, trained: Path, source: Source, tested_below: float) -> float:
+        def score(
+            self: Judge, trained: Path, source: Source, tested_below: float, limit: float
+        ) -> Score:
             shutil.copytree(trained, model, dirs_exist_ok=True)
-            return judge(self, trained, source, tested_below)
+            return judge(self, trained, source, tested_below, limit)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
             patch.setattr(search, "BASE_SEEDS", 2)
-            patch.setattr(Judge, "loss_of", loss_of)
+            patch.setattr(Judge, "score", score)
             request = Request(
                 instance="local",
                 preset="quick",
@@ -191,7 +195,7 @@ def mine(begun, home, monkeypatch):
 def judge(begun, mine, tmp_path):
     """What the base's model loses when an edited folder computes it; and where it stands."""
 
-    def judge(*edits: tuple[str, str]) -> float:
+    def judge(*edits: tuple[str, str]) -> Score:
         held = repr(str(mine.directory / "judge.txt"))
         edits = tuple((old, new.replace("JUDGE", held)) for old, new in edits)
         source = Source.read(tiny_folder(tmp_path / "cheat", *edits))
@@ -205,7 +209,7 @@ def judge(begun, mine, tmp_path):
         now = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
         sums = (model / "SHA256SUMS").read_text()
         (model / "SHA256SUMS").write_text(sums.replace(was, now))
-        return mine.judge.loss_of(model, source, tested_below=math.inf)
+        return mine.judge.score(model, source, tested_below=math.inf)
 
     return judge
 
@@ -255,8 +259,15 @@ def test_a_cheat_before_the_judge_gains_nothing(name, mine, judge, capfd):
         with pytest.raises(Refused, match=refusal):
             judge(*edits)
     else:
-        assert judge(*edits) > usual - 0.001
+        assert judge(*edits).loss > usual - 0.001
     assert "KEEP" not in "".join(capfd.readouterr())
+
+
+def test_what_a_model_computes_before_the_judge_counts(mine, judge):
+    """Else it would train there, on text that its folder has stored among its weights."""
+    usual = mine.budget.mean_seconds(mine.start["folder"], JUDGE_TIME)
+    score = judge(before(f"while __import__('time').process_time() < {2 * usual}:\n    pass"))
+    assert score.seconds > MAX_TIME * usual
 
 
 def test_a_folder_that_learns_while_it_is_judged_is_refused(mine, begun, cli, tmp_path):
@@ -269,6 +280,18 @@ def test_a_folder_that_learns_while_it_is_judged_is_refused(mine, begun, cli, tm
     assert "depend on other windows" in ran.out
     assert "KEEP" not in ran.out + ran.err
     assert "\x1b" not in cli("try", "log", "s").good.out
+    assert cli("try", "run", str(cheat), "--group", "s").failed(2, "refused before, by try 1")
+
+
+def test_weights_in_a_folder_are_refused_before_anything_runs(mine, cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "run_all", None)
+    monkeypatch.setattr("launcher.trying.planned.run_all", None)
+    weights = base64.b64encode(random.Random(1).randbytes(112_000)).decode()
+    cheat = tiny_folder(tmp_path / "cheat")
+    (cheat / "weights.py").write_text(f"WEIGHTS = '{weights}'\n")
+    ran = cli("try", "run", str(cheat), "--group", "s")
+    assert ran.code == 4
+    assert "most of it weights.py" in ran.out
 
 
 HONEST = [
@@ -461,17 +484,17 @@ def test_each_model_that_seems_better_is_tested(mine, begun, tmp_path, monkeypat
         def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
             return (FinishedRun(run, Path(f"{run.seed}"), 1.0) for run in runs)
 
-    def loss_of(self: Judge, model: Path, folder: Source, tested_below: float) -> float:
+    def score(self: Judge, model: Path, folder: Source, tested_below: float, limit: float) -> Score:
         is_base = folder.sha256 == base.sha256
         seed = int(model.name)
         loss = 2.0 + seed / 1000 if is_base else losses[seed]
         if loss < tested_below:
             tested.append((folder.sha256, seed))
-        return loss
+        return Score(loss, 3.0)
 
     monkeypatch.setattr(search, "LocalRuns", Trained)
     monkeypatch.setattr(search, "sizes_of", lambda model: {})
-    monkeypatch.setattr(Judge, "loss_of", loss_of)
+    monkeypatch.setattr(Judge, "score", score)
     monkeypatch.setattr(mine.budget, "check_time", lambda folder, seeds: None)
     mine.differences(Comparison(source, base, are_fresh=False), (11, 12, 13, 14))
     mine.differences(Comparison(source, base, are_fresh=True), (21, 22, 23, 24))

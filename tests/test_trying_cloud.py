@@ -36,7 +36,7 @@ from launcher.trying.budget import Budget
 from launcher.trying.cloud import DriverFacts, SageMakerRuns
 from launcher.trying.history import SearchLedger
 from launcher.trying.runs import FinishedRun, SeededRun
-from launcher.trying.scoring import Judge
+from launcher.trying.scoring import Judge, Score
 from launcher.trying.search import Search
 
 CEILING, HOURLY, AROUND = 10.0, 5.0, 600
@@ -336,11 +336,11 @@ def jobs(cloud, s3, cli, text_file, monkeypatch, same_seeds):
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
             return {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
 
-    def loss_of(self: Judge, model: Path, source: Source, tested_below: float) -> float:
+    def score(self: Judge, model: Path, source: Source, tested_below: float, limit: float) -> Score:
         draw = random.Random(f"{source.sha256} {(model / 'seed').read_text()}")
-        return 2.0 - gain_of(source) + draw.gauss(0, 0.004)
+        return Score(2.0 - gain_of(source) + draw.gauss(0, 0.004), 3.0)
 
-    monkeypatch.setattr(Judge, "loss_of", loss_of)
+    monkeypatch.setattr(Judge, "score", score)
     monkeypatch.setattr(Search, "check", lambda self, source: None)
     sizes = {"parameters": 100, "tokens": 1000, "bytes": 1000}
     monkeypatch.setattr(search, "sizes_of", lambda model: sizes)

@@ -230,7 +230,9 @@ def answers(
     model, tokenizer = load_model(directory, settings, folder)
     model.compute_dtype = torch.float32
     net = model
-    if not is_edited(model):  # its products take half the time, and give the same to rounding
+    # Its products take half the time, and give the same to rounding. Where a folder is named, as a
+    # search does, all models are computed in one way, so that their times compare.
+    if folder is None and not is_edited(model):
         net = for_sampling(model, PASS_TOKENS, torch.float32)
     with torch.inference_mode():
         size = net(torch.zeros(1, 1, dtype=torch.int64)).size(-1)

@@ -17,6 +17,7 @@ from launcher.trying.refusal import Refused
 MAX_SIZE = 1.1  # times the parameters and the bytes of the first model
 MAX_TIME = 1.3  # times the time of the first folder
 MAX_RATIOS = {"tokens": 1.0, "parameters": MAX_SIZE, "bytes": MAX_SIZE}
+RUN_TIME, JUDGE_TIME = "seconds", "judge_seconds"  # in the entry of a run
 SLOW = 4.0  # times the time of the first folder, after which a run is ended
 
 
@@ -37,25 +38,36 @@ class Budget:
                 ratio = f"{size / first_size:.2f}x the {name} that the search began with"
                 raise Refused(f"{ratio}; at most {max_ratio:g}x")
 
-    def mean_seconds(self, folder: str) -> float:
+    def mean_seconds(self, folder: str, kind: str = RUN_TIME) -> float:
         """What a run of a folder takes; 0 before the first."""
         runs = self.ledger.runs_of(folder)
-        return fmean(run["seconds"] for run in runs) if runs else 0.0
+        return fmean(run[kind] for run in runs) if runs else 0.0
 
     def check_time(self, folder: str, seeds: Sequence[int]) -> None:
-        """Raise Refused if the runs of a folder on these seeds take too long together.
+        """Raise Refused if the runs of a folder on these seeds, or the processes that computed
+        their models for the judge, take too long together.
 
         It is the sum that counts: a median would not show a folder that is slow for some seeds.
         """
-        seconds = sum(run["seconds"] for run in self.ledger.runs_of(folder) if run["seed"] in seeds)
-        ratio = seconds / (len(seeds) * self.mean_seconds(self.ledger.start["folder"]))
-        if ratio > MAX_TIME:
-            raise Refused(f"takes {ratio:.2f}x the time of the search's first folder")
+        runs = [run for run in self.ledger.runs_of(folder) if run["seed"] in seeds]
+        for kind, description in ((RUN_TIME, "time"), (JUDGE_TIME, "time before the judge")):
+            usual = self.mean_seconds(self.ledger.start["folder"], kind)
+            ratio = sum(run[kind] for run in runs) / (len(runs) * usual)
+            if ratio > MAX_TIME:
+                raise Refused(f"takes {ratio:.2f}x the {description} of the search's first folder")
 
     @property
     def limit(self) -> float:
         """The seconds that a run may take; those of the first ones are not limited."""
-        usual = self.mean_seconds(self.ledger.start["folder"])
+        return self.limit_of(RUN_TIME)
+
+    @property
+    def judge_limit(self) -> float:
+        """The seconds that a model may compute for the judge; the first ones are not limited."""
+        return self.limit_of(JUDGE_TIME)
+
+    def limit_of(self, kind: str) -> float:
+        usual = self.mean_seconds(self.ledger.start["folder"], kind)
         return 60 + SLOW * usual if usual else math.inf
 
 

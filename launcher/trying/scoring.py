@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from entry_point.errors import TrainingError
@@ -18,6 +20,15 @@ from launcher.trying.refusal import Refused
 MODELS = 4  # of fresh seeds, at least, decide whether a folder is kept, and share the cuts
 
 
+@dataclass(frozen=True)
+class Score:
+    """The nats per token that a model loses, and the processor time, in seconds, of the process
+    that computed it."""
+
+    loss: float
+    seconds: float
+
+
 class Judge:
     """Judges models by one text, each in processes of its own."""
 
@@ -25,24 +36,26 @@ class Judge:
         self.content, self.tokenizer, self.settings = content, tokenizer, settings
         self.encoded = encode([Text("judge", [content.decode()])], tokenizer)
 
-    def loss_of(self, model: Path, source: Source, tested_below: float) -> float:
-        """The nats per token that a model loses on the text.
+    def score(
+        self, model: Path, source: Source, tested_below: float, limit: float = math.inf
+    ) -> Score:
+        """What a model loses on the text, if its process computes for at most `limit` seconds.
 
         One that loses less than `tested_below` must neither look ahead nor learn while it is
         judged. Raises Refused.
         """
         try:
-            with self.worker(model, source) as worker:
+            with self.worker(model, source, limit) as worker:
                 [nats] = losses(worker, self.encoded)
-            loss = float(nats.mean())
-            if loss < tested_below:
+            score = Score(float(nats.mean()), worker.cpu_seconds)
+            if score.loss < tested_below:
                 with self.worker(model, source) as other:
                     check_causal(other, self.encoded, [nats], CUTS // MODELS)
         except (LauncherError, TrainingError) as error:
             raise Refused(str(error), is_final=isinstance(error, NotCausal)) from None
-        return loss
+        return score
 
-    def worker(self, model: Path, source: Source) -> Worker:
+    def worker(self, model: Path, source: Source, limit: float = math.inf) -> Worker:
         """A process that computes a model by the folder as it was kept, not as the run left it."""
         folder = self.settings.home / "sources" / source.sha256
-        return Worker(model, self.settings, folder, self.tokenizer, silent=True)
+        return Worker(model, self.settings, folder, self.tokenizer, silent=True, limit=limit)

@@ -186,9 +186,15 @@ class Search:
         sizes = sizes_of(finished.model)
         self.budget.check_sizes(sizes)
         source, seed = finished.run.source, finished.run.seed
-        loss = self.judge.loss_of(finished.model, source, tested_below)
-        seconds = round(finished.seconds, 2)
-        return {"folder": source.sha256, "seed": seed, "seconds": seconds, **sizes, "loss": loss}
+        score = self.judge.score(finished.model, source, tested_below, self.budget.judge_limit)
+        return {
+            "folder": source.sha256,
+            "seed": seed,
+            "seconds": round(finished.seconds, 2),
+            "judge_seconds": round(score.seconds, 2),
+            **sizes,
+            "loss": score.loss,
+        }
 
     def differences(self, comparison: Comparison, seeds: Sequence[int]) -> list[float]:
         """The loss of a folder less that of the base for each seed, after the runs for it."""
@@ -289,7 +295,7 @@ class Search:
                 raise Refused(ended.problem)
             model = ended.out / "model"
             self.budget.check_sizes(sizes_of(model))
-            self.judge.loss_of(model, source, tested_below=math.inf)
+            self.judge.score(model, source, tested_below=math.inf)
 
     def compare(self, source: Source, base: Source, max_pairs: int) -> Entry:
         """The verdict by pairs: on seeds that all tries share, and then on fresh ones."""
