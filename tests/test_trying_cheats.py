@@ -245,7 +245,7 @@ def test_logits_that_are_no_numbers_are_refused(value, encoded):
 
 def test_a_model_that_does_not_answer_is_given_up():
     silent = Worker.__new__(Worker)
-    silent.directory, silent.limit = Path("model"), 0.01
+    silent.directory, silent.patience = Path("model"), 0.01
     silent.pipe, theirs = Pipe()
     with theirs, pytest.raises(ServiceError, match="no answer"):
         silent.answer()

@@ -10,11 +10,17 @@ from test_trying_cheats import checked, tiny_folder
 from launcher.source import Source, keep
 from launcher.trying.budget import MAX_TIME
 from launcher.trying.runs import SeededRun
+from launcher.trying.search import Comparison
 
 begun, mine = test_trying_cheats.begun, test_trying_cheats.mine
 
 PRESET = "max_steps=60, learning_rate=0.05"
 LOSS = "return F.cross_entropy(logits.flatten(0, 1), targets.flatten()"
+MLP = "class MLP(nn.Module):\n"
+EMBED = "x = self.embed(idx).to(self.compute_dtype)"
+SHIFTED = """\
+x = self.embed(idx)
+        x = (0.5 * (x + F.pad(x, (0, 0, 1, 0))[:, :-1])).to(self.compute_dtype)"""
 STEP = "                self.train_step()\n"
 HONEST: dict[str, list[tuple[str, str]]] = {
     **{name: EDITS[name] for name in ("activation", "no QK-norm", "learned positions")},
@@ -28,6 +34,20 @@ HONEST: dict[str, list[tuple[str, str]]] = {
     "weight decay": [(PRESET, f"weight_decay=0.1, {PRESET}")],
     "a narrower MLP": [(PRESET, f"n_hidden=48, {PRESET}")],
     "a cosine schedule": [("min(1.0, left))", "(0.5 - 0.5 * math.cos(math.pi * min(1.0, left))))")],
+    "token shift": [(EMBED, SHIFTED)],
+    "GELU": [("activation = staticmethod(F.silu)", "activation = staticmethod(F.gelu)")],
+    "four heads": [("n_head=2, n_embd=32, block", "n_head=4, n_embd=32, block")],
+    "half the batch, twice the steps": [
+        ("block_size=32, batch_size=4", "block_size=32, batch_size=2"),
+        (PRESET, "max_steps=120, learning_rate=0.05"),
+    ],
+    "shorter contexts": [("block_size=32, batch_size=4", "block_size=16, batch_size=8")],
+    "full windows": [("short_windows=0.3", "short_windows=0.0")],
+    "more momentum": [("momentum=0.85", "momentum=0.95")],
+    "a warm-up": [(PRESET, f"warmup_steps=5, {PRESET}")],
+    "dropout": [(PRESET, f"dropout=0.1, {PRESET}")],
+    "a line of dashes": [(MLP, f"# {'-' * 80}\n\n\n{MLP}")],
+    "a banner": [(MLP, f"# {'=' * 60}\n# my own MLP\n# {'=' * 60}\n\n\n{MLP}")],
     "label smoothing": [(LOSS, f"{LOSS}, label_smoothing=0.05 * self.training")],
 }
 
@@ -42,7 +62,8 @@ def test_more_steps_by_a_loop_take_more_time(mine, begun, tmp_path):
     loop = f"                for _ in range(30):\n    {STEP}                self.step -= 29\n"
     cheat = Source.read(tiny_folder(tmp_path / "cheat", (STEP, loop)))
     keep(cheat, mine.settings)
-    mine.measure([SeededRun(cheat, 1)], tried=cheat)
-    usual = mine.budget.mean_seconds(Source.read(begun.base).sha256)
+    comparison = Comparison(cheat, Source.read(begun.base), are_fresh=False)
+    mine.measure([SeededRun(cheat, 1)], comparison)
+    usual = mine.budget.mean_seconds(comparison.base.sha256)
     assert mine.ledger.of("run")[-1]["tokens"] == mine.ledger.of("run")[0]["tokens"]
     assert mine.budget.mean_seconds(cheat.sha256) > MAX_TIME * usual
