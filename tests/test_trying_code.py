@@ -106,6 +106,13 @@ def test_code_that_only_moves_is_no_new_code():
 # -- text of the judge -----------------------------------------------------------------------------
 
 
+def test_a_copy_may_begin_and_end_with_a_space():
+    for start in range(4, 60):
+        source = with_files(hint_py=TEXT[start : start + 50])
+        with pytest.raises(Refused, match=r"hint\.py:1 has"):
+            check_code(source, FIRST, TEXT.encode())
+
+
 @pytest.mark.parametrize("n", [50, 160])
 def test_text_of_the_judge_is_refused_by_file_and_line(n):
     source = with_files(hint_py=f"a = 1\nb = 2\nTEXT = '{TEXT[:n]}'\n")

@@ -88,7 +88,8 @@ def check_copies(name: str, lines: Mapping[int, bytes], runs_of_judge: set[bytes
         if squeezed:
             numbers.append(number)
             starts.append(len(text))
-            text += squeezed + b" "
+            text += b" " + squeezed
+    text += b" "
     for start in range(len(text) - RUN + 1):
         run = text[start : start + RUN]
         if run in runs_of_judge and not repeats_itself(run):
