@@ -38,7 +38,9 @@ class Options:
 
         Raises ConfigError if a script with other hyperparameters wrote it.
         """
-        if foreign := sorted(saved["config"].keys() - {f.name for f in dataclasses.fields(Config)}):
+        names = {f.name for f in dataclasses.fields(Config)}
+        foreign = sorted(saved["config"].keys() - names)
+        if foreign:
             raise ConfigError(
                 f"{self.resume} was trained by a script with other hyperparameters"
                 f" ({', '.join(foreign)}); resume it with that script"
@@ -56,41 +58,46 @@ class Options:
 OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
 
 
-def read_words(argv: Sequence[str]) -> dict[str, str]:
+def read_arguments(argv: Sequence[str]) -> dict[str, str]:
     """The values on a command line, by name. Names take `-` or `_`; a bare `--flag` is True."""
     types = {f.name: f.type for f in (*OPTIONS, *dataclasses.fields(Config))}
-    given, words, problem = dict[str, str](), list(argv), ""
-    while words and not problem:
-        option, equals, value = words.pop(0).partition("=")
+    values: dict[str, str] = {}
+    remaining = list(argv)
+    while remaining:
+        option, equals, value = remaining.pop(0).partition("=")
         name = option.removeprefix("--").replace("-", "_")
         if not option.startswith("-"):
             problem = f"there is no such option; name a text with --data {option}"
-        elif name not in types:
+            raise ConfigError(f"{option}: {problem}")
+        if name not in types:
             problem = "there is no such option" + nearest_name(name.lstrip("_"), [*types])
-        elif equals:
-            given[name] = value
-        elif words and not words[0].startswith("--"):  # it may be a negative number
-            given[name] = words.pop(0)
+            raise ConfigError(f"{option}: {problem}")
+        if equals:
+            values[name] = value
+        elif remaining and not remaining[0].startswith("--"):  # it may be a negative number
+            values[name] = remaining.pop(0)
         elif types[name] == "bool":
-            given[name] = "True"
+            values[name] = "True"
         else:
-            problem = "its value is missing"
-    if problem:
-        raise ConfigError(f"{option}: {problem}")
-    return given
+            raise ConfigError(f"{option}: its value is missing")
+    return values
 
 
 def read_options(argv: Sequence[str]) -> tuple[dict[str, str], Options]:
     """The hyperparameters given, as text by name, and the options. Raises ConfigError."""
-    given = read_words(argv)
-    words = {f: given.pop(f.name, "") for f in OPTIONS}
-    options = Options(**{f.name: read_value(f, word) for f, word in words.items() if word})
+    hyperparameters = read_arguments(argv)
+    values = {}
+    for f in OPTIONS:
+        text = hyperparameters.pop(f.name, "")
+        if text:
+            values[f.name] = read_value(f, text)
+    options = Options(**values)
     if options.resume and (options.init_from or options.teacher or options.out):
         raise ConfigError(
             "--resume continues a run in its own directory: leave out --init-from, --teacher and"
             " --out (to keep the run as it is, resume a copy)"
         )
-    return given, options
+    return hyperparameters, options
 
 
 def option_table() -> str:

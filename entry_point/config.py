@@ -215,9 +215,12 @@ class Config:
 
     def check_divides(self, name: str, divisor: int, cannot: str) -> None:
         """Raises ConfigError, with the nearest values that fit, unless the divisor divides it."""
-        if rest := (value := getattr(self, name)) % divisor:
-            nearest = f"{value - rest} or " * (value > rest) + str(value - rest + divisor)
-            raise ConfigError(f"{name}={value} {cannot}; the nearest that fit: {name}={nearest}")
+        value = getattr(self, name)
+        below = value - value % divisor
+        if below == value:
+            return
+        nearest = f"{below} or {below + divisor}" if below > 0 else str(divisor)
+        raise ConfigError(f"{name}={value} {cannot}; the nearest that fit: {name}={nearest}")
 
     @property
     def total_steps(self) -> int:
@@ -260,7 +263,8 @@ class Config:
         """Raises ConfigError unless world_size processes share the batch evenly."""
         passes = max(1, self.gradient_accumulation_steps)
         cannot = f"cannot be shared by {counted(world_size, 'process')}"
-        cannot += f" with gradient_accumulation_steps={passes}" * (passes > 1)
+        if passes > 1:
+            cannot += f" with gradient_accumulation_steps={passes}"
         self.check_divides("batch_size", world_size * passes, cannot)
 
 
@@ -348,11 +352,12 @@ def make_config(
     if not has_tuned_rates(values.get("optimizer") or base.get("optimizer")):
         preset_values.pop("learning_rate", None)
     chosen = {**base, **preset_values}
-    known = [f.name for f in dataclasses.fields(Config)]
+    names = [f.name for f in dataclasses.fields(Config)]
     for key, value in values.items():
-        if (name := key.replace("-", "_")) not in known:
+        name = key.replace("-", "_")
+        if name not in names:
             raise ConfigError(
-                f"{key}={value!r}: there is no such hyperparameter{nearest_name(name, known)}"
+                f"{key}={value!r}: there is no such hyperparameter{nearest_name(name, names)}"
             )
         if value not in (None, ""):
             chosen[name] = value

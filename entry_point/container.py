@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .command_line import Options
 from .errors import ConfigError, DataError, TrainingError
@@ -41,12 +42,15 @@ def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], st
     On hosts after the first, mpirun carries SM_* through /etc/environment, which strips quotes.
     SM_HOSTS is no JSON there, so the file takes its place. Raises TrainingError without both.
     """
-    found = json.loads(config_file.read_text()) if config_file.exists() else {}
+    resources: dict[str, Any] = {}
+    if config_file.exists():
+        resources = json.loads(config_file.read_text())
     with suppress(KeyError, ValueError):
-        found.update(hosts=json.loads(env["SM_HOSTS"]), current_host=env["SM_CURRENT_HOST"])
-    if found.get("current_host") not in found.get("hosts", []):
+        resources.update(hosts=json.loads(env["SM_HOSTS"]), current_host=env["SM_CURRENT_HOST"])
+    host = resources.get("current_host")
+    if host is None or host not in resources.get("hosts", []):
         raise TrainingError("name this host in SM_HOSTS and SM_CURRENT_HOST, or unset all SM_*")
-    return found["hosts"], found["current_host"], found.get("network_interface_name")
+    return resources["hosts"], host, resources.get("network_interface_name")
 
 
 def read_channels(env: Mapping[str, str], channels: Path) -> dict[str, Path | None]:
@@ -56,8 +60,9 @@ def read_channels(env: Mapping[str, str], channels: Path) -> dict[str, Path | No
     """
 
     def channel(name: str) -> Path | None:
-        if named := env.get(f"SM_CHANNEL_{name.upper()}"):
-            return Path(named)
+        directory = env.get(f"SM_CHANNEL_{name.upper()}")
+        if directory:
+            return Path(directory)
         return channels / name if (channels / name).is_dir() else None
 
     training = channel("training")
@@ -78,20 +83,13 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     """
     base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
     config_file = base / "input/config/resourceconfig.json"
-    named = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
-    inside = named or (config_file.exists() and not (options.data or options.resume))
+    has_variables = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
+    if not has_variables and (options.data or options.resume or not config_file.exists()):
+        return container_of_options(options)
     names = ("data", "resume", "out", "validation", "init_from", "teacher")
-    if inside and (given := [f"--{name}" for name in names if getattr(options, name)]):
-        raise ConfigError(f"leave out {', '.join(given)}: in a container SageMaker sets the paths")
-    if not inside:
-        new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
-        out = Path(options.resume or options.out or new)
-        training, validation, init_from, teacher = (
-            Path(path).absolute() if path else None
-            for path in (options.data, options.validation, options.init_from, options.teacher)
-        )
-        places = out / "model", out / "output", out / "checkpoints"
-        return Container(False, training, validation, init_from, *places, teacher=teacher)
+    paths = [f"--{name}" for name in names if getattr(options, name)]
+    if paths:
+        raise ConfigError(f"leave out {', '.join(paths)}: in a container SageMaker sets the paths")
 
     hosts, current_host, interface = read_hosts(env, config_file)
     gpus = env.get("SM_NUM_GPUS", "")
@@ -105,6 +103,26 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
         model_dir=Path(env.get("SM_MODEL_DIR") or base / "model"),
         output_dir=Path(env.get("SM_OUTPUT_DATA_DIR") or base / "output/data"),
         checkpoint_dir=base / "checkpoints",
+    )
+
+
+def container_of_options(options: Options) -> Container:
+    """The directories of a run outside of a container."""
+
+    def path_of(path: str) -> Path | None:
+        return Path(path).absolute() if path else None
+
+    new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
+    out = Path(options.resume or options.out or new)
+    return Container(
+        False,
+        path_of(options.data),
+        path_of(options.validation),
+        path_of(options.init_from),
+        model_dir=out / "model",
+        output_dir=out / "output",
+        checkpoint_dir=out / "checkpoints",
+        teacher=path_of(options.teacher),
     )
 
 
@@ -124,13 +142,15 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
 
     Raises TrainingError if the hosts of a job are not in one group, ConfigError if one is missing.
     """
-    names, launcher = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"], "torchrun"
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+    launcher = "torchrun"
     if not {"RANK", "WORLD_SIZE"} <= env.keys():
         names = [f"OMPI_COMM_WORLD_{name.replace('WORLD_', '')}" for name in names]
         launcher = "mpirun"
     if names[1] not in env:
         return None
-    if missing := [name for name in names if name not in env]:
+    missing = [name for name in names if name not in env]
+    if missing:
         raise ConfigError(f"{names[1]} is set, so set {', '.join(missing)} too, as torchrun does")
     rank, world_size, local_rank, local_world_size = (int(env[name]) for name in names)
     launcher = env.get("SM_NANOGPT_LAUNCHER", launcher)

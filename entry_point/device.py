@@ -116,8 +116,8 @@ def compiling_pays(config: Config, device: torch.device, parameters: int, world_
     token (arXiv:2001.08361, section 2.1).
     """
     tokens = config.total_steps * config.batch_size * config.block_size / world_size
-    found = device.type == "cuda" and find_spec("triton") is not None
-    return found and 6 * parameters * tokens > 3e15
+    has_compiler = device.type == "cuda" and find_spec("triton") is not None
+    return has_compiler and 6 * parameters * tokens > 3e15
 
 
 def machine_line(device: torch.device, ranks: Ranks, hosts: int) -> str:

@@ -102,12 +102,13 @@ def wait_for_ranks(ranks: Sequence[Any]) -> int:
 
     def forward(signum: int, frame: Any) -> None:
         signals.append((signum, time.monotonic()))
-        second = signals[-1][1] - signals[0][1] > 1  # not an echo: a terminal signals all of us
-        if second:
+        seconds = signals[-1][1] - signals[0][1]
+        if seconds > 1:  # not an echo: a terminal signals all of us
             sys.stderr.write("ending now; steps after the newest checkpoint are lost\n")
+            signum = signal.SIGKILL
         for rank in ranks:
             if rank.is_alive():
-                os.kill(rank.pid, signal.SIGKILL if second else signum)
+                os.kill(rank.pid, signum)
 
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGINT, forward)
@@ -115,7 +116,8 @@ def wait_for_ranks(ranks: Sequence[Any]) -> int:
     while running and not any(rank.exitcode for rank in ranks):
         for sentinel in connection.wait(list(running)):
             running.pop(sentinel).join()
-    status, name = next(((rank.exitcode, rank.name) for rank in ranks if rank.exitcode), (0, ""))
+    failed = [rank for rank in ranks if rank.exitcode]
+    status, name = (failed[0].exitcode, failed[0].name) if failed else (0, "")
     deadline = time.monotonic() + 2
     for rank in running.values():  # they report their own end, or wait for the rank that failed
         rank.join(max(0, deadline - time.monotonic()))
@@ -123,9 +125,10 @@ def wait_for_ranks(ranks: Sequence[Any]) -> int:
     if status and signals:
         return 128 + signals[0][0]
     if status < 0:
-        killed = f"{name} was killed by {signal.Signals(-status).name}"  # it could not say so
-        killed += " (was there too little memory?)" * (-status == signal.SIGKILL)
-        report_failure(failure_report(TrainingError(killed)))
+        problem = f"{name} was killed by {signal.Signals(-status).name}"  # it could not say so
+        if -status == signal.SIGKILL:
+            problem += " (was there too little memory?)"
+        report_failure(failure_report(TrainingError(problem)))
     return status if status >= 0 else 128 - status
 
 

@@ -37,9 +37,9 @@ def failure_report(error: BaseException) -> str:
     toolkit = "SM_FRAMEWORK_MODULE" in os.environ
     cause = " ".join(str(error).split()) or "no message"
     line = f"{type(error).__name__}: {cause}"
-    known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
-    if toolkit and known not in line:
-        line += f" [{known}]"  # SageMaker's toolkit knows only the names of Python's own errors
+    builtin = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
+    if toolkit and builtin not in line:
+        line += f" [{builtin}]"  # SageMaker's toolkit knows only the names of Python's own errors
     if isinstance(error, (TrainingError, BrokenPipeError)):
         return line
     if not toolkit:
@@ -64,8 +64,8 @@ def report_failure(failure: str) -> None:
 
 def is_out_of_memory(error: Exception) -> bool:
     """CUDA raises a class of its own; CPUs and MPS only have a message."""
-    words = "out of memory|can't allocate memory|ALLOC_FAILED"
-    return isinstance(error, MemoryError) or bool(re.search(words, str(error)))
+    messages = "out of memory|can't allocate memory|ALLOC_FAILED"
+    return isinstance(error, MemoryError) or bool(re.search(messages, str(error)))
 
 
 def log(line: str) -> None:
@@ -80,13 +80,31 @@ def first_line(error: BaseException) -> str:
 
 def counted(n: int, word: str) -> str:
     """'1 host', '2 hosts', '2 processes'."""
-    return f"{n} {word}" + ("es" if word.endswith("s") else "s") * (n != 1)
+    if n == 1:
+        return f"{n} {word}"
+    if word.endswith("s"):
+        return f"{n} {word}es"
+    return f"{n} {word}s"
 
 
-def nearest_name(name: str, known: Sequence[str]) -> str:
-    """', did you mean X?' for a slip in the name X, or up to three names that are a little like
-    `name`; else ', known are ...'."""
-    short = {"".join(word[:1] for word in other.split("_")): other for other in known}
-    close = [short[name]] if name in short else difflib.get_close_matches(name, known, 1, 0.8)
-    close = close or difflib.get_close_matches(name, known)
-    return f", did you mean {' or '.join(close)}?" if close else f", known are {', '.join(known)}"
+def nearest_name(name: str, names: Sequence[str]) -> str:
+    """What to say of a name that is none of these.
+
+    ', did you mean X?' for the initials of X, or a slip in it; else for up to three names that are
+    a little like it; else ', known are ...'.
+    """
+    by_initials = {initials(other): other for other in names}
+    if name in by_initials:
+        matches = [by_initials[name]]
+    else:
+        matches = difflib.get_close_matches(name, names, 1, 0.8)
+    if not matches:
+        matches = difflib.get_close_matches(name, names)
+    if not matches:
+        return f", known are {', '.join(names)}"
+    return f", did you mean {' or '.join(matches)}?"
+
+
+def initials(name: str) -> str:
+    """`lr` of learning_rate."""
+    return "".join(word[:1] for word in name.split("_"))

@@ -142,8 +142,8 @@ def taught_by(logits: Tensor, targets: Tensor, share: float, temperature: float)
     count as token 0.
     """
     p = (logits.float() / temperature).softmax(dim=-1) * share
-    rest = p.new_full((len(targets), 1), 1 - share)
-    return p.scatter_add_(1, targets.clamp_min(0)[:, None], rest)
+    share_of_target = p.new_full((len(targets), 1), 1 - share)
+    return p.scatter_add_(1, targets.clamp_min(0)[:, None], share_of_target)
 
 
 def taught_loss(

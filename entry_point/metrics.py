@@ -56,11 +56,13 @@ class StepTimer:
 
 def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:
     """`step=250/2000 train_loss=1.81234 ... time_left=0:00:12`, which metric regexes read."""
-    words = [f"step={row['step']}/{max_steps}"]
-    words += [f"{name}={row[name]:.{digits}f}" for name, digits in METRICS.items() if name in row]
+    metrics = [f"step={row['step']}/{max_steps}"]
+    for name, digits in METRICS.items():
+        if name in row:
+            metrics.append(f"{name}={row[name]:.{digits}f}")
     if seconds_left is not None:
-        words.append(f"time_left={duration(seconds_left)}")
-    return " ".join(words)
+        metrics.append(f"time_left={duration(seconds_left)}")
+    return " ".join(metrics)
 
 
 def duration(seconds: float) -> str:
@@ -72,7 +74,8 @@ def best_lines(
 ) -> Iterator[str]:
     """Which step's model is kept, and why not the last one's."""
     # A run that is resumed where it is to end has a second row of its last step.
-    best, last = next(row for row in reversed(rows) if row["step"] == best_step), rows[-1]
+    best = next(row for row in reversed(rows) if row["step"] == best_step)
+    last = rows[-1]
     yield f"best val_loss {best['val_loss']:.5f} at step {best_step}"
     rose = last["val_loss"] > 1.05 * best["val_loss"]
     fell = last.get("train_loss", math.inf) < best.get("train_loss", 0.0)

@@ -169,8 +169,11 @@ class Muon:
         return gradient.lerp_(buffer, self.config.momentum)
 
     def owners(self) -> dict[str, int]:
-        shares = ((rank, names) for shares, _ in self.slices for rank, names in enumerate(shares))
-        return {f"momentum.{name}": rank for rank, names in shares for name in names}
+        owners: dict[str, int] = {}
+        for shares, _ in self.slices:
+            for rank, names in enumerate(shares):
+                owners |= {f"momentum.{name}": rank for name in names}
+        return owners
 
     def state(self) -> dict[str, Tensor]:
         """The momentum of each weight; that of other ranks' is on the meta device."""
@@ -221,8 +224,14 @@ class AdamW:
         return {}
 
     def state(self) -> dict[str, Tensor]:
-        states = {"step": self.steps, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return {f"{key}.{name}": t for key, named in states.items() for name, t in named.items()}
+        state = {}
+        for name in self.parameters:
+            state[f"step.{name}"] = self.steps[name]
+        for name in self.parameters:
+            state[f"exp_avg.{name}"] = self.exp_avg[name]
+        for name in self.parameters:
+            state[f"exp_avg_sq.{name}"] = self.exp_avg_sq[name]
+        return state
 
 
 class Part(Protocol):
