@@ -133,38 +133,56 @@ def full_id(
         return reference
     if is_nearby_id(reference, settings):
         return reference
-    lacks: Callable[[JobDescription], str] = lacks_curve if charted else no_lack
-    if trained:
-        lacks = partial(lacks_model, settings=settings)
-    listing, found, latest = Listing(settings), None, reference == "latest"
-    if not acts and not remote_launches(settings):
-        found = choose(reference, listing.nearby(), lacks)
-        remote = [backend.title for backend in listing.backends if backend.is_remote]
-        if found and latest and remote:
-            why = f"{remote[0]} was not asked, since no job was launched there from here"
-            logger.info(f"latest is {found.named}; {why}")
-    found = found or choose(reference, iter(listing), lacks)
-    for job in listing.unreadable:
-        if latest and (acts or found is None):  # it may be the one
-            raise job.error
-        logger.info(f"job {job.job_id} is left out: {job.error}")
+    listing = Listing(settings)
+    job = resolve(reference, listing, lack_of(trained, charted, settings), acts)
+    is_latest = reference == "latest"
+    for unreadable in listing.unreadable:
+        if is_latest and (acts or job is None):  # it may be the one
+            raise unreadable.error
+        logger.info(f"job {unreadable.job_id} is left out: {unreadable.error}")
     if listing.failure is not None:
-        if found is None or not is_certain(reference, found, settings, acts):
+        if job is None or not is_certain(reference, job, settings, acts):
             raise listing.failure.within(f"cannot resolve {reference!r} to a full job id")
-        which = f"of the jobs of this machine, {reference} is {found.named}"
-        logger.info(f"{listing.failure}; {which}", extra={"cause": listing.failure})
-    elif found is None:
-        if latest:
+        note = f"of the jobs of this machine, {reference} is {job.named}"
+        logger.info(f"{listing.failure}; {note}", extra={"cause": listing.failure})
+        return job.job_id
+    if job is None:
+        if is_latest:
             raise ServiceError(f"you have no jobs yet{not_asked(settings)}", "no-jobs-yet")
         return reference
-    else:
-        if latest:
-            for backend in all_backends():
-                backend.check_no_later(found, settings, acts)
-        if acts:
-            meant = found.job_id if reference == found.name else found.named
-            logger.info(f"{reference} is job {meant}")
-    return found.job_id
+    if is_latest:
+        for backend in all_backends():
+            backend.check_no_later(job, settings, acts)
+    if acts:
+        logger.info(f"{reference} is job {job.job_id if reference == job.name else job.named}")
+    return job.job_id
+
+
+Lack = Callable[[JobDescription], str]  # why `latest` passes over a job, or ''
+
+
+def lack_of(trained: bool, charted: bool, settings: Settings) -> Lack:
+    """What `latest` needs, for a command that reads a model, a curve, or neither."""
+    if trained:
+        return partial(lacks_model, settings=settings)
+    return lacks_curve if charted else no_lack
+
+
+def resolve(reference: str, listing: Listing, lacks: Lack, acts: bool) -> JobDescription | None:
+    """The job that a reference means, if there is one.
+
+    A command that changes no job asks remote backends only where this machine has no such job, as
+    long as it has launched none there.
+    """
+    if not acts and not remote_launches(listing.settings):
+        job = choose(reference, listing.nearby(), lacks)
+        if job is not None:
+            remote = [backend.title for backend in listing.backends if backend.is_remote]
+            if reference == "latest" and remote:
+                reason = f"{remote[0]} was not asked, since no job was launched there from here"
+                logger.info(f"latest is {job.named}; {reason}")
+            return job
+    return choose(reference, iter(listing), lacks)
 
 
 def is_nearby_id(reference: str, settings: Settings) -> bool:
@@ -178,28 +196,33 @@ def remote_launches(settings: Settings) -> list[str]:
     return [job_id for backend in all_backends() for job_id in backend.launched_last(settings)]
 
 
-def choose(
-    reference: str, jobs: Jobs, lacks: Callable[[JobDescription], str]
-) -> JobDescription | None:
+def choose(reference: str, jobs: Jobs, lacks: Lack) -> JobDescription | None:
     """The job among these that a reference means. Raises InputError if there are several."""
     if reference == "latest":
         return newest(jobs, lacks)
     every = list(jobs)
     matches = [job for job in every if job.name == reference]
-    matches = matches or [job for job in every if is_part(reference, job.job_id)]
+    if not matches:
+        matches = [job for job in every if is_part(reference, job.job_id)]
     if len(matches) > 1:
-        ids = ", ".join(job.named for job in matches[:3]) + " and more" * (len(matches) > 3)
+        ids = ", ".join(job.named for job in matches[:3])
+        if len(matches) > 3:
+            ids += " and more"
         raise InputError(f"{reference!r} matches {len(matches)} jobs: {ids}; give more of the id")
     return matches[0] if matches else None
 
 
 def is_part(text: str, job_id: str) -> bool:
-    moment = found[1] if (found := FULL_ID.fullmatch(job_id)) else ""
-    ends = job_id.startswith(text) or job_id.endswith(text)
-    return len(text) >= SHORTEST_PART and (ends or text in (moment, moment[9:]))
+    """True if a text is the start, the end or the time of a job's id, and long enough for one."""
+    if len(text) < SHORTEST_PART:
+        return False
+    match = FULL_ID.fullmatch(job_id)
+    moment = match[1] if match else ""  # such as 20261128-215422
+    times = (moment, moment[9:])
+    return job_id.startswith(text) or job_id.endswith(text) or text in times
 
 
-def newest(jobs: Jobs, lacks: Callable[[JobDescription], str]) -> JobDescription | None:
+def newest(jobs: Jobs, lacks: Lack) -> JobDescription | None:
     """The first of these jobs that lacks nothing; where there is none, the first."""
     first, problem = None, ""
     for job in jobs:
@@ -231,18 +254,18 @@ def lacks_model(job: JobDescription, settings: Settings) -> str:
 
 
 def has_model(job: JobDescription, settings: Settings) -> bool:
-    """Whether a listed job ended with a model, or was stopped and left a checkpoint."""
+    """True if a listed job ended with a model, or was stopped and left a checkpoint."""
     backend = backend_for(job.instance, settings)
     if job.status == "Stopped" and backend.is_remote:  # its lists do not have checkpoints
         job = backend.describe(job.job_id) or job
     return job.model_uri is not None or (job.status == "Stopped" and job.checkpoint_uri is not None)
 
 
-def is_certain(reference: str, found: JobDescription, settings: Settings, acts: bool) -> bool:
+def is_certain(reference: str, job: JobDescription, settings: Settings, acts: bool) -> bool:
     """True if a job of this machine is meant, although a remote backend does not answer."""
-    if backend_class(found.instance).is_remote:
+    if backend_class(job.instance).is_remote:
         return False
     launched = remote_launches(settings)
     if acts and launched:
         return False
-    return reference != "latest" or max(launched, default="") <= found.job_id
+    return reference != "latest" or max(launched, default="") <= job.job_id

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from launcher.cli.show import moment, note, print_columns, print_json
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
+    from launcher.job import JobDescription
     from launcher.settings import Settings
     from launcher.text.uploads import Stored
 
@@ -38,30 +39,46 @@ def data_command(as_json: bool) -> None:
     from launcher.text.uploads import find_uploads
 
     settings = settings_of()
-    found, failure = find_uploads(settings)
-    (print_json if as_json else print_uploads)(found)
+    uploads, failure = find_uploads(settings)
+    if as_json:
+        print_json(uploads)
+    else:
+        print_uploads(uploads)
     if failure:
         raise failure
     with suppress(InputError):
         note(f"`{command('launch')}` without --data takes {last_upload(settings)}")
-    if not found:
+    if not uploads:
         note(f"nothing was uploaded yet: {command('upload-data', 'FILE')}")
 
 
-def print_uploads(found: list[Stored]) -> None:
-    columns = defaultdict[str, list[str | None]](list)
-    for each in found:
-        columns["NAME"].append(each.name)
-        columns["KIND"].append(each.kind)
-        columns["SIZE"].append(in_units(each.size))
-        for name in ("characters", "train_tokens", "documents"):
-            n = getattr(each.manifest, name, 0)
-            columns[name.upper().replace("_", " ")].append(f"{n:,}" if n else None)
-        columns["UPLOADED"].append(moment(each.written))
-        more = f" and {len(each.jobs) - 3} more" * (len(each.jobs) > 3)
-        columns["USED BY"].append(", ".join(job_id[-6:] for job_id in each.jobs[:3]) + more)
-        columns["URI"].append(each.uri)
+def print_uploads(uploads: list[Stored]) -> None:
+    columns: dict[str, list[str | None]] = {
+        "NAME": [upload.name for upload in uploads],
+        "KIND": [upload.kind for upload in uploads],
+        "SIZE": [in_units(upload.size) for upload in uploads],
+        "CHARACTERS": [count_of(upload, "characters") for upload in uploads],
+        "TRAIN TOKENS": [count_of(upload, "train_tokens") for upload in uploads],
+        "DOCUMENTS": [count_of(upload, "documents") for upload in uploads],
+        "UPLOADED": [moment(upload.written) for upload in uploads],
+        "USED BY": [short_ids(upload.jobs) for upload in uploads],
+        "URI": [upload.uri for upload in uploads],
+    }
     print_columns(columns, optional=("URI", "DOCUMENTS", "TRAIN TOKENS", "CHARACTERS"))
+
+
+def count_of(upload: Stored, field: str) -> str | None:
+    """A number of its manifest; None if it has none, or that is 0."""
+    number = getattr(upload.manifest, field, 0)
+    return f"{number:,}" if number else None
+
+
+def short_ids(job_ids: Sequence[str]) -> str:
+    """The ends of the first three ids, and how many more there are."""
+    text = ", ".join(job_id[-6:] for job_id in job_ids[:3])
+    if len(job_ids) > 3:
+        text += f" and {len(job_ids) - 3} more"
+    return text
 
 
 @click.command("delete", cls=Command)
@@ -92,7 +109,8 @@ def delete_command(
 
     settings = settings_of()
     remove_all_leftovers(settings)
-    if names := {each for each in job_ids if UPLOAD_NAME.fullmatch(Path(each).name)}:
+    names = {name for name in job_ids if UPLOAD_NAME.fullmatch(Path(name).name)}
+    if names:
         if keep_model or names < set(job_ids):
             raise InputError("delete uploads without --keep-model, and jobs in another command")
         delete_uploads(names, settings, yes)
@@ -135,58 +153,85 @@ def delete_sweep(group: str, settings: Settings, keep_model: bool, yes: bool) ->
             path.unlink()
 
 
-def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, yes: bool) -> None:
-    from launcher.models.fetch import keep_model as fetch
-    from launcher.tracking import delete, other_owner, places_of
+@dataclass(frozen=True)
+class DoomedJob:
+    """A job that is to be deleted, and the bytes of its files, by directory and file."""
 
-    found = []
+    description: JobDescription
+    sizes: Mapping[str, Mapping[str, int]]
+
+    @property
+    def size(self) -> int:
+        return sum(sum(files.values()) for files in self.sizes.values())
+
+
+def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, yes: bool) -> None:
+    """Delete jobs with their files, after confirmation."""
+    from launcher.models.fetch import keep_model as fetch
+    from launcher.tracking import delete, places_of
+
+    jobs = []
     for job_id in dict.fromkeys(job_ids):
-        description, places = places_of(job_id, settings)
+        description, sizes = places_of(job_id, settings)
         if keep_model:
-            del places[next(iter(places))]  # of its fetched models
-        found.append((description, places))
-    for description, places in found:
-        owner = other_owner(description, settings)
-        whose = f", of {owner}" if owner else ""
-        note(f"{description.named}, {description.status}{whose}:")
-        for place, sizes in places.items():
-            if sizes:
-                note(f"  {in_units(sum(sizes.values())):>8} in {len(sizes)} files: {place}")
+            fetched_models = next(iter(sizes))
+            del sizes[fetched_models]
+        jobs.append(DoomedJob(description, sizes))
+    for job in jobs:
+        note_files(job, settings)
     agree("Delete these files?", yes)
-    for description, places in found:
+    for job in jobs:
         if keep_model:
-            click.echo(fetch(description, settings))
-        delete(description.job_id, places, settings)
-        freed = sum(size for sizes in places.values() for size in sizes.values())
-        note(f"deleted {description.job_id}: {in_units(freed)}")
+            click.echo(fetch(job.description, settings))
+        delete(job.description.job_id, job.sizes, settings)
+        note(f"deleted {job.description.job_id}: {in_units(job.size)}")
+
+
+def note_files(job: DoomedJob, settings: Settings) -> None:
+    """Print whose job it is, and how much each of its directories holds."""
+    from launcher.tracking import other_owner
+
+    owner = other_owner(job.description, settings)
+    of_owner = f", of {owner}" if owner else ""
+    note(f"{job.description.named}, {job.description.status}{of_owner}:")
+    for directory, files in job.sizes.items():
+        if files:
+            note(f"  {in_units(sum(files.values())):>8} in {len(files)} files: {directory}")
 
 
 def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
     """Delete uploads, by their names or URIs, after confirmation, on this machine and on S3."""
     from launcher.text.uploads import delete, find_uploads
 
-    listed, failure = find_uploads(settings)
-    found = [each for each in listed if names & {each.name, each.uri}]
-    unknown = names.difference(*({each.name, each.uri} for each in found))
+    every, failure = find_uploads(settings)
+    uploads = [upload for upload in every if names & {upload.name, upload.uri}]
+    unknown = set(names)
+    for upload in uploads:
+        unknown -= {upload.name, upload.uri}
     if failure:
-        if unknown or any(each.uri.startswith("s3:") for each in found):
+        if unknown or any(upload.uri.startswith("s3:") for upload in uploads):
             raise failure  # it may be there, or a running job may read it
         note(f"{sentence(failure)}; only what is on this machine will be deleted")
     if unknown:
         raise InputError(f"there is no upload {min(unknown)}: `{command('data')}` lists them")
-    for each in found:
-        for job_id in each.running:
-            raise ServiceError(
-                f"job {job_id} is reading {each.name}", "job-is-running", job_id=job_id
-            )
-        note(f"{each.name}, {each.kind}{uploaded_by(each)}, {used_by(each)}:")
-        note(f"  {in_units(each.size):>8}: {each.uri}")
-    if any(each.jobs for each in found):
+    for upload in uploads:
+        check_unused(upload)
+        note(f"{upload.name}, {upload.kind}{uploaded_by(upload)}, {used_by(upload)}:")
+        note(f"  {in_units(upload.size):>8}: {upload.uri}")
+    if any(upload.jobs for upload in uploads):
         note("jobs and models stay; `launch --resume` of a job then needs the same upload again")
-    agree(f"Delete these files, {in_units(sum(each.size for each in found))}?", yes)
-    for each in found:
-        delete(each, settings)
-        note(f"deleted {each.uri}: {in_units(each.size)}")
+    total = sum(upload.size for upload in uploads)
+    agree(f"Delete these files, {in_units(total)}?", yes)
+    for upload in uploads:
+        delete(upload, settings)
+        note(f"deleted {upload.uri}: {in_units(upload.size)}")
+
+
+def check_unused(upload: Stored) -> None:
+    """Raise ServiceError if a running job reads an upload."""
+    for job_id in upload.running:
+        problem = f"job {job_id} is reading {upload.name}"
+        raise ServiceError(problem, "job-is-running", job_id=job_id)
 
 
 def uploaded_by(upload: Stored) -> str:
