@@ -9,8 +9,8 @@ from __future__ import annotations
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -37,17 +37,22 @@ class Doubt(ServiceError):
     """What may be wrong, or could not be checked."""
 
 
-Found = str | LauncherError
+Answer = str | LauncherError  # of a check
 
 
 @dataclass(frozen=True)
 class Finding:
-    """result is OK, WARNING or FAILURE."""
+    """What a check answered; result is OK, WARNING or FAILURE."""
 
     check: str
     result: str
     text: str
-    found: Found
+    answer: Answer
+
+    @property
+    def ends_checks(self) -> bool:
+        """True if the checks after it need what failed."""
+        return self.result == FAILURE and self.check in ("credentials", "stack")
 
 
 @dataclass
@@ -64,7 +69,10 @@ class Context:
         return SageMakerBackend(self.settings, attempts=2)
 
 
-def check_training(context: Context) -> Found:
+Check = Callable[[Context], Answer]
+
+
+def check_training(context: Context) -> Answer:
     """Train a tiny model for a few steps, as a normal job, in a temporary home."""
     tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, max_steps=3, eval_interval=3)
     # 1 to 8, 10, 12, 14, 15 and 16 GPUs can share this batch evenly.
@@ -88,13 +96,13 @@ def check_training(context: Context) -> Found:
     return f"a tiny model trained here in {time.monotonic() - began:.0f} s"
 
 
-def check_credentials(context: Context) -> Found:
+def check_credentials(context: Context) -> Answer:
     """The profile and the region are known, and AWS knows the caller."""
     caller = context.cloud.client("sts").get_caller_identity()
     return f"{caller['Arn']}, in {context.cloud.region}"
 
 
-def check_stack(context: Context) -> Found:
+def check_stack(context: Context) -> Answer:
     if context.settings.store and context.settings.role:
         return "none is needed: store and role are set"
     stack = context.stack = find_stack(context.settings, context.cloud.session)
@@ -104,13 +112,13 @@ def check_stack(context: Context) -> Found:
     return state if is_whole(stack.status) else Doubt(state, code="show-stack")
 
 
-def check_role(context: Context) -> Found:
+def check_role(context: Context) -> Answer:
     role = context.settings.role or (context.stack.role if context.stack else "")
     role = role or notebook_role(context.cloud.client)
     return role or InputError("no execution role", "no-role")
 
 
-def check_store(context: Context) -> Found:
+def check_store(context: Context) -> Answer:
     """The store is in the region of the jobs; write and delete an empty object there."""
     store = context.cloud.launch_settings().store
     if not store.startswith("s3://"):
@@ -126,7 +134,7 @@ def check_store(context: Context) -> Found:
     return f"{store} is writable"
 
 
-def check_price(context: Context) -> Found:
+def check_price(context: Context) -> Answer:
     prices = Prices(context.settings)
     price = prices.of(context.instance)
     if prices.trouble or price is None:
@@ -135,32 +143,48 @@ def check_price(context: Context) -> Found:
     return f"{usd(price.per_hour)} an hour, by {price.source}"
 
 
-def check_quota(context: Context) -> Found:
+QUOTA_SUFFIX = " for training job usage"
+
+
+def check_quota(context: Context) -> Answer:
     """The instances that training jobs may use: of one type, or of all types with GPUs."""
-    use = " for training job usage"
     try:
-        paginator = context.cloud.client("service-quotas").get_paginator("list_service_quotas")
-        pages = paginator.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100})
-        values = {
-            quota["QuotaName"].removesuffix(use): quota["Value"]
-            for page in pages
-            for quota in page["Quotas"]
-            if quota["QuotaName"].endswith(use) and "spot" not in quota["QuotaName"]
-        }
+        quotas = training_quotas(context)
     except ServiceError as error:
         return Doubt(f"could not check the quotas of instances: {error}", error.code, **error.facts)
     if not context.instance:
-        gpus = {name: n for name, n in values.items() if n >= 1 and looks_like_gpu(name)}
-        if not gpus:
-            return Doubt("no instance with GPUs is allowed", code="no-gpus-yet")
-        return ", ".join(f"{n:g} x {name}" for name, n in sorted(gpus.items()))
-    name, n = f"{context.instance}{use}", values.get(context.instance)
-    if n is None:
+        return usable_gpus(quotas)
+    name, n_instances = f"{context.instance}{QUOTA_SUFFIX}", quotas.get(context.instance)
+    if n_instances is None:
         return Doubt(f"the account has no quota {name!r}")
-    if n < 1:
+    if n_instances < 1:
         code = "no-gpus-yet" if looks_like_gpu(context.instance) else "aws-quota"
         return ServiceError(f"{name!r} is 0", code)
-    return f"{name!r} is {n:g}"
+    return f"{name!r} is {n_instances:g}"
+
+
+def training_quotas(context: Context) -> dict[str, float]:
+    """How many instances of each type training jobs may use at a time."""
+    paginator = context.cloud.client("service-quotas").get_paginator("list_service_quotas")
+    pages = paginator.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100})
+    quotas = {}
+    for page in pages:
+        for quota in page["Quotas"]:
+            name = quota["QuotaName"]
+            if name.endswith(QUOTA_SUFFIX) and "spot" not in name:
+                quotas[name.removesuffix(QUOTA_SUFFIX)] = quota["Value"]
+    return quotas
+
+
+def usable_gpus(quotas: Mapping[str, float]) -> Answer:
+    """The types with GPUs that training jobs may use, with their numbers."""
+    usable = []
+    for name, n_instances in sorted(quotas.items()):
+        if n_instances >= 1 and looks_like_gpu(name):
+            usable.append(f"{n_instances:g} x {name}")
+    if not usable:
+        return Doubt("no instance with GPUs is allowed", code="no-gpus-yet")
+    return ", ".join(usable)
 
 
 def uses_aws(settings: Settings, instance: str | None) -> bool:
@@ -172,20 +196,32 @@ def uses_aws(settings: Settings, instance: str | None) -> bool:
 
 def run_checks(settings: Settings, instance: str | None, train: bool) -> Iterator[Finding]:
     """Check this machine, unless `train` is off; and the account, if jobs there use it."""
-    checks: dict[str, Callable[[Context], Found]]
-    checks = {"local training": check_training} if train else {}
+    checks: dict[str, Check] = {}
+    if train:
+        checks["local training"] = check_training
     if uses_aws(settings, instance):
         checks |= {"credentials": check_credentials, "quota": check_quota}
-        checks |= {"price": check_price} if instance else {}
+        if instance:
+            checks["price"] = check_price
         checks |= {"stack": check_stack, "role": check_role, "store": check_store}
     context = Context(settings, instance or "")
     for name, check in checks.items():
-        try:
-            found = check(context)
-        except LauncherError as error:
-            found = error
-        result = OK if isinstance(found, str) else WARNING if isinstance(found, Doubt) else FAILURE
-        ends = result == FAILURE and name in ("credentials", "stack")  # the checks after it need it
-        yield Finding(name, result, f"{found}{'; what needs it is not checked' * ends}", found)
-        if ends:
+        finding = run_check(name, check, context)
+        yield finding
+        if finding.ends_checks:
             return
+
+
+def run_check(name: str, check: Check, context: Context) -> Finding:
+    try:
+        answer = check(context)
+    except LauncherError as error:
+        answer = error
+    if isinstance(answer, str):
+        return Finding(name, OK, answer, answer)
+    if isinstance(answer, Doubt):
+        return Finding(name, WARNING, str(answer), answer)
+    finding = Finding(name, FAILURE, str(answer), answer)
+    if finding.ends_checks:
+        return replace(finding, text=f"{answer}; what needs it is not checked")
+    return finding

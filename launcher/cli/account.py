@@ -160,7 +160,7 @@ def doctor_command(instance: str | None, no_train: bool, as_json: bool) -> None:
 
     findings = []
     for finding in run_checks(settings, instance, train=not no_train):
-        text = "; ".join([finding.text, *remedies(finding.found)])
+        text = "; ".join([finding.text, *remedies(finding.answer)])
         findings.append({"check": finding.check, "result": finding.result, "text": text})
         if not as_json:
             click.echo(shown(f"{finding.result:<8} {finding.check + ':':<15} {text}"))

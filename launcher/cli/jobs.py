@@ -38,13 +38,14 @@ from launcher.cli.show import (
     print_json,
     print_table,
     print_text,
+    report_end,
     shown,
-    tell_end,
 )
 from launcher.cli.sweep import print_ranking
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
+    from launcher.curve import Curve, Row
     from launcher.job import JobDescription, TrainingJob
     from launcher.settings import Settings
 
@@ -133,26 +134,38 @@ def status_command(job_id: str, as_json: bool) -> None:
     from launcher.views.job_fields import data_of, texts_of
 
     settings = settings_of()
-    d, curve = describe(job_id, settings), None
+    job, curve = describe(job_id, settings), None
     try:
         curve = metrics(job_id, settings)
     except ServiceError as error:
         note(f"no curve: {error}")
-    if d.is_running and curve and curve.rows:  # SageMaker gives the newest values late
-        d = replace(d, metrics={**(d.metrics or {}), **curve.newest})
+    if job.is_running and curve and curve.rows:  # SageMaker gives the newest values late
+        job = replace(job, metrics={**(job.metrics or {}), **curve.newest})
     if as_json:
-        print_json(data_of(d))
+        print_json(data_of(job))
         return
-    times = {"created": moment(d.created), "started": moment(d.started), "ended": moment(d.ended)}
-    print_fields({**texts_of(d), **times, "reason": reason_of(d)})
+
+    times = {
+        "created": moment(job.created),
+        "started": moment(job.started),
+        "ended": moment(job.ended),
+    }
+    print_fields({**texts_of(job), **times, "reason": reason_of(job)})
     if curve:
         print_curve(curve)
-    if not d.is_running:
-        note(next_step(d, settings))
-    if d.status == "Failed" and (last := [*logs(job_id, settings=settings, tail=10)]):
+    if not job.is_running:
+        note(next_step(job, settings))
+    if job.status == "Failed":
+        print_last_lines(list(logs(job_id, settings=settings, tail=10)))
+
+
+def print_last_lines(lines: list[str]) -> None:
+    """Print the end of a log, each line cut to 200 characters."""
+    if lines:
         click.echo("last lines of its log:")
-        for line in last:
-            click.echo(shown(f"  {line if len(line) <= 200 else line[:199] + '…'}"))
+    for line in lines:
+        short_line = line if len(line) <= 200 else f"{line[:199]}…"
+        click.echo(shown(f"  {short_line}"))
 
 
 @click.command("metrics", cls=Command)
@@ -171,8 +184,7 @@ def metrics_command(job_id: str, form: str | None) -> None:
     if not curve.rows:
         raise ServiceError(f"job {job_id} has written no metrics")
     note(f"source: {curve.source}")
-    first = ("step", "train_loss", "val_loss", "best_loss", "bits_per_byte")
-    names = [n for n in dict.fromkeys((*first, *curve.newest)) if n in curve.newest]
+    names = column_names(curve)
     if form == "json":
         print_json(curve.rows)
     elif form == "csv":
@@ -180,13 +192,28 @@ def metrics_command(job_id: str, form: str | None) -> None:
         table.writeheader()
         table.writerows(curve.rows)
     else:
-        digits = {"step": "d", "learning_rate": ".7f", "tokens_per_second": ",.0f"}
         names = [name for name in names if name != "time"]
-        rows = [
-            [f"{row[n]:{digits.get(n, '.5f')}}" if n in row else "" for n in names]
-            for row in curve.rows
-        ]
+        rows = [[cell_of(row, name) for name in names] for row in curve.rows]
         print_table([names, *rows], align=">")
+
+
+def column_names(curve: Curve) -> list[str]:
+    """The names of the values in a curve, the step and the losses first."""
+    values = curve.newest
+    first = ["step", "train_loss", "val_loss", "best_loss", "bits_per_byte"]
+    names = [name for name in first if name in values]
+    names += [name for name in values if name not in first]
+    return names
+
+
+FORMATS = {"step": "d", "learning_rate": ".7f", "tokens_per_second": ",.0f"}
+
+
+def cell_of(row: Row, name: str) -> str:
+    """A value of a curve as text, or '' if the row lacks it."""
+    if name not in row:
+        return ""
+    return format(row[name], FORMATS.get(name, ".5f"))
 
 
 @click.command("logs", cls=Command)
@@ -302,7 +329,7 @@ def wait_command(job_id: str) -> None:
     settings = settings_of()
     with at_ctrl_c("the job keeps running"):
         description = wait(job_id, settings)
-    tell_end(description, settings, "Completed")
+    report_end(description, settings, "Completed")
 
 
 @click.command("stop", cls=Command)
@@ -331,7 +358,7 @@ def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
         note("stopping after a checkpoint")
     else:
         note("stopping (this may take two minutes)")
-    tell_end(wait(job_id, settings), settings, "Completed", "Stopped")
+    report_end(wait(job_id, settings), settings, "Completed", "Stopped")
 
 
 def stop_jobs_of(reference: str, settings: Settings, yes: bool) -> None:

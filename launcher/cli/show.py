@@ -43,16 +43,19 @@ def shown(text: str) -> str:
 
 def explain(description: JobDescription, settings: Settings) -> str:
     """How a job ended, why, and what to do next, in one line."""
-    reason = reason_of(description)
     outcome = f"job {description.job_id} {description.status.lower()}"
-    return f"{outcome}{f': {reason}' if reason else ''}; {next_step(description, settings)}"
+    reason = reason_of(description)
+    if reason:
+        outcome += f": {reason}"
+    return f"{outcome}; {next_step(description, settings)}"
 
 
-def tell_end(description: JobDescription, settings: Settings, *good: str) -> None:
+def report_end(description: JobDescription, settings: Settings, *good: str) -> None:
     """Print how a job ended, or raise ServiceError unless that is one of the good states."""
+    explanation = explain(description, settings)
     if description.status not in good:
-        raise ServiceError(explain(description, settings))
-    note(explain(description, settings))
+        raise ServiceError(explanation)
+    note(explanation)
 
 
 def next_step(description: JobDescription, settings: Settings) -> str:
@@ -153,11 +156,11 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
     from tqdm import tqdm
 
     from launcher.curve import Curve, Row, rows_of_log, total_steps
-    from launcher.sagemaker.cost import cost_of, usd
     from launcher.tracking import describe
-    from launcher.views.job_fields import texts_of
 
-    description, rows, now = describe(job_id, settings), list[Row](), dict[str, Any]()
+    description = describe(job_id, settings)
+    rows: list[Row] = []
+    metrics: Row = {}  # the newest value of each name
     total = total_steps(description.hyperparameters)
     with tqdm(total=total, bar_format="{percentage:3.0f}% |{bar:20}| {desc}") as bar:
         for line in lines:
@@ -165,16 +168,26 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
                 yield line
             for row in rows_of_log([line]):
                 rows.append(row)
-                now |= row
-                texts = texts_of(replace(description, metrics=now))
-                labels = ("step", "best loss", "tokens/s", "time left")
-                words = [f"{label} {texts[label]}" for label in labels if texts[label]]
-                if description.price:
-                    words.append(usd(cost_of(description, description.price, time.time())))
                 bar.n = int(row["step"])
-                bar.set_description_str(", ".join(words))
+                metrics.update(row)
+                bar.set_description_str(progress_of(replace(description, metrics=metrics)))
         bar.leave = False
     print_curve(Curve(job_id, "", rows), err=True)
+
+
+def progress_of(job: JobDescription) -> str:
+    """How far a running job is, with its best loss, speed, time left and cost, in one line."""
+    from launcher.sagemaker.cost import cost_of, usd
+    from launcher.views.job_fields import texts_of
+
+    texts = texts_of(job)
+    parts = []
+    for label in ("step", "best loss", "tokens/s", "time left"):
+        if texts[label]:
+            parts.append(f"{label} {texts[label]}")
+    if job.price:
+        parts.append(usd(cost_of(job, job.price, time.time())))
+    return ", ".join(parts)
 
 
 def print_json(value: Any) -> None:

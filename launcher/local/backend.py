@@ -154,7 +154,8 @@ class LocalBackend(Backend):
     def submit(
         self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
     ) -> None:
-        directory, (processes, gpus) = self.jobs_dir / job_id, placement
+        directory = self.jobs_dir / job_id
+        processes, gpus = placement
         self.note_busy_cores(processes, gpus)
         record = {
             "job": job.model_dump(mode="json", include=COMMON_FIELDS),
@@ -216,27 +217,16 @@ class LocalBackend(Backend):
         record = self.record(job_id)
         if record is None:
             return None
-        job, there = record.job, read_document(directory / "state.json", State)
-        state = there or State()
-        is_gone = state.status in RUNNING and not locks.is_locked(directory / "lock")
-        if is_gone:  # or it has just ended
-            there = read_document(directory / "state.json", State)
-            state = there or State()
-        status, reason = state.status, state.reason
-        if status in RUNNING and is_gone:
-            status, reason = "Failed", GONE
-            if there is None:
-                reason = f"it could not be started: {last_line(directory / 'runner.log')}"
-        elif status == "InProgress" and (directory / "stop").exists():
-            status = "Stopping"
+        job, state = record.job, read_state(directory)
         model = directory / "output" / "model.tar.gz"
+        has_model = state.status == "Completed" and model.exists()
         checkpoints = directory / CHECKPOINTS
-        names = (path.name for path in checkpoints.glob("*.safetensors"))
+        names = [path.name for path in checkpoints.glob("*.safetensors")]
         step = max(checkpoints_among(names), default=None)
         return JobDescription(
             job_id=job_id,
-            status=status,
-            secondary_status=state.secondary if status in RUNNING else status,
+            status=state.status,
+            secondary_status=state.secondary if state.status in RUNNING else state.status,
             instance=job.instance,
             instance_count=job.instance_count,
             created=record.created,
@@ -246,12 +236,12 @@ class LocalBackend(Backend):
             summary=job.summary,
             expected=job.expected,
             inputs=job.channels,
-            failure_reason=reason,
+            failure_reason=state.reason,
             started=state.started,
             ended=state.ended,
             metrics=last_metrics(self.curve_file(job_id)),
-            model_uri=storage.to_uri(model) if status == "Completed" and model.exists() else None,
-            checkpoint_uri=storage.to_uri(checkpoints) if step is not None else None,
+            model_uri=storage.to_uri(model) if has_model else None,
+            checkpoint_uri=None if step is None else storage.to_uri(checkpoints),
             checkpoint_step=step,
         )
 
@@ -265,11 +255,11 @@ class LocalBackend(Backend):
         record = read_document(self.jobs_dir / job_id / "job.json", Record)
         if record is None:
             return None
-        inputs = {
-            name: find_moved(uri, self.settings)
-            for name in ("data", "validation", "init_from", "teacher")
-            if (uri := getattr(record.job, name)) is not None
-        }
+        inputs = {}
+        for name in ("data", "validation", "init_from", "teacher"):
+            uri = getattr(record.job, name)
+            if uri is not None:
+                inputs[name] = find_moved(uri, self.settings)
         return record.model_copy(update={"job": record.job.model_copy(update=inputs)})
 
     def list(
@@ -293,7 +283,9 @@ class LocalBackend(Backend):
     def stop(self, job_id: str) -> None:
         path = self.jobs_dir / job_id / "stop"
         with storage.reported(str(path.parent)):
-            (path.with_name("stop-now") if path.exists() else path).touch()
+            if path.exists():
+                path = path.with_name("stop-now")
+            path.touch()
 
     def directories(self, job_id: str) -> Sequence[str]:
         return [storage.to_uri(self.jobs_dir / job_id)]
@@ -349,20 +341,42 @@ def plan_processes(job: TrainingJob) -> Placement:
     Each GPU has one process. Without GPUs, the job has the requested number of processes, or the
     number that train.py finds fastest.
     """
-    config = job.config(1)
     import torch
 
+    config = job.config(1)
     requested = job.processes_per_instance
-    gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
-    if not gpus:
-        if requested:
-            return requested, 0
-        mps = config.device != "cpu" and torch.backends.mps.is_available()  # MPS is one device
-        return 1 if mps else cpu_processes(config), 0
-    if requested not in (None, gpus):
-        problem = f"this machine has {gpus} GPUs, and each takes one process"
-        raise InputError(problem, "train-on-cpu", field="processes_per_instance", value=requested)
-    return gpus, gpus
+    n_gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
+    if n_gpus:
+        if requested not in (None, n_gpus):
+            raise InputError(
+                f"this machine has {n_gpus} GPUs, and each takes one process",
+                "train-on-cpu",
+                field="processes_per_instance",
+                value=requested,
+            )
+        return n_gpus, n_gpus
+    if requested:
+        return requested, 0
+    if config.device != "cpu" and torch.backends.mps.is_available():
+        return 1, 0  # MPS is one device
+    return cpu_processes(config), 0
+
+
+def read_state(directory: Path) -> State:
+    """The state of the job in a directory, whose runner may be gone or about to stop."""
+    written = read_document(directory / "state.json", State)
+    state = written or State()
+    if state.status in RUNNING and not locks.is_locked(directory / "lock"):
+        written = read_document(directory / "state.json", State)  # it may have just ended
+        state = written or State()
+        if state.status in RUNNING:
+            reason = GONE
+            if written is None:
+                reason = f"it could not be started: {last_line(directory / 'runner.log')}"
+            return state.model_copy(update={"status": "Failed", "reason": reason})
+    if state.status == "InProgress" and (directory / "stop").exists():
+        return state.model_copy(update={"status": "Stopping"})
+    return state
 
 
 def by_launch(path: Path) -> tuple[str, float]:
@@ -383,8 +397,8 @@ def tail(path: Path, size: int) -> list[bytes]:
 
 
 def last_line(path: Path) -> str:
-    lines = [line.decode(errors="replace") for line in tail(path, TAIL_BYTES) if line.strip()]
-    return lines[-1] if lines else "nothing is known"
+    lines = [line for line in tail(path, TAIL_BYTES) if line.strip()]
+    return lines[-1].decode(errors="replace") if lines else "nothing is known"
 
 
 def last_metrics(path: Path) -> dict[str, Any] | None:
