@@ -70,7 +70,7 @@ def find_model(request: Request, settings: Settings, field: str = "init_from") -
     """The model that a request names, by a job's id, a directory or a URI, and its channel."""
     reference, source = str(getattr(request, field)), request.source
     given = request.hyperparameters if field == "init_from" else {}  # a teacher has its own
-    with opened(reference, settings.with_offline(False)) as (directory, uri):
+    with open_model(reference, settings.with_offline(False)) as (directory, uri):
         try:
             values = source.module("huggingface").starting_values(directory, given)
             tokenizer = source.module("text").read_tokenizer(directory)
@@ -100,29 +100,31 @@ def check_weights(directory: Path, field: str, reference: str) -> None:
         raise InputError(str(error), field=field, value=reference) from None
 
 
-def base_of(named: str) -> str:
+def base_of(model: str) -> str:
     """What people call a model: the id of the job that made it, or the name of its directory."""
-    for part in reversed(Path(named).parts):
-        uploaded = part.rpartition("-")[0] if UPLOAD_NAME.fullmatch(part) else ""  # with its hash
-        for job_id in (uploaded, part):
+    for part in reversed(Path(model).parts):
+        is_upload = UPLOAD_NAME.fullmatch(part) is not None
+        uploaded_name = part.rpartition("-")[0] if is_upload else ""  # without its hash
+        for job_id in (uploaded_name, part):
             if FULL_ID.fullmatch(job_id):
                 return job_id
-    return Path(named).absolute().name
+    return Path(model).absolute().name
 
 
 @contextmanager
-def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
+def open_model(model: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
     """A directory with the documents of a model, and the URI of one that is on S3."""
-    if (path := storage.local_path(named)) is None:
-        sizes = storage.list_files(named, settings)
-        if "config.json" not in sizes:
-            raise InputError(f"{named}: no config.json is there")
-        with tempfile.TemporaryDirectory() as temporary:
-            for name in sizes.keys() & DOCUMENTS.keys():
-                storage.fetch(storage.join(named, name), Path(temporary), settings=settings)
-            yield Path(temporary), named.rstrip("/")
+    path = storage.local_path(model)
+    if path is not None:
+        yield model_directory(str(path) if path.exists() else model, settings), None
         return
-    yield model_directory(str(path) if path.exists() else named, settings), None
+    sizes = storage.list_files(model, settings)
+    if "config.json" not in sizes:
+        raise InputError(f"{model}: no config.json is there")
+    with tempfile.TemporaryDirectory() as directory:
+        for name in sizes.keys() & DOCUMENTS.keys():
+            storage.fetch(storage.join(model, name), Path(directory), settings=settings)
+        yield Path(directory), model.rstrip("/")
 
 
 # -- size ------------------------------------------------------------------------------------------
@@ -132,41 +134,31 @@ LARGEST_ON_CPU = 3  # as `laptop`, some minutes
 
 
 def size_of(texts: Texts) -> tuple[int, bool]:
-    """Tokens to train on, or characters; whether of conversations."""
-    if (upload := texts["data"].upload) is not None:
-        return (upload.characters if "validation" in texts else upload.n_training), upload.chats
-    raise InputError(
-        f"{texts['data'].shown}: preset=auto and a size need the length of the text, which is known"
-        " of local texts, and of uploads unless this is a dry run; name another preset"
-    )
+    """Tokens to train on, or characters; True if they are of conversations."""
+    upload = texts["data"].upload
+    if upload is None:
+        problem = "preset=auto and a size need the length of the text, which is known"
+        raise InputError(
+            f"{texts['data'].shown}: {problem} of local texts, and of uploads unless this is a dry"
+            " run; name another preset"
+        )
+    n_tokens = upload.characters if "validation" in texts else upload.n_training
+    return n_tokens, upload.chats
 
 
 def sized(request: Request, texts: Texts) -> Request:
-    """The request with the hyperparameters of its size.
-
-    preset=auto is the largest size whose tokens the text has, if it is read as often as it may be;
-    on a CPU at most LARGEST_ON_CPU.
-    """
+    """The request with the hyperparameters of its size; preset=auto chooses the size."""
     if request.preset != "auto" and request.size is None:
         return request
-    tokens, chats = size_of(texts)
-    sizes, size = request.source.module("sizes"), request.size
-    backend = backend_class(request.instance or "")
-    ranks = backend.count_ranks(request)
+    n_tokens, is_of_chats = size_of(texts)
+    size = largest_size(request, n_tokens) if request.size is None else request.size
+    n_ranks = backend_class(request.instance or "").count_ranks(request)
     with request.source.running():
-        if size is None:
-            most = SIZES[-1] if backend.has_gpus(request) else LARGEST_ON_CPU
-            readable = sizes.MOST_READINGS * tokens
-            fitting = [
-                each
-                for each in SIZES
-                if each <= most and sizes.tokens_worth_training(each) <= readable
-            ]
-            size = max(fitting, default=SIZES[0])
-        values = sizes.hyperparameters_for_size(size, tokens, chats, ranks)
+        sizes = request.source.module("sizes")
+        values = sizes.hyperparameters_for_size(size, n_tokens, is_of_chats, n_ranks)
         config = request.source.module("config")
         has_rates = config.has_tuned_rates(request.hyperparameters.get("optimizer"))
-    logger.info(f"size: {size:g}, for {tokens:,} tokens of text")
+    logger.info(f"size: {size:g}, for {n_tokens:,} tokens of text")
     if not has_rates:
         logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
         del values["learning_rate"], values["weight_decay"]
@@ -174,12 +166,28 @@ def sized(request: Request, texts: Texts) -> Request:
     return request.model_copy(update={"preset": None, "size": size, "hyperparameters": values})
 
 
+def largest_size(request: Request, n_tokens: int) -> float:
+    """The largest size for which a text has the tokens, if it is read as often as it may be; on a
+    CPU at most LARGEST_ON_CPU."""
+    has_gpus = backend_class(request.instance or "").has_gpus(request)
+    limit = SIZES[-1] if has_gpus else LARGEST_ON_CPU
+    largest = SIZES[0]
+    with request.source.running():
+        sizes = request.source.module("sizes")
+        readable = sizes.MOST_READINGS * n_tokens
+        for size in SIZES:
+            if size <= limit and sizes.tokens_worth_training(size) <= readable:
+                largest = size
+    return largest
+
+
 def with_whole_windows(request: Request, text: Channel) -> Request:
     """The request without a preset's short windows, if the text is of conversations."""
-    chats = text.upload is not None and text.upload.chats
-    short = getattr(request.config(1), "short_windows", 0)
-    if not chats or "short_windows" in request.hyperparameters or not short:
+    if text.upload is None or not text.upload.chats:
         return request
-    logger.info(f"short_windows=0 (the preset's {short} would cut conversations)")
+    short_windows = getattr(request.config(1), "short_windows", 0)
+    if "short_windows" in request.hyperparameters or not short_windows:
+        return request
+    logger.info(f"short_windows=0 (the preset's {short_windows} would cut conversations)")
     values = {**request.hyperparameters, "short_windows": 0}
     return request.model_copy(update={"hyperparameters": values})

@@ -23,42 +23,61 @@ READINGS = 4
 # Readings before a warning. `cpu` and `quick` have their best model of texts of 5 to 100 kB at the
 # third to seventh reading; after eleven, val_loss is 30 % higher, after 17, 80 %. `baby`, whose
 # weights decay, reads tiny Shakespeare 16 times, and does not memorize it.
-MOST_READINGS, MOST_IF_REGULARIZED = 8, 20
+MAX_READINGS = 8
+MAX_READINGS_IF_REGULARIZED = 20
 FEW_READINGS = 4  # of a text: after 1.8 a larger model gains more than a second generation
 
 
-def find_texts(request: Request, settings: Settings, near: Settings) -> dict[str, Channel]:
-    """Where the job, whose store is that of `near`, reads its texts, by the job's fields."""
+def find_texts(request: Request, settings: Settings, job_settings: Settings) -> dict[str, Channel]:
+    """Where the job reads its texts, by the job's fields. job_settings have the job's store."""
     with about("data"):
         data = request.data or corpus.last_upload(settings)
-    named, channels = {"data": data, "validation": request.validation}, {}
-    for name, text in named.items():
-        if text:
-            with about(name, text):
-                channels[name] = find_channel(corpus.find_text(text, settings), near)
+    references = {"data": data, "validation": request.validation}
+    channels = {}
+    for name, reference in references.items():
+        if reference:
+            with about(name, reference):
+                location = corpus.find_text(reference, settings)
+                channels[name] = find_channel(location, job_settings)
     return channels
 
 
 def check_texts(channels: Texts, config: Any) -> None:
     """Raise InputError if a run of this config would refuse the texts. Warn of equal ones."""
-    texts = {text.upload.sha256 if text.upload else text.uri for text in channels.values()}
-    if len(texts) < len(channels):
+    contents = {
+        channel.upload.sha256 if channel.upload else channel.uri for channel in channels.values()
+    }
+    if len(contents) < len(channels):
         logger.warning("validation is the text to train on: val_loss will not show memorizing")
     for name, channel in channels.items():
-        if (text := channel.upload) is None:
-            continue
-        with about(name, channel.shown):
-            if not text.train_tokens and getattr(config, "mask_documents", False):
-                problem = "mask_documents needs tokens, whose documents have an end"
-                raise InputError(f"{channel.shown}: {problem}", "needs-ends")
-            if problem := problem_of(text, config, "" if len(channels) == 1 else name):
-                raise InputError(f"{channel.shown}: {problem}")
-        if longer := sum(n for context, n in text.contexts.items() if context > config.block_size):
-            many = f"{longer:,} of {text.documents:,} conversations are longer than"
-            end = "they end with the last answer that fits, or are left out"
-            logger.warning(f"{many} block_size={config.block_size}: {end}")
-    if len(texts) == len(channels):
+        if channel.upload is not None:
+            field = name if len(channels) > 1 else ""
+            with about(name, channel.shown):
+                check_upload(channel.upload, channel.shown, config, field)
+            warn_of_long_conversations(channel.upload, config.block_size)
+    if len(contents) == len(channels):
         warn_of_repeats(channels["data"].shown, repeated_share(channels))
+
+
+def check_upload(upload: corpus.Upload, shown: str, config: Any, field: str) -> None:
+    """Raise InputError if a run of this config would refuse a text; field as for problem_of."""
+    if not upload.train_tokens and getattr(config, "mask_documents", False):
+        problem = "mask_documents needs tokens, whose documents have an end"
+        raise InputError(f"{shown}: {problem}", "needs-ends")
+    problem = problem_of(upload, config, field)
+    if problem:
+        raise InputError(f"{shown}: {problem}")
+
+
+def warn_of_long_conversations(upload: corpus.Upload, block_size: int) -> None:
+    n_long = 0
+    for context, n_conversations in upload.contexts.items():
+        if context > block_size:
+            n_long += n_conversations
+    if n_long:
+        longer = f"{n_long:,} of {upload.documents:,} conversations are longer than"
+        end = "they end with the last answer that fits, or are left out"
+        logger.warning(f"{longer} block_size={block_size}: {end}")
 
 
 def repeated_share(channels: Texts) -> float | None:
@@ -83,53 +102,74 @@ def files_of(channel: Channel) -> tuple[File, ...]:
     return tuple(File(name, directory / name) for name in upload.files)
 
 
-def problem_of(text: corpus.Upload, config: Any, field: str) -> str:
+def problem_of(upload: corpus.Upload, config: Any, field: str) -> str:
     """Why a run of this config refuses a text, or ''; field is that of one text of two."""
-    size, unit = config.block_size, "tokens" if text.train_tokens else "characters"
-    if text.train_tokens and field:
+    if upload.train_tokens and field:
         return "it holds tokens, with their own validation part; leave validation out"
-    if not text.train_tokens and text.size > LARGEST_TEXT:
+    if not upload.train_tokens and upload.size > LARGEST_TEXT:
         return TOO_MUCH_TEXT
-    if 0 < getattr(config, "vocab_size", 0) < text.vocabulary_size:
-        most = f"vocab_size={config.vocab_size}"
-        return f"it has {text.vocabulary_size} different {unit}, more than {most}"
-    if text.chats and getattr(config, "short_windows", False):
+    if 0 < getattr(config, "vocab_size", 0) < upload.vocabulary_size:
+        limit = f"vocab_size={config.vocab_size}"
+        return f"it has {upload.vocabulary_size} different {unit_of(upload)}, more than {limit}"
+    if upload.chats and getattr(config, "short_windows", False):
         return "short_windows cuts conversations; leave it out"
-    for part, needed in text.answers.items():
-        if needed > size:
-            none = f"no conversation in {part} has an answer within block_size={size} tokens"
-            more = f"it needs block_size={needed} or more; train the base model with that too"
-            return f"{none}; {more}"
-    if text.train_tokens:
-        parts = {"training": text.train_tokens, "validation": text.val_tokens}
-    elif not field:
-        n_train = int(text.characters * (1 - config.validation_fraction))
-        parts = {"training": n_train, "validation": text.characters - n_train}
-    else:
-        parts = {"training" if field == "data" else field: text.characters}
-    for part, length in parts.items():
-        if length < size + 1 and not text.chats:
-            needs = f"one window of block_size={size} needs {size + 1}"
-            what = f"the {part} text has {length} {unit}, and {needs}"
-            return f"{what}; use more text or a smaller block_size"
+    return problem_of_answers(upload, config) or problem_of_length(upload, config, field)
+
+
+def unit_of(upload: corpus.Upload) -> str:
+    return "tokens" if upload.train_tokens else "characters"
+
+
+def problem_of_answers(upload: corpus.Upload, config: Any) -> str:
+    """Why no conversation teaches an answer, or ''."""
+    for part, shortest in upload.answers.items():
+        if shortest > config.block_size:
+            window = f"within block_size={config.block_size} tokens"
+            none = f"no conversation in {part} has an answer {window}"
+            advice = f"it needs block_size={shortest} or more; train the base model with that too"
+            return f"{none}; {advice}"
     return ""
 
 
-def check_readings(request: Request, config: Any, tokens: int) -> None:
+def problem_of_length(upload: corpus.Upload, config: Any, field: str) -> str:
+    """Why a text is too short for one window, or ''; field as for problem_of."""
+    if upload.chats:
+        return ""
+    block_size, unit = config.block_size, unit_of(upload)
+    for part, length in lengths_of(upload, config, field).items():
+        if length < block_size + 1:
+            need = f"one window of block_size={block_size} needs {block_size + 1}"
+            problem = f"the {part} text has {length} {unit}, and {need}"
+            return f"{problem}; use more text or a smaller block_size"
+    return ""
+
+
+def lengths_of(upload: corpus.Upload, config: Any, field: str) -> dict[str, int]:
+    """The tokens or characters of each part of a text; field as for problem_of."""
+    if upload.train_tokens:
+        return {"training": upload.train_tokens, "validation": upload.val_tokens}
+    if field:
+        return {"training" if field == "data" else field: upload.characters}
+    n_training = int(upload.characters * (1 - config.validation_fraction))
+    return {"training": n_training, "validation": upload.characters - n_training}
+
+
+def check_readings(request: Request, config: Any, n_tokens: int) -> None:
     """Warn if a run of this config reads its text too often, or too seldom for generations.
 
-    request is what the user asked for, which decides what to do about it.
+    request is the user's, which decides what to do about it. n_tokens may be characters.
     """
-    step = config.batch_size * config.block_size
-    regularized = any(getattr(config, name, 0) for name in ("weight_decay", "dropout"))
-    most = MOST_IF_REGULARIZED if regularized else MOST_READINGS
-    if (readings := config.max_steps * step / tokens) > most:
-        often = f"the run reads the text {readings:.0f} times, and will memorize it"
-        steps = max(1, READINGS * tokens // step)
-        logger.warning(often, extra=remedy_for_readings(request, steps))
+    tokens_per_step = config.batch_size * config.block_size
+    readings = config.max_steps * tokens_per_step / n_tokens
+    is_regularized = any(getattr(config, name, 0) for name in ("weight_decay", "dropout"))
+    max_readings = MAX_READINGS_IF_REGULARIZED if is_regularized else MAX_READINGS
+    if readings > max_readings:
+        problem = f"the run reads the text {readings:.0f} times, and will memorize it"
+        steps = max(1, READINGS * n_tokens // tokens_per_step)
+        logger.warning(problem, extra=remedy_for_readings(request, steps))
     if getattr(config, "generations", 1) > 1 and readings < FEW_READINGS:
-        each = f"each model reads the text {readings:.1f} times; below {FEW_READINGS}"
-        logger.warning(f"{each}, a larger model gains more than another generation")
+        problem = f"each model reads the text {readings:.1f} times; below {FEW_READINGS}"
+        logger.warning(f"{problem}, a larger model gains more than another generation")
 
 
 def remedy_for_readings(request: Request, steps: int) -> dict[str, object]:
