@@ -533,11 +533,11 @@ def test_a_sweep_reads_its_text_and_its_folder_once(launch, tmp_path, monkeypatc
 
         monkeypatch.setattr(owner, name, count)
 
-    counted(corpus, "survey")
+    counted(corpus, "survey_upload")
     counted(Source, "read")
     ran = launch("n_layer=2,4", "--seeds", "2", "--entry-point", str(folder), "--dry-run").good
     assert len(json.loads(ran.out)) == 4
-    assert reads == {"survey": 1, "read": 1}
+    assert reads == {"survey_upload": 1, "read": 1}
 
 
 def test_a_sweep_shows_its_cost_and_ranks(cloud, launch, cli, home, monkeypatch):

@@ -59,8 +59,8 @@ def stop_group(group: Group, settings: Settings, confirmed: bool = False) -> lis
     newest = group.newest
     if not newest:
         return []
-    if not confirmed:
-        check_yours(newest[0], settings)
+    if not confirmed:  # of the newest job, this machine remembers the owner before AWS tells it
+        check_yours(max(newest, key=lambda job: job.launched), settings)
     backend = backend_for(newest[0].instance, settings)
     stopped = []
     try:
