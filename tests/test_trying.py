@@ -23,7 +23,7 @@ from entry_point.config import Config
 from entry_point.text import read_tokens, unsigned
 from launcher.settings import Settings
 from launcher.source import Source
-from launcher.trying import budget, history, search
+from launcher.trying import history, search
 from launcher.trying.history import SearchLedger
 from launcher.trying.refusal import Refused
 from launcher.trying.runs import FinishedRun, SeededRun
@@ -217,7 +217,8 @@ def test_the_budget_is_that_of_the_first_folder(started, home, tmp_path, monkeyp
 def test_a_slow_folder_is_refused(started, home, tmp_path, monkeypatch):
     def slowly(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
         for run in runs:
-            yield FinishedRun(run, Path(f"x/{run.seed}"), 16.0)
+            seconds = 16.0 if "gain.py" in run.source.files else 10.0
+            yield FinishedRun(run, Path(f"x/{run.seed}"), seconds)
 
     monkeypatch.setattr(Trained, "train", slowly)
     ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
@@ -239,10 +240,23 @@ def test_a_folder_that_is_slow_for_some_seeds_is_refused(started, home, tmp_path
     assert "x the time of the search's first folder" in ran.out
 
 
+def test_a_machine_that_is_busy_by_now_refuses_nobody(started, home, tmp_path, monkeypatch):
+    """All runs take 1.6 times as long as those of the base did; its fresh ones too."""
+
+    def slowly(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+        for run in runs:
+            yield FinishedRun(run, Path(f"x/{run.seed}"), 16.0)
+
+    monkeypatch.setattr(Trained, "train", slowly)
+    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    assert ran.code == 0, ran.out
+
+
 def test_a_folder_that_computes_before_the_judge_is_refused(started, home, tmp_path, monkeypatch):
-    def slow_score(*args: Any) -> Score:
-        usual = score(*args)
-        return Score(usual.loss, 1.4 * usual.seconds)
+    def slow_score(self: Judge, model: Path, source: Source, *args: Any) -> Score:
+        usual = score(self, model, source, *args)
+        factor = 1.4 if "gain.py" in source.files else 1.0
+        return Score(usual.loss, factor * usual.seconds)
 
     monkeypatch.setattr(Judge, "score", slow_score)
     ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
@@ -344,7 +358,8 @@ def test_a_kill_at_any_moment_is_as_none(cli, home, text_file, trained, tmp_path
     monkeypatch.setattr(
         Judge, "score", lambda *args: Score(2.0 - gain_of(args[2]) + noise.gauss(0, 0.004), 3.0)
     )
-    monkeypatch.setattr(budget, "MAX_TIME", 100.0)  # of a tenth of a second
+    monkeypatch.setattr(search, "MAX_TIME", 100.0)  # of a tenth of a second
+    monkeypatch.setattr(search, "CLEARLY_SLOW", 100.0)
     mine, base = folder(tmp_path / "mine", 0.05), folder(tmp_path / "base", 0.0)
     for each in (mine, base):  # real runs that learn nothing
         (each / "train.py").write_text("import time\ntime.sleep(0.1)\n")

@@ -495,7 +495,7 @@ def test_each_model_that_seems_better_is_tested(mine, begun, tmp_path, monkeypat
     monkeypatch.setattr(search, "LocalRuns", Trained)
     monkeypatch.setattr(search, "sizes_of", lambda model: {})
     monkeypatch.setattr(Judge, "score", score)
-    monkeypatch.setattr(mine.budget, "check_time", lambda folder, seeds: None)
+    monkeypatch.setattr(mine.budget, "check_time", lambda *_: None)
     mine.differences(Comparison(source, base, are_fresh=False), (11, 12, 13, 14))
     mine.differences(Comparison(source, base, are_fresh=True), (21, 22, 23, 24))
     assert tested == [(source.sha256, seed) for seed in (11, 13, 21, 22, 23, 24)]

@@ -26,7 +26,7 @@ from launcher.source import Source, keep
 from launcher.text.corpus import digest_of
 from launcher.text.reading import File
 from launcher.trying import rule
-from launcher.trying.budget import Budget, sizes_of
+from launcher.trying.budget import CLEARLY_SLOW, MAX_TIME, Budget, sizes_of
 from launcher.trying.code import check_code
 from launcher.trying.history import SearchLedger
 from launcher.trying.local import LocalRuns
@@ -40,7 +40,13 @@ BASE_SEEDS = 8
 HELD = "running"  # the file that a command locks while it uses a search
 SHARED = "pairs of all tries"  # what seeds are drawn for
 PROGRESS_SECONDS = 30  # until a line of progress
-SMALL_RUN = {"max_steps": 2, "batch_size": 1, "eval_tokens": 4096, "device": "cpu"}
+SMALL_RUN = {
+    "max_steps": 2,
+    "warmup_steps": 0,  # which may not be more than the steps
+    "batch_size": 1,
+    "eval_tokens": 4096,
+    "device": "cpu",
+}
 
 Report = Callable[[str], None]
 
@@ -206,7 +212,8 @@ class Search:
         gain = f"{fmean(differences):+.4f} ±{rule.half(differences):.4f}"
         self.report(f"{len(seeds)} pairs of {comparison.kind} seeds: {gain}")
         self.check_own_losses(comparison, seeds)
-        self.budget.check_time(source.sha256, seeds)
+        max_ratio = MAX_TIME if comparison.are_fresh else CLEARLY_SLOW
+        self.budget.check_time(source.sha256, base.sha256, seeds, max_ratio)
         return differences
 
     def check_own_losses(self, comparison: Comparison, seeds: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ import re
 import launching
 import pytest
 
-from launcher.trying import budget
+from launcher.trying import search
 from launcher.trying.history import SearchLedger
 from launcher.trying.search import SHARED
 
@@ -68,7 +68,7 @@ def failing(seed: int) -> tuple[str, str]:
 @pytest.fixture
 def group(aws, cli, text_file, tmp_path, home, monkeypatch):
     """The name of a search whose base was trained."""
-    monkeypatch.setattr(budget, "MAX_TIME", 100.0)  # ten steps are less than the imports' noise
+    monkeypatch.setattr(search, "CLEARLY_SLOW", 100.0)  # ten steps are less than the imports' noise
     aws.sagemaker.run.gpus, aws.sagemaker.run.rate, aws.sagemaker.rate = 2, 1.0, 1.0
     launching.edited(tmp_path / "base", QUICK)
     words = ("--instance", "ml.m5.xlarge", "--ceiling", "1", "--smallest-gain", "0.5")
