@@ -109,7 +109,7 @@ def test_a_dry_run_reads_and_makes_each_thing_once(rehearse, monkeypatch, words)
     counted(source, "read_file", lambda path, *_: path)
     counted(boto3.Session, "__init__", lambda *_, **__: "")
     counted(config, "make_config", lambda *given: given)
-    counted(corpus, "survey", lambda name, *_: name)
+    counted(corpus, "survey_upload", lambda name, *_: name)
     Source.packaged.cache_clear()
     assert rehearse(*words.split()).code == 0
     assert Counter(done).most_common(1)[0][1] == 1, Counter(done)
@@ -117,7 +117,7 @@ def test_a_dry_run_reads_and_makes_each_thing_once(rehearse, monkeypatch, words)
         "read_file",
         "__init__",
         "make_config",
-        "survey",
+        "survey_upload",
     }
 
 
