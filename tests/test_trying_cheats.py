@@ -524,3 +524,9 @@ def test_no_search_begins_where_runs_may_read(cli, text_file, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_HOME", f"{sys.prefix}/lib/home")
     assert cli("try", "start", "s", "--text", str(text_file)).failed(2, "SM_NANOGPT_HOME")
     assert not Path(sys.prefix, "lib/home/tries").exists()
+
+
+def test_no_search_begins_with_a_text_that_runs_may_read(cli, home):
+    text = json.__file__
+    assert cli("try", "start", "s", "--text", text).failed(2, "runs may read it")
+    assert not (home / "tries/s").exists()

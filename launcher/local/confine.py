@@ -114,6 +114,11 @@ def packages() -> list[Path]:
     return [Path(path) for path in dict.fromkeys(paths) if path and Path(path).exists()]
 
 
+def is_readable(path: Path) -> bool:
+    """Whether each confined program may read a file, as it lies beside programs and libraries."""
+    return any(path.resolve().is_relative_to(program.resolve()) for program in packages())
+
+
 def environment(scratch: Path, **variables: str) -> dict[str, str]:
     """The variables of a confined program: those of ours that hold no secret, a directory in which
     it may write, and these. Without a GPU among them, it sees none."""

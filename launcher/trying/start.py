@@ -12,7 +12,7 @@ from launcher.files.scratch import scratch
 from launcher.job import Request
 from launcher.launching import launch
 from launcher.launching.draft import fill
-from launcher.local.confine import packages
+from launcher.local.confine import is_readable
 from launcher.settings import Settings
 from launcher.source import keep
 from launcher.text.channels import corpus_of
@@ -53,6 +53,11 @@ def begin(
         raise InputError(
             f"{text.shown}: {problem}; a search takes text that was uploaded from here"
         )
+    if job.instance == "local":
+        for file in text.sources:
+            if is_readable(Path(file.shown)):
+                problem = "runs may read it there, and with it the judge's part"
+                raise InputError(f"{file.shown}: {problem}; a search takes a text from elsewhere")
     hyperparameters = {"preset": job.preset} if job.preset else job.all_hyperparameters()
     hyperparameters.pop("seed", None)
     start = {
@@ -87,7 +92,7 @@ def begin(
 
 def check_directory(name: str, directory: Path) -> None:
     """Raise InputError if runs may read the directory of a search, or if there is one."""
-    if any(directory.resolve().is_relative_to(path.resolve()) for path in packages()):
+    if is_readable(directory):
         raise InputError(f"runs may read {directory}; set SM_NANOGPT_HOME to another directory")
     if directory.exists() and not remove_unfinished(directory):
         raise InputError(f"there is a search {name}; take another name, or delete {directory}")
