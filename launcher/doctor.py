@@ -22,6 +22,7 @@ from launcher.instances import looks_like_gpu
 from launcher.job import Request
 from launcher.launching.launch import prepare
 from launcher.local.backend import LocalBackend
+from launcher.local.confine import layers, open_to
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.cost import Prices, usd
 from launcher.sagemaker.stack import Stack, find_stack, is_whole, notebook_role
@@ -94,6 +95,13 @@ def check_training(context: Context) -> Answer:
     if ended.status != "Completed":
         return ServiceError(ended.failure_reason or ended.status, "try-locally")
     return f"a tiny model trained here in {time.monotonic() - began:.0f} s"
+
+
+def check_sandbox(context: Context) -> Answer:
+    """What keeps the code of a training folder from the rest of this machine."""
+    if reachable := open_to():
+        return Doubt(f"the code of a folder is not kept from {', '.join(reachable)}", "sandbox")
+    return f"by {', '.join(sorted(layers()))}"
 
 
 def check_credentials(context: Context) -> Answer:
@@ -199,6 +207,7 @@ def run_checks(settings: Settings, instance: str | None, train: bool) -> Iterato
     checks: dict[str, Check] = {}
     if train:
         checks["local training"] = check_training
+        checks["sandbox"] = check_sandbox
     if uses_aws(settings, instance):
         checks |= {"credentials": check_credentials, "quota": check_quota}
         if instance:

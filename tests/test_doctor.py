@@ -85,6 +85,23 @@ def test_without_aws_only_the_machine_is_checked(home, cli):
     assert nowhere.out.count("is not checked") == nowhere.out.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("layers", "result", "fact"),
+    [
+        ({"bubblewrap", "libseccomp"}, OK, "bubblewrap"),
+        ({"Landlock"}, WARNING, "the network"),
+        (set(), WARNING, "all files"),
+    ],
+)
+def test_what_confines_a_folder_is_checked(layers, result, fact, home, monkeypatch):
+    monkeypatch.setattr("launcher.local.confine.layers", lambda: layers)
+    monkeypatch.setattr(doctor, "layers", lambda: layers)
+    monkeypatch.setattr(doctor, "check_training", lambda context: "trained")
+    [_, finding] = doctor.run_checks(Settings(home=home), "local", train=True)
+    assert (finding.check, finding.result) == ("sandbox", result)
+    assert fact in finding.text
+
+
 def test_a_bucket_of_another_region_is_a_failure(examined, s3, monkeypatch):
     europe, place = boto3.client("s3", region_name="eu-west-1"), f"{s3.bucket}-eu"
     where = {"LocationConstraint": "eu-west-1"}

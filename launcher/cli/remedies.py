@@ -102,6 +102,7 @@ REMEDIES: dict[str, str] = {
     "no-last-upload": "`{sm} upload-data FILE` makes one, or give --data one of `{sm} data`",
     # settings, AWS
     "other-image": "--image-uri takes any other image",
+    "sandbox": "install bubblewrap and libseccomp; docs/try.md says where that works",
     "try-locally": "`{sm} launch --instance local` shows the full log",
     "deploy-stack": "`{sm} infra deploy` creates a bucket and a role",
     "show-stack": "`{sm} infra show` shows its state, and why",

@@ -29,7 +29,7 @@ from entry_point.files import open_standard_streams
 from entry_point.text import Tokenizer, read_json, read_tokenizer
 from launcher.errors import LauncherError, ServiceError
 from launcher.files.documents import Damaged, Document, parse
-from launcher.local.confine import Sandbox, confined, environment
+from launcher.local.confine import Sandbox, confined, environment, warn_of_open
 from launcher.local.process import PATIENCE, Program, how_it_ended, python_command
 from launcher.models.load import Training
 from launcher.settings import Settings
@@ -90,6 +90,7 @@ class Worker:
         if not silent:  # a user's own model, which may consist of links; a run's may not
             readable += [path.resolve() for path in model.iterdir() if path.is_symlink()]
         output = subprocess.DEVNULL if silent else subprocess.PIPE
+        warn_of_open()
         self.program = Program(
             confined(command, Sandbox(readable, scratch, cpu_seconds=limit)),
             # Threads that wait leave the judge its cores.

@@ -8,6 +8,7 @@ so that its processor time is all that it has computed.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -22,6 +23,8 @@ from pathlib import Path
 from launcher.local import landlock, restrict, syscalls
 from launcher.local.gpus import Gpu
 from launcher.local.process import BWRAP, python_command
+
+logger = logging.getLogger(__name__)
 
 BUBBLEWRAP, LANDLOCK, FILTER = "bubblewrap", "Landlock", "libseccomp"
 CLOSED_BY = {  # what a confined program cannot reach, and the layers of which each closes it
@@ -97,6 +100,13 @@ def layers() -> frozenset[str]:
 def open_to() -> list[str]:
     """What a confined program reaches on this system although it should not."""
     return [name for name, closing in CLOSED_BY.items() if not closing & layers()]
+
+
+def warn_of_open() -> None:
+    """Log what a confined program reaches on this system although it should not."""
+    if reachable := open_to():
+        problem = f"on this system, the code of a folder is not kept from {', '.join(reachable)}"
+        logger.warning(problem, extra={"code": "sandbox"})
 
 
 def packages() -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,13 +9,11 @@ import torch
 
 from entry_point.cores import cores
 from launcher.files.ledger import Entry
-from launcher.local.confine import open_to
+from launcher.local.confine import warn_of_open
 from launcher.local.gpus import visible_gpus
 from launcher.local.runs import Run, run_all
 from launcher.trying.budget import Budget
 from launcher.trying.runs import FinishedRun, SeededRun
-
-logger = logging.getLogger(__name__)
 
 
 class LocalRuns:
@@ -30,8 +27,7 @@ class LocalRuns:
         self.gpus: list[str] = []
         if start["device"] != "cpu":
             self.gpus = visible_gpus(torch.cuda.device_count())
-        if reachable := open_to():
-            logger.warning(f"on this system, runs are not kept from {', '.join(reachable)}")
+        warn_of_open()
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
         hyperparameters, limit = self.start["hyperparameters"], self.budget.limit

@@ -93,6 +93,7 @@ def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
     first, second, third, fourth = ledger.seeds(SHARED, 4)
     folder = launching.edited(tmp_path / "failing", QUICK, SLOWER, failing(third))
     ran = cli("try", "run", str(folder), "--group", group, "--json")
+    assert ran.out, ran.err
     assert (ran.code, json.loads(ran.out)["why"]) == (4, f"ConfigError: no luck with {third}")
     ledger = SearchLedger(home / "tries" / group)
     [failed] = ledger.of("failed")
