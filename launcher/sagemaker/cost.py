@@ -162,7 +162,7 @@ def afford(
     ceiling and a price is unknown, and CeilingTooLow.
     """
     ceiling = ceiling_of(job, settings)
-    known_prices = prices.of_all(job.instances)
+    known_prices = find_prices(job.instances, prices)
     without_price = [instance for instance in job.instances if instance not in known_prices]
     check_prices_known(job, ceiling, prices.region, earlier, without_price)
     if without_price:
@@ -183,6 +183,16 @@ def afford(
     if job.time_limit == job.affordable_run:
         logger.info(f"time limit: {job.time_limit} s, from {ceiling}")
     return job.model_copy(update={"worst_cost": worst, "earlier_cost": earlier})
+
+
+def find_prices(instances: Iterable[str], prices: Prices) -> dict[str, Price]:
+    """The prices of those types of which one is known."""
+    price_of_type = {}
+    for instance in instances:
+        price = prices.of(instance)
+        if price is not None:
+            price_of_type[instance] = price
+    return price_of_type
 
 
 def check_prices_known(
@@ -271,15 +281,6 @@ class Prices:
         if self.region == OFFLINE_REGION and offline is not None:
             return Price(offline.usd_per_hour, f"the offline table of {offline.month}")
         return None
-
-    def of_all(self, instances: Iterable[str]) -> dict[str, Price]:
-        """The prices of those types of which one is known."""
-        prices = {}
-        for instance in instances:
-            price = self.of(instance)
-            if price is not None:
-                prices[instance] = price
-        return prices
 
     def saved_answer(self, instance: str) -> Answer | None:
         return self.cache.read().get(self.region, {}).get(instance)
