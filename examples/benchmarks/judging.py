@@ -76,7 +76,7 @@ def clocks():
     theirs = 0.0
     for each in workers:
         try:
-            fields = Path(f"/proc/{each.process.pid}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{each.program.pid}/stat").read_text().rpartition(")")[2].split()
             each.cpu = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
         except (OSError, AttributeError):
             pass
@@ -102,7 +102,7 @@ def count(part, function):
 
 for owner, name, part in (
     (evaluate, "check_causal", "causality"), (evaluate, "losses", "scoring"),
-    (evaluate, "check_memory", "some windows again"), (worker.Worker, "sample", "samples"),
+    (worker.Worker, "sample", "samples"),
     (anchors, "xz", "xz"), (anchors, "ngram", "5-gram"), (anchors, "overlap", "overlap"),
     (anchors, "longest_run", "longest run"), (worker.Worker, "__init__", "start of workers"),
     (evaluate, "encode", "reading and encoding"), (texts, "read_texts", "reading and encoding"),
