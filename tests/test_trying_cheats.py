@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import launching
 import pytest
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from launcher.judge.score import losses
 from launcher.judge.texts import Text, encode
-from launcher.judge.worker import Worker
+from launcher.judge.worker import LONGEST_PROBLEM, Worker
 from launcher.local import runs as local_runs
 from launcher.local.confine import layers
 from launcher.local.runs import Run, run_all
@@ -243,12 +244,28 @@ def test_logits_that_are_no_numbers_are_refused(value, encoded):
         losses(Fake(LETTERS, lambda ids: guesses(ids) * value), encoded)
 
 
-def test_a_model_that_does_not_answer_is_given_up():
-    silent = Worker.__new__(Worker)
-    silent.directory, silent.patience = Path("model"), 0.01
-    silent.pipe, theirs = Pipe()
-    with theirs, pytest.raises(ServiceError, match="no answer"):
-        silent.answer()
+def worker_that_sends(*messages: bytes) -> Worker:
+    """The judge's end of a process that sends messages and then waits, until it is killed."""
+    worker = Worker.__new__(Worker)
+    worker.pipe, theirs = Pipe()
+    worker.directory, worker.patience = Path("model"), 0.01
+    worker.program = Mock(kill=theirs.close)
+    worker.how_it_ended = lambda: "answers no more"  # type: ignore[method-assign]
+    for message in messages:
+        theirs.send_bytes(message)
+    return worker
+
+
+@pytest.mark.parametrize("messages", [[], [b""]], ids=["nothing", "half an answer"])
+def test_a_model_that_does_not_answer_is_given_up(messages):
+    with pytest.raises(ServiceError, match="no answer"):
+        worker_that_sends(*messages).answer()
+
+
+@pytest.mark.parametrize("messages", [[b"", b"12345"], [bytes(LONGEST_PROBLEM + 1)]])
+def test_an_answer_that_is_too_long_is_not_read(messages):
+    with pytest.raises(ServiceError, match="answers no more"):
+        worker_that_sends(*messages).answer(max_bytes=4)
 
 
 @pytest.mark.parametrize("name", CHEATS)

@@ -42,7 +42,8 @@ LONGEST_LINE = 1 << 12  # bytes that are logged together
 # make 26k), and their logits take 64 MB.
 PASS_TOKENS, PASS_LOGITS = 1 << 12, 1 << 24
 PATIENT = 600.0  # seconds by the clock that a model may take for an answer
-SILENT = f"no answer in {PATIENT:.0f} s".encode()
+# The most bytes of what a model's process says: a problem, or texts. A larger one is not read.
+LONGEST_PROBLEM, LONGEST_ANSWER = 1 << 16, 1 << 26
 
 
 class Facts(Document):
@@ -135,17 +136,35 @@ class Worker:
             logger.info(f"the model's process: {text}")
         output.close()
 
-    def answer(self, *request: bytes, most: int | None = None) -> bytes:
-        """What it answers, of so many bytes at most."""
+    def answer(self, *request: bytes, max_bytes: int = LONGEST_ANSWER) -> bytes:
+        """Send a request, and return what the process answers.
+
+        Raises ServiceError if it says a problem, ends, answers more than max_bytes, or has not
+        taken the whole request and given the whole answer when the patience is over.
+        """
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            self.program.kill()
+
+        watch = threading.Timer(self.patience, give_up)
+        watch.start()
         try:
             for part in request:
                 self.pipe.send_bytes(part)
-            problem = self.pipe.recv_bytes() if self.pipe.poll(self.patience) else SILENT
-            if not problem:
-                return self.pipe.recv_bytes(most)
-            raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
+            problem = self.pipe.recv_bytes(LONGEST_PROBLEM)
+            content = b"" if problem else self.pipe.recv_bytes(max_bytes)
         except (EOFError, OSError):
-            raise ServiceError(f"{self.directory}: its process {self.how_it_ended()}") from None
+            if is_late.is_set():
+                problem = f"no answer in {self.patience:g} s".encode()
+            else:
+                problem = f"its process {self.how_it_ended()}".encode()
+        finally:
+            watch.cancel()
+        if problem:
+            raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
+        return content
 
     def how_it_ended(self) -> str:
         if not self.program.has_ended(PATIENCE):
@@ -161,9 +180,8 @@ class Worker:
         """Logits, float32 [n, T, size], of ids [n, T]."""
         request = json.dumps({"shape": ids.shape}).encode()
         size = 4 * ids.numel() * self.size
-        content = bytearray(
-            self.answer(request, ids.int().contiguous().numpy().tobytes(), most=size)
-        )
+        answer = self.answer(request, ids.int().contiguous().numpy().tobytes(), max_bytes=size)
+        content = bytearray(answer)
         if len(content) != size:
             raise ServiceError(f"{self.directory}: its logits change their shape")
         return torch.frombuffer(content, dtype=torch.float32).view(*ids.shape, self.size)

@@ -75,13 +75,22 @@ class Program:
                 break
         return self.status is not None
 
+    def kill(self) -> None:
+        """Send SIGKILL to what it runs, or to itself. Does not wait, so any thread may call it."""
+        if self.status is not None:
+            return
+        if not self.is_wrapped:
+            os.killpg(self.pid, signal.SIGKILL)
+            return
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+        with suppress(OSError):  # bwrap ends after its child, and counts what that computed
+            for child in children.read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+
     def end(self) -> None:
         """End it, with what it runs, at once."""
         if self.is_wrapped and not self.has_ended():
-            children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
-            with suppress(OSError):  # bwrap ends after its child, and counts what that computed
-                for child in children.read_text().split():
-                    os.kill(int(child), signal.SIGKILL)
+            self.kill()
             self.has_ended(PATIENCE)
         if not self.has_ended():
             os.killpg(self.pid, signal.SIGKILL)
