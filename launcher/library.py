@@ -324,8 +324,7 @@ def sweep(
     events = submit_sweep(plan)
     logger.info(f"sweep: {plan.group}")
     for event in events:
-        status = event.description.status if event.description else "started"
-        logger.info(f"{event.job_id}: {status}")
+        logger.info(f"{event.job_id} {event.what_happened}")
     newest = [jobs[-1] for jobs in plan.tries.values()]
     newest.sort(key=lambda job: math.inf if job.best_loss is None else job.best_loss)
     return [Job(description.job_id, settings) for description in newest]

@@ -231,14 +231,16 @@ def test_a_sweep_starts_no_job_that_its_pot_cannot_pay(ran):
     assert len(fake.jobs) == 2
 
 
-@pytest.mark.parametrize(("max_cost", "own"), [(None, 5.0), (9, 2.0)])
-def test_a_job_reserves_what_it_may_cost_itself(max_cost, own):
+@pytest.mark.parametrize(
+    ("max_cost", "configured", "own"), [(None, None, 5.0), (9, None, 2.0), (None, 9, 2.0)]
+)
+def test_a_job_reserves_what_it_may_cost_itself(max_cost, configured, own):
     """Under a ceiling, worst_cost has that of the jobs that it resumes, too."""
     job = TrainingJob(
         instance="ml.g5.xlarge", data="x", resume=f"{GROUP}-1", max_cost=max_cost,
         worst_cost=5, earlier_cost=3,
     )  # fmt: skip
-    assert own_worst_cost(job) == own
+    assert own_worst_cost(job, Settings(max_cost=configured)) == own
 
 
 def test_jobs_that_the_settings_shorten_run_side_by_side(ran):
@@ -415,6 +417,12 @@ def test_a_record_runs_at_least_one_job_at_a_time(recorded, home):
 )
 def test_the_ranking_is_by_the_mean_over_seeds(found, planned, ranked):
     assert [(rank.values, rank.loss, rank.n) for rank in ranking(found, planned)] == ranked
+
+
+def test_equal_numbers_of_two_types_are_two_configurations():
+    jobs = [described("a", best_loss=2.0), described("b", best_loss=3.0)]
+    values = [rank.values for rank in ranking(jobs, [{"dropout": 0}, {"dropout": 0.0}])]
+    assert [str(value) for value in values] == ["{'dropout': 0}", "{'dropout': 0.0}"]
 
 
 def test_the_last_try_of_a_member_is_its_newest():

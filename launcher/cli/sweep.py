@@ -95,21 +95,7 @@ def line_of(event: Event, sweep: Sweep) -> str:
         reason = f" ({sentence(event.obstacle)})"
     elif event.description is not None and event.description.status == "Failed":
         reason = f" ({reason_of(event.description)})"
-    return f"{job} {what_happened(event)}: {settings}{reason}"
-
-
-def what_happened(event: Event) -> str:
-    from launcher.aws import OverQuota
-
-    if isinstance(event.obstacle, OverQuota):
-        return "waits"
-    if event.obstacle is not None:
-        return "is at its cost ceiling"
-    if event.description is not None:
-        loss = event.description.best_loss
-        result = f", best loss {loss:.5f}" if loss is not None else ""
-        return f"{event.description.status.lower()}{result}"
-    return f"continues {event.continued}" if event.continued else "started"
+    return f"{job} {event.what_happened}: {settings}{reason}"
 
 
 def print_ranking(tries: Tries, sweep: Sweep | None, err: bool = False) -> None:

@@ -93,7 +93,8 @@ def groups_of(jobs: Iterable[JobDescription]) -> set[str]:
 
 
 def part_of_id(reference: str, jobs: Iterable[JobDescription]) -> str:
-    """A part of the id of a sweep, of which a reference names the sweep or a job."""
+    """The id of the sweep that a reference names, itself or by a job; else the reference, which may
+    be a part of an id."""
     for job in jobs:
         suffix = suffix_of(job.job_id)
         if not suffix or job.name is None:
@@ -123,9 +124,12 @@ def tries_of(jobs: Iterable[JobDescription | UnreadableJob], group: str) -> Trie
 
 
 def add_unlisted(group: str, tries: Tries, backend: Backend) -> None:
-    """Add the jobs that a list does not have yet. The first tries are made in order."""
+    """Add the jobs that exist but are not listed yet: ask for each member's next attempt.
+
+    Members start in order, so a number after the last known one that has no job is the end.
+    """
     for number in itertools.count(1):
-        jobs = tries[number]
+        jobs = tries.setdefault(number, [])
         while True:
             attempt = attempt_of(jobs[-1].job_id) + 1 if jobs else 1
             unlisted = backend.describe(member_id(group, number, attempt))

@@ -7,15 +7,16 @@ import math
 from launcher.backends import Backend
 from launcher.groups.ledger import GroupLedger
 from launcher.job import JobDescription, TrainingJob
+from launcher.sagemaker.cost import ceiling_of
 from launcher.settings import Settings
 from launcher.tracking import with_costs
 
 
-def own_worst_cost(job: TrainingJob) -> float:
+def own_worst_cost(job: TrainingJob, settings: Settings) -> float:
     """USD that a job may cost, without those that it resumes; infinity if that is unknown."""
     if job.worst_cost is None:
         return math.inf
-    if job.max_cost is None:  # then only the job itself was counted: see cost.afford
+    if ceiling_of(job, settings) is None:  # then only the job itself was counted: see cost.afford
         return job.worst_cost
     return job.worst_cost - (job.earlier_cost or 0.0)
 

@@ -48,7 +48,7 @@ class SweepPlan:
     @property
     def worst_cost(self) -> float:
         """What the jobs may cost together, in USD; infinity if the price is unknown."""
-        worst = math.fsum(own_worst_cost(plan.job) for plan in self.plans.values())
+        worst = math.fsum(own_worst_cost(plan.job, self.settings) for plan in self.plans.values())
         return min(worst, self.ledger.unspent)
 
     @property
@@ -68,7 +68,8 @@ class SweepPlan:
     # -- what happened since the last command ------------------------------------------------------
 
     def update_ledger(self) -> None:
-        """Note what the jobs gave whose command was killed, and which of them do not exist."""
+        """Bring the ledger up to date: earlier commands may have been killed before they noted how
+        their jobs ended."""
         backend = self.backend
         recorded = {entry["job"] for entry in self.ledger.of("reserved")}
         for number, jobs in self.tries.items():
@@ -91,7 +92,7 @@ class SweepPlan:
 
     def adopt(self, number: int, job_id: str, backend: Backend) -> None:
         """Add a job that the ledger lacks, as one of an older backup does."""
-        amount = finite(own_worst_cost(backend.job(job_id)))
+        amount = finite(own_worst_cost(backend.job(job_id), self.settings))
         self.ledger.add("reserved", job=job_id, number=number, usd=amount)
 
     # -- the jobs that are missing -----------------------------------------------------------------
@@ -114,8 +115,9 @@ class SweepPlan:
         return self.ledger.unspent if self.sweep.share is None else self.sweep.share
 
     def choose_share(self) -> None:
-        """Choose what each job may cost, if only the ceiling says it: an equal part of what is not
-        spent, or of as many parts as can pay a job at all."""
+        """Choose each job's share, if there is a ceiling and no time limit: what is unspent,
+        divided by the number of missing jobs. While that is too little for the shortest run, divide
+        by half as many."""
         unspent = self.ledger.unspent
         share = self.sweep.share
         if math.isinf(unspent) or self.sweep.job.max_run is not None:

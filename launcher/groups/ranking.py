@@ -35,11 +35,14 @@ def ranking(
     """
     if planned is None:
         planned = differing_values(jobs)
-    by_values: dict[tuple[Any, ...], list[JobDescription | None]] = defaultdict(list)
+    configurations: dict[str, dict[str, Any]] = {}
+    members: dict[str, list[JobDescription | None]] = defaultdict(list)
     for job, values in zip(jobs, planned, strict=True):
-        without_seed = tuple(item for item in values.items() if item[0] != "seed")
-        by_values[without_seed].append(job)
-    ranks = [rank_of(dict(values), members) for values, members in by_values.items()]
+        without_seed = {name: value for name, value in values.items() if name != "seed"}
+        key = repr(without_seed)  # in which 1, 1.0 and True differ
+        configurations[key] = without_seed
+        members[key].append(job)
+    ranks = [rank_of(values, members[key]) for key, values in configurations.items()]
     return sorted(ranks, key=lambda rank: rank.loss)
 
 

@@ -34,14 +34,29 @@ class Event:
     continued: str | None = None
     obstacle: CeilingTooLow | OverQuota | None = None
 
+    @property
+    def what_happened(self) -> str:
+        """What happened to the job, as the predicate of a sentence: `started`, for example."""
+        if isinstance(self.obstacle, OverQuota):
+            return "waits"
+        if self.obstacle is not None:
+            return "is at its cost ceiling"
+        if self.description is not None:
+            loss = self.description.best_loss
+            result = f", best loss {loss:.5f}" if loss is not None else ""
+            return f"{self.description.status.lower()}{result}"
+        if self.continued is not None:
+            return f"continues {self.continued}"
+        return "started"
+
 
 def submit(plan: SweepPlan) -> Iterator[Event]:
     """Upload the text and record the sweep. Returns an iterator that runs it.
 
     It starts the jobs, `parallel` at a time, until all have ended, and yields each when it starts
-    and when it ends. A job that stopped or failed earlier continues from its checkpoint. A job that
-    a quota of the account holds back waits until another job ends. After an error, the jobs that
-    run keep running.
+    and when it ends; one that is deleted meanwhile is logged, and leaves plan.tries. A job that
+    stopped or failed earlier continues from its checkpoint. A job that a quota of the account holds
+    back waits until another job ends. After an error, the jobs that run keep running.
     """
     if plan.plans:
         first = next(iter(plan.plans.values()))
@@ -144,7 +159,8 @@ class SweepRun:
         """Reserve what a job may cost, and send it. Raises OverQuota, CeilingTooLow, or as
         `Plan.submit`."""
         plan = self.plan.plans[number]
-        self.ledger.reserve(plan.job_id, own_worst_cost(plan.job), number=number)
+        amount = own_worst_cost(plan.job, self.settings)
+        self.ledger.reserve(plan.job_id, amount, number=number)
         plan.backend.parallel = self.plan.sweep.parallel
         try:
             replace(plan, channels={}).submit()  # `submit` has uploaded them
@@ -166,6 +182,7 @@ class SweepRun:
             if job is None:
                 logger.info(f"job {job_id} was deleted")
                 settle_deleted(self.ledger, job_id)
+                self.forget_try(number, job_id)
                 self.note_end(number)
                 continue
             if self.was_stopped and job.status == "InProgress":
@@ -178,9 +195,15 @@ class SweepRun:
 
     def note_try(self, number: int, job: JobDescription) -> None:
         """Keep the newest state of a job among the tries of its member."""
-        earlier = self.plan.tries.get(number, [])
-        others = [other for other in earlier if other.job_id != job.job_id]
-        self.plan.tries[number] = [*others, job]
+        self.forget_try(number, job.job_id)
+        self.plan.tries.setdefault(number, []).append(job)
+
+    def forget_try(self, number: int, job_id: str) -> None:
+        """Leave a job out of the tries of its member."""
+        tries = self.plan.tries.pop(number, [])
+        others = [job for job in tries if job.job_id != job_id]
+        if others:
+            self.plan.tries[number] = others
 
     def note_end(self, number: int) -> None:
         """A job has ended or was deleted, and makes room for others."""

@@ -129,7 +129,8 @@ def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
         edges[: len(begins)] += begins
         edges[RUN : RUN + len(begins)] -= begins
         is_shared = edges.cumsum(0) > 0
-        covered += int(is_shared[is_first.cumsum(0) - 1].sum())
+        place_in_spaced = is_first.cumsum(0) - 1  # of each byte of the text
+        covered += int(is_shared[place_in_spaced].sum())
     return covered / sum(map(len, texts))
 
 

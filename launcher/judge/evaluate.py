@@ -62,7 +62,8 @@ def evaluate(
         encoded = encode(texts, worker.tokenizer)
         found, answers = exposed(worker, canaries), asked(worker, conversations)
         training = text_behind(named, directory, settings)
-        expect(progress, sum(len(each.ids) for each in encoded) + n_cuts)
+        n_tokens = sum(len(each.ids) for each in encoded)
+        expect(progress, n_tokens + n_processes * min(n_tokens, n_cuts // n_processes))
         nats = losses(worker, encoded, progress)
         beside = compared(worker, training, encoded, n_samples) if training else {}
     cuts = 0
@@ -117,7 +118,7 @@ def text_behind(named: str, directory: Path, settings: Settings) -> Training | N
 def compared(
     worker: Worker, training: Training, encoded: Sequence[Encoded], n_samples: int
 ) -> dict[str, Any]:
-    """What the training text tells: of the text, of the model's validation text, and of samples."""
+    """The fields of Evaluation that need the training text: validation, ngram, overlap, copied."""
     validation = None
     if training.validation:
         own = encode([training.validation], worker.tokenizer)
@@ -139,7 +140,8 @@ def compared(
 
 
 def has_chats(encoded: Sequence[Encoded]) -> bool:
-    """Whether not all bytes count, but those of answers: then no compressor compares."""
+    """True if a text is a conversation: only its answers are scored, so a compressor of all bytes
+    is no comparison."""
     return any(each.text.is_chat for each in encoded)
 
 

@@ -67,8 +67,8 @@ class Comparison:
         return run.source.sha256 == self.source.sha256
 
     def tested_below(self, run: SeededRun, ledger: SearchLedger) -> float:
-        """The loss below which a model of the folder is tested for looking ahead: each one of fresh
-        seeds, on which a keep rests, and of shared seeds each that seems better than the base."""
+        """The loss below which a model of the folder is tested for looking ahead. Fresh seeds
+        decide, so all of theirs are tested; on shared seeds, only models that beat the base."""
         if self.are_fresh:
             return math.inf
         return ledger.losses.get((self.base.sha256, run.seed), math.inf)
@@ -173,7 +173,7 @@ class Search:
     def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
         """Make runs, with a line of progress now and then."""
         last_report = time.monotonic()
-        for n_finished, finished in enumerate(self.trainer.train(runs)):
+        for n_finished, finished in enumerate(self.trainer.train(runs), 1):
             if time.monotonic() > last_report + PROGRESS_SECONDS:
                 last_report = time.monotonic()
                 self.report(f"{n_finished} of {len(runs)} runs")
@@ -232,8 +232,8 @@ class Search:
 
     @contextmanager
     def held(self, shared: bool) -> Iterator[None]:
-        """Hold this search, so that no other command removes it, or, unless that holds it shared
-        too, uses this machine for it. Waits for its turn."""
+        """Lock this search; waits for other commands. shared: others may hold it shared at the same
+        time, but none may remove it."""
         path = self.directory / HELD
         with storage.reported(str(path)), path.open("w") as file:
             if not locks.lock(file, wait=False, shared=shared):
