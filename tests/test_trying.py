@@ -518,6 +518,29 @@ def test_a_folder_that_looked_ahead_is_no_try_again(started, home, tmp_path, mon
     assert len(opened(home).ledger.of("try")) == 1
 
 
+def test_a_folder_that_was_refused_begins_anew(started, home, tmp_path, monkeypatch):
+    """Else it could be tried until each of its runs was lucky once."""
+    scores = Judge.score
+    judged = list[int]()
+
+    def unlucky(self: Judge, *words: Any) -> Score:
+        judged.append(len(judged))
+        if len(judged) == 3:
+            raise Refused("ended with exit code 1")
+        return scores(self, *words)
+
+    words = ("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    with monkeypatch.context() as patch:
+        patch.setattr(Judge, "score", unlucky)
+        assert started(*words).code == 4
+    sha256 = Source.read(tmp_path / "a").sha256
+    assert opened(home).ledger.runs_of(sha256) == []
+    assert started(*words).code == 0
+    entries = [run for run in opened(home).ledger.of("run") if run["folder"] == sha256]
+    n_again = len(opened(home).ledger.runs_of(sha256))
+    assert len(entries) == len(judged) - 1 + n_again
+
+
 def test_refusals_are_entries(started, home, tmp_path, monkeypatch):
     def no(self: Search, source: Source) -> None:
         raise Refused("not causal")

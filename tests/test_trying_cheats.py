@@ -268,6 +268,20 @@ def test_an_answer_that_is_too_long_is_not_read(messages):
         worker_that_sends(*messages).answer(max_bytes=4)
 
 
+def test_a_model_that_nests_directories_leaves_no_command_without_a_verdict(mine, judge):
+    """Python's own way to remove them raises RecursionError."""
+    edit = before(
+        """if idx.numel() > 1:
+    here = os.open(os.environ["TMPDIR"], os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=here)
+        here = os.open("d", os.O_RDONLY, dir_fd=here)
+    os._exit(0)"""
+    )
+    with pytest.raises(Refused, match="ended with exit code 0"):
+        judge(edit)
+
+
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_cheat_before_the_judge_gains_nothing(name, mine, judge, capfd):
     edits, refusal = CHEATS[name]
@@ -522,6 +536,8 @@ def test_each_model_that_seems_better_is_tested(mine, begun, tmp_path, monkeypat
     "forge",
     [
         lambda model: (model / "more.bin").write_bytes(bytes(99_999)),  # weights beside the weights
+        lambda model: [(model / f"{n:0200}").touch() for n in range(500)],  # in names of files
+        lambda model: [(model / f"{n:0200}").mkdir() for n in range(500)],
         lambda model: (model / "training.json").write_text('{"config": {"max_steps": "many"}}'),
         lambda model: (model / "training.json").write_text('{"config": {"max_steps": NaN}}'),
         lambda model: (model / "training.json").write_text("[]"),

@@ -30,7 +30,7 @@ from entry_point.text import Tokenizer, read_json, read_tokenizer
 from launcher.errors import LauncherError, ServiceError
 from launcher.files.documents import Damaged, Document, parse
 from launcher.local.confine import Sandbox, confined, environment, warn_of_open
-from launcher.local.process import PATIENCE, Program, how_it_ended, python_command
+from launcher.local.process import PATIENCE, Program, how_it_ended, python_command, remove
 from launcher.models.load import Training
 from launcher.settings import Settings
 
@@ -122,6 +122,7 @@ class Worker:
         self.cpu_seconds = self.program.cpu_seconds
         self.printing.join(PATIENCE)  # where it may start processes, one may still hold its output
         self.is_judged = True
+        remove(Path(self.scratch.name))
         self.scratch.cleanup()
 
     def log_output(self) -> None:

@@ -6,6 +6,7 @@ Needs only the standard library, since the process that confines a program impor
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +43,14 @@ def how_it_ended(status: int) -> str:
         name = signal.Signals(-status).name
     question = " (was there too little memory?)" if -status == signal.SIGKILL else ""
     return f"was killed by {name}{question}"
+
+
+def remove(directory: Path) -> None:
+    """Remove what a program has left, which may be nested deeper than Python's own way can go."""
+    try:
+        shutil.rmtree(directory, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(["rm", "-rf", "--", directory], stderr=subprocess.DEVNULL)
 
 
 class Program:

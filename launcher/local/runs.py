@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any, BinaryIO
 from entry_point.files import open_standard_streams
 from launcher.local.confine import Sandbox, confined, environment
 from launcher.local.gpus import find_gpu
-from launcher.local.process import Program, how_it_ended
+from launcher.local.process import Program, how_it_ended, remove
 from launcher.source import Source
 
 SILENT = {"sample_length": 0, "log_interval": 1 << 20}  # hyperparameters of a run nobody watches
@@ -119,11 +118,14 @@ def run_all(
                     running.remove(process)
                     free.append(process.gpu)
                     fill()  # so that it runs while the caller looks at this one
-                    yield process.index, process.outcome()
-                    shutil.rmtree(process.out, ignore_errors=True)
+                    try:
+                        yield process.index, process.outcome()
+                    finally:
+                        remove(process.out)
         finally:
             for process in running:
                 process.program.end()
+                remove(process.out)
 
 
 class Running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +21,7 @@ MAX_TIME = 1.3  # times the time of the first folder
 CLEARLY_SLOW = 2 * MAX_TIME
 MAX_RATIOS = {"tokens": 1.0, "parameters": MAX_SIZE, "bytes": MAX_SIZE}
 RUN_TIME, JUDGE_TIME = "seconds", "judge_seconds"  # in the entry of a run
+ENTRY = 64  # bytes that times and mode of a file may hold, and more
 SLOW = 4.0  # times the time of the first folder, after which a run is ended
 
 
@@ -98,7 +100,14 @@ def sizes_of(model: Path) -> dict[str, int]:
         with open_file(model / "model.safetensors") as file:
             tensors, _ = read_header(file, LARGEST_HEADER)
         parameters = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
-        n_bytes = sum(path.lstat().st_size for path in model.rglob("*") if path.is_file())
+        n_bytes = sum(bytes_of(path) for path in model.rglob("*"))
     except Exception as error:  # it may say anything
         raise Refused(f"its model cannot be read: {type(error).__name__}: {error}") from None
     return {"parameters": parameters, "tokens": tokens, "bytes": n_bytes}
+
+
+def bytes_of(path: Path) -> int:
+    """The bytes of a file or a directory: its content, its name, and what else tells of it. A model
+    could be in the names of empty files."""
+    size = path.lstat().st_size if path.is_file() else 0
+    return size + len(os.fsencode(path.name)) + ENTRY

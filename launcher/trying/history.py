@@ -48,15 +48,27 @@ class SearchLedger(GroupLedger):
     @property
     def losses(self) -> dict[tuple[str, int], float]:
         """Those of all runs, by folder and seed."""
-        return {(run["folder"], run["seed"]): float(run["loss"]) for run in self.of("run")}
+        return {(run["folder"], run["seed"]): float(run["loss"]) for run in self.runs}
 
     @property
     def is_in_use(self) -> bool:
         """True if the base was measured, a job was sent, or money is reserved."""
         return bool(self.of("base") or self.of("try") or self.of("sent") or self.open_reservations)
 
+    @property
+    def runs(self) -> list[Entry]:
+        """The runs that count. A folder that was refused begins anew: else it could be tried until
+        each of its runs, which may depend on more than the seed, was lucky once."""
+        runs = list[Entry]()
+        for entry in self.entries:
+            if entry["kind"] == "run":
+                runs.append(entry)
+            elif entry["kind"] == "try" and entry["verdict"] == "refused":
+                runs = [run for run in runs if run["folder"] != entry["folder"]]
+        return runs
+
     def runs_of(self, folder: str) -> list[Entry]:
-        return [run for run in self.of("run") if run["folder"] == folder]
+        return [run for run in self.runs if run["folder"] == folder]
 
     # -- seeds ------------------------------------------------------------------------------------
 
