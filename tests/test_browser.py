@@ -349,7 +349,7 @@ def test_an_empty_answer_is_said_and_can_be_asked_again(talk):
 def test_a_message_that_fails_can_be_sent_again(talk):
     page, player = talk
     ask(page, "What is 3 + 3?")
-    page.fill("#prompt", "a " * player.chat.size)
+    page.fill("#prompt", "a " * player.chat.context_size)
     page.keyboard.press("Enter")
     page.locator(".status.error", has_text="too long").wait_for()
     assert page.input_value("#prompt").startswith("a a a")

@@ -29,7 +29,7 @@ TINY: dict[str, Any] = {**launching.TINY, "batch_size": 8}
 STEPS, HELD_AT = 60, 30
 LONG = {**TINY, "max_steps": STEPS, "eval_interval": 20, "dropout": 0.1}
 HOLD = ("--environment", f"NANOGPT_FAULT=0:{HELD_AT}:hang")
-LOOP = "        while self.step < config.total_steps:\n"
+LOOP = "        while self.step < self.config.total_steps:\n"
 SLOWER = f"{LOOP}            time.sleep(0.03)\n"
 ALL_CHECKPOINTS = ("min(50 * self.cost, 600)", "min(self.cost, 600)")
 

@@ -21,7 +21,7 @@ EMBED = "x = self.embed(idx).to(self.compute_dtype)"
 SHIFTED = """\
 x = self.embed(idx)
         x = (0.5 * (x + F.pad(x, (0, 0, 1, 0))[:, :-1])).to(self.compute_dtype)"""
-STEP = "                self.train_step()\n"
+STEP = "            self.train_step()\n"
 HONEST: dict[str, list[tuple[str, str]]] = {
     **{name: EDITS[name] for name in ("activation", "no QK-norm", "learned positions")},
     "softcap, as a hyperparameter": EDITS["hyperparameter"],
@@ -59,7 +59,7 @@ def test_an_honest_edit_passes_the_checks(name, mine, tmp_path):
 
 def test_more_steps_by_a_loop_take_more_time(mine, begun, tmp_path):
     """Which shows, whatever a run says of its steps; the tiny one has to make 30 times as many."""
-    loop = f"                for _ in range(30):\n    {STEP}                self.step -= 29\n"
+    loop = f"            for _ in range(30):\n    {STEP}            self.step -= 29\n"
     cheat = Source.read(tiny_folder(tmp_path / "cheat", (STEP, loop)))
     keep(cheat, mine.settings)
     comparison = Comparison(cheat, Source.read(begun.base), are_fresh=False)
