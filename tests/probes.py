@@ -80,6 +80,10 @@ ATTRIBUTES = {
     "read only what is in memory": "os.preadv(own, [bytearray(1)], 0, os.RWF_NOWAIT)",
     "drop a file from memory": "os.posix_fadvise(own, 0, 0, os.POSIX_FADV_DONTNEED)",
     "count what is in memory": "number(451)",
+    **{
+        f"advise how a file is paged, by {advice}": f"mmap.mmap(own, 0, prot=1).madvise({advice})"
+        for advice in (1, 3, 20, 21, 22, 23)
+    },
 }
 PROCESSES = {
     "fork": "os.fork()",

@@ -57,6 +57,9 @@ DEVICE_COMMANDS = [0x8901, 0x8902]  # FIOSETOWN and SIOCSPGRP: signals to other 
 # The kinds of commands, by bits 8 to 15, that change flags, versions and projects of a file which
 # is open for reading, or freeze its file system: of ext4 and others, XFS, and Btrfs.
 FLAG_COMMANDS, COMMAND_KIND = [ord("f"), ord("v"), ord("X"), 0x94], 0xFF00
+# What of a file to read, to write out, or to map: MADV_RANDOM, WILLNEED, COLD, PAGEOUT, and
+# POPULATE_READ and _WRITE. A program would leave pages in memory as a message to the next one.
+PAGING_ADVICE = [1, 3, 20, 21, 22, 23]
 PR_SET_PDEATHSIG = 1
 CLONE_THREAD, CLONE_NEWUSER = 0x10000, 0x10000000
 SOCKET_KIND = 0xF  # the bits of a socket's type besides its flags
@@ -102,6 +105,8 @@ def call_filter(may_fork: bool) -> SyscallFilter:
         result.add_rule(denied, "ioctl", Arg(1, MASKED_EQ, INT, command))
     for kind in FLAG_COMMANDS:
         result.add_rule(denied, "ioctl", Arg(1, MASKED_EQ, COMMAND_KIND, kind << 8))
+    for advice in PAGING_ADVICE:
+        result.add_rule(denied, "madvise", Arg(2, MASKED_EQ, INT, advice))
     # Pairs of stream sockets reach nothing else; a datagram can be sent to any address.
     result.add_rule(denied, "socketpair", Arg(0, NE, socket.AF_UNIX))
     for pair in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):

@@ -27,6 +27,7 @@ T = {
 }
 T95, T975, T995 = range(3)
 FOUR_OF_FIVE = 0.84  # quantile of the normal distribution
+WITHOUT_HIGHEST = 0.731  # the deviation of the normal distribution without its highest quarter
 # The standard deviation of a pair's difference over that of a loss. At `quick`, losses that share a
 # seed correlate by 0.8, also with other initial weights: the order of the batches is most of it.
 PAIRED = 0.63
@@ -34,6 +35,7 @@ PAIRED = 0.63
 # base's, and are correlated with them by less than this. At `quick`, those of honest changes vary
 # by 0.67 or more, and are correlated by 0.79 or more.
 CHOSEN_SPREAD, CHOSEN_CORRELATION = 0.6, 0.6
+CHOSEN_SPREAD_OF_MOST = 0.5  # the same without the highest quarter, which deviates by more itself
 LUCK = 3.0  # standard deviations by which the best of several hundred orders of batches gains
 
 
@@ -98,6 +100,13 @@ def decide(
     return "kept" if is_better else "no better", found, True
 
 
+def spread_of_most(losses: Sequence[float]) -> float:
+    """The standard deviation of the normal distribution which these losses without their highest
+    quarter come from: a few bad seeds do not hide that all others are alike."""
+    n_highest = max(1, round(len(losses) / 4))
+    return stdev(sorted(losses)[:-n_highest]) / WITHOUT_HIGHEST
+
+
 def may_be_luck(gain: float, losses: Sequence[float], base_losses: Sequence[float]) -> bool:
     """True if a folder may gain so much, in nats, by a lucky order of the batches that it chose.
 
@@ -106,9 +115,11 @@ def may_be_luck(gain: float, losses: Sequence[float], base_losses: Sequence[floa
     more than that of the luckiest order.
     """
     spread, base_spread = stdev(losses), stdev(base_losses)
-    if spread > CHOSEN_SPREAD * base_spread:
+    most_spread = spread_of_most(losses)
+    varies = spread > CHOSEN_SPREAD * base_spread
+    if varies and most_spread > CHOSEN_SPREAD_OF_MOST * base_spread:
         return False
     if correlation(losses, base_losses) > CHOSEN_CORRELATION:
         return False
-    spread_of_orders = math.sqrt(base_spread**2 - spread**2)
+    spread_of_orders = math.sqrt(base_spread**2 - min(spread, most_spread) ** 2)
     return gain < LUCK * spread_of_orders
