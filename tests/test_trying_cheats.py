@@ -268,7 +268,7 @@ def test_an_answer_that_is_too_long_is_not_read(messages):
         worker_that_sends(*messages).answer(max_bytes=4)
 
 
-def test_a_model_that_nests_directories_leaves_no_command_without_a_verdict(mine, judge):
+def test_nested_directories_leave_no_try_without_a_verdict(mine, judge):
     """Python's own way to remove them raises RecursionError."""
     edit = before(
         """if idx.numel() > 1:

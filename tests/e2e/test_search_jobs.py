@@ -98,6 +98,8 @@ def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
     ledger = SearchLedger(home / "tries" / group)
     [failed] = ledger.of("failed")
     assert failed["seed"] == third
-    seeds = [run["seed"] for run in ledger.runs_of(failed["folder"])]
+    runs = [run for run in ledger.of("run") if run["folder"] == failed["folder"]]
+    seeds = [run["seed"] for run in runs]
     assert seeds == [first, second, fourth]
+    assert ledger.runs_of(failed["folder"]) == []  # after a refusal, none counts
     assert not ledger.open_reservations
