@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from launcher.aws import Missing
@@ -32,7 +32,7 @@ Jobs = Iterator[JobDescription]  # the newest first
 
 
 def not_asked(settings: Settings) -> str:
-    """What a message about jobs adds on the backends that no command asks."""
+    """The end of a message about jobs: which backends were not asked, and why; or ''."""
     notes = ""
     for backend in all_backends():
         reason = backend.why_not_configured(settings)
@@ -58,7 +58,7 @@ class Listing:
 
     def nearby(self) -> Jobs:
         """The jobs of this machine alone, for which no network is needed."""
-        return self.read([backend for backend in self.backends if not backend.is_remote])
+        return self.read(without_network(self.backends))
 
     def read(self, backends: list[type[Backend]]) -> Jobs:
         lists = [self.read_one(backend) for backend in backends]
@@ -187,8 +187,13 @@ def resolve(reference: str, listing: Listing, lacks: Lack, acts: bool) -> JobDes
 
 def is_nearby_id(reference: str, settings: Settings) -> bool:
     """True if a job that needs no network to be found has this id."""
-    nearby = [backend for backend in configured_backends(settings) if not backend.is_remote]
+    nearby = without_network(configured_backends(settings))
     return any(backend(settings).describe(reference) is not None for backend in nearby)
+
+
+def without_network(backends: Iterable[type[Backend]]) -> list[type[Backend]]:
+    """Those of some backends that need no network."""
+    return [backend for backend in backends if not backend.is_remote]
 
 
 def remote_launches(settings: Settings) -> list[str]:
@@ -205,11 +210,18 @@ def choose(reference: str, jobs: Jobs, lacks: Lack) -> JobDescription | None:
     if not matches:
         matches = [job for job in every if is_part(reference, job.job_id)]
     if len(matches) > 1:
-        ids = ", ".join(job.named for job in matches[:3])
-        if len(matches) > 3:
-            ids += " and more"
-        raise InputError(f"{reference!r} matches {len(matches)} jobs: {ids}; give more of the id")
+        raise ambiguous(reference, [job.named for job in matches], "jobs", "id")
     return matches[0] if matches else None
+
+
+def ambiguous(reference: str, matches: Sequence[str], kind: str, part: str) -> InputError:
+    """The error for a reference to several jobs or uploads, with the first of them."""
+    shown = ", ".join(matches[:3])
+    if len(matches) > 3:
+        shown += " and more"
+    return InputError(
+        f"{reference!r} matches {len(matches)} {kind}: {shown}; give more of the {part}"
+    )
 
 
 def is_part(text: str, job_id: str) -> bool:

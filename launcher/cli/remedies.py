@@ -202,9 +202,11 @@ def reason_of(description: JobDescription) -> str | None:
     reason = description.failure_reason
     if not reason:
         return reason
-    for part, advice in {**REASONS, "No space left on device": disk_advice(description)}.items():
+    for part, advice in REASONS.items():
         if part in reason:
             reason = f"{reason} ({advice})"
+    if "No space left on device" in reason:
+        reason = f"{reason} ({disk_advice(description)})"
     return reason
 
 

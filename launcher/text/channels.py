@@ -56,14 +56,16 @@ def find_channel(location: str, settings: Settings) -> Channel:
     uri, path = storage.to_uri(location), storage.local_path(location)
     runs_here = storage.local_path(settings.data_store) is not None
     try:
-        upload = corpus.find_upload(uri, settings)
+        upload = corpus.read_manifest(uri, settings)
+        if upload is not None:
+            files_there = storage.list_files(uri.rstrip("/"), settings)
+            if not upload.is_whole(files_there):
+                problem = "a file of this upload is missing; upload the text again"
+                raise InputError(f"{location}: {problem}")
     except Offline:
         return Channel(location, uri, None, [])
     if upload is not None and (path is None or runs_here):
         return Channel(location, uri, replace(upload, uploaded=False), [])
-    if upload is None and corpus.read_manifest(uri, settings) is not None:
-        problem = "a file of this upload is missing; upload the text again"
-        raise InputError(f"{location}: {problem}")
     if path is None:
         check_text_on_s3(location, uri, runs_here, settings)
         return Channel(location, uri, None, [])

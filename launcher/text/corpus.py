@@ -27,7 +27,7 @@ from launcher.files.documents import Count, Damaged
 from launcher.files.moved import PART_OF_NAME, UPLOAD_NAME, find_moved
 from launcher.files.progress import Progress, expect, no_progress
 from launcher.files.scratch import TEMPORARY_FILES, remove_leftovers
-from launcher.finding import is_part
+from launcher.finding import ambiguous, is_part
 from launcher.sagemaker.caller import owner_of_upload
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
@@ -185,16 +185,17 @@ def survey_upload(
     """
     survey = survey_text(name, files)
     uri = upload_uri(name, survey.sha256, settings)
+    earlier = None
     with suppress(Offline):
         earlier = find_upload(uri, settings)
-        if earlier is not None and earlier.repeated is not None:
-            return replace(earlier, uploaded=False), survey.files
+    if earlier is not None and earlier.repeated is not None:
+        return replace(earlier, uploaded=False), survey.files
     upload = Upload(
         uri=uri,
         size=survey.size,
         sha256=survey.sha256,
         files=tuple(file.name for file in survey.files),
-        uploaded=not is_uploaded(uri, settings),
+        uploaded=earlier is None,
         characters=survey.characters,
         vocabulary_size=len(survey.vocabulary),
         vocabulary=survey.vocabulary,
@@ -406,10 +407,7 @@ def choose(part: str, names: Iterable[str]) -> str | None:
     if not matches:
         return None
     if len(matches) > 1:
-        shown = ", ".join(matches[:3])
-        if len(matches) > 3:
-            shown += " and more"
-        raise InputError(f"{part!r} matches {len(matches)} uploads: {shown}; give more of the name")
+        raise ambiguous(part, matches, "uploads", "name")
     logger.info(f"{part} is upload {matches[0]}")
     return matches[0]
 

@@ -17,6 +17,7 @@ from launcher.text.reading import File, open_text
 
 logger = logging.getLogger(__name__)
 
+VALIDATION_FRACTION = 0.1  # of a text that comes without a validation text: its end
 RUN = 50  # bytes that two texts do not share by chance
 LIMIT = 0.2  # the share from which a user is warned
 SAMPLE = 1 << 18  # bytes of a validation text that are searched for in the training text
@@ -74,12 +75,12 @@ def sampled_ranges(length: int, limit: int = SAMPLE) -> list[tuple[int, int]]:
 # -- plain text ------------------------------------------------------------------------------------
 
 
-def share_within(files: Sequence[File], characters: int, fraction: float = 0.1) -> float:
+def share_within(files: Sequence[File], characters: int) -> float:
     """The repeated share of a text's last part, which validates, in the part before.
 
-    characters is the length of the text, and fraction that of the last part.
+    characters is the length of the text.
     """
-    n_train = int(characters * (1 - fraction))
+    n_train = int(characters * (1 - VALIDATION_FRACTION))
     validation = sample_of(files, n_train, characters - n_train)
     return repeated_share(training_of(files, n_train), validation, size_of(files))
 

@@ -14,7 +14,6 @@ do not share a batch, and the last of them are those for validation, with all th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import mmap
@@ -48,7 +47,7 @@ BATCH = 1 << 22  # characters encoded at once
 PIECE_OVERHEAD = 256  # characters that a piece of a batch counts for besides its own
 SHARD_BYTES = 1 << 28
 # The part for validation: a tenth, but no more tokens than an evaluation can use.
-VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
+VALIDATION_TOKENS = 5_000_000
 SEED = 1337
 TYPE_NAMES = {"H": "uint16", "I": "uint32", "i": "int32"}  # by the code that array has for a type
 
@@ -108,7 +107,7 @@ def encode_documents(files: Sequence[File], survey: Survey, writer: DocumentWrit
     """Write the documents of files. Raises InputError if they are not those of the survey."""
     cut = 0  # characters after which a single document is cut
     if survey.documents == 1:
-        cut = int(survey.characters * (1 - VALIDATION_FRACTION))
+        cut = int(survey.characters * (1 - repeats.VALIDATION_FRACTION))
     survey_again = Survey()
     for batch in batches(read_documents(files, survey_again), cut):
         writer.write(batch)
@@ -136,22 +135,20 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
         "clean_up_tokenization_spaces": False,
         "eos_token": tokenizer.end_of_text,
     }
-    (directory / "tokenizer.json").write_bytes(tokenizer_bytes(tokenizer))
+    content = json.dumps(tokenizer.document, ensure_ascii=False, separators=(",", ":"))
+    (directory / "tokenizer.json").write_bytes(content.encode())
     (directory / "tokenizer_config.json").write_bytes(json_bytes(config))
-
-
-def tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
-    return json.dumps(tokenizer.document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def write_meta(
     directory: Path, tokenizer: Tokenizer, type_code: str, parts: dict[str, Any]
 ) -> None:
-    """Write meta.json, which names the shards of each part and the type of their ids."""
+    """Write meta.json, which names the shards of each part, the type of their ids, and the hash of
+    tokenizer.json, which is there already."""
     meta = {
         "dtype": TYPE_NAMES[type_code],
         "end_of_text": tokenizer.end_of_text,
-        "tokenizer_sha256": hashlib.sha256(tokenizer_bytes(tokenizer)).hexdigest(),
+        "tokenizer_sha256": file_sha256(directory / "tokenizer.json"),
         **parts,
     }
     (directory / "meta.json").write_bytes(json_bytes(meta))
@@ -161,7 +158,7 @@ def report_parts(n_train: int, n_val: int) -> None:
     """Log the number of tokens for training and for validation."""
     logger.info(f"tokenizer: {n_train:,} tokens to train on, {n_val:,} to validate on")
     share = n_val / (n_train + n_val)
-    if share > 2 * VALIDATION_FRACTION:
+    if share > 2 * repeats.VALIDATION_FRACTION:
         reason = "each document is whole, and longer than a tenth of the text"
         logger.warning(f"{share:.0%} of the tokens are for validation: {reason}")
 
@@ -207,7 +204,7 @@ def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
     if len(lengths) == 1:
         raise InputError(f"all {len(ends):,} documents are equal; give one of them")
 
-    max_tokens = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
+    max_tokens = min(int(ends[-1] * repeats.VALIDATION_FRACTION), VALIDATION_TOKENS)
     validation: set[int] = set()  # hashes
     n_tokens = 0
     for index in reversed(order):
