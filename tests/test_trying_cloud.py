@@ -166,7 +166,7 @@ def aws(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs_of.launch, "prepare", prepare)
     monkeypatch.setattr(jobs_of.launch, "new_job_id", lambda: f"job-{next(numbers):06d}")
     monkeypatch.setattr(jobs_of.tracking, "wait", aws.wait)
-    monkeypatch.setattr(jobs_of.tracking, "with_costs", aws.with_costs)
+    monkeypatch.setattr("launcher.groups.money.with_costs", aws.with_costs)
     monkeypatch.setattr(jobs_of.storage, "fetch", lambda *_, **__: [Path("tar")])
     monkeypatch.setattr(jobs_of.fetch, "extract", lambda *_: None)
     monkeypatch.setattr(jobs_of.storage, "read_document", read_document)

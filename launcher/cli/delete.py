@@ -136,17 +136,16 @@ def delete_sweep(group: str, settings: Settings, keep_model: bool, yes: bool) ->
     from launcher.backends import backend_for
     from launcher.files.storage import remove
     from launcher.groups.find import find_group
-    from launcher.groups.stop import lock_group, stop_mark
+    from launcher.groups.stop import lock_group, mark_of
     from launcher.launching.names import ledger_path
 
     mark = ""
     with lock_group(group, settings):
-        jobs = find_group(group, settings).jobs  # a command may have just started another
-        if jobs:
-            first = jobs[0]
-            directory = backend_for(first.instance, settings).directories(first.job_id)[0]
-            mark = stop_mark(group, directory, settings)
-        delete_jobs([job.job_id for job in jobs], settings, keep_model, yes)
+        sweep = find_group(group, settings)  # a command may have just started another job
+        if sweep.tries:
+            backend = backend_for(sweep.newest[0].instance, settings)
+            mark = mark_of(sweep, backend, settings)
+        delete_jobs([job.job_id for job in sweep.jobs], settings, keep_model, yes)
         if mark:
             remove(mark, settings)
         for path in ledger_path("*", settings).parent.glob(f"{group}.*"):

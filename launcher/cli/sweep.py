@@ -52,7 +52,7 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
         raise KeyboardInterrupt(*error.args, goes_on) from None
 
     print_ranking(plan.tries, sweep, err=True)
-    newest = [jobs[-1] for jobs in plan.tries.values() if jobs]
+    newest = [jobs[-1] for jobs in plan.tries.values()]
     n_completed = sum(job.status == "Completed" for job in newest)
     if n_completed < len(sweep.members):
         if needs_money:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import IO, Any
 
 from launcher.backends import Backend, backend_class, backend_for
@@ -45,13 +46,16 @@ class SweepPlan:
     lock: IO[str] | None = None
     first: Plan | None = field(default=None, init=False)  # its texts and folder are those of all
 
+    def __post_init__(self) -> None:
+        self.ledger.ceiling = self.sweep.ceiling
+
     @property
     def worst_cost(self) -> float:
         """What the jobs may cost together, in USD; infinity if the price is unknown."""
         worst = math.fsum(own_worst_cost(plan.job, self.settings) for plan in self.plans.values())
         return min(worst, self.ledger.unspent)
 
-    @property
+    @cached_property
     def backend(self) -> Backend:
         return backend_for(self.sweep.job.instance or "local", self.settings)
 
@@ -102,6 +106,8 @@ class SweepPlan:
         its ceiling pays none."""
         self.choose_share()
         for number in self.missing:
+            if number in self.plans:  # choose_share has prepared it
+                continue
             try:
                 self.plans[number] = self.prepare_member(number, self.amount)
             except CeilingTooLow as limit:
@@ -131,9 +137,10 @@ class SweepPlan:
         self.sweep = self.sweep.model_copy(update={"share": share})
 
     def pays(self, amount: float) -> bool:
-        """True if so many USD pay the shortest job."""
+        """True if so many USD pay the first missing job, whose plan is kept then."""
+        number = self.missing[0]
         try:
-            self.prepare_member(self.missing[0], amount)
+            self.plans[number] = self.prepare_member(number, amount)
         except CeilingTooLow:
             return False
         return True
@@ -207,7 +214,6 @@ def plan_sweep(
     group = new_job_id()
     sweep = Sweep(job=request, members=members, parallel=parallel)
     ledger = sweeps.open_ledger(group, settings)
-    ledger.ceiling = sweep.ceiling
     plan = SweepPlan(group, sweep, settings, ledger, {})
     plan.plan_missing()
     return plan
@@ -224,7 +230,6 @@ def continue_sweep(
         if sweep is None:
             raise InputError(f"sweep {group} was not launched from this machine, or was deleted")
         sweep = changed(sweep, max_cost, parallel)
-        ledger.ceiling = sweep.ceiling
         tries = find_group(group, settings).tries
         plan = SweepPlan(group, sweep, settings, ledger, tries, lock=lock)
         plan.update_ledger()

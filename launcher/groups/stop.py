@@ -6,7 +6,7 @@ from functools import partial
 from typing import IO
 
 from launcher.aws import patiently
-from launcher.backends import backend_for
+from launcher.backends import Backend, backend_for
 from launcher.errors import ServiceError
 from launcher.files import locks, storage
 from launcher.groups.find import Group
@@ -73,7 +73,10 @@ def stop_group(group: Group, settings: Settings, confirmed: bool = False) -> lis
                 backend.stop(current.job_id)
     finally:
         if not group.is_search:
-            job_directory = backend.directories(newest[0].job_id)[0]
-            mark = stop_mark(group.id, job_directory, settings)
-            write_mark(mark, settings, may_run=False)
+            write_mark(mark_of(group, backend, settings), settings, may_run=False)
     return stopped
+
+
+def mark_of(group: Group, backend: Backend, settings: Settings) -> str:
+    """The mark of a sweep that has jobs."""
+    return stop_mark(group.id, backend.directories(group.newest[0].job_id)[0], settings)

@@ -116,7 +116,6 @@ def open_ledger(group: str, settings: Settings) -> GroupLedger:
 def write_sweep(ledger: GroupLedger, sweep: Sweep) -> None:
     ledger.path.parent.mkdir(parents=True, exist_ok=True)
     ledger.add("asked", **sweep.model_dump(mode="json", exclude_unset=True))
-    ledger.ceiling = sweep.ceiling
 
 
 def read_sweep(ledger: GroupLedger, settings: Settings) -> Sweep | None:
@@ -125,7 +124,6 @@ def read_sweep(ledger: GroupLedger, settings: Settings) -> Sweep | None:
     if not entries:
         return None
     sweep = parse(entries[-1], Sweep, ledger.path)
-    ledger.ceiling = sweep.ceiling
     if sweep.job.entry_point is None:
         return sweep
     folder = Path(find_moved(str(sweep.job.entry_point), settings))

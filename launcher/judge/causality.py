@@ -35,7 +35,6 @@ CUTS, PACKAGED_CUTS = 14_336, 512
 LANES, LANE_LENGTH = 64, 8  # at most so many lanes, of at least so many windows
 ALONE = 64  # rows that come one by one, before the process has seen much of the text
 ROUNDING, RELATIVE = 1e-3, 1e-5  # nats by which a loss may differ, and the share of a large one
-EXPLAINING_CUTS = 512  # that look for a position to name
 
 
 class NotCausal(ServiceError):
@@ -201,9 +200,7 @@ def reason(other: Worker, encoded: Sequence[Encoded], nats: float) -> str:
     size = other.block_size
     n_rows = max(2, len(ids) // size)
     rows = ids.repeat(-(-n_rows * size // len(ids)))[: n_rows * size].view(n_rows, size)
-    leak = find_leak(
-        other.logits, rows, len(other.tokenizer), secrets.randbits(32), n_cuts=EXPLAINING_CUTS
-    )
+    leak = find_leak(other.logits, rows, len(other.tokenizer), secrets.randbits(32))
     cause = f"losses depend on other windows, or on later tokens (by {nats:.2g} nats)"
     if "depend on token" in leak:  # else the logits change from call to call
         cause = leak

@@ -47,20 +47,18 @@ def shown_values(job: TrainingJob) -> dict[str, Any]:
 def changes_of(job: TrainingJob) -> list[str]:
     """The preset and what differs from it, in as few words as possible."""
     presets = list(job.source.module("presets").PRESETS)
-    if job.init_from is not None:
+    if job.preset or job.init_from is not None:
         presets = [job.preset or ""]
-    elif job.preset:
-        presets = [job.preset]
-    return min((differences_from(preset, job) for preset in presets), key=len)
+    values = shown_values(job)
+    return min((differences_from(preset, job, values) for preset in presets), key=len)
 
 
-def differences_from(preset: str, job: TrainingJob) -> list[str]:
-    """The name of a preset, and what a job changes of it."""
+def differences_from(preset: str, job: TrainingJob, values: Mapping[str, Any]) -> list[str]:
+    """The name of a preset, and those of a job's values that differ from it."""
     presets = job.source.module("presets").PRESETS
     defaults = {**asdict(job.source.module("config").Config()), **presets.get(preset, {})}
     if job.init_from is not None:
         defaults |= job.source.module("huggingface").FINE_TUNING
-    values = shown_values(job)
     changed = [name for name, value in values.items() if defaults[name] != value]
     words = assignments(values, changed)
     return [preset, *words] if preset else words

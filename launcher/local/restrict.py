@@ -11,8 +11,6 @@ import sys
 
 from launcher.local import landlock, syscalls
 
-PR_SET_PDEATHSIG = 1
-
 
 def main(limits: str, *command: str) -> None:
     """Become the command, with what `confined` of launcher.local.confine allows. Raises OSError."""
@@ -20,7 +18,7 @@ def main(limits: str, *command: str) -> None:
     call_filter = syscalls.call_filter(allowed["may_fork"]) if allowed["filters"] else None
     library = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "linux":
-        library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        library.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if allowed["parent"] not in (None, os.getppid()):
         sys.exit("the process that started this one has ended")
     os.chdir(allowed["directory"])

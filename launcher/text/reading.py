@@ -70,6 +70,11 @@ class File:
         return bool(self.compression or self.encoding)
 
 
+def files_in(directory: Path) -> list[File]:
+    """The files in a directory, as they are, by their names."""
+    return [File(path.name, path) for path in sorted(directory.iterdir())]
+
+
 def detect_file(
     path: Path, encoding: str = "", column: str = "text", plain: bool = False, source: str = ""
 ) -> File:

@@ -26,6 +26,7 @@ from launcher.files import locks, storage
 from launcher.files.documents import Document
 from launcher.files.ledger import Entry
 from launcher.files.scratch import scratch
+from launcher.groups.money import cost_so_far
 from launcher.instances import count_gpus
 from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request, UnreadableJob
 from launcher.launching import launch
@@ -38,7 +39,7 @@ from launcher.settings import Settings
 from launcher.source import Source
 from launcher.text import corpus
 from launcher.text.channels import Channel
-from launcher.text.reading import File
+from launcher.text.reading import files_in
 from launcher.trying import driver
 from launcher.trying.budget import MAX_SIZE
 from launcher.trying.runs import FinishedRun, SeededRun
@@ -160,7 +161,7 @@ class SageMakerRuns:
             return 0.0 if is_old and not sending else None
         if description.is_running:
             return None
-        return tracking.with_costs([description], self.settings)[0].cost
+        return cost_so_far(description, self.settings)
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -330,7 +331,7 @@ class SageMakerRuns:
     def text(self, settings: Settings) -> Channel:
         """The text that the runs read, to be uploaded once."""
         search = self.search
-        files = [File(path.name, path) for path in sorted(search.text.iterdir())]
+        files = files_in(search.text)
         meta = read_json(search.text / "meta.json")
         upload = corpus.upload_of(
             f"try-{search.name}",

@@ -30,12 +30,10 @@ def planned_tokens(
     """The tokens on which a folder would train, as its config.py says. Raises Refused."""
     program = PROGRAM.format(hyperparameters=dict(hyperparameters)).encode()
     printing = Source(source.directory, {**source.files, "train.py": program})
-    log = problem = ""
-    for _, ended in run_all([Run(printing, {}, text, limit=limit, alone=True)], 1):
-        log, problem = ended.log, ended.problem
-    last_line = log.rpartition("\n")[2]
+    [(_, ended)] = run_all([Run(printing, {}, text, limit=limit, alone=True)], 1)
+    last_line = ended.log.rpartition("\n")[2]
     try:
         return int(last_line)
     except ValueError:
-        problem = problem or "config.py does not say on how many tokens it trains"
+        problem = ended.problem or "config.py does not say on how many tokens it trains"
         raise Refused(problem) from None

@@ -24,7 +24,7 @@ from launcher.local.runs import Run, run_all
 from launcher.settings import Settings
 from launcher.source import Source, keep
 from launcher.text.corpus import digest_of
-from launcher.text.reading import File
+from launcher.text.reading import files_in
 from launcher.trying import rule
 from launcher.trying.budget import CLEARLY_SLOW, MAX_TIME, Budget, sizes_of
 from launcher.trying.code import check_code
@@ -363,10 +363,6 @@ class Search:
         seeds = self.ledger.seeds(f"gain of {now.sha256}", n)  # not those by which it was kept
         differences = self.differences(Comparison(now, first, are_fresh=True), seeds)
         return self.ledger.add("gain", folder=now.sha256, **self.numbers(now, first, differences))
-
-
-def files_in(text: Path) -> list[File]:
-    return [File(path.name, path) for path in sorted(text.iterdir())]
 
 
 def directory_of(name: str, settings: Settings) -> Path:

@@ -18,8 +18,9 @@ from launcher.source import keep
 from launcher.text.channels import corpus_of
 from launcher.text.corpus import digest_of
 from launcher.text.ids import content_of, draw_ids, write_ids
+from launcher.text.reading import files_in
 from launcher.trying.history import SearchLedger
-from launcher.trying.search import HELD, Report, Search, directory_of, files_in
+from launcher.trying.search import HELD, Report, Search, directory_of
 
 MAX_TOKENS = 1 << 28  # of the text that runs read
 MAX_JUDGED = 1 << 16  # tokens of the validation text that are kept for the judge
@@ -53,7 +54,7 @@ def begin(
         raise InputError(
             f"{text.shown}: {problem}; a search takes text that was uploaded from here"
         )
-    if job.instance == "local":
+    if not draft.backend.is_remote:
         for file in text.sources:
             if is_readable(Path(file.shown)):
                 problem = "runs may read it there, and with it the judge's part"
@@ -77,8 +78,8 @@ def begin(
             min_judged = max(MIN_JUDGED, job.config(1).block_size + 1)
             corpus = corpus_of({"data": text}, settings, begins_only=True)
             start["judge"] = write_texts(search, corpus, min_judged, report)
-            n_tokens = text.upload.train_tokens if text.upload is not None else 0
-            n_tokens = max(n_tokens, len(corpus.train))  # of which the corpus has the beginning
+            # Of an upload of tokens, the corpus has the beginning.
+            n_tokens = max(text.upload.train_tokens, len(corpus.train))
             if n_tokens > MAX_TOKENS:
                 unit = corpus.tokenizer.unit
                 report(f"runs read {MAX_TOKENS:,} of {n_tokens:,} {unit}")
