@@ -250,7 +250,8 @@ def read_safetensors(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors (CPU) and the metadata; a SHA-256 in the metadata is checked.
 
-    `mapped` ones are the file itself, whose memory all processes of a machine share.
+    With `mapped`, the tensors lie in the pages of the file itself, which all processes of a machine
+    share.
 
     Raises FormatError if the file is damaged, its header has more than `largest` bytes, or it has
     no SHA-256 although it is `sealed` by one; OSError if it cannot be read.
@@ -260,11 +261,10 @@ def read_safetensors(
         header, metadata = sound_header(file, path, largest)
         sha256 = metadata.pop("sha256", None)
         digest = header_digest(header, metadata)
-        parts = mapped_parts(path, file.tell(), header) if mapped else {}
+        if mapped:
+            tensors = mapped_parts(path, file.tell(), header)
         for name, entry in header.items():
-            if mapped:
-                tensors[name] = parts[name]
-            else:
+            if not mapped:
                 tensors[name] = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
                 file.readinto(memory(tensors[name]))
             if sha256 is not None:
@@ -276,7 +276,7 @@ def read_safetensors(
 
 
 def mapped_parts(path: Path, begin: int, header: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a file whose data begin at a byte of it, mapped into memory."""
+    """The tensors of a file, mapped into memory; `begin` is the byte at which their data begin."""
     size = path.stat().st_size
     content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     tensors = {}

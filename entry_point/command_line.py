@@ -121,9 +121,8 @@ def hyperparameter_table() -> str:
         if zero and not f.default:
             text = ZERO.sub("", text)
             default = f"0, which means {zero[1]}"
+        text += f"; {allowed(f)}"
         if f.metadata["kept_on_resume"]:
-            text = f"{text}; {allowed(f)}; --resume keeps it"
-        else:
-            text = f"{text}; {allowed(f)}"
+            text += "; --resume keeps it"
         lines.append(f"  --{f.name:<28} {text} (default: {default})")
     return "\n".join(["", *lines])

@@ -224,13 +224,11 @@ class AdamW:
         return {}
 
     def state(self) -> dict[str, Tensor]:
+        states = {"step": self.steps, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         state = {}
-        for name in self.parameters:
-            state[f"step.{name}"] = self.steps[name]
-        for name in self.parameters:
-            state[f"exp_avg.{name}"] = self.exp_avg[name]
-        for name in self.parameters:
-            state[f"exp_avg_sq.{name}"] = self.exp_avg_sq[name]
+        for key, tensors in states.items():
+            for name, tensor in tensors.items():
+                state[f"{key}.{name}"] = tensor
         return state
 
 
@@ -244,7 +242,7 @@ class Part(Protocol):
         """The state by name: live tensors; what another rank owns is on the meta device."""
 
     def owners(self) -> dict[str, int]:
-        """The rank that has each tensor of the state which only one rank has."""
+        """For each tensor of the state that only one rank has, that rank."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class Trainer:
         return True
 
     def choose_teacher(self) -> None:
-        """Have the model learn from another one, where the step that comes does so."""
+        """Set the teacher of the next step, if it has one."""
         is_within_generation = self.step % self.config.max_steps != 0
         if self.generation == 0 and self.container.teacher is not None:
             self.passes.set_teacher(self.read_teacher(self.container.teacher))
@@ -139,7 +139,7 @@ class Trainer:
             self.passes.set_teacher(self.teacher)
 
     def warm_up(self) -> None:
-        """Compile and record what a step computes; this counts as a step, but for the speed."""
+        """Compile and record what a step computes; it is timed as a step, but not in the speed."""
         with self.timer.step():
             self.passes.warm_up()
         self.timer.restart()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from entry_point.metrics import duration
 from launcher.cli.remedies import command, options
 from launcher.cli.show import at_ctrl_c, note, print_json, print_table
 from launcher.job import DEFAULT_RUN
@@ -87,5 +87,5 @@ def cheapest_type(row: Row) -> str:
 def cell(seconds: float | None, dollars: float | None) -> str:
     if seconds is None:
         return "unknown"
-    time = str(timedelta(seconds=round(seconds)))
+    time = duration(seconds)
     return f"{time}, {usd(dollars)}" if dollars is not None else time

@@ -212,7 +212,7 @@ class Encoder:
 
 def cut(text: str) -> Iterator[list[str]]:
     """Yield a text in parts of LONGEST characters, AT_ONCE at a time."""
-    starts = range(0, max(1, len(text)), LONGEST)
-    for batch_start in starts[::AT_ONCE]:
-        batch = range(batch_start, min(batch_start + AT_ONCE * LONGEST, len(text) or 1), LONGEST)
+    starts = range(0, len(text), LONGEST)
+    for first in range(0, len(starts), AT_ONCE):
+        batch = starts[first : first + AT_ONCE]
         yield [text[start : start + LONGEST] for start in batch]

@@ -125,8 +125,9 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
     longest = longest_run(ceiling.amount - spent, per_hour, keep_alive)
     if longest >= job.time_limit:
         return job
-    must_run_in_full = job.max_run is not None and job.max_cost is None
-    needed = job.max_run if must_run_in_full and job.max_run else SHORTEST_RUN
+    needed = SHORTEST_RUN
+    if job.max_run is not None and job.max_cost is None:
+        needed = job.max_run  # the user asked for all of it
     if longest >= needed:
         return job.model_copy(update={"affordable_run": longest})
 
@@ -168,9 +169,9 @@ def afford(
     if without_price:
         return job.model_copy(update={"earlier_cost": earlier})
 
-    instance = dearest_of(job, known_prices)
-    price = known_prices[instance]
-    per_hour = rate(job.model_copy(update={"instance": instance}), price)
+    rates = rates_of(job, known_prices)
+    instance = max(rates, key=lambda name: rates[name])  # the dearest, as any may be chosen
+    price, per_hour = known_prices[instance], rates[instance]
     spent = earlier if ceiling and earlier else 0.0
     if ceiling is not None:
         job = limited(job, per_hour, ceiling, spent)
@@ -214,12 +215,12 @@ def check_prices_known(
         logger.info(problem)
 
 
-def dearest_of(job: TrainingJob, prices: Mapping[str, Price]) -> str:
-    """The most expensive of the types on which SageMaker may run the job."""
+def rates_of(job: TrainingJob, prices: Mapping[str, Price]) -> dict[str, float]:
+    """USD an hour of the job on each of the types on which SageMaker may run it."""
     rates = {}
     for instance, price in prices.items():
         rates[instance] = rate(job.model_copy(update={"instance": instance}), price)
-    return max(rates, key=lambda instance: rates[instance])
+    return rates
 
 
 def log_price(job: TrainingJob, instance: str, price: Price) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
+from entry_point.metrics import duration
 from launcher.curve import seconds_left, total_steps
 from launcher.instances import has_local_disks
 from launcher.job import JobDescription
@@ -81,7 +81,7 @@ def time_left(job: JobDescription) -> float | None:
 
 def time_left_text(job: JobDescription) -> str | None:
     seconds = time_left(job)
-    return None if seconds is None else str(timedelta(seconds=round(seconds)))
+    return None if seconds is None else duration(seconds)
 
 
 def billable_text(job: JobDescription) -> str | None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from entry_point.metrics import duration
 from launcher.job import TrainingJob
 from launcher.sagemaker.cost import usd
 from launcher.views.job_fields import cost_text
@@ -207,4 +207,4 @@ def when(seconds: float | None) -> str:
 
 def span(seconds: float | None) -> str:
     """A duration, such as 0:12:30."""
-    return "" if seconds is None else str(timedelta(seconds=round(seconds)))
+    return "" if seconds is None else duration(seconds)
