@@ -45,7 +45,7 @@ test test-all: lint .venv-contract/installed
 # What the trainings of the tests compare does not depend on the instructions of the CPU.
 test-older-cpu: .venv/installed-for-tests
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 $(pytest) -q -r '' \
-		tests/test_train_model.py tests/test_train_loop.py tests/test_generations.py
+		tests/entry_point
 
 check: lint
 	@echo "tests that start no process: two minutes, on two cores" >&2
@@ -58,7 +58,7 @@ lint: .venv/installed-for-tests
 	$(BIN)/mypy
 
 emulator: .venv/installed-for-tests .venv-contract/installed
-	@PYTHONPATH=tests:tests/contract $(BIN)/python tests/aws/emulator.py
+	@PYTHONPATH=.:tests:tests/contract $(BIN)/python tests/aws/emulator.py
 
 # It uses the machine's own torch and installs nothing. STAGES, TEXT and NANOGPT are optional.
 gpu:
@@ -93,7 +93,7 @@ gpu:
 
 # The tests of train.py with the versions of the default training image (launcher/machines.py).
 test-image: .venv-image/installed
-	.venv-image/bin/pytest -n 2 --dist worksteal tests/test_train_*.py
+	.venv-image/bin/pytest -n 2 --dist worksteal tests/entry_point
 
 .venv-image/installed: pyproject.toml constraints.txt Makefile
 	python3.12 -m venv --clear .venv-image

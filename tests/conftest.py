@@ -24,6 +24,7 @@ import torch
 import warm
 
 ROOT = Path(__file__).parent.parent
+LONG = ("contract", "e2e", "slow")  # directories
 
 making_finished: list[Path] = []  # its home, meanwhile
 
@@ -72,7 +73,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    slow = collection_path.name in ("contract", "e2e", "slow") and collection_path.is_dir()
+    slow = collection_path.name in LONG and collection_path.is_dir()
     return True if slow and config.getoption("--quick") else None
 
 
@@ -139,8 +140,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     It gets a stretch of this list, and takes from the ends of the others' when it is through.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    long = [item for item in items if item.path.parent != Path(__file__).parent]
-    short = [item for item in items if item.path.parent == Path(__file__).parent]
+    long = [item for item in items if item.path.parent.name in LONG]
+    short = [item for item in items if item.path.parent.name not in LONG]
     cuts = [len(short) * index // workers for index in range(workers + 1)]
     shares = [
         long[index::workers] + short[cuts[index] : cuts[index + 1]] for index in range(workers)

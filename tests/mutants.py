@@ -166,7 +166,8 @@ def mutants_of(file: str) -> list[Mutant]:
 
 def passes(checkout: Path, tests: str) -> bool:
     """Whether the tests pass in a copy of the checkout."""
-    files = [f"tests/{name}.py" for name in tests.split()]
+    paths = {path.stem: str(path) for path in (checkout / "tests").rglob("test_*.py")}
+    files = [paths[name] for name in tests.split()]
     env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "CI": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-r", "", "-W", "ignore", *files]
     command += ["-p", "no:cacheprovider", f"--basetemp={checkout.parent / 'tmp'}"]

@@ -118,7 +118,7 @@ def toolkit_parameters(job_id: str, job: TrainingJob, placement: Placement) -> d
 
 
 def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
-    """The CreateTrainingJob request of a job; tests/test_request.py compares it with the SDK's."""
+    """The CreateTrainingJob request of a job, equal to the one of the SDK."""
     channels = [input_channel(name, *channel) for name, channel in channels_of(job).items()]
     if job.network_isolation:
         channels.append(input_channel("code", placement.source_uri(job_id), None))

@@ -16,7 +16,7 @@ from launcher.sagemaker.caller import Caller, Launched, remember
 from sm_nanogpt import Settings
 
 JOB = "sm-nanogpt-20261124-120000-00000a"
-PAGE = Path(__file__).parents[1] / "docs" / "first-day.md"
+PAGE = Path(__file__).parents[2] / "docs" / "first-day.md"
 
 
 @pytest.fixture

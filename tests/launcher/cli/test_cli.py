@@ -88,7 +88,7 @@ def test_light_commands_import_no_torch_aws_or_extra(job, text_file):
 def test_every_test_has_a_name_of_under_60_characters():
     names = [
         node.name
-        for path in Path(__file__).parent.rglob("test_*.py")
+        for path in Path(__file__).parents[2].rglob("test_*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]

@@ -14,7 +14,7 @@ import launching
 from launching import output_of
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path, environment):

@@ -6,7 +6,7 @@ import math
 import runpy
 from pathlib import Path
 
-TUTORIALS = Path(__file__).parent.parent / "examples" / "tutorials"
+TUTORIALS = Path(__file__).parents[2] / "examples" / "tutorials"
 SCRIPT = runpy.run_path(str(TUTORIALS / "originals.py"))
 
 

@@ -29,7 +29,7 @@ from launcher.settings import Settings
 from launcher.text.formats import PLAIN, RECORDS
 from launcher.views.job_fields import columns_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NAMES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "infra/README.md")
 MANUAL = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = (

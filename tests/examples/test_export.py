@@ -21,7 +21,7 @@ from test_docs import blocks
 from launcher.models.fetch import fetch_model
 from sm_nanogpt import Job, load_model
 
-PAGE = Path(__file__).parent.parent / "docs/export.md"
+PAGE = Path(__file__).parents[2] / "docs/export.md"
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECORDER = """#!/bin/sh
 echo "$@" >>asked.txt
 case "$1" in
