@@ -22,6 +22,7 @@ import launching
 import pytest
 import torch
 import warm
+from talks import write_chats
 
 ROOT = Path(__file__).parent.parent
 LONG = ("contract", "e2e", "slow")  # directories
@@ -249,6 +250,42 @@ def job(finished, home):
     copy = launching.Finished(home, finished.job_id)
     shutil.copytree(finished.directory, copy.directory)
     return copy
+
+
+@pytest.fixture(scope="session")
+def tuned(tmp_path_factory, text_file):
+    """A job that has learned from conversations, and its data set; look, but change nothing."""
+
+    def build(directory: Path) -> list[str | Path]:
+        home, said = directory / "home", ""
+
+        def command(*given: str) -> str:
+            ran = launching.command(*given, home=home)
+            assert ran.code == 0, ran.err
+            nonlocal said
+            said = ran.err
+            return ran.out.strip()
+
+        command("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "300")
+        base = command(*launching.launching(block_size=128))
+        data = command(
+            "upload-data", str(write_chats(directory / "chats.jsonl")), "--tokenizer", base
+        )
+        assert f"sm-nanogpt launch --instance local --init-from {base}" in said
+        steps = launching.sets(max_steps=60, eval_interval=30, batch_size=12, device="cpu")
+        job_id = command("launch", "--instance", "local", "--init-from", base, *steps)
+        assert f"next: sm-nanogpt chat {job_id}\n" in said
+        return [home, base, job_id, data.removeprefix("file://")]
+
+    home, base, job_id, data = launching.once(tmp_path_factory, "tuned", build)
+    base_job = launching.Finished(Path(home), base)
+    return base_job, launching.Finished(Path(home), job_id), Path(data)
+
+
+@pytest.fixture(scope="session")
+def directory(tuned):
+    _, job, _ = tuned
+    return job.directory / "hosts/algo-1/model"
 
 
 @pytest.fixture(scope="session")

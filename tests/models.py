@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from entry_point.command_line import Options
 from entry_point.config import Config
 from entry_point.container import Ranks, read_container
 from entry_point.distributed import Group
+from entry_point.huggingface import SCRIPT_SHA256, write_artefact
 from entry_point.model import GPT
 from entry_point.optim import Optimizer
 from entry_point.text import Tokenizer, character_tokenizer
@@ -49,3 +52,10 @@ def alone() -> Group:
 
 def optimizer_of(model: GPT) -> Optimizer:
     return Optimizer(model, model.config, alone())
+
+
+def some_model(directory: Path) -> Path:
+    """The directory of a model that nobody trained."""
+    trained = {"script_sha256": SCRIPT_SHA256, "corpus_sha256": "0" * 64, "step": 1}
+    write_artefact(directory, lively(), tokenizer_of("\n abcdefghi"), trained)
+    return directory

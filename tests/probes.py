@@ -9,7 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
+import struct
+import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 FILES = {
@@ -262,14 +268,9 @@ def names_for(facts: dict[str, Any]) -> dict[str, Any]:
     import multiprocessing
     import resource
     import shutil
-    import signal
-    import socket
     import stat
-    import struct
-    import subprocess
     import tempfile
     import threading
-    import time
     from pathlib import Path
 
     libc, librt = ctypes.CDLL(None, use_errno=True), ctypes.CDLL("librt.so.1", use_errno=True)
@@ -311,3 +312,24 @@ def main(facts: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+
+
+# A process in a session of its own, deaf to signals, that forks itself again and again.
+DAEMON = """
+import contextlib, os, signal, sys, time
+for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU):
+    signal.signal(sign, signal.SIG_IGN)
+with contextlib.suppress(PermissionError):
+    os.kill(os.getppid(), signal.SIGSTOP)
+with contextlib.suppress(PermissionError):
+    if os.fork() == 0:
+        os.setsid()
+        end = time.time() + 60
+        while time.time() < end:
+            if os.fork():
+                os._exit(0)
+            beat = time.process_time() + 0.02
+            while time.process_time() < beat:
+                pass
+        os._exit(0)
+"""

@@ -13,9 +13,9 @@ import launching
 import pytest
 import training_runs
 from container import Cluster
+from edits import EDITS
 from emulator import Emulator
 from launching import Ran, sets, until
-from test_edited import EDITS
 
 from launcher.files import storage
 from launcher.models import fetch

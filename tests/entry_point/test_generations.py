@@ -9,15 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from runs import ended, kill, make_hosts, metrics, started, wait_for_line
-from test_train_loop import (  # noqa: F401
-    EXACT,
-    assert_same_end,
-    cuda,
-    graphs,
-    small,
-    trained,
-    trainer_of,
-)
+from trainings import EXACT, assert_same_end, small, trained, trainer_of
 
 from entry_point import kernels
 from entry_point.config import Config, check_resumable
@@ -115,7 +107,7 @@ def test_each_generation_has_the_whole_schedule():
             assert function(step, config) == function(step + 100, config)
 
 
-def test_passes_with_a_teacher_are_replayed_as_executed(tmp_path, cuda):  # noqa: F811
+def test_passes_with_a_teacher_are_replayed_as_executed(tmp_path, cuda):
     eager, trainer = (trainer_of(tmp_path / name, **THREE) for name in ("eager", "recorded"))
     trainer.passes.uses_graphs = True
     trainer.passes.warm_up()
@@ -138,7 +130,7 @@ def test_passes_with_a_teacher_are_replayed_as_executed(tmp_path, cuda):  # noqa
 def test_a_generation_begins_with_a_graph_for_each_length(
     tmp_path,
     monkeypatch,
-    graphs,  # noqa: F811
+    graphs,
 ):
     lengths = dict(short_windows=0.5, max_steps=8, generations=2, eval_interval=8)
     trainer = trainer_of(tmp_path, n_layer=1, compile="on", **lengths)

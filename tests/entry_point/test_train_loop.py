@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
-import filecmp
 import functools
 import gc
 import itertools
@@ -18,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM
 from typing import Any
@@ -28,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launching import session_of, until
-from models import ids, lively, tokenizer_of
+from models import ids, lively
 from runs import (
     PROBE,
     SCRIPT,
@@ -48,17 +47,16 @@ from runs import (
     wait_for_line,
     words,
 )
+from trainings import ALONE, EXACT, assert_same_end, small, trained, trainer_of
 
 from entry_point import train
 from entry_point.checkpoint import Checkpoints, read_safetensors
-from entry_point.command_line import Options
 from entry_point.config import Config
-from entry_point.container import Ranks, read_container
+from entry_point.container import read_container
 from entry_point.cores import cores
 from entry_point.cuda_graphs import record_passes
 from entry_point.data import eval_windows, evaluate, inputs_and_targets, read_windows
 from entry_point.device import can_use_graph, choose_precision, compiling_pays
-from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError, TrainingError
 from entry_point.faults import read_fault
 from entry_point.metrics import best_lines, metric_definitions, metric_line
@@ -68,7 +66,6 @@ from entry_point.text import Corpus, load_corpus
 from entry_point.trainer import Trainer
 from launcher.models.load import own_model
 
-ALONE = Ranks(0, 1, 0, 1, "hand")
 LINE = re.compile(r"step=([0-9]+)/[0-9]+ train_loss=([0-9.]+)")
 
 
@@ -78,36 +75,12 @@ def sagemaker(tmp_path, text):
     return make_hosts(tmp_path, text)[0]
 
 
-def small(**how: Any) -> list[str]:
-    """The arguments of a small training, with some hyperparameters changed."""
-    return words(**{**SMALL, **how})
-
-
-def trained(
-    tmp_path: Path, env: Mapping[str, str] | None = None, *, status: int = 0, **how: Any
-) -> Ended:
-    """A small training that ends with this exit status."""
-    command = how.pop("command", (sys.executable, str(SCRIPT)))
-    end = run(small(**how), cwd=tmp_path, env=env, command=command)
-    assert end.status == status, end.output
-    return end
-
-
 def printed_losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in LINE.findall(output)}
 
 
 def steps_in(directory: Path) -> list[int]:
     return [row["step"] for row in metrics(directory)]
-
-
-def trainer_of(tmp_path: Path, **how: Any) -> Trainer:
-    """A trainer in this process."""
-    container = read_container({}, Options(data="none", out=str(tmp_path)))
-    group = Group(ALONE, torch.device("cpu"), container)
-    tokens = ids(3000, seed=3)
-    corpus = Corpus(tokenizer_of("abcdefghijk"), tokens[:1000], tokens[1000:], "")
-    return Trainer(Config(**{**SMALL, **how}), container, group, corpus)
 
 
 # -- the same training on any number of processes --------------------------------------------------
@@ -363,29 +336,7 @@ def test_shared_updates_have_the_bits_of_one_rank(tmp_path, text_file, n_ranks):
     assert {end.output for end in ends} == {2 * f"{n_ranks}\n"}
 
 
-# -- stopped and launched again --------------------------------------------------------------------
-
-# Gradients of more than 1 MB, which DistributedDataParallel reduces in two buckets.
-EXACT: dict[str, Any] = dict(n_embd=128, n_head=4, dropout=0.2, short_windows=0.6)
 EXACT |= dict(max_steps=30, log_interval=1, eval_interval=5, checkpoint_seconds=3600)
-
-
-def assert_same_end(one: Path, other: Path) -> None:
-    """Both trainings ended with the same bits: artefact, weights, optimizer state and curve."""
-    models = [host / "model/model.safetensors" for host in (one, other)]
-    # Of unequal bytes pytest would look for the difference, for minutes.
-    assert filecmp.cmp(models[0], models[1], shallow=False)
-    ours, theirs = (Checkpoints(host / "checkpoints").load_latest() for host in (one, other))
-    assert ours is not None and theirs is not None
-    assert ours[0].keys() == theirs[0].keys()
-    assert any(name.startswith("optimizer.") for name in ours[0])
-    for name, tensor in ours[0].items():
-        assert torch.equal(tensor, theirs[0][name]), name
-    curves = [
-        [{**row, "tokens_per_second": None, "time": None} for row in metrics(host / "output/data")]
-        for host in (one, other)
-    ]
-    assert curves[0] == curves[1]
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3])
@@ -882,24 +833,6 @@ def test_a_run_may_be_resumed_in_another_precision(tmp_path):
         assert trainer_of(tmp_path, precision=precision, max_steps=max_steps).run()
 
 
-# -- compiling -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """What torch's compiler is given from here on, each a whole function; it runs as it is."""
-    graphs = list[torch.fx.GraphModule]()
-
-    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    compiler = functools.partial(torch.compile, backend=keep, fullgraph=True)
-    monkeypatch.setattr(torch, "compile", compiler)
-    torch.compiler.reset()
-    return graphs
-
-
 @pytest.mark.parametrize(
     "how",
     [dict(precision="bfloat16", dropout=0.1), dict(precision="float32")],
@@ -957,16 +890,6 @@ def test_only_a_long_run_on_a_gpu_is_compiled_by_default(
 )
 def test_only_gpus_that_may_compile_record(device, how, dtype, may):
     assert can_use_graph(Config(**how), torch.device(device), dtype) is may
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """CUDA's calls around a graph, which a CPU cannot make: nothing is recorded."""
-    cuda = MagicMock()
-    cuda.max_memory_allocated.return_value = 3
-    cuda.get_device_properties.return_value.total_memory = 10
-    monkeypatch.setattr("entry_point.cuda_graphs.torch.cuda", cuda)
-    return cuda
 
 
 def test_replayed_passes_train_as_executed_ones(tmp_path, cuda):

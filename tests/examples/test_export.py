@@ -16,7 +16,7 @@ import to_gguf
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from launching import Finished
-from test_docs import blocks
+from pages import blocks
 
 from launcher.models.fetch import fetch_model
 from sm_nanogpt import Job, load_model

@@ -13,10 +13,10 @@ import launching
 import pytest
 from launching import Finished
 from numpy import float32
+from sagemaker_jobs import TAGGED
 from tensorboard.backend.event_processing import plugin_event_accumulator as event_accumulator
 from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.tensor_util import make_ndarray
-from test_sagemaker import TAGGED
 from to_tensorboard import Board, write
 
 from launcher import tracking

@@ -6,18 +6,16 @@ import ast
 import dataclasses
 import graphlib
 import importlib
-import itertools
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import nbformat
 import pytest
+from pages import FENCE, ROOT, blocks, commands, shown_commands
 
 import sm_nanogpt
 from entry_point.command_line import OPTIONS
@@ -29,7 +27,6 @@ from launcher.settings import Settings
 from launcher.text.formats import PLAIN, RECORDS
 from launcher.views.job_fields import columns_of
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "infra/README.md")
 MANUAL = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = (
@@ -44,8 +41,6 @@ PAGES = [*MANUAL, *(ROOT / name for name in OTHERS)]
 AWS = ROOT / "docs/aws.md"
 NANOGPT, ARCHITECTURE = ROOT / "docs/from-nanogpt.md", ROOT / "docs/architecture.md"
 HYPERPARAMETERS = {field.name for field in dataclasses.fields(Config)}
-
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -55,30 +50,8 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    """The contents of a page's code blocks in a language; "" has the transcripts."""
-    return [text for kind, text in FENCE.findall(page.read_text("utf-8")) if kind == language]
-
-
 def prose(page: Path) -> str:
     return FENCE.sub("", page.read_text("utf-8"))
-
-
-def commands(line: str) -> Iterator[list[str]]:
-    """The arguments of each sm-nanogpt in a shell line: after `$(` and `&&`, and before `|`."""
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-    lexer.whitespace_split = True
-    for is_operator, words in itertools.groupby(lexer, lambda word: set(word) <= set("();<>|&")):
-        found = list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), words))
-        if not is_operator and found[:1] == ["sm-nanogpt"]:
-            yield found[1:]
-
-
-def shown_commands(page: Path) -> list[list[str]]:
-    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", "").split("\n")]
-    transcripts = "\n".join(blocks(page, ""))
-    lines += re.findall(r"^\$ (.+)$", transcripts, re.MULTILINE)
-    return [words for line in lines for words in commands(line)]
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from launching import TINY, sets
-from test_docs import ROOT, blocks, shown_commands
+from pages import ROOT, blocks, shown_commands
 
 PAGES = (
     "README",

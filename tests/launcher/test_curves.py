@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import pytest
-from launching import Finished
-from test_sagemaker import TAGGED
+from jobs import file_rows
+from sagemaker_jobs import TAGGED
 
 from launcher.cli.show import following
 from launcher.curve import (
@@ -26,11 +26,6 @@ from launcher.files import storage
 from launcher.sagemaker.logs import LOG_GROUP
 from launcher.tracking import metrics
 from sm_nanogpt import Settings
-
-
-def file_rows(job: Finished) -> list[dict[str, Any]]:
-    path = job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_metrics_are_the_rows_of_the_file(job, cli):

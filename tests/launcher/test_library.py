@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 from launching import TINY
-from test_sagemaker_resume import CHECKPOINT
+from sagemaker_jobs import CHECKPOINT
 
 import sm_nanogpt as sm
 from launcher.files.storage import write_json

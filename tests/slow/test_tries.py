@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import test_trying_cheats
-from test_edited import EDITS
-from test_trying_cheats import checked, tiny_folder
+import searches
+from edits import EDITS
+from searches import checked, tiny_folder
 
 from launcher.source import Source, keep
 from launcher.trying.budget import MAX_TIME
 from launcher.trying.runs import SeededRun
 from launcher.trying.search import Comparison
 
-begun, mine = test_trying_cheats.begun, test_trying_cheats.mine
+begun, mine = searches.begun, searches.mine  # fixtures
 
 PRESET = "max_steps=60, learning_rate=0.05"
 LOSS = "return F.cross_entropy(logits.flatten(0, 1), targets.flatten()"

@@ -22,12 +22,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launching import TINY, settings_of
-from models import SMALL, lively, tokenizer_of
+from models import SMALL, some_model
 
 from entry_point.checkpoint import Checkpoints, sha256_of, write_safetensors
 from entry_point.errors import TrainingError
 from entry_point.files import check_size, open_file
-from entry_point.huggingface import SCRIPT_SHA256, write_artefact, write_sums
+from entry_point.huggingface import write_sums
 from launcher.cli.evaluate import print_documents
 from launcher.cli.jobs import print_jobs
 from launcher.cli.models import converse
@@ -231,16 +231,6 @@ def test_a_hostile_value_in_toml_is_refused(home):
     for name, value in itertools.product(NAMES, TOML):
         look(name, value)
     quickly(given(st.sampled_from(NAMES), st.text(max_size=9))(look))()
-
-
-# -- models ---------------------------------------------------------------------------------------
-
-
-def some_model(directory: Path) -> Path:
-    """The directory of a model that nobody trained."""
-    trained = {"script_sha256": SCRIPT_SHA256, "corpus_sha256": "0" * 64, "step": 1}
-    write_artefact(directory, lively(), tokenizer_of("\n abcdefghi"), trained)
-    return directory
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])

@@ -16,6 +16,7 @@ import launching
 import pytest
 from runs import free_port
 from s3fs import S3FileSystem
+from stores import ODD_NAMES, Expecting
 
 from launcher.files import storage
 from launcher.files.s3 import PART_BYTES
@@ -24,18 +25,6 @@ from sm_nanogpt import InputError, ServiceError, Settings, upload_data
 
 KEY, SECRET = "AKIAEXAMPLE", "secret-of-the-test"
 SIZE = 3 * PART_BYTES + 12345  # more than one part, and not a whole number of them
-ODD_NAMES = ["with space", "naïve Ж 漢字", "100%41", "a#b?c", "[x]*", "a::b", "a+b&c"]
-
-
-class Expecting(list[int]):
-    """A progress hook that records what it is told to expect, and what then came."""
-
-    def __call__(self, n: int) -> None:
-        self.append(n)
-
-    def expect(self, n: int) -> None:
-        assert not self, "it was told too late"
-        self.expected = n
 
 
 def interrupt(_: int) -> None:

@@ -13,7 +13,7 @@ import launching
 import pytest
 from runs import free_port
 from s3fs import S3FileSystem
-from test_s3_servers import ODD_NAMES, Expecting
+from stores import ODD_NAMES, Expecting
 
 from launcher.aws import Unreachable
 from launcher.files import storage

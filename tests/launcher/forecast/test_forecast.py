@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_groups import Killed, kill_at
+from kills import Killed, kill_at
 
 from entry_point.config import Config
 from entry_point.data import read_windows

@@ -7,9 +7,9 @@ import math
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+from kills import Killed, kill_at
 
 from launcher.errors import ServiceError
 from launcher.files.ledger import Ledger
@@ -84,31 +84,6 @@ def test_a_group_without_a_ceiling_reserves_what_it_likes(tmp_path):
     ledger = GroupLedger(tmp_path / "group.jsonl")
     ledger.reserve("a", math.inf)
     assert ledger.free == math.inf
-
-
-# -- kills -----------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """The process is gone; nothing catches this."""
-
-
-def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, is_torn: bool) -> None:
-    """End the process at a write of a ledger, counted from 1: in the middle of it, or after."""
-    write, n_writes = Ledger.write, Counter[str]()
-
-    def counted(ledger: Ledger, kind: str, **facts: Any) -> Any:
-        n_writes["all"] += 1
-        if n_writes["all"] < number:
-            return write(ledger, kind, **facts)
-        if is_torn:
-            with ledger.path.open("ab") as file:
-                file.write(b'{"previous": "')
-        else:
-            write(ledger, kind, **facts)
-        raise Killed
-
-    monkeypatch.setattr(Ledger, "write", counted)
 
 
 @pytest.mark.parametrize("is_torn", [True, False])

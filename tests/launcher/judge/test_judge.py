@@ -25,12 +25,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import warm
+from edits import HEAD, module_of
 from hypothesis import given
 from hypothesis import strategies as st
+from leaks import EMBEDDED, LAST, LEAKS, after
 from models import tokenizer_of
-from test_causality import EMBEDDED, LAST, LEAKS, after
-from test_edited import HEAD, module_of
 from torch import Tensor
+from workers import Fake
 
 from entry_point.config import make_config
 from entry_point.conversations import IGNORED
@@ -80,23 +81,6 @@ class Warm(Program):
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.status = self.process.wait(within)
         return self.status is not None
-
-
-class Fake(Worker):
-    """A worker without a process, whose logits and samples are given by functions."""
-
-    chats = False
-    directory = Path("fake")
-
-    def __init__(self, vocabulary: str, logits: Any = None, said: Any = None) -> None:
-        self.tokenizer, self.block_size = tokenizer_of(vocabulary), 16
-        self.size, self.function, self.said = len(vocabulary), logits, said
-
-    def logits(self, ids: Tensor) -> Tensor:
-        return self.function(ids)
-
-    def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
-        return self.said(prompts, **sampling)
 
 
 def randomized(model: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import launching
 import probes
 import pytest
+from probes import DAEMON
 
 from launcher.local import confine, gpus, landlock, syscalls
 from launcher.local.confine import BUBBLEWRAP, FILTER, LANDLOCK, Sandbox, confined, environment
@@ -289,25 +290,6 @@ def test_a_program_that_is_not_there_is_told(place, sandboxed):
     assert "No such file" in done.stderr
 
 
-# A process in a session of its own, deaf to signals, that forks itself again and again.
-DAEMON = """
-import contextlib, os, signal, sys, time
-for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU):
-    signal.signal(sign, signal.SIG_IGN)
-with contextlib.suppress(PermissionError):
-    os.kill(os.getppid(), signal.SIGSTOP)
-with contextlib.suppress(PermissionError):
-    if os.fork() == 0:
-        os.setsid()
-        end = time.time() + 60
-        while time.time() < end:
-            if os.fork():
-                os._exit(0)
-            beat = time.process_time() + 0.02
-            while time.process_time() < beat:
-                pass
-        os._exit(0)
-"""
 # Eight ways to compute where nobody counts: children whose end the kernel tells nobody, and others.
 HIDDEN = """
 import ctypes, os, signal, subprocess, sys, threading, time

@@ -22,7 +22,7 @@ from unittest.mock import Mock
 import launching
 import pytest
 from launching import Finished, Ran
-from test_documents import some_model
+from models import some_model
 
 from entry_point import huggingface
 from entry_point.checkpoint import Checkpoints

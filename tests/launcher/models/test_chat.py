@@ -31,11 +31,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import Finished, Ran
+from launching import Ran
 from models import SMALL, lively, tokenizer_of
 from runs import metrics, run, words
+from served import LETTERS, served
 from starlette.testclient import TestClient
-from test_play import LETTERS, served
+from talks import asked, write_chats
 
 from entry_point.command_line import Options
 from entry_point.config import Config
@@ -71,51 +72,6 @@ STRANGE = (
     ),
 )
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-def asked(question: str, answer: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def write_chats(path: Path, count: int = 200) -> Path:
-    chats = [asked(f"What is {n} + {n}?", str(2 * n)) for n in range(count)]
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    return path
-
-
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory, text_file):
-    """A job that has learned from conversations, and its data set; look, but change nothing."""
-
-    def build(directory: Path) -> list[str | Path]:
-        home, said = directory / "home", ""
-
-        def command(*given: str) -> str:
-            ran = launching.command(*given, home=home)
-            assert ran.code == 0, ran.err
-            nonlocal said
-            said = ran.err
-            return ran.out.strip()
-
-        command("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "300")
-        base = command(*launching.launching(block_size=128))
-        data = command(
-            "upload-data", str(write_chats(directory / "chats.jsonl")), "--tokenizer", base
-        )
-        assert f"sm-nanogpt launch --instance local --init-from {base}" in said
-        steps = launching.sets(max_steps=60, eval_interval=30, batch_size=12, device="cpu")
-        job_id = command("launch", "--instance", "local", "--init-from", base, *steps)
-        assert f"next: sm-nanogpt chat {job_id}\n" in said
-        return [home, base, job_id, data.removeprefix("file://")]
-
-    home, base, job_id, data = launching.once(tmp_path_factory, "tuned", build)
-    return Finished(Path(home), base), Finished(Path(home), job_id), Path(data)
-
-
-@pytest.fixture(scope="module")
-def directory(tuned):
-    _, job, _ = tuned
-    return job.directory / "hosts/algo-1/model"
 
 
 # -- data ------------------------------------------------------------------------------------------

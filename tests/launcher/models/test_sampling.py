@@ -8,8 +8,8 @@ from pathlib import Path
 
 import launching
 import pytest
+from edits import EDITS
 from launching import Ran
-from test_edited import EDITS
 
 from sm_nanogpt import InputError, Job, load_model, stream_samples
 

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import launching
 import pytest
 from access import ACCOUNT
+from sagemaker_jobs import TAGGED
 
 from launcher.cli.remedies import reason_of
 from launcher.files import storage
@@ -29,7 +30,6 @@ from sm_nanogpt import JobDescription, jobs
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 TWO = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge")
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/training"
-TAGGED = "[1,mpirank:0,algo-1]<stdout>:"
 
 
 def test_a_launch_names_the_job_and_stores_its_source(cloud, s3, submit):

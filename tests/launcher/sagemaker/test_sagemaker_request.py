@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import boto3
 import pytest
 from launching import edited
+from sagemaker_jobs import part
 
 from entry_point import config
 from entry_point.metrics import metric_definitions
@@ -53,13 +54,6 @@ def rehearse(home, cli, text_file):
 def dry(rehearse):
     """The request that a dry run shows."""
     return lambda *words: json.loads(rehearse(*words).good.out)
-
-
-def part(request: Any, path: str) -> Any:
-    """The part of a request at a path with dots, or None."""
-    for name in path.split("."):
-        request = request[int(name)] if isinstance(request, list) else request.get(name)
-    return request
 
 
 def test_a_dry_run_shows_the_request_without_credentials(dry):

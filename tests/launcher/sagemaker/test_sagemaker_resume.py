@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import launching
 import pytest
 from access import Refusal
-from test_sagemaker_request import part
+from sagemaker_jobs import CHECKPOINT, part
 
 from launcher.files import storage
 from launcher.machines import find_image
@@ -21,7 +21,6 @@ from sm_nanogpt import InputError, Request, launch
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 TWO = "--instance ml.g5.12xlarge,ml.g6.12xlarge"
 OLD_IMAGE = f"763104351884.dkr.ecr.us-east-1.amazonaws.com/{find_image('2.8').name(gpu=True)}"
-CHECKPOINT = "some/prefix/checkpoints/{}/checkpoint-00000010.safetensors"
 
 
 @pytest.fixture

@@ -6,24 +6,23 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
 import launching
 import pytest
+from searches import folder, gain_of
 
 import entry_point
 from entry_point.config import Config
 from entry_point.text import read_tokens, unsigned
 from launcher.settings import Settings
 from launcher.source import Source
-from launcher.trying import history, search
+from launcher.trying import search
 from launcher.trying.history import SearchLedger
 from launcher.trying.refusal import Refused
 from launcher.trying.runs import FinishedRun, SeededRun
@@ -46,10 +45,6 @@ class Trained:
             yield FinishedRun(run, Path(f"{gain_of(run.source)}/{run.seed}"), 10.0)
 
 
-def gain_of(source: Source) -> float:
-    return float(source.files.get("gain.py", b"0"))
-
-
 def edits_of(source: Source) -> str:
     """What a folder has besides the packaged one, so that its noise is the same at each change."""
     packaged = Source.packaged().files
@@ -61,13 +56,6 @@ def edits_of(source: Source) -> str:
 def score(self: Judge, model: Path, source: Source, tested_below: float, limit: float) -> Score:
     draw = random.Random(f"{edits_of(source)} {model.name}")
     return Score(2.0 - gain_of(source) + draw.gauss(0, 0.004), 3.0)
-
-
-@pytest.fixture
-def same_seeds(monkeypatch):
-    """Seeds that are the same each time, so that verdicts of noise are."""
-    drawn = SimpleNamespace(randbelow=random.Random(1).randrange)
-    monkeypatch.setattr(history, "secrets", drawn)
 
 
 @pytest.fixture
@@ -83,13 +71,6 @@ def trained(monkeypatch, same_seeds):
 def started(cli, text_file, trained):
     assert cli("try", "start", "plays", "--text", str(text_file), "--smallest-gain", "0.01").good
     return cli
-
-
-def folder(path: Path, gain: float) -> Path:
-    """A copy of the training folder that gains so much."""
-    shutil.copytree(Path(entry_point.__file__).parent, path, dirs_exist_ok=True)
-    (path / "gain.py").write_text(f"{gain}\n")
-    return path
 
 
 def opened(home: Path) -> Search:

@@ -12,20 +12,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import launching
 import pytest
-import runs
 import torch
+from edits import EDITS
+from leaks import LEAKS
 from models import tokenizer_of
-from test_causality import LEAKS
-from test_confine import DAEMON
-from test_edited import EDITS
-from test_judge import Fake
+from probes import DAEMON
+from searches import checked, tiny_folder
 from torch import Tensor
+from workers import Fake
 
 from launcher.judge.score import losses
 from launcher.judge.texts import Text, encode
@@ -33,7 +32,6 @@ from launcher.judge.worker import LONGEST_PROBLEM, Worker
 from launcher.local import runs as local_runs
 from launcher.local.confine import layers
 from launcher.local.runs import Run, run_all
-from launcher.settings import Settings
 from launcher.source import Source, keep
 from launcher.trying import search
 from launcher.trying.budget import JUDGE_TIME, MAX_TIME, sizes_of
@@ -43,17 +41,9 @@ from launcher.trying.refusal import Refused
 from launcher.trying.runs import FinishedRun, SeededRun
 from launcher.trying.scoring import Judge, Score
 from launcher.trying.search import Comparison, Search
-from launcher.trying.start import begin
-from sm_nanogpt import Request, ServiceError
+from sm_nanogpt import ServiceError
 
 pytestmark = pytest.mark.skipif(not layers(), reason="this system confines no program")
-
-QUICK = "n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,\n"
-TINY = (
-    QUICK,
-    "n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=4, eval_tokens=1024,\n",
-)
-SHORT = ("max_steps=180, learning_rate=0.05", "max_steps=60, learning_rate=0.05")
 RETURN = "        if targets is None:\n            return logits\n"
 IMPORT = "class MLP(nn.Module):\n"
 LETTERS = "the judg'sx\n"
@@ -136,60 +126,6 @@ CHEATS: dict[str, tuple[list[tuple[str, str]], str]] = {
     "ends": ([before("os._exit(0)")], "ended with exit code 0"),
     "prints a verdict": ([before("print('KEEP 9')\nprint('KEEP 9', file=sys.stderr)")], ""),
 }  # fmt: skip
-
-
-def tiny_folder(path: Path, *edits: tuple[str, str]) -> Path:
-    """A copy of the training folder whose preset `quick` is trained in a second."""
-    runs.edited_folder(path, TINY, SHORT, *edits)
-    return path
-
-
-@pytest.fixture(scope="session")
-def begun(tmp_path_factory, text):
-    """A search of tiny runs, its folder, and a model of its base; it is shared."""
-
-    def build(directory: Path) -> tuple[Path, Path, Path]:
-        base, model, text_file = (directory / name for name in ("base", "model", "text.txt"))
-        text_file.write_text(text[:60_000])
-        judge = Judge.score
-
-        def score(
-            self: Judge, trained: Path, source: Source, tested_below: float, limit: float
-        ) -> Score:
-            shutil.copytree(trained, model, dirs_exist_ok=True)
-            return judge(self, trained, source, tested_below, limit)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OMP_NUM_THREADS", "1")
-            patch.setattr(search, "BASE_SEEDS", 2)
-            patch.setattr(Judge, "score", score)
-            request = Request(
-                instance="local",
-                preset="quick",
-                data=str(text_file),
-                entry_point=tiny_folder(base),
-            )
-            settings = Settings(home=directory / "home")
-            begin("s", request, settings, 0.05, None, lambda line: None).base()
-        return directory / "home", base, model
-
-    return SimpleNamespace(
-        **dict(
-            zip(
-                ("home", "base", "model"),
-                map(Path, launching.once(tmp_path_factory, "begun", build)),
-                strict=True,
-            )
-        )
-    )
-
-
-@pytest.fixture
-def mine(begun, home, monkeypatch):
-    """That search in this test's own home."""
-    shutil.copytree(begun.home, home)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return Search("s", Settings(home=home), lambda line: None)
 
 
 @pytest.fixture
@@ -328,12 +264,6 @@ def test_weights_in_a_folder_are_refused_before_anything_runs(mine, cli, tmp_pat
 HONEST = [
     edit for name in ("activation", "learned positions", "hyperparameter") for edit in EDITS[name]
 ]
-
-
-def checked(folder: Path, mine: Search) -> None:
-    source = Source.read(folder)
-    keep(source, mine.settings)
-    mine.check(source)
 
 
 def test_honest_edits_pass_the_checks(mine, tmp_path):

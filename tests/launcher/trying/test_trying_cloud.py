@@ -19,9 +19,8 @@ from typing import Any
 
 import pytest
 import sagemaker_service
-import test_trying
 from access import Refusal
-from test_trying import folder, gain_of
+from searches import folder, gain_of
 
 from launcher.aws import OverQuota, QuotaWait
 from launcher.errors import ServiceError
@@ -41,9 +40,6 @@ from launcher.trying.search import Search
 
 CEILING, HOURLY, AROUND = 10.0, 5.0, 600
 HISTORIES = 1000
-
-
-same_seeds = test_trying.same_seeds
 
 
 class Killed(BaseException):

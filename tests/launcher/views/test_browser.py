@@ -9,20 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import file_rows, sibling
 from launching import settings_of
 from models import lively, tokenizer_of
 from playwright.sync_api import ConsoleMessage, Page, sync_playwright
-from test_chat import directory, tuned
-from test_curves import file_rows
-from test_play import LETTERS, served, site
-from test_report import sibling
+from served import LETTERS, served
 
 from launcher.judge.evaluation import Evaluation, keep
 from launcher.models.chat import Message
 from launcher.views.play import Player
 from sm_nanogpt import load_model, stream_samples
-
-__all__ = ["directory", "site", "tuned"]  # fixtures
 
 
 @pytest.fixture(scope="module")

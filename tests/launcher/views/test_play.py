@@ -2,88 +2,23 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import shutil
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import launching
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import lively, tokenizer_of
+from served import WISH, Site
 
-from entry_point.model import GPT
 from launcher.cli.models import about, player_of
 from launcher.models.fetch import fetch_model
-from launcher.views import api
-from launcher.views.play import Player, Token, listen, make_app, make_server, until
+from launcher.views.play import Player, Token, listen, until
 from sm_nanogpt import Job, Settings, stream_samples
 
-ORIGIN = "http://localhost:3000"
-LETTERS = "\nabcdefghi "  # as many as the small models have
 TWENTY = ": " + ", ".join(repr(chr(code)) for code in range(1000, 1020)) + " and more; replace"
-WISH: dict[str, Any] = dict(
-    prompt="abc", max_new_tokens=40, temperature=0.8, top_k=0, top_p=1, seed=7, stop=""
-)
-
-
-class Edited(GPT):
-    """The model of an edited script."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """A served page."""
-
-    port: int
-    players: list[Player]
-
-    def connect(self, path: str, body: dict[str, Any] | None = None, **changes: Any) -> Any:
-        """The answer to a request, which is a POST if it has a body; the connection if it waits."""
-        path = f"{path}?token={changes.get('token', 'secret')}"
-        headers = {"Host": changes["host"]} if "host" in changes else {}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("GET" if body is None else "POST", path, json.dumps(body), headers)
-        return closing(connection) if changes.get("waits") else connection.getresponse()
-
-    def tokens(self, number: int = 0, **wish: Any) -> list[dict[str, Any]]:
-        answer = self.connect(f"/page/generate/{number}", {**WISH, **wish})
-        content = answer.read().decode()
-        assert answer.status == 200, content
-        return [json.loads(line) for line in content.splitlines()]
-
-    def text(self, number: int = 0, **wish: Any) -> str:
-        return "".join(token["text"] for token in self.tokens(number, **wish))
-
-
-@contextmanager
-def served(players: list[Player]) -> Iterator[Site]:
-    listener = listen(0)
-    port = listener.getsockname()[1]
-    server = make_server(make_app(players, "secret", api.routes(players), [ORIGIN]))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    yield Site(port, players)
-    server.should_exit = True
-    thread.join()
-
-
-@pytest.fixture(scope="module")
-def site():
-    """A page with a model, another one of other weights, and that of an edited script."""
-    models = [lively() for _ in range(3)]
-    models[1].embed.weight.data.neg_()
-    models[2].__class__ = Edited
-    players = [Player(f"model-{n}", model, tokenizer_of(LETTERS)) for n, model in enumerate(models)]
-    with served(players) as site:
-        yield site
 
 
 def expected(player: Player, temperature: float = 0.8) -> str:

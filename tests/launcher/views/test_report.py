@@ -7,14 +7,12 @@ import html
 import json
 import os
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Finished
-from test_curves import file_rows
+from jobs import file_rows, sibling
 
 from launcher.cli.jobs import launch_again
 from launcher.curve import Curve, Row
@@ -39,19 +37,6 @@ def data_of(text: str) -> dict[str, Any]:
     found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text)
     assert found
     return dict(json.loads(found[1]))
-
-
-def sibling(job: Finished, number: int, loss: float, **hyperparameters: Any) -> str:
-    """A second job with other hyperparameters and another loss."""
-    directory = job.directory.with_name(f"{job.job_id}-{number}")
-    shutil.copytree(job.directory, directory)
-    record = json.loads((directory / "job.json").read_text())
-    record["hyperparameters"] |= hyperparameters
-    (directory / "job.json").write_text(json.dumps(record))
-    rows = [json.dumps({**row, "val_loss": loss}) for row in file_rows(job)]
-    curve = directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
-    curve.write_text("\n".join(rows) + "\n")
-    return directory.name
 
 
 def test_a_report_replaces_the_one_before_and_opens(job, cli, monkeypatch):

@@ -1,0 +1,36 @@
+"""CUDA and torch's compiler, in place of those that a CPU has not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """What torch's compiler is given from here on, each a whole function; it runs as it is."""
+    graphs = list[torch.fx.GraphModule]()
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiler = functools.partial(torch.compile, backend=keep, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", compiler)
+    torch.compiler.reset()
+    return graphs
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """CUDA's calls around a graph, which a CPU cannot make: nothing is recorded."""
+    cuda = MagicMock()
+    cuda.max_memory_allocated.return_value = 3
+    cuda.get_device_properties.return_value.total_memory = 10
+    monkeypatch.setattr("entry_point.cuda_graphs.torch.cuda", cuda)
+    return cuda

@@ -1,0 +1,20 @@
+"""A search of tiny runs, and runs with the seeds of their base."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import searches
+
+from launcher.trying import history
+
+begun, mine = searches.begun, searches.mine  # fixtures
+
+
+@pytest.fixture
+def same_seeds(monkeypatch):
+    """Seeds that are the same each time, so that verdicts of noise are."""
+    drawn = SimpleNamespace(randbelow=random.Random(1).randrange)
+    monkeypatch.setattr(history, "secrets", drawn)

@@ -1,0 +1,46 @@
+"""Edits of the model whose logits depend on later tokens."""
+
+from __future__ import annotations
+
+EMBEDDED = "        x = self.embed(idx).to(self.compute_dtype)\n"
+BLOCK = "        y = self.attention(norm(x, self.attention_norm), cos, sin, mask)\n"
+LAYERS = "        for block in self.blocks:\n"
+ATTENTION = "        dropout = self.dropout if self.training else 0.0\n"
+LAST = "        x = norm(x, self.norm)\n"
+KERNEL = "q, k, v, mask, dropout, is_causal=mask is None"
+
+
+def after(anchor: str, code: str) -> tuple[str, str]:
+    return anchor, f"{anchor}        {code}\n"
+
+
+def before(anchor: str, code: str) -> tuple[str, str]:
+    return anchor, f"        {code}\n{anchor}"
+
+
+LEAKS: dict[str, tuple[str, str]] = {
+    "no mask": (KERNEL, "q, k, v, mask, dropout, is_causal=False"),
+    "mask off by one": (KERNEL, "q, k, v, q.new_ones(T, T).bool().tril(1), dropout"),
+    "shift": after(EMBEDDED, "x = x + 0.1 * x.roll(-1, 1)"),
+    "window mean": before(BLOCK, "x = x - x.mean(1, keepdim=True)"),
+    "normalizer over time": after(EMBEDDED, "x = x / x.square().mean((1, 2), keepdim=True).sqrt()"),
+    "largest over time": before(BLOCK, "x = x / x.abs().amax((1, 2), keepdim=True)"),
+    "a thousandth of a value": before(ATTENTION, "v = v + 1e-3 * v.roll(-1, 2)"),
+    "one of ten positions": after(
+        EMBEDDED, "x = x + x.roll(-1, 1) * (torch.arange(x.size(1)) % 10 == 3)[:, None]"
+    ),
+    "second layer": (
+        LAYERS,
+        "        for index, block in enumerate(self.blocks):\n"
+        "            x = x + 0.1 * (index == 1) * x.roll(-1, 1)\n",
+    ),
+    "after 100 tokens": after(
+        EMBEDDED, "x = torch.cat((x[:, :100], x[:, 100:] + x[:, 100:].roll(-1, 1)), dim=1)"
+    ),
+    "centered convolution": before(LAST, "x = x + F.avg_pool1d(x.mT, 3, 1, 1).mT"),
+    "tokens chosen over time": before(
+        BLOCK, "x = x * (x[..., :1] >= x[..., :1].median(1, True)[0])"
+    ),
+    "sum from the end": after(EMBEDDED, "x = x + 0.01 * x.flip(1).cumsum(1).flip(1)"),
+    "keys of the next token": before(ATTENTION, "k = k + 0.1 * k.roll(-1, 2)"),
+}

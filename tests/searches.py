@@ -1,0 +1,98 @@
+"""Searches by `try`: folders of a known gain or of tiny models, and a search of these."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import launching
+import pytest
+import runs
+
+import entry_point
+from launcher.settings import Settings
+from launcher.source import Source, keep
+from launcher.trying import search
+from launcher.trying.scoring import Judge, Score
+from launcher.trying.search import Search
+from launcher.trying.start import begin
+from sm_nanogpt import Request
+
+QUICK = "n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,\n"
+TINY = (
+    QUICK,
+    "n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=4, eval_tokens=1024,\n",
+)
+SHORT = ("max_steps=180, learning_rate=0.05", "max_steps=60, learning_rate=0.05")
+
+
+def gain_of(source: Source) -> float:
+    return float(source.files.get("gain.py", b"0"))
+
+
+def folder(path: Path, gain: float) -> Path:
+    """A copy of the training folder that gains so much."""
+    shutil.copytree(Path(entry_point.__file__).parent, path, dirs_exist_ok=True)
+    (path / "gain.py").write_text(f"{gain}\n")
+    return path
+
+
+def tiny_folder(path: Path, *edits: tuple[str, str]) -> Path:
+    """A copy of the training folder whose preset `quick` is trained in a second."""
+    runs.edited_folder(path, TINY, SHORT, *edits)
+    return path
+
+
+@pytest.fixture(scope="session")
+def begun(tmp_path_factory, text):
+    """A search of tiny runs, its folder, and a model of its base; it is shared."""
+
+    def build(directory: Path) -> tuple[Path, Path, Path]:
+        base, model, text_file = (directory / name for name in ("base", "model", "text.txt"))
+        text_file.write_text(text[:60_000])
+        judge = Judge.score
+
+        def score(
+            self: Judge, trained: Path, source: Source, tested_below: float, limit: float
+        ) -> Score:
+            shutil.copytree(trained, model, dirs_exist_ok=True)
+            return judge(self, trained, source, tested_below, limit)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")
+            patch.setattr(search, "BASE_SEEDS", 2)
+            patch.setattr(Judge, "score", score)
+            request = Request(
+                instance="local",
+                preset="quick",
+                data=str(text_file),
+                entry_point=tiny_folder(base),
+            )
+            settings = Settings(home=directory / "home")
+            begin("s", request, settings, 0.05, None, lambda line: None).base()
+        return directory / "home", base, model
+
+    return SimpleNamespace(
+        **dict(
+            zip(
+                ("home", "base", "model"),
+                map(Path, launching.once(tmp_path_factory, "begun", build)),
+                strict=True,
+            )
+        )
+    )
+
+
+@pytest.fixture
+def mine(begun, home, monkeypatch):
+    """That search in this test's own home."""
+    shutil.copytree(begun.home, home)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return Search("s", Settings(home=home), lambda line: None)
+
+
+def checked(folder: Path, mine: Search) -> None:
+    source = Source.read(folder)
+    keep(source, mine.settings)
+    mine.check(source)

@@ -1,0 +1,29 @@
+"""The worker that runs a model's code, in place of its process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from models import tokenizer_of
+from torch import Tensor
+
+from launcher.judge.worker import Worker
+
+
+class Fake(Worker):
+    """A worker without a process, whose logits and samples are given by functions."""
+
+    chats = False
+    directory = Path("fake")
+
+    def __init__(self, vocabulary: str, logits: Any = None, said: Any = None) -> None:
+        self.tokenizer, self.block_size = tokenizer_of(vocabulary), 16
+        self.size, self.function, self.said = len(vocabulary), logits, said
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return self.function(ids)
+
+    def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
+        return self.said(prompts, **sampling)
