@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,3 +61,8 @@ def some_model(directory: Path) -> Path:
     trained = {"script_sha256": SCRIPT_SHA256, "corpus_sha256": "0" * 64, "step": 1}
     write_artefact(directory, lively(), tokenizer_of("\n abcdefghi"), trained)
     return directory
+
+
+def changed(**values: Any) -> Config:
+    """The small configuration, with some values changed."""
+    return dataclasses.replace(SMALL, **values)

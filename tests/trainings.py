@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import filecmp
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from models import ids, tokenizer_of
 from runs import (
+    PROBE,
     SCRIPT,
     SMALL,
     Ended,
+    environment,
+    free_port,
+    make_hosts,
     metrics,
     run,
+    run_hosts,
     words,
 )
 
 from entry_point.checkpoint import Checkpoints
 from entry_point.command_line import Options
 from entry_point.config import Config
-from entry_point.container import Ranks, read_container
+from entry_point.container import Container, Ranks, read_container
 from entry_point.distributed import Group
 from entry_point.text import Corpus
 from entry_point.trainer import Trainer
@@ -74,3 +81,102 @@ def assert_same_end(one: Path, other: Path) -> None:
         for host in (one, other)
     ]
     assert curves[0] == curves[1]
+
+
+def container(base: Path = Path("ml"), **changes: Any) -> Container:
+    """The container of `base`, with some things changed."""
+    values: dict[str, Any] = dict(
+        inside=True,
+        hosts=("algo-1", "algo-2"),
+        current_host="algo-2",
+        num_gpus=None,
+        interface="eth0",
+        training=base / "input/data/training",
+        validation=None,
+        init_from=None,
+        model_dir=base / "model",
+        output_dir=base / "output/data",
+        checkpoint_dir=base / "checkpoints",
+    )
+    return Container(**{**values, **changes})
+
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+
+
+def told(*place: object, by: Sequence[str] = TORCHRUN) -> dict[str, str]:
+    """What a launcher tells a process of its place."""
+    return dict(zip(by, map(str, place), strict=True))
+
+
+LINE = re.compile(r"step=([0-9]+)/[0-9]+ train_loss=([0-9.]+)")
+
+
+def printed_losses(output: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in LINE.findall(output)}
+
+
+# The loss has to fall by a nat in these steps, or there would be little to agree on.
+LEARNING = dict(max_steps=30, log_interval=1, eval_interval=15)
+
+
+def losses_of(tmp_path: Path, text: str, n_hosts: int, per_host: int, **how: Any) -> list[float]:
+    """The train losses of all steps, as metrics.jsonl has them and as the lines print them."""
+    base = tmp_path / f"{n_hosts}x{per_host}"
+    command = how.pop("command", (sys.executable, str(SCRIPT)))
+    values = {**LEARNING, **how}
+    arguments = small(**values, processes=per_host)
+    envs = make_hosts(base, text, n_hosts)
+    ends = run_hosts(arguments, cwd=tmp_path, envs=envs, command=command)
+    assert all(end.status == 0 for end in ends), "".join(end.output for end in ends)
+    assert f"= {n_hosts * per_host} process" in ends[0].output
+    notes = [line for end in ends for line in end.output.splitlines() if "note: " in line]
+    # torch's warnings are notes; it advises against Python 3.13.0.
+    assert not [line for line in notes if "upgrading to Python 3.13.1" not in line]
+    losses = [row["train_loss"] for row in metrics(base / "algo-1/output/data")]
+    printed = printed_losses(ends[0].output)
+    assert list(printed) == list(range(1, values["max_steps"] + 1))
+    assert list(printed.values()) == pytest.approx(losses, abs=6e-6)
+    return losses
+
+
+def furthest(one: Sequence[float], other: Sequence[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / a for a, b in zip(one, other, strict=True))
+
+
+def run_ranks(directory: Path, text_file: Path, world_size: int, probe: str) -> list[Ended]:
+    """A probe with the group and the text, as each rank on this machine, as a launcher would."""
+    program = directory / "probe.py"
+    program.write_text(
+        "import hashlib, os, sys, torch\n"
+        f"{PROBE}"
+        f"container = train.read_container({{}}, train.Options(data={str(text_file)!r}))\n"
+        "ranks = train.read_ranks(os.environ, 1)\n"
+        "group = train.Group(ranks, torch.device('cpu'), container)\n"
+        "def trainer_of(**values):\n"
+        "    config = train.Config(**values)\n"
+        "    corpus = train.load_corpus(container, config, group)\n"
+        "    return train.Trainer(config, container, group, corpus)\n"
+        "def randomize(model):\n"
+        "    generator = torch.Generator().manual_seed(1)\n"
+        "    for p in model.parameters():\n"
+        "        p.data.copy_(torch.randn(p.shape, generator=generator) * 0.2)\n"
+        f"{probe}"
+        "group.close()\n"
+        "sys.stdout.flush()\n"
+        "os._exit(0)\n"
+    )
+    group = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    group |= dict(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    ranks = map(str, range(world_size))
+    envs = [environment(**group, RANK=rank, LOCAL_RANK=rank) for rank in ranks]
+    ends = run_hosts([], cwd=directory, envs=envs, command=(sys.executable, str(program)))
+    assert all(end.status == 0 for end in ends), ends
+    return ends

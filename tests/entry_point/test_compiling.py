@@ -1,0 +1,218 @@
+"""Passes that are compiled, or recorded as CUDA graphs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from runs import SMALL, edited_folder, environment, run, words
+from trainings import furthest, losses_of, printed_losses, trainer_of
+
+from entry_point.config import Config
+from entry_point.device import can_use_graph, compiling_pays
+from entry_point.errors import TrainingError
+from entry_point.optim import gradient_of
+
+
+@pytest.mark.parametrize(
+    "how",
+    [dict(precision="bfloat16", dropout=0.1), dict(precision="float32")],
+    ids=["attention by products", "fused attention"],
+)
+def test_nothing_is_compiled_after_the_warm_up(tmp_path, graphs, how):
+    """With windows of four lengths."""
+    lengths = dict(n_layer=1, short_windows=0.5, max_steps=8, eval_interval=4)
+    trainer = trainer_of(tmp_path, compile="on", **how, **lengths)
+    trainer.passes.warm_up()
+    compiled = len(graphs)
+    assert compiled
+    assert trainer.run()
+    assert len(graphs) == compiled
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_process_warms_up_only_if_it_compiles(tmp_path, monkeypatch, compiled):
+    monkeypatch.setattr(torch, "compile", lambda model, **_: functools.partial(model))
+    trainer = trainer_of(tmp_path, max_steps=2, compile="on" if compiled else "off")
+    rehearse = Mock()
+    monkeypatch.setattr(trainer.passes, "rehearse", rehearse)
+    assert trainer.run()
+    assert rehearse.call_count == compiled
+
+
+@pytest.mark.parametrize(
+    "device, triton, steps, world_size, pays",
+    [
+        ("cuda", True, 10**8, 1, True),
+        ("cuda", True, 10**8, 8, False),
+        ("cuda", True, 10**7, 1, False),
+        ("cuda", False, 10**8, 1, False),
+        ("cpu", True, 10**8, 1, False),
+    ],
+)
+def test_only_a_long_run_on_a_gpu_is_compiled_by_default(
+    monkeypatch, device, triton, steps, world_size, pays
+):
+    monkeypatch.setattr("entry_point.device.find_spec", lambda name: triton or None)
+    config = Config(max_steps=steps, batch_size=16, block_size=32)
+    assert compiling_pays(config, torch.device(device), 30_000, world_size) is pays
+
+
+@pytest.mark.parametrize(
+    "device, how, dtype, may",
+    [
+        ("cuda", {}, torch.bfloat16, True),
+        ("cuda", {}, torch.float16, False),
+        ("cuda", {"compile": "off"}, torch.bfloat16, False),
+        ("cuda", {"recompute": True}, torch.bfloat16, True),
+        ("cuda", {"recompute": True, "dropout": 0.1}, torch.bfloat16, False),
+        ("cpu", {"compile": "on"}, torch.bfloat16, False),
+    ],
+)
+def test_only_gpus_that_may_compile_record(device, how, dtype, may):
+    assert can_use_graph(Config(**how), torch.device(device), dtype) is may
+
+
+def test_replayed_passes_train_as_executed_ones(tmp_path, cuda):
+    how = dict(batch_size=4, gradient_accumulation_steps=2, dropout=0.1, max_steps=4)
+    eager, trainer = (trainer_of(tmp_path / name, **how) for name in ("eager", "recorded"))
+    trainer.passes.uses_graphs = True
+    trainer.passes.warm_up()
+    (graph,) = trainer.passes.graphs.values()
+    cuda.reset_peak_memory_stats.assert_called_once()
+    replay = cuda.CUDAGraph.return_value.replay
+    replay.side_effect = lambda: graph.result.copy_(trainer.passes.run_pass(*graph.inputs))
+    gradients = [gradient_of(p) for p in trainer.optimizer.parameters.values()]
+    for one in (eager, trainer):
+        for _ in range(3):
+            one.train_step()
+    assert replay.call_count == 6
+    assert torch.equal(trainer.loss_sum, eager.loss_sum)
+    for name, weight in eager.optimizer.parameters.items():
+        assert torch.equal(trainer.optimizer.parameters[name], weight)
+    for parameter, gradient in zip(trainer.optimizer.parameters.values(), gradients, strict=True):
+        assert parameter.grad is gradient  # at its place
+    x, y, _ = trainer.passes.batch(0)[0]
+    torch.manual_seed(1)
+    whole = graph(x, y, 1.0).clone()
+    torch.manual_seed(1)
+    assert torch.equal(graph(x, y, 0.5), whole / 2)
+
+
+@pytest.fixture
+def unequal(monkeypatch):
+    """Seventeen rows of windows that double, in three passes."""
+    monkeypatch.setattr("entry_point.passes.tokens_per_pass", lambda *_: 6 * 32)
+    return dict(batch_size=17, block_size=32, short_windows=0.6, max_steps=10)
+
+
+def test_passes_of_each_shape_are_recorded(tmp_path, cuda, unequal):
+    trainer = trainer_of(tmp_path, **unequal)
+    trainer.passes.uses_graphs = True
+    trainer.passes.warm_up()
+    lengths = {4: (46, 45), 8: (23, 22), 16: (12, 11), 32: (6, 5)}
+    shapes = {(rows, length) for length, both in lengths.items() for rows in both}
+    assert trainer.passes.graphs.keys() == shapes
+
+
+def test_passes_of_each_shape_are_compiled(tmp_path, monkeypatch, unequal):
+    """Those of a teacher too: beyond a limit, Dynamo would run the others uncompiled."""
+    compiled: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    trainer = trainer_of(tmp_path, **unequal, n_layer=1, generations=2, compile="on")
+    torch.compiler.reset()
+    trainer.passes.rehearse([0, 2, 4, 6])
+    assert len(compiled) == 8
+    assert trainer.teacher is not None
+    trainer.passes.set_teacher(trainer.teacher)
+    trainer.passes.rehearse([0, 2, 4, 6])
+    assert len(compiled) == 8 + 16
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("fault", ["memory", "it waits for the GPU"])
+def test_where_nothing_can_be_recorded_there_is_no_graph(
+    tmp_path, cuda, capsys, monkeypatch, fault
+):
+    trainer = trainer_of(tmp_path)
+    trainer.passes.uses_graphs = True
+    if fault == "memory":
+        cuda.max_memory_allocated.return_value = 6
+    modes, run_pass = list[str](), trainer.passes.run_pass
+
+    def waiting(*given):
+        if modes == ["error"]:
+            raise RuntimeError(fault)
+        return run_pass(*given)
+
+    cuda.set_sync_debug_mode.side_effect = modes.append
+    monkeypatch.setattr(trainer.passes, "run_pass", waiting)
+    trainer.passes.warm_up()
+    assert trainer.passes.graphs == {}
+    assert fault in capsys.readouterr().out
+    assert modes == ([] if fault == "memory" else ["error", "default"])
+    assert cuda.current_stream.return_value.wait_stream.called is (fault != "memory")
+    assert all(p.grad is None for p in trainer.model.parameters())
+    trainer.train_step()
+
+
+def test_a_pass_that_fails_while_it_is_recorded_ends_the_run(tmp_path, cuda):
+    trainer = trainer_of(tmp_path)
+    trainer.passes.uses_graphs = True
+    cuda.graph.side_effect = RuntimeError("operation not permitted")
+    with pytest.raises(TrainingError, match="compile=off"):
+        trainer.passes.warm_up()
+
+
+def test_a_run_whose_compiler_fails_goes_on_eager_or_ends(tmp_path, monkeypatch, capsys):
+    """As compile=auto and compile=on ask for."""
+    broken = Mock(side_effect=OSError("no compiler"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    monkeypatch.setattr("entry_point.passes.compiling_pays", lambda *_: True)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        trainer_of(tmp_path / "on", compile="on").run()
+    losses = []
+    with torch.compiler.set_stance("default"):  # which a failure changes, and this puts back
+        for how in ("off", "auto"):
+            assert trainer_of(tmp_path / how, compile=how).run()
+            output = capsys.readouterr().out
+            losses.append(printed_losses(output))
+            assert output.count("note: rank 0 does not compile: ") == (how == "auto")
+    assert losses[0] == losses[1] != {}
+
+
+def test_ranks_go_on_together_if_one_cannot_compile(tmp_path, text_file):
+    """And a later hang is not blamed on it, which has begun fewer passes than the others."""
+    pays = "self.compiled = compiling_pays(config, group.device, size, group.world_size)"
+    tries = (pays, "self.compiled = True")  # on a CPU too
+    broken = (
+        "dynamic=False, backend=lambda graph, _: graph.forward if self.group.rank == 0 else 1 / 0"
+    )
+    command = edited_folder(tmp_path / "train", ("dynamic=False", broken), tries)
+    arguments = words(**SMALL, data=text_file, processes=2, short_windows=0.5, hang_seconds=5)
+    env = environment(NANOGPT_FAULT="0:7:hang")
+    end = run(arguments, cwd=tmp_path, command=command, env=env)
+    assert end.output.count("does not compile: ") == 1
+    assert "note: rank 1 does not compile: " in end.output
+    assert "\nstep=5/" in end.output
+    assert end.last_line.startswith("TrainingError: rank 0 on ")
+
+
+def test_compiling_does_not_change_the_losses_of_ranks(tmp_path, text):
+    """With lengths of windows that change, and buckets of gradients that cut the graph in two."""
+    graph_only = ("dynamic=False", 'dynamic=False, backend="aot_eager"')
+    how: dict[str, Any] = dict(n_layer=1, n_embd=224, short_windows=0.6)
+    how |= dict(max_steps=10, eval_interval=5)
+    command = edited_folder(tmp_path / "train", graph_only)
+    eager = losses_of(tmp_path / "eager", text, 1, 2, **how, compile="off")
+    compiled = losses_of(tmp_path / "compiled", text, 1, 2, **how, compile="on", command=command)
+    assert furthest(eager, compiled) < 1e-4

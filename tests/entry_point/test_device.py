@@ -1,0 +1,97 @@
+"""The device, how many processes share it, and what is said of it."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+from trainings import container
+
+from entry_point import train
+from entry_point.command_line import Options
+from entry_point.config import Config
+from entry_point.container import Ranks
+from entry_point.cores import cores
+from entry_point.device import choose_device, local_processes, machine_line, rank_device
+from entry_point.errors import DataError, TrainingError
+
+
+@pytest.mark.parametrize("hosts, machine", [(2, "2 CPU"), (3, "CPU")], ids=["equal", "unequal"])
+def test_the_first_line_counts_hosts_and_processes(hosts, machine):
+    said = f"running on {hosts} hosts x {machine} = 4 processes in one group (launched by torchrun;"
+    ranks = Ranks(0, 4, 0, 2, "torchrun")
+    assert machine_line(torch.device("cpu"), ranks, hosts).startswith(said)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    "device, counted, seen, said",
+    [
+        ("auto", 4, 0, "4 GPUs .* sees 0"),
+        ("auto", 4, 1, "4 GPUs .* sees 1"),
+        ("cuda", None, 0, "device=cuda, .* no such GPU"),
+        ("mps", None, 0, "device=mps, .* no such GPU"),
+        ("mps", None, 1, "device=mps, .* no such GPU"),
+    ],
+)
+def test_a_missing_device_is_refused(gpus, device, counted, seen, said):
+    gpus(seen)
+    with pytest.raises(TrainingError, match=said):
+        choose_device(Config(device=device), container(num_gpus=counted), 1)
+
+
+def test_mps_is_not_shared(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    options, here = Options(processes=2), container(num_gpus=0)
+    assert local_processes(Config(), here, options) == 2  # on the CPU
+    with pytest.raises(TrainingError, match="mps is one device; 2 processes"):
+        local_processes(Config(device="mps"), here, options)
+
+
+def test_device_cpu_asks_for_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", Mock(side_effect=AssertionError))
+    assert choose_device(Config(device="cpu"), container(num_gpus=4), 1) == "cpu"
+
+
+def test_each_gpu_gets_a_process(gpus, monkeypatch):
+    gpus(4)
+    selected: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    host = container(num_gpus=4)
+    assert local_processes(Config(), host, Options()) == 4
+    assert rank_device(Config(), host, Ranks(2, 4, 2, 4, "hand")) == torch.device("cuda", 2)
+    assert selected == [torch.device("cuda", 2)]
+    assert local_processes(Config(), host, Options(processes=2)) == 2  # each of which is refused
+    with pytest.raises(TrainingError, match=r"4 GPUs, and train\.py started 2 processes"):
+        train.train(Config(), Options(), host, Ranks(0, 2, 0, 2, "train.py"))
+
+
+@pytest.mark.parametrize("asked, before, processes", [(0, 0, 1), (3, 0, 3), (0, 3, 3), (2, 3, 2)])
+def test_the_processes_option_sets_the_cpu_processes(gpus, asked, before, processes):
+    gpus(0)
+    options = Options(processes=asked, processes_before=before)
+    assert local_processes(Config(), container(num_gpus=0), options) == processes
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ranks_share_the_cores_of_their_host(monkeypatch, processes):
+    """Also under mpirun, where some builds of torch take one thread."""
+    threads = Mock()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", threads)
+    monkeypatch.setattr(train, "Group", Mock())
+    monkeypatch.setattr(train, "load_corpus", Mock(side_effect=DataError))
+    ranks = Ranks(0, processes, 0, processes, "mpirun")
+    with pytest.raises(DataError):
+        train.train(Config(device="cpu"), Options(), container(), ranks)
+    threads.assert_called_once_with(max(1, cores() // processes))

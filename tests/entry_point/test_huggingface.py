@@ -1,0 +1,234 @@
+"""The artefact of a training, as transformers and the launcher read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from models import SMALL, characters, lively, tokenizer_of
+from runs import run, words
+from tensors import assert_same
+
+from entry_point import train
+from entry_point.checkpoint import Checkpoints, read_safetensors, write_safetensors
+from entry_point.errors import FormatError, TrainingError
+from entry_point.huggingface import SCRIPT_SHA256, to_hugging_face, write_artefact, write_sums
+from launcher.errors import InputError
+from launcher.models import engine
+from launcher.models.load import export_checkpoint, own_model, read_checkpoint
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def trained(text_file, tmp_path_factory):
+    """The model directory of a short training on a text with tabs, emoji and other scripts."""
+    out = tmp_path_factory.mktemp("trained")
+    steps = {"max_steps": STEPS, "eval_interval": STEPS, "log_interval": STEPS}
+    how = {**runs.SMALL, **steps, "n_embd": 64}
+    end = run(words(**how, data=text_file, out=out), cwd=out)
+    assert end.status == 0, end.output
+    return out
+
+
+@pytest.fixture(scope="module")
+def artefact(trained):
+    return trained / "model"
+
+
+@pytest.fixture
+def copied(artefact, tmp_path):
+    shutil.copytree(artefact, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors", "meta.json"]
+)
+def test_a_run_opens_only_regular_files(copied, text_file, tmp_path, put, name):
+    """This holds for its initial model and for its data: a pipe or a device would never end."""
+    data = tmp_path / "data"
+    data.mkdir()
+    file = (data if name == "meta.json" else copied) / name
+    file.unlink(missing_ok=True)
+    put(file)
+    data = data if name == "meta.json" else text_file
+    how = words(device="cpu", data=data, init_from=copied, out=tmp_path / "out")
+    with pytest.raises(TrainingError, match="not a regular file") as caught:
+        train.main(how)
+    assert name in str(caught.value)
+
+
+def ids_of(vocabulary: str, text: str) -> list[int]:
+    return [vocabulary.index(character) for character in text]
+
+
+def test_transformers_computes_the_same_logits(artefact, text):
+    """Also beyond the context, where a cache slides."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(artefact)
+    model, tokenizer = own_model(artefact)
+    sample = "".join(text[i : i + 32] for i in range(0, 400_000, 25_000))
+    x = torch.tensor(ids_of(characters(tokenizer), sample)).view(-1, 32)
+    long = torch.tensor([ids_of(characters(tokenizer), text[1000:1100])])
+    cache = engine.KeyValueCache(model, 1, 100)
+    with torch.inference_mode():
+        expected = theirs(x).logits
+        assert float(expected.std()) > 1
+        torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=0)
+        steps = [engine.forward(model, long[:, i : i + 1], cache) for i in range(100)]
+        expected = theirs(long).logits
+        torch.testing.assert_close(torch.stack(steps, dim=1), expected, atol=1e-4, rtol=0)
+
+
+def test_transformers_encodes_text_as_ours_does(artefact, text):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(artefact)
+    vocabulary = characters(own_model(artefact)[1])
+    assert {"\n", "\t", "🙂", "é", "漢", "\u200d"} < set(vocabulary)
+    marks = ("\n\n\t \t\n", "🙂🚀👩‍🚀", "  a  ", " .  , ' n't \n\t ")
+    for sample in (vocabulary, *vocabulary, *marks, text[-300:], text[:3000]):
+        ids = theirs(sample)["input_ids"]
+        assert ids == ids_of(vocabulary, sample)
+        assert theirs.decode(ids) == sample
+    assert theirs.decode(theirs("aЪb")["input_ids"]) == "a b"  # an unknown character
+
+
+def test_the_artefact_holds_no_pickle(artefact):
+    assert {path.suffix for path in artefact.iterdir()} == {".json", ".safetensors", ""}
+    assert (artefact / "SHA256SUMS").exists()
+
+
+def test_the_artefact_says_what_it_was_trained_with(artefact, trained):
+    training = json.loads((artefact / "training.json").read_text())
+    rows = (trained / "output/metrics.jsonl").read_text().splitlines()
+    assert training["metrics"] == json.loads(rows[-1])
+    assert training["val_loss"] == training["metrics"]["val_loss"]
+    assert training["config"]["n_embd"] == 64
+    assert training["causal"] is True
+    assert len(training["corpus_sha256"]) == 64
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_is_read_back_as_it_was_written(tied, tmp_path):
+    model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
+    write_artefact(tmp_path, model, tokenizer_of("abcdefghijk"), {"script_sha256": SCRIPT_SHA256})
+    found, tokenizer = own_model(tmp_path)
+    assert characters(tokenizer) == "abcdefghijk"
+    assert_same(dict(found.named_parameters()), dict(model.named_parameters()))
+
+
+def test_an_unknown_or_missing_weight_is_not_exported():
+    weights = dict(lively().named_parameters())
+    with pytest.raises(TrainingError, match=r"Qwen3 has no weight 'blocks\.0\.mlp\.bias'"):
+        to_hugging_face({**weights, "blocks.0.mlp.bias": torch.zeros(3)}, SMALL)
+    del weights["blocks.1.mlp.down.weight"]
+    with pytest.raises(KeyError, match=r"blocks\.1\.mlp\.down\.w"):
+        to_hugging_face(weights, SMALL)
+
+
+def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors, _ = read_safetensors(directory / "model.safetensors")
+    change(tensors)
+    write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    write_sums(directory)
+
+
+def change_json(directory: Path, name: str, change: Callable[[Any], object]) -> None:
+    document = json.loads((directory / name).read_text())
+    change(document)
+    (directory / name).write_text(json.dumps(document))
+    write_sums(directory)
+
+
+Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+
+
+EMBEDDING, MORE = "model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "name, change, found",
+    [
+        (V, lambda t: t.pop(V), "nothing"),
+        (EMBEDDING, lambda t: t.update({EMBEDDING: t[EMBEDDING][:-1].clone()}), ", 64]"),
+        (Q, lambda t: t.update({Q: t[Q][:, :-2].clone()}), "[64, 62]"),
+        (K, lambda t: t.update({Q: torch.zeros(128, 64), K: torch.zeros(0, 64)}), "[0, 64]"),
+        (Q, lambda t: t.update({Q: torch.tensor(1.0)}), "[] in the model"),
+        (MORE, lambda t: t.update({MORE: torch.zeros(2)}), "[2]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_a_format_error(copied, name, change, found):
+    change_tensors(copied, change)
+    with pytest.raises(FormatError, match=rf"^{name} is .*{re.escape(found)}"):
+        own_model(copied)
+
+
+@pytest.mark.parametrize(
+    "name, change, said",
+    [
+        ("training.json", lambda d: d["config"].update(n_embd=128), r", 64\] in the model and"),
+        ("training.json", lambda d: d["config"].update(n_embd="many"), "n_embd='many'"),
+        ("training.json", lambda d: d.update(config=[]), "training.json .*config: "),
+        ("training.json", lambda d: d.pop("config"), "training.json .*config: "),
+        ("tokenizer.json", lambda d: d["model"]["vocab"].update(a=10_000), r"10001, 64\]"),
+        ("tokenizer.json", lambda d: d["model"]["vocab"].update(a="b"), "is no tokenizer"),
+        ("tokenizer.json", lambda d: d.update(model={"vocab": {"ab": 0}}), "is no tokenizer"),
+        ("tokenizer.json", lambda d: d.update(model=[]), "tokenizer.json is no tokenizer"),
+    ],
+)
+def test_documents_that_do_not_fit_are_a_format_error(copied, name, change, said):
+    change_json(copied, name, change)
+    with pytest.raises(FormatError, match=said):
+        own_model(copied)
+
+
+def test_an_added_recipe_hyperparameter_is_accepted(copied):
+    change_json(copied, "training.json", lambda d: d["config"].update(mine=1))
+    change_json(copied, "training.json", lambda d: d.update(script_sha256="f" * 64))
+    model, _ = own_model(copied)
+    assert model.config.n_embd == 64
+
+
+@pytest.mark.parametrize(
+    "change, error, said",
+    [
+        (lambda t, state: state.update(script_sha256="f" * 64), InputError, r"SHA-256 f{12}\."),
+        (lambda t, state: t.pop("model.embed.weight"), FormatError, r"embed\.weight is nothing"),
+    ],
+)
+def test_a_checkpoint_of_another_script_is_refused(trained, tmp_path, change, error, said):
+    loaded = Checkpoints(trained / "checkpoints").load_latest()
+    assert loaded is not None
+    change(*loaded)
+    Checkpoints(tmp_path / "checkpoints").save(*loaded)
+    with pytest.raises(error, match=said):
+        export_checkpoint(read_checkpoint(tmp_path / "checkpoints"), tmp_path / "model")
+
+
+def test_a_checkpoint_can_be_made_a_model(trained, artefact, tmp_path):
+    assert export_checkpoint(read_checkpoint(trained / "checkpoints"), tmp_path / "model") == STEPS
+    assert_same(
+        read_safetensors(tmp_path / "model/model.safetensors")[0],
+        read_safetensors(artefact / "model.safetensors")[0],
+    )
+    model, tokenizer = own_model(tmp_path / "model")
+    assert len(tokenizer) == model.embed.num_embeddings
+
+
+def test_export_without_a_checkpoint_makes_no_model(tmp_path):
+    with pytest.raises(TrainingError, match="no checkpoint in"):
+        export_checkpoint(read_checkpoint(tmp_path), tmp_path / "model")
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,283 @@
+"""What a training prints and leaves."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from unittest.mock import Mock
+
+import pytest
+import torch.distributed as dist
+from runs import (
+    SCRIPT,
+    SMALL,
+    edited_folder,
+    environment,
+    make_hosts,
+    metrics,
+    run,
+    run_hosts,
+    started,
+    wait_for_line,
+)
+from trainings import ALONE, LINE, printed_losses, small, trained, trainer_of
+
+from entry_point import train
+from entry_point.checkpoint import read_safetensors
+from entry_point.data import evaluate
+from entry_point.errors import ConfigError, DataError
+from entry_point.faults import read_fault
+from entry_point.metrics import best_lines, metric_definitions, metric_line
+from launcher.models.load import own_model
+
+
+def test_a_long_run_says_once_how_long_it_takes(tmp_path, monkeypatch, capsys):
+    trainer = trainer_of(tmp_path, max_steps=100)
+    trainer.step, trainer.timer = 8, Mock(measure=Mock(return_value=10.0))
+    trainer.log_duration()
+    note = capsys.readouterr().out
+    assert note == "note: 10 s a step: about 0:15:20 to step 100\n"
+    trainer.timer.measure.return_value = 0.3
+    trainer.log_duration()  # half a minute for the rest
+    assert not capsys.readouterr().out
+
+    monkeypatch.setattr("entry_point.trainer.LONG_RUN", 0.0)
+    for steps in (5, 10):  # the second resumes
+        trainer = trainer_of(tmp_path, max_steps=steps)
+        monkeypatch.setattr(time, "perf_counter", lambda one=trainer: 10.0 * one.step)
+        assert trainer.run()
+        assert capsys.readouterr().out.count("note: 10 s a step: about 0:00:20 to step ") == 1
+
+
+@pytest.mark.parametrize("prefix", ["", "[1,mpirank:0,algo-1]<stdout>:"])
+def test_each_metric_regex_finds_only_its_own_number(prefix):
+    row = dict(step=250, train_loss=2.130314, val_loss=10.5, best_loss=9.25, learning_rate=0.00001)
+    row |= {"bits_per_byte": 2.25, "tokens_per_second": 25765.4}
+    line = prefix + metric_line(row, 2000, 72.4)
+    found = {each["Name"]: re.findall(each["Regex"], line) for each in metric_definitions()}
+    assert found == {
+        "step": ["250"],
+        "train_loss": ["2.13031"],
+        "val_loss": ["10.50000"],
+        "best_loss": ["9.25000"],
+        "bits_per_byte": ["2.25000"],
+        "learning_rate": ["0.0000100"],
+        "tokens_per_second": ["25765"],
+    }
+    assert re.match(r".*step=250/2000 train_loss=2.13031 .* time_left=0:01:12$", line)
+    del row["val_loss"]
+    assert "val_loss" not in metric_line(row, 2000, 0)
+
+
+def test_a_run_whose_log_has_no_reader_ends(tmp_path, sagemaker):
+    endless = small(max_steps=10**6, processes=2)
+    with started(endless, cwd=tmp_path, env=sagemaker, stderr=subprocess.PIPE) as process:
+        wait_for_line(process, "step=5/")
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+        status = process.wait()
+    assert (status, said) == (1, "BrokenPipeError: [Errno 32] Broken pipe\n")
+
+
+@pytest.fixture(scope="module")
+def mpirun(tmp_path_factory, text):
+    """A host on which mpirun has started two processes, and what each printed."""
+    base = tmp_path_factory.mktemp("mpirun")
+    (env,) = make_hosts(base, text)
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")]
+    envs = [{**env, **dict(zip(names, (rank, rank, "2", "2"), strict=True))} for rank in "01"]
+    ends = run_hosts(small(sample_length=90), cwd=base, envs=envs)
+    assert [end.status for end in ends] == [0, 0], ends
+    return base / "algo-1", *(end.output for end in ends)
+
+
+def test_under_mpirun_only_rank_0_prints(mpirun):
+    host, first, second = mpirun
+    assert "2 processes in one group (launched by mpirun" in first
+    assert second == ""
+    rows = metrics(host / "output/data")
+    assert [round(row["train_loss"], 5) for row in rows] == [*printed_losses(first).values()]
+    model, tokenizer = own_model(host / "model")
+    parameters = sum(p.numel() for p in model.parameters())
+    assert f"\n{parameters:,} parameters; " in first
+    assert f" vocabulary {len(tokenizer)}\n" in first
+
+
+def test_samples_are_printed_before_and_after_training(mpirun):
+    heads = r"^--- sample (before|after) training ---\n"
+    start, *rest = re.split(heads, mpirun[1], flags=re.M)
+    assert rest[::2] == ["before", "after"]
+    parts = [start, *rest[1::2]]
+    assert [bool(LINE.search(part)) for part in parts] == [False, True, False]
+    lengths = [len("\n".join(re.findall(r"^\| (.*)$", part, re.M))) for part in parts]
+    assert lengths == [0, 30, 90]
+
+
+@pytest.fixture(scope="module")
+def unforked(tmp_path_factory, text_file):
+    """A run of one process, with a log of ASCII, that samples its own model in the end."""
+    code = (
+        "import pathlib, sys\n"
+        "from entry_point import train\n"
+        "from entry_point.model import sample\n"
+        "from launcher.models.load import own_model\n"
+        "status = train.main(sys.argv[1:])\n"
+        "model, tokenizer = own_model(pathlib.Path('out/model'))\n"
+        "sample(model, [tokenizer.start], 9)\n"
+        "print(status, 'torch._dynamo' in sys.modules)"
+    )
+    arguments = small(sample_length=150, processes=1, data=text_file, out="out")
+    env = environment(PYTHONPATH=str(SCRIPT.parents[1]), PYTHONIOENCODING="ascii")
+    cwd = tmp_path_factory.mktemp("unforked")
+    return run(arguments, cwd=cwd, env=env, command=(sys.executable, "-c", code))
+
+
+def test_one_process_does_not_import_torchs_compiler(unforked):
+    assert unforked.last_line == "0 False", unforked.output
+
+
+def test_samples_are_escaped_in_a_log_of_ascii(unforked):
+    assert "\\u" in unforked.output
+
+
+def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path, capsys):
+    """A run soon memorizes a short text of random characters."""
+    how = dict(n_embd=64, max_steps=60, eval_interval=10, learning_rate=0.05)
+    trainer = trainer_of(tmp_path, **how)
+    assert trainer.run()
+    rows = [row for row in metrics(tmp_path / "output") if "val_loss" in row]
+    best = min(rows, key=lambda row: row["val_loss"])
+    assert best["val_loss"] < rows[-1]["val_loss"] - 0.1
+    assert f"so the model is that of step {best['step']}; " in capsys.readouterr().out
+    training = json.loads((tmp_path / "model/training.json").read_text())
+    assert (training["step"], training["val_loss"]) == (best["step"], best["val_loss"])
+    model, _ = own_model(tmp_path / "model")
+    value = evaluate(model, trainer.corpus.val, trainer.config, trainer.group)
+    assert value == pytest.approx(best["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([(5, 3.0, 3.0), (10, 2.0, 3.2)], "memorized its text: val_loss rose to 3.2"),
+        ([(4, 3.0, 3.0), (10, 2.0, 3.1)], "no later val_loss was lower"),  # rose little
+        ([(5, 2.0, 3.0), (10, 2.0, 3.2)], "no later val_loss was lower"),  # not by memorizing
+        ([(6, 3.0, 3.0), (10, 2.0, 3.2)], "no later val_loss was lower"),  # late
+        ([(5, 2.0, 3.1), (10, 3.0, 3.0)], ""),
+        ([(5, 2.0, 3.1), (10, 3.0, None), (10, None, 3.0)], ""),  # resumed where it ends
+    ],
+)
+def test_the_last_lines_say_why_an_earlier_step_is_kept(rows, said):
+    names = ("step", "train_loss", "val_loss")
+    rows = [{k: v for k, v in zip(names, row, strict=True) if v is not None} for row in rows]
+    best = min((row for row in rows if "val_loss" in row), key=lambda row: row["val_loss"])
+    first, *notes = best_lines(rows, best["step"])
+    assert first == f"best val_loss 3.00000 at step {best['step']}"
+    assert len(notes) == bool(said) and said in "".join(notes)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_the_first_lines_name_devices_and_choices(tmp_path, capsys, precision):
+    trainer_of(tmp_path, precision=precision, gradient_accumulation_steps=2).introduce(ALONE)
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first.startswith("running on 1 host x 1 CPU = 1 process in one group (launched by hand;")
+    assert second == f"chosen: {precision}, eager, 2 passes a step"
+
+
+@pytest.mark.parametrize("fault", ["kill", "1:kill", "0:4:explode", "-1:4:kill"])
+def test_an_impossible_fault_is_refused(fault):
+    with pytest.raises(ConfigError, match="RANK:STEP:ACTION"):
+        read_fault(fault)
+
+
+@pytest.fixture
+def garbage():
+    """Has Python look for garbage as before, after a test in which a run did not."""
+    yield gc
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_a_run_never_looks_for_garbage_among_its_imports(monkeypatch, garbage):
+    """With those of torch, each checkpoint would take a tenth of a second longer."""
+    frozen: list[int] = []
+    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
+    monkeypatch.setattr("entry_point.train.main", lambda _: frozen.append(gc.get_freeze_count()))
+    with pytest.raises(SystemExit):
+        train.run([])
+    assert frozen[0] > 100_000
+    assert not gc.isenabled()
+
+
+@pytest.mark.usefixtures("garbage")
+def test_what_may_be_an_echo_of_a_failure_is_reported_late(monkeypatch):
+    """The first cause may be on the same log, which takes the last line for the reason."""
+    slept: list[float] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
+    for error in (DataError("none"), AttributeError("gleu"), RuntimeError("closed by peer")):
+        monkeypatch.setattr("entry_point.train.main", Mock(side_effect=error))
+        with pytest.raises(SystemExit):
+            train.run([])
+    assert slept == [5]
+
+
+# Where every rank comes by, before it joins the group.
+EARLY = "    device_type = choose_device(config, container, ranks.world_size)\n"
+
+
+def test_a_warning_is_printed_without_its_class_name(tmp_path, text_file):
+    """SageMaker would take that for the reason of a failure."""
+    warning = "    warnings.warn('two\\nlines')\n    raise ConfigError('none')\n"
+    command = edited_folder(tmp_path / "train", (EARLY, warning + EARLY))
+    end = trained(tmp_path, status=2, data=text_file, processes=1, command=command)
+    assert end.output == "note: two lines\nConfigError: none\n"
+
+
+def test_a_rank_that_ignores_signals_ends_after_a_failure(tmp_path, text_file):
+    deaf = (
+        "    if ranks.rank == 0:\n"
+        "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "        time.sleep(600)\n"
+        "    raise ConfigError('that is enough')\n"
+    )
+    command = edited_folder(tmp_path / "train", (EARLY, deaf + EARLY))
+    end = trained(tmp_path, status=2, data=text_file, processes=2, command=command)
+    assert end.last_line == "ConfigError: that is enough"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone gives memory back so eagerly")
+def test_freed_tensors_memory_is_reused():
+    code = (
+        "import resource, torch\n"
+        "from entry_point import train\n"
+        "train.keep_freed_memory()\n"
+        "def pages_asked_for():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    tensors = [torch.ones(10 << 20) for _ in range(3)]\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "print(*(pages_asked_for() for _ in range(30)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, *later = map(int, done.stdout.split())
+    assert statistics.median(later) < first / 10  # the first few still arrange the heap
+
+
+def test_the_buffers_of_an_edit_count_steps_alone(text_file, tmp_path):
+    """The steps before the first one, which lay out DDP's buckets, leave no trace."""
+    blocks, first = "        self.blocks = ", "        x = norm(x, self.norm)\n"
+    seen = '        self.register_buffer("seen", torch.zeros(()))\n'
+    count = "        if self.training:\n            self.seen = self.seen + 1\n"
+    command = edited_folder(tmp_path / "mine", (blocks, seen + blocks), (first, count + first))
+    trained(tmp_path, data=text_file, out="out", processes=2, command=command)
+    newest = max((tmp_path / "out/checkpoints").glob("checkpoint-*"))
+    tensors, _ = read_safetensors(newest)
+    assert int(tensors["model.seen"]) == SMALL["max_steps"]

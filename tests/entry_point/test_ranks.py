@@ -1,0 +1,205 @@
+"""The same training on any number of processes and hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from runs import edited_folder, kill, make_hosts, started, wait_for_line
+from trainings import EXACT, assert_same_end, furthest, losses_of, run_ranks, small, trained
+
+from entry_point.cuda_graphs import record_passes
+
+
+@pytest.mark.parametrize(
+    "precision, tolerance, groups",
+    [("float32", 1e-5, [(1, 2, 3), (2, 2, 1)]), ("auto", 1e-2, [(1, 3, 2)])],
+    ids=["float32", "as shipped"],
+)
+def test_losses_do_not_depend_on_processes_or_hosts(tmp_path, text, precision, tolerance, groups):
+    expected = losses_of(tmp_path, text, 1, 1, precision=precision)
+    assert expected[0] - expected[-1] > 1
+    for n_hosts, per_host, passes in groups:
+        how = dict(precision=precision, gradient_accumulation_steps=passes)
+        losses = losses_of(tmp_path, text, n_hosts, per_host, **how)
+        assert furthest(expected, losses) < tolerance, f"{n_hosts} hosts of {per_host}"
+
+
+# In place of a CUDA graph: the bare model on inputs that stay, with gradients that stay.
+GRAPH_ON_CPU = """
+from .cuda_graphs import PassGraph, flat_gradients
+
+class Replay:
+    def __init__(self, run, x, y):
+        self.run, self.inputs = run, [x.clone(), y.clone(), torch.ones(())]
+        self.result = run(*self.inputs)
+
+    def __call__(self, x, y, weight):
+        for given, kept in zip((x, y, weight), self.inputs, strict=True):
+            kept.copy_(torch.as_tensor(given))
+        return self.result.copy_(self.run(*self.inputs))
+
+def record_passes(run, passes, parameters):
+    gradients = flat_gradients(parameters)
+    return {x.shape: Replay(run, x, y) for x, y, _ in passes}, gradients
+
+def can_use_graph(*_):
+    return True
+"""
+
+
+def graphs_on_cpu(directory: Path, *edits: tuple[str, str]) -> tuple[str, str]:
+    """The command of a train.py that replays passes, and adds gradients up once, on CPUs."""
+    line = "from .cuda_graphs import PassGraph, record_passes\n"
+    of_devices = "import can_use_graph, compiling_pays, "
+    given = (line, GRAPH_ON_CPU), (of_devices, "import compiling_pays, ")
+    return edited_folder(directory, *given, *edits)
+
+
+def test_one_all_reduce_trains_as_ddp_does(tmp_path, text):
+    """With a graph of each length of windows, and passes whose gradients add up."""
+    how: dict[str, Any] = dict(short_windows=0.6, dropout=0.1)
+    how |= dict(gradient_accumulation_steps=2)
+    ddp = losses_of(tmp_path / "ddp", text, 1, 2, **how)
+    command = graphs_on_cpu(tmp_path / "train")
+    flat = losses_of(tmp_path / "flat", text, 1, 2, **how, command=command)
+    assert ddp[0] - ddp[-1] > 1
+    assert furthest(ddp, flat) < 1e-5
+
+
+def test_one_all_reduce_takes_the_buffers_of_rank_0(tmp_path, text):
+    """As DistributedDataParallel does before each step, so that a resumed run goes on the same."""
+    blocks, first = "        self.blocks = ", "        x = norm(x, self.norm)\n"
+    mean = '        self.register_buffer("mean", torch.zeros(()), persistent=False)\n'
+    use = "        if self.training:\n            self.mean.lerp_(x.detach().max().float(), 0.5)\n"
+    use += "        x = x * (1 + self.mean)\n"
+    edits = (blocks, mean + blocks), (first, use + first)
+    ddp = losses_of(tmp_path / "ddp", text, 1, 2, command=edited_folder(tmp_path / "own", *edits))
+    command = graphs_on_cpu(tmp_path / "train", *edits)
+    assert furthest(ddp, losses_of(tmp_path / "flat", text, 1, 2, command=command)) < 1e-5
+
+
+def test_weights_of_another_type_are_not_recorded(monkeypatch, capsys):
+    memory = Mock(return_value=Mock(total_memory=1e9))
+    monkeypatch.setattr("torch.cuda.get_device_properties", memory)
+    weights, x = [torch.zeros(2, dtype=torch.float16)], torch.zeros(1, 1)
+    assert record_passes(Mock(), [(x, x, 1.0)], weights) == ({}, None)
+    assert "no CUDA graph" in capsys.readouterr().out
+
+
+def test_one_all_reduce_resumes_with_the_same_bits(tmp_path, text):
+    command = graphs_on_cpu(tmp_path / "train")
+    how = {**EXACT, "processes": 3, "command": command}
+    trained(tmp_path, make_hosts(tmp_path / "calm", text)[0], **how)
+    env = make_hosts(tmp_path / "cut", text)[0]
+    with started(small(**EXACT, processes=3), cwd=tmp_path, env=env, command=command) as process:
+        wait_for_line(process, "step=12/")
+        kill(process)
+    trained(tmp_path, env, **how)
+    assert_same_end(tmp_path / "cut/algo-1", tmp_path / "calm/algo-1")
+
+
+def test_ranks_go_without_graphs_if_one_cannot_record(tmp_path, text):
+    """They train by DistributedDataParallel, as if none had tried."""
+    records = "    return {x.shape: Replay"
+    fails = "    if __import__('os').environ['RANK'] == '1':\n        return {}, None\n"
+    command = graphs_on_cpu(tmp_path / "train", (records, fails + records))
+    ddp = losses_of(tmp_path / "ddp", text, 1, 2)
+    assert ddp == losses_of(tmp_path / "flat", text, 1, 2, command=command)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["ddp", "flat"])
+def test_gradients_averaged_in_bfloat16_train_alike(tmp_path, text, flat):
+    how: dict[str, Any] = {}
+    if flat:
+        how |= dict(command=graphs_on_cpu(tmp_path / "train"))
+    exact = losses_of(tmp_path / "exact", text, 1, 2, **how)
+    rounded = losses_of(tmp_path / "rounded", text, 1, 2, **how, reduce_precision="bfloat16")
+    assert 0 < furthest(exact, rounded) < 1e-2
+
+
+def test_ranks_that_compute_layers_twice_train_the_same(tmp_path, text):
+    how: dict[str, Any] = dict(dropout=0.2, gradient_accumulation_steps=2)
+    once, twice = (
+        losses_of(tmp_path / str(value), text, 1, 2, **how, recompute=value)
+        for value in (False, True)
+    )
+    assert once == twice
+
+
+def test_ranks_average_gradients_in_float32(tmp_path, text_file):
+    """In three steps, as DDP lays its buckets out anew after its first."""
+    probe = (
+        "for precision in ('float32', 'bfloat16', 'float16'):\n"
+        "    how = dict(n_layer=2, n_embd=64, block_size=32, batch_size=12)\n"
+        "    trainer = trainer_of(**how, gradient_accumulation_steps=2, precision=precision)\n"
+        "    trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), 'scale': 64.0})\n"
+        "    randomize(trainer.model)\n"
+        "    for step in range(3):\n"
+        "        with trainer.passes.trained_net.no_sync():\n"
+        "            trainer.passes.forward_backward(step)\n"
+        "        own = [p.grad.clone() for p in trainer.model.parameters()]\n"
+        "        trainer.model.zero_grad()\n"
+        "        trainer.passes.forward_backward(step)\n"
+        "        digest = hashlib.sha256()\n"
+        "        for mine, p in zip(own, trainer.model.parameters(), strict=True):\n"
+        "            mean = group.sum_(mine) / group.world_size\n"
+        "            assert (p.grad - mean).abs().max() <= 2**-18 * mean.abs().max(), step\n"
+        "            assert (p.grad != p.grad.bfloat16()).any(), step\n"
+        "            assert (p.grad != p.grad.half()).any(), step\n"
+        "            digest.update(train.memory(p.grad))\n"
+        "        trainer.model.zero_grad()\n"
+        "        print(digest.hexdigest())\n"
+    )
+    ends = run_ranks(tmp_path, text_file, 3, probe)
+    assert len({end.output for end in ends}) == 1, ends
+
+
+def test_ranks_make_as_many_passes_as_the_smallest_gpu(tmp_path, text_file):
+    probe = (
+        "passes = sys.modules['entry_point.passes']\n"
+        "passes.tokens_per_pass = lambda *_: (1 << 14, 1 << 7)[group.rank]\n"
+        "print(trainer_of(block_size=64, batch_size=16).passes.n_passes)\n"
+    )
+    assert [end.output for end in run_ranks(tmp_path, text_file, 2, probe)] == ["4\n", "4\n"]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+def test_shared_updates_have_the_bits_of_one_rank(tmp_path, text_file, n_ranks):
+    """In slices, of weights that are fused, wide and tall."""
+    probe = (
+        "optim = sys.modules['entry_point.optim']\n"
+        "optim.SLICE = 1 << 9\n"
+        "alone = types.SimpleNamespace(rank=0, world_size=1, device=group.device)\n"
+        "alone.async_all_gather = lambda update: lambda: update[None]\n"
+        "generator = torch.Generator().manual_seed(1)\n"
+        "config = train.Config(weight_decay=0.1)\n"
+        "for dtype in (torch.float32, torch.bfloat16):\n"
+        "    shared, whole = {}, {}\n"
+        "    for i, (rows, columns, n) in enumerate(4 * [(48, 16, 3), (16, 16, 1), (86, 16, 2),"
+        " (16, 43, 1)]):\n"
+        "        weight = torch.randn(rows, columns, generator=generator)\n"
+        "        shared[str(i)], whole[str(i)] = (weight.clone(), n), (weight, n)\n"
+        "    given = (shared, group), (whole, alone)\n"
+        "    muons = [optim.Muon(weights, config, who, dtype) for weights, who in given]\n"
+        "    assert len(muons[1].slices) > 10\n"
+        "    for step in range(5):\n"
+        "        for name, (weight, _) in whole.items():\n"
+        "            weight.grad = torch.randn(weight.shape, generator=generator)\n"
+        "            shared[name][0].grad = weight.grad\n"
+        "        for muon in muons:\n"
+        "            muon.step(1.0)\n"
+        "    assert all(torch.equal(shared[name][0], whole[name][0]) for name in whole)\n"
+        "    ours, theirs = (muon.state() for muon in muons)\n"
+        "    assert list(ours) == list(theirs)\n"
+        "    for name, owner in muons[0].owners().items():\n"
+        "        assert ours[name].shape == theirs[name].shape\n"
+        "        assert ours[name].is_meta == (owner != group.rank)\n"
+        "        assert ours[name].is_meta or torch.equal(ours[name], theirs[name])\n"
+        "    print(len(set(muons[0].owners().values())))\n"
+    )
+    ends = run_ranks(tmp_path, text_file, n_ranks, probe)
+    assert {end.output for end in ends} == {2 * f"{n_ranks}\n"}

@@ -1,0 +1,281 @@
+"""A training that is stopped and started again."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from launching import session_of, until
+from runs import (
+    SCRIPT,
+    edited_folder,
+    ended,
+    environment,
+    kill,
+    make_hosts,
+    metrics,
+    run,
+    started,
+    wait_for_file,
+    wait_for_line,
+    words,
+)
+from trainings import (
+    ALONE,
+    EXACT,
+    LINE,
+    assert_same_end,
+    furthest,
+    run_ranks,
+    small,
+    trained,
+    trainer_of,
+)
+
+from entry_point import train
+from entry_point.checkpoint import Checkpoints, read_safetensors
+from entry_point.container import read_container
+from entry_point.errors import ConfigError, TrainingError
+from entry_point.text import Corpus, load_corpus
+
+
+def steps_in(directory: Path) -> list[int]:
+    return [row["step"] for row in metrics(directory)]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3])
+def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, text, n_ranks):
+    how = {**EXACT, "processes": n_ranks}
+    arguments = small(**how)
+    trained(tmp_path, make_hosts(tmp_path / "calm", text)[0], **how)
+
+    env = make_hosts(tmp_path / "cut", text)[0]
+    host = tmp_path / "cut/algo-1"
+    checkpoints = Checkpoints(host / "checkpoints")
+    # First killed in the middle of training, two steps after a checkpoint.
+    with started(arguments, cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=7/")
+        kill(process)
+    assert checkpoints.steps() == [5]
+
+    # Then in the middle of writing one: half of the file is there.
+    halfway = "        file.write(encoded)\n"
+    stall = "        if 'checkpoint-' in path.name:\n            file.flush(), time.sleep(600)\n"
+    command = edited_folder(tmp_path / "stalling", (halfway, halfway + stall))
+    with started(arguments, cwd=tmp_path, env=env, command=command) as process:
+        wait_for_line(process, "resumed from the checkpoint of step 5")
+        wait_for_line(process, "step=10/")
+        half = wait_for_file(host / "checkpoints", "*.sagemaker-ignore")
+        kill(process)
+    assert half.exists()
+    assert checkpoints.steps() == [5]
+
+    # Then stopped by a signal.
+    with started(arguments, cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=12/")
+        process.send_signal(SIGTERM)
+        end = ended(process)
+    stopped = checkpoints.steps()[0]
+    assert 12 <= stopped < EXACT["max_steps"]
+    assert end.status == 128 + SIGTERM
+    assert end.last_line == f"stopped by a signal; the checkpoint of step {stopped} is written"
+    assert not (host / "model").exists()
+
+    end = trained(tmp_path, env, **how)
+    assert f"resumed from the checkpoint of step {stopped}" in end.output
+    assert_same_end(host, tmp_path / "calm/algo-1")
+    assert steps_in(host / "output/data") == list(range(1, EXACT["max_steps"] + 1))
+    assert not list((host / "checkpoints").glob("*.sagemaker-ignore"))
+
+
+@pytest.mark.parametrize(
+    "processes, numbers", [(1, [SIGINT]), (1, [SIGTERM]), (2, [SIGINT]), (2, [SIGTERM, SIGINT])]
+)
+def test_a_run_may_be_resumed_to_end_where_it_stopped(tmp_path, sagemaker, processes, numbers):
+    """Between two evaluations, at a step whose train_loss is logged.
+
+    Signals in quick succession are one, as from a supervisor.
+    """
+    how = dict(processes=processes, eval_interval=1000, log_interval=1)
+    with started(small(**how, max_steps=10**6), cwd=tmp_path, env=sagemaker) as process:
+        wait_for_line(process, "step=5/")
+        for number in numbers:
+            if len(numbers) == 1:
+                process.send_signal(number)
+            else:
+                os.killpg(process.pid, number)
+        end = ended(process)
+    assert end.status in [128 + number for number in numbers]
+    assert end.last_line.startswith("stopped by a signal; the checkpoint of step ")
+    (step,) = Checkpoints(tmp_path / "algo-1/checkpoints").steps()
+    end = trained(tmp_path, sagemaker, **how, max_steps=step)
+    best = metrics(tmp_path / "algo-1/output/data")[-1]["val_loss"]
+    assert f"best val_loss {best:.5f}" in end.output
+
+
+def test_ranks_end_when_their_parent_is_killed_alone(tmp_path, text_file):
+    """As orphans they would go on writing checkpoints beside whoever is started next."""
+    with started(small(data=text_file, max_steps=10**6, processes=2), cwd=tmp_path) as process:
+        wait_for_line(process, "step=5/")
+        assert len(session_of(process.pid)) == 3
+        process.send_signal(SIGKILL)
+        process.wait()
+        until(lambda: not session_of(process.pid))
+
+
+def test_a_resumed_run_may_change_its_steps_alone(tmp_path):
+    assert trainer_of(tmp_path).run()
+    kept = Checkpoints(tmp_path / "checkpoints")
+    before = kept.path(10).read_bytes()
+    other_text = trainer_of(tmp_path, max_steps=20)
+    other_text.corpus = dataclasses.replace(other_text.corpus, sha256="other")
+    diverging = trainer_of(tmp_path, max_steps=20, log_interval=1, learning_rate=1e37)
+    nonfinite = r"the loss is (nan|inf), .* step 1[1-5]; .* step 10 .* learning_rate"
+    for trainer, error, said in [
+        (trainer_of(tmp_path, n_embd=64, max_steps=20), ConfigError, "n_embd .from 32 to 64"),
+        (trainer_of(tmp_path, max_steps=5), ConfigError, r"max_steps \(to 5, .* step 10\)"),
+        (other_text, ConfigError, "cannot change its text"),
+        (diverging, TrainingError, nonfinite),
+    ]:
+        with pytest.raises(error, match=said) as caught:
+            trainer.run()
+        assert caught.type is error
+        assert kept.steps()[0] == 10
+        assert kept.path(10).read_bytes() == before
+    assert trainer_of(tmp_path, max_steps=20).run()
+    assert steps_in(tmp_path / "output") == [5, 10, 15, 20]
+
+
+def test_a_finished_run_started_again_rewrites_its_artefact(tmp_path, capsys):
+    assert trainer_of(tmp_path).run()
+    model = tmp_path / "model/model.safetensors"
+    first, curve = model.read_bytes(), metrics(tmp_path / "output")
+    shutil.rmtree(model.parent)
+    capsys.readouterr()
+    assert trainer_of(tmp_path).run()
+    assert model.read_bytes() == first
+    assert metrics(tmp_path / "output") == curve
+    assert not LINE.search(capsys.readouterr().out)
+
+
+def test_an_interruption_does_not_change_a_metric(tmp_path, text):
+    """Checkpoints after every step, and an end between two metric lines."""
+    how: dict[str, Any] = dict(log_interval=20, eval_interval=20, max_steps=20)
+    how["checkpoint_seconds"] = 1e-6
+
+    def losses_in(name: str) -> list[float]:
+        return [row["train_loss"] for row in metrics(tmp_path / name / "algo-1/output/data")]
+
+    trained(tmp_path, make_hosts(tmp_path / "whole", text)[0], processes=2, **how)
+    for before, status, expected in [
+        (2, 137, losses_in("whole")),
+        (1, -9, pytest.approx(losses_in("whole"), rel=0.02)),
+    ]:
+        (env,) = make_hosts(tmp_path / f"cut {before}", text)
+        fault = {"NANOGPT_FAULT": "0:12:kill"}
+        trained(tmp_path, {**env, **fault}, status=status, processes=before, **how)
+        end = trained(tmp_path, env, processes=2, **how)
+        assert "resumed from the checkpoint of step 12" in end.output
+        assert ("note: the checkpoint is of " in end.output) == (before == 1)
+        assert losses_in(f"cut {before}") == expected
+
+
+def test_a_killed_run_resumes_on_any_number_of_ranks(tmp_path, text_file):
+    """With the losses of one that was not interrupted, to rounding, and checkpoints of one form."""
+    how = dict(log_interval=1, weight_decay=0.1)
+    killed = environment(NANOGPT_FAULT="1:6:kill")
+    forms = []
+    for out, status, env in (("calm", 0, None), ("cut", 137, killed)):
+        often = dict(data=text_file, out=out, processes=3, checkpoint_seconds=1e-6)
+        trained(tmp_path, env, status=status, **how, **often)
+    for ranks in (1, 2, 4):
+        out = f"on {ranks}"
+        shutil.copytree(tmp_path / "cut", tmp_path / out)
+        end = run(words(resume=out, processes=ranks), cwd=tmp_path)
+        assert "resumed from the checkpoint of step 6" in end.output
+        losses, expected = (
+            [row["train_loss"] for row in metrics(tmp_path / name / "output")]
+            for name in (out, "calm")
+        )
+        assert furthest(expected, losses) < 1e-5
+        newest, _ = read_safetensors(Checkpoints(tmp_path / out / "checkpoints").path(10))
+        forms.append({name: tensor.shape for name, tensor in newest.items()})
+    assert forms[0] == forms[1] == forms[2]
+
+
+def test_a_disk_full_amid_a_checkpoint_ends_all_ranks(tmp_path, text_file):
+    """The limit on the size of a file is reached when the other rank sends what it owns."""
+    limited = ("bash", "-c", 'ulimit -f 600; exec "$@"', "bash", sys.executable, str(SCRIPT))
+    how: dict[str, Any] = dict(n_embd=64, processes=2, hang_seconds=600, command=limited)
+    end = trained(tmp_path, status=1, data=text_file, out="out", **how)
+    said = r"TrainingError: cannot write .*/checkpoint-00000005\.\w+: File too large"
+    assert re.fullmatch(said, end.last_line)
+    assert not list((tmp_path / "out/checkpoints").glob("checkpoint-*"))
+
+
+def test_outside_sagemaker_only_resume_resumes_a_run(tmp_path, text_file):
+    trained(tmp_path, data=text_file, out="mine", processes=3)
+    model = tmp_path / "mine/model/model.safetensors"
+    before = model.read_bytes()
+    again = trained(tmp_path, status=2, data=text_file, out="mine")
+    assert again.last_line.startswith("ConfigError: mine already holds a run; ")
+    assert model.read_bytes() == before
+
+    resumed = run(words(resume="mine", max_steps=20), cwd=tmp_path)
+    assert resumed.status == 0, resumed.output
+    assert "= 3 processes in one group" in resumed.output
+    assert steps_in(tmp_path / "mine/output") == [5, 10, 15, 20]
+
+
+def test_a_directory_in_use_by_another_run_is_refused(tmp_path, text_file):
+    long = dict(data=text_file, max_steps=10**6, log_interval=1, eval_interval=10**6)
+    long["checkpoint_seconds"] = 1e-6
+    with started(small(**long, out="mine"), cwd=tmp_path) as process:
+        wait_for_line(process, "step=5/")
+        for how in ({"out": "mine", "processes": 2}, {"resume": "mine"}):
+            refused = trained(tmp_path, status=2, **long, **how)
+            assert refused.last_line.startswith("ConfigError: mine is in use by another run; ")
+    rows = (tmp_path / "mine/checkpoints/metrics-00000001.jsonl").read_text().splitlines()
+    steps = [json.loads(row)["step"] for row in rows[:-1]]  # the last may be cut off by the end
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_run_that_began_during_tokenization_is_not_resumed(tmp_path, text_file, monkeypatch):
+    def meanwhile(*arguments: Any) -> Corpus:
+        trainer_of(tmp_path).save_checkpoint()
+        return load_corpus(*arguments)
+
+    monkeypatch.setattr("entry_point.train.load_corpus", meanwhile)
+    monkeypatch.setattr("entry_point.train.keep_freed_memory", Mock())
+    config, options = train.parse_argv(small(data=text_file, out=tmp_path))
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train.train(config, options, read_container({}, options), ALONE)
+
+
+def test_a_directory_that_cannot_be_locked_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "none available")))
+    Checkpoints(tmp_path).claim()
+
+
+def test_ranks_end_together_if_the_loss_of_one_is_nan(tmp_path, text_file):
+    probe = (
+        "trainer = trainer_of(n_layer=1, n_embd=16, block_size=8)\n"
+        "trainer.loss_sum.fill_(float('nan') if group.rank else 1.0)\n"
+        "try:\n"
+        "    trainer.save_checkpoint()\n"
+        "except train.TrainingError as error:\n"
+        "    print(error)\n"
+    )
+    for end in run_ranks(tmp_path, text_file, 2, probe):
+        assert end.last_line.startswith("the loss is nan, ")
