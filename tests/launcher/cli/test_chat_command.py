@@ -1,0 +1,240 @@
+"""Conversations in the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import launching
+import pytest
+
+from entry_point.conversations import CHAT_TEMPLATE
+from launcher.cli.models import converse, talk
+from launcher.models.chat import Chat, Message
+from launcher.models.load import published_model
+from launcher.models.sample import answered
+from sm_nanogpt import InputError, Job, load_model, stream_samples
+
+
+def test_a_sample_of_a_tuned_model_names_chat(cli, directory):
+    sample = ("fetch-and-sample", str(directory), "--max-new-tokens", "1")
+    assert f"`sm-nanogpt chat {directory}`" in cli(*sample).good.err
+
+
+def test_a_prompt_is_answered_as_in_a_chat(cli, tuned, directory, chat, monkeypatch):
+    base, job, _ = tuned
+    sample_of = ("--max-new-tokens", "6", "--temperature", "1", "--seed", "5")
+    ran = cli("fetch-and-sample", str(directory), *sample_of, "--prompt", "What is 3 + 3?").good
+    assert ran.out == chat("What is 3 + 3?", heat="1").out
+    monkeypatch.setenv("SM_NANOGPT_HOME", str(job.home))
+    assert Job(job.job_id).sample("What is 3 + 3?", 6, temperature=1.0, seed=5) == ran.out[:-1]
+    assert Job(base.job_id).sample("What", 6).startswith("What")
+
+
+def test_a_conversation_is_kept(chat, directory):
+    first, second = chat("Hi?", "What is 3 + 3?").out.removesuffix("\n").split("\n---\n")
+    said = [Message("user", "Hi?"), Message("assistant", first), Message("user", "What is 3 + 3?")]
+    loaded = load_model(directory)
+    pieces = stream_samples(*loaded, *answered(*loaded, said, 6), temperature=0)
+    assert second == "".join(piece for (piece,) in pieces)
+
+
+def test_a_message_that_is_not_utf8_is_refused_alone(directory, chat):
+    words_of_chat = ("chat", str(directory), "--max-new-tokens", "6", "--temperature", "0")
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    lines = b"caf\xe9?\r\nH\\\r\ni\r\n"
+    command = [*launching.PROGRAM, *words_of_chat]
+    ran = subprocess.run(command, input=lines, capture_output=True, env=strict)
+    assert (ran.returncode, ran.stderr.count(b"not UTF-8")) == (0, 1)
+    assert ran.stdout.decode() == chat("H\\", "i").out
+
+
+def test_a_line_that_asks_nothing_has_no_answer(chat):
+    assert chat("", " ", "Hi?", "").out == chat("Hi?").out
+
+
+def test_each_answer_has_its_seed_and_is_kept_if_interrupted(directory):
+    model, tokenizer = load_model(directory)
+    chat, messages, tokenizer.ends = Chat(model, tokenizer), list[Message](), set()
+    _, ids, most = chat.fitting([Message("user", "Hi?")], 20)
+    columns = stream_samples(model, tokenizer, ids, most, 1, 1.0, seed=5 + 2)
+    answer = [piece for (piece,) in columns]
+    sampling = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5}
+    talked = talk(model, tokenizer, chat, messages, sampling, "Hi?", 2)
+    assert [next(talked) for _ in range(9)] == answer[:9]
+    talked.close()
+    assert messages[1:] == [Message("assistant", "".join(answer[:9]))]
+
+
+def test_old_turns_are_dropped_and_that_is_said(chat, directory):
+    model, _ = load_model(directory)
+    ran = chat(*["What is 1 + 1, and what is 2 + 2?"] * 6)
+    assert (ran.code, ran.out.count("---")) == (0, 5)
+    assert "oldest 6 messages" in ran.err
+    ran = chat("a " * model.config.block_size)
+    assert str(model.config.block_size) in ran.error
+
+
+def test_an_instruction_that_leaves_no_room_is_refused(directory, cli):
+    ran = cli("chat", str(directory), "--system", "a " * 100)
+    assert ran.failed(2, "instruction", "128 tokens")
+
+
+def test_a_closed_stdin_ends_the_chat(cli, directory, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert cli("chat", str(directory)).good.out == ""
+
+
+def test_a_base_model_continues_what_is_typed(tuned, chat, cli):
+    base, _, _ = tuned
+    model = str(base.directory / "hosts/algo-1/model")
+    ran = chat("The ", "A\\", "class", model=model, heat="1")
+    words_of_one = ("fetch-and-sample", model, "--max-new-tokens", "6", "--temperature", "1")
+    prompts = (("5", "The "), ("6", "A\nclass"))  # each has the next seed
+    texts = [cli(*words_of_one, "--seed", seed, "--prompt", text).out for seed, text in prompts]
+    assert ran.out == "---\n".join(texts)
+    for wrong in (("--system", "x"), ("--top-p", "2")):
+        assert cli("chat", model, *wrong).code == 2
+    with pytest.raises(InputError, match="not learned from conversations"):
+        Chat(*load_model(Path(model)))
+
+
+def test_an_unknown_character_does_not_end_the_session(job, cli, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\x07\n\n"))
+    ran = cli("chat", job.job_id, "--max-new-tokens", "5")
+    assert (ran.code, len(ran.out)) == (0, 6)
+    assert r": '\x07'; replace them or leave them out" in ran.error
+
+
+def in_front_of(monkeypatch: pytest.MonkeyPatch, *typed: Any) -> None:
+    """Let a person in a terminal type this."""
+    monkeypatch.setattr("builtins.input", Mock(side_effect=[*typed, EOFError]))
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{name}.isatty", lambda: True, raising=False)
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(capsys, monkeypatch):
+    def talk(line: str, n: int) -> Generator[str]:
+        yield f"{line}1"
+        if n == 0:
+            signal.raise_signal(signal.SIGINT)
+        yield "2"
+
+    in_front_of(monkeypatch, "a", "b")
+    converse(talk)
+    assert capsys.readouterr().out == "a1\nb12\n\n"
+
+
+def test_ctrl_c_while_typing_drops_the_line(capsys, monkeypatch):
+    in_front_of(monkeypatch, KeyboardInterrupt, "b")
+    converse(lambda line, n: (piece for piece in [line]))
+    assert capsys.readouterr().out == "\nb\n\n"
+
+
+def in_a_terminal(*words: str) -> tuple[int, int]:
+    """The pid of a command, and the end of its terminal at which a person sits."""
+    command = [*launching.PROGRAM, *words]
+    child, terminal = pty.fork()
+    if child == 0:
+        launching.hear_hangup()
+        os.execve(command[0], command, {**os.environ, "TERM": "dumb"})
+    return child, terminal
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_chat_at_its_prompt(job, sign):
+    child, terminal = in_a_terminal("chat", str(job.directory / "hosts/algo-1/model"))
+    try:
+        seen = b""
+        while not seen.endswith(b"> "):
+            assert select.select([terminal], [], [], 60)[0], seen
+            seen += os.read(terminal, 1 << 16)
+        deadline = time.monotonic() + 20
+        while not os.waitpid(child, os.WNOHANG)[0]:
+            assert time.monotonic() < deadline
+            os.kill(child, sign)  # again, since Python misses one just before it waits for a key
+            time.sleep(0.2)
+        child = 0
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        os.close(terminal)
+
+
+def test_a_pseudo_terminal_streams_stops_and_ends(job):
+    """The model continues without an end, until Ctrl-C; Ctrl-D then ends the command."""
+    model = str(job.directory / "hosts/algo-1/model")
+    child, terminal = in_a_terminal("chat", model, "--max-new-tokens", "100000000")
+    seen = ""
+
+    def read() -> None:
+        nonlocal seen
+        assert select.select([terminal], [], [], 60)[0], seen
+        seen += os.read(terminal, 1 << 16).decode(errors="replace")
+
+    def until(text: str) -> None:
+        nonlocal seen
+        while text not in seen:
+            read()
+        seen = seen.partition(text)[2]
+
+    def press(keys: bytes) -> None:
+        """Again, if nothing comes: Python misses a Ctrl-C just before it waits for a key."""
+        os.write(terminal, keys)
+        while not select.select([terminal], [], [], 1)[0]:
+            os.write(terminal, keys)
+
+    try:
+        until("> ")
+        press(b"half a line\x03")
+        until("> ")
+        press(b"The \n")
+        until("The \r\nThe ")  # what is typed, and its continuation
+        while len(seen) < 200:
+            read()
+        press(b"\x03")
+        until("\r\n> ")
+        press(b"\x04")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        child = 0
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+        os.close(terminal)
+
+
+def test_a_published_model_directory_chats(chat, directory, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    published = tmp_path / "published"
+    transformers.AutoModelForCausalLM.from_pretrained(directory).save_pretrained(published)
+    transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(published)
+    ran = chat("What is 3 + 3?", model=str(published))
+    assert (ran.code, ran.out) == (0, chat("What is 3 + 3?").out)
+    assert "chat template" not in ran.err
+    (published / "chat_template.jinja").write_text(THINKING)
+    assert "not the model's own" in chat("Hi?", model=str(published)).err
+    for ends in ([7, 8], 7):
+        (published / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        assert 7 in published_model(published)[1].ends
+    config = json.loads((published / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    ran = chat("Hi", model=str(published))
+    assert ran.code == 2
+    assert "llama" in ran.error
+
+
+THINKING = CHAT_TEMPLATE.replace(
+    "message['content']",
+    "(message.content if loop.last else message.content.split('</think>')[-1].lstrip())",
+)

@@ -1,0 +1,354 @@
+"""The API of play, as OpenAI's answers."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from models import lively, tokenizer_of
+from served import LETTERS, served
+from starlette.testclient import TestClient
+from talks import HELLO, asked, ids_of
+
+from launcher.models.chat import Message
+from launcher.views import api
+from launcher.views.play import Player, make_app
+from sm_nanogpt import load_model
+
+
+@pytest.fixture
+def player(directory):
+    return Player("mine", *load_model(directory))
+
+
+@pytest.fixture(scope="module")
+def openai():
+    """OpenAI's package, whose import takes a second."""
+    import openai
+
+    return openai
+
+
+@pytest.fixture
+def client(player, openai):
+    """OpenAI's own client of the server, without a socket."""
+
+    def make(key: str = "secret", path: str = "/v1") -> Any:
+        app = make_app([player], "secret", api.routes([player]))
+        return openai.OpenAI(
+            base_url=f"http://127.0.0.1{path}",
+            api_key=key,
+            http_client=TestClient(app, base_url="http://127.0.0.1"),
+            max_retries=0,
+        )
+
+    return make
+
+
+def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypatch, openai):
+    monkeypatch.setattr("launcher.views.play.TURN", 0)  # each token is a chunk
+    api_client = client()
+    (model,) = api_client.models.list().data
+    assert api_client.models.retrieve("mine") == model
+    with pytest.raises(openai.NotFoundError):
+        api_client.models.retrieve("other")
+    wish: Any = dict(
+        model="mine", messages=asked("What is 3 + 3?", "6")[:1], temperature=0, max_tokens=6
+    )
+    answer = api_client.chat.completions.create(**wish)
+    text = answer.choices[0].message.content
+    assert f"{text}\n" == chat("What is 3 + 3?").out
+    ids = ids_of(player.chat, Message("user", "What is 3 + 3?"))
+    assert answer.usage.prompt_tokens == len(ids)
+    short = api_client.chat.completions.create(**{**wish, "max_tokens": 1})
+    assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 1)
+    newer = api_client.chat.completions.create(**wish, max_completion_tokens=1)
+    assert newer.usage == short.usage
+    parts = [{"type": "text", "text": text} for text in ("What is ", "3 + 3?")]
+    said = [{"role": "developer", "content": "Hi"}, {"role": "user", "content": parts}]
+    told = api_client.chat.completions.create(**{**wish, "messages": said})
+    messages = [Message("system", "Hi"), Message("user", "What is 3 + 3?")]
+    assert told.usage.prompt_tokens == len(ids_of(player.chat, *messages))
+    chunks = [
+        *api_client.chat.completions.create(
+            **wish, stream=True, stream_options={"include_usage": True}
+        )
+    ]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert chunks[-1].usage == answer.usage
+    roles = [c.choices[0].delta.role for c in chunks if c.choices]
+    assert (roles[0], {*roles[1:]}) == ("assistant", {None})
+    wish = dict(model="mine", prompt="What", max_tokens=5, seed=1)
+    completed = api_client.completions.create(**wish).choices[0].text
+    streamed = api_client.completions.create(**wish, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == completed
+    (cut,) = api_client.completions.create(**wish, stop=[completed[1:2]]).choices
+    assert (cut.text, cut.finish_reason) == (completed.partition(completed[1:2])[0], "stop")
+
+
+def test_what_a_request_leaves_out_has_the_values_of_openai(client, player):
+    player.tokenizer.ends = set()
+
+    def text(**wish):
+        answer = client().completions.create(model="mine", prompt="The", max_tokens=30, **wish)
+        return answer.choices[0].text
+
+    assert text(seed=1) == text(seed=1, temperature=1, top_p=1)
+    assert text(seed=1) != text(temperature=0) == text(top_p=1e-9)
+    assert text() != text()  # each has a seed of its own
+
+
+def test_an_answer_ends_where_the_context_does(client, player):
+    size, player.tokenizer.ends = player.model.config.block_size, set()
+    messages = asked("What is 3 + 3?", "6") * 4 + HELLO
+    for most in ({}, {"max_tokens": 10 * size}):
+        usage = client().chat.completions.create(model="mine", messages=messages, **most).usage
+        assert usage.prompt_tokens <= size - size // 4
+        assert usage.total_tokens == size
+    usage = client().completions.create(model="mine", prompt="a " * size, max_tokens=1).usage
+    assert usage.prompt_tokens == size
+
+
+def test_a_model_that_fails_is_an_error_of_the_server(client, monkeypatch, openai):
+    monkeypatch.setattr("launcher.models.engine.generate", lambda *_, **__: map(int, "x"))
+    wish: Any = dict(model="mine", prompt="The")
+    with pytest.raises(openai.InternalServerError):
+        client().completions.create(**wish)
+    with pytest.raises(openai.APIError):
+        [*client().completions.create(**wish, stream=True)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"model": "other"}, 404),
+        ({"messages": []}, 400),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, 400),
+        ({"messages": [{"role": "user", "content": "a " * 500}]}, 400),
+        ({"n": 2}, 400),
+        ({"temperature": -1}, 400),
+        ({"max_tokens": 0}, 400),
+        ({"max_completion_tokens": 0}, 400),
+        ({"logprobs": True}, 400),
+        ({"stop": 5}, 400),
+        ({"response_format": {"type": "json_object"}}, 400),
+        ({"frequency_penalty": 1}, 400),
+        ({"presence_penalty": 1}, 400),
+        ({"logit_bias": {"1": 1}}, 400),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400),
+        ({"prompt": "a", "echo": True}, 400),
+        ({"prompt": "a", "best_of": 2}, 400),
+        ({"prompt": "a", "suffix": "b"}, 400),
+        ({"prompt": "a", "logprobs": 1}, 400),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused(client, changes, status, openai):
+    api = client().completions if "prompt" in changes else client().chat.completions
+    asks = {} if "prompt" in changes else {"messages": HELLO}
+    with pytest.raises(openai.APIStatusError) as error:
+        api.create(**{"model": "mine", **asks, **changes})
+    assert error.value.status_code == status
+    body: Any = error.value.body
+    assert body.keys() == {"message", "type", "param", "code"}
+
+
+IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content: must be text"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content: must be text"),
+        ({"prompt": ["a", "b"]}, "prompt: must be one text"),
+        ({"prompt": [1, 2]}, "prompt: must be one text"),
+        ({"stop": [1]}, "stop: must be a string or a list of strings"),
+        ({"tools": TOOLS}, "tools: not supported here"),
+        ({"functions": [{"name": "f"}]}, "functions: not supported here"),
+        ({"n": 2}, "n: not supported here"),
+        ({"presence_penalty": 0.5}, "presence_penalty: not supported here"),
+    ],
+)
+def test_a_refusal_is_a_sentence_of_our_own(client, changes, said, openai):
+    api = client().completions if "prompt" in changes else client().chat.completions
+    asks = {} if "prompt" in changes else {"messages": HELLO}
+    with pytest.raises(openai.BadRequestError) as error:
+        api.create(model="mine", **{**asks, **changes})
+    body: Any = error.value.body
+    assert body["message"].startswith(said)
+
+
+def test_a_message_beyond_the_context_has_the_code_of_openai(client, openai):
+    with pytest.raises(openai.BadRequestError) as error:
+        client().chat.completions.create(
+            model="mine", messages=[{"role": "user", "content": "a " * 10**6}]
+        )
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_any_number_of_stop_strings_is_taken_in_any_order(client):
+    """Continue sends up to 14."""
+    wish: Any = dict(model="mine", prompt="What", max_tokens=20, temperature=2, seed=1)
+    text = client().completions.create(**wish).choices[0].text
+    stops = [text[3:5], text[2:5], text[4:7], *(f"<{n}>" for n in range(11))]
+    for order in (stops, stops[::-1]):
+        (choice,) = client().completions.create(**wish, stop=order).choices
+        assert choice.text == text[:2]
+
+
+def test_a_base_url_without_v1_is_told(client, openai):
+    without = client(path="/")
+    for call in (
+        without.models.list,
+        partial(without.chat.completions.create, model="mine", messages=HELLO),
+    ):
+        with pytest.raises(openai.NotFoundError, match="/v1 is missing from the base URL"):
+            call()
+
+
+@pytest.fixture
+def ask(player):
+    """Asks the API of two models, one of which is that of a job with a name."""
+    named = replace(player, name="named", job_id="sm-nanogpt-20261128-182734-6306f7")
+    other = replace(player, name="/models/other")
+    http = {
+        number: TestClient(make_app(players, "t", api.routes(players)))
+        for number, players in {1: [named], 2: [named, other]}.items()
+    }
+
+    def ask(path: str, body: Any = None, models: int = 2) -> Any:
+        method = "GET" if body is None else "POST"
+        headers = {"authorization": "bearer t"}
+        url = f"http://testserver{path}"
+        return http[models].request(method, url, json=body, headers=headers)
+
+    return ask
+
+
+@pytest.mark.parametrize("path", ["//v1/models", "/v1//models", "/v1/models/", "///v1///models//"])
+def test_several_slashes_are_one(ask, path):
+    assert [model["id"] for model in ask(path).json()["data"]] == ["named", "/models/other"]
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/models", "/v1 is missing from the base URL"),
+        ("/v1beta/models", "/v1 is missing from the base URL"),
+        ("/v1/v1/models", "/v1 is twice in the base URL"),
+        ("//v1//v1", "/v1 is twice in the base URL"),
+        ("/v1", "/v1/models lists the models"),
+        ("/v1/responses", "GET /v1/responses is not there"),
+    ],
+)
+def test_a_wrong_path_says_what_is_wrong_with_it(ask, path, hint):
+    answer = ask(path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith(hint)
+
+
+@pytest.mark.parametrize(
+    "name", ["named", "sm-nanogpt-20261128-182734-6306f7", "named (…6306f7)", "/models/other"]
+)
+def test_a_model_answers_to_each_of_its_names(ask, name):
+    done = ask("/v1/completions", {"model": name, "prompt": "The", "max_tokens": 1})
+    listed = "/models/other" if name == "/models/other" else "named"
+    assert (done.status_code, done.json()["model"]) == (200, listed)
+    assert ask(f"/v1/models/{name}").json()["id"] == listed
+
+
+def test_a_model_alone_needs_no_name(ask):
+    assert ask("/v1/completions", {"prompt": "The", "max_tokens": 1}, models=1).status_code == 200
+    several = ask("/v1/completions", {"model": None, "prompt": "The"})
+    assert several.status_code == 400
+    assert "named, /models/other" in several.json()["error"]["message"]
+
+
+def test_a_prompt_of_null_is_as_one_left_out(ask):
+    wish = {"model": "named", "max_tokens": 5, "seed": 1}
+    texts = [ask("/v1/completions", body).json() for body in (wish, {**wish, "prompt": None})]
+    assert texts[0]["choices"] == texts[1]["choices"]
+    assert texts[0]["usage"] == texts[1]["usage"]
+
+
+def test_a_wrong_method_is_told_the_right_one(client, openai):
+    with pytest.raises(openai.APIStatusError, match="405") as caught:
+        client().get("/chat/completions", cast_to=object)
+    assert (caught.value.status_code, caught.value.response.headers["allow"]) == (405, "POST")
+    with pytest.raises(openai.NotFoundError, match="GET /v1/other is not there"):
+        client().get("/other", cast_to=object)
+
+
+def test_only_a_named_origin_may_ask_from_its_pages(player):
+    app = make_app([player], "secret", api.routes([player]), ["http://localhost:3000"])
+    http = TestClient(app)
+    for origin, status in (("http://localhost:3000", 200), ("http://localhost:3001", 400)):
+        asks = {"access-control-request-method": "POST", "origin": origin}
+        asks["access-control-request-headers"] = "authorization, x-stainless-os"
+        assert http.options("/v1/chat/completions", headers=asks).status_code == status
+        for key in ("secret", "wrong"):  # a page reads why it is refused
+            headers = {"origin": origin, "authorization": f"Bearer {key}"}
+            allowed = http.get("/v1/models", headers=headers).headers
+            assert allowed.get("access-control-allow-origin") == (origin if status == 200 else None)
+
+
+@pytest.fixture
+def api_of(openai):
+    """OpenAI's own client of a server on a socket."""
+    with contextlib.ExitStack() as stack:
+
+        def make(player: Player) -> Any:
+            site = stack.enter_context(served([player]))
+            url = f"http://127.0.0.1:{site.port}/v1"
+            return openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=60)
+
+        yield make
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_ends_its_answer(api_of, streams, openai):
+    api_client = api_of(Player("mine", lively(), tokenizer_of(LETTERS)))
+    endless: Any = dict(model="mine", prompt="a", max_tokens=10**9)
+    if streams:
+        stream = api_client.completions.create(**endless, stream=True)
+        next(stream)
+        stream.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            api_client.with_options(timeout=0.3).completions.create(**endless)
+    # It would wait for the other one.
+    assert api_client.completions.create(model="mine", prompt="a", max_tokens=1).choices
+
+
+def test_twenty_clients_wait_their_turn(api_of, player):
+    api_client = api_of(player)
+    wish: Any = dict(model="mine", messages=HELLO, temperature=0, max_tokens=4)
+
+    def answer(n: int) -> Any:
+        chunks = api_client.chat.completions.create(**wish, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    alone = api_client.chat.completions.create(**wish).choices[0].message.content
+    with ThreadPoolExecutor(20) as pool:
+        assert set(pool.map(answer, range(20))) == {alone}
+
+
+def test_a_request_needs_the_key(client, openai):
+    with pytest.raises(openai.AuthenticationError):
+        client("wrong").models.list()
+
+
+def test_a_base_model_refuses_to_chat_and_completes(tuned):
+    base, _, _ = tuned
+    player = Player("base", *load_model(base.directory / "hosts/algo-1/model"))
+    app = make_app([player], "t", api.routes([player]))
+    http = TestClient(app, headers={"authorization": "bearer t"})
+    refused = http.post("/v1/chat/completions", json={"model": "base", "messages": HELLO})
+    done = http.post("/v1/completions", json={"model": "base", "prompt": "The", "seed": 1})
+    assert (refused.status_code, done.status_code) == (400, 200)
+    assert done.json()["usage"]["completion_tokens"] == 16
