@@ -1,4 +1,4 @@
-"""Values of other libraries as Python's own, and texts that are no UTF-8."""
+"""Values of other libraries as Python's own; texts that are not UTF-8; numbers of things."""
 
 from __future__ import annotations
 
@@ -41,3 +41,8 @@ def plain(value: Any) -> Any:
 def is_utf8(text: str) -> bool:
     """False if a text has lone surrogates, as Python decodes an argument that is not UTF-8."""
     return text.isascii() or not re.search("[\ud800-\udfff]", text)
+
+
+def counted(n: int, noun: str) -> str:
+    """`1 file`, `2,000 files`"""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"

@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from launcher.judge.causality import CUTS, Cut, draw_cuts, in_passes  # noqa: E402
-from launcher.judge.evaluate import PROCESSES  # noqa: E402
-from launcher.judge.score import windows_of  # noqa: E402
+from launcher.judge.evaluate import EDITED  # noqa: E402
+from launcher.judge.score import Span, window_spans  # noqa: E402
 from launcher.judge.worker import PASS_TOKENS  # noqa: E402
 from launcher.trying.scoring import MODELS  # noqa: E402
 
@@ -49,21 +49,21 @@ class Text:
 TEXTS = {
     "`try`, `quick`": Text(65_536, 64, MODELS),
     "`try`, `laptop`": Text(65_536, 1024, MODELS),
-    "`eval`, 1 MB, `laptop`": Text(1_000_000, 1024, PROCESSES),
+    "`eval`, 1 MB, `laptop`": Text(1_000_000, 1024, EDITED.n_processes),
 }
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The windows of a text, as (begin, end, first counted), and the passes of the second
-    process, which are drawn when they are read."""
+    """The windows of a text, and the passes of the second process, which are drawn when they are
+    read."""
 
-    windows: list[tuple[int, int, int]]
+    windows: list[Span]
     passes: Iterator[list[Cut]]
 
 
 def evaluation(text: Text, chance: random.Random) -> Evaluation:
-    windows = windows_of(text.n_tokens, text.context)
+    windows = window_spans(text.n_tokens, text.context)
     scored = [range(counted - begin, end - begin) for begin, end, counted in windows]
     cuts = draw_cuts(scored, CUTS // text.n_processes, chance)
     return Evaluation(windows, in_passes(cuts, chance))

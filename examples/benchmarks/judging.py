@@ -35,7 +35,7 @@ from measure import CLI, ROOT, Failed, Process, Report, as_options, started
 from trainers import SHAPES
 
 sys.path.insert(0, str(ROOT))
-from launcher.judge.evaluation import Passage, spread, total
+from launcher.judge.evaluation import Passage, margin, total
 
 TIMES = (0, 1, 4, 16, 64)  # that a canary is planted
 FALSE_ALARM = 14.0  # bits
@@ -208,7 +208,7 @@ def cover(parts: Sequence[Passage], samples: int, chance: random.Random) -> floa
     truth, covered = total(parts).bits_per_byte, 0
     for _ in range(samples):
         some = chance.choices(parts, k=TAKEN)
-        covered += abs(total(some).bits_per_byte - truth) <= (spread(some) or 0.0)
+        covered += abs(total(some).bits_per_byte - truth) <= (margin(some) or 0.0)
     return covered / samples
 
 

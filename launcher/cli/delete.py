@@ -14,6 +14,7 @@ from launcher.cli.options import GROUP, JSON, YES, Command, Job, agree, settings
 from launcher.cli.remedies import command, sentence
 from launcher.cli.show import moment, note, print_columns, print_json
 from launcher.errors import InputError, ServiceError
+from launcher.values import counted
 
 if TYPE_CHECKING:
     from launcher.job import JobDescription
@@ -243,6 +244,6 @@ def uploaded_by(upload: Stored) -> str:
 
 def used_by(upload: Stored) -> str:
     """How many jobs used an upload, and whose they are, as a part of a line."""
-    n = len(upload.jobs)
+    jobs = counted(len(upload.jobs), "job")
     owners = f" of {' and '.join(upload.owners)}" if upload.owners else ""
-    return f"used by {n} job{'s' * (n != 1)}{owners}"
+    return f"used by {jobs}{owners}"

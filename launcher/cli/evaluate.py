@@ -14,6 +14,7 @@ from launcher.cli.models import ENTRY_POINT
 from launcher.cli.options import JSON, MODEL, Command, Job, settings_of, valued
 from launcher.cli.show import note, print_json, print_table, print_text, shown
 from launcher.files.progress import byte_progress
+from launcher.values import counted
 
 if TYPE_CHECKING:
     from launcher.judge.evaluate import Evaluation
@@ -74,18 +75,29 @@ def eval_command(
 
     settings = settings_of()
     texts = read_texts(paths, settings, encoding, column)
-    label, found = ", ".join(paths), []
-    places = [model_directory(each, settings, entry_point) for each in (model, *others)]
-    for named, place in zip((model, *others), places, strict=True):
+    models = [model, *others]
+    directories = [model_directory(name, settings, entry_point) for name in models]
+    evaluations = []
+    for name, directory in zip(models, directories, strict=True):
         with byte_progress("eval") as progress:
-            given = (label, texts, settings, entry_point, canaries, questions, progress)
-            found.append(evaluate(named, place, *given))
+            evaluation = evaluate(
+                name,
+                directory,
+                ", ".join(paths),
+                texts,
+                settings,
+                entry_point=entry_point,
+                find=canaries,
+                questions=questions,
+                progress=progress,
+            )
+        evaluations.append(evaluation)
     if as_json:
-        print_json(found)
+        print_json(evaluations)
     elif documents:
-        print_documents(found)
+        print_documents(evaluations)
     else:
-        show(found)
+        print_evaluations(evaluations)
 
 
 def print_documents(evaluations: Sequence[Evaluation]) -> None:
@@ -100,19 +112,33 @@ def print_documents(evaluations: Sequence[Evaluation]) -> None:
     print_text(table.getvalue(), nl=False)
 
 
-def show(found: Sequence[Evaluation]) -> None:
-    """Print a column for each model, and then the passages that it finds hardest."""
-    first, n = found[0], len(found[0].documents)
-    text = f"{first.text}, {n:,} document{'s' * (n > 1)}, {first.size:,} bytes"
-    certain = f"95 % intervals by {first.unit}" if first.half else "too short for an interval"
-    note(f"text: {text}; {certain}")
-    columns = [{"": each.model, **each.facts(first)} for each in found]
-    names = [name for name in columns[-1] if name or len(found) > 1]
-    print_table([[name, *(column.get(name, "") for column in columns)] for name in names])
-    for each in found:
-        lines = [f"{each.model}:"] * (len(found) > 1)
-        lines += [f"worst     {p.bits_per_byte:.2f}  {p.place}  {p.excerpt!r}" for p in each.worst]
-        lines += [f"exposure  {c.exposure:.1f} bits  {c.line}" for c in each.canaries]
-        answers = each.answers.items()
-        lines += [f"exact     {right} of {asked}  {kind}" for kind, (right, asked) in answers]
-        click.echo("\n".join(map(shown, lines)))
+def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
+    """Print a column for each model, and then the passages that each finds hardest."""
+    first = evaluations[0]
+    documents = counted(len(first.documents), "document")
+    intervals = f"95 % intervals by {first.unit}" if first.half else "too short for an interval"
+    note(f"text: {first.text}, {documents}, {first.size:,} bytes; {intervals}")
+
+    columns = [{"": evaluation.model, **evaluation.facts(first)} for evaluation in evaluations]
+    rows = []
+    for heading in columns[-1]:  # the last has the difference to the first, too
+        if heading or len(columns) > 1:
+            rows.append([heading, *(column.get(heading, "") for column in columns)])
+    print_table(rows)
+    for evaluation in evaluations:
+        if len(columns) > 1:
+            click.echo(shown(f"{evaluation.model}:"))
+        for line in details(evaluation):
+            click.echo(shown(line))
+
+
+def details(evaluation: Evaluation) -> list[str]:
+    """The lines on a model's worst passages, on lines that it may know, and on its answers."""
+    lines = []
+    for part in evaluation.worst:
+        lines.append(f"worst     {part.bits_per_byte:.2f}  {part.place}  {part.excerpt!r}")
+    for canary in evaluation.canaries:
+        lines.append(f"exposure  {canary.exposure:.1f} bits  {canary.line}")
+    for kind, (n_right, n_asked) in evaluation.answers.items():
+        lines.append(f"exact     {n_right} of {n_asked}  {kind}")
+    return lines

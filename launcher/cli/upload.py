@@ -11,6 +11,7 @@ from launcher.cli.options import JSON, Command, Job, settings_of, valued
 from launcher.cli.remedies import command
 from launcher.cli.show import note, print_json
 from launcher.files.progress import byte_progress
+from launcher.values import counted
 
 if TYPE_CHECKING:
     from launcher.text.corpus import Upload
@@ -110,10 +111,6 @@ def summary_of(upload: Upload) -> str:
     documents = counted(upload.documents, "conversation" if upload.chats else "document")
     tokens = f"{n_tokens:,} tokens ({upload.characters / n_tokens:.2f} characters each)"
     return f"{documents}, {characters}, {tokens}, vocabulary {upload.vocabulary_size:,}"
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def next_launch(upload: Upload, tokenizer: str | None) -> str:

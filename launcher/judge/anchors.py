@@ -6,6 +6,7 @@ All work on bytes, uint8 [n].
 from __future__ import annotations
 
 import lzma
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 from launcher.text.repeats import RUN
 
 ORDER = 5  # of the n-gram model
-MOST = 1 << 23  # bytes that it learns from
+LEARNED_BYTES = 1 << 23  # of the training text that it learns from
+BLOCK = 1 << 16  # bytes
 
 
 def as_tensor(content: bytes | bytearray) -> Tensor:
-    """The bytes of a text, uint8 [n]. A model may give an empty one, which frombuffer refuses."""
-    if not content:
+    """The bytes of a text, uint8 [n]."""
+    if not content:  # as a model may write, and frombuffer refuses
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
@@ -41,10 +43,20 @@ def grams(content: Tensor, n: int) -> Tensor:
     return codes
 
 
-def looked_up(table: Tensor, values: Tensor, wanted: Tensor) -> Tensor:
-    """The value of each wanted key in a sorted table, as float64; 0 for those that it lacks."""
-    at = torch.searchsorted(table, wanted).clamp_(max=len(table) - 1)
-    return torch.where(table[at] == wanted, values[at], 0).double()
+def look_up(keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+    """The value of each query in a table of sorted keys, float64; 0 for a query that it lacks."""
+    index = torch.searchsorted(keys, queries).clamp_(max=len(keys) - 1)
+    return torch.where(keys[index] == queries, values[index], 0).double()
+
+
+def sample_blocks(training: Tensor) -> Tensor:
+    """A text of up to LEARNED_BYTES as it is; of a longer one, blocks at equal distances."""
+    n_parts = math.ceil(len(training) / LEARNED_BYTES)
+    if n_parts == 1:
+        return training
+    distance = n_parts * BLOCK
+    n_blocks = len(training) // distance
+    return training[: n_blocks * distance].view(n_blocks, distance)[:, :BLOCK].flatten()
 
 
 def ngram(training: Tensor, content: Tensor) -> float:
@@ -53,18 +65,21 @@ def ngram(training: Tensor, content: Tensor) -> float:
     Each order gives the shorter one as much weight as it has seen different continuations (Chen and
     Goodman 1998, "An Empirical Study of Smoothing Techniques", section 2.4).
     """
-    step = -(-len(training) // MOST)
-    blocks = training[: len(training) // (step << 16) * (step << 16)].view(-1, step, 1 << 16)
-    learned = training if step == 1 else blocks[:, 0].flatten()
+    learned = sample_blocks(training)
     p = torch.full((len(content),), 1 / 256, dtype=torch.float64)
     for n in range(1, ORDER + 1):
-        table, counts = grams(learned, n).unique(return_counts=True)
-        contexts, where, kinds = (table >> 8).unique_consecutive(True, True)
-        totals = torch.zeros(len(contexts), dtype=torch.int64).index_add_(0, where, counts)
-        wanted = grams(content, n)
-        seen = looked_up(table, counts, wanted)
-        total, kind = (looked_up(contexts, each, wanted >> 8) for each in (totals, kinds))
-        p = torch.where(total > 0, (seen + kind * p) / (total + kind).clamp_min(1), p)
+        keys, counts = grams(learned, n).unique(return_counts=True)
+        contexts, context_of_gram, continuations = (keys >> 8).unique_consecutive(True, True)
+        totals = torch.zeros(len(contexts), dtype=torch.int64)
+        totals.index_add_(0, context_of_gram, counts)
+
+        gram = grams(content, n)
+        context = gram >> 8
+        count = look_up(keys, counts, gram)
+        total = look_up(contexts, totals, context)
+        kinds = look_up(contexts, continuations, context)
+        interpolated = (count + kinds * p) / (total + kinds).clamp_min(1)
+        p = torch.where(total > 0, interpolated, p)
     return float(-p.log2().mean())
 
 
@@ -72,46 +87,56 @@ def ngram(training: Tensor, content: Tensor) -> float:
 
 # A polynomial hash modulo 2**64 of random numbers for the bytes; each power has an inverse.
 POWER = 0x9E3779B97F4A7C15
-TABLE = torch.randint(-(1 << 62), 1 << 62, (256,), generator=torch.Generator().manual_seed(1))
-CHUNK = 1 << 22
+GENERATOR = torch.Generator().manual_seed(1)
+TABLE = torch.randint(-(1 << 62), 1 << 62, (256,), generator=GENERATOR)
+CHUNK = 1 << 22  # bytes
 
 
-def signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
+def powers(base: int, n: int) -> Tensor:
+    """The first n powers of a number, modulo 2**64 with a sign, int64 [n]."""
+    signed = base - (1 << 64) if base >> 63 else base
+    return torch.full((n,), signed).cumprod(0)
 
 
 def hashes(content: Tensor, length: int) -> Tensor:
-    """A hash, int64, of each run of `length` bytes, by the place where it begins."""
-    factors = torch.full((len(content),), signed(POWER)).cumprod(0)
-    back = torch.full((len(content),), signed(pow(POWER, -1, 1 << 64))).cumprod(0)
-    sums = F.pad((TABLE[content.int()] * factors).cumsum(0), (1, 0))
-    found = sums[length:] - sums[:-length]
-    return found * back[: len(found)]
+    """The hash of each run of `length` bytes, in the order in which they begin, int64."""
+    inverse = pow(POWER, -1, 1 << 64)
+    terms = TABLE[content.int()] * powers(POWER, len(content))
+    sums = F.pad(terms.cumsum(0), (1, 0))
+    sums_of_runs = sums[length:] - sums[:-length]
+    return sums_of_runs * powers(inverse, len(sums_of_runs))
 
 
-def found_in(training: Tensor, wanted: Tensor, length: int) -> Tensor:
-    """Whether the training text has each run of `length` bytes, by its hash: bool."""
-    table, places = wanted.unique(return_inverse=True)
-    there = torch.zeros(len(table), dtype=torch.bool)
-    for begin in range(0, len(training) if len(table) else 0, CHUNK):
-        here = hashes(training[begin : begin + CHUNK + length - 1], length)
-        at = torch.searchsorted(table, here).clamp_(max=len(table) - 1)
-        there[at[table[at] == here]] = True
-    return there[places]
+def find_hashes(training: Tensor, queries: Tensor, length: int) -> Tensor:
+    """For each hash of a run of `length` bytes, True if the training text has it, bool."""
+    keys, key_of_query = queries.unique(return_inverse=True)
+    is_found = torch.zeros(len(keys), dtype=torch.bool)
+    if not len(keys):
+        return is_found
+    for begin in range(0, len(training), CHUNK):
+        run_hashes = hashes(training[begin : begin + CHUNK + length - 1], length)
+        index = torch.searchsorted(keys, run_hashes).clamp_(max=len(keys) - 1)
+        is_key = keys[index] == run_hashes
+        is_found[index[is_key]] = True
+    return is_found[key_of_query]
 
 
 def with_one_space(content: Tensor) -> tuple[Tensor, Tensor]:
-    """A text with each run of white space as one space, and for each of its bytes whether it is
-    the first of such a run, or no white space: uint8 [m], and bool [n]."""
-    parts, firsts, before = list[Tensor](), list[Tensor](), False
+    """A text with each run of white space as one space, uint8 [m].
+
+    Also returns, for each byte of the text as it was, True if the result has it or the space in its
+    place, bool [n].
+    """
+    parts = []
+    kept = []
+    follows_space = False
     for part in content.split(CHUNK):
         is_space = (part == ord(" ")) | ((part >= ord("\t")) & (part <= ord("\r")))
-        follows_space = F.pad(is_space[:-1], (1, 0), value=before)
-        is_first = ~(is_space & follows_space)
-        parts.append(part.masked_fill(is_space, ord(" "))[is_first])
-        firsts.append(is_first)
-        before = bool(is_space[-1:].any())
-    return torch.cat(parts), torch.cat(firsts)
+        is_repeated = is_space & F.pad(is_space[:-1], (1, 0), value=follows_space)
+        parts.append(part.masked_fill(is_space, ord(" "))[~is_repeated])
+        kept.append(~is_repeated)
+        follows_space = bool(is_space[-1:].any())
+    return torch.cat(parts), torch.cat(kept)
 
 
 def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
@@ -122,27 +147,37 @@ def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
     """
     training, _ = with_one_space(training)
     spaced = [with_one_space(text) for text in texts]
-    runs, covered = [hashes(text, RUN) for text, _ in spaced], 0
-    shared = found_in(training, torch.cat(runs), RUN).long()  # reads the training text once
-    for (text, is_first), begins in zip(spaced, shared.split([*map(len, runs)]), strict=True):
+    run_hashes = [hashes(text, RUN) for text, _ in spaced]
+    # One call for all texts, as it reads the training text once.
+    is_found = find_hashes(training, torch.cat(run_hashes), RUN).long()
+    found_in_texts = is_found.split([len(of_text) for of_text in run_hashes])
+
+    n_shared = 0
+    for (text, kept), begins in zip(spaced, found_in_texts, strict=True):
         edges = torch.zeros(len(text) + 1, dtype=torch.int64)
         edges[: len(begins)] += begins
         edges[RUN : RUN + len(begins)] -= begins
         is_shared = edges.cumsum(0) > 0
-        place_in_spaced = is_first.cumsum(0) - 1  # of each byte of the text
-        covered += int(is_shared[place_in_spaced].sum())
-    return covered / sum(map(len, texts))
+        index_in_spaced = kept.cumsum(0) - 1  # of each byte of the text as it was
+        n_shared += int(is_shared[index_in_spaced].sum())
+    return n_shared / sum(map(len, texts))
 
 
 def longest_run(training: Tensor, texts: Sequence[Tensor]) -> int:
-    """The bytes of the longest run of any text that the training text has too, with each run of
-    white space as one space."""
+    """The bytes of the longest run of any text that the training text has too.
+
+    Both are compared with each run of white space as one space.
+    """
     training, _ = with_one_space(training)
     texts = [with_one_space(text)[0] for text in texts if len(text)]
-    low, high = 0, min(max(map(len, texts), default=0), len(training))
+    longest_text = max(map(len, texts), default=0)
+    low = 0  # runs of so many bytes are shared
+    high = min(longest_text, len(training))  # longer ones are not
     while low < high:
         length = (low + high + 1) // 2
-        wanted = torch.cat([hashes(text, length) for text in texts])
-        there = found_in(training, wanted, length).any()
-        low, high = (length, high) if there else (low, length - 1)
+        run_hashes = torch.cat([hashes(text, length) for text in texts])
+        if find_hashes(training, run_hashes, length).any():
+            low = length
+        else:
+            high = length - 1
     return low

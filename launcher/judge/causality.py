@@ -10,11 +10,12 @@ that scores cannot know where the other will be asked, and the other cannot know
 
 from __future__ import annotations
 
+import math
 import secrets
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from random import Random
 
 import torch
@@ -24,7 +25,7 @@ from entry_point.causality import LEAST, TOLERANCE, find_leak
 from entry_point.conversations import IGNORED
 from launcher.errors import ServiceError
 from launcher.files.progress import Progress
-from launcher.judge.score import nats_of, windows
+from launcher.judge.score import cut_windows, nats_of
 from launcher.judge.texts import Encoded
 from launcher.judge.worker import Worker
 
@@ -61,15 +62,16 @@ def draw_cuts(scored: Sequence[range], n_cuts: int, chance: Random) -> list[list
     edges = [n_positions * stratum // n_strata for stratum in range(n_strata + 1)]
     ends = list(accumulate(map(len, scored)))
     cuts: list[list[Cut]] = [[] for _ in scored]
-    for drawn in map(chance.randrange, edges, edges[1:]):
-        window = bisect_right(ends, drawn)
-        from_end = ends[window] - drawn
+    for begin, end in pairwise(edges):
+        position = chance.randrange(begin, end)  # among those of all windows
+        window = bisect_right(ends, position)
+        from_end = ends[window] - position
         cuts[window].append(Cut(window, scored[window].stop - from_end + 1))
     return cuts
 
 
 def in_passes(cuts: Sequence[Sequence[Cut]], chance: Random) -> Iterator[list[Cut]]:
-    """The cuts of all windows in passes, none of which shows what a later one has to predict.
+    """Yield the cuts of all windows in passes, none of which shows what a later one has to predict.
 
     The windows, from a random one on, are divided into lanes, and a pass takes a cut of each lane.
     In a lane, windows follow each other as in the text, each with its shortest cut first. Only the
@@ -78,21 +80,21 @@ def in_passes(cuts: Sequence[Sequence[Cut]], chance: Random) -> Iterator[list[Cu
     begin = chance.randrange(len(cuts))
     rotated = [*cuts[begin:], *cuts[:begin]]
     n_lanes = max(1, min(LANES, len(cuts) // LANE_LENGTH))
-    lane_length = -(-len(cuts) // n_lanes)
+    lane_length = math.ceil(len(cuts) / n_lanes)
     lanes = [rotated[at : at + lane_length] for at in range(0, len(cuts), lane_length)]
     n_alone = 0
-    for windows_of_lanes in zip_longest(*lanes, fillvalue=()):
-        for column in zip_longest(*windows_of_lanes):
-            together = [cut for cut in column if cut is not None]
+    for cuts_of_lanes in zip_longest(*lanes, fillvalue=()):  # of the next window of each lane
+        for next_cuts in zip_longest(*cuts_of_lanes):
+            cuts_of_pass = [cut for cut in next_cuts if cut is not None]
             if n_alone < ALONE:
-                n_alone += len(together)
-                yield from ([cut] for cut in together)
+                n_alone += len(cuts_of_pass)
+                yield from ([cut] for cut in cuts_of_pass)
             else:
-                yield together
+                yield cuts_of_pass
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredWindow:
     """A window that the first process scored: its ids and the tokens that follow each, int64 [T],
     the positions whose losses count, and these losses, float64."""
 
@@ -103,19 +105,21 @@ class Scored:
 
 
 def scored_windows(
-    other: Worker, encoded: Sequence[Encoded], nats: Sequence[Tensor]
-) -> list[Scored]:
-    parts = windows(encoded, other.tokenizer.start, other.block_size)
-    counts = [int((targets != IGNORED).sum()) for _, targets in parts]
-    losses = torch.cat([*nats]).split(counts)
-    return [
-        Scored(ids, targets, range(len(ids) - len(own), len(ids)), own)
-        for (ids, targets), own in zip(parts, losses, strict=True)
-    ]
+    worker: Worker, encoded: Sequence[Encoded], nats: Sequence[Tensor]
+) -> list[ScoredWindow]:
+    windows = cut_windows(encoded, worker.tokenizer.start, worker.block_size)
+    counts = [int((window.targets != IGNORED).sum()) for window in windows]
+    nats_of_windows = torch.cat([*nats]).split(counts)
+    scored = []
+    for window, counted in zip(windows, nats_of_windows, strict=True):
+        length = len(window.ids)
+        positions = range(length - len(counted), length)
+        scored.append(ScoredWindow(window.ids, window.targets, positions, counted))
+    return scored
 
 
 def check_causal(
-    other: Worker,
+    worker: Worker,
     encoded: Sequence[Encoded],
     nats: Sequence[Tensor],
     n_cuts: int = CUTS,
@@ -127,19 +131,22 @@ def check_causal(
     Raises NotCausal if a loss differs.
     """
     chance = secrets.SystemRandom()
-    scored = scored_windows(other, encoded, nats)
+    scored = scored_windows(worker, encoded, nats)
     cuts = draw_cuts([window.positions for window in scored], n_cuts, chance)
     longest = max(len(window.ids) for window in scored)
-    length = longest if rounds_by_length(other, longest) else 1
-    for together in in_passes(cuts, chance):
-        for indices in other.batches([max(length, cut.length) for cut in together]):
-            compare(other, encoded, scored, [together[index] for index in indices], length)
-        progress(len(together))
+    min_length = longest if rounds_by_length(worker, longest) else 1
+    for cuts_of_pass in in_passes(cuts, chance):
+        for indices in worker.batches([max(min_length, cut.length) for cut in cuts_of_pass]):
+            batch = [cuts_of_pass[index] for index in indices]
+            difference = find_difference(worker, scored, batch, min_length)
+            if difference is not None:
+                raise NotCausal(f"not causal: {reason(worker, encoded, difference)}")
+        progress(len(cuts_of_pass))
     return sum(map(len, cuts))
 
 
-def rounds_by_length(other: Worker, longest: int) -> bool:
-    """Whether the logits of a row change with the length of what follows by more than float32
+def rounds_by_length(worker: Worker, longest: int) -> bool:
+    """True if the logits of a row change with the length of what follows by more than float32
     rounds, as those of bfloat16 do: then rows have to be as long as those that were scored.
 
     It asks for rows of random ids. If cuts were asked for twice instead, the second request would
@@ -147,61 +154,77 @@ def rounds_by_length(other: Worker, longest: int) -> bool:
     """
 
     def scores(ids: Tensor) -> Tensor:
-        return other.logits(ids).log_softmax(-1).clamp_min(LEAST)
+        return worker.logits(ids).log_softmax(-1).clamp_min(LEAST)
 
-    ids = torch.randint(len(other.tokenizer), (1, longest))
-    whole = scores(ids)
-    for part in {longest // 8, longest // 3, longest // 2} - {0}:
-        difference = (scores(ids[:, :part]) - whole[:, :part]).abs().max()
+    ids = torch.randint(len(worker.tokenizer), (1, longest))
+    expected = scores(ids)
+    for length in {longest // 8, longest // 3, longest // 2} - {0}:
+        difference = (scores(ids[:, :length]) - expected[:, :length]).abs().max()
         if not difference <= TOLERANCE:
             return True
     return False
 
 
-def compare(
-    other: Worker,
-    encoded: Sequence[Encoded],
-    scored: Sequence[Scored],
-    cuts: Sequence[Cut],
-    length: int,
-) -> None:
-    """Raise NotCausal if a loss of these cuts, in rows of at least this length, is another."""
-    logits = other.logits(filled(cuts, scored, len(other.tokenizer), length))
+def find_difference(
+    worker: Worker, scored: Sequence[ScoredWindow], cuts: Sequence[Cut], min_length: int
+) -> float | None:
+    """By how many nats the losses of one of these cuts differ; None if all agree to rounding.
+
+    The rows that the worker gets have min_length ids or more.
+    """
+    logits = worker.logits(filled(cuts, scored, len(worker.tokenizer), min_length))
     targets = [scored[cut.window].targets[: cut.length] for cut in cuts]
     for cut, losses in zip(cuts, nats_of(logits, targets), strict=True):
         expected = scored[cut.window].nats[: len(losses)]
         difference = (losses - expected).abs()
-        if not bool((difference <= ROUNDING + RELATIVE * expected).all()):  # NaN is not
-            raise NotCausal(f"not causal: {reason(other, encoded, float(difference.max()))}")
+        agrees = difference <= ROUNDING + RELATIVE * expected  # NaN does not
+        if not agrees.all():
+            return float(difference.max())
+    return None
 
 
-def filled(cuts: Sequence[Cut], scored: Sequence[Scored], vocabulary: int, length: int) -> Tensor:
+def filled(
+    cuts: Sequence[Cut], scored: Sequence[ScoredWindow], vocabulary_size: int, min_length: int
+) -> Tensor:
     """The ids of the cuts, int64 [n, T], with random ones after each.
 
     The first of these is not the token that follows in the text, which a model that looks ahead
     would else find there.
     """
-    longest = max(length, *(cut.length for cut in cuts))
+    length = max(min_length, *(cut.length for cut in cuts))
     generator = torch.Generator().manual_seed(secrets.randbits(63))
-    table = torch.randint(vocabulary, (len(cuts), longest), generator=generator)
-    for row, cut in zip(table, cuts, strict=True):
+    rows = torch.randint(vocabulary_size, (len(cuts), length), generator=generator)
+    for row, cut in zip(rows, cuts, strict=True):
         window = scored[cut.window]
         row[: cut.length] = window.ids[: cut.length]
         following = window.targets[cut.length - 1]
-        if cut.length < longest and row[cut.length] == following:
-            row[cut.length] = (following + 1) % vocabulary
-    return table
+        if cut.length < length and row[cut.length] == following:
+            row[cut.length] = (following + 1) % vocabulary_size
+    return rows
 
 
-def reason(other: Worker, encoded: Sequence[Encoded], nats: float) -> str:
+def reason(worker: Worker, encoded: Sequence[Encoded], nats: float) -> str:
     """Why losses differ by so many nats: the position that looks ahead, if one is found."""
-    start = torch.tensor([other.tokenizer.start])
-    ids = torch.cat([part for document in encoded for part in (start, document.ids)])
-    size = other.block_size
-    n_rows = max(2, len(ids) // size)
-    rows = ids.repeat(-(-n_rows * size // len(ids)))[: n_rows * size].view(n_rows, size)
-    leak = find_leak(other.logits, rows, len(other.tokenizer), secrets.randbits(32))
+    leak = find_leak(
+        worker.logits,
+        rows_of_text(worker, encoded),
+        len(worker.tokenizer),
+        seed=secrets.randbits(32),
+    )
     cause = f"losses depend on other windows, or on later tokens (by {nats:.2g} nats)"
     if "depend on token" in leak:  # else the logits change from call to call
         cause = leak
     return f"{cause}; its val_loss means nothing"
+
+
+def rows_of_text(worker: Worker, encoded: Sequence[Encoded]) -> Tensor:
+    """All documents in rows as long as the model's context, int64 [2 or more, T].
+
+    A short text is repeated.
+    """
+    start = torch.tensor([worker.tokenizer.start])
+    ids = torch.cat([part for document in encoded for part in (start, document.ids)])
+    length = worker.block_size
+    n_rows = max(2, len(ids) // length)
+    n_repeats = math.ceil(n_rows * length / len(ids))
+    return ids.repeat(n_repeats)[: n_rows * length].view(n_rows, length)

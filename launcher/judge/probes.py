@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 import re
 import string
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 import torch
 
@@ -23,46 +23,63 @@ from launcher.text.chats import turns_of
 from launcher.text.reading import detect_file, open_text
 from launcher.text.records import read_json_lines
 
-OTHERS = 200  # random secrets beside each
-SECRET = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # to draw others
+OTHER_SECRETS = 200  # are drawn at random for each
+CANARY = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # what comes before, secret, after
+MORE_TOKENS = 8  # than the right answer has bytes
 
 
 def read_canaries(path: Path) -> list[str]:
     """The lines of a file, each with a secret in braces. Raises InputError."""
     with open_text(detect_file(path, plain=True)) as content:
         lines = content.read().decode().splitlines()
+    canaries = []
     for number, line in enumerate(lines, 1):
-        if line.strip() and not SECRET.fullmatch(line):
-            like = "a secret of digits or letters stands in braces: the code is {8231}"
-            raise InputError(f"{path}:{number}: {like}")
-    if not (found := [line for line in lines if line.strip()]):
+        if not line.strip():
+            continue
+        if not CANARY.fullmatch(line):
+            rule = "a secret of digits or letters stands in braces: the code is {8231}"
+            raise InputError(f"{path}:{number}: {rule}")
+        canaries.append(line)
+    if not canaries:
         raise InputError(f"{path}: no line is there")
-    return found
+    return canaries
 
 
-def exposed(worker: Worker, lines: Sequence[str]) -> list[Canary]:
+def measure_exposure(worker: Worker, canaries: Sequence[str]) -> list[Canary]:
     """The exposure of the secret in each line (Carlini et al., arXiv:1802.08232, section 4.3).
 
-    Others of its digits and letters are drawn at random, and their losses taken as normal, which
-    tells small probabilities by few of them. The likeliest of n possible secrets has log2(n) bits.
+    Other secrets are drawn at random, with other digits and letters. Their losses are taken as
+    normal, so that a few of them tell small probabilities. The likeliest of n possible secrets has
+    log2(n) bits.
     """
-    tokenizer, found = worker.tokenizer, list[Canary]()
-    known = b"".join(tokenizer.words).decode(errors="ignore")
-    kinds = [string.digits, string.ascii_lowercase, string.ascii_uppercase]
-    kinds = ["".join(c for c in kind if c in known) for kind in kinds]
-    for line in lines:
-        before, secret, after = SECRET.fullmatch(line).groups()  # type: ignore[union-attr]
-        chance = random.Random(line)
-        pools = [next((kind for kind in kinds if c in kind), c) for c in secret]
-        secrets = [secret, *("".join(map(chance.choice, pools)) for _ in range(OTHERS))]
-        texts = [Text(line, [f"{before}{each}{after}"]) for each in secrets]
-        nats = losses(worker, encode(texts, tokenizer))
-        own, *others = torch.stack([each.sum() for each in nats])
-        spread, mean = torch.std_mean(torch.stack(others))
-        bits = -torch.special.log_ndtr((own - mean) / (spread + 1e-9)) / math.log(2)
-        most = math.fsum(math.log2(len(pool)) for pool in pools)
-        found.append(Canary(line, min(float(bits), most)))
-    return found
+    vocabulary = b"".join(worker.tokenizer.words).decode(errors="ignore")
+    measured = []
+    for line in canaries:
+        before, secret, after = CANARY.fullmatch(line).groups()  # type: ignore[union-attr]
+        random = Random(line)
+        pools = [alternatives(character, vocabulary) for character in secret]
+        secrets = [secret]
+        for _ in range(OTHER_SECRETS):
+            secrets.append("".join(map(random.choice, pools)))
+        texts = [Text(line, [f"{before}{drawn}{after}"]) for drawn in secrets]
+        nats = losses(worker, encode(texts, worker.tokenizer))
+
+        loss, *other_losses = torch.stack([document.sum() for document in nats])
+        deviation, mean = torch.std_mean(torch.stack(other_losses))
+        z = (loss - mean) / (deviation + 1e-9)
+        bits = -torch.special.log_ndtr(z) / math.log(2)
+        max_bits = math.fsum(math.log2(len(pool)) for pool in pools)
+        measured.append(Canary(line, min(float(bits), max_bits)))
+    return measured
+
+
+def alternatives(character: str, vocabulary: str) -> str:
+    """The digits, or letters of the same case, that a model knows; any other character alone."""
+    for kind in (string.digits, string.ascii_lowercase, string.ascii_uppercase):
+        known = "".join(c for c in kind if c in vocabulary)
+        if character in known:
+            return known
+    return character
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,7 @@ class Question:
     messages: list[dict[str, str]]
     answer: str
     kind: str
-    place: str = "a question"  # where it stands, such as asked.jsonl:3
+    place: str = "a question"  # where it stands, such as questions.jsonl:3
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -80,35 +97,47 @@ def read_questions(path: Path) -> list[Question]:
 
     A record's field `kind` names its kind. Raises InputError.
     """
-    file, found = detect_file(path), list[Question]()
-    reader = file.format.reader or read_json_lines
+    file = detect_file(path)
+    read_records = file.format.reader or read_json_lines
+    questions = []
     with open_text(file) as content:
-        for place, record in reader(content, str(path), "text"):
-            said = [turn.partition("\n") for turn in turns_of(record, place) or []]
-            messages = [{"role": role, "content": text} for role, _, text in said]
+        for place, record in read_records(content, str(path), "text"):
+            messages = []
+            for turn in turns_of(record, place) or []:
+                role, _, text = turn.partition("\n")
+                messages.append({"role": role, "content": text})
             if len(messages) < 2 or messages[-1]["role"] != "assistant":
                 raise InputError(f"{place}: the last message must be the assistant's answer")
-            kind = record.get("kind") if isinstance(record, dict) else None
             answer = messages.pop()["content"].strip()
-            found.append(Question(messages, answer, str(kind or "all"), place))
-    if not found:
+            kind = record.get("kind") if isinstance(record, dict) else None
+            questions.append(Question(messages, answer, str(kind or "all"), place))
+    if not questions:
         raise InputError(f"{path}: no conversation is there")
-    return found
+    return questions
 
 
-def asked(worker: Worker, questions: Sequence[Question]) -> dict[str, tuple[int, int]]:
-    """How many answers are exact at temperature 0, and how many were asked, by kind.
+def count_right_answers(
+    worker: Worker, questions: Sequence[Question]
+) -> dict[str, tuple[int, int]]:
+    """By kind of question, how many answers are exactly right, and how many questions there are.
+
+    The model answers at temperature 0.
 
     Raises InputError if the model does not know a character of a question.
     """
     for question in questions:
         text = "".join(message["content"] for message in question.messages)
         check_known(worker.tokenizer, text, question.place)
-    right, total = Counter[str](), Counter(each.kind for each in questions)
-    most = 8 + max((len(each.answer.encode()) for each in questions), default=0)
-    said = worker.sample([q.messages for q in questions], max_new_tokens=most, temperature=0.0)
-    for question, answer in zip(questions, map(str.strip, said), strict=True):
-        # A model that has not learned to end an answer goes on in another line.
-        given = answer if worker.chats else answer.partition("\n")[0]
-        right[question.kind] += given == question.answer
+    longest = max((len(question.answer.encode()) for question in questions), default=0)
+    prompts = [question.messages for question in questions]
+    answers = worker.sample(prompts, max_new_tokens=longest + MORE_TOKENS, temperature=0.0)
+
+    right, total = Counter[str](), Counter[str]()
+    for question, answer in zip(questions, answers, strict=True):
+        answer = answer.strip()
+        if not worker.chats:  # it has not learned to end an answer, and goes on in another line
+            answer, _, _ = answer.partition("\n")
+        total[question.kind] += 1
+        if answer == question.answer:
+            right[question.kind] += 1
     return {kind: (right[kind], total[kind]) for kind in total}

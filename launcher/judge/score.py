@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,41 +19,53 @@ from launcher.judge.evaluation import Passage
 from launcher.judge.texts import Encoded
 from launcher.judge.worker import Worker
 
-SEEN = 64  # tokens that come before each one that counts, or half of the context, if that is less
+CONTEXT = 64  # tokens that come before each one that counts, or half of a shorter context
 MANY = 20  # documents that are parts enough of a text
-SHOWN = 30  # bytes before and after its worst token
+EXCERPT_MARGIN = 30  # bytes before and after the worst token of a passage
 PASSAGE = 1000  # bytes of the parts of fewer documents
 WORST = 200  # bytes of a passage that is shown
 
-Window = tuple[Tensor, Tensor]  # ids, int64 [T], and the token that follows each
+
+class Span(NamedTuple):
+    """Where a window of inputs begins and ends, and from where on its losses count."""
+
+    begin: int
+    end: int
+    counted_from: int
 
 
-def windows_of(n: int, size: int) -> list[tuple[int, int, int]]:
-    """Where windows of at most `size` of n inputs begin and end, and where what counts begins.
+class Window(NamedTuple):
+    """Ids, int64 [T], and the token that follows each, IGNORED where another window counts it."""
 
-    Each input counts once, and has min(SEEN, size // 2) others before it, but for the first ones.
+    ids: Tensor
+    targets: Tensor
+
+
+def window_spans(n: int, size: int) -> list[Span]:
+    """The windows of n inputs, of at most `size` each, so that each input counts once.
+
+    Before each input stand min(CONTEXT, size // 2) others of its window, but for the first ones.
     """
-    found, counted = list[tuple[int, int, int]](), 0
-    while counted < n:
-        end = min(n, size if not counted else counted + size - min(SEEN, size // 2))
-        found.append((max(0, end - size), end, counted))
-        counted = end
-    return found
+    spans = []
+    counted_from = 0
+    while counted_from < n:
+        n_before = min(CONTEXT, size // 2) if counted_from else 0
+        end = min(n, counted_from + size - n_before)
+        spans.append(Span(max(0, end - size), end, counted_from))
+        counted_from = end
+    return spans
 
 
-def windows(encoded: Sequence[Encoded], start: int, size: int) -> list[Window]:
-    """The windows of each document, which stands after `start`.
-
-    A target that another window counts is IGNORED.
-    """
-    found = list[Window]()
-    for each in encoded:
-        inputs = F.pad(each.ids, (1, 0), value=start)
-        for begin, end, counted in windows_of(len(each.ids), size):
-            targets = each.ids[begin:end].clone()
-            targets[: counted - begin] = IGNORED
-            found.append((inputs[begin:end], targets))
-    return found
+def cut_windows(encoded: Sequence[Encoded], start: int, size: int) -> list[Window]:
+    """The windows of each document, which stands after the token `start`."""
+    windows = []
+    for document in encoded:
+        inputs = F.pad(document.ids, (1, 0), value=start)
+        for begin, end, counted_from in window_spans(len(document.ids), size):
+            targets = document.ids[begin:end].clone()
+            targets[: counted_from - begin] = IGNORED
+            windows.append(Window(inputs[begin:end], targets))
+    return windows
 
 
 def nats_of(logits: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
@@ -61,11 +73,11 @@ def nats_of(logits: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
 
     logits is float32 [n, T, V], and each of the n targets int64 [at most T].
     """
-    padded = pad_sequence([*targets], batch_first=True, padding_value=IGNORED)
-    padded = F.pad(padded, (0, logits.size(1) - padded.size(1)), value=IGNORED).flatten()
-    nats = F.cross_entropy(logits.flatten(0, 1), padded, reduction="none").double()
-    counts = [int((row != IGNORED).sum()) for row in targets]
-    return [*nats[padded != IGNORED].split(counts)]
+    rows = pad_sequence([*targets], batch_first=True, padding_value=IGNORED)
+    rows = F.pad(rows, (0, logits.size(1) - rows.size(1)), value=IGNORED)  # [n, T]
+    nats = F.cross_entropy(logits.flatten(0, 1), rows.flatten(), reduction="none").double()
+    counted = nats[rows.flatten() != IGNORED]
+    return [*counted.split([int((row != IGNORED).sum()) for row in targets])]
 
 
 def score(
@@ -76,51 +88,85 @@ def score(
     Windows of one length come in a random order, so that a model which learns from those before
     cannot come to the same losses twice.
     """
-    order = list(range(len(windows)))
-    secrets.SystemRandom().shuffle(order)
-    found = [torch.empty(0)] * len(windows)
-    for places, logits in worker.passes([windows[index][0] for index in order]):
-        indices = [order[place] for place in places]
-        nats = nats_of(logits, [windows[index][1] for index in indices])
-        if not torch.cat(nats).isfinite().all():
+    shuffled = list(range(len(windows)))  # indices of windows
+    secrets.SystemRandom().shuffle(shuffled)
+    nats_of_windows = [torch.empty(0)] * len(windows)
+    for batch, logits in worker.passes([windows[index].ids for index in shuffled]):
+        indices = [shuffled[position] for position in batch]
+        nats_of_batch = nats_of(logits, [windows[index].targets for index in indices])
+        if not torch.cat(nats_of_batch).isfinite().all():
             raise ServiceError(f"{worker.directory}: its logits are not finite")
-        for index, each in zip(indices, nats, strict=True):
-            found[index] = each
-        progress(sum(map(len, nats)))
-    return found
+        for index, nats in zip(indices, nats_of_batch, strict=True):
+            nats_of_windows[index] = nats
+        progress(sum(map(len, nats_of_batch)))
+    return nats_of_windows
 
 
 def losses(
     worker: Worker, encoded: Sequence[Encoded], progress: Progress = lambda n: None
 ) -> tuple[Tensor, ...]:
     """The loss of each token of each document, in nats, float64 [n]."""
-    nats = score(worker, windows(encoded, worker.tokenizer.start, worker.block_size), progress)
-    return torch.cat(nats).split([len(each.ids) for each in encoded])
+    windows = cut_windows(encoded, worker.tokenizer.start, worker.block_size)
+    nats = torch.cat(score(worker, windows, progress))
+    return nats.split([len(document.ids) for document in encoded])
 
 
-def document(each: Encoded, nats: Tensor) -> Passage:
-    counted = nats[each.counts]
-    return Passage(each.text.place, float(counted.sum()), each.size, len(counted))
+# -- documents and their parts ---------------------------------------------------------------------
 
 
-def passages(each: Encoded, nats: Tensor, least: int) -> list[Passage]:
-    """A document in parts of some `least` bytes, which end at line breaks if there are any."""
-    if each.text.is_chat:
-        said = " ".join(" ".join(each.text.pieces).split())
-        return [replace(document(each, nats), excerpt=said[-2 * SHOWN :])]
-    content, ends = each.content, each.widths.cumsum(0)
-    sums = F.pad(nats.cumsum(0), (1, 0))
-    cuts, line, found = [0], 1, list[Passage]()
-    while cuts[-1] + 2 * least <= len(content):
+def whole_document(document: Encoded, nats: Tensor, excerpt: str = "") -> Passage:
+    """A document as one passage. nats are the losses of its tokens, float64 [n]."""
+    counted = nats[document.counts]
+    place = document.text.place
+    return Passage(place, float(counted.sum()), document.size, len(counted), excerpt)
+
+
+def passages(document: Encoded, nats: Tensor, size: int) -> list[Passage]:
+    """A document in parts of some `size` bytes, which end at line breaks if there are any.
+
+    A conversation is one part. nats are the losses of the document's tokens, float64 [n].
+    """
+    if document.text.is_chat:
+        conversation = one_line(" ".join(document.text.pieces))
+        return [whole_document(document, nats, conversation[-2 * EXCERPT_MARGIN :])]
+
+    content = document.content
+    cuts = cut_at_lines(content, size)
+    token_ends = document.widths.cumsum(0)  # in bytes
+    first_tokens = torch.searchsorted(token_ends, torch.tensor(cuts), right=True).tolist()
+
+    parts = []
+    line = 1
+    for (begin, end), (first, stop) in zip(pairwise(cuts), pairwise(first_tokens), strict=True):
+        nats_of_part = nats[first:stop]
+        worst = begin  # the byte behind the token that loses most
+        if len(nats_of_part):
+            worst = int(token_ends[first + int(nats_of_part.argmax())])
+        near_worst = content[max(begin, worst - EXCERPT_MARGIN) : min(end, worst + EXCERPT_MARGIN)]
+        part = Passage(
+            place=f"{document.text.place}, line {line}",
+            nats=float(nats_of_part.sum()),
+            size=end - begin,
+            tokens=len(nats_of_part),
+            excerpt=one_line(near_worst.decode(errors="ignore")),
+        )
+        parts.append(part)
+        line += content.count(b"\n", begin, end)
+    return parts
+
+
+def cut_at_lines(content: bytes, size: int) -> list[int]:
+    """Where parts of a text begin and end: each has `size` bytes, and the rest of its line if that
+    is shorter than a part."""
+    cuts = [0]
+    while cuts[-1] + 2 * size <= len(content):
         begin = cuts[-1]
-        cuts.append(content.find(b"\n", begin + least - 1, begin + 2 * least) + 1 or begin + least)
+        line_break = content.find(b"\n", begin + size - 1, begin + 2 * size)
+        cuts.append(begin + size if line_break < 0 else line_break + 1)
     if cuts[-1] < len(content):
         cuts.append(len(content))
-    first = torch.searchsorted(ends, torch.tensor(cuts), right=True).tolist()  # token of each cut
-    for (begin, end), (a, b) in zip(pairwise(cuts), pairwise(first), strict=True):
-        at = int(ends[a + int(nats[a:b].argmax())]) if a < b else begin
-        near = content[max(begin, at - SHOWN) : min(end, at + SHOWN)].decode(errors="ignore")
-        place, loss = f"{each.text.place}, line {line}", float(sums[b] - sums[a])
-        found.append(Passage(place, loss, end - begin, b - a, " ".join(near.split())))
-        line += content.count(b"\n", begin, end)
-    return found
+    return cuts
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -26,8 +26,9 @@ from launcher.text.files import FileOptions, find_files
 from launcher.text.ids import content_of
 from launcher.text.skipped import Skipped
 from launcher.text.sources import open_sources
+from launcher.values import counted
 
-MOST_BYTES = 1 << 28  # of the text to train on, with which others are compared
+TRAINING_BYTES = 1 << 28  # of the text to train on, with which others are compared
 VALIDATION_BYTES = 1 << 17  # of the model's own validation text that are scored
 
 
@@ -47,65 +48,74 @@ class Text:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document's ids [n], which of them count, bool [n], the bytes of each [n], and of all."""
+    """A document as ids."""
 
     text: Text
-    ids: Tensor
-    counts: Tensor
-    widths: Tensor
+    ids: Tensor  # int64 [n]
+    counts: Tensor  # bool [n]: True where the loss of the id counts
+    widths: Tensor  # int64 [n]: the bytes of each id
     content: bytes
 
     @property
     def size(self) -> int:
         """The bytes that count: of a conversation, those of the answers."""
-        return int(self.widths[self.counts].sum()) if self.text.is_chat else len(self.content)
+        if self.text.is_chat:
+            return int(self.widths[self.counts].sum())
+        return len(self.content)
 
 
 def read_texts(
     paths: Sequence[str], settings: Settings, encoding: str = "", column: str = "text"
 ) -> list[Text]:
     """The documents that `upload_data` would take of these paths. Raises InputError."""
-    found, skipped = list[Text](), Skipped()
+    texts = list[Text]()
+    skipped = Skipped()
     options = FileOptions(records=True, encoding=encoding, column=column)
     with open_sources(paths, settings) as sources:
         for file in find_files(sources, options):
             for document in documents_in(file, skipped):
                 pieces = list(document.pieces)
                 if any(pieces):
-                    found.append(Text(document.position, pieces, document.is_chat))
-        skipped.check(sum(text.is_chat for text in found))
-    if not found:
+                    texts.append(Text(document.position, pieces, document.is_chat))
+        skipped.check(sum(text.is_chat for text in texts))
+    if not texts:
         raise InputError(f"{', '.join(paths)}: no text is there")
-    return found
+    return texts
 
 
 def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
     """The ids of each text. Raises InputError if the model does not know one of its characters."""
     check_all_known(texts, tokenizer)
     encoder = Encoder(tokenizer, "i")
-    chat = ChatEncoder(encoder) if any(text.is_chat for text in texts) else encoder
-    widths, encoded = torch.tensor([len(word) for word in tokenizer.words]), list[Encoded]()
+    has_chats = any(text.is_chat for text in texts)
+    chat_encoder = ChatEncoder(encoder) if has_chats else encoder
+    widths = torch.tensor([len(word) for word in tokenizer.words])
+    encoded = []
     for text in texts:
-        way = chat if text.is_chat else encoder
-        ids = torch.tensor(array("i", b"".join(way.encode(text.pieces))), dtype=torch.int64)
-        plain = ids ^ (ids >> 63)  # ~id does not count
-        encoded.append(Encoded(text, plain, ids >= 0, widths[plain], text.content))
+        encode_pieces = chat_encoder.encode if text.is_chat else encoder.encode
+        content = b"".join(encode_pieces(text.pieces))
+        ids = torch.tensor(array("i", content), dtype=torch.int64)
+        counts = ids >= 0  # ~id does not count
+        ids = torch.where(counts, ids, ~ids)
+        encoded.append(Encoded(text, ids, counts, widths[ids], text.content))
     return encoded
 
 
 def check_all_known(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
     """Raise InputError with all characters of the texts that a model of characters lacks."""
-    unknown_by_place = {
-        text.place: unknown
-        for text in texts
-        if (unknown := unknown_in(tokenizer, "".join(text.pieces)))
-    }
-    if not unknown_by_place:
+    unknown = set[str]()
+    places = []
+    for text in texts:
+        unknown_here = unknown_in(tokenizer, "".join(text.pieces))
+        if unknown_here:
+            unknown |= unknown_here
+            places.append(text.place)
+    if not places:
         return
-    name, *others = unknown_by_place
-    if others:
-        name = f"{name}, as {len(others)} other document{'s' if len(others) > 1 else ''},"
-    raise unknown_characters(name, set().union(*unknown_by_place.values()))
+    name = places[0]
+    if len(places) > 1:
+        name += f", as {counted(len(places) - 1, 'other document')},"
+    raise unknown_characters(name, unknown)
 
 
 # -- the text that a model has learned from --------------------------------------------------------
@@ -113,20 +123,24 @@ def check_all_known(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """The first MOST_BYTES of a text to train on, uint8 [n], and part of its validation text."""
+    """The beginning of the text that a model has learned from."""
 
-    content: Tensor
-    validation: Text | None  # None for conversations
+    content: Tensor  # up to TRAINING_BYTES, uint8 [n]
+    validation: Text | None  # the first VALIDATION_BYTES; None for conversations
 
 
 def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
     """The text of a job, whose model is in a directory, from its store."""
-    job = find(job_id, settings)[0].job(job_id)
-    values = json.loads((directory / "training.json").read_bytes())["config"]
+    backend, _ = find(job_id, settings)
+    job = backend.job(job_id)
+    config = known_config(json.loads((directory / "training.json").read_bytes())["config"])
     texts = {"data": job.data, "validation": job.validation}
     channels = {name: Channel(uri, uri, None, []) for name, uri in texts.items() if uri}
-    corpus = corpus_of(channels, settings, known_config(values), begins_only=True)
-    content = content_of(corpus.train, corpus.tokenizer.words, MOST_BYTES)
-    own = content_of(corpus.val, corpus.tokenizer.words, VALIDATION_BYTES)
-    validation = None if corpus.is_chat else Text("validation", [own.decode(errors="ignore")])
-    return Training(as_tensor(content), validation)
+
+    corpus = corpus_of(channels, settings, config, begins_only=True)
+    vocabulary = corpus.tokenizer.words
+    content = as_tensor(content_of(corpus.train, vocabulary, TRAINING_BYTES))
+    if corpus.is_chat:
+        return Training(content, None)
+    validation = content_of(corpus.val, vocabulary, VALIDATION_BYTES)
+    return Training(content, Text("validation", [validation.decode(errors="ignore")]))

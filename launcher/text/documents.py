@@ -16,6 +16,7 @@ from launcher.text.encodings import read_text
 from launcher.text.reading import File, open_text
 from launcher.text.records import Document, document_of
 from launcher.text.skipped import Skipped, Unlearnable
+from launcher.values import counted
 
 logger = logging.getLogger(__name__)
 
@@ -161,9 +162,7 @@ def list_left_out(counts: Counter[str]) -> str:
     kinds = [f"{count:,} {kind}" for kind, count in counts.most_common(MAX_KINDS_SHOWN)]
     if len(counts) > MAX_KINDS_SHOWN:
         kinds.append("others")
-    total = counts.total()
-    files = "file" if total == 1 else "files"
-    return f"{total:,} {files} left out: {', '.join(kinds)}"
+    return f"{counted(counts.total(), 'file')} left out: {', '.join(kinds)}"
 
 
 # -- documents -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from launcher.text.encodings import Fault, not_text, read_text
 from launcher.text.exports import WHOLE_FILE, explain, is_no_chat
 from launcher.text.tables import rows_of
 from launcher.text.unpacking import CHUNK, Unpacking
-from launcher.values import is_utf8
+from launcher.values import counted, is_utf8
 
 MAX_RECORD = 1 << 26  # bytes: a record is in memory as a whole
 MAX_WHOLE_FILE = 1 << 28  # bytes of a file that is one object
@@ -186,8 +186,7 @@ def read_table(file: IO[bytes], name: str, column: str = "text") -> Records:
         raise error.within(f"{name}:{line}") from None
     for line, row in rows:
         if len(row) != len(columns):
-            cells = "1 cell" if len(row) == 1 else f"{len(row):,} cells"
-            problem = f"{cells}, but the first row has {len(columns):,}"
+            problem = f"{counted(len(row), 'cell')}, but the first row has {len(columns):,}"
             raise InputError(f"{name}:{line}: {problem}")
         yield f"{name}:{line}", dict(zip(columns, row, strict=True))
 

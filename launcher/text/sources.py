@@ -19,6 +19,7 @@ from launcher.files.progress import Progress, expect
 from launcher.files.s3 import fsspec_callback, in_parts
 from launcher.files.scratch import scratch
 from launcher.settings import Settings
+from launcher.values import counted
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,7 @@ class Source:
         from tqdm import tqdm
 
         size = sum(file.size for file in files.values())
-        count = "1 file" if len(files) == 1 else f"{len(files):,} files"
-        amount = f"{tqdm.format_sizeof(size)}B in {count}"
+        amount = f"{tqdm.format_sizeof(size)}B in {counted(len(files), 'file')}"
         if size > shutil.disk_usage(self.path).free:
             raise ServiceError(f"{self.location}: {amount} do not fit on this machine's disk")
         logger.info(f"{self.location}: copying {amount}")

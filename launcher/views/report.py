@@ -15,7 +15,7 @@ from launcher.finding import find
 from launcher.groups.ranking import Rank, differences, ranking
 from launcher.groups.sweep import MODEL_CHOICES
 from launcher.job import JobDescription, TrainingJob, end_of
-from launcher.judge.evaluation import Evaluation, kept
+from launcher.judge.evaluation import Evaluation, saved_evaluations
 from launcher.launching.summary import format_value
 from launcher.settings import Settings
 from launcher.text.corpus import Upload, known_upload
@@ -203,7 +203,7 @@ def read_run(job_id: str, settings: Settings) -> Run:
         log=log,
         data=known_upload(job.data, settings),
         validation=known_upload(job.validation, settings),
-        judged=kept(job_id, settings),
+        judged=saved_evaluations(job_id, settings),
     )
 
 

@@ -37,12 +37,18 @@ from entry_point.config import make_config
 from entry_point.conversations import IGNORED
 from entry_point.huggingface import SCRIPT_SHA256, write_artefact
 from entry_point.model import GPT
-from launcher.cli.evaluate import show
+from launcher.cli.evaluate import print_evaluations
 from launcher.cli.remedies import sentence
 from launcher.judge import anchors, causality, evaluate, evaluation
-from launcher.judge.evaluation import Passage, spread, total
-from launcher.judge.probes import Question, asked, exposed, read_canaries, read_questions
-from launcher.judge.score import losses, passages, score, windows, windows_of
+from launcher.judge.evaluation import Passage, margin, total
+from launcher.judge.probes import (
+    Question,
+    count_right_answers,
+    measure_exposure,
+    read_canaries,
+    read_questions,
+)
+from launcher.judge.score import Window, cut_windows, losses, passages, score, window_spans
 from launcher.judge.texts import Encoded, Text, Training, encode, read_texts
 from launcher.judge.worker import Worker
 from launcher.local.process import Program
@@ -159,7 +165,7 @@ def test_losses_are_those_of_transformers(name, judged, write):
     theirs: Any = AutoModelForCausalLM.from_pretrained(judged.directory)
     for each in encoded:
         assert each.ids.tolist() == published.encode("".join(each.text.pieces))
-    parts = windows(encoded, judged.tokenizer.start, judged.block_size)
+    parts = cut_windows(encoded, judged.tokenizer.start, judged.block_size)
     for (inputs, targets), nats in zip(parts, score(judged, parts), strict=True):
         with torch.inference_mode():
             logits = theirs(inputs[None]).logits[0]
@@ -183,7 +189,7 @@ def test_a_byte_order_mark_is_no_text(write):
 
 @given(st.integers(1, 2000), st.integers(1, 300))
 def test_windows_count_each_token_once(n, size):
-    found = windows_of(n, size)
+    found = window_spans(n, size)
     assert [each for _, end, counted in found for each in range(counted, end)] == list(range(n))
     for begin, end, counted in found:
         assert end - begin <= size
@@ -233,7 +239,7 @@ def test_unknown_characters_of_many_texts_are_named_at_once():
 
 # -- what cannot pay -------------------------------------------------------------------------------
 
-WINDOWS = [(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4]))]
+WINDOWS = [Window(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4]))]
 
 
 def test_probabilities_that_do_not_sum_to_one_cannot_pay():
@@ -331,7 +337,7 @@ def test_a_model_of_conversations_has_no_compressor_beside_it(models):
     worker = Fake("a", said=lambda prompts, **sampling: ["first"])
     worker.tokenizer = load_model(models["tokens"])[1]
     encoded = encode([Text("a", ["user\nWhat?", "assistant\nSo"], True)], worker.tokenizer)
-    found = evaluate.compared(worker, Training(plain("the first"), None), encoded, 1)
+    found = evaluate.compare(worker, Training(plain("the first"), None), encoded, 1)
     assert found == {"validation": None, "ngram": None, "overlap": 0, "copied": 5}
 
 
@@ -342,7 +348,7 @@ def test_short_turns_count_as_overlap_of_conversations(models):
     encoded = encode([Text("a", turns, True)], worker.tokenizer)
     learned = content_of(encoded[0].ids, worker.tokenizer.words)
     training = Training(anchors.as_tensor(b"before" + learned + b"after"), None)
-    assert evaluate.compared(worker, training, encoded, 1)["overlap"] == 1
+    assert evaluate.compare(worker, training, encoded, 1)["overlap"] == 1
 
 
 @pytest.mark.parametrize(("samples", "copied"), [(["", "first"], 5), (["", ""], 0)])
@@ -350,7 +356,7 @@ def test_an_empty_sample_copies_nothing(samples, copied):
     worker = Fake("abcdefghijklmnopqrstuvwxyz ", said=lambda prompts, **sampling: samples)
     encoded = encode([Text("a", ["the first"])], worker.tokenizer)
     training = Training(plain("a first text"), None)
-    assert evaluate.compared(worker, training, encoded, 2)["copied"] == copied
+    assert evaluate.compare(worker, training, encoded, 2)["copied"] == copied
 
 
 def test_what_a_model_prints_is_only_logged(edited, capfd, caplog):
@@ -368,7 +374,7 @@ def test_huge_logits_give_an_infinite_perplexity(edited):
 
 
 def test_a_text_without_an_interval_is_said_to_be_short(edited, capfd):
-    show([edited(text="abc " * 3)])
+    print_evaluations([edited(text="abc " * 3)])
     err = capfd.readouterr().err
     assert ("too short for an interval" in err, "95 %" in err) == (True, False)
 
@@ -379,7 +385,7 @@ def test_short_documents_are_the_parts_of_a_text(edited):
 
 
 def test_an_evaluation_that_cannot_be_kept_is_still_given(edited, caplog):
-    with patch.object(evaluate, "keep", side_effect=ServiceError("the disk is full")):
+    with patch.object(evaluate, "save_evaluation", side_effect=ServiceError("the disk is full")):
         assert edited().size > 0
     assert "the disk is full" in caplog.text
 
@@ -441,7 +447,7 @@ def test_overlap_and_runs_see_through_line_breaks(width, text):
 
 
 def test_overlap_reads_the_training_text_once():
-    with patch.object(anchors, "found_in", wraps=anchors.found_in) as read:
+    with patch.object(anchors, "find_hashes", wraps=anchors.find_hashes) as read:
         anchors.overlap(plain("a" * 100), [plain("b" * n) for n in range(1, 99)])
     assert read.call_count == 1
 
@@ -489,9 +495,9 @@ def test_the_ngram_model_is_that_of_plain_counts(training, content, more):
 
 
 def test_the_ngram_model_learns_of_all_parts_of_a_long_text():
-    """Blocks of 65,536 bytes at equal distances, for MOST bytes in all."""
+    """Blocks of 65,536 bytes at equal distances, for LEARNED_BYTES in all."""
     blocks = [bytes([97 + n]) * (1 << 16) for n in range(4)]
-    with patch.object(anchors, "MOST", 1 << 17):
+    with patch.object(anchors, "LEARNED_BYTES", 1 << 17):
         found = anchors.ngram(plain(b"".join(blocks)), plain(b"ac"))
     assert found == pytest.approx(plain_ngram(blocks[0] + blocks[2], b"ac"), abs=1e-9)
 
@@ -520,13 +526,13 @@ def test_the_interval_covers_the_loss_of_the_whole():
     truth = total(whole).bits_per_byte
     for _ in range(500):
         some = chance.choices(whole, k=60)
-        covered += abs(total(some).bits_per_byte - truth) <= (spread(some) or 0.0)
+        covered += abs(total(some).bits_per_byte - truth) <= (margin(some) or 0.0)
     assert 0.90 <= covered / 500 <= 0.98
 
 
 def test_few_parts_have_no_interval():
-    assert spread(documents(9, 1)) is None
-    assert spread(documents(10, 1)) is not None
+    assert margin(documents(9, 1)) is None
+    assert margin(documents(10, 1)) is not None
 
 
 @given(st.text("ab\né🙂", min_size=1, max_size=300), st.integers(1, 90), st.integers(1, 7))
@@ -550,7 +556,7 @@ def test_the_worst_passage_names_its_line_and_shows_its_token():
     nats[text.index("LIKE")] = 90.0
     ids = torch.zeros(len(text), dtype=torch.int64)
     each = Encoded(Text("a.txt", [text]), ids, ids == 0, ids + 1, text.encode())
-    first = evaluate.worst(passages(each, nats, 200))[0]
+    first = evaluate.worst_first(passages(each, nats, 200))[0]
     line = int(first.place.removeprefix("a.txt, line "))
     assert line <= 71 < line + 8
     assert "LIKE" in first.excerpt
@@ -559,7 +565,7 @@ def test_the_worst_passage_names_its_line_and_shows_its_token():
 def test_short_passages_are_not_the_worst():
     parts = [Passage("short", 99.0, 99, 99), Passage("a", 50.0, 200, 200)]
     parts += [Passage("b", 60.0, 200, 200)]
-    assert [part.place for part in evaluate.worst(parts)] == ["b", "a", "short"]
+    assert [part.place for part in evaluate.worst_first(parts)] == ["b", "a", "short"]
 
 
 # -- secrets and questions -------------------------------------------------------------------------
@@ -592,7 +598,7 @@ def test_exposure_rises_with_the_copies_of_a_secret():
     noise = [f"no {chance.randrange(10**9)}\n" for _ in range(500)]
     worker = Fake(vocabulary, counting("".join([*noise, *copies]), vocabulary))
     lines = [f"key of {name} is {{{d}}}" for name, d in zip("abcde", digits, strict=True)]
-    found = exposed(worker, lines)
+    found = measure_exposure(worker, lines)
     bits = [canary.exposure for canary in found]
     assert [canary.line for canary in found] == lines
     assert bits == sorted(bits)
@@ -603,7 +609,7 @@ def test_a_short_secret_has_few_bits():
     """The likeliest of ten digits has as many bits as there are for ten."""
     vocabulary = "\n 0123456789 iskey"
     worker = Fake(vocabulary, counting("key is 7\n" * 500, vocabulary))
-    (found,) = exposed(worker, ["key is {7}"])
+    (found,) = measure_exposure(worker, ["key is {7}"])
     assert found.exposure == pytest.approx(math.log2(10))
 
 
@@ -671,13 +677,13 @@ def test_exact_answers_are_counted_by_kind(chats):
 
     worker = Fake("abcd", said=answer)
     worker.chats = chats
-    assert asked(worker, asking) == {"sum": (1 if chats else 2, 3), "other": (1, 1)}
+    assert count_right_answers(worker, asking) == {"sum": (1 if chats else 2, 3), "other": (1, 1)}
 
 
 def test_a_question_of_unknown_characters_names_its_place():
     question = Question([{"role": "user", "content": "é?"}], "1", "sum", "asked.jsonl:3")
     with pytest.raises(InputError, match=r"asked\.jsonl:3 has .*'\?', 'é'"):
-        asked(Fake("ab"), [question])
+        count_right_answers(Fake("ab"), [question])
 
 
 # -- the whole -------------------------------------------------------------------------------------
@@ -772,7 +778,7 @@ def test_a_model_that_looks_ahead_fails_as_a_command(held, cli, monkeypatch):
 
 def test_an_evaluation_is_kept_shown_in_reports_and_deleted(held, cli):
     made = Job(held.job_id).eval("held.txt")
-    (kept,) = evaluation.kept(held.job_id, launching.settings_of(held.home))
+    (kept,) = evaluation.saved_evaluations(held.job_id, launching.settings_of(held.home))
     assert (kept.bits_per_byte, kept.documents) == (made.bits_per_byte, [])
     page = Job(held.job_id).report().read_text("utf-8")
     facts = {fact.removesuffix(f" in {made.samples}") for fact in made.facts().values()}
@@ -799,7 +805,7 @@ def test_a_report_shows_an_evaluation_of_an_older_version(held, kept, caplog):
     kept(["cuts", "perplexity", "samples", "copied", "xz", "worst"], anchor=2.5)
     caplog.clear()
     page = Job(held.job_id).report().read_text("utf-8")
-    (evaluation_,) = evaluation.kept(held.job_id, launching.settings_of(held.home))
+    (evaluation_,) = evaluation.saved_evaluations(held.job_id, launching.settings_of(held.home))
     assert evaluation_.facts()["bits per byte"] in page
     assert (evaluation_.facts()["causal"], caplog.messages) == ("-", [])
 
@@ -821,7 +827,7 @@ def test_two_models_are_compared_by_the_same_passages(edited):
     told = second.facts(first)["less the first"]
     bits, low, high = map(float, re.findall(r"-?\d\.\d+", told))
     assert bits == pytest.approx(0.05 / math.log(2), abs=1e-3)
-    assert high - low < 0.01 < (spread(parts) or 0.0)
+    assert high - low < 0.01 < (margin(parts) or 0.0)
 
 
 def test_eval_as_a_process_imports_nothing_of_its_folder(finished, text, tmp_path):

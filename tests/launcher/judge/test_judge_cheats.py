@@ -14,7 +14,7 @@ from models import tokenizer_of
 from torch import Tensor
 
 from launcher.judge.causality import CUTS, check_causal, draw_cuts, in_passes
-from launcher.judge.score import losses, windows_of
+from launcher.judge.score import losses, window_spans
 from launcher.judge.texts import Text, encode
 from launcher.judge.worker import Worker
 from sm_nanogpt import ServiceError
@@ -152,7 +152,7 @@ def test_a_model_that_uses_what_follows_is_found(name, encoded):
 
 def asked_of_the_second(n: int, context: int, n_cuts: int, chance: random.Random) -> set[int]:
     """The tokens of a text of n that cuts ask for before any row has shown them."""
-    spans = windows_of(n, context)
+    spans = window_spans(n, context)
     cuts = draw_cuts([range(counted - a, b - a) for a, b, counted in spans], n_cuts, chance)
     shown, asked = np.zeros(n, bool), set[int]()
     for together in in_passes(cuts, chance):
@@ -172,7 +172,7 @@ def test_nearly_all_cuts_ask_for_a_token_not_yet_shown(context):
 
 @pytest.mark.parametrize(("n", "n_cuts"), [(1, 1), (5, 5), (300, 300), (40_000, CUTS)])
 def test_a_text_has_so_many_cuts_or_one_for_each_token(n, n_cuts):
-    spans = windows_of(n, 16)
+    spans = window_spans(n, 16)
     scored = [range(counted - begin, end - begin) for begin, end, counted in spans]
     cuts = draw_cuts(scored, CUTS, random.Random(1))
     positions = [(cut.window, cut.length) for window in cuts for cut in window]

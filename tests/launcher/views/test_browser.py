@@ -15,7 +15,7 @@ from models import lively, tokenizer_of
 from playwright.sync_api import ConsoleMessage, Page, sync_playwright
 from served import LETTERS, served
 
-from launcher.judge.evaluation import Evaluation, keep
+from launcher.judge.evaluation import Evaluation, save_evaluation
 from launcher.models.chat import Message
 from launcher.views.play import Player
 from sm_nanogpt import load_model, stream_samples
@@ -170,7 +170,9 @@ def test_a_report_fits_a_phone(report, visit):
 def test_numbers_stand_beside_their_labels_on_a_phone(job, cli, visit, n_texts):
     for number in range(n_texts):
         text = f"a-text-with-a-long-name-{number}.txt"
-        keep(replace(JUDGED, model=job.job_id, text=text), str(number), settings_of(job.home))
+        save_evaluation(
+            replace(JUDGED, model=job.job_id, text=text), str(number), settings_of(job.home)
+        )
     address = Path(cli("report", job.job_id).good.out.strip()).absolute().as_uri()
     page = drawn(visit(address, viewport={"width": 390, "height": 800}))
     rows = page.locator(".judged tbody tr")
