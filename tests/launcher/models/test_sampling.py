@@ -8,9 +8,11 @@ from pathlib import Path
 
 import launching
 import pytest
+import torch
 from edits import EDITS
 from launching import Ran
 
+from launcher.models.sample import encode, pieces
 from sm_nanogpt import InputError, Job, load_model, stream_samples
 
 
@@ -173,3 +175,22 @@ def test_sample_takes_a_directory_of_an_edited_model(home, text_file, cli):
     moved = Path(directory).rename(home.parent / "my model")
     of_directory = cli("sample", str(moved), "--max-new-tokens", "20")
     assert (of_directory.code, of_directory.out) == (0, of_job.out)
+
+
+def test_a_character_of_several_tokens_is_shown_whole(tokenizer):
+    ids = [tokenizer.words.index(bytes([byte])) for byte in "漢🙂".encode()]
+    shown = [piece for (piece,) in pieces(map(torch.tensor, ([id] for id in ids)), tokenizer, 1)]
+    assert shown == ["", "", "漢", "", "", "", "🙂", ""]
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(tokenizer):
+    with pytest.raises(InputError, match="the prompt is not UTF-8 text"):
+        encode(tokenizer, "caf\udce9", 8)
+
+
+def test_a_sample_ends_with_its_document(tokenizer):
+    assert tokenizer.end is not None
+    a, b = encode(tokenizer, "a", 8) + encode(tokenizer, "b", 8)
+    steps = ([a, b], [b, tokenizer.end], [tokenizer.end, a], [a, a])
+    shown = list(pieces(map(torch.tensor, steps), tokenizer, 2))
+    assert shown == [["a", "b"], ["b", ""], ["", ""]]

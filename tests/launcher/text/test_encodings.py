@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
+import logging
 import re
 import subprocess
+from typing import Any
 
 import pytest
+from texts import LONG, WORDS, stored
 
 from launcher.cli.remedies import sentence
+from launcher.settings import Settings
+from launcher.text import corpus
+from launcher.text.channels import find_channel
+from launcher.text.corpus import find_upload
 from launcher.text.documents import read_pieces
 from launcher.text.encodings import as_utf8, read_text
 from launcher.text.reading import detect_file
 from launcher.text.records import read_json_lines
-from sm_nanogpt import InputError
+from launcher.text.unpacking import zstd
+from sm_nanogpt import InputError, upload_data
 
 ACCENTS = "L’été à la rivière, façade et fenêtre.\n" * 20
 PASTED = ACCENTS.encode() + b"L\x92\xe9t\xe9 \xe0 la rivi\xe8re.\n" + ACCENTS.encode()
@@ -99,3 +108,87 @@ def test_another_encoding_has_places_too():
     content = "あ\nい\n".encode("euc_jp") + b"a\xff"
     with pytest.raises(InputError, match=r"is not EUC_JP text \(line 3, column 2: byte 0xff\)"):
         as_utf8(io.BytesIO(content), "a.txt", "euc_jp").read()
+
+
+@pytest.mark.parametrize("road", ["upload", "launch", "tokens"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("mark.txt", codecs.BOM_UTF8 + WORDS.encode()),
+        *((f"{codec}.txt", WORDS.encode(codec)) for codec in ("utf-16", "utf-32")),
+        ("be.txt", codecs.BOM_UTF16_BE + WORDS.encode("utf-16-be")),
+        ("a.txt.gz", gzip.compress(WORDS.encode())),
+        ("a.md.ZST", zstd.compress(WORDS.encode("utf-16"))),
+        ("called.txt", zstd.compress(WORDS.encode())),
+    ],
+)
+def test_what_is_sent_is_plain_utf8(road, home, tmp_path, name, content, caplog):
+    caplog.set_level(logging.INFO)
+    (tmp_path / name).write_bytes(content)
+    if road == "tokens":
+        found = detect_file(tmp_path / name)
+        assert list(read_pieces(found)) == [WORDS]
+        return
+    if road == "upload":
+        upload = upload_data(tmp_path / name)
+    else:
+        settings = Settings(home=home)
+        channel = find_channel(str(tmp_path / name), settings)
+        assert channel.upload is not None
+        upload = channel.upload
+        corpus.send(upload, channel.sources, settings, lambda n: None)
+    (sent,) = stored(upload.uri).iterdir()
+    assert sent.read_text() == WORDS
+    assert (upload.characters, upload.size) == (len(WORDS), len(WORDS.encode()))
+    assert find_upload(upload.uri, Settings(home=home)) is not None
+    told = sum("converted to UTF-8: 1 of 1" in message for message in caplog.messages)
+    assert told == ("utf" in name or name in ("be.txt", "a.md.ZST"))
+
+
+def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    (tmp_path / "texts").mkdir()
+    for name, content in (
+        ("a.txt", WORDS.encode("cp1252")),
+        ("b.txt", f"b{WORDS}".encode()),
+        ("c.txt", f"c{WORDS}".encode("utf-16")),
+        ("d.txt", LONG.encode()),
+    ):
+        (tmp_path / "texts" / name).write_bytes(content)
+    upload = upload_data(tmp_path / "texts", encoding="cp1252")
+    texts = [(stored(upload.uri) / name).read_text() for name in upload.files]
+    assert texts == [WORDS, f"b{WORDS}", f"c{WORDS}", LONG]
+    assert "converted to UTF-8: 1 of 4 files, from cp1252" in caplog.messages
+    (tmp_path / "mute.txt").write_bytes(WORDS.encode("utf-16-le"))
+    with pytest.raises(InputError, match=r"mute.txt: .*BOM; .* utf-16-le or"):
+        upload_data(tmp_path / "mute.txt", encoding="utf-16")
+    upload = upload_data([tmp_path / "mute.txt", tmp_path / "texts/d.txt"], encoding="utf-16-le")
+    texts = [(stored(upload.uri) / name).read_text() for name in upload.files]
+    assert texts == [WORDS, LONG]
+    with pytest.raises(InputError, match=r"a.txt: is not EUC_JP text"):
+        upload_data(tmp_path / "texts", encoding="euc_jp")
+    for wrong in ("hex", "utf-nine", "idna", "undefined"):
+        with pytest.raises(InputError, match=f"encoding={wrong}: is no encoding"):
+            upload_data(tmp_path / "texts", encoding=wrong)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize(
+    ("odd", "what"),
+    [
+        ("\x92", "U+0080 to U+009F"),
+        ("\ufffd", "U+FFFD"),
+        ("Ã©", "read as Windows-1252"),
+        ("â€™", "read as Windows-1252"),
+        ("\ra", "carriage returns"),
+        ("\x1b[32mINFO\x1b[0m", "escape sequences"),
+        ("\x1b]0;a title\x07", "escape sequences"),
+        ("\r\n é’\xa0", ""),
+    ],
+)
+def test_odd_characters_are_warned_about(home, tmp_path, caplog, odd, what, tokens):
+    (tmp_path / "odd.txt").write_text(LONG + odd + LONG, newline="")
+    how: dict[str, Any] = {"tokenizer": "bpe", "vocab_size": 300} if tokens else {}
+    upload_data(tmp_path / "odd.txt", **how)
+    warned = [m for m in caplog.messages if "odd.txt: has " in m]
+    assert [what in message for message in warned] == [True] * (what != "")

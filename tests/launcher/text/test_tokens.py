@@ -1,19 +1,14 @@
-"""Text as subword tokens: from documents to shards, through a run, and back to text."""
+"""Uploads of tokens: their shards, runs on them, and the three commands."""
 
 from __future__ import annotations
 
-import copy
 import errno
-import gzip
 import itertools
 import json
 import logging
 import os
-import random
 import re
 import shutil
-import subprocess
-import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,343 +19,29 @@ from unittest.mock import Mock
 import launching
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from runs import SMALL, metrics, run, words
+from token_texts import BPE, FOX, corpus_of, documents_of, encode_text, ids_of, stories
 
-from entry_point.command_line import Options
 from entry_point.config import Config
-from entry_point.container import Ranks, read_container
 from entry_point.data import Batches
 from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError
-from entry_point.text import Corpus, Tokenizer, character_tokenizer, load_corpus
+from entry_point.text import Tokenizer
 from launcher.files import storage
 from launcher.files.s3 import S3Location
 from launcher.files.storage import local_path
-from launcher.models.encoder import Encoder, published_tokenizer
-from launcher.models.sample import encode, pieces
 from launcher.settings import Settings, load_settings
 from launcher.text import channels, tokens
 from launcher.text.channels import Channel
 from launcher.text.corpus import send
-from launcher.text.documents import read_pieces, survey_documents
-from launcher.text.files import FileOptions, find_files
-from launcher.text.reading import File, detect_file
-from launcher.text.sources import Source
-from launcher.text.tokenizer import END_OF_TEXT, fitting_size, learn_tokenizer, open_tokenizer
-from launcher.text.unpacking import zstd
+from launcher.text.reading import File
+from launcher.text.tokenizer import END_OF_TEXT
 from sm_nanogpt import InputError, upload_data
 
-STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
-FOX = "The quick brown fox jumps over the lazy dog.\n"
-NUMBERS = " ".join(map(str, range(9000))).encode()
-
-
-BPE = ("--tokenizer", "bpe", "--vocab-size", "400")
-
-
-def encode_text(path: Path, tokenizer: Tokenizer, directory: Path) -> Path:
-    files = find_files([Source(path)], FileOptions(records=True))
-    tokens.encode(files, survey_documents(files), tokenizer, directory, lambda n: None)
-    return directory
-
-
-def stories(count: int) -> list[str]:
-    draw = random.Random(7)
-    return [
-        f"{number}: " + " ".join(draw.sample(FOX.split() * 3, 20)) + "\n" + STRANGE
-        for number in range(count)
-    ]
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory):
-    """A collection of 300 documents, a line each."""
-    path = tmp_path_factory.mktemp("documents") / "stories.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in stories(300)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(documents):
-    return learn_tokenizer(find_files([Source(documents)], FileOptions(records=True)), 400)
-
-
-@pytest.fixture(scope="module")
-def made(documents, tokenizer, tmp_path_factory):
-    """The upload of these documents."""
-    return encode_text(documents, tokenizer, tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture
-def document(tokenizer):
-    """A tokenizer.json, to be changed."""
-    return copy.deepcopy(tokenizer.document)
-
-
-def corpus_of(directory: Path, validation: Path | None = None, **values: Any) -> Corpus:
-    options = Options(data=str(directory), validation=str(validation or ""))
-    container = read_container({}, options)
-    group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
-    return load_corpus(container, Config(**{"block_size": 8, **values}), group)
-
-
-def ids_of(part: Any) -> list[int]:
-    return (part[0 : len(part)].long() & 0xFFFF).tolist()
-
-
-def documents_of(corpus: Corpus, part: Any) -> list[str]:
-    found: list[str] = []
-    ids: list[int] = []
-    for id in ids_of(part):
-        if id == corpus.tokenizer.end:
-            found.append(corpus.tokenizer.decode(ids))
-            ids = []
-        else:
-            ids.append(id)
-    assert not ids
-    return found
-
-
-# -- documents -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compressed", ["", ".gz", ".zst"])
-def test_a_compressed_file_has_the_same_documents(compressed, tmp_path):
-    content = "".join(json.dumps({"text": text}) + "\n" for text in stories(5)).encode()
-    squeeze: Any = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[compressed]
-    path = tmp_path / f"a.jsonl{compressed}"
-    path.write_bytes(squeeze(content[:200]) + squeeze(content[200:]))  # as pzstd and cat make
-    found = survey_documents([detect_file(path)])
-    assert found.documents == 5
-    assert found.characters == sum(map(len, stories(5)))
-
-
-def test_blank_lines_and_empty_texts_are_no_documents(tmp_path, caplog):
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "a.jsonl").write_text('\ufeff{"text": "a"}\n\n{"text": ""}\n{"text": "b"}\r\n \n')
-    for name, content in (("empty.txt", ""), ("deep/c.txt", FOX), ("notes.md", FOX)):
-        (tmp_path / name).write_text(content)
-    found = survey_documents(find_files([Source(tmp_path)], FileOptions(records=True)))
-    assert (found.documents, found.empty) == (4, 2)
-    assert caplog.messages == ["2 of 6 documents left out: no text"]
-
-
-def test_the_suffix_decides_what_is_json_lines(tmp_path):
-    (tmp_path / "notes.jsonl.txt").write_text(FOX)
-    files = find_files([Source(tmp_path)], FileOptions(records=True))
-    assert survey_documents(files).documents == 1
-
-
-def test_a_long_text_is_read_in_pieces_of_lines(tmp_path):
-    (tmp_path / "a.txt").write_text(FOX * 20_000)
-    found = list(read_pieces(File("a.txt", tmp_path / "a.txt")))
-    assert ("".join(found), len(found) > 2) == (FOX * 20_000, True)
-    assert all(piece.endswith("\n") for piece in found)
-
-
-GZIPPED = gzip.compress(NUMBERS, mtime=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("a.jsonl", b'{"text": "a"}\n{"text" "b"}\n', "a.jsonl:2: not JSON at column 9 ("),
-        ("a.jsonl", b'{"text": "a"\n', "a.jsonl:1: not JSON at column 13"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not JSON that can be read: it nests"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: half of a surrogate pair"),
-        (
-            "a.jsonl",
-            b'{"text": "caf\xe9"}\n',
-            "a.jsonl:1: is not UTF-8 text (column 14: ",
-        ),
-        ("a.txt", FOX.encode() + b"caf\xe9", "a.txt: is not UTF-8 text"),
-        ("a.txt.gz", GZIPPED[:60], "a.txt.gz: damaged"),
-        ("a.txt.gz", GZIPPED[:40] + b"x" * 40, "a.txt.gz: damaged"),
-        ("a.txt.gz", gzip.compress(FOX.encode() + b"\0\1"), "a.txt.gz: is a binary file"),
-        ("a.txt.zst", zstd.compress(NUMBERS)[:-9], "a.txt.zst: damaged"),
-        ("a.jsonl.zst", zstd.compress(b"x" * (1 << 27)), "a.jsonl.zst:1: not JSON"),
-    ],
-)
-def test_a_file_that_is_not_text_is_named(name, content, reason, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError) as raised:
-        survey_documents([detect_file(tmp_path / name)])
-    assert reason in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-# -- tokenizers ------------------------------------------------------------------------------------
-
-
-def test_text_comes_back_from_its_tokens(tokenizer):
-    every = "".join(map(chr, range(1, 0x250))) + STRANGE
-    ids = published_tokenizer(tokenizer.document).encode(every, add_special_tokens=False).ids
-    assert tokenizer.decode(ids) == every
-    assert tokenizer.end not in ids  # the text only spells it
-
-
-def test_a_vocabulary_is_learned_from_all_documents(tmp_path):
-    lines = [json.dumps({"text": "a b"}) for _ in range(2000)] + [json.dumps({"text": FOX * 20})]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    learned = learn_tokenizer([detect_file(tmp_path / "a.jsonl")], 300)
-    assert b"fox" in {word.strip() for word in learned.words}
-
-
-# Hindi, Arabic with vowel marks, and Thai: words in which each letter may have a mark.
-MARKED = {"hindi": "की मि से हू", "arabic": "كَ تِ بُ مّ", "thai": "กี ที่ นู้ ปั"}
-
-
-@pytest.mark.parametrize("script", MARKED)
-def test_combining_marks_stay_with_their_letters(script, tmp_path):
-    draw, syllables = random.Random(5), MARKED[script].split()
-    words = ["".join(draw.choices(syllables, k=3)) for _ in range(20)]
-    (tmp_path / "a.txt").write_text(" ".join(draw.choices(words, k=2000)))
-    learned = learn_tokenizer([detect_file(tmp_path / "a.txt")], 512)
-    assert {word.decode(errors="replace").strip() for word in learned.words} >= set(words)
-
-
-@pytest.mark.parametrize("letters", ["春江潮水连海平上明月共生", "ACGT", " ", "!", "\n"])
-def test_a_text_without_breaks_is_learned_in_seconds(letters, tmp_path):
-    text = "".join(random.Random(7).choices(letters, k=300_000))
-    (tmp_path / "a.txt").write_text(text)
-    started, read = time.monotonic(), list[int]()
-    learned = learn_tokenizer([detect_file(tmp_path / "a.txt")], 512, read.append)
-    assert time.monotonic() - started < 20  # it takes half a second; as one word, minutes
-    assert sum(read) == len(text.encode())
-    (ids,) = Encoder(learned, "H").encode([text])
-    assert learned.decode(array("H", ids)) == text
-
-
-def test_a_signal_ends_learning_at_once(tmp_path, home):
-    (tmp_path / "a.txt").write_text("".join(random.Random(7).choices("ACGT", k=6_000_000)))
-    command = (*launching.PROGRAM, "upload-data", "a.txt", *BPE[:3], "65536")
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=launching.environment(home), stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr
-        assert "learning 65,536 tokens" in process.stderr.readline()
-        time.sleep(1)  # it takes half a minute
-        process.terminate()
-        assert process.wait(15) == 1
-        assert process.stderr.read() == "interrupted\n"
-
-
-@pytest.mark.parametrize(
-    ("characters", "size"),
-    [(3000, 512), (1_115_394, 2048), (2 << 20, 4096), (8_388_607, 8192), (10**10, 16384)],
-)
-def test_the_default_vocabulary_fits_the_text(characters, size):
-    assert fitting_size(characters) == size
-
-
-def test_a_vocabulary_that_stays_small_is_explained(tmp_path, cli):
-    (tmp_path / "a.txt").write_text(FOX * 100)
-    ran = cli("upload-data", str(tmp_path / "a.txt"), "--tokenizer", "bpe")
-    (learned,) = re.findall(r"(\d+) tokens, not 512: the text has no more to learn", ran.err)
-    assert f"vocabulary {learned}\n" in ran.err
-
-
-def test_the_tokenizer_of_an_upload_is_taken_by_its_directory(documents, tmp_path, cli):
-    first = cli("upload-data", str(documents), *BPE).good.out.strip()
-    (tmp_path / "more.txt").write_text(FOX * 100)
-    words = ("--tokenizer", first.removeprefix("file://"))
-    assert cli("upload-data", str(tmp_path / "more.txt"), *words).code == 0
-
-
-def test_transformers_reads_the_same_tokenizer(made, tokenizer):
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(made)
-    text = FOX + "漢字 🙂"
-    assert theirs(text)["input_ids"] == published_tokenizer(tokenizer.document).encode(text).ids
-    assert theirs.eos_token_id == tokenizer.end
-
-
-GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN = LLAMA_3.replace("{1,3}", "")
 QWEN_3_5 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-NO_STEPS = {"type": "Sequence", "pretokenizers": []}
-PRECOMPILED = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-
-
-def split(pattern: str) -> dict[str, Any]:
-    by = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [by, {**BYTE_LEVEL, "use_regex": False}]}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda d: d["model"].pop("type"),  # as in GPT-2's own file
-        lambda d: d.update(post_processor={"type": "ByteLevel", "add_prefix_space": True}),
-        lambda d: d.update(pre_tokenizer=split(GPT_2)),
-        lambda d: d.update(pre_tokenizer=BYTE_LEVEL),
-        lambda d: (d.update(pre_tokenizer=split(LLAMA_3)), d["model"].update(ignore_merges=True)),
-        lambda d: d.update(pre_tokenizer=split(QWEN), normalizer={"type": "NFC"}),
-    ],
-)
-def test_published_tokenizers_of_bytes_are_taken(change, document, tmp_path):
-    change(document)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    opened = open_tokenizer(tmp_path)
-    ids = published_tokenizer(opened.document).encode(STRANGE).ids
-    assert opened.decode(ids) == STRANGE
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (
-            lambda d: d["model"].update(type="Unigram"),
-            "or of characters: KeyError('Unigram')",
-        ),
-        (lambda d: d.update(added_tokens=[]), "no token for the end of a text"),
-        (lambda d: d.pop("model"), "not a tokenizer of BPE over bytes: 'model'"),
-        (lambda d: d["model"].update(vocab=None), "of characters: TypeError"),
-        (lambda d: d["model"].update(vocab={"a": "b"}), "the id 'b' is no whole number"),
-        (lambda d: d.update(added_tokens=[{"id": 0, "special": False, "content": 1}]), "Attribute"),
-        (lambda d: d.update(normalizer=PRECOMPILED), "has a normalizer, Precompiled"),
-        (lambda d: d.update(pre_tokenizer=split(r"(a+)+$")), "splits text in an unknown way"),
-        (lambda d: d.update(pre_tokenizer={"type": "Whitespace"}), "splits text in an unknown way"),
-        (lambda d: d.update(pre_tokenizer=None), "has no pre_tokenizer"),
-        (lambda d: d.update(pre_tokenizer=NO_STEPS), "has a pre_tokenizer without steps"),
-        (lambda d: d["model"].update(unk_token="<unk>"), "has the unk_token '<unk>', which its"),
-        (lambda d: d["model"]["vocab"].update(far=2**31), "the id 2147483648 is no whole number"),
-        (lambda d: d["model"]["vocab"].update(far=-1), "the id -1 is no whole number"),
-        (lambda d: d["model"]["vocab"].update(far=0.5), "the id 0.5 is no whole number"),
-        (lambda d: d["model"]["vocab"].update(far=3), "two words have the same id"),
-        (lambda d: d["added_tokens"][0].update(id=2**31), "the id 2147483648 is no whole number"),
-    ],
-)
-def test_a_tokenizer_of_another_kind_is_refused(change, reason, document, tmp_path):
-    change(document)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(InputError, match=re.escape(reason)):
-        open_tokenizer(tmp_path)
-
-
-def test_a_tokenizer_that_lacks_characters_is_refused(tmp_path, text_file):
-    words = Tokenizer(character_tokenizer("abc"))
-    with pytest.raises(InputError, match=r"has never seen: .*; replace them"):
-        encode_text(text_file, words, tmp_path)
-
-
-def test_a_tokenizer_that_loses_text_is_refused(document):
-    vocabulary = document["model"]["vocab"]
-    vocabulary["unused"] = vocabulary.pop("z")
-    document["model"]["merges"] = []
-    with pytest.raises(InputError, match=r"'zy dog\.\\n' decodes to 'y dog\.\\n'"):
-        encoder_of(document).encode([FOX])
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -678,77 +359,3 @@ def test_an_upload_error_names_the_directory(
 ):
     monkeypatch.setattr(failing, Mock(side_effect=OSError(code, os.strerror(code))))
     assert cli("upload-data", str(documents), *BPE).failed(1, f"{home / 'cache'}: {reason}")
-
-
-# -- sampling --------------------------------------------------------------------------------------
-
-
-def test_a_character_of_several_tokens_is_shown_whole(tokenizer):
-    ids = [tokenizer.words.index(bytes([byte])) for byte in "漢🙂".encode()]
-    shown = [piece for (piece,) in pieces(map(torch.tensor, ([id] for id in ids)), tokenizer, 1)]
-    assert shown == ["", "", "漢", "", "", "", "🙂", ""]
-
-
-def test_a_prompt_that_is_not_utf8_is_refused(tokenizer):
-    with pytest.raises(InputError, match="the prompt is not UTF-8 text"):
-        encode(tokenizer, "caf\udce9", 8)
-
-
-def test_a_sample_ends_with_its_document(tokenizer):
-    assert tokenizer.end is not None
-    a, b = encode(tokenizer, "a", 8) + encode(tokenizer, "b", 8)
-    steps = ([a, b], [b, tokenizer.end], [tokenizer.end, a], [a, a])
-    shown = list(pieces(map(torch.tensor, steps), tokenizer, 2))
-    assert shown == [["a", "b"], ["b", ""], ["", ""]]
-
-
-# -- the encoder -----------------------------------------------------------------------------------
-
-KINDS = "ab '\na'sdmtlvre\u0301\u093f   \n\t\r\x0b\x0c1a123a½²Ⅷ٣ é漢字🙂 \n_-!? 1\n\x1c\x85"
-
-
-def encoder_of(document: Any) -> Encoder:
-    return Encoder(Tokenizer(document, END_OF_TEXT), "H")
-
-
-@pytest.fixture(scope="module", params=[None, GPT_2, LLAMA_3, QWEN])
-def fast(request, tokenizer):
-    document = dict(tokenizer.document)
-    if request.param:
-        document["pre_tokenizer"] = split(request.param)
-    encoder = encoder_of(document)
-    assert encoder.fast
-    return encoder
-
-
-@given(st.lists(st.text(st.sampled_from(KINDS)) | st.text(), max_size=5))
-def test_the_fast_encoding_has_the_librarys_ids(fast, pieces):
-    assert fast.fast.encode_ordinary_batch(pieces) == fast.encode_by_library(pieces)
-
-
-def test_every_character_has_the_librarys_ids(fast):
-    codes = (code for code in range(1, 0x20000) if not 0xD800 <= code < 0xE000)
-    lines = [f"a{c}b {c}{c}1\n{c}" for c in map(chr, codes)]
-    # Few long pieces take a fifth of the time. A piece's end matters to spaces alone.
-    pieces = ["".join(lines[i : i + 64]) for i in range(0, len(lines), 64)]
-    pieces += [line for line in lines if line[-1].isspace()]
-    assert fast.fast.encode_ordinary_batch(pieces) == fast.encode_by_library(pieces)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda d: d["model"]["merges"].reverse(),
-        lambda d: d.update(pre_tokenizer={**BYTE_LEVEL, "add_prefix_space": True}),
-        lambda d: d["added_tokens"].append({**d["added_tokens"][0], "id": 399, "special": False}),
-    ],
-)
-def test_another_tokenizer_is_left_to_the_library(document, change):
-    change(document)
-    assert not encoder_of(document).fast
-
-
-def test_composed_characters_have_the_librarys_ids(document):
-    encoder = encoder_of({**document, "normalizer": {"type": "NFC"}})
-    (ids,) = encoder.encode_by_library(["e\u0301 a"])
-    assert encoder.encode(["e\u0301 a"]) == [array("H", ids).tobytes()]

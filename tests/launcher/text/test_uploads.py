@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
+import launching
 import pytest
+from texts import LONG, stored
 
 from launcher.files import storage
+from launcher.settings import Settings, load_settings
 from launcher.text import corpus
-from sm_nanogpt import Settings, uploads
+from launcher.text.channels import find_channel
+from launcher.text.corpus import find_text, last_upload
+from sm_nanogpt import InputError, ServiceError, upload_data, uploads
 
 
 @pytest.fixture
@@ -171,3 +177,118 @@ def test_no_upload_on_s3_goes_while_its_jobs_are_unknown(cloud, s3, cli, text_fi
     cloud.refuse.clear()
     words = ["--instance", "ml.m5.xlarge", "--preset", "quick", "--max-cost", "1"]
     assert f"data: {uri}\n" in cli("launch", *words, "--data", name_of(uri)).good.err
+
+
+def test_launch_takes_the_last_upload_and_names_it(cli, source, text_file):
+    cli("upload-data", str(source))
+    cli("upload-data", str(text_file))
+    last = cli("upload-data", str(source)).out.strip()
+    ran = cli(*launching.launching("--detach"))
+    assert f"data: {last} (the last upload)" in ran.err
+
+
+def test_a_shared_store_gives_this_machines_upload(tmp_path, s3, source, text_file):
+    store = f"s3://{s3.bucket}/shared"
+    mine, other = (Settings(home=tmp_path / name, store=store) for name in ("mine", "other"))
+    theirs = upload_data(source, other).uri
+    with pytest.raises(InputError, match=r"nothing was uploaded to .* from here"):
+        last_upload(mine)
+    stayed = upload_data(text_file, mine.model_copy(update={"store": ""})).uri
+    assert last_upload(mine) == last_upload(mine.with_offline(True)) == stayed
+    ours = upload_data(text_file, mine).uri
+    upload_data(source, other)
+    assert last_upload(mine) == last_upload(mine.with_offline(True)) == ours
+    assert last_upload(other) == theirs
+
+
+def test_an_upload_to_another_directory_is_not_taken(tmp_path, home, text_file):
+    """Text stays in this machine's own store only where S3 cannot be asked."""
+    upload_data(text_file, Settings(home=home))
+    other = Settings(home=home, store=str(tmp_path / "other"))
+    for settings in (other, other.with_offline(True)):
+        with pytest.raises(InputError, match=r"nothing was uploaded to .*other from here"):
+            last_upload(settings)
+
+
+def test_all_spellings_of_a_store_mean_the_same_store(home, cli, source, tmp_path):
+    store = str(tmp_path / "the store")
+    uri = cli("--store", store, "upload-data", str(source)).out.strip()
+    for spelling in (f"{store}/", "the store", Path(store).as_uri()):
+        assert last_upload(load_settings(store=spelling)) == uri
+
+
+def test_a_launch_without_an_upload_asks_for_one(home, cli, source):
+    def refused() -> bool:
+        ran = cli("launch", "--instance", "local")
+        return ran.code == 2 and "`sm-nanogpt upload-data FILE`" in ran.error
+
+    assert refused()
+    assert launching.tree(home) == set()
+    shutil.rmtree(stored(cli("upload-data", str(source)).out.strip()))
+    assert refused()
+
+
+def test_an_earlier_upload_is_named_by_uri_or_path(home, cli, source, text_file):
+    earlier = cli("upload-data", str(source)).out.strip()
+    last = cli("upload-data", str(text_file)).out.strip()
+    settings = launching.settings_of(home)
+    for location in (earlier, str(stored(earlier))):
+        assert find_channel(location, settings).uri == earlier
+    assert cli("launch", "--instance", "local", "--data", "fox-123456789012").failed(2, "data`")
+    name = earlier.rpartition("/")[2]
+    ran = cli(*launching.launching("--detach", "--validation", str(source), data=name))
+    assert f"data: {earlier}\n" in ran.err
+    assert "warning: validation is the text to train on" in ran.err
+    assert len(list((home / "store/data").glob("*/"))) == 2
+    assert last_upload(settings) == last  # which a launch's own text is not
+
+
+@pytest.fixture
+def two_uploads(home, tmp_path):
+    """The names of an upload `fox` and one `fox-notes`, of this machine."""
+    names = list[str]()
+    for stem in ("fox", "fox-notes"):
+        path = tmp_path / f"{stem}.txt"
+        path.write_text(LONG + stem)
+        names.append(upload_data(path).uri.rpartition("/")[2])
+    return names
+
+
+def test_a_part_of_a_name_means_its_upload(home, two_uploads, caplog, monkeypatch, tmp_path):
+    fox, notes = two_uploads
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO)
+    for part, name in (("fox", fox), (fox[:8], fox), (fox[-6:], fox), ("fox-notes", notes)):
+        assert find_text(part, load_settings()) == f"{(home / 'store/data').as_uri()}/{name}"
+        assert f"{part} is upload {name}" in caplog.text
+
+
+def test_a_file_of_the_name_is_meant_before_an_upload(two_uploads, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fox").write_text(LONG)
+    assert find_text("fox", load_settings()) == "fox"
+
+
+def test_a_part_of_several_names_is_refused_with_them(two_uploads, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"2 uploads: {', '.join(sorted(two_uploads))}"):
+        find_text("fox-", load_settings())
+
+
+@pytest.mark.parametrize("word", ["fix", "Fox", "fix-123456789012"])
+@pytest.mark.parametrize("option", ["--data", "--validation"])
+def test_a_word_of_nothing_is_no_path_that_the_user_meant(two_uploads, cli, option, word):
+    words = ("launch", "--instance", "local", "--data", two_uploads[0], option, word)
+    ran = cli(*words)
+    assert ran.failed(2, f"neither a file nor an upload {word};", "`sm-nanogpt data`")
+    assert str(Path.cwd()) not in ran.error
+
+
+def test_a_part_is_looked_for_in_each_store(tmp_path, s3, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(home=tmp_path / "mine", store=f"s3://{s3.bucket}/shared")
+    (tmp_path / "fox.txt").write_text(LONG)
+    uri = upload_data(tmp_path / "fox.txt", settings).uri
+    assert find_text("fox", settings) == uri
+    with pytest.raises(ServiceError, match="cannot find the upload 'fox'"):
+        find_text("fox", settings.with_offline(True))

@@ -1,0 +1,34 @@
+"""Uploads that tests of text share."""
+
+from __future__ import annotations
+
+import launching
+import pytest
+from texts import LONG
+from token_texts import encode_text
+
+
+@pytest.fixture(scope="session")
+def made(documents, tokenizer, tmp_path_factory):
+    """The upload of these documents."""
+    return encode_text(documents, tokenizer, tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "fox.txt"
+    path.write_text(LONG)
+    return path
+
+
+@pytest.fixture(params=[("upload-data",), ("launch", "--instance", "local", "--data")])
+def refusal(request, home, cli):
+    """Why a text is refused, by the commands that take one; nothing of it is kept."""
+
+    def refuse(path: str) -> str:
+        ran = cli(*request.param, path)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran
+        assert launching.tree(home) == set()
+        return ran.error
+
+    return refuse

@@ -1,0 +1,177 @@
+"""What counts as text, by a name and by its content."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import gzip
+import json
+import re
+import stat
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from texts import LONG, WORDS, stored
+
+from launcher.text import reading
+from launcher.text.documents import read_pieces
+from launcher.text.reading import detect_file
+from launcher.text.unpacking import zstd
+from sm_nanogpt import InputError, ServiceError, upload_data
+
+CHINESE = "春江潮水连海平，海上明月共潮生。" * 200
+PDF = b"%PDF-1.7\n" + LONG.encode()
+TAR = b"books/one.txt".ljust(257, b"\0") + b"ustar\x0000" + LONG.encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("empty.txt", b"", "0 characters are too few"),
+        ("mark.txt", codecs.BOM_UTF8, "0 characters are too few"),
+        ("binary.bin", b"\x7fELF\x00\x01" * 500, "binary"),
+        ("late.bin", LONG.encode() * 10 + b"\x00", "zero at byte 45000"),
+        ("short.txt", b"To be", "5 characters"),
+        (
+            "latin.txt",
+            LONG.encode() + b"caf\xe9 " * 5,
+            r"\(line 101, column 4: byte 0xe9\).*'[^']*café.*cp1252`",
+        ),
+        (
+            "win.txt",
+            LONG.encode() + b"\x93quoted\x94" * 5,
+            r"\(line 101, column 1: byte 0x93\).*“quoted”.*cp1252`",
+        ),
+        ("french.txt", WORDS.encode("cp1252"), "À l’heure.* --encoding cp1252`"),
+        ("czech.txt", ("Příliš žluťoučký kůň. " * 90).encode("cp1250"), "--encoding cp1250`"),
+        ("russian.txt", ("зимнюю пору я из лесу " * 90).encode("koi8-r"), "--encoding koi8_r`"),
+        ("chinese.txt", CHINESE.encode("gbk"), "--encoding gb18030`"),
+        ("japanese.txt", ("いろはにほへと。" * 200).encode("shift-jis"), "--encoding cp932`"),
+        ("utf16.txt", LONG.encode("utf-16-le"), "--encoding utf_16_le`"),
+        ("cut.txt", LONG.encode() + "é".encode()[:1], "ends inside a character"),
+        ("paper.pdf", PDF, r"is a PDF; `pdftotext \S*paper.pdf`"),
+        ("a paper.txt", PDF, r"is a PDF; `pdftotext '\S*a paper.txt'`"),
+        (
+            "paper.docx",
+            b"PK\x03\x04",
+            r"is a document; `pandoc -t plain -o paper.txt \S*paper.docx`",
+        ),
+        ("notes.zip", b"PK\x03\x04", r"is a zip archive; .*`unzip \S*notes.zip`"),
+        ("scan.png", b"\x89PNG", r"is an image; `tesseract \S*scan.png scan`"),
+        ("ckpt.pt", b"", "is a pickle; "),
+        ("books.tar.gz", gzip.compress(TAR), r"is an archive; .*`tar -xf \S*books.tar.gz`"),
+        ("cut.txt.gz", gzip.compress(LONG.encode())[:60], "cut.txt.gz: damaged"),
+        ("twice.gz", gzip.compress(gzip.compress(LONG.encode())), "binary"),
+        ("texts/deep/bad.txt", b"\xff" * 100, "not UTF-8"),
+        ("texts/meta.json", b"{}", "these are tokens"),
+        ("page.html", b"<p>", r"is an HTML page; `pandoc -f html \S* plain -o page.txt"),
+        ("page.txt", b"\n<!doctype HTML>" + LONG.encode(), "is an HTML page; "),
+        ("page.md", codecs.BOM_UTF8 + b'<?xml version="1.0"?><html>', "is an HTML page; "),
+        ("page.html.gz", gzip.compress(b"<html>"), r"`gunzip -k \S*` unpacks it; then `pandoc"),
+        ("a.ipynb", b"{}", "is a notebook; `jupyter nbconvert "),
+        ("a.arrow", b"\xff" * 4, "is an Arrow file; `python -c "),
+        ("a.bin", b"ARROW1\0\0", "is a Feather file; `python -c "),
+        ("texts/state.json", b"{}", "no text is there"),
+        ("a.parquet.gz", gzip.compress(b"PAR1"), r"is Parquet; `gunzip -k \S*` unpacks it"),
+    ],
+)
+def test_what_is_not_text_is_refused_by_name(refusal, tmp_path, name, content, reason):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    if name == "texts/deep/bad.txt":  # one bad file refuses them all
+        (tmp_path / "texts/a.txt").write_text(LONG)
+    path = name.partition("/")[0]
+    error = refusal(path)
+    assert (name if "bad" in name else path) in error
+    assert re.search(reason, error)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        *((name, b'{"text": "a"}\n', "JSON lines") for name in ("A.JSONL", "a.ndjson")),
+        ("a.json", b'{"text": "a"}\n', "JSON"),
+        ("b.jsonl.gz", gzip.compress(b'{"text": "a"}\n'), "JSON lines"),
+        ("array.json", b' [\n{"text": "a"}]', "JSON"),
+        ("table.csv", b"text\na\n", "a table"),
+        ("table.txt", b"PAR1", "Parquet"),
+    ],
+)
+def test_records_are_sent_to_a_tokenizer(refusal, tmp_path, name, content, what):
+    (tmp_path / "only").mkdir()
+    path = tmp_path / "only" / name
+    path.write_bytes(content)
+    assert f"only/{name}: is {what}, " in (error := refusal(f"only/{name}"))
+    assert re.search(rf"`sm-nanogpt upload-data \S*only/{name} --tokenizer bpe`", error)
+    if path.suffix != ".txt":
+        assert "only: no text is there; 1 file left out: 1 ." in (error := refusal("only"))
+        assert re.search(r"`sm-nanogpt upload-data \S*only --tokenizer bpe`", error)
+
+
+def test_json_that_is_called_text_is_warned_about(cli, tmp_path):
+    (tmp_path / "chats.txt").write_text('{"text": "a"}\n' * 99)
+    (tmp_path / "notes.jsonl.txt").write_text(LONG)
+    assert "chats.txt: looks like JSON" in cli("upload-data", "chats.txt").good.err
+    assert "JSON" not in cli("upload-data", "notes.jsonl.txt").good.err
+
+
+@pytest.mark.parametrize("names", [("dataset_dict.json",), ("dataset_info.json", "state.json")])
+def test_a_saved_data_set_is_known_by_its_files(refusal, tmp_path, names):
+    (tmp_path / "texts/saved").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "texts/saved" / name).write_text("{}")
+    assert "load_from_disk('" in refusal("texts")
+
+
+def test_a_page_is_text_for_who_includes_it(home, tmp_path):
+    (tmp_path / "a.html").write_text(f"<html>{LONG}")
+    assert upload_data(tmp_path, include="*.html").files == ("a.txt",)
+
+
+def test_conversations_are_offered_the_tokens_of_a_model(cli, tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
+    assert cli("upload-data", "chats.jsonl").failed(2, "chats.jsonl --tokenizer JOB-ID` encodes")
+
+
+@pytest.mark.parametrize("text", ["id,text\n", "id,body\n"])
+def test_a_table_that_is_called_text_is_warned_about(cli, tmp_path, text):
+    (tmp_path / "table.txt").write_text(text + "1,a sea\n" * 99)
+    assert "table.txt: looks like a table" in cli("upload-data", "table.txt").good.err
+
+
+def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(LONG.encode()))
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("launcher.text.reading.shutil.copyfileobj", fail)
+    full = pytest.raises(ServiceError, match=r"is full, where .*unpacked; TMPDIR names")
+    with full, reading.file_to_upload(detect_file(tmp_path / "a.txt.gz")):
+        pass
+
+
+def test_a_packed_text_goes_straight_into_a_local_store(cli, tmp_path, monkeypatch):
+    packed = tmp_path / "a.txt.gz"
+    packed.write_bytes(gzip.compress(LONG.encode()))
+    packed.chmod(0o600)
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", Mock(side_effect=AssertionError))
+    (copy,) = stored(cli("upload-data", "a.txt.gz").good.out.strip()).iterdir()
+    assert copy.read_text() == LONG
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o400
+
+
+def test_another_encoding_needs_no_temporary_file(home, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(WORDS.encode("utf-16"))
+    monkeypatch.setattr("tempfile.TemporaryFile", Mock(side_effect=OSError))
+    assert list(read_pieces(detect_file(tmp_path / "a.txt"))) == [WORDS]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
+def test_a_small_file_unpacks_to_little(home, tmp_path, monkeypatch, pack):
+    monkeypatch.setattr("launcher.text.unpacking.RATIO_FREE_BYTES", 1 << 20)
+    (tmp_path / "a.txt.gz").write_bytes(pack(bytes([97]) * (1 << 23)))
+    with pytest.raises(InputError, match=r"a\.txt\.gz: unpacks to over \d+ MiB"):
+        upload_data(tmp_path / "a.txt.gz")

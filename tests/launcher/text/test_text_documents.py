@@ -1,0 +1,82 @@
+"""Files as documents."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+from token_texts import FOX, NUMBERS, stories
+
+from launcher.text.documents import read_pieces, survey_documents
+from launcher.text.files import FileOptions, find_files
+from launcher.text.reading import File, detect_file
+from launcher.text.sources import Source
+from launcher.text.unpacking import zstd
+from sm_nanogpt import InputError
+
+
+@pytest.mark.parametrize("compressed", ["", ".gz", ".zst"])
+def test_a_compressed_file_has_the_same_documents(compressed, tmp_path):
+    content = "".join(json.dumps({"text": text}) + "\n" for text in stories(5)).encode()
+    squeeze: Any = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[compressed]
+    path = tmp_path / f"a.jsonl{compressed}"
+    path.write_bytes(squeeze(content[:200]) + squeeze(content[200:]))  # as pzstd and cat make
+    found = survey_documents([detect_file(path)])
+    assert found.documents == 5
+    assert found.characters == sum(map(len, stories(5)))
+
+
+def test_blank_lines_and_empty_texts_are_no_documents(tmp_path, caplog):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.jsonl").write_text('\ufeff{"text": "a"}\n\n{"text": ""}\n{"text": "b"}\r\n \n')
+    for name, content in (("empty.txt", ""), ("deep/c.txt", FOX), ("notes.md", FOX)):
+        (tmp_path / name).write_text(content)
+    found = survey_documents(find_files([Source(tmp_path)], FileOptions(records=True)))
+    assert (found.documents, found.empty) == (4, 2)
+    assert caplog.messages == ["2 of 6 documents left out: no text"]
+
+
+def test_the_suffix_decides_what_is_json_lines(tmp_path):
+    (tmp_path / "notes.jsonl.txt").write_text(FOX)
+    files = find_files([Source(tmp_path)], FileOptions(records=True))
+    assert survey_documents(files).documents == 1
+
+
+def test_a_long_text_is_read_in_pieces_of_lines(tmp_path):
+    (tmp_path / "a.txt").write_text(FOX * 20_000)
+    found = list(read_pieces(File("a.txt", tmp_path / "a.txt")))
+    assert ("".join(found), len(found) > 2) == (FOX * 20_000, True)
+    assert all(piece.endswith("\n") for piece in found)
+
+
+GZIPPED = gzip.compress(NUMBERS, mtime=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text" "b"}\n', "a.jsonl:2: not JSON at column 9 ("),
+        ("a.jsonl", b'{"text": "a"\n', "a.jsonl:1: not JSON at column 13"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not JSON that can be read: it nests"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: half of a surrogate pair"),
+        (
+            "a.jsonl",
+            b'{"text": "caf\xe9"}\n',
+            "a.jsonl:1: is not UTF-8 text (column 14: ",
+        ),
+        ("a.txt", FOX.encode() + b"caf\xe9", "a.txt: is not UTF-8 text"),
+        ("a.txt.gz", GZIPPED[:60], "a.txt.gz: damaged"),
+        ("a.txt.gz", GZIPPED[:40] + b"x" * 40, "a.txt.gz: damaged"),
+        ("a.txt.gz", gzip.compress(FOX.encode() + b"\0\1"), "a.txt.gz: is a binary file"),
+        ("a.txt.zst", zstd.compress(NUMBERS)[:-9], "a.txt.zst: damaged"),
+        ("a.jsonl.zst", zstd.compress(b"x" * (1 << 27)), "a.jsonl.zst:1: not JSON"),
+    ],
+)
+def test_a_file_that_is_not_text_is_named(name, content, reason, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as raised:
+        survey_documents([detect_file(tmp_path / name)])
+    assert reason in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,184 @@
+"""Tokenizers: learned, and those that others publish."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import time
+from array import array
+
+import launching
+import pytest
+from token_texts import (
+    BPE,
+    BYTE_LEVEL,
+    FOX,
+    GPT_2,
+    LLAMA_3,
+    QWEN,
+    STRANGE,
+    encode_text,
+    encoder_of,
+    split,
+)
+
+from entry_point.text import Tokenizer, character_tokenizer
+from launcher.models.encoder import Encoder, published_tokenizer
+from launcher.text.reading import detect_file
+from launcher.text.tokenizer import fitting_size, learn_tokenizer, open_tokenizer
+from sm_nanogpt import InputError
+
+
+def test_text_comes_back_from_its_tokens(tokenizer):
+    every = "".join(map(chr, range(1, 0x250))) + STRANGE
+    ids = published_tokenizer(tokenizer.document).encode(every, add_special_tokens=False).ids
+    assert tokenizer.decode(ids) == every
+    assert tokenizer.end not in ids  # the text only spells it
+
+
+def test_a_vocabulary_is_learned_from_all_documents(tmp_path):
+    lines = [json.dumps({"text": "a b"}) for _ in range(2000)] + [json.dumps({"text": FOX * 20})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    learned = learn_tokenizer([detect_file(tmp_path / "a.jsonl")], 300)
+    assert b"fox" in {word.strip() for word in learned.words}
+
+
+# Hindi, Arabic with vowel marks, and Thai: words in which each letter may have a mark.
+MARKED = {"hindi": "की मि से हू", "arabic": "كَ تِ بُ مّ", "thai": "กี ที่ นู้ ปั"}
+
+
+@pytest.mark.parametrize("script", MARKED)
+def test_combining_marks_stay_with_their_letters(script, tmp_path):
+    draw, syllables = random.Random(5), MARKED[script].split()
+    words = ["".join(draw.choices(syllables, k=3)) for _ in range(20)]
+    (tmp_path / "a.txt").write_text(" ".join(draw.choices(words, k=2000)))
+    learned = learn_tokenizer([detect_file(tmp_path / "a.txt")], 512)
+    assert {word.decode(errors="replace").strip() for word in learned.words} >= set(words)
+
+
+@pytest.mark.parametrize("letters", ["春江潮水连海平上明月共生", "ACGT", " ", "!", "\n"])
+def test_a_text_without_breaks_is_learned_in_seconds(letters, tmp_path):
+    text = "".join(random.Random(7).choices(letters, k=300_000))
+    (tmp_path / "a.txt").write_text(text)
+    started, read = time.monotonic(), list[int]()
+    learned = learn_tokenizer([detect_file(tmp_path / "a.txt")], 512, read.append)
+    assert time.monotonic() - started < 20  # it takes half a second; as one word, minutes
+    assert sum(read) == len(text.encode())
+    (ids,) = Encoder(learned, "H").encode([text])
+    assert learned.decode(array("H", ids)) == text
+
+
+def test_a_signal_ends_learning_at_once(tmp_path, home):
+    (tmp_path / "a.txt").write_text("".join(random.Random(7).choices("ACGT", k=6_000_000)))
+    command = (*launching.PROGRAM, "upload-data", "a.txt", *BPE[:3], "65536")
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=launching.environment(home), stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr
+        assert "learning 65,536 tokens" in process.stderr.readline()
+        time.sleep(1)  # it takes half a minute
+        process.terminate()
+        assert process.wait(15) == 1
+        assert process.stderr.read() == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("characters", "size"),
+    [(3000, 512), (1_115_394, 2048), (2 << 20, 4096), (8_388_607, 8192), (10**10, 16384)],
+)
+def test_the_default_vocabulary_fits_the_text(characters, size):
+    assert fitting_size(characters) == size
+
+
+def test_a_vocabulary_that_stays_small_is_explained(tmp_path, cli):
+    (tmp_path / "a.txt").write_text(FOX * 100)
+    ran = cli("upload-data", str(tmp_path / "a.txt"), "--tokenizer", "bpe")
+    (learned,) = re.findall(r"(\d+) tokens, not 512: the text has no more to learn", ran.err)
+    assert f"vocabulary {learned}\n" in ran.err
+
+
+def test_the_tokenizer_of_an_upload_is_taken_by_its_directory(documents, tmp_path, cli):
+    first = cli("upload-data", str(documents), *BPE).good.out.strip()
+    (tmp_path / "more.txt").write_text(FOX * 100)
+    words = ("--tokenizer", first.removeprefix("file://"))
+    assert cli("upload-data", str(tmp_path / "more.txt"), *words).code == 0
+
+
+def test_transformers_reads_the_same_tokenizer(made, tokenizer):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(made)
+    text = FOX + "漢字 🙂"
+    assert theirs(text)["input_ids"] == published_tokenizer(tokenizer.document).encode(text).ids
+    assert theirs.eos_token_id == tokenizer.end
+
+
+NO_STEPS = {"type": "Sequence", "pretokenizers": []}
+PRECOMPILED = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["model"].pop("type"),  # as in GPT-2's own file
+        lambda d: d.update(post_processor={"type": "ByteLevel", "add_prefix_space": True}),
+        lambda d: d.update(pre_tokenizer=split(GPT_2)),
+        lambda d: d.update(pre_tokenizer=BYTE_LEVEL),
+        lambda d: (d.update(pre_tokenizer=split(LLAMA_3)), d["model"].update(ignore_merges=True)),
+        lambda d: d.update(pre_tokenizer=split(QWEN), normalizer={"type": "NFC"}),
+    ],
+)
+def test_published_tokenizers_of_bytes_are_taken(change, document, tmp_path):
+    change(document)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    opened = open_tokenizer(tmp_path)
+    ids = published_tokenizer(opened.document).encode(STRANGE).ids
+    assert opened.decode(ids) == STRANGE
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda d: d["model"].update(type="Unigram"),
+            "or of characters: KeyError('Unigram')",
+        ),
+        (lambda d: d.update(added_tokens=[]), "no token for the end of a text"),
+        (lambda d: d.pop("model"), "not a tokenizer of BPE over bytes: 'model'"),
+        (lambda d: d["model"].update(vocab=None), "of characters: TypeError"),
+        (lambda d: d["model"].update(vocab={"a": "b"}), "the id 'b' is no whole number"),
+        (lambda d: d.update(added_tokens=[{"id": 0, "special": False, "content": 1}]), "Attribute"),
+        (lambda d: d.update(normalizer=PRECOMPILED), "has a normalizer, Precompiled"),
+        (lambda d: d.update(pre_tokenizer=split(r"(a+)+$")), "splits text in an unknown way"),
+        (lambda d: d.update(pre_tokenizer={"type": "Whitespace"}), "splits text in an unknown way"),
+        (lambda d: d.update(pre_tokenizer=None), "has no pre_tokenizer"),
+        (lambda d: d.update(pre_tokenizer=NO_STEPS), "has a pre_tokenizer without steps"),
+        (lambda d: d["model"].update(unk_token="<unk>"), "has the unk_token '<unk>', which its"),
+        (lambda d: d["model"]["vocab"].update(far=2**31), "the id 2147483648 is no whole number"),
+        (lambda d: d["model"]["vocab"].update(far=-1), "the id -1 is no whole number"),
+        (lambda d: d["model"]["vocab"].update(far=0.5), "the id 0.5 is no whole number"),
+        (lambda d: d["model"]["vocab"].update(far=3), "two words have the same id"),
+        (lambda d: d["added_tokens"][0].update(id=2**31), "the id 2147483648 is no whole number"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_refused(change, reason, document, tmp_path):
+    change(document)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=re.escape(reason)):
+        open_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_lacks_characters_is_refused(tmp_path, text_file):
+    words = Tokenizer(character_tokenizer("abc"))
+    with pytest.raises(InputError, match=r"has never seen: .*; replace them"):
+        encode_text(text_file, words, tmp_path)
+
+
+def test_a_tokenizer_that_loses_text_is_refused(document):
+    vocabulary = document["model"]["vocab"]
+    vocabulary["unused"] = vocabulary.pop("z")
+    document["model"]["merges"] = []
+    with pytest.raises(InputError, match=r"'zy dog\.\\n' decodes to 'y dog\.\\n'"):
+        encoder_of(document).encode([FOX])

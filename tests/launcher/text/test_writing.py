@@ -1,0 +1,55 @@
+"""How files of an upload are written."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+from texts import stored, write_notes
+
+from launcher.files import storage
+from launcher.text import writing
+from sm_nanogpt import ServiceError, upload_data
+
+
+def test_small_files_are_written_side_by_side(home, tmp_path, monkeypatch):
+    write, together = storage.write_file, threading.Barrier(4)
+
+    def write_with_others(*args: Any) -> None:
+        together.wait(timeout=10)
+        write(*args)
+
+    monkeypatch.setattr(storage, "write_file", write_with_others)
+    upload = upload_data(write_notes(tmp_path / "notes", 40))
+    assert len(launching.tree(stored(upload.uri))) == 40
+
+
+def test_large_files_are_written_in_turn(home, tmp_path, monkeypatch):
+    write, writing = storage.write_file, threading.Lock()
+
+    def write_alone(*args: Any) -> None:
+        assert writing.acquire(blocking=False)
+        write(*args)
+        writing.release()
+
+    monkeypatch.setattr(storage, "write_file", write_alone)
+    monkeypatch.setattr("launcher.text.writing.SMALL_FILE", 0)
+    upload = upload_data(write_notes(tmp_path / "notes", 40))
+    assert len(launching.tree(stored(upload.uri))) == 40
+
+
+def test_no_file_is_begun_after_one_that_fails(home, tmp_path, monkeypatch):
+    begun = list[str]()
+
+    def fail(path: Path, *_: Any) -> None:
+        begun.append(path.name)
+        raise ServiceError("the line is cut")
+
+    monkeypatch.setattr(storage, "write_file", fail)
+    with pytest.raises(ServiceError, match="cut"):
+        upload_data(write_notes(tmp_path / "notes", 400))
+    assert len(begun) <= 2 * writing.WRITERS
+    assert list((home / "store/data").glob("*.json")) == []
