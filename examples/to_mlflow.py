@@ -12,7 +12,6 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 import sm_nanogpt as sm
-from launcher.tracking import metrics
 
 STATUS = {"Completed": "FINISHED", "Failed": "FAILED", "Stopped": "KILLED"}
 BATCH = 1000  # points that MLflow takes in a request
@@ -29,7 +28,7 @@ def send(job_id: str, uri: str | None = None) -> str:
     client.log_batch(run, params=params)
     points = [
         Metric(name, float(value), round(row.get("time", began) * 1000), int(row["step"]))
-        for row in metrics(job.job_id).rows
+        for row in sm.job(job.job_id).curve().rows
         for name, value in row.items()
         if name not in ("step", "time")
     ]

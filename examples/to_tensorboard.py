@@ -19,7 +19,6 @@ from torch.utils.tensorboard.summary import hparams
 
 import sm_nanogpt as sm
 from launcher.curve import Curve
-from launcher.tracking import metrics
 
 TAGS = {"train_loss": "loss/train", "val_loss": "loss/val", "best_loss": "loss/best"}
 NOTHING = Curve("", "", [])
@@ -62,7 +61,7 @@ def write(jobs: Iterable[str], directory: Path, follow: bool = False) -> None:
     while boards:
         for job, board in list(boards.items()):
             try:  # in this order, so that the curve of a job that has ended is complete
-                now, curve = job.describe(), metrics(job.id, with_samples=True)
+                now, curve = job.describe(), job.curve(with_samples=True)
             except sm.Unreachable as error:
                 if not follow:
                     raise

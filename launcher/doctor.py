@@ -27,7 +27,7 @@ from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.cost import Prices, usd
 from launcher.sagemaker.stack import Stack, find_stack, is_whole, notebook_role
 from launcher.settings import Settings
-from launcher.tracking import wait
+from launcher.tracking import TrackedJob
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 
@@ -85,13 +85,13 @@ def check_training(context: Context) -> Answer:
         settings = context.settings.model_copy(update={"home": Path(directory), "store": ""})
         began = time.monotonic()
         request = Request(instance="local", data=str(text), hyperparameters=tiny)
-        job_id = prepare(request, settings).submit()
+        job = prepare(request, settings, TrackedJob).submit()
         try:
-            ended = wait(job_id, settings, timeout=TRAINING_SECONDS)
+            ended = job.wait_for_end(timeout=TRAINING_SECONDS)
         finally:
             # The job outlives this process, and its home is deleted next.
-            LocalBackend(settings).stop(job_id)
-            wait(job_id, settings)
+            LocalBackend(settings).stop(job.id)
+            job.wait_for_end()
     if ended.status != "Completed":
         return ServiceError(ended.failure_reason or ended.status, "try-locally")
     return f"a tiny model trained here in {time.monotonic() - began:.0f} s"

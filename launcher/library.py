@@ -1,4 +1,4 @@
-"""What Python users call and hold: a Job, and the Plan of one before it is submitted."""
+"""What Python users call, and the Job that they hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,8 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher import tracking
-from launcher.backends import backend_class, backend_for
+from launcher.backends import backend_for
 from launcher.errors import InputError, LauncherError, ServiceError, about
 from launcher.files.storage import path_of, write_bytes
 from launcher.finding import Listing, find, full_id
@@ -24,11 +23,13 @@ from launcher.forecast import forecasting
 from launcher.forecast.table import Forecast
 from launcher.groups.plan import plan_sweep
 from launcher.groups.run import submit as submit_sweep
-from launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request, TrainingJob
-from launcher.launching import launch as launching
+from launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request
+from launcher.launching.launch import Plan
+from launcher.launching.launch import prepare as prepare_job
 from launcher.models import fetch
-from launcher.sagemaker.cost import ceiling_of, check_confirmed
+from launcher.sagemaker.cost import check_confirmed
 from launcher.settings import Settings, load_settings
+from launcher.tracking import TrackedJob, check_yours, with_costs
 from launcher.values import plain
 from launcher.views.card import card
 from launcher.views.page import page
@@ -43,23 +44,18 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(unsafe_hash=True)
-class Job:
+class Job(TrackedJob):
     """A job, by its full id, on this machine or on SageMaker, while it runs and afterwards.
 
     `name`, `status`, `cost` and `url` ask anew until the job has ended; `describe` always does.
     All raise ServiceError, or one of its kinds, where the job is gone or a service fails.
     """
 
-    id: str
-    settings: Settings = field(default_factory=load_settings, repr=False, compare=False)
     _last: JobDescription | None = field(default=None, repr=False, compare=False)
-
-    def __str__(self) -> str:
-        return self.id
 
     def describe(self) -> JobDescription:
         """The state of the job now, with its cost, name and settings."""
-        self._last = tracking.describe(self.id, self.settings)
+        self._last = super().describe()
         return self._last
 
     @property
@@ -93,27 +89,16 @@ class Job:
         """The job's page in the AWS console; None for a job on this machine."""
         return backend_for(self._known.instance, self.settings).console_link(self.id)
 
-    def logs(self, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """The lines that the script printed, or the last ones; with follow, until the job ends."""
-        return tracking.logs(self.id, follow, self.settings, tail=tail)
-
     def wait(self, timeout: float | None = None) -> Job:
         """Wait until the job ends, and return it; timeout is in seconds.
 
         Raises ServiceError if the job failed, was deleted, or still runs after `timeout`.
         """
-        ended = tracking.wait(self.id, self.settings, timeout)
+        ended = self.wait_for_end(timeout)
         if ended.status == "Failed":
             reason = ended.failure_reason
             raise ServiceError(f"job {self.id} failed: {reason}", job_id=self.id, reason=reason)
         return self
-
-    def stop(self, *, confirmed: bool = False) -> None:
-        """Ask the job to stop, on this machine after a checkpoint; `wait` waits for that.
-
-        Raises NotYours if the job is somebody else's, unless confirmed.
-        """
-        tracking.stop(self.id, self.settings, confirmed)
 
     def metrics(self) -> Any:
         """The curve so far: a pandas DataFrame, or a list of dicts if pandas is not installed.
@@ -121,7 +106,7 @@ class Job:
         Losses are in nats per token, `time` is in seconds since the epoch. Not each row has each
         value: it is NaN in the DataFrame, and missing in the dict.
         """
-        rows = tracking.metrics(self.id, self.settings).rows
+        rows = self.curve().rows
         try:
             from pandas import DataFrame
         except ImportError:
@@ -204,12 +189,14 @@ class Job:
 
         Raises NotYours if the job is somebody else's, unless confirmed.
         """
-        description, places = tracking.places_of(self.id, self.settings)
+        description, files = self.files()
         if not confirmed:
-            tracking.check_yours(description, self.settings)
+            check_yours(description, self.settings)
+        uris = list(files)
         if keep_model:
             fetch.keep_model(description, self.settings)
-        tracking.delete(self.id, [*places][keep_model:], self.settings)
+            uris.remove(self.models_uri)
+        self.remove(uris)
         self._last = None
 
     def resume(self, *, confirmed: bool = False, **changes: Any) -> Job:
@@ -220,38 +207,10 @@ class Job:
         try:
             now, curve = self.describe(), None
             with suppress(ServiceError):  # that of an old job may have expired
-                curve = tracking.metrics(self.id, self.settings)
+                curve = self.curve()
         except LauncherError as error:
             return f"<pre>{escape(str(error))}</pre>"
         return card(now, curve)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A job that is complete, checked and priced. Nothing has been sent yet.
-
-    job has every choice made; request is what CreateTrainingJob gets, empty on this machine. In
-    USD, worst_cost is for a job that runs to its time limit, None if its price is unknown.
-    """
-
-    job_id: str
-    job: TrainingJob = field(repr=False)
-    request: Mapping[str, Any] = field(repr=False)
-    worst_cost: float | None
-    ceiling: float | None
-    _plan: launching.Plan = field(repr=False)
-    _settings: Settings = field(repr=False)
-
-    def submit(self, confirmed: bool = False) -> Job:
-        """Upload the text, and start the job. After an interruption, `job()` finds it if it runs.
-
-        Raises Unconfirmed if the job is not confirmed, neither its request nor the settings have
-        max_cost, and its price is unknown or it may cost more than the setting ask_above.
-        """
-        if not confirmed and backend_class(self.job.instance).bills:
-            chosen = None if self.job.origin("max_cost") else self.job.max_cost
-            check_confirmed(self.worst_cost or math.inf, chosen, self._settings)
-        return Job(self._plan.submit(), self._settings)
 
 
 def path_or_none(path: str | Path | None) -> Path | None:
@@ -271,18 +230,14 @@ def with_full_ids(request: Request, settings: Settings) -> Request:
     return request.model_copy(update=ids)
 
 
-def prepare(request: Request, settings: Settings | None = None) -> Plan:
+def prepare(request: Request, settings: Settings | None = None) -> Plan[Job]:
     """Complete, check and price a job. A path as data is uploaded when the job is submitted.
 
     Without data it uses the last upload; with `resume`, fields that are left out come from that
     job. Raises InputError if the job cannot run.
     """
     settings = settings or load_settings()
-    plan = launching.prepare(with_full_ids(request, settings), settings)
-    job = plan.job
-    limit = ceiling_of(job, settings) if plan.backend.bills else None
-    ceiling = limit.amount if limit else None
-    return Plan(plan.job_id, job, plan.request, job.worst_cost, ceiling, plan, settings)
+    return prepare_job(with_full_ids(request, settings), settings, Job)
 
 
 def launch(request: Request, settings: Settings | None = None, confirmed: bool = False) -> Job:
@@ -362,4 +317,4 @@ def jobs(
         warnings.warn(f"job {odd.job_id} is left out: {odd.error}", stacklevel=2)
     if listing.failure is not None:
         warnings.warn(f"not all jobs are listed: {listing.failure}", stacklevel=2)
-    return [Job(each.job_id, settings, each) for each in tracking.with_costs(found, settings)]
+    return [Job(each.job_id, settings, each) for each in with_costs(found, settings)]

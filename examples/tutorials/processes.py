@@ -26,7 +26,6 @@ from measure import ROOT, Report, note
 sys.path.insert(0, str(ROOT))
 
 from launcher.curve import Curve
-from launcher.tracking import metrics
 from sm_nanogpt import Job, Request, Settings, launch
 
 WAYS = {"1 process": 1, "2 processes": 2, "4 processes": 4}
@@ -93,7 +92,7 @@ def finished(job: Job) -> Curve:
 
 
 def curve_of(job: Job) -> Curve:
-    return metrics(job.id, job.settings, with_samples=True)
+    return job.curve(with_samples=True)
 
 
 def mean_speed(curve: Curve) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import GROUP, JSON, YES, Command, Job, agree, settings_of
+from launcher.cli.options import GROUP, JSON, YES, Command, JobParameter, agree, settings_of
 from launcher.cli.remedies import command, sentence
 from launcher.cli.show import moment, note, print_columns, print_json
 from launcher.errors import InputError, ServiceError
@@ -84,7 +84,7 @@ def short_ids(job_ids: Sequence[str]) -> str:
 
 @click.command("delete", cls=Command)
 @click.argument(
-    "job_ids", metavar="[JOB-ID|UPLOAD...]", nargs=-1, type=Job(acts=True, uploads=True)
+    "job_ids", metavar="[JOB-ID|UPLOAD...]", nargs=-1, type=JobParameter(acts=True, uploads=True)
 )
 @GROUP
 @click.option(
@@ -168,14 +168,14 @@ class DoomedJob:
 def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, yes: bool) -> None:
     """Delete jobs with their files, after confirmation."""
     from launcher.models.fetch import keep_model as fetch
-    from launcher.tracking import delete, places_of
+    from launcher.tracking import TrackedJob
 
     jobs = []
     for job_id in dict.fromkeys(job_ids):
-        description, sizes = places_of(job_id, settings)
+        tracked = TrackedJob(job_id, settings)
+        description, sizes = tracked.files()
         if keep_model:
-            fetched_models = next(iter(sizes))
-            del sizes[fetched_models]
+            sizes = {uri: files for uri, files in sizes.items() if uri != tracked.models_uri}
         jobs.append(DoomedJob(description, sizes))
     for job in jobs:
         note_files(job, settings)
@@ -183,7 +183,7 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
     for job in jobs:
         if keep_model:
             click.echo(fetch(job.description, settings))
-        delete(job.description.job_id, job.sizes, settings)
+        TrackedJob(job.description.job_id, settings).remove(job.sizes)
         note(f"deleted {job.description.job_id}: {in_units(job.size)}")
 
 

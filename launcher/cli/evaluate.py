@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli.models import ENTRY_POINT
-from launcher.cli.options import JSON, MODEL, Command, Job, settings_of, valued
+from launcher.cli.options import JSON, MODEL, Command, JobParameter, settings_of, valued
 from launcher.cli.show import note, print_json, print_table, print_text, shown
 from launcher.files.progress import byte_progress
 from launcher.values import counted
@@ -29,7 +29,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--beside others JOB-ID|DIR",
     "Another model for the same text. Repeatable.",
     multiple=True,
-    type=Job(trained=True),
+    type=JobParameter(trained=True),
 )
 @valued(
     "--find canaries FILE",

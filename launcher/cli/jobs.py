@@ -20,7 +20,7 @@ from launcher.cli.options import (
     RUN_ID,
     YES,
     Command,
-    Job,
+    JobParameter,
     settings_of,
     unless_not_yours,
     valued,
@@ -130,13 +130,14 @@ def status_command(job_id: str, as_json: bool) -> None:
     Example:
       sm-nanogpt status JOB-ID
     """
-    from launcher.tracking import describe, logs, metrics
+    from launcher.tracking import TrackedJob
     from launcher.views.job_fields import data_of, texts_of
 
     settings = settings_of()
-    job, curve = describe(job_id, settings), None
+    tracked = TrackedJob(job_id, settings)
+    job, curve = tracked.describe(), None
     try:
-        curve = metrics(job_id, settings)
+        curve = tracked.curve()
     except ServiceError as error:
         note(f"no curve: {error}")
     if job.is_running and curve and curve.rows:  # SageMaker gives the newest values late
@@ -156,7 +157,7 @@ def status_command(job_id: str, as_json: bool) -> None:
     if not job.is_running:
         note(next_step(job, settings))
     if job.status == "Failed":
-        print_last_lines(list(logs(job_id, settings=settings, tail=10)))
+        print_last_lines(list(tracked.logs(tail=10)))
 
 
 def print_last_lines(lines: list[str]) -> None:
@@ -178,9 +179,9 @@ def metrics_command(job_id: str, form: str | None) -> None:
     Example:
       sm-nanogpt metrics JOB-ID --csv > curve.csv
     """
-    from launcher.tracking import metrics
+    from launcher.tracking import TrackedJob
 
-    curve = metrics(job_id, settings_of())
+    curve = TrackedJob(job_id, settings_of()).curve()
     if not curve.rows:
         raise ServiceError(f"job {job_id} has written no metrics")
     note(f"source: {curve.source}")
@@ -229,12 +230,13 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
       sm-nanogpt logs JOB-ID --tail 20
     """
     from launcher.backends import backend_class
-    from launcher.tracking import describe, logs
+    from launcher.tracking import TrackedJob
 
-    settings, silent = settings_of(), tail != 0
-    lines = logs(job_id, follow, settings, raw, tail)
+    job = TrackedJob(job_id, settings_of())
+    silent = tail != 0
+    lines = job.logs(follow, tail, raw)
     try:
-        for line in following(lines, job_id, settings) if follow else lines:
+        for line in following(lines, job) if follow else lines:
             print_text(line)
             silent = False
     except KeyboardInterrupt:
@@ -243,15 +245,15 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
         note("the job keeps running")
         return
     if silent and not follow:
-        d = describe(job_id, settings)
-        yet = " yet" * d.is_running
-        has_more = backend_class(d.instance).logs_more_than_script and not raw
+        description = job.describe()
+        yet = " yet" if description.is_running else ""
+        has_more = backend_class(description.instance).logs_more_than_script and not raw
         more = "; --raw shows all lines" if has_more else ""
-        note(f"the script printed nothing{yet}; the job is {d.state}{more}")
+        note(f"the script printed nothing{yet}; the job is {description.state}{more}")
 
 
 @click.command("report", cls=Command)
-@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, type=Job(charted=True))
+@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, type=JobParameter(charted=True))
 @GROUP
 @valued(
     "-o --output FILE",
@@ -324,16 +326,16 @@ def wait_command(job_id: str) -> None:
     Example:
       sm-nanogpt wait JOB-ID && sm-nanogpt fetch-and-sample JOB-ID
     """
-    from launcher.tracking import wait
+    from launcher.tracking import TrackedJob
 
     settings = settings_of()
     with at_ctrl_c("the job keeps running"):
-        description = wait(job_id, settings)
+        description = TrackedJob(job_id, settings).wait_for_end()
     report_end(description, settings, "Completed")
 
 
 @click.command("stop", cls=Command)
-@click.argument("job_id", metavar="[JOB-ID]", required=False, type=Job(acts=True))
+@click.argument("job_id", metavar="[JOB-ID]", required=False, type=JobParameter(acts=True))
 @GROUP
 @YES
 def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
@@ -345,27 +347,27 @@ def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
       sm-nanogpt stop --group latest
     """
     from launcher.backends import backend_class
-    from launcher.tracking import stop, wait
+    from launcher.tracking import TrackedJob
 
     settings = settings_of()
     if group is not None:
         stop_jobs_of(group, settings, yes)
         return
     assert job_id is not None
-    stop_job = partial(stop, job_id, settings)
-    job = unless_not_yours(stop_job, f"Stop job {job_id}?", yes)
-    if backend_class(job.instance).saves_when_stopped:
+    job = TrackedJob(job_id, settings)
+    description = unless_not_yours(job.stop, f"Stop job {job_id}?", yes)
+    if backend_class(description.instance).saves_when_stopped:
         note("stopping after a checkpoint")
     else:
         note("stopping (this may take two minutes)")
-    report_end(wait(job_id, settings), settings, "Completed", "Stopped")
+    report_end(job.wait_for_end(), settings, "Completed", "Stopped")
 
 
 def stop_jobs_of(reference: str, settings: Settings, yes: bool) -> None:
     """Stop the jobs of a sweep or of a search, and say how it continues."""
     from launcher.groups.find import find_group
     from launcher.groups.stop import stop_group
-    from launcher.tracking import wait
+    from launcher.tracking import TrackedJob
 
     group = find_group(reference, settings)
     if not group.tries:
@@ -376,5 +378,5 @@ def stop_jobs_of(reference: str, settings: Settings, yes: bool) -> None:
     stop_jobs = partial(stop_group, group, settings)
     for job in unless_not_yours(stop_jobs, f"Stop {kind} {group.id}?", yes):
         note(f"stopping {job.job_id}")
-        wait(job.job_id, settings)
+        TrackedJob(job.job_id, settings).wait_for_end()
     note(f"{kind} {group.id} is stopped; `{again}` continues it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from launcher.cli.options import YES, Command, Job, agree_to_cost, settings_of, valued
+from launcher.cli.options import YES, Command, JobParameter, agree_to_cost, settings_of, valued
 from launcher.cli.remedies import command, remedy
 from launcher.cli.show import (
     at_ctrl_c,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from launcher.job import Request
     from launcher.launching.launch import Plan
     from launcher.settings import Settings
+    from launcher.tracking import TrackedJob
 
 
 @click.command("launch", cls=Command)
@@ -70,7 +72,7 @@ if TYPE_CHECKING:
 @valued(
     "--resume JOB-ID",
     "Continue from the checkpoints of an earlier job, with its options where you give none.",
-    type=Job(acts=True, sweeps=True),
+    type=JobParameter(acts=True, sweeps=True),
 )
 @click.option(
     "--follow/--detach",
@@ -305,6 +307,7 @@ def launch_sweep(options: LaunchOptions, settings: Settings) -> None:
 def launch_job(options: LaunchOptions, settings: Settings) -> None:
     """`launch`: start a job, print its id, and follow it if it runs here."""
     from launcher.launching.launch import prepare
+    from launcher.tracking import TrackedJob
 
     if options.parallel:
         raise InputError("--parallel is for jobs of a sweep; add --sweep or --seeds")
@@ -312,14 +315,16 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
     note_sweep_of(options.resumed)
     request = options.request()
     if options.dry_run:
-        print_json(prepare(request, settings.with_offline(True)).request)
+        plan = prepare(request, settings.with_offline(True), TrackedJob)
+        print_json(plan.request)
         return
 
-    plan = prepare(request, settings)
+    plan = prepare(request, settings, TrackedJob)
     if plan.backend.bills:
         # Only a ceiling typed in this command is consent; not one that --resume inherits.
         max_cost = options.fields.get("max_cost")
-        agree_to_cost(plan.worst_cost, max_cost, settings, options.yes)
+        worst_cost = math.inf if plan.worst_cost is None else plan.worst_cost
+        agree_to_cost(worst_cost, max_cost, settings, options.yes)
     submit(plan)
     stops_at_ctrl_c = plan.backend.stops_at_ctrl_c
     follows = stops_at_ctrl_c if options.follow is None else options.follow
@@ -341,13 +346,13 @@ def note_sweep_of(job_id: str) -> None:
         note(f"{job_id} continues alone; its sweep continues with `{again}`")
 
 
-def submit(plan: Plan) -> None:
+def submit(plan: Plan[TrackedJob]) -> None:
     """Start a job, and print its id and the link to the console."""
     job_id = plan.job_id
     stops = f"`{command('stop', job_id)}` stops it{cost_of(plan)}"
     shows = f"`{command('status', job_id)}` shows whether the job was submitted"
     with at_ctrl_c(f"{shows}; {stops}"):
-        plan.submit()
+        plan.submit(confirmed=True)
     with at_ctrl_c(f"job {job_id} runs; {stops}"):
         try:
             click.echo(job_id)
@@ -360,13 +365,13 @@ def submit(plan: Plan) -> None:
             note(f"console: {link}")
 
 
-def cost_of(plan: Plan) -> str:
+def cost_of(plan: Plan[TrackedJob]) -> str:
     """What a job costs that goes on after Ctrl-C, as a part of a line; '' on this machine."""
     if not plan.backend.bills:
         return ""
-    if plan.job.worst_cost is None:
+    if plan.worst_cost is None:
         return "; it is billed"
-    return f"; it costs at most {plan.job.worst_cost:.2f} USD"
+    return f"; it costs at most {plan.worst_cost:.2f} USD"
 
 
 def follow_job(job_id: str, settings: Settings, stops: bool, costs: str) -> None:
@@ -375,12 +380,13 @@ def follow_job(job_id: str, settings: Settings, stops: bool, costs: str) -> None
     Ctrl-C, or a closed stderr, stops the job if `stops`, else only the printing. costs is that of
     `cost_of`.
     """
-    from launcher.tracking import find, logs, stop, wait
+    from launcher.tracking import TrackedJob
 
+    job = TrackedJob(job_id, settings)
     interrupted = False
     try:
-        lines = logs(job_id, follow=True, settings=settings)
-        for line in following(lines, job_id, settings):
+        lines = job.logs(follow=True)
+        for line in following(lines, job):
             note(line)
     except (KeyboardInterrupt, BrokenPipeError) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
@@ -389,16 +395,16 @@ def follow_job(job_id: str, settings: Settings, stops: bool, costs: str) -> None
         if not stops:
             note(f"the job keeps running{costs}; {remedy('job-goes-on', {'job_id': job_id})}")
             return
-        if find(job_id, settings)[1].is_running:
-            stop(job_id, settings)
+        if job.find()[1].is_running:
+            job.stop()
         try:
             # Stop first: printing fails if the terminal was closed.
             note("stopping the job after a checkpoint; press Ctrl-C again to stop it at once")
-            wait(job_id, settings)
+            job.wait_for_end()
         except KeyboardInterrupt:
             with suppress(ServiceError):  # it just ended
-                stop(job_id, settings)
-    description = wait(job_id, settings)
+                job.stop()
+    description = job.wait_for_end()
     if description.status != "Completed":
         stopped = description.status == "Stopped" and interrupted
         raise (KeyboardInterrupt if stopped else ServiceError)(explain(description, settings))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, MODEL, Command, Job, settings_of, valued
+from launcher.cli.options import JSON, MODEL, Command, JobParameter, settings_of, valued
 from launcher.cli.remedies import command, sentence
 from launcher.cli.show import note, print_json, print_text
 from launcher.errors import InputError, LauncherError, Terminated
@@ -146,12 +146,12 @@ def player_of(model: str, settings: Settings, entry_point: Path | None) -> Playe
 def job_behind(model: str, directory: Path, settings: Settings) -> JobDescription | None:
     """The job that made a model in a directory; None for another, or if it cannot be looked up."""
     from launcher.job import FULL_ID
-    from launcher.tracking import identify
+    from launcher.tracking import TrackedJob
 
     for part in (model, *reversed(directory.absolute().parts)):
         if FULL_ID.fullmatch(part):
             with suppress(LauncherError):
-                return identify(part, settings, attempts=2)
+                return TrackedJob(part, settings).identify(attempts=2)
     return None
 
 
@@ -188,7 +188,7 @@ def check_origins(
 
 @click.command("play", cls=Command)
 @MODEL
-@click.argument("other", metavar="[JOB-ID|DIR]", required=False, type=Job(trained=True))
+@click.argument("other", metavar="[JOB-ID|DIR]", required=False, type=JobParameter(trained=True))
 @valued("--port N", "Port (default: a free one).", type=click.IntRange(1, 65535))
 @valued(
     "--cors origins ORIGIN",

@@ -42,7 +42,7 @@ class Command(click.Command):
         self.help = cleandoc(self.help or "").replace("\nExample:", "\n\b\nExample:")
         # Check the other parameters first: it may take seconds to look for a job.
         for parameter in self.params:
-            parameter.is_eager = not isinstance(parameter.type, Job)
+            parameter.is_eager = not isinstance(parameter.type, JobParameter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -77,7 +77,7 @@ def check_one_target(params: Mapping[str, Any]) -> None:
 
 
 @dataclass(eq=False)
-class Job(click.ParamType[str]):
+class JobParameter(click.ParamType[str]):
     """A parameter for a job: an id, a name, a part of an id, or `latest`. Gives the full id.
 
     acts: the command changes the job. sweeps, uploads: it takes the id of a sweep, or the name of
@@ -209,21 +209,21 @@ def agree(question: str, yes: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def unless_not_yours(act: Callable[[bool], T], question: str, yes: bool) -> T:
-    """Call `act(confirmed)`, and ask on a terminal if it would change what another user owns.
+def unless_not_yours(act: Callable[..., T], question: str, yes: bool) -> T:
+    """Call `act(confirmed=...)`, and ask on a terminal if it would change what another user owns.
 
     confirmed is False at first unless the user passed --yes. Raises NotYours elsewhere.
     """
     from launcher.tracking import NotYours
 
     try:
-        return act(yes)
+        return act(confirmed=yes)
     except NotYours as error:
         if not sys.stdin.isatty():
             raise
         note(str(error))
     agree(question, yes=False)
-    return act(True)
+    return act(confirmed=True)
 
 
 def agree_to_cost(worst_cost: float, max_cost: float | None, settings: Settings, yes: bool) -> None:
@@ -246,7 +246,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "GIB": {"type": int},
     "USD": {"type": float},
     "NAME|URI|PATH": {"type": click.Path()},
-    "JOB-ID|PATH|URI": {"type": Job(trained=True)},
+    "JOB-ID|PATH|URI": {"type": JobParameter(trained=True)},
     "KEY=VALUE": {"multiple": True, "callback": pairs},
     "KEY=V1,V2,...": {"multiple": True, "callback": lists},
     "ID": {"multiple": True},
@@ -267,6 +267,6 @@ def valued(usage: str, help: str, **attributes: Any) -> Callable[[Any], Any]:
 GROUP = valued("--group SWEEP", "The jobs of a sweep, by its id or `latest`; or of a search.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-JOB_ID = click.argument("job_id", metavar="JOB-ID", type=Job())
-RUN_ID = click.argument("job_id", metavar="JOB-ID", type=Job(charted=True))
-MODEL = click.argument("model", metavar="JOB-ID|DIR", type=Job(trained=True))
+JOB_ID = click.argument("job_id", metavar="JOB-ID", type=JobParameter())
+RUN_ID = click.argument("job_id", metavar="JOB-ID", type=JobParameter(charted=True))
+MODEL = click.argument("model", metavar="JOB-ID|DIR", type=JobParameter(trained=True))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from launcher.curve import Curve
     from launcher.job import JobDescription
     from launcher.settings import Settings
+    from launcher.tracking import TrackedJob
 
 # Control characters except tab and newline, and marks that reorder text on a terminal.
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -144,7 +145,7 @@ def print_curve(curve: Curve, err: bool = False) -> None:
             return
 
 
-def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator[str]:
+def following(lines: Iterator[str], job: TrackedJob) -> Iterator[str]:
     """Yield the lines of a running job's log, above a progress bar if stderr is a terminal.
 
     The bar shows the best loss, the speed, the time left, and the cost so far. At the end of the
@@ -156,9 +157,8 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
     from tqdm import tqdm
 
     from launcher.curve import Curve, Row, rows_of_log, total_steps
-    from launcher.tracking import describe
 
-    description = describe(job_id, settings)
+    description = job.describe()
     rows: list[Row] = []
     metrics: Row = {}  # the newest value of each name
     total = total_steps(description.hyperparameters)
@@ -172,7 +172,7 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
                 metrics.update(row)
                 bar.set_description_str(progress_of(replace(description, metrics=metrics)))
         bar.leave = False
-    print_curve(Curve(job_id, "", rows), err=True)
+    print_curve(Curve(job.id, "", rows), err=True)
 
 
 def progress_of(job: JobDescription) -> str:

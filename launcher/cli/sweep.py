@@ -77,12 +77,12 @@ def stop_jobs(plan: SweepPlan) -> None:
     """Stop the running jobs of a sweep, and wait for their checkpoints."""
     from launcher.groups.find import find_group
     from launcher.groups.stop import stop_group
-    from launcher.tracking import wait
+    from launcher.tracking import TrackedJob
 
     note("stopping the running jobs after a checkpoint")
     group = find_group(plan.group, plan.settings)
     for job in stop_group(group, plan.settings):
-        wait(job.job_id, plan.settings)
+        TrackedJob(job.job_id, plan.settings).wait_for_end()
 
 
 def line_of(event: Event, sweep: Sweep) -> str:

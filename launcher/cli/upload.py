@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, Command, Job, settings_of, valued
+from launcher.cli.options import JSON, Command, JobParameter, settings_of, valued
 from launcher.cli.remedies import command
 from launcher.cli.show import note, print_json
 from launcher.files.progress import byte_progress
@@ -43,7 +43,7 @@ def help_lines(*formats: Format) -> str:
     "--tokenizer bpe|PATH|JOB-ID",
     "Encode the text as tokens: bpe learns them from it; or name a tokenizer.json, a Hugging"
     " Face directory, or a job (default: train on characters).",
-    type=Job(trained=True, other="bpe"),
+    type=JobParameter(trained=True, other="bpe"),
 )
 @valued(
     "--vocab-size N",

@@ -163,7 +163,7 @@ class SweepRun:
         self.ledger.reserve(plan.job_id, amount, number=number)
         plan.backend.parallel = self.plan.sweep.parallel
         try:
-            replace(plan, channels={}).submit()  # `submit` has uploaded them
+            replace(plan, channels={}).submit(confirmed=True)  # `submit` has uploaded them
         except LauncherError as error:
             if error.code != "job-may-exist":
                 self.ledger.release(plan.job_id)

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from launcher.backends import Backend
 from launcher.errors import InputError, about
@@ -19,37 +19,41 @@ from launcher.job import Request, TrainingJob
 from launcher.launching.draft import Draft, fill
 from launcher.launching.resume import EarlierJob
 from launcher.launching.texts import check_readings, check_texts
+from launcher.sagemaker.cost import ceiling_of, check_confirmed
 from launcher.settings import Settings
 from launcher.source import keep
 from launcher.text import corpus
 from launcher.text.channels import Channel, Texts
+from launcher.tracking import TrackedJob
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Plan:
-    """A job that can be submitted, once: complete, checked and priced.
+JobT = TypeVar("JobT", bound=TrackedJob)
 
-    request is that of CreateTrainingJob, and empty for a job of this machine. placement is what the
-    backend decided, whose settings have the store and role that the job uses. channels are by the
-    fields of the job.
+
+@dataclass
+class Plan(Generic[JobT]):
+    """A job that is complete, checked and priced. It can be submitted, once.
+
+    job has every choice made; request is what CreateTrainingJob gets, empty on this machine. In
+    USD, worst_cost is for a job that runs to its time limit, None if its price is unknown, and
+    ceiling what somebody allowed. placement is what the backend decided, whose settings have the
+    store and role that the job uses. channels are by the fields of the job. job_class is what
+    `submit` returns.
     """
 
     job_id: str
-    job: TrainingJob
-    request: Mapping[str, Any]
-    placement: Any
-    channels: Mapping[str, Channel]
-    backend: Backend
-    submitted: bool = field(default=False, init=False)
-
-    @property
-    def worst_cost(self) -> float:
-        """USD that the job may cost; 0 on this machine, infinity if the price is unknown."""
-        if not self.backend.bills:
-            return 0.0
-        return math.inf if self.job.worst_cost is None else self.job.worst_cost
+    job: TrainingJob = field(repr=False)
+    request: Mapping[str, Any] = field(repr=False)
+    worst_cost: float | None
+    ceiling: float | None
+    placement: Any = field(repr=False)
+    channels: Mapping[str, Channel] = field(repr=False)
+    backend: Backend = field(repr=False)
+    settings: Settings = field(repr=False)
+    job_class: type[JobT] = field(repr=False)
+    submitted: bool = field(default=False, init=False, repr=False)
 
     @property
     def is_of_chats(self) -> bool:
@@ -67,24 +71,35 @@ class Plan:
                     logger.info(f"upload: {channel.shown} to {channel.uri}")
                 corpus.send(channel.upload, channel.sources, self.backend.settings, progress)
 
-    def submit(self) -> str:
-        """Upload the texts, start the job, and return its id.
+    def submit(self, confirmed: bool = False) -> JobT:
+        """Upload the texts, start the job, and return it.
 
-        After an interruption the job may run, and cost money.
+        After an interruption the job may run, and cost money: `library.job` finds it then. Raises
+        Unconfirmed if the job is not confirmed, neither its request nor the settings have max_cost,
+        and its price is unknown or it may cost more than the setting ask_above.
         """
         if self.submitted:  # again, it would take the files of the job that runs
             raise InputError(f"the plan of job {self.job_id} was submitted before; make another")
+        if self.backend.bills and not confirmed:
+            worst_cost = math.inf if self.worst_cost is None else self.worst_cost
+            is_inherited = bool(self.job.origin("max_cost"))  # which is no consent to this job
+            max_cost = None if is_inherited else self.job.max_cost
+            check_confirmed(worst_cost, max_cost, self.settings)
         self.upload()
         with storage.reported(str(self.backend.settings.home)):
             keep(self.job.source, self.backend.settings)  # models and resumed jobs need it
         self.submitted = True
         self.backend.submit(self.job_id, self.job, self.placement, self.request)
-        return self.job_id
+        return self.job_class(self.job_id, self.settings)
 
 
 def prepare(
-    request: Request, settings: Settings, job_id: str | None = None, texts: Texts | None = None
-) -> Plan:
+    request: Request,
+    settings: Settings,
+    job_class: type[JobT],
+    job_id: str | None = None,
+    texts: Texts | None = None,
+) -> Plan[JobT]:
     """Make a Request into a job that is complete, checked and priced. Changes nothing in the store.
 
     texts: the channels of a plan with the same texts, which are not read again.
@@ -100,7 +115,19 @@ def prepare(
     channels = dict(draft.texts)
     for name, model in draft.models.items():
         channels[name] = model.channel
-    return Plan(job_id, job, aws_request, placement, channels, backend)
+    ceiling = ceiling_of(job, settings) if backend.bills else None
+    return Plan(
+        job_id,
+        job,
+        aws_request,
+        job.worst_cost,
+        ceiling.amount if ceiling else None,
+        placement,
+        channels,
+        backend,
+        settings,
+        job_class,
+    )
 
 
 # -- check, without the network --------------------------------------------------------------------

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from entry_point.text import read_json
-from launcher import tracking
 from launcher.aws import PATIENCE_SECONDS, OverQuota, QuotaWait
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
@@ -40,6 +39,7 @@ from launcher.source import Source
 from launcher.text import corpus
 from launcher.text.channels import Channel
 from launcher.text.reading import files_in
+from launcher.tracking import TrackedJob
 from launcher.trying import driver
 from launcher.trying.budget import MAX_SIZE
 from launcher.trying.runs import FinishedRun, SeededRun
@@ -105,7 +105,7 @@ class SageMakerRuns:
         if not runs:
             return
         entry = self.job_of(runs) or self.send(runs)
-        description = tracking.wait(entry["job"], self.settings)
+        description = TrackedJob(entry["job"], self.settings).wait_for_end()
         self.ledger.settle_all(self.cost_of)
         if description.model_uri is None:
             reason = description.failure_reason or "it left no models"
@@ -225,7 +225,7 @@ class SageMakerRuns:
             self.ledger.note_sent(job_id)
         return entry
 
-    def first_plan(self, job_id: str, runs: Sequence[SeededRun]) -> launch.Plan:
+    def first_plan(self, job_id: str, runs: Sequence[SeededRun]) -> launch.Plan[TrackedJob]:
         """A job of runs of which none was measured: an hour, or what the ceilings allow."""
         seconds, limit = DEFAULT_RUN, self.ledger.free
         if self.settings.max_cost is not None:  # of each job, from the settings
@@ -241,7 +241,7 @@ class SageMakerRuns:
             seconds = affordable
         return self.planned(job_id, runs, seconds, self.settings)
 
-    def submit_within_quota(self, job_id: str, plan: launch.Plan) -> None:
+    def submit_within_quota(self, job_id: str, plan: launch.Plan[TrackedJob]) -> None:
         """Submit a job; if a quota refuses it, wait as long as jobs run that may make room."""
         quota_wait = QuotaWait()
         while True:
@@ -265,7 +265,7 @@ class SageMakerRuns:
 
     def planned(
         self, job_id: str, runs: Sequence[SeededRun], seconds: int, settings: Settings
-    ) -> launch.Plan:
+    ) -> launch.Plan[TrackedJob]:
         """The job of these runs, with a time limit. Nothing is sent. Raises CeilingTooLow if it may
         cost more than a job may by the settings."""
         hyperparameters = dict(self.search.start["hyperparameters"])
@@ -281,7 +281,7 @@ class SageMakerRuns:
             network_isolation=True,
         )
         request._source = self.folder(runs, seconds)
-        return launch.prepare(request, settings, job_id, {"data": text})
+        return launch.prepare(request, settings, TrackedJob, job_id, {"data": text})
 
     @property
     def measured(self) -> Entry | None:
@@ -344,7 +344,7 @@ class SageMakerRuns:
         return Channel(search.start["text"], upload.uri, upload, files)
 
 
-def cost_of_plan(plan: launch.Plan) -> float:
+def cost_of_plan(plan: launch.Plan[TrackedJob]) -> float:
     """The USD that a job may cost. Raises InputError if its price is unknown."""
     if plan.job.worst_cost is None:
         raise InputError(f"the price of {plan.job.instance} is unknown, so no ceiling can hold")

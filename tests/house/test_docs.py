@@ -23,7 +23,7 @@ from entry_point.command_line import OPTIONS
 from entry_point.config import Config, make_config
 from entry_point.presets import PRESETS
 from launcher.cli import cli
-from launcher.cli.options import Job
+from launcher.cli.options import JobParameter
 from launcher.errors import InputError
 from launcher.settings import Settings
 from launcher.text.formats import PLAIN, RECORDS
@@ -58,7 +58,7 @@ def prose(page: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def no_job_is_looked_for(monkeypatch):
-    monkeypatch.setattr(Job, "convert", lambda self, value, param, ctx: value)
+    monkeypatch.setattr(JobParameter, "convert", lambda self, value, param, ctx: value)
 
 
 def parse(command: click.Command, words: list[str], parent: click.Context | None = None) -> None:

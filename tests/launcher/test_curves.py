@@ -24,8 +24,7 @@ from launcher.curve import (
 )
 from launcher.files import storage
 from launcher.sagemaker.logs import LOG_GROUP
-from launcher.tracking import metrics
-from sm_nanogpt import Settings
+from launcher.tracking import TrackedJob
 
 
 def test_metrics_are_the_rows_of_the_file(job, cli):
@@ -128,7 +127,7 @@ def test_the_time_left_follows_from_the_speed():
 def test_a_followed_job_has_a_bar_and_then_its_curve(job, monkeypatch, capsys):
     lines = (job.directory / "logs/job.log").read_text().splitlines()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert list(following(iter(lines), job.job_id, Settings(home=job.home))) == lines
+    assert list(following(iter(lines), TrackedJob(job.job_id))) == lines
     told = capsys.readouterr().err
     assert "100% |" in told
     assert "step 10/10, best loss " in told
@@ -136,7 +135,7 @@ def test_a_followed_job_has_a_bar_and_then_its_curve(job, monkeypatch, capsys):
 
 
 def test_without_a_terminal_nothing_is_added(job, capsys):
-    assert list(following(iter(["step=1/2 x=1"]), job.job_id, Settings())) == ["step=1/2 x=1"]
+    assert list(following(iter(["step=1/2 x=1"]), TrackedJob(job.job_id))) == ["step=1/2 x=1"]
     assert capsys.readouterr().err == ""
 
 
@@ -157,11 +156,11 @@ def test_a_curve_on_sagemaker_is_read_from_log_then_file(cloud, s3, cli, text_fi
     line = f"{TAGGED}step=5/10 val_loss=2.5"
     cloud.sagemaker.next_script = {"log": [(-2, "algo-1", line)]}
     job_id = cli("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file)).out.strip()
-    running = metrics(job_id)
+    running = TrackedJob(job_id).curve()
     assert running == Curve(job_id, f"the log in {LOG_GROUP}", [{"step": 5, "val_loss": 2.5}])
     assert cli("wait", job_id).code == 0
-    assert metrics(job_id) == running  # checkpoints expire
+    assert TrackedJob(job_id).curve() == running  # checkpoints expire
     for start in (1, 2):  # each has a file; another host may upload an older copy of the first
         uri = f"s3://{s3.bucket}/some/prefix/checkpoints/{job_id}/metrics-{start:08d}.jsonl"
         storage.write_bytes(uri, b'{"step": %d, "val_loss": 1.5}\n' % (5 * start))
-    assert metrics(job_id) == Curve(job_id, uri, [{"step": 10, "val_loss": 1.5}])
+    assert TrackedJob(job_id).curve() == Curve(job_id, uri, [{"step": 10, "val_loss": 1.5}])

@@ -19,7 +19,7 @@ from launcher.doctor import FAILURE, OK, WARNING, Context
 from launcher.files import storage
 from launcher.sagemaker import stack
 from launcher.sagemaker.stack import Stack
-from launcher.tracking import wait
+from launcher.tracking import TrackedJob
 from sm_nanogpt import JobDescription, ServiceError, Settings
 
 ROLE = "arn:aws:iam::123456789012:role/training"
@@ -146,13 +146,14 @@ def test_the_trial_run_uses_no_file_of_the_user(home, cold, tmp_path):
 
 def test_a_slow_trial_run_is_stopped_first(home, tmp_path, monkeypatch):
     waited_for: list[str] = []
+    wait_for_end = TrackedJob.wait_for_end
 
-    def noted(job_id: str, settings: Settings, **limit: Any) -> JobDescription:
-        description = wait(job_id, settings, **limit)
+    def noted(job: TrackedJob, **limit: Any) -> JobDescription:
+        description = wait_for_end(job, **limit)
         waited_for.append(description.status)
         return description
 
-    monkeypatch.setattr(doctor, "wait", noted)
+    monkeypatch.setattr(TrackedJob, "wait_for_end", noted)
     monkeypatch.setattr(doctor, "TRAINING_SECONDS", 0.1)
     monkeypatch.setenv("NANOGPT_FAULT", "0:0:hang")  # until it is asked to stop
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -238,8 +238,13 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
         ("jobs", "with_costs", FULL, "error: cannot write the result: No space left on device"),
         ("jobs", "with_costs", ServiceError("first\nsecond"), "error: first second"),
         ("jobs", "with_costs", KeyboardInterrupt, "interrupted"),
-        ("logs some-job", "logs", KeyboardInterrupt, "interrupted"),
-        ("wait some-job", "wait", KeyboardInterrupt, "interrupted: the job keeps running"),
+        ("logs some-job", "TrackedJob.logs", KeyboardInterrupt, "interrupted"),
+        (
+            "wait some-job",
+            "TrackedJob.wait_for_end",
+            KeyboardInterrupt,
+            "interrupted: the job keeps running",
+        ),
     ],
 )
 def test_an_error_within_a_command_is_one_line(

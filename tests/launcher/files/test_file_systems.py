@@ -18,7 +18,7 @@ import pytest
 from entry_point.files import replacing
 from launcher.files import storage
 from launcher.files.locks import is_locked, lock
-from launcher.tracking import describe
+from launcher.tracking import TrackedJob
 from sm_nanogpt import InputError, ServiceError, Settings
 
 # A library that is preloaded: each call that REFUSED names fails, with the error that it names.
@@ -161,7 +161,7 @@ def test_a_lock_shows_until_its_file_is_closed(tmp_path):
 
 def test_a_job_that_has_ended_needs_no_lock(job, monkeypatch):
     refusing(monkeypatch, errno.ENOLCK, "fcntl.flock")
-    assert describe(job.job_id, Settings(home=job.home)).status == "Completed"
+    assert TrackedJob(job.job_id, Settings(home=job.home)).describe().status == "Completed"
 
 
 # -- links inside the home -------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from launcher.files.moved import find_moved, text_id
 from launcher.launching.launch import prepare
 from launcher.text.corpus import find_text, last_upload, upload_data
 from launcher.text.uploads import uploads
-from launcher.tracking import describe
+from launcher.tracking import TrackedJob
 from sm_nanogpt import InputError, Request, Settings
 
 NAME = "text-0123456789ab"
@@ -121,13 +121,13 @@ def test_a_job_of_a_moved_home_goes_on(home, text_file, tmp_path):
     job_id = run_tiny(home)
     home = home.rename(tmp_path / "moved")
     settings = Settings(home=home)
-    assert describe(job_id, settings).data.startswith(home.as_uri())
+    assert TrackedJob(job_id, settings).describe().data.startswith(home.as_uri())
     assert uploads(settings)[0].jobs == [job_id]
     resumed = run_tiny(home, "--resume", job_id, max_steps=12)
-    assert describe(resumed, settings).status == "Completed"
+    assert TrackedJob(resumed, settings).describe().status == "Completed"
 
 
 def test_a_resumed_job_takes_its_text_from_another_store(home, job, text_file, tmp_path):
     uri = upload_data(text_file, Settings(home=home, store=str(tmp_path / "another"))).uri
     request = Request(resume=job.job_id, data=uri, hyperparameters={"max_steps": 20})
-    assert prepare(request, Settings(home=home)).job.data == uri
+    assert prepare(request, Settings(home=home), TrackedJob).job.data == uri

@@ -42,7 +42,7 @@ from launcher.local.runner import LocalRun
 from launcher.settings import load_settings
 from launcher.source import Source, keep
 from launcher.text.corpus import upload_data
-from launcher.tracking import describe, logs, wait
+from launcher.tracking import TrackedJob
 from sm_nanogpt import InputError, Request, ServiceError, Settings, jobs
 
 START = "    device = rank_device(config, container, ranks)\n"
@@ -84,7 +84,7 @@ def followed(
 
 
 def state_of(job: Finished) -> str:
-    return describe(job.job_id).status
+    return TrackedJob(job.job_id).describe().status
 
 
 def jobs_in(home: Path) -> list[str]:
@@ -358,7 +358,7 @@ def test_a_followed_log_yields_whole_lines_and_characters(home):
 
         writer = threading.Thread(target=write_slowly)
         writer.start()
-        lines = logs("a", follow=True)
+        lines = TrackedJob("a").logs(follow=True)
         assert [line.encode() for line in lines] == [whole, whole]
         writer.join()
 
@@ -663,7 +663,7 @@ def test_stop_and_wait_tell_how_the_job_ended(home, cli, monkeypatch, command, s
 
 def test_wait_gives_up_after_its_timeout(home):
     with running(home / "jobs/a"), pytest.raises(ServiceError, match="InProgress"):
-        wait("a", timeout=0.1)
+        TrackedJob("a").wait_for_end(timeout=0.1)
 
 
 # -- resuming -------------------------------------------------------------------------------------
@@ -674,7 +674,9 @@ def test_a_resumed_job_keeps_what_its_launch_named(pair):
     ran = launching.command(*words, home=pair.home).good
     assert "resumed from the checkpoint of step 10" in ran.err
     settings = launching.settings_of(pair.home)
-    before, after = (describe(each, settings) for each in (pair.job_id, ran.out.strip()))
+    before, after = (
+        TrackedJob(each, settings).describe() for each in (pair.job_id, ran.out.strip())
+    )
     assert after.data == before.data
     assert after.hyperparameters == {**before.hyperparameters, "max_steps": 15}
     host = pair.home / "jobs" / after.job_id / "hosts/algo-1"

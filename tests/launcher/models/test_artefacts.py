@@ -34,7 +34,7 @@ from launcher.models import fetch, load
 from launcher.models.fetch import fetch_model
 from launcher.models.load import own_model
 from launcher.settings import load_settings
-from launcher.tracking import describe
+from launcher.tracking import TrackedJob
 from sm_nanogpt import ServiceError
 
 Member = tuple[tarfile.TarInfo, bytes]
@@ -352,7 +352,7 @@ def test_an_unknown_job_error_names_the_jobs_command(cli):
 def test_an_invalid_job_id_is_an_unknown_job(home, job_id):
     for region in ("", "us-east-1"):  # where SageMaker would be asked too
         with pytest.raises(ServiceError, match="there is no job"):
-            describe(job_id, load_settings(region=region))
+            TrackedJob(job_id, load_settings(region=region)).describe()
 
 
 def end_as(job: Finished, **state: Any) -> Path:

@@ -28,7 +28,7 @@ from launcher.sagemaker.cost import (
     usd,
     worst_case,
 )
-from launcher.tracking import describe, wait
+from launcher.tracking import TrackedJob
 from sm_nanogpt import InputError, JobDescription, Settings, jobs
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
@@ -343,7 +343,7 @@ def stopped(cloud, s3, launch, cli):
         key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
         s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
         cli("stop", job_id)  # unless it has ended already
-        assert not describe(job_id).is_running
+        assert not TrackedJob(job_id).describe().is_running
         return job_id
 
     return run
@@ -432,8 +432,8 @@ def test_status_shows_the_cost_so_far_and_at_the_end(launch, cli, monkeypatch):
     told = json.loads(cli("status", job_id, "--json").out)
     assert told["cost"] == pytest.approx(2 * 100 * HOURLY / 3600)
     assert told["price"]["per_hour"] == HOURLY
-    wait(job_id)
-    assert describe(job_id).cost == jobs()[0].cost == told["cost"]
+    TrackedJob(job_id).wait_for_end()
+    assert TrackedJob(job_id).describe().cost == jobs()[0].cost == told["cost"]
 
 
 @pytest.mark.parametrize(

@@ -436,6 +436,6 @@ def test_the_end_of_a_long_log_is_not_read_from_its_head(cloud, cli, launch, tag
 
 
 def test_ctrl_c_leaves_a_job_on_sagemaker_running(cloud, submit, monkeypatch):
-    monkeypatch.setattr("launcher.tracking.logs", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("launcher.tracking.TrackedJob.logs", Mock(side_effect=KeyboardInterrupt))
     assert "the job keeps running; it costs at most" in submit("--follow").err
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]

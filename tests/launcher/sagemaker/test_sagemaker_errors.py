@@ -25,7 +25,7 @@ from launcher.cli.remedies import sentence
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.caller import remembered
 from launcher.settings import load_settings
-from launcher.tracking import wait
+from launcher.tracking import TrackedJob
 from sm_nanogpt import InputError, Request, ServiceError, Settings, prepare
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
@@ -251,7 +251,7 @@ def test_the_timeout_of_wait_holds_during_an_outage(launch, outage, monkeypatch)
         monkeypatch.setattr(f"{module}.time", clock_of(now))
     outage.begin(1000, after=1)
     with pytest.raises(ServiceError, match="Could not connect"):
-        wait(job_id, timeout=0.5)
+        TrackedJob(job_id).wait_for_end(timeout=0.5)
     assert now[0] == pytest.approx(0.5)
 
 

@@ -31,6 +31,7 @@ from launcher.sagemaker.estimator import quiet_sdk
 from launcher.settings import load_settings
 from launcher.source import Source
 from launcher.text import corpus
+from launcher.tracking import TrackedJob
 from sm_nanogpt import InputError, Request, Settings
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
@@ -233,7 +234,7 @@ tags = {team = "a", cost-center = "7"}
     request = dry(*own.split(), "--tag", "team=b")
     other = {"Subnets": ["subnet-2"], "SecurityGroupIds": ["sg-2"]}
     assert facts(request) == (other, False, False, {"team": "b", "cost-center": "7"})
-    local = prepare(Request(instance="local", data=str(text_file)), load_settings(), "a-job").job
+    local = prepare(Request(instance="local", data=str(text_file)), load_settings(), TrackedJob).job
     assert not local.network_isolation
     monkeypatch.setenv("SM_NANOGPT_SUBNETS", '["subnet-3"]')
     assert dry()["VpcConfig"]["Subnets"] == ["subnet-3"]

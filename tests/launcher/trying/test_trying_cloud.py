@@ -29,6 +29,7 @@ from launcher.groups.ledger import OverCeiling
 from launcher.job import JobDescription
 from launcher.settings import Settings
 from launcher.source import Source
+from launcher.tracking import TrackedJob
 from launcher.trying import cloud as jobs_of
 from launcher.trying import driver, search
 from launcher.trying.budget import Budget
@@ -122,7 +123,7 @@ class Aws:
             self.jobs[job_id].lag = self.draw.choice([0.0, 900.0])
             raise ServiceError("no answer", "job-may-exist", job_id=job_id)
 
-    def wait(self, job_id: str, settings: Any) -> JobDescription:
+    def wait(self, job_id: str) -> JobDescription:
         while (found := self.describe(job_id)) and found.is_running:
             self.now += 120
         if found is None:
@@ -142,7 +143,7 @@ def aws(monkeypatch, tmp_path):
     """A search's ledger in tmp_path, and the Aws that its jobs run on."""
     aws, numbers = Aws(), itertools.count()
 
-    def prepare(request: Any, settings: Any, job_id: str, texts: Any) -> Any:
+    def prepare(request: Any, settings: Any, job_class: Any, job_id: str, texts: Any) -> Any:
         worst = HOURLY * (request.max_run + AROUND) / 3600
         job = SimpleNamespace(worst_cost=worst, instance="ml.g5.xlarge", max_run=request.max_run)
         return SimpleNamespace(
@@ -161,7 +162,7 @@ def aws(monkeypatch, tmp_path):
     monkeypatch.setattr(ledger.os, "fsync", lambda fd: None)
     monkeypatch.setattr(jobs_of.launch, "prepare", prepare)
     monkeypatch.setattr(jobs_of.launch, "new_job_id", lambda: f"job-{next(numbers):06d}")
-    monkeypatch.setattr(jobs_of.tracking, "wait", aws.wait)
+    monkeypatch.setattr(TrackedJob, "wait_for_end", lambda job: aws.wait(job.id))
     monkeypatch.setattr("launcher.groups.money.with_costs", aws.with_costs)
     monkeypatch.setattr(jobs_of.storage, "fetch", lambda *_, **__: [Path("tar")])
     monkeypatch.setattr(jobs_of.fetch, "extract", lambda *_: None)
@@ -426,7 +427,7 @@ def test_a_try_over_the_ceiling_sends_nothing(attempt, jobs, home, cloud, s3):
 
 def test_a_killed_commands_job_is_taken_not_paid_again(attempt, jobs, home, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(jobs_of.tracking, "wait", failing(KeyboardInterrupt()))
+        patch.setattr(TrackedJob, "wait_for_end", failing(KeyboardInterrupt()))
         assert "interrupted" in attempt().err
     assert len(ledger_of(home).open_reservations) == 1
     again = attempt()
