@@ -84,7 +84,7 @@ def make_runs(path: Path, sizes: list[float]) -> None:
     wanted = [*pilots_of(whole), *((size, n) for size in sizes for n in (whole, whole // 2))]
     trials = [Trial(f"{size:g}", hyperparameters_for_size(size, n), n) for size, n in wanted]
     for trial, outcome in run_trials(trials, corpus, Source.packaged(), at_once=2):
-        config = Config(**trial.values)
+        config = Config(**trial.hyperparameters)
         row = {
             "text": path.stem,
             "size": float(trial.name),

@@ -14,64 +14,85 @@ from launcher.job import DEFAULT_RUN
 from launcher.sagemaker.cost import AROUND_SECONDS, usd
 
 if TYPE_CHECKING:
-    from launcher.forecast.table import Row
+    from launcher.forecast.table import Forecast, Row
     from launcher.settings import Settings
 
 
-def show_forecast(given: dict[str, Any], settings: Settings, as_json: bool) -> None:
-    """Forecast each size, and print a table. given: the fields of a request that were typed."""
-    from launcher.backends import backend_class
+def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> None:
+    """Forecast each size, and print a table. typed: the fields of a request on the command line."""
     from launcher.forecast.forecasting import forecast
     from launcher.job import Request
 
-    fields = {"instance": "local", **given}
+    fields = {"instance": "local", **typed}
     max_cost = fields.pop("max_cost", None)  # of a job on any of the known instance types
     request = Request(**fields)
     with at_ctrl_c("the pilots that have ended are kept"):
-        made = forecast(request, settings, lambda line: note(f"pilot: {line}"), max_cost)
+        result = forecast(request, settings, lambda line: note(f"pilot: {line}"), max_cost)
     if as_json:
-        print_json(made)
+        print_json(result)
         return
-    note(f"text: {made.text}, {made.tokens:,} {made.unit} to train on")
-    note(f"pilots: {made.pilots} runs on this machine, {made.pilot_seconds:.0f} s")
-    places = list(made.rows[0].seconds)
-    columns = [f"{name}*" if name == "local" and made.busy else name for name in places]
-    head = ["SIZE", "PARAMETERS", "READINGS", "VAL_LOSS", "80 % INTERVAL", "BITS/BYTE", *columns]
-    rows = [
-        [
+    note(f"text: {result.text}, {result.tokens:,} {result.unit} to train on")
+    note(f"pilots: {result.pilots} runs on this machine, {result.pilot_seconds:.0f} s")
+    print_sizes(result)
+    for line in result.notes:
+        note(f"note: {line}")
+
+    lowest = "for this text" if result.best < result.rows[-1].size else "that can be forecast"
+    click.echo(f"the lowest {lowest}: size {result.best:g}")
+    click.echo(
+        f"twice the text changes its loss by about {result.twice_text}, twice the compute by about"
+        f" {result.twice_compute}"
+    )
+    size: float | None = result.best
+    if max_cost is not None:
+        size = result.affordable
+        ceiling = usd(max_cost)
+        if size is None:
+            click.echo(f"no size is known to stay below {ceiling} on SageMaker")
+        else:
+            click.echo(f"the lowest below {ceiling}: size {size:g}")
+    if size is not None:
+        row = next(row for row in result.rows if row.size == size)
+        note(f"next: {command('launch', *options(next_request(typed, row)))}")
+
+
+def print_sizes(result: Forecast) -> None:
+    """Print a row for each size, with a column for each instance type."""
+    names = list(result.rows[0].seconds)
+    headings = [f"{name}*" if name == "local" and result.busy else name for name in names]
+    table = [["SIZE", "PARAMETERS", "READINGS", "VAL_LOSS", "80 % INTERVAL", "BITS/BYTE"]]
+    table[0] += headings
+    for row in result.rows:
+        cells = [
             f"{row.size:g}",
             f"{row.parameters / 1e6:.1f} M",
             f"{row.readings:.1f}",
             f"{row.expected.loss:.3f}",
             f"{row.expected.low:.3f} to {row.expected.high:.3f}",
             f"{row.bits_per_byte:.3f}",
-            *(cell(row.seconds[place], row.dollars.get(place)) for place in places),
         ]
-        for row in made.rows
-    ]
-    print_table([head, *rows], align=">")
-    for line in made.notes:
-        note(f"note: {line}")
-    lowest = "for this text" if made.best < made.rows[-1].size else "that can be forecast"
-    click.echo(f"the lowest {lowest}: size {made.best:g}")
-    click.echo(
-        f"twice the text changes its loss by about {made.twice_text}, twice the compute by about"
-        f" {made.twice_compute}"
-    )
-    size: float | None = made.best
-    if max_cost is not None:
-        size, ceiling = made.affordable, usd(max_cost)
-        below = f"the lowest below {ceiling}: size {size:g}" if size else ""
-        click.echo(below or f"no size is known to stay below {ceiling} on SageMaker")
-    if size:
-        wanted = {"instance": "local", **given, "size": f"{size:g}"}
-        row = next(row for row in made.rows if row.size == size)
-        if max_cost is not None and not backend_class(wanted["instance"]).bills:
-            wanted["instance"] = cheapest_type(row)
-        longest = max((s for name, s in row.seconds.items() if s and name != "local"), default=0.0)
-        if "max_cost" not in given and 2 * longest > DEFAULT_RUN:
-            wanted["max_run"] = math.ceil(2 * longest)
-        note(f"next: {command('launch', *options(wanted))}")
+        cells += [time_and_cost(row.seconds[name], row.dollars.get(name)) for name in names]
+        table.append(cells)
+    print_table(table, align=">")
+
+
+def next_request(typed: dict[str, Any], row: Row) -> dict[str, Any]:
+    """The fields of a request for a job of this size, with the time that it takes.
+
+    With a ceiling, and no instance type on SageMaker, it is on the cheapest one.
+    """
+    from launcher.backends import backend_class
+
+    fields = {"instance": "local", **typed, "size": f"{row.size:g}"}
+    if "max_cost" in typed:
+        if not backend_class(fields["instance"]).bills:
+            fields["instance"] = cheapest_type(row)
+        return fields
+    remote = [seconds for name, seconds in row.seconds.items() if seconds and name != "local"]
+    longest = max(remote, default=0.0)
+    if 2 * longest > DEFAULT_RUN:
+        fields["max_run"] = math.ceil(2 * longest)
+    return fields
 
 
 def cheapest_type(row: Row) -> str:
@@ -84,8 +105,9 @@ def cheapest_type(row: Row) -> str:
     return min(costs, key=lambda name: costs[name])
 
 
-def cell(seconds: float | None, dollars: float | None) -> str:
+def time_and_cost(seconds: float | None, dollars: float | None) -> str:
     if seconds is None:
         return "unknown"
-    time = duration(seconds)
-    return f"{time}, {usd(dollars)}" if dollars is not None else time
+    if dollars is None:
+        return duration(seconds)
+    return f"{duration(seconds)}, {usd(dollars)}"

@@ -24,57 +24,58 @@ from launcher.sagemaker.cost import AROUND_SECONDS
 from launcher.source import Source
 
 SIZES = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
-FURTHEST = 40  # times the compute of all pilots: beyond it nothing is forecast
-MISFIT = 0.03  # of log losses: that of honest texts is up to 0.015
-FAR = 4  # standard deviations of what compute is worth: that of honest texts is within 2.4
-HARDLY = 0.003  # nats: a size that loses so little more is as good
+MAX_COMPUTE = 40  # times that of all pilots: beyond it nothing is forecast
+MAX_MISFIT = 0.03  # of log losses: that of honest texts is up to 0.015
+MAX_DEVIATIONS = 4  # of what compute is worth: honest texts are within 2.4 of the usual
+AS_GOOD = 0.003  # nats: a size that loses so little more is as good
 Z = 1.2816  # standard deviations to either side hold 80 %
-LOOK_STEPS = 24  # four for each length of the windows, twelve of the whole length
-MOST_LOOKS = 6  # as many steps of a small model
-LOOK_SECONDS = 4.0
+ROUND_STEPS = 24  # four for each length of the windows, twelve of the whole length
+MAX_ROUNDS = 6  # of steps of a small model that are timed
+TIMED_SECONDS = 4.0
 LONG_STEP = 0.25  # seconds: longer steps are forecast by arithmetic
 
 
 @dataclass(frozen=True)
-class Place:
-    """An instance type: the operations that a job did there in a second, its seconds around them,
-    and the USD of a second; None where that is not known. job is that of the speed."""
+class InstanceType:
+    """The speed of an instance type, by a job that ended on it, and its price."""
 
     name: str
-    flops: float | None = None
-    around: float = 0.0
-    per_second: float | None = None
-    job: str = ""
+    flops: float | None = None  # operations in a second; None if no speed is known
+    around: float = 0.0  # seconds of the job before and after its steps
+    usd_per_second: float | None = None
+    job_id: str = ""
 
     def seconds(self, work: float) -> float | None:
-        return None if self.flops is None else self.around + work / self.flops
+        if self.flops is None:
+            return None
+        return self.around + work / self.flops
 
     def dollars(self, work: float, allowance: float = 0.0) -> float | None:
+        """USD of so many operations, and of `allowance` seconds; None if that is not known."""
         seconds = self.seconds(work)
-        if seconds is None or self.per_second is None:
+        if seconds is None or self.usd_per_second is None:
             return None
-        return (seconds + allowance) * self.per_second
+        return (seconds + allowance) * self.usd_per_second
 
     def fits(self, work: float, ceiling: float | None) -> bool:
-        """Whether a job below the ceiling, in USD, has the time for it."""
+        """True if a job that may cost the ceiling, in USD, has the time for so many operations."""
         dollars = self.dollars(work, AROUND_SECONDS)
         return dollars is not None and ceiling is not None and dollars <= ceiling
 
 
 @dataclass(frozen=True)
 class LocalTimes:
-    """The seconds that a job of each size takes here, and whether other programs used this machine
-    while that was measured."""
+    """How long a job takes on this machine."""
 
-    seconds: dict[float, float]
-    busy: bool
+    seconds: dict[float, float]  # by size
+    busy: bool  # True if other programs used the machine while its speed was measured
 
 
 class Forecaster:
-    """The forecasts of one text by one training folder; the ledger at `path` keeps what was run.
+    """Forecasts for one text and one training folder.
 
-    report gets a line for each run that ends. n_tokens is the length of the training text, of which
-    the corpus may have only the beginning.
+    The ledger at `path` keeps what was run. report gets a line for each run that ends. n_tokens is
+    the length of the training text, of which the corpus may have only the beginning.
     """
 
     def __init__(
@@ -85,14 +86,17 @@ class Forecaster:
         report: Callable[[str], None],
         n_tokens: int = 0,
     ) -> None:
-        self.corpus, self.source, self.report = corpus, source, report
-        self.config, self.sizes = source.module("config"), source.module("sizes")
+        self.corpus = corpus
+        self.source = source
+        self.report = report
+        self.config = source.module("config")
+        self.sizes = source.module("sizes")
         self.ledger = ForecastLedger(path)
         self.tokens = max(n_tokens, len(corpus.train))
         self.unit = corpus.tokenizer.unit
         if self.tokens < SMALLEST:
-            few = f"{self.tokens:,} {self.unit} to train on are too few for pilots"
-            raise InputError(f"no forecast: {few}; it takes {SMALLEST:,}")
+            problem = f"{self.tokens:,} {self.unit} to train on are too few for pilots"
+            raise InputError(f"no forecast: {problem}; it takes {SMALLEST:,}")
 
     # -- runs -------------------------------------------------------------------------------------
 
@@ -106,11 +110,11 @@ class Forecaster:
 
     def run_of(self, size: float, tokens: int, loss: float = math.nan) -> Run:
         config = self.config_of(size, tokens)
-        trained = config.max_steps * config.batch_size * config.block_size
-        return Run(config.matrix_parameters, trained, tokens, loss)
+        trained_on = config.max_steps * config.batch_size * config.block_size
+        return Run(config.matrix_parameters, trained_on, tokens, loss)
 
     def run_pilots(self, trials: Sequence[Trial], at_once: int) -> list[Pilot]:
-        """What these runs give. Those that the ledger lacks are made, some at once."""
+        """Make those of these runs that the ledger lacks, some at once; returns what each gave."""
         recorded = self.ledger.pilots
         missing = [trial for trial in trials if trial.name not in recorded]
         n_ended = len(trials) - len(missing)
@@ -126,27 +130,30 @@ class Forecaster:
         """Raise InputError if nothing can be known from the pilots."""
         counts = torch.bincount(unsigned(self.corpus.train[0 : min(self.tokens, WRITTEN)]))
         shares = counts[counts > 0] / counts.sum()
-        guessing, best = -float((shares * shares.log()).sum()), min(run.loss for run in runs)
-        usual, own = law.law.mean[1], float(law.mean[1])
-        far = abs(own - usual) / math.sqrt(law.law.covariance[1][1])
-        problem = ""
-        if best > 0.97 * guessing:
+        entropy = -float((shares * shares.log()).sum())  # the loss of a model that knows no more
+        lowest = min(run.loss for run in runs)
+        worth = float(law.mean[1])  # of compute
+        usual = law.law.mean[1]
+        deviations = abs(worth - usual) / math.sqrt(law.law.covariance[1][1])
+        if lowest > 0.97 * entropy:
             problem = f"the pilots learn no more than how frequent the {self.unit} are"
-        elif best < 0.1:
-            problem = f"the text repeats itself: a pilot has a loss of {best:.3f} nats"
-        elif far > FAR:
-            problem = f"compute is worth {own / usual:.2g} times what it is on other texts"
-        elif law.misfit > MISFIT:
-            problem = f"the pilots miss the law by {law.misfit:.1%} (at most {MISFIT:.0%})"
-            problem += " of the training folder as it is packaged" * (not self.source.is_packaged)
-        if problem:
-            raise InputError(f"no forecast: {problem}")
+        elif lowest < 0.1:
+            problem = f"the text repeats itself: a pilot has a loss of {lowest:.3f} nats"
+        elif deviations > MAX_DEVIATIONS:
+            problem = f"compute is worth {worth / usual:.2g} times what it is on other texts"
+        elif law.misfit > MAX_MISFIT:
+            problem = f"the pilots miss the law by {law.misfit:.1%} (at most {MAX_MISFIT:.0%})"
+            if not self.source.is_packaged:
+                problem += " of the training folder as it is packaged"
+        else:
+            return
+        raise InputError(f"no forecast: {problem}")
 
     # -- time -------------------------------------------------------------------------------------
 
-    def work_of(self, config: Any, vocabulary: int = 0) -> float:
+    def step_work(self, config: Any, vocabulary_size: int) -> float:
         """The operations of a step: for each token 6 for a parameter, and those of attention."""
-        head = (vocabulary or len(self.corpus.tokenizer)) * config.n_embd
+        head = vocabulary_size * config.n_embd
         attention = config.n_layer * config.n_embd * config.block_size
         per_token = 6 * (config.matrix_parameters + head + attention)
         return float(per_token * config.batch_size * config.block_size)
@@ -154,163 +161,231 @@ class Forecaster:
     def work(self, size: float) -> float:
         """The operations of a run."""
         config = self.config_of(size, self.tokens)
-        return self.work_of(config) * float(config.max_steps)
+        return self.step_work(config, len(self.corpus.tokenizer)) * float(config.max_steps)
 
     def local_times(self, sizes: Sequence[float]) -> LocalTimes:
-        """How long a job of each size takes here: a few steps show it, or by arithmetic those of a
-        smaller size, if a step takes long."""
-        found, speed, around, busy = dict[float, float](), math.inf, 0.0, False
+        """How long a job of each size takes here.
+
+        A few of its steps are timed. Where a step takes long, its time is computed from that of a
+        smaller size.
+        """
+        seconds = dict[float, float]()
+        busy = False
+        flops = math.inf
+        around = 0.0
         for size in sizes:
             config = self.config_of(size, self.tokens)
-            per_step = self.work_of(config) / speed
-            if per_step < LONG_STEP:
-                looks = round(LOOK_SECONDS / LOOK_STEPS / per_step) if per_step else MOST_LOOKS
-                steps = LOOK_STEPS * max(1, min(MOST_LOOKS, looks))
-                look = self.timed(self.look(size, min(steps, config.max_steps)))
-                per_step, around = look.step_seconds, look.around
-                busy = busy or look.busy
-                speed = self.work_of(config) / per_step
-            evaluated = min(len(self.corpus.val), config.eval_tokens)
-            passes = evaluated / (config.batch_size * config.block_size) / 3  # forward alone
-            again = config.max_steps // config.eval_interval - 1
-            found[size] = around + per_step * (config.max_steps + again * passes)
-        return LocalTimes(found, busy)
+            step_work = self.step_work(config, len(self.corpus.tokenizer))
+            step_seconds = step_work / flops
+            if step_seconds < LONG_STEP:
+                n_steps = min(steps_to_time(step_seconds), config.max_steps)
+                timed = self.time(self.first_steps(size, n_steps))
+                busy = busy or timed.busy
+                around = timed.around
+                step_seconds = timed.step_seconds
+                flops = step_work / step_seconds
+            seconds[size] = around + step_seconds * self.steps_with_evaluations(config)
+        return LocalTimes(seconds, busy)
 
-    def timed(self, look: Trial) -> Pilot:
-        """The outcome of a look, which says if other programs used this machine meanwhile. One that
-        was kept from such a time is made again once the machine is quiet."""
-        recorded = self.ledger.pilots.get(look.name)
-        if recorded is not None and (not recorded.busy or is_busy()):
-            return recorded
-        busy_before = is_busy()
-        [(_, pilot)] = run_trials([look], self.corpus, self.source, 1)
-        if busy_before or is_busy():
-            pilot = pilot.model_copy(update={"busy": True})
-        self.ledger.add_pilot(look.name, pilot)
-        self.report(f"{look.name}: {pilot.seconds:.0f} s (1 of 1)")
-        return pilot
+    def steps_with_evaluations(self, config: Any) -> float:
+        """The steps of a run, and as many more as its evaluations take, but for the last one."""
+        n_tokens = min(len(self.corpus.val), config.eval_tokens)
+        evaluation = n_tokens / (config.batch_size * config.block_size) / 3  # forward alone
+        n_evaluations = config.max_steps // config.eval_interval - 1
+        return float(config.max_steps + n_evaluations * evaluation)
 
-    def look(self, size: float, steps: int) -> Trial:
-        """The first steps of a job on this machine, with the lengths of the windows of all."""
+    def first_steps(self, size: float, n_steps: int) -> Trial:
+        """The first steps of a job on this machine, whose windows have all lengths of the job's."""
         values = self.values(size, self.tokens)
         job = TrainingJob(data="file:///", hyperparameters=values)
         job._source = self.source
-        n, gpus = plan_processes(job)
-        short = {"max_steps": steps, "device": "auto", "log_interval": 1}
-        short |= {"sample_length": 300, **({} if gpus else {"processes": n})}
-        unique, threads = min(self.tokens, WRITTEN), max(1, cores() // n)
-        return Trial(f"speed of size {size:g}", {**values, **short}, unique, threads)
+        n_processes, gpus = plan_processes(job)
+        values |= {"max_steps": n_steps, "device": "auto", "log_interval": 1, "sample_length": 300}
+        if not gpus:
+            values["processes"] = n_processes
+        threads = max(1, cores() // n_processes)
+        return Trial(f"speed of size {size:g}", values, min(self.tokens, WRITTEN), threads)
 
-    def measured(self, job: JobDescription, vocabulary: Callable[[], int]) -> Place | None:
-        """What an ended job tells of its instance type; None if it did not complete, its speed is
-        unknown, a teacher made it slower, or its options are of another folder.
+    def time(self, trial: Trial) -> Pilot:
+        """Run the first steps of a job, unless the ledger has them.
 
-        vocabulary reads how many characters or tokens its text has, and is called only if the
-        job tells something.
+        The result says if other programs used this machine meanwhile. One that was recorded then is
+        measured again once the machine is quiet.
         """
-        names = {f.name for f in fields(self.config.Config)}
-        values = {n: v for n, v in job.hyperparameters.items() if n in names}
-        speed = (job.metrics or {}).get("tokens_per_second")
-        if job.status != "Completed" or not (speed and job.started and job.ended):
+        recorded = self.ledger.pilots.get(trial.name)
+        if recorded is not None and (not recorded.busy or is_busy()):
+            return recorded
+        busy_before = is_busy()
+        [(_, pilot)] = run_trials([trial], self.corpus, self.source, 1)
+        if busy_before or is_busy():
+            pilot = pilot.model_copy(update={"busy": True})
+        self.ledger.add_pilot(trial.name, pilot)
+        self.report(f"{trial.name}: {pilot.seconds:.0f} s (1 of 1)")
+        return pilot
+
+    def measured_on(
+        self, job: JobDescription, vocabulary_size: Callable[[], int]
+    ) -> InstanceType | None:
+        """The instance type of an ended job, with its speed.
+
+        None if the job did not complete, its speed is unknown, a teacher made it slower, or its
+        options are of another folder. vocabulary_size reads how many characters or tokens its text
+        has, 0 if that is unknown; it is called only if the job has a speed.
+        """
+        tokens_per_second = (job.metrics or {}).get("tokens_per_second")
+        if job.status != "Completed" or not (tokens_per_second and job.started and job.ended):
             return None
+        names = {field.name for field in fields(self.config.Config)}
+        values = {name: value for name, value in job.hyperparameters.items() if name in names}
         try:
             config = self.config.Config(**values)
         except self.source.module("errors").ConfigError:
             return None
         if getattr(config, "generations", 1) > 1 or "teacher" in job.inputs:  # those are slower
             return None
-        step = config.batch_size * config.block_size
-        around = max(0.0, job.ended - job.started - config.max_steps * step / speed)
-        flops = speed / step * self.work_of(config, vocabulary())
-        return Place(job.instance, flops, around, job=job.job_id)
+        step_seconds = config.batch_size * config.block_size / tokens_per_second
+        around = max(0.0, job.ended - job.started - config.max_steps * step_seconds)
+        size = vocabulary_size() or len(self.corpus.tokenizer)
+        flops = self.step_work(config, size) / step_seconds
+        return InstanceType(job.instance, flops, around, job_id=job.job_id)
 
     # -- the forecast -----------------------------------------------------------------------------
 
-    def forecast(self, text: str, places: Sequence[Place], ceiling: float | None) -> Forecast:
+    def forecast(
+        self, text: str, instances: Sequence[InstanceType], ceiling: float | None
+    ) -> Forecast:
         """The forecast for this machine and for instance types; ceiling is in USD."""
-        sizes = pilots_of(self.tokens)
-        trials = [Trial(f"size {size:g} on {n:,}", self.values(size, n), n) for size, n in sizes]
-        outcomes = self.run_pilots(trials, at_once=cores())
-        runs = [self.run_of(*each, pilot.loss) for each, pilot in zip(sizes, outcomes, strict=True)]
+        parts = pilots_of(self.tokens)
+        trials = [Trial(f"size {size:g} on {n:,}", self.values(size, n), n) for size, n in parts]
+        pilots = self.run_pilots(trials, at_once=cores())
+        runs = []
+        for (size, n), pilot in zip(parts, pilots, strict=True):
+            runs.append(self.run_of(size, n, pilot.loss))
         law = shared().of_text(runs)
         self.check(runs, law)
-        most = FURTHEST * sum(run.parameters * run.tokens for run in runs)
-        whole = [(size, self.run_of(size, self.tokens)) for size in SIZES]
-        within = [size for size, run in whole if run.parameters * run.tokens <= most]
-        here = self.local_times(within)
-        per_byte = outcomes[0].bits_per_byte / outcomes[0].loss
-        rows = [self.row(size, law, per_byte, places, here.seconds[size]) for size in within]
-        best = chosen(rows) or SIZES[0]
-        payable = [row for row in rows if any(p.fits(self.work(row.size), ceiling) for p in places)]
-        made = Forecast(
+
+        sizes = self.sizes_within(MAX_COMPUTE * sum(run.compute for run in runs))
+        local = self.local_times(sizes)
+        bits_per_nat = pilots[0].bits_per_byte / pilots[0].loss
+        rows = [self.row(size, law, bits_per_nat, local, instances) for size in sizes]
+        best = best_size(rows) or SIZES[0]
+        forecast = Forecast(
             text=text,
             unit=self.unit,
             tokens=self.tokens,
             pilots=len(runs),
-            pilot_seconds=sum(each.seconds for each in outcomes) / cores(),
+            pilot_seconds=sum(pilot.seconds for pilot in pilots) / cores(),
             rows=rows,
             best=best,
-            affordable=chosen(payable),
-            **self.worth(best, law),
-            busy=here.busy,
-            notes=notes(rows, best, places, here.busy),
+            affordable=best_size(self.affordable(rows, instances, ceiling)),
+            twice_text=self.change(best, law, self.run_of(best, 2 * self.tokens)),
+            twice_compute=self.change(best, law, self.run_of_twice_the_compute(best)),
+            busy=local.busy,
+            notes=notes(rows, best, instances, local.busy),
         )
-        self.ledger.add_forecast(made)
-        return made
+        self.ledger.add_forecast(forecast)
+        return forecast
+
+    def sizes_within(self, compute: float) -> list[float]:
+        """The sizes whose runs take no more compute, in parameters times tokens."""
+        return [size for size in SIZES if self.run_of(size, self.tokens).compute <= compute]
+
+    def affordable(
+        self, rows: Sequence[Row], instances: Sequence[InstanceType], ceiling: float | None
+    ) -> list[Row]:
+        """The rows whose size fits the ceiling, in USD, on one of the instance types."""
+        fitting = []
+        for row in rows:
+            work = self.work(row.size)
+            if any(instance.fits(work, ceiling) for instance in instances):
+                fitting.append(row)
+        return fitting
 
     def row(
-        self, size: float, law: TextLaw, per_byte: float, places: Sequence[Place], here: float
+        self,
+        size: float,
+        law: TextLaw,
+        bits_per_nat: float,
+        local: LocalTimes,
+        instances: Sequence[InstanceType],
     ) -> Row:
-        run, config = self.run_of(size, self.tokens), self.config_of(size, self.tokens)
+        run = self.run_of(size, self.tokens)
+        config = self.config_of(size, self.tokens)
         [(loss, deviation)] = law.losses([run])
-        low, high = (loss * math.exp(z * deviation) for z in (-Z, Z))
         work = self.work(size)
-        embedding = len(self.corpus.tokenizer) * config.n_embd * (2 - config.tie_embeddings)
+        seconds = {instance.name: instance.seconds(work) for instance in instances}
+        n_embeddings = 1 if config.tie_embeddings else 2
+        embedding = len(self.corpus.tokenizer) * config.n_embd * n_embeddings
         return Row(
             size=size,
             parameters=run.parameters + embedding,
             readings=run.tokens / self.tokens,
-            expected=Expected(loss=loss, low=low, high=high),
-            bits_per_byte=loss * per_byte,
-            seconds={"local": here, **{place.name: place.seconds(work) for place in places}},
-            dollars={place.name: place.dollars(work) for place in places},
+            expected=Expected(
+                loss=loss,
+                low=loss * math.exp(-Z * deviation),
+                high=loss * math.exp(Z * deviation),
+            ),
+            bits_per_byte=loss * bits_per_nat,
+            seconds={"local": local.seconds[size], **seconds},
+            dollars={instance.name: instance.dollars(work) for instance in instances},
         )
 
-    def worth(self, best: float, law: TextLaw) -> dict[str, Change]:
-        """What the loss changes by with twice the text, and with twice the compute."""
-        now, more = self.run_of(best, self.tokens), self.run_of(best, 2 * self.tokens)
-        larger = [self.run_of(best + n / 16, self.tokens) for n in range(1, 65)]
-        work = 2 * now.parameters * now.tokens
-        twice = next((run for run in larger if run.parameters * run.tokens >= work), larger[-1])
-        [(loss, _)] = law.losses([now])
-        found = {}
-        for name, run in (("twice_text", more), ("twice_compute", twice)):
-            change, deviation = law.change(now, run)
-            nats, low, high = (loss * math.expm1(change + z * deviation) for z in (0, -Z, Z))
-            found[name] = Change(nats=nats, low=low, high=high)
-        return found
+    def change(self, size: float, law: TextLaw, other: Run) -> Change:
+        """What the loss of a size on this text changes by in another run."""
+        run = self.run_of(size, self.tokens)
+        [(loss, _)] = law.losses([run])
+        change, deviation = law.change(run, other)
+        return Change(
+            nats=loss * math.expm1(change),
+            low=loss * math.expm1(change - Z * deviation),
+            high=loss * math.expm1(change + Z * deviation),
+        )
+
+    def run_of_twice_the_compute(self, size: float) -> Run:
+        """The run on this text of the next size, by 1/16, that takes twice the compute."""
+        compute = 2 * self.run_of(size, self.tokens).compute
+        for n in range(1, 65):
+            larger = self.run_of(size + n / 16, self.tokens)
+            if larger.compute >= compute:
+                break
+        return larger
 
 
-def chosen(rows: Sequence[Row]) -> float | None:
-    """The smallest size whose loss is HARDLY more than the lowest."""
+def steps_to_time(step_seconds: float) -> int:
+    """How many steps show the speed, in about TIMED_SECONDS. step_seconds is 0 if not known."""
+    n_rounds = MAX_ROUNDS
+    if step_seconds:
+        n_rounds = round(TIMED_SECONDS / ROUND_STEPS / step_seconds)
+    return ROUND_STEPS * max(1, min(n_rounds, MAX_ROUNDS))
+
+
+def best_size(rows: Sequence[Row]) -> float | None:
+    """The smallest size whose loss is at most AS_GOOD over the lowest; None without rows."""
     lowest = min((row.expected.loss for row in rows), default=0.0)
-    return next((row.size for row in rows if row.expected.loss <= lowest + HARDLY), None)
+    for row in rows:
+        if row.expected.loss <= lowest + AS_GOOD:
+            return row.size
+    return None
 
 
-def notes(rows: Sequence[Row], best: float, places: Sequence[Place], busy: bool) -> list[str]:
+def notes(
+    rows: Sequence[Row], best: float, instances: Sequence[InstanceType], busy: bool
+) -> list[str]:
     """What a reader of the table should know besides. busy: as in LocalTimes."""
-    said = []
+    lines = []
     if busy:
         measured = "local: other programs used this machine while its speed was measured"
-        said.append(f"{measured}; jobs may be faster, and a forecast on a quiet one measures again")
-    for place in places:
-        if place.flops is None:
-            said.append(f"no speed of {place.name} is known here, as no job of yours ended on it")
+        advice = "jobs may be faster, and a forecast on a quiet one measures again"
+        lines.append(f"{measured}; {advice}")
+    for instance in instances:
+        if instance.flops is None:
+            problem = f"no speed of {instance.name} is known here"
+            lines.append(f"{problem}, as no job of yours ended on it")
         else:
-            said.append(f"the speed of {place.name} is that of job {place.job}")
+            lines.append(f"the speed of {instance.name} is that of job {instance.job_id}")
     if best < rows[-1].size:
-        said.append(f"a size over {best:g} gains less than {HARDLY} nats, or loses")
+        lines.append(f"a size over {best:g} gains less than {AS_GOOD} nats, or loses")
     if len(rows) < len(SIZES):
-        beyond = f"a run is over {FURTHEST} times the pilots, and nothing is forecast"
-        said.append(f"from size {SIZES[len(rows)]:g} on, {beyond}")
-    return said
+        beyond = f"a run is over {MAX_COMPUTE} times the pilots, and nothing is forecast"
+        lines.append(f"from size {SIZES[len(rows)]:g} on, {beyond}")
+    return lines

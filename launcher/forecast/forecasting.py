@@ -1,4 +1,4 @@
-"""A forecast for a request: its text and training folder, and what is known of its instances."""
+"""A forecast for a request: its text and training folder, and the instance types it knows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from launcher.text.channels import Channel, corpus_of
 from launcher.text.corpus import known_upload
 
 if TYPE_CHECKING:  # they import torch
-    from launcher.forecast.forecast import Forecaster, Place
+    from launcher.forecast.forecast import Forecaster, InstanceType
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def forecast(
     report: Callable[[str], None] = logger.info,
     max_cost: float | None = None,
 ) -> table.Forecast:
-    """What each size would be on the text of a request, here and on its instances.
+    """Find out what each size would be on the text of a request, here and on its instance types.
 
     report gets a line for each pilot that ends. max_cost is the most that a job on SageMaker may
     cost, in USD. What was run is kept, also after an interruption. Raises InputError if nothing can
@@ -64,8 +64,8 @@ def forecast(
     n_tokens = upload.train_tokens if upload is not None else 0
     forecaster = Forecaster(corpus, request.source, path, report, n_tokens)
     check_texts(texts, forecaster.config_of(4, forecaster.tokens))
-    places = known_places(request, forecaster, settings)
-    return forecaster.forecast(texts["data"].shown, places, max_cost)
+    instances = known_instances(request, forecaster, settings)
+    return forecaster.forecast(texts["data"].shown, instances, max_cost)
 
 
 def why_not_forecast(channel: Channel) -> str:
@@ -77,37 +77,50 @@ def why_not_forecast(channel: Channel) -> str:
     return ""
 
 
-def known_places(request: Request, forecaster: Forecaster, settings: Settings) -> list[Place]:
-    """What the user's own jobs tell of the speed of instance types, and AWS of their prices: of
-    the types that are asked for, and of those on which a job ended."""
-    from launcher.forecast.forecast import Place
+def known_instances(
+    request: Request, forecaster: Forecaster, settings: Settings
+) -> list[InstanceType]:
+    """The instance types that are asked for, and those on which a job of the user's ended.
 
-    listing, known = Listing(settings), dict[str, Place]()
+    The jobs tell the speed of each, and AWS its price.
+    """
+    from launcher.forecast.forecast import InstanceType
+
+    measured = dict[str, InstanceType]()
+    listing = Listing(settings)
     for job in islice(listing, NEWEST):
-        bills = backend_class(job.instance).bills
-        if bills and job.instance_count == 1 and job.instance not in known:
-            place = forecaster.measured(job, partial(vocabulary_of, job.data, settings))
-            known |= {job.instance: place} if place else {}
+        if not backend_class(job.instance).bills or job.instance_count > 1:
+            continue
+        if job.instance not in measured:
+            instance = forecaster.measured_on(job, partial(vocabulary_of, job.data, settings))
+            if instance is not None:
+                measured[job.instance] = instance
     if listing.failure is not None:
         logger.info(str(listing.failure))
-    names = dict.fromkeys([*request.instances, *known])
-    places = [known.get(name, Place(name)) for name in names if backend_class(name).bills]
-    return [replace(place, per_second=price_of(place.name, settings)) for place in places]
+
+    instances = []
+    for name in dict.fromkeys([*request.instances, *measured]):
+        if backend_class(name).bills:
+            instance = measured.get(name, InstanceType(name))
+            instances.append(replace(instance, usd_per_second=price_of(name, settings)))
+    return instances
 
 
 def vocabulary_of(uri: str, settings: Settings) -> int:
     """How many characters or tokens an upload has; 0 if it is gone."""
     upload = known_upload(uri, settings)
-    return upload.vocabulary_size if upload else 0
+    return 0 if upload is None else upload.vocabulary_size
 
 
 def price_of(name: str, settings: Settings) -> float | None:
-    """USD of a second on an instance type, with its disk; None, which is logged, if not known."""
+    """USD of a second on an instance type, with its disk. If it is not known: None, and a log."""
+    price = None
+    reason = ""
     try:
-        price, why = Prices(settings).of(name), ""
+        price = Prices(settings).of(name)
     except LauncherError as error:
-        price, why = None, f": {error}"
+        reason = f": {error}"
     if price is None:
-        logger.info(f"the price of {name} is not known{why}")
+        logger.info(f"the price of {name} is not known{reason}")
         return None
     return rate(TrainingJob(instance=name, data="s3://any"), price) / 3600

@@ -25,36 +25,42 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Run:
-    """A complete run: its matrix parameters, the tokens that it trains on, the tokens of its text,
-    and its loss in nats per token."""
+    """A complete run, and what it gives."""
 
-    parameters: int
-    tokens: int
-    unique: int
-    loss: float = math.nan
+    parameters: int  # of its matrices
+    tokens: int  # that it trains on
+    unique: int  # tokens of its text
+    loss: float = math.nan  # in nats per token; NaN if it is to be forecast
+
+    @property
+    def compute(self) -> int:
+        """Proportional to its operations."""
+        return self.parameters * self.tokens
 
 
 @dataclass(frozen=True)
 class Law:
-    """The exponents, the prior of the numbers of a text, and the standard deviation of a run's log
-    loss around them. `spread` widens the intervals, so that they hold what they say."""
+    """What is the same for all texts."""
 
-    exponents: tuple[float, ...]
-    mean: list[float]
+    exponents: tuple[float, ...]  # a, b, c
+    mean: list[float]  # of the numbers c0, c1, c2 of a text: the prior
     covariance: list[list[float]]
-    noise: float
-    spread: float = 1.0
+    noise: float  # standard deviation of the log loss of a run
+    spread: float = 1.0  # widens the intervals of forecasts, so that they hold what they say
 
     def features(self, runs: Sequence[Run]) -> Tensor:
-        """[runs, 3] in float64."""
+        """What the numbers c0, c1, c2 are multiplied by for each run, float64 [runs, 3]."""
         a, b, c = self.exponents
         rows = []
         for run in runs:
-            p, d, u = (n / 1e6 for n in (run.parameters, run.tokens, run.unique))
+            p = run.parameters / 1e6
+            d = run.tokens / 1e6
+            u = run.unique / 1e6
             rows.append((1.0, (p * d) ** -a, (d / u) ** b * (p / u) ** c))
         return torch.tensor(rows, dtype=torch.float64)
 
     def of_text(self, pilots: Sequence[Run]) -> TextLaw:
+        """The law of a text, by what its pilots lost."""
         x = self.features(pilots)
         y = torch.tensor([math.log(run.loss) for run in pilots], dtype=torch.float64)
         mean = torch.tensor(self.mean, dtype=torch.float64)
@@ -67,30 +73,31 @@ class Law:
 
 @dataclass(frozen=True)
 class TextLaw:
-    """The numbers of one text, with their covariance, and how far its pilots are from the law:
-    the root mean square of their log losses."""
+    """The numbers of one text, as its pilots tell them."""
 
     law: Law
-    mean: Tensor
-    covariance: Tensor
-    misfit: float
+    mean: Tensor  # float64 [3]
+    covariance: Tensor  # float64 [3, 3]
+    misfit: float  # root mean square of how far the pilots' log losses are from the law
 
     def losses(self, runs: Sequence[Run]) -> list[tuple[float, float]]:
         """The median of each run's loss, and the standard deviation of its logarithm."""
         x = self.law.features(runs)
         variance = (x @ self.covariance * x).sum(1) + self.law.noise**2
-        medians, deviations = (x @ self.mean).exp(), self.law.spread * variance.sqrt()
+        medians = (x @ self.mean).exp()
+        deviations = self.law.spread * variance.sqrt()
         return list(zip(medians.tolist(), deviations.tolist(), strict=True))
 
     def change(self, run: Run, other: Run) -> tuple[float, float]:
-        """By what the log loss of another run differs from that of a run, and the standard
+        """How much larger the log loss of another run is than that of a run, and the standard
         deviation of that, with the noise of both."""
-        own, others = self.law.features([run, other])
-        apart = others - own
-        variance = float(apart @ self.covariance @ apart) + 2 * self.law.noise**2
-        return float(apart @ self.mean), self.law.spread * math.sqrt(variance)
+        features, features_of_other = self.law.features([run, other])
+        difference = features_of_other - features
+        variance = float(difference @ self.covariance @ difference) + 2 * self.law.noise**2
+        return float(difference @ self.mean), self.law.spread * math.sqrt(variance)
 
 
 @cache
 def shared() -> Law:
+    """The law that was fitted to the runs of many texts."""
     return Law(**json.loads(Path(__file__).with_name("law.json").read_bytes()))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import operator
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -30,53 +28,71 @@ def pilots_of(tokens: int) -> list[tuple[float, int]]:
 
     Fractions show what more text is worth, and sizes what a larger model is.
     """
-    base = min(tokens, LARGEST)
-    few = [(size, base // n) for size in (1.0, 1.5) for n in (8, 4, 2)]
-    return sorted([*few, *((size, min(tokens, WRITTEN)) for size in SIZES)], reverse=True)
+    pilots = [(size, min(tokens, WRITTEN)) for size in SIZES]
+    for size in (1.0, 1.5):
+        for n in (2, 4, 8):
+            pilots.append((size, min(tokens, LARGEST) // n))
+    return sorted(pilots, reverse=True)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of train.py to be made here: what it is called, its hyperparameters, and its text."""
+    """A run of train.py to be made here."""
 
     name: str
-    values: Mapping[str, Any]
-    unique: int
+    hyperparameters: Mapping[str, Any]
+    unique: int  # tokens of its text, which is a sample of the whole
     threads: int = 1
 
 
 def run_trials(
     trials: Sequence[Trial], corpus: Corpus, source: Source, at_once: int
 ) -> Iterator[tuple[Trial, Pilot]]:
-    """Run these, some at once, and yield each with its outcome when it ends.
+    """Run these, at_once at a time, and yield each with what it gave, when it ends.
 
-    Raises ServiceError, with the last line of its log, if one fails. None goes on afterwards.
+    If one fails, it raises ServiceError, with the last line of its log, and ends the others.
     """
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
-        texts = {each.unique: Path(temporary) / str(each.unique) for each in trials}
-        val = draw_ids(corpus.val, WRITTEN)
-        for n, text in texts.items():
-            write_ids(text, corpus.tokenizer, draw_ids(corpus.train, n), val)
-        runs = [
-            Run(source, {"device": "cpu", **each.values}, texts[each.unique], each.threads)
-            for each in trials
-        ]
+        texts = write_texts(Path(temporary), trials, corpus)
+        runs = []
+        for trial in trials:
+            hyperparameters = {"device": "cpu", **trial.hyperparameters}
+            runs.append(Run(source, hyperparameters, texts[trial.unique], trial.threads))
         for index, ended in run_all(runs, at_once):
-            if problem := ended.problem:
-                raise ServiceError(f"pilot {trials[index].name} failed: {problem}")
-            yield trials[index], outcome(trials[index], ended)
+            trial = trials[index]
+            if ended.problem:
+                raise ServiceError(f"pilot {trial.name} failed: {ended.problem}")
+            yield trial, outcome(trial, ended)
+
+
+def write_texts(directory: Path, trials: Sequence[Trial], corpus: Corpus) -> dict[int, Path]:
+    """Write a sample of the text for each length that trials take; returns them by their length."""
+    texts = {trial.unique: directory / str(trial.unique) for trial in trials}
+    val = draw_ids(corpus.val, WRITTEN)
+    for n_tokens, text in texts.items():
+        write_ids(text, corpus.tokenizer, draw_ids(corpus.train, n_tokens), val)
+    return texts
 
 
 def outcome(trial: Trial, ended: Ended) -> Pilot:
+    """What a run gave, by its metrics and its clock."""
     rows = [json.loads(line) for line in (ended.out / "output" / "metrics.jsonl").open()]
-    best = min((row for row in rows if "val_loss" in row), key=lambda row: row["val_loss"])
-    per_step = trial.values["batch_size"] * trial.values["block_size"]
-    times = [per_step / row["tokens_per_second"] for row in rows]
-    steps = [b["step"] - a["step"] for a, b in pairwise([{"step": 0}, *rows])]
+    evaluations = [row for row in rows if "val_loss" in row]
+    best = min(evaluations, key=lambda row: row["val_loss"])
+
+    step_tokens = trial.hyperparameters["batch_size"] * trial.hyperparameters["block_size"]
+    step_seconds = [step_tokens / row["tokens_per_second"] for row in rows]
+    # The mean of medians of four: without the few steps that took unusually long.
+    medians = [median(step_seconds[n : n + 4]) for n in range(0, len(rows), 4)]
+    seconds_in_steps = 0.0
+    last_step = 0
+    for row, seconds in zip(rows, step_seconds, strict=True):
+        seconds_in_steps += seconds * (row["step"] - last_step)
+        last_step = row["step"]
     return Pilot(
         loss=best["val_loss"],
         bits_per_byte=best["bits_per_byte"],
-        step_seconds=fmean(median(times[at : at + 4]) for at in range(0, len(times), 4)),
-        around=ended.clock_seconds - sum(map(operator.mul, times, steps)),
+        step_seconds=fmean(medians),
+        around=ended.clock_seconds - seconds_in_steps,
         seconds=ended.clock_seconds,
     )

@@ -18,49 +18,45 @@ class Change(Document):
 
 
 class Row(Document):
-    """What a size would be: its parameters, how often it reads the text, its loss, and by instance
-    its seconds and USD, None where no speed or price is known."""
+    """What a run of a size would be."""
 
     size: Positive
     parameters: Count
-    readings: Positive
-    expected: Expected
+    readings: Positive  # how often it reads the text
+    expected: Expected  # loss
     bits_per_byte: Positive
-    seconds: dict[str, Positive | None]
-    dollars: dict[str, Positive | None]
+    seconds: dict[str, Positive | None]  # by instance type; None where no speed is known
+    dollars: dict[str, Positive | None]  # USD; None where no speed or price is known
 
 
 class Forecast(Document):
-    """What each size would be on a text of so many tokens, by so many pilots.
+    """What each size would be on a text.
 
-    best is the size of the lowest loss, or the smallest that is hardly worse; affordable is that
-    below the ceiling, None if there is none. twice_text and twice_compute are what the loss of the
-    best size changes by with twice as much of each. busy: other programs used this machine while
-    its speed was measured, so its seconds may be too many.
+    The best size is that of the lowest loss, or the smallest that is hardly worse; affordable is
+    the best below the ceiling, None if there is none. twice_text and twice_compute are what the
+    loss of the best size changes by with twice as much of each.
     """
 
     text: str
-    unit: str
-    tokens: Count
-    pilots: Count
+    unit: str  # characters or tokens
+    tokens: Count  # of the text, in its unit
+    pilots: Count  # how many were run
     pilot_seconds: float
-    rows: list[Row]
+    rows: list[Row]  # by size, the smallest first
     best: Positive
     affordable: Positive | None
     twice_text: Change
     twice_compute: Change
-    busy: bool = False
+    busy: bool = False  # other programs used this machine meanwhile: its seconds may be too many
     notes: list[str]
 
 
 class Pilot(Document):
-    """What a run here gave: its loss, bits per byte, and seconds: of a step, without the few that
-    took unusually long; around all steps; and of the whole process. busy: other programs used this
-    machine meanwhile."""
+    """What a run here gave."""
 
     loss: Positive
     bits_per_byte: Positive
-    step_seconds: Positive
-    around: float
-    seconds: Positive
-    busy: bool = False
+    step_seconds: Positive  # without the few steps that took unusually long
+    around: float  # seconds before, between and after the steps
+    seconds: Positive  # of the whole process
+    busy: bool = False  # other programs used this machine meanwhile

@@ -21,7 +21,7 @@ from entry_point.data import read_windows
 from entry_point.sizes import hyperparameters_for_size
 from entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
 from launcher.forecast import forecast, forecasting, pilots
-from launcher.forecast.forecast import Forecaster, Place, chosen
+from launcher.forecast.forecast import Forecaster, InstanceType, best_size
 from launcher.forecast.law import Law, Run, shared
 from launcher.forecast.ledger import ForecastLedger
 from launcher.forecast.pilots import Trial, pilots_of
@@ -59,7 +59,7 @@ def obedient(
 ) -> Iterator[tuple[Trial, Pilot]]:
     """Runs that lose what the law says, and compute 10**12 parameters times tokens in a second."""
     for trial in trials:
-        config = Config(**{n: v for n, v in trial.values.items() if n != "processes"})
+        config = Config(**{n: v for n, v in trial.hyperparameters.items() if n != "processes"})
         trained = config.max_steps * config.batch_size * config.block_size
         loss = true_loss(Run(config.matrix_parameters, trained, trial.unique))
         step = 1e-12 * config.matrix_parameters * config.batch_size * config.block_size
@@ -158,7 +158,7 @@ def test_a_forecast_is_near_the_truth_and_names_the_lowest(forecaster):
         run = forecaster.run_of(row.size, forecaster.tokens)
         seconds = 5 + 1e-12 * run.parameters * run.tokens
         assert row.seconds["local"] == pytest.approx(seconds, rel=0.1)
-    assert made.best == chosen(made.rows)
+    assert made.best == best_size(made.rows)
     assert made.twice_text.low < made.twice_text.nats < 0
     assert made.twice_text.nats < made.twice_text.high
 
@@ -248,7 +248,7 @@ def test_a_forecast_survives_a_kill_at_every_write(tmp_path, lawful, monkeypatch
 
 
 def test_money_and_ceiling_go_by_the_speeds_that_are_known(forecaster):
-    places = [Place("ml.a", 1e12, 100.0, 0.001), Place("ml.b", None, 0.0, 0.001)]
+    places = [InstanceType("ml.a", 1e12, 100.0, 0.001), InstanceType("ml.b", None, 0.0, 0.001)]
     made = forecaster.forecast("text", places, 0.8)
     for row in made.rows:
         assert row.seconds["ml.a"] > 100
@@ -268,8 +268,8 @@ def test_a_larger_size_that_is_no_better_is_not_named():
         )
         return Row(size=size, expected=expected, **facts)
 
-    assert chosen([row(1, 2.0), row(2, 1.5), row(3, 1.499), row(4, 1.6)]) == 2
-    assert chosen([]) is None
+    assert best_size([row(1, 2.0), row(2, 1.5), row(3, 1.499), row(4, 1.6)]) == 2
+    assert best_size([]) is None
 
 
 def noisy(trials: Sequence[Trial], *rest: Any) -> Iterator[tuple[Trial, Pilot]]:
@@ -369,8 +369,11 @@ def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):
 
 
 def test_a_ceiling_counts_on_the_types_that_are_known(cli, lawful, text_here, monkeypatch):
-    places = [Place("ml.dear", 1e12, 100.0, 0.1), Place("ml.cheap", 1e12, 100.0, 0.001)]
-    monkeypatch.setattr(forecasting, "known_places", lambda *_: places)
+    places = [
+        InstanceType("ml.dear", 1e12, 100.0, 0.1),
+        InstanceType("ml.cheap", 1e12, 100.0, 0.001),
+    ]
+    monkeypatch.setattr(forecasting, "known_instances", lambda *_: places)
     ran = cli("launch", "--forecast", "--data", text_here, "--max-cost", "5").good
     assert "the lowest below 5.00 USD: size " in ran.out
     assert ran.err.splitlines()[-1].startswith("next: sm-nanogpt launch --instance ml.cheap ")
@@ -460,9 +463,9 @@ def test_own_jobs_tell_the_speed_of_an_instance(forecaster, monkeypatch, home):
     read = list[str]()
     monkeypatch.setattr(forecasting, "known_upload", lambda uri, settings: read.append(uri))
     request = Request(instance="ml.g6.xlarge")
-    unknown, known = forecasting.known_places(request, forecaster, load_settings())
+    unknown, known = forecasting.known_instances(request, forecaster, load_settings())
     assert (unknown.name, unknown.flops) == ("ml.g6.xlarge", None)
-    assert (known.name, known.job) == ("ml.g5.xlarge", jobs[4].job_id)
+    assert (known.name, known.job_id) == ("ml.g5.xlarge", jobs[4].job_id)
     assert read == [jobs[4].data]  # of no job that tells nothing
     assert known.seconds(forecaster.work(3.0)) == pytest.approx(
         60 + 0.01 * forecaster.config_of(3.0, forecaster.tokens).max_steps, rel=0.01
