@@ -441,5 +441,8 @@ def load_pretrained(model: GPT, directory: Path) -> None:
 
     fill()
     if any(weight.is_meta for weight in model.parameters()):
-        model.to_empty(device="cpu")
+        # `Module.to_empty` does the same, but imports SymPy, which takes two seconds.
+        shaped = model.state_dict()
+        memory = {name: torch.empty(w.shape, dtype=w.dtype) for name, w in shaped.items()}
+        model.load_state_dict(memory, assign=True)
         fill()
