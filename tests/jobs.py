@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from launching import Finished
 
+from launcher.files import storage
 from launcher.files.storage import write_json
+from launcher.job import COMMON_FIELDS, TrainingJob
 
 
 def file_rows(job: Finished) -> list[dict[str, Any]]:
@@ -37,3 +44,37 @@ def copied(job, job_id, **values):
     record["job"] |= values
     write_json(str(place / "job.json"), record)
     return job_id
+
+
+def jobs_in(home: Path) -> list[str]:
+    return sorted(path.name for path in (home / "jobs").iterdir())
+
+
+def change(path: Path, **values: Any) -> None:
+    """Puts other values into a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def write_job(directory: Path, resume: str | None = None, job: TrainingJob | None = None) -> None:
+    """What a launch writes down of a job."""
+    (directory / "code").mkdir(parents=True)
+    text = directory / "input.txt"
+    text.write_text("a text")
+    job = job or TrainingJob(instance="local", data=text.as_uri(), resume=resume)
+    record = {
+        "job": job.model_dump(mode="json", include=COMMON_FIELDS),
+        "hyperparameters": {},
+        "created": time.time(),
+        "processes_per_host": 1,
+        "gpus_per_host": 0,
+    }
+    storage.write_json(str(directory / "job.json"), record)
+
+
+@contextmanager
+def running(directory: Path) -> Iterator[Path]:
+    """A job that seems to run, as somebody holds its lock."""
+    write_job(directory)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield directory

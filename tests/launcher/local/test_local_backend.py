@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -26,15 +25,15 @@ from unittest.mock import Mock
 import launching
 import pytest
 import runs
+from jobs import change, jobs_in, running, write_job
 from launching import ENDLESS, Finished
 
 import launcher
 from entry_point.config import make_config
 from entry_point.errors import TrainingError, failure_report
 from launcher.files import storage
-from launcher.job import COMMON_FIELDS, TrainingJob
+from launcher.job import TrainingJob
 from launcher.launching.launch import new_job_id
-from launcher.launching.resume import find_earlier_job, take_over
 from launcher.local import backend
 from launcher.local.backend import LocalBackend
 from launcher.local.process import python_command
@@ -43,7 +42,7 @@ from launcher.settings import load_settings
 from launcher.source import Source, keep
 from launcher.text.corpus import upload_data
 from launcher.tracking import TrackedJob
-from sm_nanogpt import InputError, Request, ServiceError, Settings, jobs
+from sm_nanogpt import ServiceError, Settings, jobs
 
 START = "    device = rank_device(config, container, ranks)\n"
 CHECKPOINTS = "hosts/algo-1/checkpoints"
@@ -64,12 +63,6 @@ def detach(home, text_file, cli):
     return call
 
 
-@pytest.fixture
-def resume(job, cli):
-    """Resumes a job of 10 steps that has completed."""
-    return lambda *words: cli("launch", "--resume", job.job_id, *words)
-
-
 @contextmanager
 def followed(
     home: Path, text_file: Path, *words: str
@@ -85,40 +78,6 @@ def followed(
 
 def state_of(job: Finished) -> str:
     return TrackedJob(job.job_id).describe().status
-
-
-def jobs_in(home: Path) -> list[str]:
-    return sorted(path.name for path in (home / "jobs").iterdir())
-
-
-def change(path: Path, **values: Any) -> None:
-    """Puts other values into a JSON file."""
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def write_job(directory: Path, resume: str | None = None, job: TrainingJob | None = None) -> None:
-    """What a launch writes down of a job."""
-    (directory / "code").mkdir(parents=True)
-    text = directory / "input.txt"
-    text.write_text("a text")
-    job = job or TrainingJob(instance="local", data=text.as_uri(), resume=resume)
-    record = {
-        "job": job.model_dump(mode="json", include=COMMON_FIELDS),
-        "hyperparameters": {},
-        "created": time.time(),
-        "processes_per_host": 1,
-        "gpus_per_host": 0,
-    }
-    storage.write_json(str(directory / "job.json"), record)
-
-
-@contextmanager
-def running(directory: Path) -> Iterator[Path]:
-    """A job that seems to run, as somebody holds its lock."""
-    write_job(directory)
-    with (directory / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield directory
 
 
 def run_job(directory: Path, script: str, resume: str | None = None) -> dict[str, Any]:
@@ -684,128 +643,6 @@ def test_a_resumed_job_keeps_what_its_launch_named(pair):
     assert (host / "output/data/rank-1.json").exists()  # of its processes and its script
     assert (host / "input/data/validation/input.txt").exists()
     assert (pair.directory / CHECKPOINT).exists()
-
-
-def taken_over(job: Finished, earlier: dict[str, Any], **asked: Any) -> dict[str, Any]:
-    """The hyperparameters that resume a job, which was launched with other ones."""
-    file = job.directory / "job.json"
-    sent = json.loads(file.read_text())["hyperparameters"]
-    change(file, hyperparameters={**sent, **earlier})
-    request, settings = Request(resume=job.job_id, **asked), launching.settings_of(job.home)
-    found = find_earlier_job(request, settings)
-    assert found is not None
-    return take_over(request, found, settings)[0].hyperparameters
-
-
-def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):
-    assert taken_over(job, {"momentum": 0.5})["momentum"] == 0.5
-    adamw = {"optimizer": "adamw", "learning_rate": 0.002}
-    assert taken_over(job, adamw, preset="baby")["learning_rate"] == 0.002
-    caplog.set_level("INFO", "launcher")
-    assert "gone" not in taken_over(job, {"gone": 1}, hyperparameters={"max_steps": 15})
-    (line,) = caplog.messages
-    assert "has no gone;" in line
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "named"),
-    [
-        ("", 2, "max_steps=10: "),
-        ("--set max_steps=5", 2, "`--set max_steps=N` with N above 10"),
-        ("--set n_embd=64", 2, "n_embd (from 32 to 64)"),
-        ("--set n_layr=1", 2, "did you mean n_layer?"),
-        ("--set max_steps=20 --processes-per-instance 3", 2, "batch_size=3 or 6"),
-        ("--preset auto", 2, "--preset auto: is for a new run"),
-        ("--instance ml.g5.xlarge", 2, "which ran on local"),
-        ("--resume nope", 1, "`sm-nanogpt jobs`"),
-    ],
-)
-def test_resuming_with_unfit_options_starts_nothing(job, resume, words, code, named):
-    assert resume(*words.split()).failed(code, named)
-    assert jobs_in(job.home) == [job.job_id]
-
-
-def test_a_job_without_a_checkpoint_cannot_be_resumed(job, resume):
-    change(job.directory / "state.json", status="Stopped")
-    shutil.rmtree(job.directory / CHECKPOINTS)
-    ran = resume()
-    assert ran.code == 1
-    assert re.search(rf"{job.job_id} .*Stopped.* left n.* checkpoint", ran.error)
-    assert jobs_in(job.home) == [job.job_id]
-
-
-def test_a_running_job_cannot_be_resumed(home, cli):
-    with running(home / "jobs/a"):
-        ran = cli("launch", "--instance", "local", "--resume", "a")
-    assert ran.failed(1, "`sm-nanogpt stop a`")
-    assert jobs_in(home) == ["a"]
-
-
-def test_a_job_with_a_damaged_record_cannot_be_resumed(job, resume):
-    file = job.directory / "job.json"
-    change(file, job={**json.loads(file.read_text())["job"], "field_of_tomorrow": 1})
-    ran = resume()
-    assert ran.code == 1
-    assert ran.error.startswith(f"{file} is damaged")
-
-
-def test_a_job_that_failed_after_its_last_step_can_be_resumed(job, resume):
-    change(job.directory / "state.json", status="Failed")
-    ran = resume().good
-    assert (job.home / "jobs" / ran.out.strip() / "output/model.tar.gz").exists()
-
-
-# -- devices --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "gpus", "expected"),
-    [
-        ({}, 4, (4, 4)),
-        ({"processes_per_instance": 4}, 4, (4, 4)),
-        ({"processes_per_instance": 3, "hyperparameters": {"device": "cpu"}}, 4, (3, 0)),
-        ({}, 0, (1, 0)),
-        ({"preset": "baby"}, 0, (4, 0)),
-        ({"processes_per_instance": 3}, 0, (3, 0)),
-    ],
-)
-def test_each_gpu_gets_one_process(monkeypatch, words, gpus, expected):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    monkeypatch.setattr("launcher.machines.cores", lambda: 4)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert backend.plan_processes(TrainingJob(data="/data", **words)) == expected
-
-
-def test_a_job_that_would_leave_gpus_idle_is_refused(monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    with pytest.raises(InputError, match="has 4 GPUs"):
-        backend.plan_processes(TrainingJob(data="/data", processes_per_instance=2))
-
-
-@pytest.mark.parametrize(
-    ("busy", "placement", "threads", "parallel", "notes"),
-    [
-        (True, (1, 0), "", 1, 1),
-        (False, (1, 0), "", 1, 0),
-        (True, (4, 0), "", 1, 0),
-        (True, (1, 1), "", 1, 0),
-        (True, (1, 0), "2", 1, 0),
-        (True, (1, 0), "", 2, 0),
-    ],
-    ids=["busy", "quiet", "one thread each", "a GPU", "chosen", "a sweep"],
-)
-def test_a_job_on_busy_cores_hears_of_one_thread(
-    home, monkeypatch, caplog, busy, placement, threads, parallel, notes
-):
-    monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    monkeypatch.setattr(backend, "cores", lambda: 4)
-    monkeypatch.setattr(backend, "is_busy", lambda: busy)
-    here = backend.LocalBackend(Settings(home=home))
-    here.parallel = parallel
-    with caplog.at_level("INFO"):
-        here.note_busy_cores(*placement)
-    assert len(caplog.records) == notes
 
 
 def test_jobs_of_one_second_are_listed_as_they_were_launched(home, job):

@@ -1,0 +1,125 @@
+"""Models and texts for the judge."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+import torch
+import warm
+from edits import module_of
+from judged_texts import STRANGE, said
+from models import tokenizer_of
+
+from entry_point.config import make_config
+from entry_point.huggingface import SCRIPT_SHA256, write_artefact
+from entry_point.model import GPT
+from launcher.judge import evaluate
+from launcher.judge.texts import Text, read_texts
+from launcher.judge.worker import Worker
+from launcher.local.process import Program
+from launcher.text.files import FileOptions, find_files
+from launcher.text.sources import Source
+from launcher.text.tokenizer import learn_tokenizer
+from sm_nanogpt import Settings
+
+
+class Warm(Program):
+    """A worker's process that starts at once, outside of a sandbox."""
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self.is_wrapped, self.status, self.cpu_seconds = False, None, 0.0
+        options["env"] = dict(os.environ)
+        start = warm.replacing(warm.Process).Popen
+        self.process = start(command, start_new_session=True, cwd=Path.cwd(), **options)
+        self.pid, self.output = self.process.pid, self.process.stdout
+
+    def has_ended(self, within: float = 0.0) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.status = self.process.wait(within)
+        return self.status is not None
+
+
+def randomized(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory, text_file):
+    """Small models of characters and of tokens, none of whose parts is idle."""
+    place = tmp_path_factory.mktemp("judged")
+    known = sorted({*"".join(map(chr, range(32, 127))), *"\r\n\t", *STRANGE})
+    found = {}
+    for name, tokenizer in {
+        "characters": tokenizer_of("".join(known)),
+        "tokens": learn_tokenizer(find_files([Source(text_file)], FileOptions(records=True)), 300),
+    }.items():
+        config = make_config({"n_layer": 2, "n_embd": 32, "block_size": 24})
+        model = randomized(GPT(config, len(tokenizer)))
+        write_artefact(place / name, model, tokenizer, {"script_sha256": SCRIPT_SHA256})
+        found[name] = place / name
+    return found
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts a real worker process of a model."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OMP_NUM_THREADS", "1")
+        settings = Settings(home=tmp_path_factory.mktemp("home"))
+        patched.setattr("launcher.judge.worker.Program", Warm)
+        patched.setattr("launcher.judge.worker.confined", lambda command, sandbox: command)
+        yield lambda directory, folder=None: Worker(directory, settings, folder)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes files, and reads them as texts."""
+
+    def write(**contents: bytes) -> list[Text]:
+        for name, content in contents.items():
+            (tmp_path / name).write_bytes(content)
+        return read_texts([str(tmp_path / name) for name in contents], Settings(home=tmp_path))
+
+    return write
+
+
+@pytest.fixture
+def edited(tmp_path, start):
+    """Evaluates a small model of an edited folder on a text."""
+
+    def edited(*edits: tuple[str, str], text: str = "bcdefghijk" * 20) -> Any:
+        folder, directory = launching.edited(tmp_path / "mine", *edits), tmp_path / "model"
+        module = module_of(folder)
+        config = module.make_config({"n_layer": 1, "n_embd": 32, "block_size": 16})
+        model = randomized(module.GPT(config, 11))
+        training = {"script_sha256": module.SCRIPT_SHA256}
+        module.write_artefact(directory, model, tokenizer_of("abcdefghijk"), training)
+        texts = [Text(str(n), [part]) for n, part in enumerate(text.split())]
+        return evaluate.evaluate(
+            "mine", directory, "text", texts, Settings(home=tmp_path / "home"), folder
+        )
+
+    return edited
+
+
+@pytest.fixture
+def held(job, text, monkeypatch):
+    """A copy of a job, a text of its own, and warm workers that give few samples."""
+    monkeypatch.setattr("launcher.judge.worker.Program", Warm)
+    monkeypatch.setattr("launcher.judge.worker.confined", lambda command, sandbox: command)
+    monkeypatch.setattr(evaluate, "SAMPLES", 3)
+    Path("held.txt").write_text("".join(reversed(text[:6000])))
+    Path("secrets.txt").write_text("the code is {8231447}\nanother {abc}\n")
+    Path("asked.jsonl").write_text(json.dumps({**said("2 + 3?", "5"), "kind": "sum"}))
+    return job

@@ -1,0 +1,125 @@
+"""What a text is worth without a model: compressors, overlap, and n-grams."""
+
+from __future__ import annotations
+
+import lzma
+import math
+import random
+import re
+import textwrap
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from judged_texts import plain
+
+from launcher.judge import anchors
+
+FEW = st.text("ab", max_size=40).map(str.encode)
+
+
+@given(FEW, st.lists(FEW, max_size=4), st.integers(1, 9))
+def test_the_longest_run_is_exact(training, texts, chunk):
+    runs = (
+        end - begin
+        for text in texts
+        for begin in range(len(text))
+        for end in range(begin, len(text) + 1)
+        if text[begin:end] in training
+    )
+    with patch.object(anchors, "CHUNK", chunk):
+        found = anchors.longest_run(plain(training), [*map(plain, texts)])
+    assert found == max(runs, default=0)
+
+
+@given(FEW, st.lists(FEW.filter(bool), min_size=1, max_size=4), st.integers(1, 9))
+def test_overlap_is_exact(training, texts, chunk):
+    covered = 0
+    for text in texts:
+        begins = [n for n in range(len(text) - 4) if text[n : n + 5] in training]
+        covered += len({n + k for n in begins for k in range(5)})
+    with patch.object(anchors, "CHUNK", chunk), patch.object(anchors, "RUN", 5):
+        found = anchors.overlap(plain(training), [*map(plain, texts)])
+    assert found == covered / sum(map(len, texts))
+
+
+@given(st.text("a \n\t\r", max_size=40).map(str.encode), st.integers(1, 9))
+def test_white_space_is_one_space(content, chunk):
+    with patch.object(anchors, "CHUNK", chunk):
+        found, is_first = anchors.with_one_space(plain(content))
+    assert bytes(found.tolist()) == re.sub(rb"[ \t\n\r]+", b" ", content)
+    assert int(is_first.sum()) == len(found)
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_overlap_and_runs_see_through_line_breaks(width, text):
+    training = text.encode()[:100_000]
+    again = textwrap.fill(training[40_000:50_000].decode(), width).replace("\n", "  \r\n").encode()
+    new = bytes(random.Random(1).choices(b"etaoinshrdlu", k=len(again)))
+    assert anchors.overlap(plain(training), [plain(again)]) == pytest.approx(1, abs=0.01)
+    assert anchors.overlap(plain(training), [plain(again + new)]) == pytest.approx(0.5, abs=0.01)
+    assert anchors.longest_run(plain(training), [plain(again)]) > 5000
+
+
+def test_overlap_reads_the_training_text_once():
+    with patch.object(anchors, "find_hashes", wraps=anchors.find_hashes) as read:
+        anchors.overlap(plain("a" * 100), [plain("b" * n) for n in range(1, 99)])
+    assert read.call_count == 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5])
+def test_planted_overlap_is_measured(share, text):
+    training, chance = text.encode()[:200_000], random.Random(1)
+    own = [bytes(chance.choices(b"etaoin shrdlu", k=400)) for _ in range(100)]
+    for n in range(round(100 * share)):
+        begin = chance.randrange(len(training) - 400)
+        own[n] = training[begin : begin + 400]
+    chance.shuffle(own)
+    found = anchors.overlap(plain(training), [plain(b"".join(own))])
+    assert found == pytest.approx(share, abs=0.005 if share else 0.0005)
+
+
+def plain_ngram(training: bytes, content: bytes) -> float:
+    training, content = b"\n" * 4 + training, b"\n" * 4 + content
+    seen: Counter[bytes] = Counter()
+    followers: dict[bytes, set[int]] = {}
+    for at in range(4, len(training)):
+        for n in range(1, 6):
+            seen[training[at - n + 1 : at + 1]] += 1
+            followers.setdefault(training[at - n + 1 : at], set()).add(training[at])
+    totals: Counter[bytes] = Counter()
+    for gram, count in seen.items():
+        totals[gram[:-1]] += count
+    bits = 0.0
+    for at in range(4, len(content)):
+        p = 1 / 256
+        for n in range(1, 6):
+            context = content[at - n + 1 : at]
+            if context in totals:
+                kinds = len(followers[context])
+                counted = seen[content[at - n + 1 : at + 1]]
+                p = (counted + kinds * p) / (totals[context] + kinds)
+        bits -= math.log2(p)
+    return bits / (len(content) - 4)
+
+
+@given(st.binary(min_size=1, max_size=60), FEW.filter(bool), FEW)
+def test_the_ngram_model_is_that_of_plain_counts(training, content, more):
+    found = anchors.ngram(plain(training + more), plain(content))
+    assert found == pytest.approx(plain_ngram(training + more, content), abs=1e-9)
+
+
+def test_the_ngram_model_learns_of_all_parts_of_a_long_text():
+    """Blocks of 65,536 bytes at equal distances, for LEARNED_BYTES in all."""
+    blocks = [bytes([97 + n]) * (1 << 16) for n in range(4)]
+    with patch.object(anchors, "LEARNED_BYTES", 1 << 17):
+        found = anchors.ngram(plain(b"".join(blocks)), plain(b"ac"))
+    assert found == pytest.approx(plain_ngram(blocks[0] + blocks[2], b"ac"), abs=1e-9)
+
+
+def test_xz_packs_as_the_program_does():
+    content = random.Random(1).randbytes(3000) * 2
+    assert anchors.xz(content) == pytest.approx(8 * len(lzma.compress(content)) / 6000, abs=0.1)
+    assert anchors.xz(content) < 4.1

@@ -1,0 +1,163 @@
+"""`eval` as a whole: what it prints, keeps and refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import launching
+import pytest
+from judged_texts import documents, said
+
+from launcher.judge import causality, evaluation
+from launcher.judge.evaluation import margin
+from sm_nanogpt import Job
+
+
+def test_eval_prints_at_most_25_lines(held, cli):
+    ran = cli("eval", held.job_id, "held.txt", "--find", "secrets.txt").good
+    lines = ran.out.splitlines()
+    assert len(lines) <= 25
+    assert [line.split()[0] for line in lines].count("exposure") == 2
+    assert "6,0" in ran.err
+    assert "6,0" not in ran.out
+    for name in ("bits per byte", "xz", "5-gram", "overlap", "longest run", "causal", "worst"):
+        assert any(line.startswith(name) for line in lines)
+
+
+def test_eval_prints_all_numbers_as_json(held, cli):
+    directory = held.directory / "hosts/algo-1/model"
+    words = ("--beside", str(directory), "--find", "secrets.txt", "--questions", "asked.jsonl")
+    ran = cli("eval", held.job_id, "held.txt", "--json", *words).good
+    ours, other = json.loads(ran.out)
+    assert [ours["model"], other["model"]] == [held.job_id, str(directory)]
+    assert ours["bits_per_byte"] == pytest.approx(other["bits_per_byte"])
+    assert ours["bits_per_byte"] * ours["size"] == pytest.approx(
+        sum(each["nats"] for each in ours["documents"]) / math.log(2)
+    )
+    assert ours["size"] == Path("held.txt").stat().st_size
+    assert ours["answers"] == {"sum": [0, 1]}
+    assert [canary["line"] for canary in ours["canaries"]][1] == "another {abc}"
+    assert 0 <= ours["overlap"] < 0.01
+    assert min(ours["ngram"], ours["validation"], ours["xz"], ours["copied"]) > 0
+    assert [other[name] for name in ("ngram", "validation", "overlap", "copied")] == [None] * 4
+    assert "its training text is not here" in ran.err
+
+
+def test_eval_prints_a_line_of_csv_for_each_document(held, cli):
+    texts = ["The first.", "A second, longer one."]
+    Path("a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    ran = cli("eval", held.job_id, "a.jsonl", "--documents").good
+    rows = list(csv.DictReader(ran.out.splitlines()))
+    assert {row["place"]: int(row["bytes"]) for row in rows} == {"a.jsonl:1": 10, "a.jsonl:2": 21}
+    for row in rows:
+        bits = float(row["nats"]) / math.log(2) / int(row["bytes"])
+        assert float(row["bits_per_byte"]) == pytest.approx(bits)
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        (("none.txt",), "none.txt"),
+        (("new.txt",), "'ϡ'"),
+        (("held.txt", "--find", "held.txt"), "braces"),
+        (("held.txt", "--questions", "asked.txt"), "asked.txt"),
+        (("held.txt", "--questions", "strange.jsonl"), "strange.jsonl:1 has "),
+        (("empty.txt",), "empty.txt"),
+    ],
+)
+def test_eval_refuses_what_it_cannot_measure(words, fact, held, cli):
+    Path("new.txt").write_text("a ϡ")
+    Path("empty.txt").write_text("")
+    Path("asked.txt").write_text("no JSON")
+    Path("strange.jsonl").write_text(json.dumps(said("ϡ?", "5")))
+    assert cli("eval", held.job_id, *words).failed(2, fact)
+
+
+def test_a_text_that_is_not_there_gets_no_advice_of_uploads(held, cli):
+    ran = cli("eval", held.job_id, "no-such.txt")
+    assert ran.failed(2, "no-such.txt: no such file")
+    assert "upload-data" not in ran.err
+
+
+def test_a_model_that_looks_ahead_fails_as_a_command(held, cli, monkeypatch):
+    leak = "logits at 17 depend on token 18 (by 3.2)"
+    monkeypatch.setattr(causality, "ROUNDING", -1)
+    monkeypatch.setattr(causality, "find_leak", lambda *_, **options: leak)
+    ran = cli("eval", held.job_id, "held.txt")
+    assert ran.failed(1, f"not causal: {leak}")
+    assert ran.out == ""
+
+
+def test_an_evaluation_is_kept_shown_in_reports_and_deleted(held, cli):
+    made = Job(held.job_id).eval("held.txt")
+    (kept,) = evaluation.saved_evaluations(held.job_id, launching.settings_of(held.home))
+    assert (kept.bits_per_byte, kept.documents) == (made.bits_per_byte, [])
+    page = Job(held.job_id).report().read_text("utf-8")
+    facts = {fact.removesuffix(f" in {made.samples}") for fact in made.facts().values()}
+    assert all(fact in page for fact in {*facts, made.samples})
+    assert cli("delete", held.job_id, "--yes").good
+    assert not list(held.home.rglob("eval-*"))
+
+
+@pytest.fixture
+def kept(held):
+    """The file of an evaluation, and what changes it."""
+    Job(held.job_id).eval("held.txt")
+    (file,) = (held.home / "models" / held.job_id).glob("eval-*.json")
+
+    def change(drop: Sequence[str], **fields: Any) -> Path:
+        record = {**json.loads(file.read_text()), **fields}
+        file.write_text(json.dumps({key: record[key] for key in record if key not in drop}))
+        return file
+
+    return change
+
+
+def test_a_report_shows_an_evaluation_of_an_older_version(held, kept, caplog):
+    kept(["cuts", "perplexity", "samples", "copied", "xz", "worst"], anchor=2.5)
+    caplog.clear()
+    page = Job(held.job_id).report().read_text("utf-8")
+    (evaluation_,) = evaluation.saved_evaluations(held.job_id, launching.settings_of(held.home))
+    assert evaluation_.facts()["bits per byte"] in page
+    assert (evaluation_.facts()["causal"], caplog.messages) == ("-", [])
+
+
+def test_an_evaluation_without_its_result_breaks_no_report(held, kept, caplog):
+    file = kept(["bits_per_byte"])
+    caplog.clear()
+    assert "On other texts" not in Job(held.job_id).report().read_text("utf-8")
+    (message,) = caplog.messages
+    assert file.name in message and "bits_per_byte" in message
+
+
+def test_two_models_are_compared_by_the_same_passages(edited):
+    """What both find hard is no difference."""
+    parts = documents(50, 1)
+    worse = [replace(part, nats=part.nats + 0.05 * part.size) for part in parts]
+    made = edited(text="abc " * 3)
+    first, second = (replace(made, parts=some) for some in (parts, worse))
+    told = second.facts(first)["less the first"]
+    bits, low, high = map(float, re.findall(r"-?\d\.\d+", told))
+    assert bits == pytest.approx(0.05 / math.log(2), abs=1e-3)
+    assert high - low < 0.01 < (margin(parts) or 0.0)
+
+
+def test_eval_as_a_process_imports_nothing_of_its_folder(finished, text, tmp_path):
+    """With no other way to start a process than the product's."""
+    for name in ("random", "json", "types", "token", "torch"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the wrong {name}')")
+    (tmp_path / "known.txt").write_text(text[:6000])
+    words = ("eval", finished.job_id, "known.txt", "--documents")
+    with patch.object(launching.warm, "replacing", lambda start: subprocess):
+        ran = launching.command(*words, home=finished.home, cwd=tmp_path).good
+    assert len(ran.out.splitlines()) == 2
+    assert "this tests memory" in ran.err

@@ -1,0 +1,63 @@
+"""Intervals of a loss, and the passages that a model knows worst."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from judged_texts import documents, plain
+
+from launcher.judge import evaluate
+from launcher.judge.evaluation import Passage, margin, total
+from launcher.judge.score import passages
+from launcher.judge.texts import Encoded, Text
+
+
+def test_the_interval_covers_the_loss_of_the_whole():
+    whole, chance, covered = documents(2000, 1), random.Random(2), 0
+    truth = total(whole).bits_per_byte
+    for _ in range(500):
+        some = chance.choices(whole, k=60)
+        covered += abs(total(some).bits_per_byte - truth) <= (margin(some) or 0.0)
+    assert 0.90 <= covered / 500 <= 0.98
+
+
+def test_few_parts_have_no_interval():
+    assert margin(documents(9, 1)) is None
+    assert margin(documents(10, 1)) is not None
+
+
+@given(st.text("ab\né🙂", min_size=1, max_size=300), st.integers(1, 90), st.integers(1, 7))
+def test_passages_hold_each_byte_and_loss_once(text, least, width):
+    content = text.encode()
+    widths = torch.tensor([len(content[n : n + width]) for n in range(0, len(content), width)])
+    ids, nats = torch.zeros_like(widths), torch.rand(len(widths), dtype=torch.float64)
+    each = Encoded(Text("a", [text]), ids, ids == 0, widths, content)
+    found = passages(each, nats, least)
+    assert total(found).size == len(content)
+    assert total(found).tokens == len(nats)
+    assert total(found).nats == pytest.approx(float(nats.sum()))
+    assert all(part.size < 3 * least for part in found)
+
+
+def test_the_worst_passage_names_its_line_and_shows_its_token():
+    lines = [f"This is the line of the number {n}, and it is like all others.\n" for n in range(99)]
+    lines[70] = lines[70].replace("like", "LIKE")
+    text = "".join(lines)
+    nats = torch.where(plain(text) < 96, 0.5, 0.1).double()
+    nats[text.index("LIKE")] = 90.0
+    ids = torch.zeros(len(text), dtype=torch.int64)
+    each = Encoded(Text("a.txt", [text]), ids, ids == 0, ids + 1, text.encode())
+    first = evaluate.worst_first(passages(each, nats, 200))[0]
+    line = int(first.place.removeprefix("a.txt, line "))
+    assert line <= 71 < line + 8
+    assert "LIKE" in first.excerpt
+
+
+def test_short_passages_are_not_the_worst():
+    parts = [Passage("short", 99.0, 99, 99), Passage("a", 50.0, 200, 200)]
+    parts += [Passage("b", 60.0, 200, 200)]
+    assert [part.place for part in evaluate.worst_first(parts)] == ["b", "a", "short"]

@@ -1,0 +1,135 @@
+"""Secrets that a model may have kept, and questions that it answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from judged_texts import said
+from torch import Tensor
+from workers import Fake
+
+from launcher.judge.probes import (
+    Question,
+    count_right_answers,
+    measure_exposure,
+    read_canaries,
+    read_questions,
+)
+from launcher.judge.texts import read_texts
+from sm_nanogpt import InputError, Settings
+
+
+def counting(text: str, vocabulary: str) -> Callable[[Tensor], Tensor]:
+    """A model that has counted the followers of three characters in a text."""
+    seen: dict[str, Counter[str]] = {}
+    for at in range(len(text)):
+        seen.setdefault(text[max(0, at - 3) : at], Counter())[text[at]] += 1
+
+    def row(context: str) -> list[float]:
+        known = seen.get(context, Counter())
+        return [math.log(known[each] + 8) for each in vocabulary]
+
+    def logits(ids: Tensor) -> Tensor:
+        texts = ["".join(vocabulary[id] for id in ids) for ids in ids.tolist()]
+        return torch.tensor(
+            [[row(x[max(0, at - 2) : at + 1]) for at in range(len(x))] for x in texts]
+        )
+
+    return logits
+
+
+def test_exposure_rises_with_the_copies_of_a_secret():
+    chance, vocabulary = random.Random(3), "\n 0123456789abcdefghijklmnopqrstuvwxyz"
+    digits = [f"{chance.randrange(10**7):07}" for _ in range(5)]
+    planted = zip("abcde", digits, (0, 1, 4, 16, 64), strict=True)
+    copies = [f"key of {name} is {secret}\n" * n for name, secret, n in planted]
+    noise = [f"no {chance.randrange(10**9)}\n" for _ in range(500)]
+    worker = Fake(vocabulary, counting("".join([*noise, *copies]), vocabulary))
+    lines = [f"key of {name} is {{{d}}}" for name, d in zip("abcde", digits, strict=True)]
+    found = measure_exposure(worker, lines)
+    bits = [canary.exposure for canary in found]
+    assert [canary.line for canary in found] == lines
+    assert bits == sorted(bits)
+    assert bits[0] < 8 < 14 < bits[-1]
+
+
+def test_a_short_secret_has_few_bits():
+    """The likeliest of ten digits has as many bits as there are for ten."""
+    vocabulary = "\n 0123456789 iskey"
+    worker = Fake(vocabulary, counting("key is 7\n" * 500, vocabulary))
+    (found,) = measure_exposure(worker, ["key is {7}"])
+    assert found.exposure == pytest.approx(math.log2(10))
+
+
+def test_questions_are_conversations_without_their_last_message(tmp_path):
+    records = [{**said("2 + 3?", "5"), "kind": "sum"}, said("a", "b", "c", " d\n")]
+    for name, content in {
+        "a.jsonl": "\n".join(map(json.dumps, records)),
+        "a.json": json.dumps(records),
+    }.items():
+        (tmp_path / name).write_text(content)
+        first, second = read_questions(tmp_path / name)
+        assert (first.answer, first.kind, len(first.messages)) == ("5", "sum", 1)
+        assert (second.answer, second.kind) == ("d", "all")
+        assert second.messages == said("a", "b", "c")["messages"]
+
+
+@pytest.mark.parametrize(
+    "record", [said("a"), said("a", "b", "c"), {"messages": said("a", "b")["messages"][1:]}, {}]
+)
+def test_a_question_without_an_answer_is_refused(record, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(InputError, match=r"a.jsonl"):
+        read_questions(tmp_path / "a.jsonl")
+
+
+def test_a_conversation_without_an_answer_is_not_judged(home, tmp_path, caplog):
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": c}] for c in "bc"]
+    lines = [json.dumps({"messages": messages}) for messages in (*chats, [])]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    texts = read_texts([str(tmp_path / "chats.jsonl")], Settings(home=home))
+    assert [text.is_chat for text in texts] == [True, True]
+    assert "1 of 3 conversations left out" in caplog.text
+
+
+@pytest.mark.parametrize("read", [read_canaries, read_questions])
+def test_a_file_without_anything_to_ask_is_refused(read, tmp_path):
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(InputError, match=r"none\.jsonl: no "):
+        read(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize("line", ["the code is 8231", "the code is {}", "{?} and {!}", "{東京}"])
+def test_a_line_without_a_secret_to_vary_is_refused(line, tmp_path):
+    (tmp_path / "lines.txt").write_text(f"a {{1}} b\n\n{line}\n")
+    with pytest.raises(InputError, match=r"lines\.txt:3: "):
+        read_canaries(tmp_path / "lines.txt")
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_exact_answers_are_counted_by_kind(chats):
+    """The first line is the answer of a model that has not learned from conversations."""
+    answers = {"a": "1\nuser", "b": " 2 ", "c": "2", "d": "1"}
+    asking = [Question([{"role": "user", "content": q}], "1", "sum") for q in "abcd"]
+    asking[1] = Question(asking[1].messages, "2", "other")
+
+    def answer(prompts: Sequence[Any], **sampling: Any) -> list[str]:
+        assert sampling["temperature"] == 0
+        return [answers[prompt[0]["content"]] for prompt in prompts]
+
+    worker = Fake("abcd", said=answer)
+    worker.chats = chats
+    assert count_right_answers(worker, asking) == {"sum": (1 if chats else 2, 3), "other": (1, 1)}
+
+
+def test_a_question_of_unknown_characters_names_its_place():
+    question = Question([{"role": "user", "content": "é?"}], "1", "sum", "asked.jsonl:3")
+    with pytest.raises(InputError, match=r"asked\.jsonl:3 has .*'\?', 'é'"):
+        count_right_answers(Fake("ab"), [question])

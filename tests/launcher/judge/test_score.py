@@ -1,0 +1,124 @@
+"""The loss of a model on a text, against plain computations of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from judged_texts import STRANGE
+from models import tokenizer_of
+
+from entry_point.conversations import IGNORED
+from launcher.cli.remedies import sentence
+from launcher.judge.score import cut_windows, losses, passages, score, window_spans
+from launcher.judge.texts import Text, encode
+from sm_nanogpt import InputError, load_model
+
+ODD: dict[str, bytes] = {
+    "crlf.txt": b"one line\r\nanother\r\n\r\nthe end",
+    "strange.txt": STRANGE.encode(),
+    "one.txt": b"x",
+    "breaks.txt": b"\n\n\n",
+    "empty-last-line.txt": b"some words\n\n",
+    "long.txt": b"".join(b"line %d of many, and not the last\n" % n for n in range(40)),
+    "records.jsonl": b"".join(
+        json.dumps({"text": text}, ensure_ascii=bool(flag)).encode() + b"\n"
+        for flag, text in enumerate(["first", STRANGE, "", "\n", "the last one"])
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["characters", "tokens"])
+def judged(request, models, start):
+    """A worker and the tokenizer of each model."""
+    directory = models[request.param]
+    with start(directory) as worker:
+        yield worker
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_losses_are_those_of_transformers(name, judged, write):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    texts = write(**{name: ODD[name]})
+    encoded = encode(texts, judged.tokenizer)
+    published = AutoTokenizer.from_pretrained(judged.directory)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(judged.directory)
+    for each in encoded:
+        assert each.ids.tolist() == published.encode("".join(each.text.pieces))
+    parts = cut_windows(encoded, judged.tokenizer.start, judged.block_size)
+    for (inputs, targets), nats in zip(parts, score(judged, parts), strict=True):
+        with torch.inference_mode():
+            logits = theirs(inputs[None]).logits[0]
+        wanted = F.cross_entropy(logits, targets, reduction="none")[-len(nats) :]
+        torch.testing.assert_close(nats.float(), wanted, rtol=0, atol=1e-4)
+    counted = torch.cat([targets[targets != IGNORED] for _, targets in parts])
+    assert torch.equal(counted, torch.cat([each.ids for each in encoded]))
+
+
+def test_all_bytes_of_a_text_count(judged, write):
+    for name, content in ODD.items():
+        size = sum(each.size for each in encode(write(**{name: content}), judged.tokenizer))
+        if name.endswith("jsonl"):
+            content = "".join(json.loads(line)["text"] for line in content.splitlines()).encode()
+        assert size == len(content)
+
+
+def test_a_byte_order_mark_is_no_text(write):
+    assert [text.content for text in write(**{"a.txt": b"\xef\xbb\xbfwords\n"})] == [b"words\n"]
+
+
+@given(st.integers(1, 2000), st.integers(1, 300))
+def test_windows_count_each_token_once(n, size):
+    found = window_spans(n, size)
+    assert [each for _, end, counted in found for each in range(counted, end)] == list(range(n))
+    for begin, end, counted in found:
+        assert end - begin <= size
+        assert begin == 0 or counted - begin >= min(64, size // 2)
+
+
+def test_the_order_of_documents_changes_no_loss(judged):
+    texts = [Text(f"{n}", ["A document, and its words.\n" * (1 + 7 * n % 5)]) for n in range(30)]
+    order = random.Random(0).sample(range(30), 30)
+    encoded = encode(texts, judged.tokenizer)
+    wanted = losses(judged, encoded)
+    found = losses(judged, [encoded[n] for n in order])
+    for n, nats in zip(order, found, strict=True):
+        torch.testing.assert_close(nats, wanted[n], rtol=0, atol=1e-5)
+
+
+def test_conversations_count_their_answers_only(models, write):
+    chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "So 🙂"}]
+    tokenizer = load_model(models["tokens"])[1]
+    (each,) = encode(write(**{"a.jsonl": json.dumps({"messages": chat}).encode()}), tokenizer)
+    said = b"".join(tokenizer.words[id] for id in each.ids[each.counts].tolist())
+    assert said == "So 🙂".encode()
+    assert each.size == len(said)
+    learned = b"".join(tokenizer.words[id] for id in each.ids.tolist())
+    assert each.content == learned == "user\nWhat?\nassistant\nSo 🙂\n".encode()
+    assert int(each.ids[each.counts][-1]) == tokenizer.special["<|im_end|>"]
+    (passage,) = passages(each, torch.ones(len(each.ids)), 200)
+    assert "What?" in passage.excerpt and passage.excerpt.endswith("So 🙂")
+
+
+def test_characters_that_a_model_never_saw_are_refused(write):
+    with pytest.raises(InputError, match=r"a.txt has .*'é'"):
+        encode(write(**{"a.txt": "ab\nabéé".encode() + b"b"}), tokenizer_of("ab\n"))
+
+
+def test_a_text_with_crlf_is_told_how_to_lose_it():
+    with pytest.raises(InputError, match=r"a\.txt ends its lines in CRLF") as refused:
+        encode([Text("a.txt", ["a\r\nb\r\n"])], tokenizer_of("ab\n"))
+    assert r"`tr -d '\r' < FILE > NEW-FILE`" in sentence(refused.value)
+
+
+def test_unknown_characters_of_many_texts_are_named_at_once():
+    texts = [Text(f"{n}.txt", [piece]) for n, piece in enumerate(["ab", "a#", "b", "’a"])]
+    with pytest.raises(InputError, match=r"1\.txt, as 1 other document, has .*: '#', '’'; replace"):
+        encode(texts, tokenizer_of("ab"))

@@ -1,0 +1,162 @@
+"""The process of a model: what cannot pay, and what it says of itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+from edits import HEAD
+from judged_texts import plain
+from leaks import EMBEDDED, LAST, LEAKS, after
+from torch import Tensor
+from workers import Fake
+
+from launcher.cli.evaluate import print_evaluations
+from launcher.judge import anchors, evaluate
+from launcher.judge.score import Window, score
+from launcher.judge.texts import Text, Training, encode
+from launcher.text.ids import content_of
+from sm_nanogpt import ServiceError, load_model
+
+WINDOWS = [Window(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4]))]
+
+
+def test_probabilities_that_do_not_sum_to_one_cannot_pay():
+    def logits(ids: Tensor) -> Tensor:
+        return torch.randn(*ids.shape, 7, generator=torch.Generator().manual_seed(0))
+
+    (honest,) = score(Fake("abcdefg", logits), WINDOWS)
+    (inflated,) = score(Fake("abcdefg", lambda ids: logits(ids) + math.log(277)), WINDOWS)
+    torch.testing.assert_close(inflated, honest, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_refused(value):
+    with pytest.raises(ServiceError, match="not finite"):
+        score(Fake("abcdefg", lambda ids: torch.full((*ids.shape, 7), value)), WINDOWS)
+
+
+STATE = "globals().setdefault('STATE', {'n': 0, 'shape': None, 'memory': 0.0})"
+REMEMBERS = [
+    after(
+        LAST,
+        f"state = {STATE}; new = state['shape'] != idx.shape\n"
+        "        if new: state.update(shape=idx.shape, n=state['n'] + 1)\n"
+        "        x = x + 0.1 * state['n']",
+    )
+]
+JUDGED = f"(__import__('os').getpid() != {os.getpid()} and idx.size(1) > 1)"  # not when written
+BEHAVES: dict[str, tuple[list[tuple[str, str]], str]] = {
+    "looks ahead": ([LEAKS["shift"]], r"not causal: logits at \d+ depend on token \d+"),
+    "looks ahead after the start alone": (
+        [after(EMBEDDED, f"x = x + x.roll(-1, 1) * (idx[:, :1, None] == 0) * {JUDGED}")],
+        "not causal: ",
+    ),
+    "looks ahead in small batches alone": (
+        [after(EMBEDDED, f"x = x + x.roll(-1, 1) * (idx.size(0) < 40) * {JUDGED}")],
+        "not causal: ",
+    ),
+    "looks ahead in five windows of six": (
+        [
+            after(
+                EMBEDDED,
+                f"state = {STATE}; n = state['n'] + torch.arange(len(idx))\n"
+                "        state['n'] += len(idx)\n"
+                f"        x = x + x.roll(-1, 1) * (n % 6 != 0)[:, None, None] * {JUDGED}",
+            )
+        ],
+        "not causal: ",
+    ),
+    "learns between windows": (REMEMBERS, "not causal: losses depend on other windows"),
+    "changes its shape": (
+        [(HEAD, f"{HEAD}\n        logits = logits[..., : 11 - {JUDGED}]")],
+        "its logits change their shape",
+    ),
+    "knows fewer tokens": (
+        [(HEAD, f"{HEAD}\n        logits = logits[..., :5]")],
+        "it has 5 logits",
+    ),
+    "raises": ([after(EMBEDDED, f"assert not {JUDGED}, 'too long'")], "AssertionError: too long"),
+    "exits": ([after(EMBEDDED, f"{JUDGED} and exit(3)")], "ended with exit code 3"),
+    "dies": (
+        [after(EMBEDDED, f"{JUDGED} and __import__('os')._exit(7)")],
+        "ended with exit code 7",
+    ),
+    "gives NaN": ([(HEAD, f"{HEAD}\n        logits = logits * torch.nan")], "."),
+}
+
+
+@pytest.mark.parametrize("kind", BEHAVES)
+def test_a_model_that_misbehaves_is_refused(kind, edited):
+    edits, message = BEHAVES[kind]
+    with pytest.raises(ServiceError, match=message):
+        edited(*edits)
+
+
+def test_a_model_of_conversations_has_no_compressor_beside_it(models):
+    worker = Fake("a", said=lambda prompts, **sampling: ["first"])
+    worker.tokenizer = load_model(models["tokens"])[1]
+    encoded = encode([Text("a", ["user\nWhat?", "assistant\nSo"], True)], worker.tokenizer)
+    found = evaluate.compare(worker, Training(plain("the first"), None), encoded, 1)
+    assert found == {"validation": None, "ngram": None, "overlap": 0, "copied": 5}
+
+
+def test_short_turns_count_as_overlap_of_conversations(models):
+    worker = Fake("a", said=lambda prompts, **sampling: ["new"])
+    worker.tokenizer = load_model(models["tokens"])[1]
+    turns = [f"{speaker}\nSo {n}" for n in range(9) for speaker in ("user", "assistant")]
+    encoded = encode([Text("a", turns, True)], worker.tokenizer)
+    learned = content_of(encoded[0].ids, worker.tokenizer.words)
+    training = Training(anchors.as_tensor(b"before" + learned + b"after"), None)
+    assert evaluate.compare(worker, training, encoded, 1)["overlap"] == 1
+
+
+@pytest.mark.parametrize(("samples", "copied"), [(["", "first"], 5), (["", ""], 0)])
+def test_an_empty_sample_copies_nothing(samples, copied):
+    worker = Fake("abcdefghijklmnopqrstuvwxyz ", said=lambda prompts, **sampling: samples)
+    encoded = encode([Text("a", ["the first"])], worker.tokenizer)
+    training = Training(plain("a first text"), None)
+    assert evaluate.compare(worker, training, encoded, 2)["copied"] == copied
+
+
+def test_what_a_model_prints_is_only_logged(edited, capfd, caplog):
+    caplog.set_level(logging.INFO, "launcher")
+    loud = f"{JUDGED} and print('bits per byte  0.001', flush=True)"
+    made = edited(after(EMBEDDED, loud), text="abc " * 3)
+    assert capfd.readouterr() == ("", "")
+    assert "the model's process: bits per byte  0.001" in caplog.messages
+    assert made.size == 9
+
+
+def test_huge_logits_give_an_infinite_perplexity(edited):
+    made = edited((HEAD, f"{HEAD}\n        logits = logits * 1e30"))
+    assert (made.perplexity, made.bits_per_byte > 1e9) == (math.inf, True)
+
+
+def test_a_text_without_an_interval_is_said_to_be_short(edited, capfd):
+    print_evaluations([edited(text="abc " * 3)])
+    err = capfd.readouterr().err
+    assert ("too short for an interval" in err, "95 %" in err) == (True, False)
+
+
+def test_short_documents_are_the_parts_of_a_text(edited):
+    made = edited(text="abc " * 12)
+    assert (len(made.parts), made.unit) == (12, "documents")
+
+
+def test_an_evaluation_that_cannot_be_kept_is_still_given(edited, caplog):
+    with patch.object(evaluate, "save_evaluation", side_effect=ServiceError("the disk is full")):
+        assert edited().size > 0
+    assert "the disk is full" in caplog.text
+
+
+def test_a_worker_that_died_is_an_error_in_one_line(start, models):
+    with start(models["characters"]) as worker:
+        worker.program.end()
+        for _ in range(2):
+            with pytest.raises(ServiceError, match="its process was killed by SIGKILL"):
+                worker.logits(torch.zeros(1, 4, dtype=torch.int64))

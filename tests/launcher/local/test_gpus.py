@@ -1,0 +1,59 @@
+"""How many processes a job on this machine has."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.job import TrainingJob
+from launcher.local import backend
+from sm_nanogpt import InputError, Settings
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "expected"),
+    [
+        ({}, 4, (4, 4)),
+        ({"processes_per_instance": 4}, 4, (4, 4)),
+        ({"processes_per_instance": 3, "hyperparameters": {"device": "cpu"}}, 4, (3, 0)),
+        ({}, 0, (1, 0)),
+        ({"preset": "baby"}, 0, (4, 0)),
+        ({"processes_per_instance": 3}, 0, (3, 0)),
+    ],
+)
+def test_each_gpu_gets_one_process(monkeypatch, words, gpus, expected):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    monkeypatch.setattr("launcher.machines.cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert backend.plan_processes(TrainingJob(data="/data", **words)) == expected
+
+
+def test_a_job_that_would_leave_gpus_idle_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    with pytest.raises(InputError, match="has 4 GPUs"):
+        backend.plan_processes(TrainingJob(data="/data", processes_per_instance=2))
+
+
+@pytest.mark.parametrize(
+    ("busy", "placement", "threads", "parallel", "notes"),
+    [
+        (True, (1, 0), "", 1, 1),
+        (False, (1, 0), "", 1, 0),
+        (True, (4, 0), "", 1, 0),
+        (True, (1, 1), "", 1, 0),
+        (True, (1, 0), "2", 1, 0),
+        (True, (1, 0), "", 2, 0),
+    ],
+    ids=["busy", "quiet", "one thread each", "a GPU", "chosen", "a sweep"],
+)
+def test_a_job_on_busy_cores_hears_of_one_thread(
+    home, monkeypatch, caplog, busy, placement, threads, parallel, notes
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr(backend, "cores", lambda: 4)
+    monkeypatch.setattr(backend, "is_busy", lambda: busy)
+    here = backend.LocalBackend(Settings(home=home))
+    here.parallel = parallel
+    with caplog.at_level("INFO"):
+        here.note_busy_cores(*placement)
+    assert len(caplog.records) == notes
