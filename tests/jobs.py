@@ -78,3 +78,6 @@ def running(directory: Path) -> Iterator[Path]:
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield directory
+
+
+NEWER = "sm-nanogpt-20990101-000000-abcdef"

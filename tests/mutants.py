@@ -31,16 +31,16 @@ LIMIT_SECONDS = 400  # for the tests of one mutant; one that hangs counts as dea
 
 # The modules on which money, safety, resume and chats rest, and the tests that hold their rules.
 MODULES = {
-    "launcher/sagemaker/cost.py": "test_money test_prices",
-    "launcher/sagemaker/request.py": "test_request test_sagemaker_request test_job",
+    "launcher/sagemaker/cost.py": "test_cost test_money test_prices",
+    "launcher/sagemaker/request.py": "test_request test_estimator test_limits test_job",
     "launcher/groups/ledger.py": "test_groups test_sweeps test_money",
     "launcher/groups/plan.py": "test_groups test_sweeps test_money",
     "launcher/groups/run.py": "test_groups test_sweeps",
     "launcher/launching/start.py": "test_sizing test_starting",
-    "launcher/machines.py": "test_images test_cpu test_sizing test_sagemaker_request",
-    "launcher/instances.py": "test_images test_prices test_sizing test_sagemaker_request",
-    "launcher/settings.py": "test_settings test_documents test_money",
-    "launcher/job.py": "test_job test_money test_sagemaker_request",
+    "launcher/machines.py": "test_machines test_cpu test_sizing test_request",
+    "launcher/instances.py": "test_instances test_machines test_prices test_sizing",
+    "launcher/settings.py": "test_settings test_documents test_cost",
+    "launcher/job.py": "test_job test_cost test_request test_limits",
     "launcher/curve.py": "test_curves",
     "launcher/files/documents.py": "test_documents test_text_documents test_tokenizer",
     "launcher/files/local.py": "test_storage test_s3_servers",

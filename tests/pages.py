@@ -32,3 +32,10 @@ def shown_commands(page: Path) -> list[list[str]]:
     transcripts = "\n".join(blocks(page, ""))
     lines += re.findall(r"^\$ (.+)$", transcripts, re.MULTILINE)
     return [words for line in lines for words in commands(line)]
+
+
+NANOGPT, ARCHITECTURE = ROOT / "docs/from-nanogpt.md", ROOT / "docs/architecture.md"
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from launcher.sagemaker import deploy
+from launcher.sagemaker.stack import Stack
+from launcher.settings import load_settings
+
 TAGGED = "[1,mpirank:0,algo-1]<stdout>:"  # how mpirun begins a line of rank 0
 CHECKPOINT = "some/prefix/checkpoints/{}/checkpoint-00000010.safetensors"  # its key, by a job's id
 
@@ -13,3 +17,15 @@ def part(request: Any, path: str) -> Any:
     for name in path.split("."):
         request = request[int(name)] if isinstance(request, list) else request.get(name)
     return request
+
+
+LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
+REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
+OWN_ROLE = "arn:aws:iam::123456789012:role/mine"
+
+
+def deploy_stack(**words: Any) -> Stack:
+    deployment = deploy.Deployment(load_settings())
+    change_set = deployment.plan(**words)
+    assert change_set is not None
+    return deployment.execute(change_set)

@@ -8,6 +8,7 @@ import json
 
 import launching
 import pytest
+from sagemaker_jobs import LAUNCH
 from token_texts import stories
 
 from launcher.text.files import FileOptions, find_files
@@ -41,3 +42,16 @@ def tokenizer(documents):
 def document(tokenizer):
     """A tokenizer.json, to be changed."""
     return copy.deepcopy(tokenizer.document)
+
+
+@pytest.fixture
+def rehearse(home, cli, text_file):
+    """A dry run, in an environment without credentials or network."""
+    place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
+    return lambda *words: cli(*place, *LAUNCH, "--data", str(text_file), "--dry-run", *words)
+
+
+@pytest.fixture
+def dry(rehearse):
+    """The request that a dry run shows."""
+    return lambda *words: json.loads(rehearse(*words).good.out)

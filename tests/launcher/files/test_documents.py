@@ -6,7 +6,6 @@ Hypothesis puts hostile values in place of each part of a good document.
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import json
 import os
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,13 +26,10 @@ from entry_point.checkpoint import Checkpoints, sha256_of, write_safetensors
 from entry_point.errors import TrainingError
 from entry_point.files import check_size, open_file
 from entry_point.huggingface import write_sums
-from launcher.cli.evaluate import print_documents
 from launcher.cli.jobs import print_jobs
-from launcher.cli.models import converse
 from launcher.cli.show import shown
 from launcher.files.documents import MAX_BYTES, parse, read_toml
 from launcher.job import TrainingJob
-from launcher.judge.evaluation import Passage
 from launcher.launching.texts import check_texts
 from launcher.local.backend import LocalBackend
 from launcher.models.load import export_checkpoint, own_model, read_checkpoint
@@ -386,74 +381,3 @@ def test_a_message_is_short_and_printable():
     long = shown("x" * 9000 + "; do this")
     assert len(long) < 1100
     assert long.endswith("x; do this")
-
-
-def test_an_error_shows_no_control_characters(cli):
-    ran = cli(
-        "--region",
-        "\x1b[2J\u202e" + "y" * 9000,
-        "launch",
-        "--instance",
-        "ml.g5.xlarge",
-        "--dry-run",
-    )
-    assert ran.code == 2
-    assert "\x1b" not in ran.err
-    assert "\u202e" not in ran.err
-    assert len(ran.error) < 1100
-
-
-HOSTILE = "\x1b]0;a title\x07\x1b[2K\u202eblue\ttab\n"
-HARMLESS = r"\x1b]0;a title\x07\x1b[2K\u202eblue" + "\ttab\n"
-
-
-both = pytest.mark.parametrize("stdout", ["terminal", "pipe"])
-
-
-def arrives(stdout: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make stdout lead there. Returns what arrives of HOSTILE."""
-    is_terminal = stdout == "terminal"
-    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
-    return HARMLESS if is_terminal else HOSTILE
-
-
-@both
-def test_a_log_reaches_a_terminal_escaped(job, cli, stdout, monkeypatch):
-    (job.directory / "logs/job.log").write_bytes(HOSTILE.encode())
-    text = arrives(stdout, monkeypatch)
-    assert cli("logs", job.job_id).good.out == text
-
-
-@both
-def test_a_sample_reaches_a_terminal_escaped(job, cli, stdout, monkeypatch):
-    pieces = [[piece, piece] for piece in HOSTILE]
-    monkeypatch.setattr("launcher.models.sample.stream_samples", lambda *_, **__: pieces)
-    text = arrives(stdout, monkeypatch)
-    ran = cli("fetch-and-sample", job.job_id, "--num-samples", "2").good
-    assert ran.out == f"{text}\n---\n{text}\n"
-
-
-@both
-def test_a_chat_reaches_a_terminal_escaped(capsys, stdout, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
-    text = arrives(stdout, monkeypatch)
-    converse(lambda line, n: (piece for piece in HOSTILE))
-    assert capsys.readouterr().out == f"{text}\n"
-
-
-@both
-def test_a_try_is_shown_escaped(cli, stdout, monkeypatch):
-    files = {"base": {}, "folder": {"config.py": HOSTILE.encode()}}
-    search = Mock()
-    search.ledger.of.return_value = [{"base": "base", "folder": "folder"}]
-    search.source = lambda key: Mock(files=files[key])
-    monkeypatch.setattr("launcher.cli.search.opened", lambda name: search)
-    arrives(stdout, monkeypatch)
-    assert f"+{HARMLESS}" in cli("try", "show", "1", "--group", "plays").good.out
-
-
-@both
-def test_names_of_documents_reach_a_terminal_escaped(capsys, stdout, monkeypatch):
-    text = arrives(stdout, monkeypatch)
-    print_documents([Mock(model="a", documents=[Passage(HOSTILE, 1.0, 2, 3)])])
-    assert text.rstrip("\n") in capsys.readouterr().out

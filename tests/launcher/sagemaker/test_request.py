@@ -1,93 +1,254 @@
-"""The CreateTrainingJob request: the SDK's, and the equal one that is made without it."""
+"""The request for a job on SageMaker: dry runs, refusals before anything is sent, and the SDK."""
 
-import sys
+from __future__ import annotations
 
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import boto3
 import pytest
-from hypothesis import Phase, assume, given, settings
-from hypothesis import strategies as st
+from sagemaker_jobs import LAUNCH, REGISTRY, part
 
-from launcher.job import TrainingJob
-from launcher.sagemaker import estimator
+from entry_point import config
+from entry_point.metrics import metric_definitions
+from launcher import source
+from launcher.launching.launch import prepare
+from launcher.machines import DEFAULT_VERSION, find_image
 from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.request import Placement, create_request
-from sm_nanogpt import InputError, Settings
-
-JOB_ID = "sm-nanogpt-20261125-120000-abcd"
-KEY = "arn:aws:kms:us-east-1:111122223333:key/1"
-IMAGES = ("pytorch-training:2.10.0-gpu-py313", "pytorch:2.13-cu133-amzn2023-sagemaker")
-
-jobs = st.fixed_dictionaries(
-    {
-        "instance": st.sampled_from(
-            ["ml.g5.12xlarge", "ml.m5.xlarge", "ml.g5.xlarge,ml.g6.xlarge"]
-        ),
-        "data": st.sampled_from(["s3://bucket/data/text", "s3://bucket/data/text.txt"]),
-        "launcher": st.sampled_from(["pytorchddp", "torchrun"]),
-    },
-    optional={
-        "instance_count": st.integers(1, 8),
-        "validation": st.just("s3://bucket/data/validation"),
-        "init_from": st.just("s3://bucket/models/one"),
-        "input_mode": st.sampled_from(["File", "FastFile"]),
-        "spot": st.booleans(),
-        "max_run": st.integers(60, 400_000),
-        "max_wait": st.integers(400_000, 900_000),
-        "keep_alive": st.integers(1, 3600),
-        "volume_size": st.integers(1, 16_384),
-        "environment": st.sampled_from([{"A": "b c"}, {"NCCL_DEBUG": "INFO"}]),
-        "tags": st.just({"team": "one", "cost": "é"}),
-        "subnets": st.just(("subnet-1", "subnet-2")),
-        "security_group_ids": st.just(("sg-1",)),
-        "network_isolation": st.booleans(),
-        "encrypt_traffic": st.booleans(),
-    },
-)
-placements = st.builds(
-    Placement,
-    region=st.just("us-east-1"),
-    owner=st.sampled_from(["root", "role/é@x"]),
-    role=st.just("arn:aws:iam::111122223333:role/one"),
-    image_uri=st.sampled_from(IMAGES).map("763104351884.dkr.ecr.us-east-1.amazonaws.com/{}".format),
-    store=st.just("s3://bucket/prefix"),
-    hyperparameters=st.dictionaries(
-        st.sampled_from(["max_steps", "preset", "learning_rate", "tie_embeddings"]),
-        st.sampled_from([True, 7, 0.5, "quick", "1e-3", 'a "quoted" é']),
-    ),
-    kms_key=st.sampled_from([None, KEY]),
-    volume_kms_key=st.sampled_from([None, KEY]),
-)
-
-PLACEMENT = Placement(
-    "us-east-1", "root", "arn:aws:iam::111122223333:role/one", "image:1", "s3://b/p", {}, None, None
-)
+from launcher.settings import load_settings
+from launcher.source import Source
+from launcher.text import corpus
+from launcher.tracking import TrackedJob
+from sm_nanogpt import Request, Settings
 
 
-@given(values=jobs, placement=placements)
-@settings(max_examples=40, derandomize=True, database=None, phases=[Phase.generate])
-def test_without_the_sdk_the_request_is_the_same(values, placement):
-    try:
-        job = TrainingJob(**values)
-    except InputError:
-        assume(False)
-    expected = estimator.create_request(JOB_ID, job, placement)
-    assert create_request(JOB_ID, job, placement) == expected
+def uri(version: str, gpu: bool = True) -> str:
+    return f"{REGISTRY}/{find_image(version).name(gpu)}"
 
 
-@pytest.mark.parametrize("lacking", ["sagemaker", "sagemaker.pytorch"])  # which version 3 lacks
-def test_without_a_whole_version_2_the_sdk_is_not_used(lacking, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, lacking, None)
-    backend = SageMakerBackend(Settings(home=tmp_path, region="us-east-1"))
-    job = TrainingJob(instance="ml.g5.xlarge", data="s3://bucket/data/text")
-    assert backend.request(JOB_ID, job, PLACEMENT) == create_request(JOB_ID, job, PLACEMENT)
+def test_a_dry_run_shows_the_request_without_credentials(dry):
+    request = dry()
+    assert json.loads(request["HyperParameters"]["n_embd"]) == 384  # a GPU gets the baby preset
+    assert part(request, IMAGE) == uri(DEFAULT_VERSION)
+    assert request["AlgorithmSpecification"]["MetricDefinitions"] == metric_definitions()
+    # S3 knows no directories: without the slash, GROUP-1 would begin GROUP-10.
+    place = f"s3://bucket/some/prefix/checkpoints/{request['TrainingJobName']}/"
+    assert request["CheckpointConfig"]["S3Uri"] == place
+    assert request["ProfilerConfig"] == {"DisableProfiler": True}
+    assert "DebugHookConfig" not in request
+    assert "ROLE-NOT-KNOWN-YET" in request["RoleArn"]
+    places = re.findall(r"s3://[^\"\\]+", json.dumps(request))
+    assert len(places) == 4  # data, source, checkpoints, output
+    assert all(place.startswith("s3://bucket/some/prefix/") for place in places), places
+    assert re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", request["TrainingJobName"])
 
 
-@pytest.mark.usefixtures("cloud")
-def test_nothing_is_sent_if_the_sdk_would_send_another_request(
-    cloud, s3, cli, text_file, monkeypatch
-):
-    other = {"TrainingJobName": "another", "StoppingCondition": {"MaxRuntimeInSeconds": 86_400}}
-    monkeypatch.setattr(estimator, "create_request", lambda *_: other)
-    words = ("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file))
-    assert cli(*words).failed(1, "StoppingCondition", "nothing was sent", "constraints.txt")
+def test_a_dry_run_shows_the_request_that_a_launch_sends(cloud, cli, text_file):
+    words = (*LAUNCH, "--data", str(text_file), "--instance-count", "2", "--spot")
+    shown = json.loads(cli(*words, "--dry-run").out)
     assert not cloud.calls
-    assert not s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]
+    assert cli(*words).code == 0
+    ((operation, sent),) = cloud.calls
+    assert operation == "CreateTrainingJob"
+    one, other = (
+        re.sub(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}", "JOB", json.dumps(request, sort_keys=True))
+        for request in (sent, shown)
+    )
+    assert one == other.replace("OWNER-NOT-KNOWN-YET", "root")
+
+
+@pytest.mark.parametrize("words", ["", "--preset auto", "--sweep learning_rate=0.01,0.02"])
+def test_a_dry_run_reads_and_makes_each_thing_once(rehearse, monkeypatch, words):
+    done: list[str] = []
+
+    def counted(place: Any, name: str, what: Callable[..., object]) -> None:
+        original = getattr(place, name)
+
+        def count(*given: Any, **named: Any) -> Any:
+            done.append(f"{name} {what(*given, **named)}")
+            return original(*given, **named)
+
+        monkeypatch.setattr(place, name, count)
+
+    counted(source, "read_file", lambda path, *_: path)
+    counted(boto3.Session, "__init__", lambda *_, **__: "")
+    counted(config, "make_config", lambda *given: given)
+    counted(corpus, "survey_upload", lambda name, *_: name)
+    Source.packaged.cache_clear()
+    assert rehearse(*words.split()).code == 0
+    assert Counter(done).most_common(1)[0][1] == 1, Counter(done)
+    assert {each.split()[0] for each in done} == {
+        "read_file",
+        "__init__",
+        "make_config",
+        "survey_upload",
+    }
+
+
+NETWORK = {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
+TAGS = {
+    "sm-nanogpt": "job",
+    "sm-nanogpt-owner": "OWNER-NOT-KNOWN-YET",
+    "sm-nanogpt-summary": "baby",
+    "team": "a",
+}
+FIVE = [f"ml.g5.{size}" for size in ("16xlarge", "8xlarge", "4xlarge", "2xlarge", "xlarge")]
+SEVERAL = f"--instance '{', '.join(FIVE)}'"
+PREFERENCES = [{"InstanceType": name} for name in FIVE]
+DEVICE = "HyperParameters.device"
+BY_MPI = "HyperParameters.sagemaker_distributed_dataparallel_enabled"
+BY_TORCHRUN = "HyperParameters.sagemaker_torch_distributed_enabled"
+MPI = "HyperParameters.sagemaker_distributed_dataparallel_custom_mpi_options"
+# The toolkit would take it for the type that was chosen.
+TOOLKITS_TYPE = "HyperParameters.sagemaker_instance_type"
+IMAGE = "AlgorithmSpecification.TrainingImage"
+KEY, VOLUME_KEY = "OutputDataConfig.KmsKeyId", "ResourceConfig.VolumeKmsKeyId"
+RUNTIME, WAIT, PENDING = (
+    f"StoppingCondition.Max{name}InSeconds" for name in ("Runtime", "WaitTime", "PendingTime")
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", {PENDING: 86_400, BY_MPI: "true", MPI: '"--NCCL_DEBUG WARN"'}),
+        (
+            "--environment NCCL_DEBUG=INFO --environment A=b=c",
+            {MPI: '"--NCCL_DEBUG INFO"', "Environment.A": "b=c"},
+        ),
+        ("--pytorch-version 2.8.0", {IMAGE: uri("2.8"), BY_MPI: "true", BY_TORCHRUN: None}),
+        ("--pytorch-version 2.13.0", {IMAGE: uri("2.13"), BY_MPI: "true", BY_TORCHRUN: None}),
+        ("--pytorch-version 2.13.0 --launcher torchrun", {BY_MPI: None, BY_TORCHRUN: "true"}),
+        ("--launcher torchrun", {BY_MPI: None, BY_TORCHRUN: "true"}),
+        ("--preset quick --set device=cpu", {DEVICE: '"cpu"'}),
+        ("--preset quick --instance ml.m5.large", {DEVICE: '"cpu"'}),
+        ("--instance ml.m5.large", {IMAGE: uri(DEFAULT_VERSION, gpu=False), PENDING: None}),
+        ("--instance ml.g6f.xlarge", {IMAGE: uri(DEFAULT_VERSION)}),  # unknown to boto3
+        ("--image-uri mine:1 --max-run 3600", {IMAGE: "mine:1", RUNTIME: 3600}),
+        ("--spot --max-run 60", {"EnableManagedSpotTraining": True, WAIT: 120, PENDING: None}),
+        ("--spot --max-run 2419200", {WAIT: 2_419_200}),
+        ("--instance ml.m5.xlarge --volume-size 99", {"ResourceConfig.VolumeSizeInGB": 99}),
+        ("--kms-key key", {KEY: "key", VOLUME_KEY: None}),  # AWS refuses it for local disks
+        ("--kms-key key --instance ml.g5.12xlarge,ml.g6.12xlarge", {VOLUME_KEY: None}),
+        ("--kms-key key --instance ml.m5.xlarge,ml.c5.xlarge", {VOLUME_KEY: "key"}),
+        ("--kms-key key --instance ml.p3.8xlarge --pytorch-version 2.8.0", {VOLUME_KEY: "key"}),
+        (
+            "--keep-alive 600 --input-mode FastFile --network-isolation --encrypt-traffic"
+            " --subnet subnet-1 --security-group sg-1 --tag team=a",
+            {
+                "ResourceConfig.KeepAlivePeriodInSeconds": 600,
+                "InputDataConfig.0.InputMode": "FastFile",
+                "EnableNetworkIsolation": True,
+                "EnableInterContainerTrafficEncryption": True,
+                "VpcConfig": NETWORK,
+                "Tags": [{"Key": name, "Value": TAGS[name]} for name in TAGS],
+            },
+        ),
+        (
+            SEVERAL,
+            {
+                "ResourceConfig.InstancePreferences": PREFERENCES,
+                "ResourceConfig.InstanceType": None,
+                "ResourceConfig.InstanceCount": 1,
+                TOOLKITS_TYPE: None,
+                "HyperParameters.n_embd": "384",
+                IMAGE: uri(DEFAULT_VERSION),
+            },
+        ),
+        (f"{SEVERAL} --launcher torchrun", {TOOLKITS_TYPE: None}),
+    ],
+)
+def test_each_option_is_in_the_request(dry, words, expected):
+    request = dry(*shlex.split(words))
+    assert {path: part(request, path) for path in expected} == expected
+
+
+def test_a_launch_warns_of_a_type_that_boto3_does_not_know(rehearse):
+    note = "boto3 knows no training instance ml."
+    noted = [note in rehearse("--instance", f"ml.{n}").err for n in ("g6f.xlarge", "p5.4xlarge")]
+    assert noted == [True, False]
+
+
+def test_either_region_variable_of_aws_sets_the_region(home, cli, text_file, monkeypatch):
+    words = ("--store", "s3://bucket/x", *LAUNCH, "--data", str(text_file), "--dry-run")
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        with monkeypatch.context() as context:
+            context.setenv(name, "eu-west-1")
+            assert ".eu-west-1." in cli(*words).out
+
+
+def facts(request: Any) -> tuple[Any, ...]:
+    """Network, isolation, encrypted traffic, and tags but our own."""
+    tags = {tag["Key"]: tag["Value"] for tag in request["Tags"]}
+    tags = {name: value for name, value in tags.items() if not name.startswith("sm-nanogpt")}
+    names = ("EnableNetworkIsolation", "EnableInterContainerTrafficEncryption")
+    return request["VpcConfig"], *(bool(request.get(name)) for name in names), tags
+
+
+def test_options_override_what_the_configuration_prescribes(
+    home, rehearse, dry, text_file, monkeypatch
+):
+    home.mkdir()
+    (home / "config.toml").write_text("""\
+subnets = ["subnet-1"]
+security_group_ids = ["sg-1"]
+network_isolation = true
+encrypt_traffic = true
+tags = {team = "a", cost-center = "7"}
+""")
+    ran = rehearse()
+    assert "configured: encrypt_traffic, network_isolation, security_group_ids, " in ran.err
+    assert facts(json.loads(ran.out)) == (NETWORK, True, True, {"team": "a", "cost-center": "7"})
+    own = "--subnet subnet-2 --security-group sg-2 --no-encrypt-traffic --no-network-isolation"
+    request = dry(*own.split(), "--tag", "team=b")
+    other = {"Subnets": ["subnet-2"], "SecurityGroupIds": ["sg-2"]}
+    assert facts(request) == (other, False, False, {"team": "b", "cost-center": "7"})
+    local = prepare(Request(instance="local", data=str(text_file)), load_settings(), TrackedJob).job
+    assert not local.network_isolation
+    monkeypatch.setenv("SM_NANOGPT_SUBNETS", '["subnet-3"]')
+    assert dry()["VpcConfig"]["Subnets"] == ["subnet-3"]
+    monkeypatch.setenv("SM_NANOGPT_SUBNETS", "subnet-3")
+    assert rehearse().error.startswith("SM_NANOGPT_SUBNETS: must be JSON")
+
+
+@pytest.mark.parametrize(
+    ("config", "fact"),
+    [
+        ('subnets = ["subnet-1"]', "subnets and security groups need each other"),
+        ('subnets = "subnet-1"', "subnets='subnet-1' (SM_NANOGPT_SUBNETS, "),
+        ("tags = {sm-nanogpt = 'x'}", "from the settings: tags=sm-nanogpt: "),
+    ],
+)
+def test_an_invalid_prescribed_value_names_its_source(home, rehearse, config, fact):
+    home.mkdir()
+    (home / "config.toml").write_text(config)
+    assert rehearse().failed(2, fact)
+
+
+def test_a_missing_region_role_or_store_names_the_option(cloud, cli, text_file, monkeypatch):
+    words = (*LAUNCH, "--data", str(text_file))
+    monkeypatch.delenv("SM_NANOGPT_ROLE")
+    assert "--role" in cli(*words).error
+    assert "ARN" in cli("--role", "mine", *words).error
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    assert "--region" in cli(*words).error
+    monkeypatch.delenv("SM_NANOGPT_STORE")
+    assert "--store" in cli("--region", "us-east-1", *words, "--dry-run").error
+
+
+@pytest.mark.parametrize(
+    ("region", "host"),
+    [
+        ("eu-west-1", "https://eu-west-1.console.aws.amazon.com/"),
+        ("us-gov-west-1", "https://us-gov-west-1.console.amazonaws-us-gov.com/"),
+        ("cn-north-1", "https://cn-north-1.console.amazonaws.cn/"),
+        ("us-iso-east-1", None),
+    ],
+)
+def test_the_console_link_matches_the_partition(home, region, host):
+    link = SageMakerBackend(Settings(home=home, region=region)).console_link("job")
+    assert link == (host and f"{host}sagemaker/home?region={region}#/jobs/job")

@@ -7,28 +7,21 @@ import json
 import re
 import shutil
 import tarfile
-from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import Mock
 
-import launching
 import pytest
 from access import ACCOUNT
-from sagemaker_jobs import TAGGED
+from sagemaker_jobs import LAUNCH
 
-from launcher.cli.remedies import reason_of
-from launcher.files import storage
 from launcher.files.storage import local_path
 from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.description import describe_job, is_our_job
-from launcher.sagemaker.logs import lines_of
+from launcher.sagemaker.description import is_our_job
 from launcher.settings import load_settings
 from launcher.source import Source
 from launcher.text.channels import find_channel
-from sm_nanogpt import JobDescription, jobs
+from sm_nanogpt import jobs
 
-LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
-TWO = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge")
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/training"
 
 
@@ -189,99 +182,6 @@ def test_stop_waits_and_names_the_checkpoint(cloud, s3, cli, launch):
     assert cli("stop", job_id).failed(1, "already ended: Stopped")
 
 
-def test_a_failed_job_shows_its_reason_and_its_last_lines(cloud, cli, text_file):
-    log = [(0.1, "algo-1", f"{TAGGED}one"), (0.2, "algo-1", f"{TAGGED}DataError: no text")]
-    reason = "AlgorithmError: DataError: no text [Exception]"
-    cloud.sagemaker.next_script = {"reason": reason, "log": log}
-    ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
-    assert ran.code == 1
-    assert "one" in ran.err.splitlines()
-    assert "failed: DataError: no text;" in ran.error
-    told = cli("status", ran.out.strip()).out
-    assert "state:       Failed" in told
-    assert told.endswith("  one\n  DataError: no text\n")
-
-
-def described(**values: Any) -> JobDescription:
-    """A failed job, as SageMaker describes it, with other values."""
-    raw = {"TrainingJobName": "id", "CreationTime": datetime.now(UTC), "ResourceConfig": {}}
-    return describe_job({**raw, "TrainingJobStatus": "Failed", **values}, None)
-
-
-def wrapped(said: str) -> str:
-    """What the toolkit makes of an error."""
-    return f"AlgorithmError: ExecuteUserScriptError:\nExitCode 1\n{said}\nCommand, exit code: 1"
-
-
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        (wrapped('ErrorMessage "DataError: no text [Exception]\n ----"'), "DataError: no text"),
-        (wrapped('ErrorMessage "DataError: no text"'), "DataError: no text"),
-        (wrapped('ErrorMessage "TrainingError: CUDA [RuntimeError]"'), "TrainingError: CUDA"),
-        (wrapped('ErrorMessage "----\n"\nExtraInfo "OutOfMemory: killed"'), "OutOfMemory: killed"),
-        (wrapped('ErrorMessage ""'), " ".join(wrapped('ErrorMessage ""').split())),
-        # What train.py leaves.
-        ("AlgorithmError: DataError: no text [Exception], exit code: 1", "DataError: no text"),
-        ("AlgorithmError: OSError: no disk, exit code: 1", "OSError: no disk"),
-    ],
-)
-def test_a_job_reports_the_scripts_own_failure(said, reason):
-    assert described(FailureReason=said).failure_reason == reason
-
-
-def test_an_interruption_is_a_reason_once_the_job_has_ended():
-    for state, second, told in (
-        ("InProgress", "Interrupted", None),
-        ("Stopped", "MaxWaitTimeExceeded", "reclaimed"),
-    ):
-        values = {"TrainingJobStatus": state, "SecondaryStatus": second}
-        assert described(**values, FailureReason="reclaimed").failure_reason == told
-
-
-@pytest.mark.parametrize(
-    ("instance", "remedy"), [("ml.m5.xlarge", "--volume-size"), ("ml.g5.12xlarge", "--instance")]
-)
-def test_advice_about_a_full_disk_depends_on_the_instance(instance, remedy):
-    full = "TrainingError: No space left on device"
-    job = described(FailureReason=full, ResourceConfig={"InstanceType": instance})
-    assert re.findall(r"--[\w-]+", reason_of(job) or "") == [remedy]
-
-
-def test_status_shows_all_types_until_one_is_chosen(cloud, cli, launch):
-    cloud.sagemaker.exhausted = {"ml.g5.12xlarge", "ml.g6.12xlarge"}
-    job_id = launch(*TWO)
-    launching.until(lambda: cloud.sagemaker.jobs[job_id].secondary == "Pending")
-    waiting = cli("status", job_id)
-    assert "state:       InProgress (Pending)\n" in waiting.out
-    assert "instance:    ml.g5.12xlarge,ml.g6.12xlarge\n" in waiting.out
-    assert "message:     Insufficient capacity error" in waiting.out
-    assert ("cost:" in waiting.out, "is not known" in waiting.err) == (False, False)
-    assert "ml.g5.12xlarge,ml.g6.12xlarge" in cli("jobs").out
-    cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
-    assert cli("wait", job_id).code == 0
-    assert "instance:    ml.g6.12xlarge\n" in cli("status", job_id).out
-    assert [job["instance"] for job in json.loads(cli("jobs", "--json").out)] == ["ml.g6.12xlarge"]
-
-
-@pytest.mark.parametrize("words", ["wait {}", "logs {} --follow"])
-def test_a_pending_job_says_why_and_ends_after_a_day(cloud, cli, launch, monkeypatch, words):
-    describe, looks = cloud.sagemaker.DescribeTrainingJob, iter(range(1000))
-
-    def described(body: dict[str, Any]) -> Any:
-        if next(looks) == 4:
-            cloud.sagemaker.rate = 1e9  # the day is over
-        return describe(body)
-
-    monkeypatch.setattr(cloud.sagemaker, "DescribeTrainingJob", described)
-    cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
-    job_id = launch()
-    ran = cli(*words.format(job_id).split())
-    assert ran.err.count(f"job {job_id} is InProgress (Pending): Insufficient capacity error") == 1
-    assert cli("wait", job_id).failed(1, "--instance TYPE,TYPE")
-    assert "reason:      CapacityError: " in cli("status", job_id).out
-
-
 def test_a_job_waiting_for_capacity_can_be_stopped(cloud, cli, launch):
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
     job_id = launch()
@@ -346,93 +246,6 @@ def test_a_job_launched_by_another_tool_is_left_alone(cloud, cli, launch):
     for command in ("stop", "status", "logs", "fetch-and-sample"):
         assert cli(command, "prod-xgb").failed(1, "sm-nanogpt did not launch")
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
-
-
-def test_logs_of_all_hosts_are_merged_by_time_until_the_end(cli, launch):
-    # The first ten are there when one begins to look; the others come meanwhile, so that hosts may
-    # be asked before and after a line.
-    times = [*(0.01 * i - 2 for i in range(10)), *(0.1 * i for i in range(10))]
-    lines = [(at, f"algo-{1 + i % 2}", f"line {i}") for i, at in enumerate(times)]
-    job_id = launch("--instance-count", "2", log=lines)
-    ran = cli("logs", job_id, "--follow", "--raw").good
-    said, told = [f"{host}: {line}" for _, host, line in lines], ran.out.splitlines()
-    assert told[:10] == said[:10]
-    assert sorted(told) == sorted(said)
-    for host in ("algo-1", "algo-2"):  # each in its order
-        own = [line for line in said if line.startswith(host)]
-        assert [line for line in told if line.startswith(host)] == own
-    assert cli("logs", job_id, "--raw").out.splitlines() == said
-
-
-CHATTER = "2026-11-23 05:54:51,090 sagemaker-training-toolkit "
-ENVIRONMENT = ["SM_HOSTS=[...]", "Invoking script with the following command:", "", "mpirun"]
-PRELOAD = "ERROR: ld.so: object '/libchangehostname.so' from LD_PRELOAD cannot be preloaded (no)"
-
-
-def test_logs_show_only_the_lines_of_the_script():
-    events = [
-        (0, "algo-1-1", f"{CHATTER}INFO     Imported framework"),
-        (0, "algo-2-1", "bash: no job control in this shell"),
-        *((0, "algo-1-1", line) for line in ENVIRONMENT),
-        (0, "algo-1-1", f"{TAGGED}step=1/2 train_loss=1.0"),
-        (0, "algo-1-1", "[1,mpirank:3,algo-2]<stderr>:OutOfMemory: too much"),
-        (0, "algo-1-1", f"{TAGGED}{PRELOAD}"),
-        (0, "algo-1-1", "mpirun noticed that process rank 3 exited"),
-        (0, "algo-2-1", f"{CHATTER}INFO     Orted process exited"),
-        (0, "algo-1-1", f"{CHATTER}ERROR    Reporting training FAILURE"),
-    ]
-    assert list(lines_of(events)) == [
-        "step=1/2 train_loss=1.0",
-        "algo-2: OutOfMemory: too much",
-        "mpirun noticed that process rank 3 exited",
-        f"{CHATTER}ERROR    Reporting training FAILURE",
-    ]
-
-
-def test_logs_find_the_lines_of_each_start_under_torchrun():
-    """A spot job that starts again has new streams, which the toolkit begins anew."""
-    events = []
-    for start in ("17", "18"):
-        one, two = f"algo-1-{start}", f"algo-2-{start}"
-        events += [(0, stream, line) for stream in (one, two) for line in ENVIRONMENT]
-        events += [(0, one, f"step={start}/20"), (0, two, "a warning"), (0, two, PRELOAD)]
-        events += [(0, one, f"{CHATTER}INFO     Done")]
-    warned = "algo-2: a warning"
-    assert list(lines_of(events)) == ["step=17/20", warned, "step=18/20", warned]
-
-
-def log_of(tags: list[str], steps: int) -> list[tuple[float, str, str]]:
-    """The log of two hosts: time, host, line. There is a tag for each host that runs the script."""
-    first = [f"{CHATTER}INFO     Imported framework", *ENVIRONMENT, ""]
-    lines = [(f"algo-{1 + i}", line) for line in first for i in range(len(tags))]
-    at = [i % len(tags) for i in range(steps)]
-    lines += [(f"algo-{1 + each}", f"{tags[each]}step={i}") for i, each in enumerate(at)]
-    lines += [("algo-1", f"{CHATTER}ERROR    Reporting training FAILURE"), ("algo-2", "ended")]
-    return [(i / 100 - 10, host, line) for i, (host, line) in enumerate(lines)]
-
-
-@pytest.mark.parametrize("tags", [["", ""], [TAGGED]], ids=["torchrun", "mpirun"])
-def test_the_tail_of_a_log_is_the_end_of_all_its_lines(cloud, cli, launch, tags):
-    job_id = launch("--instance-count", "2", log=log_of(tags, 10))
-    for raw in ((), ("--raw",)):
-        lines = cli("logs", job_id, *raw).good.out.splitlines()
-        assert len(lines) > 10
-        for tail in (0, 1, 4, 9, 11, 99):
-            ran = cli("logs", job_id, *raw, "--tail", str(tail)).good
-            assert ran.out.splitlines() == lines[len(lines) - min(tail, len(lines)) :]
-
-
-@pytest.mark.parametrize("tags", [["", ""], [TAGGED]], ids=["torchrun", "mpirun"])
-def test_the_end_of_a_long_log_is_not_read_from_its_head(cloud, cli, launch, tags):
-    job_id = launch("--instance-count", "2", log=log_of(tags, 300), reason="it broke")
-    cli("wait", job_id)
-    checkpoints = cloud.sagemaker.jobs[job_id].request["CheckpointConfig"]["S3Uri"]
-    storage.write_bytes(f"{checkpoints}metrics-00000001.jsonl", b'{"step": 1}\n')
-    for words in (("logs", job_id, "--tail", "3"), ("status", job_id)):
-        cloud.calls.clear()
-        assert "step=299" in cli(*words).good.out
-        asked = [operation for operation, _ in cloud.calls if operation == "GetLogEvents"]
-        assert len(asked) < 40  # of a hundred pages
 
 
 def test_ctrl_c_leaves_a_job_on_sagemaker_running(cloud, submit, monkeypatch):

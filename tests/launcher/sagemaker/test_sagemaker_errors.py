@@ -19,6 +19,7 @@ from botocore.httpsession import URLLib3Session
 from botocore.utils import generate_login_cache_key
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from sagemaker_jobs import LAUNCH
 
 from launcher.aws import Unreachable, service_error, service_errors
 from launcher.cli.remedies import sentence
@@ -27,8 +28,6 @@ from launcher.sagemaker.caller import remembered
 from launcher.settings import load_settings
 from launcher.tracking import TrackedJob
 from sm_nanogpt import InputError, Request, ServiceError, Settings, prepare
-
-LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 
 
 def answer(code: str, message: str = "no") -> ClientError:

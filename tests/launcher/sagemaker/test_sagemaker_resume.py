@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import launching
 import pytest
 from access import Refusal
-from sagemaker_jobs import CHECKPOINT, part
+from sagemaker_jobs import CHECKPOINT, LAUNCH, part
 
 from launcher.files import storage
 from launcher.machines import find_image
@@ -18,7 +18,6 @@ from launcher.sagemaker.request import source_archive
 from launcher.source import Source
 from sm_nanogpt import InputError, Request, launch
 
-LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 TWO = "--instance ml.g5.12xlarge,ml.g6.12xlarge"
 OLD_IMAGE = f"763104351884.dkr.ecr.us-east-1.amazonaws.com/{find_image('2.8').name(gpu=True)}"
 

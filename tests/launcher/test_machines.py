@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.machines import (
-    DEFAULT_VERSION,
-    IMAGES,
-    default_launcher,
-    find_image,
-    problem,
-)
+from launcher import machines
+from launcher.machines import DEFAULT_VERSION, IMAGES, default_launcher, find_image, problem
 from sm_nanogpt import InputError
 
 G5 = "ml.g5.12xlarge"
-REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
 
 
 @pytest.mark.parametrize(
@@ -67,3 +61,19 @@ def test_torchrun_is_the_default_where_pytorchddp_is_refused():
         assert (problem(uri, image, f"ml.{size}", "pytorchddp") is None) == (
             launcher == "pytorchddp"
         )
+
+
+@pytest.mark.parametrize(
+    ("region", "registry"),
+    [
+        ("us-east-1", "763104351884.dkr.ecr.us-east-1.amazonaws.com"),
+        ("ap-southeast-7", "590183813437.dkr.ecr.ap-southeast-7.amazonaws.com"),
+        ("cn-north-1", "727897471807.dkr.ecr.cn-north-1.amazonaws.com.cn"),
+    ],
+)
+def test_images_come_from_the_registry_of_the_region(region, registry):
+    for image in IMAGES:
+        uri = machines.training_image(region, image.version, True)
+        assert uri == f"{registry}/{image.name(gpu=True)}"
+    with pytest.raises(InputError, match="known in eu-nowhere-1"):
+        machines.training_image("eu-nowhere-1", DEFAULT_VERSION, True)

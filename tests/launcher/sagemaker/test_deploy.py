@@ -1,4 +1,4 @@
-"""The stack: deployed, found by the other commands, destroyed; and what the template says."""
+"""The stack: deployed, shown, and destroyed."""
 
 from __future__ import annotations
 
@@ -11,43 +11,11 @@ from unittest.mock import Mock
 import boto3
 import click
 import pytest
+from sagemaker_jobs import LAUNCH, OWN_ROLE
 
-from launcher.errors import ServiceError
 from launcher.sagemaker import deploy
-from launcher.sagemaker.stack import DESCRIPTION, Stack, remembered, with_stack
+from launcher.sagemaker.stack import remembered
 from launcher.settings import load_settings
-from launcher.text.corpus import last_upload
-
-NOBODY = "http://127.0.0.1:9"
-ROLE = "arn:aws:iam::123456789012:role/mine"
-LAUNCH = ("launch", "--instance", "ml.g5.12xlarge", "--data")
-
-
-@pytest.fixture
-def account(s3, monkeypatch):
-    """CloudFormation in an account without a stack, and a person who has set neither store nor
-    role."""
-    monkeypatch.delenv("SM_NANOGPT_STORE")
-    monkeypatch.setitem(deploy.WAIT, "Delay", 0.01)
-    import cloudformation_service
-
-    with cloudformation_service.repaired() as service:
-        yield service
-
-
-def deploy_stack(**words: Any) -> Stack:
-    deployment = deploy.Deployment(load_settings())
-    change_set = deployment.plan(**words)
-    assert change_set is not None
-    return deployment.execute(change_set)
-
-
-@pytest.fixture
-def deployed(account):
-    """A stack that is there."""
-    stack = deploy_stack()
-    account.described = 0
-    return stack
 
 
 @pytest.fixture
@@ -127,7 +95,7 @@ def test_a_failed_stack_tells_why_and_is_not_used(account, failed, cli, text_fil
     """The cause is the first resource that failed, and no cancellation of another one."""
     cause = "ROLLBACK_COMPLETE: Role: no such right"
     assert failed.failed(1, f"stack sm-nanogpt is {cause};")
-    shown, launched = cli("infra", "show"), cli(*LAUNCH, str(text_file))
+    shown, launched = cli("infra", "show"), cli(*LAUNCH, "--data", str(text_file))
     assert (cause in shown.err, "ROLLBACK_COMPLETE" in launched.error) == (True, True)
     for ran in (shown, launched):
         assert ran.failed(1, "`sm-nanogpt infra deploy`")
@@ -311,7 +279,7 @@ def test_destroy_names_users_and_running_jobs(
     deployed, user, emulator, cli, text_file, monkeypatch, question
 ):
     monkeypatch.setattr("sagemaker_service.LOOKS", math.inf)
-    job_id = cli(*LAUNCH, str(text_file)).out.strip()
+    job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
     job = emulator.sagemaker.jobs[job_id]
     role = job.request["RoleArn"]
     for name, its_role, secondary in (
@@ -340,211 +308,25 @@ def test_destroy_ends_if_the_stack_is_already_deleted(deployed):
     assert remembered(load_settings(), "us-east-1") is None
 
 
-# -- found by the other commands -------------------------------------------------------------------
-
-
-def test_an_upload_goes_to_the_stacks_store(account, deployed, cli, text_file):
-    ran = cli("upload-data", str(text_file))
-    assert ran.out.startswith(deployed.store + "/data/")
-    assert f"store: {deployed.store} (stack sm-nanogpt)" in ran.err
-    assert account.described == 1
-    assert last_upload(load_settings()) == ran.out.strip()
-
-
-def test_an_upload_stays_here_without_a_stack(account, cli, text_file, monkeypatch):
-    assert cli("upload-data", str(text_file)).out.startswith("file:")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
-    ran = cli("upload-data", str(text_file))
-    assert (ran.code, ran.out[:5]) == (0, "file:")
-    assert "could not look for a stack" in ran.err
-
-
-def test_naming_a_stack_uses_aws(home, cli, text_file):
-    ran = cli("--stack", "three", "upload-data", str(text_file))
-    assert "could not look for a stack (no region" in ran.err
-
-
-@pytest.mark.parametrize("way", ["words", "environment", "file"])
-def test_a_named_stack_that_is_missing_is_an_error(
-    deployed, cli, home, text_file, monkeypatch, way
-):
-    (home / "config.toml").write_text('stack = "by-file"\n')
-    if way != "file":
-        monkeypatch.setenv("SM_NANOGPT_STACK", "by-environment")
-    words = ("--stack", "by-words") if way == "words" else ()
-    for command in (("upload-data", str(text_file)), (*LAUNCH, str(text_file))):
-        ran = cli(*words, "--role", ROLE, *command)
-        assert ran.failed(1, f"no stack by-{way} in us-east-1")
-        assert ran.out == ""
-
-
-def test_the_stack_fills_what_the_settings_leave_open(account, deployed, monkeypatch):
-    settings = with_stack(load_settings())
-    assert (settings.store, settings.role) == (deployed.store, deployed.role)
-    assert account.described == 1
-    settings = with_stack(load_settings(role=ROLE))
-    assert (settings.store, settings.role) == (deployed.store, ROLE)
-    monkeypatch.setenv("SM_NANOGPT_STORE", "s3://mine/prefix")
-    account.described = 0
-    settings = load_settings(role=ROLE)
-    assert with_stack(settings) == settings
-    assert account.described == 0
-
-
-def test_another_store_is_without_the_stacks_role(deployed, cli, text_file):
-    ran = cli("--store", "s3://mine/prefix", *LAUNCH, str(text_file))
-    assert ran.failed(2, "no execution role")
-    assert f"it can access only {deployed.store}" in ran.err
-
-
-def test_a_dry_run_uses_the_remembered_stack_offline(deployed, cli, text_file, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    ran = cli(*LAUNCH, str(text_file), "--dry-run")
-    request = json.loads(ran.out)
-    assert request["RoleArn"] == deployed.role
-    assert request["OutputDataConfig"]["S3OutputPath"].startswith(deployed.store)
-    assert "as last seen" in ran.err
-
-
-def test_a_local_launch_without_text_makes_no_request(deployed, cli, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
-    assert cli("launch", "--instance", "local").failed(2, "nothing was uploaded")
-
-
-def test_a_stack_is_remembered_by_profile(deployed, monkeypatch):
-    assert remembered(load_settings(), "us-east-1") == deployed
-    assert remembered(load_settings(profile="other"), "us-east-1") is None
-    with monkeypatch.context() as patch:
-        patch.setenv("AWS_PROFILE", "other")
-        assert remembered(load_settings(), "us-east-1") is None
-    boto3.client("cloudformation").delete_stack(StackName="sm-nanogpt")
-    assert with_stack(load_settings()).store == ""
-    assert remembered(load_settings(), "us-east-1") is None
-
-
-def test_an_unreadable_memory_is_written_anew(deployed):
-    settings = load_settings()
-    (settings.home / "stacks.json").write_text('{"us-east-1//sm-nanogpt": {"a": 1}}')
-    assert remembered(settings, "us-east-1") is None
-    assert with_stack(settings).store == deployed.store
-    assert remembered(settings, "us-east-1") == deployed
-
-
-def test_a_launch_with_a_role_needs_no_readable_stack(caplog, account, emulator):
-    settings = load_settings(role=ROLE)
-    caplog.set_level("INFO", "launcher")
-    emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
-    assert with_stack(settings) == settings
-    assert "AccessDenied" in caplog.messages[-1]
-    with pytest.raises(ServiceError, match="AccessDenied"):
-        with_stack(load_settings())
-
-
-def test_a_stack_must_be_readable_where_it_is_needed(deployed, emulator):
-    emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
-    with pytest.raises(ServiceError, match="AccessDenied"):
-        with_stack(load_settings(role=ROLE))
-
-
 def test_the_stacks_key_stays_and_encrypts_the_model(account, cli, text_file):
     assert "kms key:" in cli("infra", "deploy", "--yes", "--kms").out
     again = cli("infra", "deploy", "--yes")
     assert ("nothing to change" in again.err, "kms key:" in again.out) == (True, True)
     key = json.loads(cli("infra", "show", "--json").out)["kms_key"]
     for words, used in (((), key), (("--kms-key", "mine"), "mine")):
-        ran = cli(*LAUNCH, str(text_file), "--dry-run", *words)
+        ran = cli(*LAUNCH, "--data", str(text_file), "--dry-run", *words)
         assert json.loads(ran.out)["OutputDataConfig"]["KmsKeyId"] == used
 
 
 def test_a_subnet_needs_a_role_that_may_join_a_vpc(account, cli, text_file):
     subnet = ("--subnet", "subnet-1", "--security-group", "sg-1")
-    launch = (*LAUNCH, str(text_file), *subnet)
+    launch = (*LAUNCH, "--data", str(text_file), *subnet)
     cli("infra", "deploy", "--yes", "--kms")
     for words in ((), ("--dry-run",)):
         assert cli(*launch, *words).failed(2, "VPC; allow it with `sm-nanogpt infra")
-    assert cli("--role", ROLE, *launch, "--dry-run").code == 0
+    assert cli("--role", OWN_ROLE, *launch, "--dry-run").code == 0
     ran = cli("infra", "deploy", "--yes", "--vpc")
     assert ("kms key:" in ran.out, "vpc:" in ran.out) == (True, True)
     request = json.loads(cli(*launch, "--dry-run").out)
     assert request["VpcConfig"]["Subnets"] == ["subnet-1"]
     assert "vpc:" in cli("infra", "deploy", "--yes").out  # it stays so
-
-
-# -- the template ----------------------------------------------------------------------------------
-
-
-def test_the_template_matches_the_launcher():
-    from cfnlint import decode
-
-    template: Any = decode.decode(str(deploy.TEMPLATE))[0]
-    assert template["Description"].startswith(DESCRIPTION)
-    resources = template["Resources"].items()
-    retained = {name for name, each in resources if each.get("DeletionPolicy") == "Retain"}
-    assert retained == {"Bucket", "BucketPolicy", "Key"}  # which `destroy` says it keeps
-
-
-def policy_of(role: str) -> Any:
-    """What a role may do."""
-    found = dict(RoleName=role.rpartition("/")[2], PolicyName="training-job")
-    return scanned(boto3.client("iam").get_role_policy(**found)["PolicyDocument"])
-
-
-def scanned(policy: dict[str, Any]) -> Any:
-    from cloudsplaining.scan.policy_document import PolicyDocument
-
-    return PolicyDocument(policy)
-
-
-def wide(document: Any) -> set[str]:
-    return {
-        action
-        for statement in document.statements
-        if "*" in statement.resources
-        for action in statement.actions
-    }
-
-
-def test_a_role_for_a_vpc_has_the_required_actions(account):
-    role = deploy_stack(vpc=True).role
-    network = {action for action in wide(policy_of(role)) if "ec2:" in action}
-    interface = ("NetworkInterface", "NetworkInterfacePermission")
-    described = ("DhcpOptions", "NetworkInterfaces", "SecurityGroups", "Subnets", "Vpcs")
-    assert network == {
-        *(f"ec2:{verb}{noun}" for verb in ("Create", "Delete") for noun in interface),
-        *(f"ec2:Describe{noun}" for noun in described),
-    }
-
-
-def test_the_policies_are_narrow(account):
-    """The scanner sees no weakness; only actions without resources apply to everything; and a role
-    deletes only checkpoints."""
-    stack = deploy_stack(kms=True)
-    found = boto3.client("iam").get_policy_version(PolicyArn=stack.policy, VersionId="v1")
-    launcher = scanned(found["PolicyVersion"]["Document"])
-    role = policy_of(stack.role)
-    assert wide(role) == {"cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"}
-    known = {"pricing:GetProducts", "sagemaker:Search", "servicequotas:ListServiceQuotas"}
-    assert wide(launcher) == known
-    places = [
-        resource
-        for statement in role.statements
-        if any(action in ("s3:DeleteObject", "s3:*") for action in statement.actions)
-        for resource in statement.resources
-    ]
-    assert [place.partition("/")[2] for place in places] == ["nanogpt/checkpoints/*"]
-    for document in (role, launcher):
-        weaknesses = (
-            document.contains_statement_using_not_action,
-            document.allows_privilege_escalation,
-            document.allows_data_exfiltration_actions,
-            document.permissions_management_without_constraints,
-            document.write_actions_without_constraints,
-            document.infrastructure_modification,
-            document.service_wildcard,
-        )
-        assert not any(weaknesses), weaknesses
-    # A pull of an image begins with a login, which gives a token.
-    assert role.credentials_exposure == ["ecr:GetAuthorizationToken"]
-    assert launcher.credentials_exposure == []

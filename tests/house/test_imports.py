@@ -1,0 +1,45 @@
+"""What commands import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import launching
+from commands import COMMANDS
+
+
+def modules_after(home: Path, *calls: list[str]) -> set[str]:
+    """The top-level modules that some commands leave loaded."""
+    code = f"""
+import sys
+from launcher.cli import run
+for words in {calls}:
+    assert run(words) == 0, words
+print(*{{name.partition(".")[0] for name in sys.modules}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=launching.environment(home),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_help_imports_nothing_heavy(tmp_path):
+    loaded = modules_after(tmp_path, ["--help"], *([*c.split(), "-h"] for c in COMMANDS))
+    assert "click" in loaded
+    heavy = {"torch", "numpy", "sagemaker", "boto3", "botocore", "s3fs", "fsspec", "pydantic"}
+    assert not loaded & heavy
+
+
+def test_light_commands_import_no_torch_aws_or_extra(job, text_file):
+    calls = [["hyperparameters"], ["jobs"], ["upload-data", str(text_file)]]
+    calls += [[name, job.job_id] for name in ("status", "metrics", "logs", "wait")]
+    extras = {"altair", "vl_convert"}
+    heavy = {"torch", "boto3", "botocore", "s3fs", "sagemaker", *extras}
+    assert not modules_after(job.home, *calls) & heavy

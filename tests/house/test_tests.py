@@ -1,0 +1,36 @@
+"""The tests test this checkout, and CI lets none be skipped."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+from pages import ROOT
+
+
+@pytest.mark.parametrize("package", ["entry_point", "launcher", "sm_nanogpt"])
+def test_the_tests_and_their_processes_test_this_checkout(package, tmp_path):
+    """Also with the Python of another checkout, as in a git worktree."""
+    code = f"import {package}; print({package}.__file__)"
+    seen = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True).strip()
+    assert seen == importlib.import_module(package).__file__ == str(ROOT / package / "__init__.py")
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "def test_it(): pytest.skip('no tool')",
+        "def test_it(): pytest.importorskip('no_tool')",
+        "pytest.importorskip('no_tool')",
+    ],
+)
+def test_a_skip_fails_where_ci_is_set(test, pytester, pytestconfig, monkeypatch):
+    monkeypatch.setenv("CI", "1")
+    plugin = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests/conftest.py"))
+    pytester.makepyfile(f"import pytest\n{test}\n")
+    _, skipped, failed = pytester.inline_run(plugins=[plugin]).listoutcomes()
+    assert (len(skipped), len(failed)) == (0, 1)
+    assert re.search("no.tool", str(failed[0].longrepr))

@@ -1,0 +1,83 @@
+"""Text of others reaches a terminal without its control characters."""
+
+from __future__ import annotations
+
+import io
+from unittest.mock import Mock
+
+import pytest
+
+from launcher.cli.evaluate import print_documents
+from launcher.cli.models import converse
+from launcher.judge.evaluation import Passage
+
+
+def test_an_error_shows_no_control_characters(cli):
+    ran = cli(
+        "--region",
+        "\x1b[2J\u202e" + "y" * 9000,
+        "launch",
+        "--instance",
+        "ml.g5.xlarge",
+        "--dry-run",
+    )
+    assert ran.code == 2
+    assert "\x1b" not in ran.err
+    assert "\u202e" not in ran.err
+    assert len(ran.error) < 1100
+
+
+HOSTILE = "\x1b]0;a title\x07\x1b[2K\u202eblue\ttab\n"
+HARMLESS = r"\x1b]0;a title\x07\x1b[2K\u202eblue" + "\ttab\n"
+
+
+both = pytest.mark.parametrize("stdout", ["terminal", "pipe"])
+
+
+def arrives(stdout: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make stdout lead there. Returns what arrives of HOSTILE."""
+    is_terminal = stdout == "terminal"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
+    return HARMLESS if is_terminal else HOSTILE
+
+
+@both
+def test_a_log_reaches_a_terminal_escaped(job, cli, stdout, monkeypatch):
+    (job.directory / "logs/job.log").write_bytes(HOSTILE.encode())
+    text = arrives(stdout, monkeypatch)
+    assert cli("logs", job.job_id).good.out == text
+
+
+@both
+def test_a_sample_reaches_a_terminal_escaped(job, cli, stdout, monkeypatch):
+    pieces = [[piece, piece] for piece in HOSTILE]
+    monkeypatch.setattr("launcher.models.sample.stream_samples", lambda *_, **__: pieces)
+    text = arrives(stdout, monkeypatch)
+    ran = cli("fetch-and-sample", job.job_id, "--num-samples", "2").good
+    assert ran.out == f"{text}\n---\n{text}\n"
+
+
+@both
+def test_a_chat_reaches_a_terminal_escaped(capsys, stdout, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+    text = arrives(stdout, monkeypatch)
+    converse(lambda line, n: (piece for piece in HOSTILE))
+    assert capsys.readouterr().out == f"{text}\n"
+
+
+@both
+def test_a_try_is_shown_escaped(cli, stdout, monkeypatch):
+    files = {"base": {}, "folder": {"config.py": HOSTILE.encode()}}
+    search = Mock()
+    search.ledger.of.return_value = [{"base": "base", "folder": "folder"}]
+    search.source = lambda key: Mock(files=files[key])
+    monkeypatch.setattr("launcher.cli.search.opened", lambda name: search)
+    arrives(stdout, monkeypatch)
+    assert f"+{HARMLESS}" in cli("try", "show", "1", "--group", "plays").good.out
+
+
+@both
+def test_names_of_documents_reach_a_terminal_escaped(capsys, stdout, monkeypatch):
+    text = arrives(stdout, monkeypatch)
+    print_documents([Mock(model="a", documents=[Passage(HOSTILE, 1.0, 2, 3)])])
+    assert text.rstrip("\n") in capsys.readouterr().out

@@ -1,0 +1,68 @@
+"""Tables and progress in a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from launcher.cli.show import print_columns
+from launcher.files.progress import byte_progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("width", "heads"),
+    [
+        (120, ["NAME", "LOSS", "DATA", "URI"]),
+        (30, ["NAME", "LOSS", "DATA"]),
+        (20, ["NAME", "LOSS"]),
+        (5, ["NAME…"]),
+    ],
+)
+def test_a_narrow_terminal_gets_fewer_columns(width, heads, monkeypatch):
+    columns: dict[str, list[str | None]] = {
+        "NAME": ["a-name", "b"],
+        "LOSS": ["1.5", None],
+        "DATA": ["data-1234", None],
+        "URI": ["file:///home/you/data-1234", None],
+    }
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_columns(columns, optional=("URI", "DATA"))
+    assert isinstance(sys.stdout, Terminal)
+    lines = sys.stdout.getvalue().splitlines()
+    assert lines[0].split() == heads
+    assert max(map(len, lines)) <= width
+
+
+def test_columns_that_are_not_shown_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "20")
+    print_columns({"NAME": ["short"], "URI": ["file:///a/long/one"]}, optional=("URI",))
+    note = capsys.readouterr().err
+    assert "URI" in note
+    assert "--json" in note
+
+
+def test_a_pipe_gets_every_column(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    print_columns({"NAME": ["short"], "URI": ["file:///a/long/one"]}, optional=("URI",))
+    assert capsys.readouterr() == ("NAME   URI\nshort  file:///a/long/one\n", "")
+
+
+def test_a_long_upload_shows_a_progress_bar(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with byte_progress("upload") as progress:
+        progress.expect(2_000_000)
+        time.sleep(0.25)
+        progress(1_000_000)
+        progress(1_000_000)
+    assert isinstance(sys.stderr, Terminal)
+    assert "upload: 100%" in sys.stderr.getvalue()

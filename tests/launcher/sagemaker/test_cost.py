@@ -1,0 +1,162 @@
+"""What a job costs, and the time limit that keeps it below a ceiling."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from priced import HOURLY, P4D, TWO, UNPRICED, description, job, offline
+
+from launcher.cli.show import explain
+from launcher.sagemaker.cost import (
+    AROUND_SECONDS,
+    Price,
+    Prices,
+    afford,
+    cost_of,
+    longest_run,
+    rate,
+    usd,
+    worst_case,
+)
+from sm_nanogpt import InputError, Settings
+
+
+@pytest.mark.parametrize(
+    ("amount", "said"),
+    [(0, "0.00 USD"), (0.001, "0.01 USD"), (7.09, "7.09 USD"), (1234.561, "1,234.57 USD")],
+)
+def test_amounts_are_rounded_up_to_the_cent(amount, said):
+    assert usd(amount) == said
+
+
+@pytest.mark.parametrize("amount", [1.5, 5.0, 99.99])
+@pytest.mark.parametrize("keep_alive", [0, 600])
+def test_the_longest_run_just_stays_below_the_amount(amount, keep_alive):
+    longest = longest_run(amount, HOURLY, keep_alive)
+    assert worst_case(HOURLY, longest, keep_alive) <= amount
+    assert worst_case(HOURLY, longest + 1, keep_alive) > amount
+
+
+def test_the_worst_case_counts_startup_and_warm_pool():
+    assert worst_case(3600.0, 100, 10) == AROUND_SECONDS + 110
+    assert AROUND_SECONDS > 841 - 603  # what a job with a limit of 603 s was seen to be billed for
+
+
+def test_cost_counts_each_host_and_each_billed_disk():
+    assert rate(job(instance_count=2), Price(HOURLY, "")) == 2 * HOURLY  # has a disk of its own
+    disk = {"instance": "ml.m5.xlarge", "volume_size": 16_384}
+    assert rate(job(**disk), Price(0.23, "")) > 6
+    assert cost_of(description(**disk, started=0.0), Price(0.23, ""), now=3600.0) > 6
+
+
+@pytest.mark.parametrize(
+    ("known", "seconds"),
+    [
+        ({}, 0),
+        ({"started": 100.0}, 800),
+        ({"started": 100.0, "ended": 300.0}, 200),
+        ({"started": 100.0, "ended": 300.0, "billable_seconds": 60, "warm_pool_seconds": 5}, 65),
+        ({"started": 100.0, "keep_alive": 600}, 800),
+        ({"started": 100.0, "ended": 300.0, "keep_alive": 600}, 800),  # at most
+        ({"started": 100.0, "ended": 300.0, "keep_alive": 600, "warm_pool_seconds": 0}, 200),
+        ({"ended": 300.0, "keep_alive": 600}, 0),  # it got no machines
+        # AWS keeps no pool after an error of its own, and says so by nothing.
+        ({"started": 100.0, "ended": 300.0, "keep_alive": 601, "status": "Failed"}, 801),
+        ({"started": 100.0, "ended": 300.0, "keep_alive": 600, "status": "Failed"}, 200),
+    ],
+)
+def test_cost_counts_seconds_that_are_or_may_be_billed(known, seconds):
+    assert description(**known).billed_seconds(now=900.0) == seconds
+
+
+def test_a_disk_adds_to_the_price_of_a_type(caplog):
+    prices = {"ml.r5d.large": Price(1.0, "A"), "ml.r5.large": Price(0.9, "B")}
+    known = SimpleNamespace(of=prices.get, region="us-east-1")
+    two = job(instance=",".join(prices), volume_size=1000)
+    caplog.set_level("INFO", "launcher")
+    ready = afford(two, Settings(), cast("Prices", known), 0.0)
+    price, cost = caplog.messages
+    assert ready.instance == two.instance
+    assert price == "price: 0.90 USD an hour, by B (ml.r5.large, the most expensive)"
+    assert cost.startswith("cost: at most 1.49 USD")
+
+
+def test_advice_after_a_time_limit_names_the_ceiling():
+    """A job that resumes it takes the ceiling over, so that --max-run alone gives no more time."""
+    told = explain(description(status="Stopped", failure_reason="MaxRuntimeExceeded"), Settings())
+    assert "raise --max-run, or --max-cost" in told
+
+
+OWN = "the ceiling of 5.00 USD"
+CONFIGURED = "USD in SM_NANOGPT_MAX_COST or config.toml"
+
+
+@pytest.fixture
+def limited(tmp_path, caplog):
+    """Limits a job by what it may cost; some of its fields are those of the job that it resumes,
+    which cost 0.197 USD. Returns it and what is said."""
+
+    def run(values: dict[str, Any], inherited: str, configured: float | None) -> Any:
+        settings = offline(tmp_path, max_cost=configured)
+        asked = job(**values)
+        asked._inherited = frozenset(inherited.split())
+        spent = 100 * HOURLY / 3600 if asked.resume else 0.0
+        caplog.set_level("INFO", "launcher")
+        ready = afford(asked, settings, Prices(settings), spent)
+        return ready.time_limit, caplog.messages[-1]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("values", "inherited", "configured", "seconds", "source"),
+    [
+        ({"max_cost": 5}, "", None, 1938, OWN),
+        ({"max_cost": 5, "max_run": 7200}, "", None, 1938, OWN),
+        ({"max_cost": 5, "instance": TWO}, "", None, 1938, OWN),
+        ({"max_cost": 5, "max_run": 600}, "", None, 600, ""),
+        (
+            {"max_cost": 50, "spot": True, "max_wait": 900},
+            *("", None, 900, ""),
+        ),
+        ({"max_cost": 5}, "", 10, 1938, OWN),
+        ({}, "", 5, 1938, CONFIGURED),
+        ({"resume": "j"}, "", 4, 1331, CONFIGURED),
+        ({"resume": "j", "max_cost": 5}, "max_cost", None, 1838, f"{OWN} of job j"),
+        ({"resume": "j", "max_cost": 5}, "max_cost", 2, 315, CONFIGURED),
+        (
+            {"resume": "j", "max_cost": 50, "max_run": 600},
+            *("max_cost max_run", None, 600, ""),
+        ),
+        (
+            {"resume": "j", "max_cost": 100, "max_run": 7200},
+            *("max_run", None, 7200, ""),
+        ),
+    ],
+)
+def test_the_smallest_limit_holds_and_a_ceiling_is_named(
+    limited, values, inherited, configured, seconds, source
+):
+    limit, said = limited(values, inherited, configured)
+    assert limit == seconds
+    assert (source in said) if source else f"for {seconds} s" in said
+    assert f"{seconds} s" in said
+
+
+@pytest.mark.parametrize(
+    ("values", "inherited", "configured", "facts"),
+    [
+        ({"max_cost": 1}, "", None, "1.00 USD is too low, of 60 s, 1.30 USD"),
+        ({"max_cost": 6}, "", 5, "max_cost=6, 5.00 USD"),
+        ({"max_run": 7200}, "", 5, "of 7200 s may cost 15.37 USD, 5.00 USD, at most 1938 s"),
+        ({"resume": "j", "max_run": 7200}, "max_run", 2, "a run of 7200 s of job j may cost"),
+        ({"max_cost": 100, "instance": P4D}, "", None, UNPRICED),
+        ({"max_cost": 5, "instance": f"{TWO},{P4D}"}, "", None, UNPRICED),
+    ],
+)
+def test_a_job_that_no_limit_makes_cheap_is_refused(limited, values, inherited, configured, facts):
+    with pytest.raises(InputError) as raised:
+        limited(values, inherited, configured)
+    assert [fact for fact in facts.split(", ") if fact not in str(raised.value)] == []

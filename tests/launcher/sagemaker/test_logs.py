@@ -1,0 +1,96 @@
+"""Logs of jobs on SageMaker: merged, cut, and read from their end."""
+
+from __future__ import annotations
+
+import pytest
+from sagemaker_jobs import TAGGED
+
+from launcher.files import storage
+from launcher.sagemaker.logs import lines_of
+
+
+def test_logs_of_all_hosts_are_merged_by_time_until_the_end(cli, launch):
+    # The first ten are there when one begins to look; the others come meanwhile, so that hosts may
+    # be asked before and after a line.
+    times = [*(0.01 * i - 2 for i in range(10)), *(0.1 * i for i in range(10))]
+    lines = [(at, f"algo-{1 + i % 2}", f"line {i}") for i, at in enumerate(times)]
+    job_id = launch("--instance-count", "2", log=lines)
+    ran = cli("logs", job_id, "--follow", "--raw").good
+    said, told = [f"{host}: {line}" for _, host, line in lines], ran.out.splitlines()
+    assert told[:10] == said[:10]
+    assert sorted(told) == sorted(said)
+    for host in ("algo-1", "algo-2"):  # each in its order
+        own = [line for line in said if line.startswith(host)]
+        assert [line for line in told if line.startswith(host)] == own
+    assert cli("logs", job_id, "--raw").out.splitlines() == said
+
+
+CHATTER = "2026-11-23 05:54:51,090 sagemaker-training-toolkit "
+ENVIRONMENT = ["SM_HOSTS=[...]", "Invoking script with the following command:", "", "mpirun"]
+PRELOAD = "ERROR: ld.so: object '/libchangehostname.so' from LD_PRELOAD cannot be preloaded (no)"
+
+
+def test_logs_show_only_the_lines_of_the_script():
+    events = [
+        (0, "algo-1-1", f"{CHATTER}INFO     Imported framework"),
+        (0, "algo-2-1", "bash: no job control in this shell"),
+        *((0, "algo-1-1", line) for line in ENVIRONMENT),
+        (0, "algo-1-1", f"{TAGGED}step=1/2 train_loss=1.0"),
+        (0, "algo-1-1", "[1,mpirank:3,algo-2]<stderr>:OutOfMemory: too much"),
+        (0, "algo-1-1", f"{TAGGED}{PRELOAD}"),
+        (0, "algo-1-1", "mpirun noticed that process rank 3 exited"),
+        (0, "algo-2-1", f"{CHATTER}INFO     Orted process exited"),
+        (0, "algo-1-1", f"{CHATTER}ERROR    Reporting training FAILURE"),
+    ]
+    assert list(lines_of(events)) == [
+        "step=1/2 train_loss=1.0",
+        "algo-2: OutOfMemory: too much",
+        "mpirun noticed that process rank 3 exited",
+        f"{CHATTER}ERROR    Reporting training FAILURE",
+    ]
+
+
+def test_logs_find_the_lines_of_each_start_under_torchrun():
+    """A spot job that starts again has new streams, which the toolkit begins anew."""
+    events = []
+    for start in ("17", "18"):
+        one, two = f"algo-1-{start}", f"algo-2-{start}"
+        events += [(0, stream, line) for stream in (one, two) for line in ENVIRONMENT]
+        events += [(0, one, f"step={start}/20"), (0, two, "a warning"), (0, two, PRELOAD)]
+        events += [(0, one, f"{CHATTER}INFO     Done")]
+    warned = "algo-2: a warning"
+    assert list(lines_of(events)) == ["step=17/20", warned, "step=18/20", warned]
+
+
+def log_of(tags: list[str], steps: int) -> list[tuple[float, str, str]]:
+    """The log of two hosts: time, host, line. There is a tag for each host that runs the script."""
+    first = [f"{CHATTER}INFO     Imported framework", *ENVIRONMENT, ""]
+    lines = [(f"algo-{1 + i}", line) for line in first for i in range(len(tags))]
+    at = [i % len(tags) for i in range(steps)]
+    lines += [(f"algo-{1 + each}", f"{tags[each]}step={i}") for i, each in enumerate(at)]
+    lines += [("algo-1", f"{CHATTER}ERROR    Reporting training FAILURE"), ("algo-2", "ended")]
+    return [(i / 100 - 10, host, line) for i, (host, line) in enumerate(lines)]
+
+
+@pytest.mark.parametrize("tags", [["", ""], [TAGGED]], ids=["torchrun", "mpirun"])
+def test_the_tail_of_a_log_is_the_end_of_all_its_lines(cloud, cli, launch, tags):
+    job_id = launch("--instance-count", "2", log=log_of(tags, 10))
+    for raw in ((), ("--raw",)):
+        lines = cli("logs", job_id, *raw).good.out.splitlines()
+        assert len(lines) > 10
+        for tail in (0, 1, 4, 9, 11, 99):
+            ran = cli("logs", job_id, *raw, "--tail", str(tail)).good
+            assert ran.out.splitlines() == lines[len(lines) - min(tail, len(lines)) :]
+
+
+@pytest.mark.parametrize("tags", [["", ""], [TAGGED]], ids=["torchrun", "mpirun"])
+def test_the_end_of_a_long_log_is_not_read_from_its_head(cloud, cli, launch, tags):
+    job_id = launch("--instance-count", "2", log=log_of(tags, 300), reason="it broke")
+    cli("wait", job_id)
+    checkpoints = cloud.sagemaker.jobs[job_id].request["CheckpointConfig"]["S3Uri"]
+    storage.write_bytes(f"{checkpoints}metrics-00000001.jsonl", b'{"step": 1}\n')
+    for words in (("logs", job_id, "--tail", "3"), ("status", job_id)):
+        cloud.calls.clear()
+        assert "step=299" in cli(*words).good.out
+        asked = [operation for operation, _ in cloud.calls if operation == "GetLogEvents"]
+        assert len(asked) < 40  # of a hundred pages

@@ -1,0 +1,59 @@
+"""The table of instance families."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher import instances, limits
+from launcher.job import TrainingJob
+from launcher.sagemaker.checks import check_memory
+from sm_nanogpt import InputError
+
+
+@pytest.mark.parametrize(
+    ("families", "expected"),
+    [
+        ("g4dn g5 g6 g6e g6f g7 g7e p3dn p4d p4de p5 p5e p5en p6-b200 p6-b300", True),
+        ("m5d m6gd m8id r5d", True),
+        ("p2 p3 t3 m5 c5 c5n r5 m6i m7i-flex c8i m8i r8i r8i-flex", False),
+    ],
+)
+def test_the_instances_with_local_disks_are_known(families, expected):
+    for family in families.split():
+        assert instances.has_local_disks(f"ml.{family}.48xlarge") == expected, family
+
+
+def test_each_type_is_known_to_have_gpus_or_not():
+    assert instances.describe_instance("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G"
+    assert instances.describe_instance("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
+    for name, family in instances.FAMILIES.items():
+        sizes = {*family.gpu_counts, *family.prices}
+        assert {f"ml.{name}.{size}" for size in sizes} <= set(limits.instance_types())
+    for name in limits.instance_types():
+        if instances.instance_problem([name]):
+            assert name.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200."))
+        else:
+            assert instances.looks_like_gpu(name) == bool(instances.count_gpus(name)), name
+
+
+@pytest.mark.parametrize(
+    ("instance", "layers", "fits"),
+    [
+        ("ml.g5.xlarge", 8, True),  # 1.6 billion parameters in matrices
+        ("ml.g5.xlarge", 12, False),
+        ("ml.g5.48xlarge", 12, True),  # eight GPUs share the momentum
+        ("ml.p5.4xlarge", 12, True),
+        ("ml.m5.xlarge", 12, True),
+    ],
+)
+def test_a_model_that_no_gpu_can_hold_is_refused(instance, layers, fits):
+    job = TrainingJob(
+        instance=instance,
+        data="s3://bucket/data",
+        hyperparameters={"n_layer": layers, "n_embd": 4096, "n_head": 32},
+    )
+    if fits:
+        check_memory(job, instance)
+    else:
+        with pytest.raises(InputError, match="24 GB"):
+            check_memory(job, instance)
