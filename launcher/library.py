@@ -184,6 +184,22 @@ class Job(TrackedJob):
         write_bytes(str(file), page(compare(read_runs([self.id], self.settings))).encode())
         return file
 
+    def page(self, path: str | Path | None = None, bits: int | None = None) -> Path:
+        """Write the model as one HTML page that computes by itself, and return its path.
+
+        The default path is model-ID.html. `bits` is of a weight (default: the fewest that cost
+        little). Raises InputError if an edited folder computes the model.
+        """
+        from launcher.judge.evaluate import training_corpus
+        from launcher.views.model_page import UNMEASURED, card_of, save_page
+
+        file = path_of(plain(path) or f"model-{self.id}.html")
+        model, tokenizer = self._loaded
+        corpus = training_corpus(self.id, self.model(), self.settings, UNMEASURED)
+        job = self.describe()
+        save_page(model, tokenizer, corpus, file, job.name or self.id, card_of(job), bits)
+        return file
+
     def delete(self, keep_model: bool = False, *, confirmed: bool = False) -> None:
         """Delete the job and its files, here and on S3; keep_model: but for its fetched model.
 

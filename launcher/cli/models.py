@@ -202,6 +202,17 @@ def check_origins(
     default=None,
     help="Open the page in a browser (default: if stdout is a terminal).",
 )
+@valued(
+    "--save path FILE.html",
+    "Write the model as one HTML file, which computes in any browser and needs no server.",
+    type=click.Path(dir_okay=False, path_type=Path),
+)
+@valued(
+    "--bits N",
+    "Bits of a weight in that file (default: the fewest, from 4 on, that cost at most 0.005 bits"
+    " per byte on the validation text).",
+    type=click.IntRange(4, 8),
+)
 @ENTRY_POINT
 def play_command(
     model: str,
@@ -209,6 +220,8 @@ def play_command(
     port: int | None,
     origins: tuple[str, ...],
     opens: bool | None,
+    path: Path | None,
+    bits: int | None,
     entry_point: Path | None,
 ) -> None:
     """Try one model, or two side by side, on a local web page. Ctrl-C ends it.
@@ -216,10 +229,20 @@ def play_command(
     Name a job, or a model directory: `fetch-and-sample` prints it after `model:`. The key of the
     page and the API is SM_NANOGPT_API_KEY, or api_key in config.toml, or a new one.
 
+    With --save, the page is a file that you can send: the model is inside of it.
+
     Example:
       sm-nanogpt play JOB-ID
       sm-nanogpt play JOB-ID another-job
+      sm-nanogpt play JOB-ID --save model.html
     """
+    if path is not None:
+        if other is not None:
+            raise InputError("--save takes one model")
+        save_model(model, path, bits, entry_point)
+        return
+    if bits is not None:
+        raise InputError("--bits is for --save FILE.html")
     import secrets
     import webbrowser
     from urllib.parse import quote
@@ -242,6 +265,25 @@ def play_command(
     with suppress(KeyboardInterrupt):
         app = play.make_app(players, key, api.routes(players), origins)
         play.make_server(app).run(sockets=[listener])
+
+
+def save_model(model: str, path: Path, bits: int | None, entry_point: Path | None) -> None:
+    """Write a model as one page, say what it holds, and print its path."""
+    from launcher.judge.evaluate import training_corpus
+    from launcher.views.model_page import UNMEASURED, card_of, save_page
+
+    settings = settings_of()
+    directory, loaded, tokenizer = open_model(model, settings, entry_point)
+    job = job_behind(model, directory, settings)
+    title = job.name or job.job_id if job else model
+    corpus = training_corpus(model, directory, settings, UNMEASURED)
+    card = card_of(job) if job else {"settings": about(directory)}
+    page = save_page(loaded, tokenizer, corpus, path, title, card, bits)
+    note(f"weights: {page.rounding}")
+    if page.copied is not None:
+        note(f"copies: the longest run of its samples that its text has too is {page.copied} bytes")
+    note(f"size: {page.size / 1e6:.2f} MB; whoever has the file has the model")
+    print_text(f"{page.path}\n", nl=False)
 
 
 # -- chat ------------------------------------------------------------------------------------------

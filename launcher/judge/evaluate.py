@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from entry_point.errors import TrainingError
+from entry_point.text import Corpus
 from launcher.errors import LauncherError
 from launcher.files.progress import Progress, expect
 from launcher.job import FULL_ID
@@ -26,7 +27,7 @@ from launcher.judge.probes import (
     read_questions,
 )
 from launcher.judge.score import MANY, PASSAGE, WORST, losses, passages, whole_document
-from launcher.judge.texts import Encoded, Text, Training, encode, training_of
+from launcher.judge.texts import Encoded, Text, Training, corpus_behind, encode, training_of
 from launcher.judge.worker import Worker
 from launcher.models.load import is_packaged
 from launcher.settings import Settings
@@ -135,15 +136,22 @@ def evaluate(
 
 def training_text(model: str, directory: Path, settings: Settings) -> Training | None:
     """The text that a model has learned from; None, and a warning, if it cannot be had."""
+    missing = "no 5-gram, own validation text, overlap, or copied run"
+    corpus = training_corpus(model, directory, settings, missing)
+    return None if corpus is None else training_of(corpus)
+
+
+def training_corpus(model: str, directory: Path, settings: Settings, missing: str) -> Corpus | None:
+    """The ids that a model has learned from; None, and a warning of what is `missing` without
+    them, if they cannot be had."""
     names = (model, directory.absolute().parent.name)  # the latter for a model that was fetched
     job_ids = [name for name in names if FULL_ID.fullmatch(name)]
     problem = "no job of this machine made this model"
     if job_ids:
         try:
-            return training_of(job_ids[0], directory, settings)
+            return corpus_behind(job_ids[0], directory, settings)
         except (LauncherError, TrainingError, ValueError) as error:
             problem = str(error)
-    missing = "no 5-gram, own validation text, overlap, or copied run"
     logger.warning(f"{model}: {missing}, as its training text is not here ({problem})")
     return None
 

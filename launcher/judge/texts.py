@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from entry_point.text import Tokenizer
+from entry_point.text import Corpus, Tokenizer
 from launcher.errors import InputError, unknown_characters
 from launcher.finding import find
 from launcher.judge.anchors import as_tensor
@@ -129,15 +129,18 @@ class Training:
     validation: Text | None  # the first VALIDATION_BYTES; None for conversations
 
 
-def training_of(job_id: str, directory: Path, settings: Settings) -> Training:
-    """The text of a job, whose model is in a directory, from its store."""
+def corpus_behind(job_id: str, directory: Path, settings: Settings) -> Corpus:
+    """The ids of the text of a job, whose model is in a directory, from its store."""
     backend, _ = find(job_id, settings)
     job = backend.job(job_id)
     config = known_config(json.loads((directory / "training.json").read_bytes())["config"])
     texts = {"data": job.data, "validation": job.validation}
     channels = {name: Channel(uri, uri, None, []) for name, uri in texts.items() if uri}
+    return corpus_of(channels, settings, config, begins_only=True)
 
-    corpus = corpus_of(channels, settings, config, begins_only=True)
+
+def training_of(corpus: Corpus) -> Training:
+    """The text of a corpus to train on, and a part of its validation text."""
     vocabulary = corpus.tokenizer.words
     content = as_tensor(content_of(corpus.train, vocabulary, TRAINING_BYTES))
     if corpus.is_chat:

@@ -17,6 +17,7 @@ from served import LETTERS, served
 
 from launcher.judge.evaluation import Evaluation, save_evaluation
 from launcher.models.chat import Message
+from launcher.views.model_page import page_of
 from launcher.views.play import Player
 from sm_nanogpt import load_model, stream_samples
 
@@ -373,3 +374,60 @@ def test_a_message_to_a_chat_and_a_plain_model_is_sent_once(directory, visit):
 def test_the_page_of_play_fits_a_phone(play):
     play.set_viewport_size({"width": 390, "height": 800})
     assert play.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.fixture
+def saved(visit, tmp_path):
+    """The saved page of a model of characters."""
+    model = lively()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    path = tmp_path / "model.html"
+    path.write_text(page_of(model, weights, tokenizer_of(LETTERS), "my model", {"data": "abc.txt"}))
+    page = visit(path.as_uri())
+    page.locator("#write:enabled").wait_for()
+    return page
+
+
+def test_a_saved_page_writes_text_by_itself(saved):
+    saved.fill("#prompt", "abc")
+    saved.fill("#length", "50")
+    saved.keyboard.press("Control+Enter")
+    saved.locator("#status", has_text="50 tokens").wait_for()
+    text = saved.locator("#text").text_content() or ""
+    assert text.startswith("abc")
+    assert len(text) == 53
+    assert set(text) <= set(LETTERS)
+
+
+def test_a_saved_page_shows_what_was_likely(saved):
+    saved.fill("#length", "5")
+    saved.keyboard.press("Control+Enter")
+    saved.locator("#status", has_text="5 tokens").wait_for()
+    saved.locator(".token").nth(2).click()
+    assert saved.locator("#likely div").count() >= 5
+    saved.keyboard.press("Escape")
+    assert saved.locator("#likely").is_hidden()
+
+
+def test_a_saved_page_says_what_the_model_lacks(saved):
+    saved.fill("#prompt", "abcZ")
+    saved.keyboard.press("Control+Enter")
+    assert saved.locator("#status").inner_text() == "The model does not know Z"
+
+
+def test_a_damaged_page_says_so(visit, tmp_path):
+    page = page_of(lively(), {}, tokenizer_of(LETTERS), "my model", {})
+    begin = page.index('id="model"')
+    digits = page.index(">", begin) + 100
+    other = "A" if page[digits] != "A" else "B"
+    path = tmp_path / "model.html"
+    path.write_text(page[:digits] + other + page[digits + 1 :])
+    opened = visit(path.as_uri())
+    opened.locator("#status", has_text="cannot be used").wait_for()
+    assert opened.locator("#write:disabled").is_visible()
+
+
+@pytest.mark.parametrize("width", [390, 1300])
+def test_a_saved_page_fits_its_screen(saved, width):
+    saved.set_viewport_size({"width": width, "height": 800})
+    assert saved.evaluate("document.documentElement.scrollWidth") <= width

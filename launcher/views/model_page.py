@@ -1,0 +1,217 @@
+"""A model as one HTML page, which computes by itself and asks nothing of any network.
+
+The page is model.html with engine.js, which reads the model from a block of text in the page:
+base64 of gzip of the length of a header (uint32), the header (JSON), and the tensors. The codes of
+quantized weights take a byte each there: gzip makes of them what they hold.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from entry_point.model import GPT
+from entry_point.text import Corpus, Tokenizer
+from launcher.errors import InputError
+from launcher.files.storage import write_bytes
+from launcher.job import JobDescription
+from launcher.judge.anchors import as_tensor, longest_run
+from launcher.judge.rounding import Rounding, round_weights
+from launcher.judge.texts import TRAINING_BYTES
+from launcher.models.encoder import pattern_of
+from launcher.models.load import is_edited
+from launcher.models.quantization import GROUP, Quantized, with_quantized_weights
+from launcher.models.sample import stream_samples
+from launcher.text.ids import content_of
+from launcher.views.job_fields import data_name, texts_of
+
+TEMPLATE = Path(__file__).with_name("model.html")
+ENGINE = Path(__file__).with_name("engine.js")
+# White space as Unicode and Python's `regex` have it; JavaScript's \s has U+FEFF and lacks U+0085.
+SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # groups of flags are new in JavaScript
+
+SAMPLES, SAMPLE_TOKENS = 100, 500  # in which copies of the training text are looked for
+UNMEASURED = "neither the cost of rounding nor copies are measured"  # without its text
+GZIP = 31  # its header and its largest window, as zlib counts
+ANY_CHARACTER = "[^]"  # in JavaScript
+
+
+@dataclass(frozen=True)
+class SavedPage:
+    """What a saved page is: its bytes, how its weights are rounded, and the bytes of the longest
+    run of its samples that its training text has, or None if that text is not here."""
+
+    path: Path
+    size: int
+    rounding: Rounding
+    copied: int | None
+
+
+def save_page(
+    model: GPT,
+    tokenizer: Tokenizer,
+    corpus: Corpus | None,
+    path: Path,
+    title: str,
+    card: Mapping[str, str],
+    bits: int | None = None,
+) -> SavedPage:
+    """Write a model as one HTML page; `corpus` is the text that it has learned from.
+
+    Raises InputError if an edited folder computes the model, its tokenizer is of a kind that the
+    page does not know, or the file cannot be written.
+    """
+    if is_edited(model):
+        raise InputError("an edited folder computes this model, which a page cannot")
+    rounding = round_weights(model, corpus, bits)
+    rounded = with_quantized_weights(model, rounding.parameters)
+    copied = longest_copy(rounded, tokenizer, corpus) if corpus else None
+    card = {**card, "weights": str(rounding)}
+    if copied is not None:
+        card["copies"] = f"at most {copied} bytes in a row of {SAMPLES} samples stand in its text"
+    content = page_of(rounded, rounding.parameters, tokenizer, title, card).encode()
+    write_bytes(str(path), content)
+    return SavedPage(path, len(content), rounding, copied)
+
+
+def card_of(job: JobDescription) -> dict[str, str]:
+    """What a page says of the job that made its model, by label."""
+    texts = texts_of(job) | {"data": data_name(job)}
+    labels = ("data", "settings", "step", "best loss", "bits/byte", "job")
+    return {label: text for label in labels if (text := texts[label])}
+
+
+def longest_copy(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:
+    """The bytes of the longest run of a model's samples that its training text has too."""
+    samples = [""] * SAMPLES
+    for pieces in stream_samples(model, tokenizer, None, SAMPLE_TOKENS, SAMPLES):
+        samples = [sample + piece for sample, piece in zip(samples, pieces, strict=True)]
+    training = as_tensor(content_of(corpus.train, tokenizer.words, TRAINING_BYTES))
+    return longest_run(training, [as_tensor(sample.encode()) for sample in samples])
+
+
+def page_of(
+    model: GPT,
+    parameters: Mapping[str, Quantized | Tensor],
+    tokenizer: Tokenizer,
+    title: str,
+    card: Mapping[str, str],
+) -> str:
+    """The page of a model with these parameters; `card` has what the page says of the model, by
+    label. Raises InputError if JavaScript cannot split text as the tokenizer does."""
+    header = {
+        "title": title,
+        "card": dict(card),
+        "config": config_of(model),
+        "tokenizer": tokenizer_of(tokenizer),
+        "chats": tokenizer.chats,
+        "group": GROUP,
+        "tensors": [
+            {
+                "name": name,
+                "size": tensor.shape.numel(),
+                "quantized": isinstance(tensor, Quantized),
+            }
+            for name, tensor in parameters.items()
+        ],
+    }
+    packed = pack(header, parameters)
+    script = ENGINE.read_text(encoding="utf-8")
+    page = TEMPLATE.read_text(encoding="utf-8").replace("/*engine*/", script)
+    (inline,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    policy = (
+        f"default-src 'none'; script-src '{hash_of(inline)}'; style-src '{hash_of(style)}';"
+        " base-uri 'none'; form-action 'none'"
+    )
+    replacements = {
+        "{policy}": policy,
+        "{sha256}": hashlib.sha256(packed).hexdigest(),
+        "{model}": base64.b64encode(packed).decode(),
+    }
+    head, separator, body = page.partition(inline)
+    for name, text in replacements.items():
+        head = head.replace(name, text)
+    return head + separator + body
+
+
+def hash_of(content: str) -> str:
+    """The hash by which a Content-Security-Policy allows an inline script or style."""
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def config_of(model: GPT) -> dict[str, float]:
+    """The shape of a model, as engine.js reads it."""
+    config = model.config
+    return {
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_kv_head": config.kv_heads,
+        "head_dim": config.head_width,
+        "n_embd": config.n_embd,
+        "hidden_dim": config.hidden_dim,
+        "block_size": config.block_size,
+        "vocab_size": model.embed.num_embeddings,
+        "rope_theta": config.rope_theta,
+    }
+
+
+def tokenizer_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What encodes and decodes text in engine.js. Bytes are characters of Latin-1.
+
+    `merges` holds three ids for each merge: of both parts, and of the whole.
+    """
+    document = tokenizer.document
+    is_bpe = tokenizer.unit == "tokens"
+    pattern = pattern_of(document) if is_bpe else None
+    if is_bpe and (pattern is None or document["model"].get("ignore_merges")):
+        raise InputError("a page cannot split text as the tokenizer of this model does")
+    merges: list[int] = []
+    if is_bpe:
+        vocab = document["model"]["vocab"]
+        for pair in document["model"]["merges"]:
+            left, right = pair.split(" ") if isinstance(pair, str) else pair
+            merges += [vocab[left], vocab[right], vocab[left + right]]
+    return {
+        "unit": tokenizer.unit,
+        "words": [word.decode("latin-1") for word in tokenizer.words],
+        "merges": merges,
+        "pattern": ANY_CHARACTER if pattern is None else javascript_pattern(pattern),
+        "normalizes": document["normalizer"] is not None,
+        "special": tokenizer.special,
+        "start": tokenizer.start,
+        "ends": [id for id in tokenizer.ends if id is not None],
+    }
+
+
+def javascript_pattern(pattern: str) -> str:
+    """One of the encoder's PATTERNS as an expression of JavaScript with the flag u."""
+    pattern = pattern.replace(CONTRACTIONS, "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])")
+    pattern = pattern.replace(r"[^\s", f"[^{SPACE}").replace(r"\S", f"[^{SPACE}]")
+    return pattern.replace(r"\s", f"[{SPACE}]")
+
+
+def pack(header: Mapping[str, Any], parameters: Mapping[str, Quantized | Tensor]) -> bytes:
+    """The header and the tensors, compressed."""
+    description = json.dumps(header, ensure_ascii=False).encode()
+    parts = [struct.pack("<I", len(description)), description]
+    for parameter in parameters.values():
+        if isinstance(parameter, Quantized):
+            parts += [parameter.scales.numpy().tobytes(), parameter.codes.numpy().tobytes()]
+        else:
+            parts.append(parameter.numpy().tobytes())
+    # Codes repeat, but not in sequences: without a search for those, the file is 6 % smaller.
+    gzip = zlib.compressobj(9, zlib.DEFLATED, GZIP, 9, zlib.Z_FILTERED)
+    return gzip.compress(b"".join(parts)) + gzip.flush()

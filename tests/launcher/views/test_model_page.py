@@ -1,0 +1,223 @@
+"""A model as one page: its engine in JavaScript, run by Node.js, against the sampler's."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import lively, tokenizer_of
+from playwright._impl._driver import compute_driver_executable
+
+from entry_point.config import Config
+from entry_point.model import GPT
+from entry_point.text import Tokenizer
+from launcher.errors import InputError
+from launcher.models.chat import Chat, Message
+from launcher.models.encoder import GPT2, QWEN35, published_tokenizer
+from launcher.models.engine import generate
+from launcher.models.quantization import quantize_model, with_quantized_weights
+from launcher.text.reading import detect_file
+from launcher.text.tokenizer import END_OF_TEXT, learn_tokenizer
+from launcher.views.model_page import page_of, save_page
+from sm_nanogpt import Job
+
+LETTERS = tokenizer_of("abcdefghij\n")
+CONFIGS = {
+    "plain": Config(n_layer=2, n_head=2, n_embd=16, block_size=8),
+    "shared keys": Config(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, block_size=16),
+    "tied": Config(n_layer=1, n_head=2, n_embd=16, block_size=8, tie_embeddings=True),
+    "norm weights": Config(n_layer=2, n_head=2, n_embd=16, block_size=8, norm_weights=True),
+}
+
+
+def node() -> str:
+    return shutil.which("node") or str(compute_driver_executable()[0])
+
+
+def run(page: str, code: str, tmp_path: Path) -> Any:
+    """What `code`, an expression of JavaScript, gives with the model of a page."""
+    script = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)[0].split("// -- the page")[0]
+    (packed,) = re.findall(r'id="model"[^>]*>([^<]*)<', page)
+    program = tmp_path / "program.js"
+    program.write_text(
+        f"{script}\n(async () => {{\n"
+        f"const {{ header, tensors }} = await unpack({json.dumps(packed)});\n"
+        "const model = new Model(header, tensors);\n"
+        "const tokenizer = new Tokenizer(header.tokenizer);\n"
+        f"console.log(JSON.stringify({code}));\n}})();\n"
+    )
+    done = subprocess.run([node(), str(program)], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+GREEDY = """(() => {
+  const ids = [];
+  for (const _ of model.read(%s));
+  while (ids.length < %d) {
+    ids.push(argmax(model.logits));
+    model.forward(ids.at(-1));
+  }
+  return ids;
+})()"""
+
+
+def greedy_ids(model: GPT, prompt: list[int], count: int) -> list[int]:
+    ids = generate(model, torch.tensor([prompt]), count, temperature=0.0)
+    return [int(id) for id in ids]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_page_writes_what_the_sampler_writes(name, tmp_path):
+    model = lively(CONFIGS[name])
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    page = page_of(model, weights, LETTERS, "a model", {})
+    prompt = [3, 1, 4, 1, 5]
+    ids = run(page, GREEDY % (prompt, 200), tmp_path)
+    assert ids == greedy_ids(model, prompt, 200)
+
+
+def test_the_page_computes_with_the_quantized_weights(tmp_path):
+    model = lively(CONFIGS["plain"])
+    parameters = quantize_model(model, bits=4)
+    page = page_of(model, parameters, LETTERS, "a model", {})
+    ids = run(page, GREEDY % ([1], 100), tmp_path)
+    assert ids == greedy_ids(with_quantized_weights(model, parameters), [1], 100)
+
+
+# What tokenizers are known to split differently: spaces, numbers, marks, emoji, contractions.
+STRINGS = [
+    "Once upon a time",
+    "  two  spaces,   three",
+    "a line\nand another\r\n\r\n  indented\n",
+    "tabs\t\tand no-break\xa0spaces\u2003and\u3000wide ones",
+    "next line\x85and a byte order mark\ufeffinside",
+    "I'm, YOU'LL, they've; don'T 'S",
+    "1234567 3.14 2026-11-29 ①½",
+    "naïve café, cafe\u0301",
+    "हिन्दी में ไทย العربية",
+    "漢字とかな",
+    "🙂🚀👩‍🚀",
+    "def f(x):\n    return {x: [1, 2]}  # !?...",
+    "<|endoftext|> is text here",
+    "trailing space ",
+    " ",
+    "\n",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text, tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "input.txt"
+    path.write_text(text[:200_000] + "\n".join(STRINGS), encoding="utf-8")
+    return learn_tokenizer([detect_file(path)], 600)
+
+
+def split_by(tokenizer: Tokenizer, pattern: str) -> Tokenizer:
+    """The tokenizer with another expression that splits a text."""
+    by_pattern = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    by_bytes = tokenizer.document["pre_tokenizer"]["pretokenizers"][-1]
+    steps = {"type": "Sequence", "pretokenizers": [by_pattern, by_bytes]}
+    return Tokenizer({**tokenizer.document, "pre_tokenizer": steps}, END_OF_TEXT)
+
+
+@pytest.mark.parametrize("pattern", [GPT2, QWEN35], ids=["GPT-2", "Qwen3.5"])
+def test_the_page_encodes_text_as_the_library(pattern, tokenizer, text, tmp_path):
+    tokenizer = split_by(tokenizer, pattern)
+    strings = [*STRINGS, text[-2000:]]
+    page = page_of(lively(), {}, tokenizer, "a model", {})
+    code = f"{json.dumps(strings)}.map((text) => tokenizer.encode(text))"
+    encodings = published_tokenizer(tokenizer.document).encode_batch(
+        strings, add_special_tokens=False
+    )
+    assert run(page, code, tmp_path) == [encoding.ids for encoding in encodings]
+
+
+def test_the_page_reads_a_conversation_as_the_chat(tokenizer, tmp_path):
+    tokenizer = Tokenizer(tokenizer.document, END_OF_TEXT, chats=True)
+    model = lively(Config(n_layer=1, n_head=1, n_embd=8, block_size=64))
+    messages = [
+        {"role": "user", "content": "How are you? " * 4},
+        {"role": "assistant", "content": "I am well."},
+        {"role": "user", "content": "What is a line break?"},
+    ]
+    page = page_of(model, {}, tokenizer, "a model", {})
+    conversation = run(
+        page, f"tokenizer.encodeConversation({json.dumps(messages)}, 64, 20)", tmp_path
+    )
+    chat = Chat(model, tokenizer)
+    n_dropped, ids, _ = chat.fitting([Message(**message) for message in messages], 20)
+    assert n_dropped == 2
+    assert conversation == {"ids": ids, "nDropped": n_dropped}
+
+
+def test_the_page_names_characters_that_the_model_lacks(tmp_path):
+    page = page_of(lively(), {}, LETTERS, "a model", {})
+    code = "(() => { try { tokenizer.encode('aéz'); } catch (error) { return error.message; } })()"
+    assert run(page, code, tmp_path) == "The model does not know é z"
+
+
+def test_the_prompt_of_a_conversation_is_read_once(tmp_path):
+    model = lively(CONFIGS["shared keys"])
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    page = page_of(model, weights, LETTERS, "a model", {})
+    first, second = [1, 2, 3, 4], [1, 2, 3, 5, 6]
+    code = f"""[[...model.read({first})].length, [...model.read({second})].length,
+        Array.from(model.logits)]"""
+    n_first, n_second, logits = run(page, code, tmp_path)
+    assert (n_first, n_second) == (4, 2)
+    expected = model(torch.tensor([second]))[0, -1]
+    torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_page_holds_its_model_and_asks_for_nothing():
+    page = page_of(lively(), {}, LETTERS, "</script><b>", {"Text": "<i>of a stranger"})
+    assert "<b>" not in page
+    assert "<i>" not in page
+    assert not re.search(r"https?://|<link|src=", page)
+    assert "default-src 'none'" in page
+
+
+def test_play_saves_a_page_and_says_what_it_holds(job, cli, tmp_path):
+    ran = cli("play", job.job_id, "--save", "model.html")
+    assert (ran.code, ran.out) == (0, "model.html\n")
+    assert re.search(r"weights: \d bits; .* bits per byte instead of", ran.err)
+    assert re.search(r"copies: .* \d+ bytes", ran.err)
+    assert (tmp_path / "model.html").stat().st_size < 2_000_000
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--bits", "5"], ["latest", "--save", "a.html"]],
+    ids=["bits of no file", "two models"],
+)
+def test_a_page_that_cannot_be_saved_is_refused(options, job, cli):
+    ran = cli("play", job.job_id, *options)
+    assert ran.code == 2, ran.err
+    assert not list(job.home.parent.rglob("*.html"))
+
+
+def test_a_model_of_an_edited_folder_has_no_page(tmp_path):
+    class Edited(GPT):
+        """The model of an edited script."""
+
+    model = lively()
+    model.__class__ = Edited
+    with pytest.raises(InputError, match="edited"):
+        save_page(model, LETTERS, None, tmp_path / "a.html", "a model", {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_in_python_writes_its_page(job, home):
+    path = Job(job.job_id).page("model.html")
+    assert path.read_text().startswith("<!doctype html>")
