@@ -286,9 +286,6 @@ def test_no_history_costs_more_than_the_ceiling(aws, tmp_path, monkeypatch):
     assert min(seen.values()) > HISTORIES / 10
 
 
-# -- against the emulator --------------------------------------------------------------------------
-
-
 def packed(files: dict[str, bytes]) -> bytes:
     """A tar.gz."""
     content = io.BytesIO()

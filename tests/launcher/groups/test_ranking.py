@@ -1,0 +1,45 @@
+"""The ranking of the jobs of a sweep."""
+
+from __future__ import annotations
+
+import pytest
+from sweeps import GROUP, described
+
+from launcher.groups.find import tries_of
+from launcher.groups.ranking import ranking
+
+
+@pytest.mark.parametrize(
+    ("found", "planned", "ranked"),
+    [
+        (
+            [
+                described("a", n_layer=1, seed=1, best_loss=2.0),
+                described("b", n_layer=1, seed=2, best_loss=3.0),
+                described("c", n_layer=2, seed=1, best_loss=2.4),
+                described("d", n_layer=2, seed=2),
+            ],
+            None,
+            [({"n_layer": 2}, 2.4, 2), ({"n_layer": 1}, 2.5, 2)],
+        ),
+        (  # one was not started
+            [described("a", n_layer=1, best_loss=2.0), None],
+            [{"n_layer": "1"}, {"n_layer": "2"}],
+            [({"n_layer": "1"}, 2.0, 1), ({"n_layer": "2"}, float("inf"), 1)],
+        ),
+    ],
+)
+def test_the_ranking_is_by_the_mean_over_seeds(found, planned, ranked):
+    assert [(rank.values, rank.loss, rank.n) for rank in ranking(found, planned)] == ranked
+
+
+def test_equal_numbers_of_two_types_are_two_configurations():
+    jobs = [described("a", best_loss=2.0), described("b", best_loss=3.0)]
+    values = [rank.values for rank in ranking(jobs, [{"dropout": 0}, {"dropout": 0.0}])]
+    assert [str(value) for value in values] == ["{'dropout': 0}", "{'dropout': 0.0}"]
+
+
+def test_the_last_try_of_a_member_is_its_newest():
+    ids = [f"{GROUP}-1", f"{GROUP}-1-try2", f"{GROUP}-10", "sm-nanogpt-20260101-000000-abcde0-1"]
+    found = tries_of([described(each) for each in reversed(ids)], GROUP)
+    assert {n: [d.job_id for d in each] for n, each in found.items()} == {1: ids[:2], 10: [ids[2]]}

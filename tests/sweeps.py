@@ -1,0 +1,24 @@
+"""Records of sweeps, and of their jobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.groups.sweep import Sweep, open_ledger, write_sweep
+from launcher.job import JobDescription
+from sm_nanogpt import Settings
+
+GROUP = "sm-nanogpt-20260101-000000-abcdef"
+
+
+def described(job_id: str, status: str = "Completed", **values: Any) -> JobDescription:
+    loss = values.pop("best_loss", None)
+    metrics = None if loss is None else {"best_loss": loss}
+    return JobDescription(
+        job_id, status, status, "local", 1, 0.0, "", hyperparameters=values, metrics=metrics
+    )
+
+
+def record(sweep: Sweep, settings: Settings) -> None:
+    """Write that a sweep was launched from this machine."""
+    write_sweep(open_ledger(GROUP, settings), sweep)
