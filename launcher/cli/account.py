@@ -48,17 +48,19 @@ def infra_deploy_command(dry_run: bool, yes: bool, **changes: Any) -> None:
     from launcher.sagemaker.deploy import LEFT_OVER, Deployment
 
     deployment = Deployment(settings_of())
-    if left := deployment.removal(LEFT_OVER):
-        note(f"stack {deployment.name} is {left.status}; it has to be deleted first")
+    removal = deployment.removal(LEFT_OVER)
+    if removal is not None:
+        note(f"stack {deployment.name} is {removal.status}; it has to be deleted first")
         if dry_run:
             note("dry run: nothing was changed; after that, the stack would be created again")
             return
-        remove_stack(deployment, left, yes)
+        remove_stack(deployment, removal, yes)
     planned = deployment.plan(**changes)
     if planned is None:
         note(f"stack {deployment.name}: nothing to change")
         print_stack(deployment.show())
         return
+
     with ExitStack() as unless_agreed:
         unless_agreed.callback(deployment.discard, planned)
         for action, kind, resource in planned.changes:
@@ -66,12 +68,12 @@ def infra_deploy_command(dry_run: bool, yes: bool, **changes: Any) -> None:
         if dry_run:
             note("dry run: nothing was changed")
             return
-        place = account_and_region(planned.stack_id)
-        agree(f"Make these changes to stack {deployment.name} in {place}?", yes)
+        owner = account_and_region(planned.stack_id)
+        agree(f"Make these changes to stack {deployment.name} in {owner}?", yes)
         unless_agreed.pop_all()
-    made = deployment.execute(planned)
-    print_stack(made)
-    note(f"to let others launch jobs, attach the policy {made.policy}")
+    stack = deployment.execute(planned)
+    print_stack(stack)
+    note(f"to let others launch jobs, attach the policy {stack.policy}")
     note(f"next: {command('upload-data')}")
 
 
@@ -85,8 +87,11 @@ def infra_show_command(as_json: bool) -> None:
     """
     from launcher.sagemaker.deploy import Deployment
 
-    found = Deployment(settings_of()).show()
-    (print_json if as_json else print_stack)(found)
+    stack = Deployment(settings_of()).show()
+    if as_json:
+        print_json(stack)
+    else:
+        print_stack(stack)
 
 
 @infra_group.command("destroy")
@@ -112,8 +117,8 @@ def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
     if removal.bucket:
         note(f"keep     the bucket; to delete it: aws s3 rb --force s3://{removal.bucket}")
     if removal.key:
-        way = f"aws kms schedule-key-deletion --key-id {removal.key}"
-        note(f"keep     the key, which decrypts the bucket; to delete it: {way}")
+        delete_key = f"aws kms schedule-key-deletion --key-id {removal.key}"
+        note(f"keep     the key, which decrypts the bucket; to delete it: {delete_key}")
     for kind, name in removal.holders:
         note(f"detach   the launcher policy from {kind.lower()} {name}")
     for job_id in removal.jobs:
@@ -128,8 +133,11 @@ def account_and_region(arn: str) -> str:
 
 
 def print_stack(stack: Stack) -> None:
-    known = {name: str(value) for name, value in asdict(stack).items() if value}
-    print_fields({name.replace("_", " "): value for name, value in known.items()})
+    fields = {}
+    for name, value in asdict(stack).items():
+        if value:
+            fields[name.replace("_", " ")] = str(value)
+    print_fields(fields)
 
 
 @click.command("doctor", cls=Command)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.options import Command, settings_of, valued
+from launcher.cli.options import Command, valued
 from launcher.cli.remedies import command
 from launcher.cli.show import note, print_text
 from launcher.errors import InputError
@@ -40,14 +40,16 @@ def copy_script_command(directory: Path, search: str | None) -> None:
     """
     from launcher.source import Source
 
-    source, folder = Source.packaged(), shlex.quote(str(directory))
-    then = f"launch --instance local --entry-point {folder}"
-    if search is not None:
-        from launcher.trying.search import Search
+    folder = shlex.quote(str(directory))
+    if search is None:
+        source = Source.packaged()
+        next_command = f"launch --instance local --entry-point {folder}"
+    else:
+        from launcher.cli.search import open_search
 
-        opened = Search(search, settings_of(), note)
-        source = opened.source(opened.ledger.base)
-        then = f"try run {folder} --group {search}"
+        kept_by = open_search(search)
+        source = kept_by.source(kept_by.ledger.base)
+        next_command = f"try run {folder} --group {search}"
     try:
         directory.mkdir(parents=True)
         source.write(directory)
@@ -55,4 +57,4 @@ def copy_script_command(directory: Path, search: str | None) -> None:
         raise InputError(f"{directory}: {error.strerror}; name another directory") from None
     click.echo(directory)
     note(f"edit a file in {directory}; then")
-    note(f"next: {command(then)}")
+    note(f"next: {command(next_command)}")

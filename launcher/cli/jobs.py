@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -85,16 +85,18 @@ def jobs_command(
     members = None if group is None else find_group(group, settings, everyone)
     if members is not None:
         jobs = members.newest
-    found = list(islice((d for d in jobs if status in (None, d.status)), limit))
+    if status is not None:
+        jobs = (job for job in jobs if job.status == status)
+    selected = list(islice(jobs, limit))
     for job in listing.unreadable:
         note(f"job {job.job_id} is left out: {job.error}")
-    found = with_costs(found, settings)
+    selected = with_costs(selected, settings)
     if as_json:
-        print_json([data_of(job) for job in found])
+        print_json([data_of(job) for job in selected])
     elif members is not None and not members.is_search:
         print_ranking(members.tries, recorded_sweep(members.id, settings))
-    elif found:
-        print_jobs(found, everyone)
+    elif selected:
+        print_jobs(selected, everyone)
     elif not (listing.failure or listing.unreadable or status):
         note(f"no jobs yet; next: {first_step(settings)}")
     if listing.failure is not None:
@@ -135,13 +137,18 @@ def status_command(job_id: str, as_json: bool) -> None:
 
     settings = settings_of()
     tracked = TrackedJob(job_id, settings)
-    job, curve = tracked.describe(), None
+    job = tracked.describe()
+    curve = None
     try:
         curve = tracked.curve()
     except ServiceError as error:
         note(f"no curve: {error}")
-    if job.is_running and curve and curve.rows:  # SageMaker gives the newest values late
-        job = replace(job, metrics={**(job.metrics or {}), **curve.newest})
+    if (
+        job.is_running and curve is not None and curve.rows
+    ):  # SageMaker gives the newest values late
+        metrics = dict(job.metrics or {})
+        metrics.update(curve.newest)
+        job = replace(job, metrics=metrics)
     if as_json:
         print_json(data_of(job))
         return
@@ -279,9 +286,8 @@ def report_command(
     if group is not None:
         job_ids = jobs_with_curves(group, settings)
     report = compare(read_runs(job_ids, settings))
-    several = len(report.runs) > 1
-    what = f"{len(report.runs)}-runs" if several else report.runs[0].description.job_id
-    output = output or Path(f"report-{what}.html")
+    if output is None:
+        output = report_path([run.description.job_id for run in report.runs])
     if output.is_symlink() or (output.exists() and not output.is_file()):
         raise InputError(f"{output}: not a regular file; name another one with --output")
     write_bytes(str(output), page(report, launch_again).encode())
@@ -290,6 +296,13 @@ def report_command(
         import webbrowser
 
         webbrowser.open(output.absolute().as_uri())
+
+
+def report_path(job_ids: Sequence[str]) -> Path:
+    """The file of a report on these jobs, if none is named."""
+    if len(job_ids) == 1:
+        return Path(f"report-{job_ids[0]}.html")
+    return Path(f"report-{len(job_ids)}-runs.html")
 
 
 def jobs_with_curves(reference: str, settings: Settings) -> tuple[str, ...]:
@@ -311,11 +324,12 @@ def launch_again(job: TrainingJob) -> str:
     """The command that repeats a job. Values of its environment may be secret."""
     from launcher.job import Request
 
-    asked = Request.model_fields.keys() - {"name", "instance"}
-    given = job.model_dump(exclude_defaults=True, include=asked)
+    names = Request.model_fields.keys() - {"name", "instance"}
+    fields = job.model_dump(exclude_defaults=True, include=names)
     if job.environment:
-        given["environment"] = dict.fromkeys(job.environment, "...")
-    return " \\\n  ".join([f"sm-nanogpt launch --instance {job.instance}", *options(given)])
+        fields["environment"] = dict.fromkeys(job.environment, "...")
+    lines = [f"sm-nanogpt launch --instance {job.instance}", *options(fields)]
+    return " \\\n  ".join(lines)
 
 
 @click.command("wait", cls=Command)

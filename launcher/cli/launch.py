@@ -405,7 +405,10 @@ def follow_job(job_id: str, settings: Settings, stops: bool, costs: str) -> None
             with suppress(ServiceError):  # it just ended
                 job.stop()
     description = job.wait_for_end()
-    if description.status != "Completed":
-        stopped = description.status == "Stopped" and interrupted
-        raise (KeyboardInterrupt if stopped else ServiceError)(explain(description, settings))
-    note(next_step(description, settings))
+    if description.status == "Completed":
+        note(next_step(description, settings))
+        return
+    explanation = explain(description, settings)
+    if interrupted and description.status == "Stopped":
+        raise KeyboardInterrupt(explanation)
+    raise ServiceError(explanation)

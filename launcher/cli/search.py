@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +20,35 @@ if TYPE_CHECKING:
     from launcher.source import Source
     from launcher.trying.search import Search
 
-CODES = {"kept": 0, "refused": 4, "ceiling": 5}  # of a verdict; 3 of any other
-GOES_ON = "`{}` goes on with what has ended, and with a job that runs"
-WORDS = {"kept": "KEEP", "refused": "REFUSED", "ceiling": "CEILING"}
+
+@dataclass(frozen=True)
+class Outcome:
+    """How `try run` ends with a verdict: what it prints first, and its exit code."""
+
+    label: str
+    exit_code: int
+
+
+OUTCOMES = {
+    "kept": Outcome("KEEP", 0),
+    "refused": Outcome("REFUSED", 4),
+    "ceiling": Outcome("CEILING", 5),
+}
+REVERT = Outcome("REVERT", 3)  # of any other verdict
+
 SEARCH = valued("--group NAME", "The search, by the name that `try start` gave it.", required=True)
 
 
-def opened(name: str) -> Search:
+def open_search(name: str) -> Search:
     from launcher.trying.search import Search
 
     return Search(name, settings_of(), note)
+
+
+def goes_on(*arguments: str) -> str:
+    """What the line says that says `interrupted`: the command that continues."""
+    again = command("try", "run", *arguments)
+    return f"`{again}` goes on with what has ended, and with a job that runs"
 
 
 @click.group("try", cls=Group)
@@ -50,7 +70,9 @@ def try_group() -> None:
     type=float,
     default=0.005,
 )
-def start_command(name: str, ceiling: float | None, smallest_gain: float, **given: Any) -> None:
+def start_command(
+    name: str, ceiling: float | None, smallest_gain: float, instance: str, **fields: Any
+) -> None:
     """Begin the search NAME: keep text for the judge, and train the base with several seeds.
 
     Example:
@@ -64,18 +86,20 @@ def start_command(name: str, ceiling: float | None, smallest_gain: float, **give
     from launcher.trying.rule import detectable_gains
     from launcher.trying.start import begin, remove_unfinished
 
-    bills = backend_class(given["instance"]).bills
-    if bills != (ceiling is not None):
-        problem = "must be given for jobs on SageMaker" if bills else "is for SageMaker"
-        raise InputError(problem, field="ceiling", value=ceiling)
-    for field, value in (("smallest_gain", smallest_gain), ("ceiling", ceiling)):
-        if value is not None and not 0 < value < math.inf:
-            raise InputError("must be more than 0", field=field, value=value)
-    if given["preset"] is given["size"] is None and not looks_like_gpu(given["instance"]):
-        given["preset"] = "quick"
-    request = Request(**{key: value for key, value in given.items() if value is not None})
+    bills = backend_class(instance).bills
+    if bills and ceiling is None:
+        raise InputError("must be given for jobs on SageMaker", field="ceiling")
+    if ceiling is not None and not bills:
+        raise InputError("is for SageMaker", field="ceiling", value=ceiling)
+    check_positive("smallest_gain", smallest_gain)
+    if ceiling is not None:
+        check_positive("ceiling", ceiling)
+    fields = {field: value for field, value in fields.items() if value is not None}
+    if not ("preset" in fields or "size" in fields or looks_like_gpu(instance)):
+        fields["preset"] = "quick"
+    request = Request(instance=instance, **fields)
     search = begin(name, request, settings_of(), smallest_gain, ceiling, note)
-    with at_ctrl_c(GOES_ON.format(command("try", "run", "FOLDER", "--group", name))):
+    with at_ctrl_c(goes_on("FOLDER", "--group", name)):
         try:
             with search.held(shared=False):
                 base = search.base()
@@ -90,12 +114,17 @@ def start_command(name: str, ceiling: float | None, smallest_gain: float, **give
     click.echo(search.directory)
 
 
+def check_positive(field: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise InputError("must be more than 0", field=field, value=value)
+
+
 @try_group.command("run")
 @click.argument("folder", type=click.Path(path_type=Path))
 @SEARCH
-@valued("--note words TEXT", "What is tried, in a few words.", default="")
+@valued("--note description TEXT", "What is tried, in a few words.", default="")
 @JSON
-def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
+def run_command(folder: Path, group: str, description: str, as_json: bool) -> None:
     """Judge a changed training FOLDER against the base of a search.
 
     Exit code 0: it is better, and is the base now; 3: it is no better; 4: the rules refuse it;
@@ -106,32 +135,36 @@ def run_command(folder: Path, group: str, words: str, as_json: bool) -> None:
     """
     from launcher.source import Source
 
-    search = opened(group)
-    again = command("try", "run", shlex.quote(str(folder)), "--group", group)
-    with at_ctrl_c(GOES_ON.format(again)):
-        entry = search.attempt(Source.read(folder), words)
+    search = open_search(group)
+    with at_ctrl_c(goes_on(shlex.quote(str(folder)), "--group", group)):
+        entry = search.attempt(Source.read(folder), description)
     if as_json:
         print_json({**entry, "ledger": search.ledger.last_hash})
     else:
-        click.echo(shown(verdict(entry, search)))
-    if code := CODES.get(entry["verdict"], 3):
-        raise click.exceptions.Exit(code)
+        click.echo(shown(verdict_line(entry, search)))
+    outcome = OUTCOMES.get(entry["verdict"], REVERT)
+    if outcome.exit_code:
+        raise click.exceptions.Exit(outcome.exit_code)
 
 
-def verdict(entry: dict[str, Any], search: Search) -> str:
+def verdict_line(entry: dict[str, Any], search: Search) -> str:
     """A try in one line."""
-    ceiling, ledger = search.start["ceiling"], search.ledger
-    line = [f"{WORDS.get(entry['verdict'], 'REVERT')} {entry['number']}"]
+    ceiling = search.start["ceiling"]
+    ledger = search.ledger
+    outcome = OUTCOMES.get(entry["verdict"], REVERT)
+    parts = [f"{outcome.label} {entry['number']}"]
     if "mean" in entry:
-        line += [numbers(entry), f"time x{entry['times']:.2f}"]
+        parts += [difference_of(entry), f"time x{entry['times']:.2f}"]
     if entry["verdict"] != "kept":
-        line.append(entry.get("why") or entry["verdict"])
+        parts.append(entry.get("why") or entry["verdict"])
     if ceiling is not None:
-        line.append(f"cost {entry['usd']:.2f}; {ledger.spent:.2f} of {ceiling:.2f} USD spent")
-    return "  ".join([*line, f"ledger {ledger.last_hash[:8]}"])
+        parts.append(f"cost {entry['usd']:.2f}; {ledger.spent:.2f} of {ceiling:.2f} USD spent")
+    parts.append(f"ledger {ledger.last_hash[:8]}")
+    return "  ".join(parts)
 
 
-def numbers(entry: dict[str, Any]) -> str:
+def difference_of(entry: dict[str, Any]) -> str:
+    """By how much a try changes the loss, in nats, and the 95 % interval of that."""
     return f"{entry['mean']:+.4f} ({entry['low']:+.4f} to {entry['high']:+.4f})"
 
 
@@ -151,8 +184,9 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
       sm-nanogpt try log shakespeare
       sm-nanogpt try log shakespeare --gain 8
     """
-    search = opened(name)
-    ceiling, ledger = search.start["ceiling"], search.ledger
+    search = open_search(name)
+    ledger = search.ledger
+    ceiling = search.start["ceiling"]
     if gain:
         search.gain(int(gain))
     elif ceiling is not None:
@@ -169,20 +203,43 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
         print_json(tries)
         return
     note(f"text: {search.start['text']}; base: folder {ledger.base[:8]}")
-    money = [] if ceiling is None else ["USD"]
-    rows = [["TRY", "VERDICT", "DIFFERENCE, 95 % INTERVAL", "PAIRS", "TIME", *money, "FOLDER"]]
-    rows[0].append("NOTE")
-    for e in tries:
-        measured = [numbers(e), str(e["pairs"]), f"x{e['times']:.2f}"] if "mean" in e else ["-"] * 3
-        measured += [f"{e['usd']:.2f}"] * len(money)
-        said = f"{e['note']} ({e['why']})" if "why" in e else e["note"]
-        rows.append([str(e["number"]), e["verdict"], *measured, e["folder"][:8], said])
-    print_table(rows)
-    for e in ledger.of("gain")[-1:]:
-        click.echo(f"all kept tries together, to {e['folder'][:8]}: {numbers(e)}, fresh seeds")
+    headings = ["TRY", "VERDICT", "DIFFERENCE, 95 % INTERVAL", "PAIRS", "TIME", "USD", "FOLDER"]
+    table = [[*headings, "NOTE"], *map(cells_of, tries)]
+    if ceiling is None:
+        column = headings.index("USD")
+        for row in table:
+            del row[column]
+    print_table(table)
+    gains = ledger.of("gain")
+    if gains:
+        folder = gains[-1]["folder"][:8]
+        difference = difference_of(gains[-1])
+        click.echo(f"all kept tries together, to {folder}: {difference}, fresh seeds")
     if ceiling is not None:
-        also = f"{ledger.reserved:.2f} reserved"
-        click.echo(f"cost: {ledger.spent:.2f} of {ceiling:.2f} USD, and {also}")
+        costs = f"{ledger.spent:.2f} of {ceiling:.2f} USD, and {ledger.reserved:.2f} reserved"
+        click.echo(f"cost: {costs}")
+
+
+def cells_of(entry: dict[str, Any]) -> list[str]:
+    """The row of a try in the table of `try log`."""
+    difference = pairs = time = "-"
+    if "mean" in entry:
+        difference = difference_of(entry)
+        pairs = str(entry["pairs"])
+        time = f"x{entry['times']:.2f}"
+    remark = entry["note"]
+    if "why" in entry:
+        remark += f" ({entry['why']})"
+    return [
+        str(entry["number"]),
+        entry["verdict"],
+        difference,
+        pairs,
+        time,
+        f"{entry['usd']:.2f}",
+        entry["folder"][:8],
+        remark,
+    ]
 
 
 @try_group.command("show")
@@ -194,29 +251,38 @@ def show_command(number: int, group: str) -> None:
     Example:
       sm-nanogpt try show 7 --group shakespeare
     """
-    search = opened(group)
+    search = open_search(group)
     tries = search.ledger.of("try")
     if number > len(tries):
         raise InputError(f"search {group} has no try {number}; its tries: {len(tries)}")
     entry = tries[number - 1]
-    base, tried = search.source(entry["base"]), search.source(entry["folder"])
-    for name in sorted({*base.files, *tried.files}):
-        lines, new_lines = lines_of(base, name), lines_of(tried, name)
-        for line in difflib.unified_diff(
-            lines, new_lines, f"base/{name}", f"try/{name}", lineterm=""
-        ):
+    base = search.source(entry["base"])
+    changed = search.source(entry["folder"])
+    for name in sorted({*base.files, *changed.files}):
+        difference = difflib.unified_diff(
+            lines_of(base, name),
+            lines_of(changed, name),
+            fromfile=f"base/{name}",
+            tofile=f"try/{name}",
+            lineterm="",
+        )
+        for line in difference:
             click.echo(visible(line))
 
 
 def lines_of(source: Source, name: str) -> list[str]:
     text = source.files.get(name, b"").decode(errors="surrogateescape")
-    return text.removesuffix("\n").split("\n") if text else []
+    if not text:
+        return []
+    return text.removesuffix("\n").split("\n")
 
 
 def visible(line: str) -> str:
     """A line of code with an escape for each character that is not plainly visible: nobody, be it a
     person, a terminal or a program, reads other code than Python does."""
-    return "".join(
-        character if character.isprintable() or character == "\t" else ascii(character)[1:-1]
-        for character in line
-    )
+    characters = []
+    for character in line:
+        if not character.isprintable() and character != "\t":
+            character = ascii(character)[1:-1]
+        characters.append(character)
+    return "".join(characters)

@@ -51,10 +51,10 @@ def explain(description: JobDescription, settings: Settings) -> str:
     return f"{outcome}; {next_step(description, settings)}"
 
 
-def report_end(description: JobDescription, settings: Settings, *good: str) -> None:
-    """Print how a job ended, or raise ServiceError unless that is one of the good states."""
+def report_end(description: JobDescription, settings: Settings, *expected: str) -> None:
+    """Print how a job ended. Raises ServiceError if its status is none of the expected ones."""
     explanation = explain(description, settings)
-    if description.status not in good:
+    if description.status not in expected:
         raise ServiceError(explanation)
     note(explanation)
 
@@ -94,12 +94,12 @@ def print_text(text: str, nl: bool = True) -> None:
 
 
 @contextmanager
-def at_ctrl_c(*words: str) -> Iterator[None]:
-    """Let the line that says `interrupted` say more."""
+def at_ctrl_c(explanation: str) -> Iterator[None]:
+    """Let the line that says `interrupted` go on with an explanation."""
     try:
         yield
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(*error.args, *words) from None
+        raise KeyboardInterrupt(*error.args, explanation) from None
 
 
 class Screen(logging.Handler):
@@ -107,22 +107,26 @@ class Screen(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[str] = set()
+        self.printed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         advice = remedies(getattr(record, "cause", None))  # an error that is no failure here
-        if code := getattr(record, "code", ""):
+        code = getattr(record, "code", "")
+        if code:
             advice.append(remedy(code, vars(record)))
         text = "; ".join([record.getMessage(), *advice])
-        if text not in self.seen:
-            self.seen.add(text)
-            note(text if record.levelno < logging.WARNING else f"warning: {text}")
+        if record.levelno >= logging.WARNING:
+            text = f"warning: {text}"
+        if text not in self.printed:
+            self.printed.add(text)
+            note(text)
 
 
 @contextmanager
 def logs_shown() -> Iterator[None]:
     """Print log records of the library at level INFO and above."""
-    logger, screen = logging.getLogger("launcher"), Screen()
+    logger = logging.getLogger("launcher")
+    screen = Screen()
     level = logger.level
     logger.addHandler(screen)
     logger.setLevel(logging.INFO)
@@ -141,7 +145,9 @@ def print_curve(curve: Curve, err: bool = False) -> None:
         points = curve.points(name)
         if len(points) > 1:
             width = max(20, min(60, shutil.get_terminal_size().columns - 12))
-            click.echo("\n".join([f"{name}:", *sketch(points, width)]), err=err)
+            click.echo(f"{name}:", err=err)
+            for line in sketch(points, width):
+                click.echo(line, err=err)
             return
 
 
@@ -219,16 +225,19 @@ def print_columns(
     On a terminal that is too narrow, the optional columns go, the first of `optional` first, and a
     note names them. Where that is not enough, lines end in an ellipsis.
     """
-    table = {head: [cell or "-" for cell in cells] for head, cells in columns.items() if any(cells)}
+    table = {}
+    for heading, cells in columns.items():
+        if any(cells):
+            table[heading] = [cell or "-" for cell in cells]
     if not sys.stdout.isatty():
         print_table(rows_of(table))
         return
     width = shutil.get_terminal_size().columns
     hidden = []
-    for head in optional:
-        if head in table and width_of(table) > width:
-            del table[head]
-            hidden.append(head)
+    for heading in optional:
+        if heading in table and width_of(table) > width:
+            del table[heading]
+            hidden.append(heading)
     for row in aligned(rows_of(table)):
         click.echo(row if len(row) <= width else f"{row[: width - 1]}…")
     if hidden:
@@ -236,8 +245,8 @@ def print_columns(
 
 
 def rows_of(table: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """The rows of a table that is given by its columns; the first has their heads."""
-    columns = [[head, *cells] for head, cells in table.items()]
+    """The rows of a table that is given by its columns; the first has their headings."""
+    columns = [[heading, *cells] for heading, cells in table.items()]
     return [list(row) for row in zip(*columns, strict=True)]
 
 
@@ -254,7 +263,10 @@ def print_fields(fields: Mapping[str, str | None]) -> None:
 
 
 def moment(seconds: float | None) -> str | None:
-    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    """A time, in seconds since 1970, by the clock of this machine."""
+    if seconds is None:
+        return None
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def silence(stream: TextIO) -> None:

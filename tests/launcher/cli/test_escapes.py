@@ -71,7 +71,7 @@ def test_a_try_is_shown_escaped(cli, stdout, monkeypatch):
     search = Mock()
     search.ledger.of.return_value = [{"base": "base", "folder": "folder"}]
     search.source = lambda key: Mock(files=files[key])
-    monkeypatch.setattr("launcher.cli.search.opened", lambda name: search)
+    monkeypatch.setattr("launcher.cli.search.open_search", lambda name: search)
     arrives(stdout, monkeypatch)
     assert f"+{HARMLESS}" in cli("try", "show", "1", "--group", "plays").good.out
 
