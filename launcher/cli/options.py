@@ -152,7 +152,7 @@ class Group(Command, click.Group):
         return super().get_command(ctx, cmd_name)
 
 
-def pairs(
+def parse_assignments(
     context: click.Context | None, parameter: click.Parameter, typed: tuple[str, ...]
 ) -> dict[str, str]:
     """Parse ('n_layer=6',) to {'n_layer': '6'}; an option callback."""
@@ -173,18 +173,18 @@ def pairs(
     return values
 
 
-def lists(
+def parse_value_lists(
     context: click.Context | None, parameter: click.Parameter, typed: tuple[str, ...]
 ) -> dict[str, list[str]]:
     """Parse ('n_layer=4,6',) to {'n_layer': ['4', '6']}; an option callback."""
-    lists_by_name: dict[str, list[str]] = {}
-    for name, text in pairs(context, parameter, typed).items():
+    values_by_name: dict[str, list[str]] = {}
+    for name, text in parse_assignments(context, parameter, typed).items():
         values = text.split(",")
         are_different = len({as_number(value) for value in values}) == len(values)
         if "" in values or not are_different:
             raise InputError(f"--sweep {name}={text}: a value is empty or given twice")
-        lists_by_name[name] = values
-    return lists_by_name
+        values_by_name[name] = values
+    return values_by_name
 
 
 def as_number(value: str) -> float | str:
@@ -247,8 +247,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "USD": {"type": float},
     "NAME|URI|PATH": {"type": click.Path()},
     "JOB-ID|PATH|URI": {"type": JobParameter(trained=True)},
-    "KEY=VALUE": {"multiple": True, "callback": pairs},
-    "KEY=V1,V2,...": {"multiple": True, "callback": lists},
+    "KEY=VALUE": {"multiple": True, "callback": parse_assignments},
+    "KEY=V1,V2,...": {"multiple": True, "callback": parse_value_lists},
     "ID": {"multiple": True},
 }
 

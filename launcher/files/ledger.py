@@ -45,7 +45,7 @@ class Ledger:
                 if not line.endswith(b"\n"):  # a killed command's, which counts for nothing
                     break
                 entry = self.parse(line)
-                self.count(line)
+                self.advance(line)
                 self.note(entry)
 
     def parse(self, line: bytes) -> Entry:
@@ -60,13 +60,14 @@ class Ledger:
             raise ServiceError(f"{self.path}: {problem}")
         return entry
 
-    def count(self, line: bytes) -> None:
+    def advance(self, line: bytes) -> None:
+        """Move the end of what was read, and its hash, behind a line."""
         self.last_hash = hashlib.sha256(line).hexdigest()
         self.size += len(line)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """With what others have added, while no one else adds."""
+        """Lock the ledger, so that no one else adds to it, and read what others have added."""
         lock_path = self.path.with_suffix(".lock")
         with storage.reported(str(self.path)), lock_path.open("w") as file:
             locks.lock(file)
@@ -81,6 +82,7 @@ class Ledger:
             raise ServiceError(f"{self.path} was removed")
 
     def add(self, kind: str, **facts: Any) -> Entry:
+        """Lock the ledger, and add an entry of a kind."""
         with self.locked():
             return self.write(kind, **facts)
 
@@ -99,7 +101,7 @@ class Ledger:
             file.write(line)
             file.flush()
             flush_to_disk(file.fileno())
-        self.count(line)
+        self.advance(line)
         self.note(entry)
         return entry
 

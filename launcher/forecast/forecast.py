@@ -126,23 +126,23 @@ class Forecaster:
         pilots = self.ledger.pilots
         return [pilots[trial.name] for trial in trials]
 
-    def check(self, runs: Sequence[Run], law: TextLaw) -> None:
+    def check(self, runs: Sequence[Run], text_law: TextLaw) -> None:
         """Raise InputError if nothing can be known from the pilots."""
         counts = torch.bincount(unsigned(self.corpus.train[0 : min(self.tokens, WRITTEN)]))
         shares = counts[counts > 0] / counts.sum()
         entropy = -float((shares * shares.log()).sum())  # the loss of a model that knows no more
         lowest = min(run.loss for run in runs)
-        worth = float(law.mean[1])  # of compute
-        usual = law.law.mean[1]
-        deviations = abs(worth - usual) / math.sqrt(law.law.covariance[1][1])
+        worth = float(text_law.mean[1])  # of compute
+        usual = text_law.law.mean[1]
+        deviations = abs(worth - usual) / math.sqrt(text_law.law.covariance[1][1])
         if lowest > 0.97 * entropy:
             problem = f"the pilots learn no more than how frequent the {self.unit} are"
         elif lowest < 0.1:
             problem = f"the text repeats itself: a pilot has a loss of {lowest:.3f} nats"
         elif deviations > MAX_DEVIATIONS:
             problem = f"compute is worth {worth / usual:.2g} times what it is on other texts"
-        elif law.misfit > MAX_MISFIT:
-            problem = f"the pilots miss the law by {law.misfit:.1%} (at most {MAX_MISFIT:.0%})"
+        elif text_law.misfit > MAX_MISFIT:
+            problem = f"the pilots miss the law by {text_law.misfit:.1%} (at most {MAX_MISFIT:.0%})"
             if not self.source.is_packaged:
                 problem += " of the training folder as it is packaged"
         else:

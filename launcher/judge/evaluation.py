@@ -112,13 +112,13 @@ class Evaluation:
         """
         facts = {
             "bits per byte": of_bits(self.bits_per_byte, self.half),
-            "perplexity per token": formatted(self.perplexity, "{:.2f}"),
+            "perplexity per token": formatted(self.perplexity, ".2f"),
             "xz": of_bits(self.xz),
             "5-gram of the training text": of_bits(self.ngram),
             "own validation text": of_bits(self.validation),
-            "overlap with the training text": formatted(self.overlap, "{:.1%}"),
-            "longest run copied from it": formatted(self.copied, f"{{:d}} bytes in {self.samples}"),
-            "causal": formatted(self.cuts, "yes, by {:,d} cuts"),
+            "overlap with the training text": formatted(self.overlap, ".1%"),
+            "longest run copied from it": formatted(self.copied, "d", f" bytes in {self.samples}"),
+            "causal": formatted(self.cuts, ",d", " cuts", prefix="yes, by "),
         }
         if first is not None and first is not self:
             pairs = zip(self.parts, first.parts, strict=True)
@@ -128,16 +128,19 @@ class Evaluation:
         return facts
 
 
-def formatted(value: float | None, template: str) -> str:
-    return "-" if value is None else template.format(value)
+def formatted(value: float | None, spec: str, suffix: str = "", prefix: str = "") -> str:
+    """A number in the format of a spec, such as .2f; `-` if there is none."""
+    if value is None:
+        return "-"
+    return f"{prefix}{value:{spec}}{suffix}"
 
 
 def of_bits(bits: float | None, half: float | None = None) -> str:
     """Bits per byte, and their interval: 2.214 (2.171 to 2.259)."""
-    text = formatted(bits, "{:.3f}")
+    interval = ""
     if bits is not None and half:
-        text += f" ({bits - half:.3f} to {bits + half:.3f})"
-    return text
+        interval = f" ({bits - half:.3f} to {bits + half:.3f})"
+    return formatted(bits, ".3f", interval)
 
 
 def save_evaluation(evaluation: Evaluation, name: str, settings: Settings) -> None:

@@ -161,7 +161,10 @@ def find_records(value: Any, column: str) -> Records | None:
 
 
 def lists_in(value: Any) -> Iterator[Records]:
-    """Yield each list in a JSON value, the shallowest first; those of a list's items are one."""
+    """Yield the lists in a JSON value, the shallowest first.
+
+    The lists that the items of a list have in the same field count as one list.
+    """
     values_by_path: dict[str, list[Any]] = {"": [value]}
     for _ in range(MAX_DEPTH):
         next_level: dict[str, list[Any]] = {}

@@ -15,7 +15,7 @@ from launching import launching as launch_words
 from entry_point.config import make_config
 from entry_point.errors import ConfigError
 from entry_point.huggingface import folder_sha256
-from launcher.cli.options import pairs
+from launcher.cli.options import parse_assignments
 from launcher.local.runner import command_line
 from launcher.sagemaker.request import sendable_hyperparameters
 from launcher.source import Source
@@ -87,7 +87,10 @@ def test_argv_is_formatted_like_the_toolkits():
 
 
 def test_assignments_split_at_the_first_equals_sign():
-    assert pairs(None, click.Option(["--tag"]), ("a=b=c", "d=")) == {"a": "b=c", "d": ""}
+    assert parse_assignments(None, click.Option(["--tag"]), ("a=b=c", "d=")) == {
+        "a": "b=c",
+        "d": "",
+    }
 
 
 @pytest.mark.parametrize(
@@ -96,12 +99,12 @@ def test_assignments_split_at_the_first_equals_sign():
 )
 def test_an_invalid_or_repeated_assignment_is_refused(words):
     with pytest.raises(InputError, match="--set"):
-        pairs(None, click.Option(["--set"]), words)
+        parse_assignments(None, click.Option(["--set"]), words)
 
 
 def test_an_assignment_without_a_value_says_that_it_is_empty():
     with pytest.raises(InputError, match="--set n_layer= is empty; give a value, or leave it out"):
-        pairs(None, click.Option(["--set"]), ("n_layer=",))
+        parse_assignments(None, click.Option(["--set"]), ("n_layer=",))
 
 
 def test_a_new_field_is_for_sagemaker_by_default():
