@@ -147,9 +147,9 @@ class Job(TrackedJob):
         return self._answer(read_messages(messages), sampling.pop("max_new_tokens", 500), sampling)
 
     def _answer(self, asked: Any, most: int, sampling: dict[str, Any]) -> str:
-        from launcher.models.sample import answered, stream_samples
+        from launcher.models.sample import prompt_and_limit, stream_samples
 
-        begin, most = answered(*self._loaded, asked, most)
+        begin, most = prompt_and_limit(*self._loaded, asked, most)
         pieces = stream_samples(*self._loaded, begin, most, **sampling)
         return "".join(piece for (piece,) in pieces)
 

@@ -50,7 +50,7 @@ def ids_of(chat: Chat, *messages: Message) -> list[int]:
     """Those of a whole conversation."""
     chat = copy(chat)
     chat.context_size = 1 << 30
-    return chat.fitting(messages, 1)[1]
+    return chat.fit(messages, 1).ids
 
 
 def tensor(ids: Iterable[int]) -> torch.Tensor:

@@ -312,7 +312,7 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
     for side, generate in (
         ("by a graph", sampled_by_graph),
         ("with a cache", engine.generate),
-        ("the plain loop", partial(engine.generate, plainly=True)),
+        ("the plain loop", partial(engine.generate, use_cache=False)),
     ):
         for samples in (1, many):
             with found.part(side):
@@ -346,7 +346,7 @@ def sampled_by_graph(
     from entry_point.model import norm, rotary
     from launcher.models import engine
 
-    model, device = engine.for_sampling(model, len(prompt), model.compute_dtype), prompt.device
+    model, device = engine.sampling_copy(model, len(prompt), model.compute_dtype), prompt.device
     cache = engine.KeyValueCache(model, len(prompt), max_new_tokens + 1)
     ids, position = prompt.clone(), torch.zeros(1, dtype=torch.long, device=device)
     generator = torch.cuda.default_generators[0] if prompt.is_cuda else torch.Generator()

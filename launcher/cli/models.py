@@ -79,13 +79,13 @@ def fetch_and_sample_command(
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
     _, loaded, tokenizer = open_model(model, settings_of(), entry_point)
-    from launcher.models.sample import answered, stream_samples
+    from launcher.models.sample import prompt_and_limit, stream_samples
 
     if tokenizer.chats and prompt is None:
         chat = command("chat", shlex.quote(model))
         note(f"the model has learned from conversations: `{chat}` talks to it")
     most = sampling["max_new_tokens"]
-    begin, sampling["max_new_tokens"] = answered(loaded, tokenizer, prompt, most)
+    begin, sampling["max_new_tokens"] = prompt_and_limit(loaded, tokenizer, prompt, most)
     columns = stream_samples(loaded, tokenizer, begin, num_samples=num_samples, **sampling)
     start = begin if isinstance(begin, str) else ""
     if prompt is None:
@@ -313,7 +313,7 @@ def chat_command(model: str, system: str | None, entry_point: Path | None, **sam
     messages = [Message("system", system)] if system else []
     if chat is not None:
         probe = [*messages, Message("user", "?")]
-        chat.fitting(probe, sampling["max_new_tokens"])  # or no message would fit
+        chat.fit(probe, sampling["max_new_tokens"])  # or no message would fit
     elif messages:
         raise InputError("--system is for a model that has learned from conversations")
     else:
@@ -340,9 +340,12 @@ def talk(
     if chat is not None:
         if not line.strip():
             return
-        dropped, begin, wish["max_new_tokens"] = chat.fitting(asked, sampling["max_new_tokens"])
-        if dropped:
-            note(f"the context is full: the model no longer sees the oldest {dropped} messages")
+        fitted = chat.fit(asked, sampling["max_new_tokens"])
+        begin = fitted.ids
+        wish["max_new_tokens"] = fitted.max_new_tokens
+        if fitted.n_dropped:
+            oldest = f"the oldest {fitted.n_dropped} messages"
+            note(f"the context is full: the model no longer sees {oldest}")
     columns = stream_samples(model, tokenizer, begin, **wish)
     if chat is None:
         yield line

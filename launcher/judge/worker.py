@@ -244,7 +244,7 @@ def main(fd: str, directory: str, folder: str, home: str) -> None:
 def answers(
     pipe: Connection, directory: Path, settings: Settings, folder: Path | None
 ) -> Iterator[bytes]:
-    from launcher.models.engine import for_sampling
+    from launcher.models.engine import sampling_copy
     from launcher.models.load import is_edited, load_model
 
     model, tokenizer = load_model(directory, settings, folder)
@@ -253,7 +253,7 @@ def answers(
     # Its products take half the time, and give the same to rounding. Where a folder is named, as a
     # search does, all models are computed in one way, so that their times compare.
     if folder is None and not is_edited(model):
-        net = for_sampling(model, PASS_TOKENS, torch.float32)
+        net = sampling_copy(model, PASS_TOKENS, torch.float32)
     with torch.inference_mode():
         size = net(torch.zeros(1, 1, dtype=torch.int64)).size(-1)
         facts = dict(block_size=model.config.block_size, size=size, chats=tokenizer.chats)
@@ -272,7 +272,7 @@ def sampled(
     model: Any, tokenizer: Any, prompts: Sequence[Any], max_new_tokens: int, **sampling: Any
 ) -> list[str]:
     from launcher.models.chat import Message
-    from launcher.models.sample import answered, stream_samples
+    from launcher.models.sample import prompt_and_limit, stream_samples
 
     texts = list[str]()
     for prompt in prompts:
@@ -280,7 +280,7 @@ def sampled(
         if prompt and not tokenizer.chats:  # a base model continues the messages
             asked = "".join(f"{message.content}\n" for message in asked)
         columns = stream_samples(
-            model, tokenizer, *answered(model, tokenizer, asked, max_new_tokens), **sampling
+            model, tokenizer, *prompt_and_limit(model, tokenizer, asked, max_new_tokens), **sampling
         )
         texts += ["".join(pieces) for pieces in zip(*columns, strict=True)]
     return texts

@@ -17,10 +17,12 @@ from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.model import GPT
 from entry_point.text import Tokenizer
 from launcher.errors import InputError
-from launcher.models.encoder import SPEAKS, Encoder
+from launcher.models.encoder import ASSISTANT_PREFIX, Encoder
 from launcher.values import is_utf8
 
-ROOM = 4  # an answer has at least 1 / ROOM of the context, unless its limit is lower
+# A question leaves 1 / ANSWER_SHARE of the context for its answer, unless the limit of an answer is
+# lower.
+ANSWER_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,10 @@ ROLES = ("system", "user", "assistant")
 
 
 def read_messages(messages: Sequence[Mapping[str, str]]) -> list[Message]:
-    """The messages of a conversation, each with a role and its content. Raises InputError."""
+    """Returns the messages of a conversation, each checked to have a role of ROLES and a content.
+
+    Raises InputError if one lacks them, or there is no message.
+    """
     if not messages:
         raise InputError("the conversation has no message")
     for number, message in enumerate(messages, 1):
@@ -51,10 +56,11 @@ class ChatEncoder:
     """
 
     def __init__(self, encoder: Encoder) -> None:
-        self.encoder, self.tokenizer = encoder, encoder.tokenizer
-        special = self.tokenizer.special
+        self.encoder = encoder
+        self.tokenizer = encoder.tokenizer
         try:
-            self.begin, self.end = special[TURN], special[END_OF_TURN]
+            self.begin = self.tokenizer.special[TURN]
+            self.end = self.tokenizer.special[END_OF_TURN]
         except KeyError as error:
             problem = f"the tokenizer has no token {error}, which conversations need"
             raise InputError(problem, "no-turns") from None
@@ -65,7 +71,7 @@ class ChatEncoder:
         """Yield the ids of each turn, which is the role, a line break, and the content."""
         for turn, content in zip(turns, self.encoder.encode(turns), strict=True):
             content_ids = array("i", content)
-            is_learned = turn.startswith(SPEAKS)
+            is_learned = turn.startswith(ASSISTANT_PREFIX)
             n_masked = self.count_prefix(content_ids) if is_learned else len(content_ids)
 
             ids = array("i", [~self.begin])
@@ -76,12 +82,13 @@ class ChatEncoder:
             yield ids.tobytes()
 
     def count_prefix(self, ids: Sequence[int]) -> int:
-        """The number of ids that hold any byte of SPEAKS, with which the turn begins.
+        """Counts the first ids of an assistant's turn that hold a byte of ASSISTANT_PREFIX.
 
-        A token that begins in it and ends in the answer is not learned either.
+        A token that begins in the prefix and ends in the answer is not learned either.
         """
-        n_bytes, n_ids = 0, 0
-        while n_bytes < len(SPEAKS):
+        n_bytes = 0
+        n_ids = 0
+        while n_bytes < len(ASSISTANT_PREFIX):
             n_bytes += len(self.tokenizer.word(ids[n_ids]))
             n_ids += 1
         return n_ids
@@ -89,6 +96,15 @@ class ChatEncoder:
 
 class TooLong(InputError):
     """A message does not fit into the context."""
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """What a model sees of a conversation, and how long it may answer."""
+
+    ids: list[int]
+    max_new_tokens: int
+    n_dropped: int  # messages that are left out
 
 
 class Chat:
@@ -100,47 +116,48 @@ class Chat:
         self.context_size = model.config.block_size
         encoder = Encoder(tokenizer, "i")
         self.encoder = ChatEncoder(encoder)
-        (speaks,) = encoder.encode([SPEAKS])
-        self.answer_start = [self.encoder.begin, *array("i", speaks)]
+        (prefix,) = encoder.encode([ASSISTANT_PREFIX])
+        self.answer_start = [self.encoder.begin, *array("i", prefix)]
 
-    def fitting(
-        self, messages: Sequence[Message], max_new_tokens: int
-    ) -> tuple[int, list[int], int]:
-        """What the model sees of a conversation, and how long it may answer.
+    def fit(self, messages: Sequence[Message], max_new_tokens: int) -> ChatPrompt:
+        """Fits a conversation into the context, with room for an answer.
 
-        The oldest messages after the system's are left out until the rest leaves room for an
-        answer. The answer ends where the context does: beyond it, the question would slide out.
+        It leaves out the oldest messages after the system's. The answer ends where the context
+        does: beyond it, the question would slide out.
 
-        Returns how many messages are left out, the ids of the rest, and the tokens of an answer.
         Raises TooLong if the system's and the last message alone do not fit, and InputError if a
         message is not UTF-8 text.
         """
         turns = self.encode_messages(messages)
-        has_instruction = bool(messages) and messages[0].role == "system"
-        instruction = turns[:1] if has_instruction else []
-        n_instruction = sum(len(turn) for turn in instruction)
-        answer_room = min(max_new_tokens, self.context_size // ROOM)
-        room = self.context_size - answer_room - len(self.answer_start) - n_instruction
-        if room < 0 and has_instruction:
-            raise TooLong(f"the instruction {self.too_long}")
-        first = first_turn_that_fits(messages, turns, len(instruction), room)
+        n_instructions = 0  # the first message may be the system's
+        instruction_tokens = 0
+        if messages and messages[0].role == "system":
+            n_instructions = 1
+            instruction_tokens = len(turns[0])
+
+        answer_room = min(max_new_tokens, self.context_size // ANSWER_SHARE)
+        room = self.context_size - answer_room - len(self.answer_start) - instruction_tokens
+        too_long = f"is too long for a context of {self.context_size} tokens"
+        if room < 0 and n_instructions:
+            raise TooLong(f"the instruction {too_long}")
+        first = first_turn_that_fits(messages, turns, n_instructions, room)
         if first is None:
-            part = f", of which the instruction takes {n_instruction}" if has_instruction else ""
-            raise TooLong(f"the message {self.too_long}{part}")
+            if n_instructions:
+                too_long += f", of which the instruction takes {instruction_tokens}"
+            raise TooLong(f"the message {too_long}")
 
         ids: list[int] = []
-        for turn in [*instruction, *turns[first:]]:
+        for turn in turns[:n_instructions] + turns[first:]:
             ids.extend(id if id >= 0 else ~id for id in turn)
         ids += self.answer_start
-        n_answer = min(max_new_tokens, max(1, self.context_size - len(ids)))
-        return first - len(instruction), ids, n_answer
-
-    @property
-    def too_long(self) -> str:
-        return f"is too long for a context of {self.context_size} tokens"
+        free = max(1, self.context_size - len(ids))
+        return ChatPrompt(ids, min(max_new_tokens, free), first - n_instructions)
 
     def encode_messages(self, messages: Sequence[Message]) -> list[array[int]]:
-        """The ids of each message, those that the loss leaves out as ~id. Raises InputError."""
+        """Returns the ids of each message; those that the loss leaves out are stored as ~id.
+
+        Raises InputError if a message is not UTF-8 text.
+        """
         texts = [f"{message.role}\n{message.content}" for message in messages]
         if not all(map(is_utf8, texts)):
             raise InputError("the message is not UTF-8 text")
@@ -150,9 +167,9 @@ class Chat:
 def first_turn_that_fits(
     messages: Sequence[Message], turns: Sequence[array[int]], start: int, room: int
 ) -> int | None:
-    """The first turn from which all up to the last fit into `room` tokens; None if none does.
+    """Returns the index of the first turn from which all up to the last fit into `room` tokens.
 
-    Turns before `start` do not count. A conversation is cut before a message of the user.
+    It is `start`, or a turn of the user; None if not even the last of these fits.
     """
     n_turns = len(turns)
     if n_turns == start:

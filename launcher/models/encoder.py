@@ -28,19 +28,19 @@ LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 QWEN35 = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 PATTERNS = (GPT2, QWEN, LLAMA3, QWEN35, r"[\s\S]")
 
-# Characters encoded as one string: tiktoken panics at a million spaces, and ids take far more
-# memory than their text.
-LONGEST = 1 << 18
-SPEAKS = "assistant\n"  # a turn of the assistant begins so
-AT_ONCE = 16  # strings of this length, for threads to share
+# Characters that are encoded as one string: tiktoken panics at a million spaces, and ids take far
+# more memory than their text.
+MAX_PIECE = 1 << 18
+PIECES_PER_BATCH = 16  # threads share them
+ASSISTANT_PREFIX = "assistant\n"  # a turn of the assistant begins so
 
 
 def published_tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """The library's tokenizer of a tokenizer.json. It encodes special tokens as ordinary text.
+    """Returns the library's tokenizer of a tokenizer.json, which encodes special tokens as text.
 
-    It gets only what encodes, and of that only what published tokenizers of BPE over bytes have:
-    other parts of a stranger's file can abort the process, or take any time and memory. Raises
-    InputError.
+    The library gets only the parts that encode, as published tokenizers of BPE over bytes have
+    them: other parts of a stranger's file can abort the process, or take any time and memory.
+    Raises InputError for a file of another form.
     """
     from tokenizers import Tokenizer
 
@@ -54,7 +54,10 @@ def published_tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def check_document(document: Mapping[str, Any]) -> None:
-    """Raise ValueError, or the error of a document of another form, if a text may change."""
+    """Raises ValueError if encoding by this tokenizer.json may change a text.
+
+    Raises KeyError or TypeError if it has another form.
+    """
     if document["pre_tokenizer"] is None:
         raise ValueError("has no pre_tokenizer, which splits a text")
     steps = splitting_steps(document)
@@ -76,7 +79,7 @@ def check_document(document: Mapping[str, Any]) -> None:
 
 
 def splitting_steps(document: Mapping[str, Any]) -> list[Any]:
-    """The steps by which a tokenizer.json splits a text, before it merges."""
+    """Returns the steps by which a tokenizer.json splits a text before it merges bytes."""
     pre_tokenizer = document["pre_tokenizer"]
     if pre_tokenizer["type"] == "Sequence":
         return list(pre_tokenizer["pretokenizers"])
@@ -97,7 +100,7 @@ def encoding_parts(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pattern_of(document: Mapping[str, Any]) -> str | None:
-    """The expression by which a tokenizer.json splits a text; None: in another way."""
+    """Returns the one expression by which a tokenizer.json splits a text; None if it is not one."""
     *first_steps, last = splitting_steps(document)
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False}
     if not by_bytes.items() <= last.items():
@@ -115,9 +118,10 @@ def pattern_of(document: Mapping[str, Any]) -> str | None:
 
 
 def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encoding | None:
-    """The tokenizer in tiktoken, which is four times as fast; None if it might find other ids."""
+    """Returns the tokenizer in tiktoken, four times as fast; None if its ids might be others."""
     document = tokenizer.document
-    pattern, model = pattern_of(document), document["model"]
+    model = document["model"]
+    pattern = pattern_of(document)
     if pattern is None or model["type"] != "BPE" or model.get("ignore_merges"):
         return None
     if not all(token["special"] for token in document["added_tokens"]):
@@ -133,11 +137,11 @@ def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encodi
 def merges_by_id(
     model: Mapping[str, Any], ids: Mapping[bytes, int], library: tokenizers.Tokenizer
 ) -> bool:
-    """True if merging the pair of the lowest id first gives the ids that the library gives.
+    """Returns True if tiktoken gives the ids that the library gives.
 
-    tiktoken merges so; the library merges the pair that comes first in its list of merges. That is
-    the same if the merges make the ids in their order, and the bytes of each id, by themselves,
-    become that id.
+    tiktoken merges the pair of the lowest id first; the library, the pair that comes first in its
+    list of merges. Both are the same if the list makes ids in rising order, and the bytes of each
+    id, encoded alone, become that id. `ids` has the id of each token's bytes.
     """
     merged_tokens = {}  # by id
     for pair in model["merges"]:
@@ -157,10 +161,11 @@ def merges_by_id(
 
 
 class Encoder:
-    """Turns text into ids, as bytes of the type `code`, in threads on all cores."""
+    """Encodes texts as ids, in threads on all cores. `code` is the type of an id, as of array."""
 
     def __init__(self, tokenizer: Tokenizer, code: str) -> None:
-        self.tokenizer, self.code = tokenizer, code
+        self.tokenizer = tokenizer
+        self.code = code
         self.library = published_tokenizer(tokenizer.document)
         normalizer = self.library.normalizer
         # Qwen's changes é of two characters to é of one, which is the same text.
@@ -168,22 +173,22 @@ class Encoder:
         self.fast = fast_encoding(tokenizer, self.library)
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """The ids of each text. Raises InputError unless they decode to it.
+        """Returns the ids of each text, as bytes. Raises InputError unless they decode to it.
 
-        A long text is encoded in parts.
+        A long text is encoded in pieces.
         """
-        if max(map(len, texts), default=0) > LONGEST:
-            return [self.encode_in_parts(text) for text in texts]
+        if any(len(text) > MAX_PIECE for text in texts):
+            return [self.encode_in_pieces(text) for text in texts]
         texts = [self.normalize(text) for text in texts]
         encoded = self.encode_batch(texts)
         for text, ids in zip(texts, encoded, strict=True):
             self.check_decodes(ids, text)
         return [array(self.code, ids).tobytes() for ids in encoded]
 
-    def encode_in_parts(self, text: str) -> bytes:
+    def encode_in_pieces(self, text: str) -> bytes:
         ids = b""
-        for parts in cut(text):
-            ids += b"".join(self.encode(parts))
+        for pieces in cut(text):
+            ids += b"".join(self.encode(pieces))
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -196,8 +201,8 @@ class Encoder:
         return [encoding.ids for encoding in encodings]
 
     def check_decodes(self, ids: Sequence[int], text: str) -> None:
-        """Raise InputError, which shows the first difference, unless these ids decode to a text."""
-        content = b"".join(map(self.tokenizer.words.__getitem__, ids))
+        """Raises InputError, which shows the first difference, if ids do not decode to `text`."""
+        content = b"".join([self.tokenizer.words[id] for id in ids])
         if content == text.encode():
             return
         decoded = content.decode(errors="replace")
@@ -211,8 +216,8 @@ class Encoder:
 
 
 def cut(text: str) -> Iterator[list[str]]:
-    """Yield a text in parts of LONGEST characters, AT_ONCE at a time."""
-    starts = range(0, len(text), LONGEST)
-    for first in range(0, len(starts), AT_ONCE):
-        batch = starts[first : first + AT_ONCE]
-        yield [text[start : start + LONGEST] for start in batch]
+    """Yields a text in pieces of MAX_PIECE characters, PIECES_PER_BATCH at a time."""
+    starts = range(0, len(text), MAX_PIECE)
+    for first in range(0, len(starts), PIECES_PER_BATCH):
+        batch = starts[first : first + PIECES_PER_BATCH]
+        yield [text[start : start + MAX_PIECE] for start in batch]

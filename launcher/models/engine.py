@@ -17,52 +17,55 @@ from torch import Tensor
 from entry_point.kernels import repeat_kv
 from entry_point.model import GPT, Attention, Block, Linear, norm, rotary
 
-# With so few sequences at once, sampling a token is bound by the reading of the weights, which int8
-# makes smaller (PackedLinear).
+# With so few sequences, sampling a token takes as long as reading the weights, which int8 makes
+# smaller (PackedLinear).
 FEW_SEQUENCES = 4
-# A model with so many numbers in its matrices gains from packing: below, calling oneDNN takes
+# A model with fewer parameters in its matrices gains nothing from packing: calling oneDNN takes
 # longer than reading them.
-PACKED_FROM = 1 << 20
+MIN_PACKED_PARAMETERS = 1 << 20
 
 # Called with the logits, float32 [B, V], and the ids, int64 [B], that were drawn from them.
 Watch = Callable[[Tensor, Tensor], object]
 
 
 class KeyValueCache:
-    """Keys and values of the last positions, block_size at most, which new ones overwrite in turn.
+    """The keys and values of the last `size` positions; a new one overwrites the oldest.
 
-    k and v hold, for each layer, [B, n_kv_head, size, head_dim]; position p lives in slot p % size.
-    Keys hold their rotary angle, so their slot does not matter, and the context slides. `positions`
-    is how many there will be: a short text takes no more than it needs.
+    k and v hold, for each layer, [B, n_kv_head, size, head_dim]; position p lies in slot p % size.
+    Keys are rotated before they are stored, so their slot does not matter, and the context slides.
+    `size` is block_size, or n_positions if the whole text is shorter.
     """
 
-    def __init__(self, model: GPT, batch_size: int, positions: int) -> None:
-        c, device = model.config, model.embed.weight.device
-        self.size = min(positions, c.block_size)
+    def __init__(self, model: GPT, batch_size: int, n_positions: int) -> None:
+        c = model.config
+        device = model.embed.weight.device
+        self.size = min(n_positions, c.block_size)
         shape = (2, c.n_layer, batch_size, c.kv_heads, self.size, c.head_width)
         zeros = torch.zeros(shape, device=device, dtype=model.compute_dtype)
         self.k, self.v = (part.unbind() for part in zeros)
         self.length = 0  # positions seen so far
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k and v [B, n_kv_head, T, head_dim] of the newest positions; returns all kept.
+        """Stores k and v [B, n_kv_head, T, head_dim] of the newest T positions of a layer.
 
-        T is 1, or the cache is empty and T is at most its size.
+        T is 1, or the cache is empty and T is at most its size. Returns all keys and values of the
+        layer that are stored, [B, n_kv_head, n_stored, head_dim] each.
         """
         T = k.size(2)
-        slot, kept = self.length % self.size, min(self.length + T, self.size)
-        all_k, all_v = self.k[layer], self.v[layer]
-        all_k.narrow(2, slot, T).copy_(k)
-        all_v.narrow(2, slot, T).copy_(v)
-        return all_k.narrow(2, 0, kept), all_v.narrow(2, 0, kept)
+        slot = self.length % self.size
+        n_stored = min(self.length + T, self.size)
+        keys, values = self.k[layer], self.v[layer]
+        keys.narrow(2, slot, T).copy_(k)
+        values.narrow(2, slot, T).copy_(v)
+        return keys.narrow(2, 0, n_stored), values.narrow(2, 0, n_stored)
 
 
 class PackedLinear(nn.Module):
-    """A Linear of float32 activations whose products, of few rows, are of type float32 or bf16.
+    """A Linear for inputs of few rows: float32 in and out, its products in dtype.
 
-    The weight lies in oneDNN's own layout, with which they take half the time or less. Where dtype
-    is bf16 and the rows are very few it is of int8 instead, each of its rows scaled to [-127, 127].
-    The operators are those that torch.compile turns a Linear into on a CPU.
+    The weight lies in oneDNN's own layout, which takes half the time or less. For bfloat16 and at
+    most FEW_SEQUENCES rows it is int8 instead, with a scale for each of its rows. The operators are
+    those that torch.compile turns a Linear into on a CPU.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, rows: int) -> None:
@@ -90,31 +93,33 @@ class PackedLinear(nn.Module):
 
 
 @torch.inference_mode()
-def for_sampling(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
-    """A copy that computes in dtype, for batch_size sequences; its weights are cast once.
+def sampling_copy(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
+    """Returns a copy that computes in dtype, for batch_size sequences; its weights are cast once.
 
-    On a CPU dtype is that of a large model's matrix products alone: a token costs the reading of
-    their weights, so a short type elsewhere would gain nothing and lose precision.
+    On a CPU, only the matrix products of a large model are of dtype, and all else is float32: a
+    token costs the reading of their weights, so a short type elsewhere would only lose precision.
     """
     on_cpu = model.embed.weight.device.type == "cpu"
-    large = model.config.matrix_parameters >= PACKED_FROM
+    large = model.config.matrix_parameters >= MIN_PACKED_PARAMETERS
+    compute_dtype = torch.float32 if on_cpu else dtype
     with torch.device("meta"):
-        copy = GPT(model.config, model.embed.num_embeddings, torch.float32 if on_cpu else dtype)
-    weights = {name: p.detach().to(copy.compute_dtype) for name, p in model.named_parameters()}
+        copy = GPT(model.config, model.embed.num_embeddings, compute_dtype)
+    weights = {name: p.detach().to(compute_dtype) for name, p in model.named_parameters()}
     copy.load_state_dict(weights, assign=True)
+
     packs = on_cpu and large and torch.backends.mkldnn.is_available()
     if packs and dtype == torch.bfloat16:
         packs = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if packs and dtype in (torch.float32, torch.bfloat16):
-        for part in list(copy.blocks.modules()):
-            for name, child in part.named_children():
+        for module in list(copy.blocks.modules()):
+            for name, child in module.named_children():
                 if isinstance(child, Linear):
-                    setattr(part, name, PackedLinear(child.weight, dtype, batch_size))
+                    setattr(module, name, PackedLinear(child.weight, dtype, batch_size))
     return copy.eval()
 
 
 def forward(model: GPT, ids: Tensor, cache: KeyValueCache) -> Tensor:
-    """Logits, float32 [B, V], after ids [B, T], which continue what the cache has seen."""
+    """Returns the logits, float32 [B, V], after ids [B, T], which follow those in the cache."""
     T = ids.size(1)
     positions = torch.arange(cache.length, cache.length + T, device=ids.device)
     cos, sin = rotary(positions, model.config, model.compute_dtype)
@@ -131,28 +136,29 @@ def forward(model: GPT, ids: Tensor, cache: KeyValueCache) -> Tensor:
 
 
 def attention(
-    part: Attention, layer: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache
+    module: Attention, layer: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache
 ) -> Tensor:
-    """Attention.forward over x [B, T, n_embd] and the positions that the cache holds."""
-    q, k, v = part.heads(x, cos, sin)
+    """Attention.forward of x [B, T, n_embd], which attends to the positions in the cache too."""
+    q, k, v = module.heads(x, cos, sin)
     k, v = cache.update(layer, k, v)
-    k, v = repeat_kv(k, q.size(1)), repeat_kv(v, q.size(1))
+    k = repeat_kv(k, q.size(1))
+    v = repeat_kv(v, q.size(1))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1)
-    return part.out(y.transpose(1, 2).flatten(2))
+    return module.out(y.transpose(1, 2).flatten(2))
 
 
 def logits_to_probabilities(
     logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """Probabilities [B, V] after temperature, the top_k most likely (0: all) and nucleus top_p.
+    """Returns probabilities [B, V], which are 0 outside the top_k ids (0: all) and the nucleus.
 
-    The nucleus is the smallest set of most likely tokens with at least top_p of the probability
+    The nucleus is the smallest set of most likely ids with at least top_p of the probability
     (arXiv:1904.09751).
     """
     logits = logits / temperature
     if 0 < top_k < logits.size(-1):
-        least = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
+        lowest = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest, float("-inf"))
     probabilities = logits.softmax(dim=-1)
     if top_p < 1.0:
         ordered, order = probabilities.sort(dim=-1, descending=True)
@@ -166,9 +172,9 @@ def logits_to_probabilities(
 def draw(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
 ) -> Tensor:
-    """The next ids, int64 [B], of logits [B, V].
+    """Draws the next ids, int64 [B], by logits [B, V].
 
-    A temperature of 0, or close to 0, takes the most likely id.
+    A temperature of 0, or close to it, takes the most likely id.
     """
     if temperature < 1e-30:  # logits divided by a smaller number may be infinite
         return logits.argmax(dim=-1)
@@ -189,26 +195,30 @@ def generate(
     top_p: float = 1.0,
     seed: int = 1337,
     watch: Watch | None = None,
-    plainly: bool = False,
+    use_cache: bool = True,
 ) -> Iterator[Tensor]:
-    """Yields the next ids, int64 [B], of a prompt [B, T], one at a time; a seed gives the same ids.
+    """Yields ids, int64 [B], that continue a prompt [B, T], a position at a time.
 
-    Temperature 0 computes in float32: rounding must not choose between two that are almost equally
-    likely. The last block_size ids of a longer prompt count; the context then slides on. plainly:
-    by a forward pass over the last block_size ids for each token, which cuts the context anew. It
-    is slow, and correct for any model, so also for an edited one.
+    The same seed gives the same ids. Of a longer prompt the last block_size ids count; the context
+    then slides on. Without use_cache, each position takes a forward pass over the last block_size
+    ids, which cuts the context anew: slow, and correct for any model, so also for an edited one.
     """
-    size, generator = model.config.block_size, torch.Generator(prompt.device).manual_seed(seed)
+    size = model.config.block_size
+    generator = torch.Generator(prompt.device).manual_seed(seed)
     ids = prompt[:, -size:]
-    if not plainly:
-        dtype = torch.float32 if temperature < 1e-30 else model.compute_dtype
-        model = for_sampling(model, prompt.size(0), dtype)
+    if use_cache:
+        dtype = model.compute_dtype
+        if temperature < 1e-30:  # rounding must not decide between two almost equal logits
+            dtype = torch.float32
+        model = sampling_copy(model, prompt.size(0), dtype)
         cache = KeyValueCache(model, ids.size(0), ids.size(1) + max_new_tokens)
     for _ in range(max_new_tokens):
-        logits = model(ids)[:, -1] if plainly else forward(model, ids, cache)
-        following = draw(logits, temperature, top_k, top_p, generator)
+        logits = forward(model, ids, cache) if use_cache else model(ids)[:, -1]
+        next_ids = draw(logits, temperature, top_k, top_p, generator)
         if watch is not None:
-            watch(logits, following)
-        yield following
-        following = following[:, None]
-        ids = torch.cat((ids, following), dim=1)[:, -size:] if plainly else following
+            watch(logits, next_ids)
+        yield next_ids
+        if use_cache:
+            ids = next_ids[:, None]
+        else:
+            ids = torch.cat((ids, next_ids[:, None]), dim=1)[:, -size:]

@@ -1,7 +1,7 @@
 """Load a model directory without trusting it, or export one from a checkpoint.
 
-The training folder of a model, identified by its SHA-256, computes it. Without that folder, the
-packaged model computes a model that is Qwen3's, since its run compared the logits.
+The training folder of a model, which its SHA-256 identifies, computes it. Without that folder, the
+packaged one computes a model that is Qwen3's: its run has found that both give the same logits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Training(Document):
     config: dict[str, Scalar | None]
 
 
-class Saved(Training):
+class CheckpointState(Training):
     """The state of a checkpoint."""
 
     step: Count
@@ -57,7 +57,7 @@ class Saved(Training):
 def load_model(
     directory: str | Path, settings: Settings | None = None, entry_point: Path | None = None
 ) -> tuple[GPT, Tokenizer]:
-    """Load a model (CPU, float32 weights) and its tokenizer.
+    """Loads a model on the CPU, with float32 weights, and its tokenizer.
 
     A large model computes its products in bfloat16 if the CPU is fast at that, unless it was
     trained with precision=float32. The folder that trained a model of ours computes it:
@@ -70,16 +70,18 @@ def load_model(
     model needs the folder that trained it, which is not here.
     """
     directory = path_of(plain(directory))
-    published = (directory / "config.json").exists() and not is_ours(directory)
+    is_published = (directory / "config.json").exists() and not is_ours(directory)
     try:
-        if published:
+        if is_published:
             model, tokenizer = published_model(directory)
         else:
             model, tokenizer = own_model(directory, settings, entry_point)
     except (TrainingError, KeyError, TypeError, ValueError, OSError) as error:
-        kind = "not a model of the Qwen3 family: " * published
-        failure = InputError if published else ServiceError
-        raise failure(f"{directory} does not load: {kind}{error}") from None
+        problem = f"{directory} does not load"
+        if is_published:
+            raise InputError(f"{problem}: not a model of the Qwen3 family: {error}") from None
+        raise ServiceError(f"{problem}: {error}") from None
+
     fast = has_fast_bfloat16(torch.device("cpu"))
     if not is_edited(model) and model.config.precision != "float32" and fast:
         model.compute_dtype = torch.bfloat16
@@ -87,12 +89,12 @@ def load_model(
 
 
 def is_edited(model: GPT) -> bool:
-    """Whether an edited script computes the model, not the packaged one."""
+    """Returns True if an edited folder computes the model, and not the packaged one."""
     return type(model) is not GPT
 
 
 def is_packaged(directory: Path) -> bool:
-    """Whether the packaged script computes a model, unless another folder is named for it.
+    """Returns True if the packaged folder computes a model, unless another one is named for it.
 
     It runs nothing of a folder that trained the model. False for a directory that does not load.
     """
@@ -109,30 +111,32 @@ def is_packaged(directory: Path) -> bool:
 
 
 def is_ours(directory: Path) -> bool:
-    """Whether a run of ours wrote a model directory, and no other tool."""
+    """Returns True if a run of sm-nanogpt wrote a model directory."""
     return any((directory / name).exists() for name in ("SHA256SUMS", "training.json"))
 
 
-def is_shaped_as(found: Mapping[str, Any], values: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
-    """Whether the packaged config.py makes this config.json of a run's hyperparameters."""
+def is_shaped_as(
+    document: Mapping[str, Any], hyperparameters: Mapping[str, Any], tokenizer: Tokenizer
+) -> bool:
+    """Returns True if the packaged folder writes this config.json for a run's hyperparameters."""
     try:
-        config = known_config(values)
+        config = known_config(hyperparameters)
     except (ValueError, ConfigError):
         return False
     expected = huggingface.hugging_face_config(config, len(tokenizer), tokenizer.end)
-    return all(found.get(key) == value for key, value in expected.items())
+    return all(document.get(key) == value for key, value in expected.items())
 
 
-def known_config(values: Mapping[str, Any]) -> Config:
-    """The packaged script's Config; drops hyperparameters that an edited script added."""
-    known = {f.name for f in dataclasses.fields(Config)}
-    return make_config({name: value for name, value in values.items() if name in known})
+def known_config(hyperparameters: Mapping[str, Any]) -> Config:
+    """Returns the packaged folder's Config, without hyperparameters that an edited one added."""
+    names = {field.name for field in dataclasses.fields(Config)}
+    return make_config({key: value for key, value in hyperparameters.items() if key in names})
 
 
 def own_model(
     directory: Path, settings: Settings | None = None, entry_point: Path | None = None
 ) -> tuple[GPT, Tokenizer]:
-    """The model and the tokenizer that a run wrote, as load_model.
+    """Loads the model and the tokenizer that a run wrote, as load_model.
 
     Raises FormatError if write_artefact did not write this directory, or it is damaged.
     """
@@ -145,53 +149,72 @@ def own_model(
         training = parse(read_json(directory / "training.json"), Training, "training.json")
     except (Damaged, DataError, OSError, ValueError) as error:
         raise FormatError(f"not a model directory of this script: {error}") from None
-    source, qwen3 = Source.packaged(), is_shaped_as(config, training.config, tokenizer)
-    if not qwen3 or training.model_sha256 != huggingface.MODEL_SHA256 or entry_point is not None:
+
+    is_qwen3 = is_shaped_as(config, training.config, tokenizer)
+    source = Source.packaged()
+    is_same = is_qwen3 and training.model_sha256 == huggingface.MODEL_SHA256
+    if not is_same or entry_point is not None:
         try:
             source = find_source(training.script_sha256, settings or load_settings(), entry_point)
         except InputError:
-            if entry_point is not None or not qwen3:
+            if entry_point is not None or not is_qwen3:
                 raise
-            folder = f"the folder that trained it (SHA-256 {training.script_sha256[:12]}...)"
-            what = "the packaged one, which gave the same logits when the model was written"
-            missing = f"{directory}: {folder} is not on this machine; using {what}"
-            logger.warning(missing, extra={"code": "name-folder"})
+            missing = f"the folder that trained it (SHA-256 {training.script_sha256[:12]}...)"
+            substitute = "the packaged one, which gave the same logits when the model was written"
+            problem = f"{directory}: {missing} is not on this machine; using {substitute}"
+            logger.warning(problem, extra={"code": "name-folder"})
     with errors_of(source):
-        make = known_config if source.is_packaged else source.module("config").make_config
-        # An edit may not support the meta device, on which load_pretrained compares shapes first.
-        with torch.device("meta" if source.is_packaged else "cpu"):
-            model: GPT = source.module("model").GPT(make(training.config), len(tokenizer))
-        source.module("huggingface").load_pretrained(model, directory)
-    return model.eval(), tokenizer
+        return model_by(source, directory, training.config, len(tokenizer)), tokenizer
 
 
-LONGEST_CONTEXT = 4096  # of a published model here, whose memory would grow with more
+def model_by(
+    source: Source, directory: Path, hyperparameters: Mapping[str, Any], vocab_size: int
+) -> GPT:
+    """Loads the weights of a directory into the model of a training folder."""
+    if source.is_packaged:
+        config = known_config(hyperparameters)
+        device = "meta"  # load_pretrained compares shapes before it takes memory
+    else:
+        config = source.module("config").make_config(hyperparameters)
+        device = "cpu"  # an edit may not support the meta device
+    with torch.device(device):
+        model: GPT = source.module("model").GPT(config, vocab_size)
+    source.module("huggingface").load_pretrained(model, directory)
+    return model.eval()
+
+
+MAX_CONTEXT = 4096  # of a published model here; its memory would grow with more
 
 
 def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
-    """A model of Qwen3's architecture that another tool wrote. Errors as of load_model."""
-    values = huggingface.starting_values(directory, {})
-    longest = read_json(directory / "config.json")["max_position_embeddings"]
-    config = known_config({**values, "block_size": min(int(longest), LONGEST_CONTEXT)})
-    template = read_json(directory / "tokenizer_config.json").get("chat_template")
-    if (own := directory / "chat_template.jinja").exists():
-        template = read_file(own, MAX_BYTES).decode()
+    """Loads a model of Qwen3's architecture that another tool wrote, and its tokenizer.
+
+    The directory may be of anyone: errors of its documents, such as KeyError, are those that
+    load_model catches.
+    """
+    hyperparameters = huggingface.starting_values(directory, {})
+    positions = read_json(directory / "config.json")["max_position_embeddings"]
+    hyperparameters["block_size"] = min(int(positions), MAX_CONTEXT)
+
     tokenizer = read_tokenizer(directory)
+    template = read_json(directory / "tokenizer_config.json").get("chat_template")
+    template_file = directory / "chat_template.jinja"
+    if template_file.exists():
+        template = read_file(template_file, MAX_BYTES).decode()
     chats = bool(template) and {TURN, END_OF_TURN} <= tokenizer.special.keys()
     if chats and template != CHAT_TEMPLATE:
         logger.info("chat template: ChatML as here, not the model's own; answers may be worse")
     tokenizer = Tokenizer(tokenizer.document, tokenizer.end_of_text, chats)
-    if (generation := directory / "generation_config.json").exists():
-        ends = read_json(generation).get("eos_token_id") or []
-        tokenizer.ends |= {*ends} if isinstance(ends, list) else {ends}
-    with torch.device("meta"):
-        model = GPT(config, len(tokenizer))
-    huggingface.load_pretrained(model, directory)
-    return model.eval(), tokenizer
+
+    generation_file = directory / "generation_config.json"
+    if generation_file.exists():
+        ends = read_json(generation_file).get("eos_token_id") or []  # an id, or several
+        tokenizer.ends.update(ends if isinstance(ends, list) else [ends])
+    return model_by(Source.packaged(), directory, hyperparameters, len(tokenizer)), tokenizer
 
 
 def check_sums(directory: Path) -> None:
-    """Raise FormatError unless each file has the checksum in SHA256SUMS."""
+    """Raises FormatError unless each file has its checksum in SHA256SUMS."""
     lines = read_file(directory / "SHA256SUMS", MAX_BYTES).decode("ascii").splitlines()
     for name in huggingface.MODEL_FILES:
         if f"{file_sha256(directory / name)}  {name}" not in lines:
@@ -200,19 +223,23 @@ def check_sums(directory: Path) -> None:
 
 @contextlib.contextmanager
 def errors_of(source: Source) -> Iterator[None]:
-    """Turn any exception of an edited folder, except OSError, into FormatError."""
+    """Turns any exception of a folder's code, except OSError, into FormatError."""
     try:
         yield
     except (FormatError, OSError):
         raise
     except Exception as error:
-        ours = isinstance(error, (source.module("errors").TrainingError, Damaged))
-        kind = "" if ours else f"{type(error).__name__}: "
-        raise FormatError(f"{kind}{error}") from None
+        message = str(error)
+        if not isinstance(error, (source.module("errors").TrainingError, Damaged)):
+            message = f"{type(error).__name__}: {message}"
+        raise FormatError(message) from None
 
 
 def read_checkpoint(directory: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-    """The tensors and the state of the newest intact checkpoint. Raises TrainingError for none."""
+    """Reads the tensors and the state of the newest intact checkpoint of a directory.
+
+    Raises TrainingError if there is none.
+    """
     # load_latest prints which checkpoints it skips.
     with errors_of(Source.packaged()), contextlib.redirect_stdout(sys.stderr):
         loaded = Checkpoints(directory).load_latest()
@@ -227,20 +254,20 @@ def export_checkpoint(
     settings: Settings | None = None,
     entry_point: Path | None = None,
 ) -> int:
-    """Export a checkpoint as a model directory, by the folder that trained it; return its step.
+    """Exports a checkpoint as a model directory, by the folder that trained it; returns its step.
 
     Raises FormatError if the folder cannot read it, InputError if the folder is not here.
     """
-    tensors, state = checkpoint
+    tensors, document = checkpoint
     with errors_of(Source.packaged()):
-        saved = parse(state, Saved, "its state")
-    training = {name: state.get(name) for name in ("script_sha256", "corpus_sha256", "step")}
-    source = find_source(saved.script_sha256, settings or load_settings(), entry_point)
+        state = parse(document, CheckpointState, "its state")
+    training = {name: document.get(name) for name in ("script_sha256", "corpus_sha256", "step")}
+    source = find_source(state.script_sha256, settings or load_settings(), entry_point)
     with errors_of(source):
-        export = source.module("huggingface")
-        weights = export.model_tensors(tensors)
-        config = source.module("config").make_config(saved.config)
-        tokenizer = export.Tokenizer(saved.tokenizer, saved.end_of_text)
-        model = export.with_weights(config, len(tokenizer), weights)
-        export.write_artefact(model_dir, model, tokenizer, training, saved.chats)
-    return saved.step
+        huggingface_module = source.module("huggingface")
+        weights = huggingface_module.model_tensors(tensors)
+        config = source.module("config").make_config(state.config)
+        tokenizer = huggingface_module.Tokenizer(state.tokenizer, state.end_of_text)
+        model = huggingface_module.with_weights(config, len(tokenizer), weights)
+        huggingface_module.write_artefact(model_dir, model, tokenizer, training, state.chats)
+    return state.step

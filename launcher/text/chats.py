@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.models.encoder import SPEAKS
+from launcher.models.encoder import ASSISTANT_PREFIX
 from launcher.text.skipped import EXAMPLE, Unlearnable
 
 ROLES = {  # a role, or the name that another program has for it
@@ -147,7 +147,7 @@ def turns_in(messages: dict[str, Any]) -> list[str]:
         if problem:
             raise Fault(name, problem)
         turns.append(f"{ROLES[role]}\n{text}")
-    if not any(turn.startswith(SPEAKS) for turn in turns):
+    if not any(turn.startswith(ASSISTANT_PREFIX) for turn in turns):
         raise Fault("the assistant", "says nothing")
     return turns
 

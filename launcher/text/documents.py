@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from launcher.errors import InputError
 from launcher.files.storage import CHUNK_BYTES
-from launcher.models.encoder import LONGEST as PIECE
+from launcher.models.encoder import MAX_PIECE as PIECE
 from launcher.text.encodings import read_text
 from launcher.text.reading import File, open_text
 from launcher.text.records import Document, document_of

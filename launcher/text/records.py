@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from launcher.errors import InputError, not_installed
-from launcher.models.encoder import LONGEST as PIECE
+from launcher.models.encoder import MAX_PIECE as PIECE
 from launcher.text.chats import FIELDS, may_be_chat, turns_of
 from launcher.text.encodings import Fault, not_text, read_text
 from launcher.text.exports import WHOLE_FILE, explain, is_no_chat

@@ -34,7 +34,7 @@ from launcher.errors import InputError, unknown_characters
 from launcher.files.progress import Progress, expect
 from launcher.files.storage import json_bytes
 from launcher.models.chat import ChatEncoder
-from launcher.models.encoder import SPEAKS, Encoder
+from launcher.models.encoder import ASSISTANT_PREFIX, Encoder
 from launcher.text import repeats
 from launcher.text.documents import Survey, read_documents
 from launcher.text.ids import IDS_AT_ONCE, content_of
@@ -309,7 +309,7 @@ class DocumentWriter:
     def note_answer(self, turn: str) -> None:
         """Note the context of a conversation up to a turn, if that is its first answer."""
         is_first = len(self.answer_contexts) == len(self.ends)
-        if self.chat_encoder is None or not is_first or not turn.startswith(SPEAKS):
+        if self.chat_encoder is None or not is_first or not turn.startswith(ASSISTANT_PREFIX):
             return
         begin = self.ends[-1] if self.ends else 0
         n_line_break = len(self.chat_encoder.line_break)

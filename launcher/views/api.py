@@ -24,19 +24,27 @@ from starlette.routing import Route
 from launcher.errors import ServiceError
 from launcher.files.documents import first_problem
 from launcher.models.chat import Message
-from launcher.models.sample import encode
-from launcher.views.play import Player, Queued, SamplingRequest, Token, problem, stream_tokens, turn
+from launcher.models.sample import encode_prompt
+from launcher.views.play import (
+    LockedStream,
+    Player,
+    SamplingRequest,
+    Token,
+    error_response,
+    next_turn,
+    stream_tokens,
+)
 
-Most = Annotated[int, Field(ge=1)] | None
+Limit = Annotated[int, Field(ge=1)] | None
 
 
-class Wanted(BaseModel):
-    """What both kinds of request have."""
+class APIRequest(BaseModel):
+    """The fields that requests of both kinds have."""
 
     model_config = ConfigDict(allow_inf_nan=False, extra="allow")
 
     model: str | None = None  # needed only where there are several
-    max_tokens: Most = None
+    max_tokens: Limit = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -55,26 +63,37 @@ class ChatMessage(BaseModel):
     content: str | list[Part]
 
     def plain(self) -> Message:
-        parts = self.content if isinstance(self.content, str) else (p.text for p in self.content)
-        return Message("system" if self.role == "developer" else self.role, "".join(parts))
+        """Returns the message with its parts joined, and `developer` as the system's."""
+        role = "system" if self.role == "developer" else self.role
+        if isinstance(self.content, str):
+            return Message(role, self.content)
+        return Message(role, "".join(part.text for part in self.content))
 
 
-class WantedChat(Wanted):
+class ChatRequest(APIRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Most = None
+    max_completion_tokens: Limit = None
 
 
-class WantedText(Wanted):
+class TextRequest(APIRequest):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)] | None = None
     logprobs: None = None  # a number; 0 asks for some too
 
 
-# What cannot be done here; and the values that ask for nothing, besides 0 and what is empty.
-MISSING = (
-    *("tools", "functions", "n", "best_of", "frequency_penalty", "presence_penalty", "logit_bias"),
-    *("logprobs", "response_format", "echo", "suffix"),
-)
-USUAL: dict[str, Any] = {"n": 1, "best_of": 1, "response_format": {"type": "text"}}
+# Fields that are refused, with the value, besides 0 and what is empty, that asks for nothing.
+UNSUPPORTED: dict[str, Any] = {
+    "tools": None,
+    "functions": None,
+    "n": 1,
+    "best_of": 1,
+    "frequency_penalty": None,
+    "presence_penalty": None,
+    "logit_bias": None,
+    "logprobs": None,
+    "response_format": {"type": "text"},
+    "echo": None,
+    "suffix": None,
+}
 LEAVE_OUT = "not supported here; leave it out"
 REFUSALS = {
     "content": "must be text, as a string or as parts of type text; images and null are not taken",
@@ -84,55 +103,82 @@ REFUSALS = {
 }
 
 
-def reason(error: ValidationError) -> str:
-    """The first thing that is wrong, in a sentence of ours where its field has one."""
-    names = [str(each) for each in error.errors()[0]["loc"]]
-    for n, name in enumerate(names, 1):
+def refusal(error: ValidationError) -> str:
+    """Says the first thing that is wrong with a request, by REFUSALS if its field is there."""
+    location = [str(part) for part in error.errors()[0]["loc"]]
+    for n, name in enumerate(location, 1):
         if name in REFUSALS:
-            return f"{'.'.join(names[:n])}: {REFUSALS[name]}"
+            return f"{'.'.join(location[:n])}: {REFUSALS[name]}"
     return first_problem(error)
 
 
 @dataclass
 class Answer:
-    kind: str  # chat.completion or text_completion
+    """The head of an answer, and what its tokens so far say of it."""
+
+    is_chat: bool
     model: str
     prompt_tokens: int
-    tokens: int = 0
-    full: bool = False  # whether the text reached max_tokens
+    completion_tokens: int = 0
+    reached_limit: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def said(self, made: Sequence[Token]) -> str:
-        self.tokens += sum(bool(token.likely) for token in made)
-        # What is left of a text that ran out comes after its last token, as that of no token.
-        self.full = not made[-1].likely
-        return "".join(token.text for token in made)
+    def add(self, turn: Sequence[Token]) -> str:
+        """Counts tokens; returns their text."""
+        self.completion_tokens += sum(1 for token in turn if token.likely)
+        # The last piece of a text that reached its limit belongs to no token.
+        self.reached_limit = not turn[-1].likely
+        return "".join(token.text for token in turn)
 
     @property
     def usage(self) -> dict[str, int]:
-        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens}
-        return {**counts, "total_tokens": sum(counts.values())}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
 
-    def body(self, text: str | None, *, chunk: bool, first: bool = False) -> dict[str, Any]:
-        """The answer, or a chunk of it; the text None ends it."""
-        ended, why = not chunk or text is None, "length" if self.full else "stop"
-        choice: dict[str, Any] = {"index": 0, "finish_reason": why if ended else None}
-        chat = self.kind == "chat.completion"
-        if chat and chunk:
-            role = {"role": "assistant"} if first else {}
-            choice["delta"] = {} if text is None else {**role, "content": text}
-        elif chat:
-            choice["message"] = {"role": "assistant", "content": text}
-        else:
-            choice["text"] = text or ""
-        head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{self.id}", "created": self.created}
-        kind = f"{self.kind}{'.chunk' * (chat and chunk)}"
-        return {**head, "object": kind, "model": self.model, "choices": [choice]}
+    @property
+    def finish_reason(self) -> str:
+        return "length" if self.reached_limit else "stop"
+
+    def body(self, text: str) -> dict[str, Any]:
+        """Returns the whole answer."""
+        choice: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            choice = {"message": {"role": "assistant", "content": text}}
+        return {**self.with_choice(choice, self.finish_reason), "usage": self.usage}
+
+    def chunk(self, text: str, is_first: bool) -> dict[str, Any]:
+        """Returns a part of the answer."""
+        choice: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            choice = {"delta": {"content": text}}
+            if is_first:
+                choice["delta"]["role"] = "assistant"
+        return self.with_choice(choice, None, ".chunk")
+
+    def last_chunk(self) -> dict[str, Any]:
+        """Returns the part that ends the answer."""
+        choice: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
+        return self.with_choice(choice, self.finish_reason, ".chunk")
+
+    def with_choice(
+        self, choice: dict[str, Any], finish_reason: str | None, suffix: str = ""
+    ) -> dict[str, Any]:
+        """Returns a document with one choice; the suffix is of the kind of a chat's."""
+        return {
+            "id": f"chatcmpl-{self.id}" if self.is_chat else f"cmpl-{self.id}",
+            "created": self.created,
+            "object": f"chat.completion{suffix}" if self.is_chat else "text_completion",
+            "model": self.model,
+            "choices": [{"index": 0, "finish_reason": finish_reason, **choice}],
+        }
 
 
 def routes(players: Sequence[Player]) -> list[Route]:
-    """/v1/models, /v1/chat/completions and /v1/completions."""
+    """Returns the routes /v1/models, /v1/chat/completions and /v1/completions."""
     # A model goes by its name; also by the id of its job, and by its title on the page.
     by_name = {player.name: player for player in players}
     by_title = {player.title: player for player in players}
@@ -150,83 +196,94 @@ def routes(players: Sequence[Player]) -> list[Route]:
         # A directory begins with a slash, which is one with that before it.
         player = by_any_name.get(name) or by_any_name.get(f"/{name}")
         if player is None:
-            return problem(404, f"no model {name!r}", "model_not_found")
+            return error_response(404, f"no model {name!r}", "model_not_found")
         return JSONResponse(entry(player.name))
 
-    async def complete(request: HTTPRequest, kind: type[WantedChat] | type[WantedText]) -> Response:
+    async def complete(
+        http_request: HTTPRequest, kind: type[ChatRequest] | type[TextRequest]
+    ) -> Response:
         try:
-            wanted = kind.model_validate_json(await request.body())
+            request = kind.model_validate_json(await http_request.body())
         except ValidationError as error:
-            return problem(400, reason(error))
-        for name, value in (wanted.model_extra or {}).items():
-            if name in MISSING and value and value != USUAL.get(name):
-                return problem(400, f"{name}: {LEAVE_OUT}")
-        if wanted.model is None and len(by_name) > 1:
-            return problem(400, f"model: must be one of {', '.join(by_name)}")
-        player = players[0] if wanted.model is None else by_any_name.get(wanted.model)
+            return error_response(400, refusal(error))
+        for name, value in (request.model_extra or {}).items():
+            if name in UNSUPPORTED and value and value != UNSUPPORTED[name]:
+                return error_response(400, f"{name}: {LEAVE_OUT}")
+        if request.model is None and len(by_name) > 1:
+            return error_response(400, f"model: must be one of {', '.join(by_name)}")
+        player = players[0] if request.model is None else by_any_name.get(request.model)
         if player is None:
-            said = f"no model {wanted.model!r}; there is {', '.join(by_name)}"
-            return problem(404, said, "model_not_found")
-        answer, tokens = begin(player, wanted)
-        if wanted.stream:
-            usage = bool((wanted.stream_options or {}).get("include_usage"))
-            return Queued(events(answer, tokens, usage), player.lock, "text/event-stream")
-        parts = []
+            message = f"no model {request.model!r}; there is {', '.join(by_name)}"
+            return error_response(404, message, "model_not_found")
+
+        answer, tokens = start_answer(player, request)
+        if request.stream:
+            has_usage = bool((request.stream_options or {}).get("include_usage"))
+            return LockedStream(events(answer, tokens, has_usage), player.lock, "text/event-stream")
+        text = ""
         async with player.lock:
-            while made := turn(tokens):
-                parts.append(answer.said(made))
-                if await request.is_disconnected():
+            while turn := next_turn(tokens):
+                text += answer.add(turn)
+                if await http_request.is_disconnected():
                     break
-        body = answer.body("".join(parts), chunk=False)
-        return JSONResponse({**body, "usage": answer.usage})
+        return JSONResponse(answer.body(text))
 
     return [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
-        Route("/v1/chat/completions", partial(complete, kind=WantedChat), methods=["POST"]),
-        Route("/v1/completions", partial(complete, kind=WantedText), methods=["POST"]),
+        Route("/v1/chat/completions", partial(complete, kind=ChatRequest), methods=["POST"]),
+        Route("/v1/completions", partial(complete, kind=TextRequest), methods=["POST"]),
     ]
 
 
-def begin(player: Player, wanted: WantedChat | WantedText) -> tuple[Answer, Iterator[Token]]:
-    """The answer to a request, and its tokens. Raises InputError."""
-    size, most = player.model.config.block_size, wanted.max_tokens
-    if isinstance(wanted, WantedChat):
-        most = most if wanted.max_completion_tokens is None else wanted.max_completion_tokens
-        messages = [message.plain() for message in wanted.messages]
-        _, ids, most = player.chat.fitting(messages, size if most is None else most)
-        kind = "chat.completion"
+def start_answer(
+    player: Player, request: ChatRequest | TextRequest
+) -> tuple[Answer, Iterator[Token]]:
+    """Returns the answer to a request, which is still empty, and its tokens. Raises InputError."""
+    context_size = player.model.config.block_size
+    limit = request.max_tokens
+    if isinstance(request, ChatRequest):
+        limit = request.max_completion_tokens or limit or context_size
+        messages = [message.plain() for message in request.messages]
+        chat_prompt = player.chat.fit(messages, limit)
+        ids = chat_prompt.ids
+        limit = chat_prompt.max_new_tokens
     else:
-        prompt = "".join(wanted.prompt or "")
-        ids = encode(player.tokenizer, prompt, size) if prompt else [player.tokenizer.start]
-        kind, most = "text_completion", 16 if most is None else most
-    request = SamplingRequest(
-        max_new_tokens=most,
-        temperature=1.0 if wanted.temperature is None else wanted.temperature,
-        top_p=1.0 if wanted.top_p is None else wanted.top_p,
-        seed=secrets.randbits(31) if wanted.seed is None else wanted.seed,
-        stop=wanted.stop or "",
+        limit = limit or 16  # as OpenAI's
+        text = "".join(request.prompt or "")
+        ids = [player.tokenizer.start]
+        if text:
+            ids = encode_prompt(player.tokenizer, text, context_size)
+    sampling = SamplingRequest(
+        max_new_tokens=limit,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        seed=secrets.randbits(31) if request.seed is None else request.seed,
+        stop=request.stop or "",
     )
-    return Answer(kind, player.name, len(ids)), stream_tokens(player, request, ids)
+    answer = Answer(isinstance(request, ChatRequest), player.name, len(ids))
+    return answer, stream_tokens(player, sampling, ids)
 
 
-async def events(answer: Answer, tokens: Iterator[Token], usage: bool) -> AsyncIterator[str]:
-    """Server-sent events: chunks, then perhaps the usage, then [DONE]."""
+async def events(answer: Answer, tokens: Iterator[Token], has_usage: bool) -> AsyncIterator[str]:
+    """Yields server-sent events: chunks, then the usage if that is asked for, then [DONE]."""
 
     def event(body: dict[str, Any]) -> str:
-        return f"data: {json.dumps({'usage': None, **body} if usage else body)}\n\n"
+        if has_usage:
+            body = {"usage": None, **body}
+        return f"data: {json.dumps(body)}\n\n"
 
-    first = True
+    is_first = True
     try:
-        while made := turn(tokens):
-            text = answer.said(made)
-            if text or first:
-                yield event(answer.body(text, chunk=True, first=first))
-            first = False
+        while turn := next_turn(tokens):
+            text = answer.add(turn)
+            if text or is_first:
+                yield event(answer.chunk(text, is_first))
+            is_first = False
             await asyncio.sleep(0)  # so that others are served, and one who left is noticed
-        yield event(answer.body(None, chunk=True))
-        if usage:
-            yield event({**answer.body(None, chunk=True), "choices": [], "usage": answer.usage})
+        yield event(answer.last_chunk())
+        if has_usage:
+            yield event({**answer.last_chunk(), "choices": [], "usage": answer.usage})
         yield "data: [DONE]\n\n"
     except ServiceError as error:  # an edited script fails
         yield event({"error": {"message": str(error), "type": "server_error"}})

@@ -1,4 +1,4 @@
-"""A job in a notebook: what is known about it, and its curve."""
+"""A job in a notebook: its facts, and its curve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of a job, as one table: `jobs`, `status`, JSON, the card and the bar read it.
+"""The table of what is shown of a job. `jobs`, `status`, JSON, the card and the bar read it.
 
 A new field is a row of FIELDS; in `jobs` it has a column if COLUMNS names it, and then a row in
 docs/aws.md.
@@ -22,11 +22,11 @@ Text = Callable[[JobDescription], str | None]  # None: not known, or it does not
 
 @dataclass(frozen=True)
 class JobField:
-    """One thing that is known of a job.
+    """A fact about a job.
 
-    key is its name in JSON, and label that in `status` and on the card. Its column has the label in
-    capital letters as its heading, or another one. cell is its text in a table of jobs, where that
-    is shorter. value is what JSON has of it, where that is no field of JobDescription.
+    key is its name in JSON, and label its name in `status` and on the card. A column of jobs has
+    `heading`, or else the label in capital letters, over `cell`, or else `text`. value is what JSON
+    has of it, where that is no field of JobDescription.
     """
 
     key: str
@@ -169,7 +169,7 @@ COLUMNS = (
 
 
 def texts_of(job: JobDescription) -> dict[str, str | None]:
-    """What is known of a job, by label; None for what is not."""
+    """The texts of a job, by label; None for what is not known."""
     return {field.label: field.text(job) for field in FIELDS}
 
 
@@ -186,7 +186,7 @@ def columns_of(jobs: Sequence[JobDescription]) -> dict[str, list[str | None]]:
 
 
 def data_of(job: JobDescription) -> dict[str, Any]:
-    """A job for JSON: the fields of its description, and what the table derives from them."""
+    """A job as JSON has it: the fields of its description, and the values of the table."""
     data = asdict(job)
     for field in FIELDS:
         if field.value is not None:

@@ -45,8 +45,8 @@ from launcher.models.sample import stream_samples
 PAGE = Path(__file__).with_name("play.html")
 MOST_LIKELY = 5
 NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")  # of a SamplingRequest
-TURN = 0.03  # seconds; at most this, or one token, passes until the server looks at requests
-Likely = tuple[list[tuple[str, float]], int]
+# The server looks at other requests after so many seconds, or after one token if that takes longer.
+TURN_SECONDS = 0.03
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Player:
             return self.name
         return f"{self.name} (…{end_of(self.job_id)})"
 
-    def described(self) -> dict[str, object]:
+    def facts(self) -> dict[str, object]:
+        """Returns what the page shows of the model."""
         return {
             "name": self.title,
             "about": self.about,
@@ -99,82 +100,108 @@ class SamplingRequest:
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of text, and the likely tokens at its place with the model's own probabilities."""
+    """A piece of text, and the likeliest texts of its token.
+
+    likely has each text with the model's own probability; it is empty for what remains of a text
+    after its last token. chosen is the index of the drawn one, which comes last if it is none of
+    the likeliest.
+    """
 
     text: str
-    likely: Sequence[tuple[str, float]] = ()  # empty at the end of a text
-    chosen: int = 0  # which one was drawn: the last, if it is none of the most likely
+    likely: Sequence[tuple[str, float]] = ()
+    chosen: int = 0
 
 
 def stream_tokens(
-    player: Player, wanted: SamplingRequest, ids: list[int] | None = None
+    player: Player, request: SamplingRequest, ids: list[int] | None = None
 ) -> Iterator[Token]:
-    """Yield the tokens of one text after the ids, or else the prompt, up to wanted.stop."""
-    seen: list[Likely] = []
-    columns = stream_samples(
-        player.model,
-        player.tokenizer,
-        ids or wanted.prompt or None,
-        watch=lambda logits, ids: seen.append(likely(logits[0], int(ids[0]), player.tokenizer)),
-        **{name: getattr(wanted, name) for name in NUMBERS},
-    )
-    tokens = (Token(piece, *seen.pop()) if seen else Token(piece) for (piece,) in columns)
-    stops = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
+    """Yields the tokens of one text after the ids, or else the prompt, up to a stop."""
+    drawn: list[Token] = []  # at most one, whose text comes next
+
+    def watch(logits: Tensor, next_ids: Tensor) -> None:
+        drawn.append(drawn_token(logits[0], int(next_ids[0]), player.tokenizer))
+
+    numbers = {name: getattr(request, name) for name in NUMBERS}
+    prompt = ids or request.prompt or None
+    columns = stream_samples(player.model, player.tokenizer, prompt, watch=watch, **numbers)
+    tokens = (replace(drawn.pop() if drawn else Token(""), text=piece) for (piece,) in columns)
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop
     return until(tokens, [stop for stop in stops if stop])
 
 
-def likely(logits: Tensor, chosen: int, tokenizer: Tokenizer) -> Likely:
-    """The most likely tokens after logits [V], with the chosen one, and its index among them."""
-
-    def text(id: int) -> str:
-        if id == tokenizer.end:
-            return tokenizer.end_of_text or ""
-        return tokenizer.word(id).decode(errors="backslashreplace")
-
+def drawn_token(logits: Tensor, chosen_id: int, tokenizer: Tokenizer) -> Token:
+    """Returns the token of the id that was drawn by logits [V], without its text."""
     probabilities = logits.softmax(dim=-1)
-    ids: list[int] = probabilities.topk(min(MOST_LIKELY, len(logits))).indices.tolist()
-    ids += [chosen] * (chosen not in ids)
-    return [(text(id), float(probabilities[id])) for id in ids], ids.index(chosen)
+    n_likely = min(MOST_LIKELY, len(logits))
+    ids: list[int] = probabilities.topk(n_likely).indices.tolist()
+    if chosen_id not in ids:
+        ids.append(chosen_id)
+    likely = []
+    for id in ids:
+        text = tokenizer.word(id).decode(errors="backslashreplace")
+        if id == tokenizer.end:
+            text = tokenizer.end_of_text or ""
+        likely.append((text, float(probabilities[id])))
+    return Token("", likely, ids.index(chosen_id))
 
 
 def until(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
-    """Yield tokens up to the one of `stops` that is complete first, or the longest of several.
+    """Yields tokens up to the one of `stops` that is complete first, or the longest of several.
 
-    Tokens that may be the beginning of one are held back.
+    It holds back tokens with which a stop may begin.
     """
     held: list[Token] = []
     for token in tokens:
         held.append(token)
-        text = "".join(each.text for each in held)
-        found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
-        ends = ((n, stop[:n]) for stop in stops for n in range(min(len(stop), len(text)) + 1))
-        begun = (n for n, begin in ends if text.endswith(begin))
-        free = min(found)[1] if found else len(text) - max(begun, default=0)
-        while held and len(held[0].text) <= free:
-            free -= len(held[0].text)
+        text = "".join(token.text for token in held)
+        end = find_stop(text, stops)
+        n_free = len(text) - begun_characters(text, stops) if end is None else end
+        while held and len(held[0].text) <= n_free:
+            n_free -= len(held[0].text)
             yield held.pop(0)
-        if found:
-            if free:
-                yield replace(held[0], text=held[0].text[:free])
+        if end is not None:
+            if n_free:
+                yield replace(held[0], text=held[0].text[:n_free])
             return
     yield from held
 
 
-def turn(tokens: Iterator[Token]) -> list[Token]:
-    """The tokens of the next turn, at least one; none if there are no more."""
-    made, deadline = [], time.monotonic() + TURN
+def find_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Returns where the stop that ends first begins, or the longest of several; None without."""
+    spans = []  # end, start
+    for stop in stops:
+        start = text.find(stop)
+        if start >= 0:
+            spans.append((start + len(stop), start))
+    return min(spans)[1] if spans else None
+
+
+def begun_characters(text: str, stops: Sequence[str]) -> int:
+    """Returns how many characters at the end of a text may be the beginning of a stop."""
+    n_begun = 0
+    for stop in stops:
+        for n in range(n_begun + 1, min(len(stop), len(text)) + 1):
+            if text.endswith(stop[:n]):
+                n_begun = n
+    return n_begun
+
+
+def next_turn(tokens: Iterator[Token]) -> list[Token]:
+    """Returns the tokens of the next turn, at least one; none if there are no more."""
+    deadline = time.monotonic() + TURN_SECONDS
+    turn = []
     for token in tokens:
-        made.append(token)
+        turn.append(token)
         if time.monotonic() > deadline:
             break
-    return made
+    return turn
 
 
-class Queued(StreamingResponse):
-    """Lines that wait for a lock, and hold it until they end."""
+class LockedStream(StreamingResponse):
+    """A response that waits for a lock before its first line, and holds it until the last."""
 
-    def __init__(self, lines: AsyncIterator[str], lock: asyncio.Lock, kind: str) -> None:
-        super().__init__(lines, media_type=kind)
+    def __init__(self, lines: AsyncIterator[str], lock: asyncio.Lock, media_type: str) -> None:
+        super().__init__(lines, media_type=media_type)
         self.lock = lock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -183,9 +210,9 @@ class Queued(StreamingResponse):
 
 
 def make_app(
-    players: Sequence[Player], key: str, more: Sequence[Route], origins: Sequence[str] = ()
+    players: Sequence[Player], key: str, api_routes: Sequence[Route], origins: Sequence[str] = ()
 ) -> ASGIApp:
-    """The page, its models, their generations, and more, for requests that carry the key.
+    """Serves the page, its models, their generations and the API to requests that carry the key.
 
     Pages of these other origins may read the answers.
     """
@@ -207,57 +234,64 @@ def make_app(
         return HTMLResponse(html.replace("{nonce}", nonce), headers=headers)
 
     async def models(request: HTTPRequest) -> Response:
-        return JSONResponse([player.described() for player in players])
+        return JSONResponse([player.facts() for player in players])
 
     async def generate(request: HTTPRequest) -> Response:
         player = players[request.path_params["number"]]
-        wanted = adapter_for(SamplingRequest).validate_json(await request.body())
-        dropped, ids = 0, None
-        if wanted.messages is not None:
-            dropped, ids, most = player.chat.fitting(wanted.messages, wanted.max_new_tokens)
-            wanted = replace(wanted, max_new_tokens=most)
-        tokens = stream_tokens(player, wanted, ids)
+        sampling = adapter_for(SamplingRequest).validate_json(await request.body())
+        ids = None
+        n_dropped = 0
+        if sampling.messages is not None:
+            prompt = player.chat.fit(sampling.messages, sampling.max_new_tokens)
+            ids = prompt.ids
+            n_dropped = prompt.n_dropped
+            sampling = replace(sampling, max_new_tokens=prompt.max_new_tokens)
+        tokens = stream_tokens(player, sampling, ids)
 
         async def lines() -> AsyncIterator[str]:
             try:
-                while made := turn(tokens):
-                    yield "".join(f"{json.dumps(asdict(token))}\n" for token in made)
+                while turn := next_turn(tokens):
+                    yield "".join(f"{json.dumps(asdict(token))}\n" for token in turn)
                     await asyncio.sleep(0)
             except ServiceError as error:  # an edited script fails
                 yield f"{json.dumps({'error': str(error)})}\n"
 
-        answer = Queued(lines(), player.lock, "application/x-ndjson")
-        answer.headers["x-dropped"] = str(dropped)  # messages that the model does not see
-        return answer
+        response = LockedStream(lines(), player.lock, "application/x-ndjson")
+        response.headers["x-dropped"] = str(n_dropped)  # messages that the model does not see
+        return response
 
-    async def nothing(request: HTTPRequest, error: Exception) -> Response:
+    async def not_found(request: HTTPRequest, error: Exception) -> Response:
         path = request.url.path
-        return problem(404, f"{request.method} {path} is not there{hint_for(path)}")
+        return error_response(404, f"{request.method} {path} is not there{hint_for(path)}")
 
-    async def refused(request: HTTPRequest, error: Exception) -> Response:
+    async def failed(request: HTTPRequest, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
             return Response()
-        said = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        if isinstance(error, ServiceError):  # an edited script fails; all else is the client's
+            return error_response(500, str(error))
+        if isinstance(error, ValidationError):
+            return error_response(400, first_problem(error))
         code = "context_length_exceeded" if isinstance(error, TooLong) else None
-        # An edited script that fails raises ServiceError; the other errors are the client's.
-        return problem(500 if isinstance(error, ServiceError) else 400, said, code)
+        return error_response(400, str(error), code)
 
     routes = [
         Route("/", page),
         Route("/page/models", models),
         Route("/page/generate/{number:int}", generate, methods=["POST"]),
-        *more,
+        *api_routes,
     ]
     errors = (ClientDisconnect, ValidationError, InputError, ServiceError)
-    handlers: dict[Any, Any] = {404: nothing, **dict.fromkeys(errors, refused)}
-    inner = Starlette(routes=routes, exception_handlers=handlers)
-    guard = guarded(of_single_slashes(inner), key)
-    # Outside of the guard: a browser asks before it sends the key.
-    return CORSMiddleware(guard, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    handlers: dict[Any, Any] = {404: not_found, **dict.fromkeys(errors, failed)}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    guarded_app = require_key(merge_slashes(app), key)
+    # It is outside of the guard, since a browser asks about origins before it sends the key.
+    return CORSMiddleware(
+        guarded_app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+    )
 
 
 def hint_for(path: str) -> str:
-    """What may be wrong with the base URL of a client that asks for this path."""
+    """Says what may be wrong with the base URL of a client that asks for this path."""
     if re.match(r"/v1/v1(/|$)", path):
         return "; /v1 is twice in the base URL"
     if path == "/v1":
@@ -265,8 +299,8 @@ def hint_for(path: str) -> str:
     return "" if path.startswith("/v1/") else "; /v1 is missing from the base URL"
 
 
-def of_single_slashes(app: ASGIApp) -> ASGIApp:
-    """Read several slashes of a path as one, as a base URL that ends in a slash makes two."""
+def merge_slashes(app: ASGIApp) -> ASGIApp:
+    """Makes one slash of several in a path: a base URL that ends in a slash makes two."""
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
         path = re.sub("/+", "/", scope["path"])
@@ -275,30 +309,36 @@ def of_single_slashes(app: ASGIApp) -> ASGIApp:
     return route
 
 
-def problem(status: int, message: str, code: str | None = None) -> JSONResponse:
-    """An error in the shape of OpenAI's API."""
+def error_response(status: int, message: str, code: str | None = None) -> JSONResponse:
+    """Returns an error in the form of OpenAI's API."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
     return JSONResponse({"error": error}, status_code=status)
 
 
-def guarded(app: ASGIApp, key: str) -> ASGIApp:
-    """Refuse requests without the key, so also those of other sites, by whatever name of host."""
+def require_key(app: ASGIApp, key: str) -> ASGIApp:
+    """Refuses requests without the key, so also those of other sites, whatever host they name.
+
+    The key is in the address, as `token`, or it is the bearer of the Authorization header.
+    """
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        request, answer = HTTPRequest(scope), app
+        request = HTTPRequest(scope)
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = request.query_params.get("token", bearer if scheme.lower() == "bearer" else "")
-        if not secrets.compare_digest(given.encode(), key.encode()):
-            said = "use the address or the API key that the server printed"
-            answer = problem(401, said, "invalid_api_key")
-        await answer(scope, receive, send)
+        if scheme.lower() != "bearer":
+            bearer = ""
+        token = request.query_params.get("token", bearer)
+        if secrets.compare_digest(token.encode(), key.encode()):
+            await app(scope, receive, send)
+            return
+        message = "use the address or the API key that the server printed"
+        await error_response(401, message, "invalid_api_key")(scope, receive, send)
 
     return guard
 
 
 def listen(port: int) -> socket.socket:
-    """Listen on loopback; port 0 takes a free one. Raises InputError if the port is taken."""
+    """Listens on loopback; port 0 takes a free one. Raises InputError if the port is taken."""
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
@@ -306,12 +346,21 @@ def listen(port: int) -> socket.socket:
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
-    """A server of the page. Ctrl-C ends its generations and raises KeyboardInterrupt from `run`."""
+    """Returns a server of the page, whose `run` raises KeyboardInterrupt after Ctrl-C.
+
+    Ctrl-C also ends its generations.
+    """
     # Leave a core to the browser: where it takes one of two, two threads wait for each other, and
     # a small model made 55 tokens/s instead of 600.
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-    quiet: dict[str, Any] = dict(log_config=None, access_log=False)
-    config = uvicorn.Config(app, lifespan="off", ws="none", timeout_graceful_shutdown=0, **quiet)
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=0,
+        log_config=None,
+        access_log=False,
+    )
     server = uvicorn.Server(config)
     # It logs as errors the generations that Ctrl-C cancels.
     logging.getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)

@@ -1,4 +1,4 @@
-"""What a report says of runs: their curves, configurations, texts, machines and costs."""
+"""The facts of a report about runs: their curves, configurations, texts, machines and costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """What a report says of a job."""
+    """The facts about a job."""
 
     description: JobDescription
     job: TrainingJob
@@ -43,23 +43,34 @@ class Run:
         return self.job.name or end_of(self.description.job_id)
 
     def logged(self, pattern: str) -> str:
-        """The first group of the first line of the log that begins so, or ''."""
-        found = (re.match(pattern, line) for line in self.log)
-        return next((match[1] for match in found if match), "")
+        """Returns the first group of the first line of the log that the pattern matches, or ''."""
+        for line in self.log:
+            match = re.match(pattern, line)
+            if match:
+                return match[1]
+        return ""
 
     @property
     def unit(self) -> str:
+        """What the run counts its text in, such as characters or tokens."""
         return self.logged(r"[\d,]+ parameters; [\d,]+ (\w+) to train on") or "characters"
 
     @property
     def tokenizer(self) -> str:
-        return (self.data.tokenizer if self.data else "") or self.unit
+        if self.data and self.data.tokenizer:
+            return self.data.tokenizer
+        return self.unit
 
     @property
-    def text(self) -> object:
-        """Identify the validation text by its length, or by its location if that is unknown."""
+    def validation_text(self) -> object:
+        """The length of the validation text, or its location if the length is not known.
+
+        Two tokenizers store the same text in two locations.
+        """
         upload = self.validation if self.job.validation else self.data
-        return upload.characters if upload else self.job.validation or self.job.data
+        if upload is not None:
+            return upload.characters
+        return self.job.validation or self.job.data
 
     @property
     def evaluations(self) -> list[Row]:
@@ -81,20 +92,22 @@ class Run:
 
     @property
     def times(self) -> list[float]:
-        """The time of each row, in seconds since the start of the run; empty if not all have one.
+        """The time of each row, in seconds since the start of the run; empty if one lacks it.
 
-        A run that continues another one starts with its first row; the pause between them does not
-        count.
+        A run that continues others starts with the first row of theirs; the pause after them does
+        not count.
         """
         if not all("time" in row for row in self.curve.rows):
             return []
         times = [float(row["time"]) for row in self.curve.rows]
         started = self.description.started or 0.0
-        before = [each for each in times if each < started]  # of the runs that this one continues
-        if not before:
-            return [each - (started or times[0]) for each in times]
-        pause = started - before[-1]
-        return [each - times[0] - pause * (each >= started) for each in times]
+        earlier_times = [time for time in times if time < started]
+        if not earlier_times:
+            origin = started or times[0]
+            return [time - origin for time in times]
+        pause = started - earlier_times[-1]
+        own_times = [time - pause for time in times if time >= started]
+        return [time - times[0] for time in earlier_times + own_times]
 
     @property
     def seconds(self) -> float | None:
@@ -106,24 +119,26 @@ class Run:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """What two runs may differ in."""
-        d, job = self.description, self.job
-        names = ("data", "validation", "init_from", "teacher")
-        places = {name: getattr(job, name) for name in names}
-        return {
-            **d.hyperparameters,
-            **{name: getattr(job, name) for name in MODEL_CHOICES},
-            "instance": d.instance,
-            "instance_count": d.instance_count,
-            **{name: (at or "").rstrip("/").rpartition("/")[2] for name, at in places.items()},
-            "script": (job.source_sha256 or "")[:12],
-        }
+        """Everything in which two runs may differ, by name."""
+        configuration = dict(self.description.hyperparameters)
+        for name in MODEL_CHOICES:
+            configuration[name] = getattr(self.job, name)
+        configuration["instance"] = self.description.instance
+        configuration["instance_count"] = self.description.instance_count
+        for name in ("data", "validation", "init_from", "teacher"):
+            location = getattr(self.job, name) or ""
+            configuration[name] = location.rstrip("/").rpartition("/")[2]
+        configuration["script"] = (self.job.source_sha256 or "")[:12]
+        return configuration
 
 
 @dataclass(frozen=True)
 class Report:
-    """Runs, the best first. differing names what sets them apart; per_byte says that bits per byte
-    replace the losses, which two tokenizers count per different tokens."""
+    """Runs, the best first, and the names of what differs between them.
+
+    per_byte is True if they have several tokenizers: a loss is per token, so bits per byte replace
+    it.
+    """
 
     runs: Sequence[Run]
     differing: Sequence[str]
@@ -131,71 +146,97 @@ class Report:
 
     @property
     def unit(self) -> str:
-        of_tokens = f"loss (nats per {self.runs[0].unit.removesuffix('s')})"
-        return "bits per byte" if self.per_byte else of_tokens
+        if self.per_byte:
+            return "bits per byte"
+        return f"loss (nats per {self.runs[0].unit.removesuffix('s')})"
 
     @property
     def title(self) -> str:
         if len(self.runs) == 1:
             return self.runs[0].job.name or self.runs[0].description.job_id
-        by = f" by {' and '.join(self.differing)}" if 0 < len(self.differing) <= 2 else ""
-        return f"{len(self.runs)} runs{by}"
+        title = f"{len(self.runs)} runs"
+        if 0 < len(self.differing) <= 2:
+            title += f" by {' and '.join(self.differing)}"
+        return title
 
     @property
     def varied(self) -> list[str]:
-        """The hyperparameters to plot the result against: one to four numbers, of three runs."""
+        """The hyperparameters that have a plot of the result against their values.
+
+        There are at most four, all numbers, and none for fewer than three runs.
+        """
         hyperparameters = {*self.runs[0].description.hyperparameters, *MODEL_CHOICES} - {"seed"}
         names = [name for name in self.differing if name in hyperparameters]
-        values = [run.configuration.get(name) for run in self.runs for name in names]
-        fit = all(type(value) in (int, float) for value in values)
-        return names if fit and len(names) <= 4 and len(self.runs) >= 3 else []
+        if len(names) > 4 or len(self.runs) < 3:
+            return []
+        for run in self.runs:
+            if any(type(run.configuration.get(name)) not in (int, float) for name in names):
+                return []
+        return names
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The hyperparameters that all runs have in common."""
+        """The hyperparameters whose values all runs share."""
         values = [run.description.hyperparameters for run in self.runs]
         different = differences(values)
         return {name: value for name, value in values[0].items() if name not in different}
 
     @property
     def validated_alike(self) -> bool:
-        """Whether all runs have the same text, which two tokenizers store in two places."""
-        return len({run.text for run in self.runs}) == 1
+        """True if all runs have the same validation text."""
+        return len({run.validation_text for run in self.runs}) == 1
 
     @property
     def over_seeds(self) -> list[Rank]:
-        """The configurations with the spread of their losses, if one was run with several seeds."""
-        bests = [{"best_loss": run.best.get("val_loss")} for run in self.runs]
-        runs = zip(self.runs, bests, strict=True)
-        jobs = [replace(run.description, metrics=best) for run, best in runs]
-        values = [{name: run.configuration[name] for name in self.differing} for run in self.runs]
-        ranks = ranking(jobs, values)
-        several = any(len(rank.losses) > 1 for rank in ranks)
-        return ranks if several and not self.per_byte else []
+        """The configurations with all losses of each; empty if each was run with one seed.
+
+        Empty too if the losses do not compare, for several tokenizers.
+        """
+        if self.per_byte:
+            return []
+        jobs = []
+        configurations = []
+        for run in self.runs:
+            metrics = {"best_loss": run.best.get("val_loss")}
+            jobs.append(replace(run.description, metrics=metrics))
+            configurations.append({name: run.configuration[name] for name in self.differing})
+        ranks = ranking(jobs, configurations)
+        has_seeds = any(len(rank.losses) > 1 for rank in ranks)
+        return ranks if has_seeds else []
 
     def score(self, run: Run) -> float:
-        return float(run.best.get("bits_per_byte" if self.per_byte else "val_loss", math.inf))
+        """The best result of a run, in `unit`; infinite before its first evaluation."""
+        name = "bits_per_byte" if self.per_byte else "val_loss"
+        return float(run.best.get(name, math.inf))
 
 
 def read_runs(job_ids: Sequence[str], settings: Settings) -> list[Run]:
-    """Read what is known of some jobs, whether they run or have ended. Leaves out those without a
-    curve, and raises ServiceError if none has one."""
-    every = [read_run(job_id, settings) for job_id in dict.fromkeys(job_ids)]
-    runs = [run for run in every if run.curve.rows]
-    for run in every:
-        problem = f"job {run.curve.job_id} has no curve yet; it is {run.description.state}"
-        if not runs:
-            raise ServiceError(problem)
-        if not run.curve.rows:
-            logger.info(f"{problem}, and left out")
-    priced = with_costs([run.description for run in runs], settings)
-    return [replace(run, description=d) for run, d in zip(runs, priced, strict=True)]
+    """Reads the facts about some jobs, whether they run or have ended, with their costs.
+
+    It leaves out, and logs, the jobs without a curve. Raises ServiceError if none has one.
+    """
+    runs = []
+    problems = []  # of the jobs without a curve
+    for job_id in dict.fromkeys(job_ids):
+        run = read_run(job_id, settings)
+        if run.curve.rows:
+            runs.append(run)
+        else:
+            problems.append(f"job {job_id} has no curve yet; it is {run.description.state}")
+    if problems and not runs:
+        raise ServiceError(problems[0])
+    for problem in problems:
+        logger.info(f"{problem}, and left out")
+    descriptions = with_costs([run.description for run in runs], settings)
+    return [replace(run, description=d) for run, d in zip(runs, descriptions, strict=True)]
 
 
 def read_run(job_id: str, settings: Settings) -> Run:
+    """Reads the facts about a job. Its curve may have no rows."""
     backend, description = find(job_id, settings)
     rows, source = backend.curve(job_id)
-    log, job = list(backend.logs(job_id, follow=False)), backend.job(job_id)
+    log = list(backend.logs(job_id, follow=False))
+    job = backend.job(job_id)
     return Run(
         description=description,
         job=job,
@@ -208,23 +249,27 @@ def read_run(job_id: str, settings: Settings) -> Run:
 
 
 def compare(runs: Sequence[Run]) -> Report:
-    """Rank the runs, and name each by its id and what sets it apart."""
+    """Ranks the runs, and labels each by its name and by what differs, if that is short."""
     set_by_model = hyperparameters_of_models(runs)
     differing = differences([run.configuration for run in runs])
     differing = [name for name in differing if name not in set_by_model]
-    report = Report(runs, differing, len({run.tokenizer for run in runs}) > 1)
-    ranked = sorted(runs, key=report.score)
-    named = []
-    for run in ranked:
-        apart = [f"{name} {plain(run.configuration.get(name))}" for name in differing]
-        label = ", ".join([run.short_name, *(apart if len(apart) <= 2 else [])])
-        named.append(replace(run, label=label))
-    return replace(report, runs=named)
+    tokenizers = {run.tokenizer for run in runs}
+    report = Report(runs, differing, per_byte=len(tokenizers) > 1)
+    labeled = []
+    for run in sorted(runs, key=report.score):
+        label = run.short_name
+        if len(differing) <= 2:
+            for name in differing:
+                label += f", {name} {plain(run.configuration.get(name))}"
+        labeled.append(replace(run, label=label))
+    return replace(report, runs=labeled)
 
 
 def hyperparameters_of_models(runs: Sequence[Run]) -> set[str]:
-    """The hyperparameters that differ only because the runs are of several sizes, or of several
-    presets: those that no run sets besides, by its summary."""
+    """Returns the hyperparameters that differ only because the size or the preset does.
+
+    Those are all that no run sets itself, by its summary. Empty if neither differs.
+    """
     jobs = [run.job for run in runs]
     for choice in MODEL_CHOICES:
         values = {getattr(job, choice) for job in jobs}
@@ -236,4 +281,5 @@ def hyperparameters_of_models(runs: Sequence[Run]) -> set[str]:
 
 
 def plain(value: Any) -> str:
+    """The value of a configuration as text; "-" for none."""
     return "-" if value in (None, "") else format_value(value)

@@ -300,7 +300,7 @@ def test_bf16_is_close_to_float32():
 @pytest.mark.parametrize("length", [0, 1, 5, 30])
 def test_a_padded_window_draws_what_a_growing_one_does(length):
     drawn = sample(lively(), [3], length, seed=5)
-    plain = engine.generate(lively(), torch.tensor([[3]]), length, seed=5, plainly=True)
+    plain = engine.generate(lively(), torch.tensor([[3]]), length, seed=5, use_cache=False)
     assert drawn == [int(id) for id in plain]
 
 

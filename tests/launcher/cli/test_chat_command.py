@@ -22,7 +22,7 @@ from entry_point.conversations import CHAT_TEMPLATE
 from launcher.cli.models import converse, talk
 from launcher.models.chat import Chat, Message
 from launcher.models.load import published_model
-from launcher.models.sample import answered
+from launcher.models.sample import prompt_and_limit
 from sm_nanogpt import InputError, Job, load_model, stream_samples
 
 
@@ -45,7 +45,7 @@ def test_a_conversation_is_kept(chat, directory):
     first, second = chat("Hi?", "What is 3 + 3?").out.removesuffix("\n").split("\n---\n")
     said = [Message("user", "Hi?"), Message("assistant", first), Message("user", "What is 3 + 3?")]
     loaded = load_model(directory)
-    pieces = stream_samples(*loaded, *answered(*loaded, said, 6), temperature=0)
+    pieces = stream_samples(*loaded, *prompt_and_limit(*loaded, said, 6), temperature=0)
     assert second == "".join(piece for (piece,) in pieces)
 
 
@@ -66,8 +66,9 @@ def test_a_line_that_asks_nothing_has_no_answer(chat):
 def test_each_answer_has_its_seed_and_is_kept_if_interrupted(directory):
     model, tokenizer = load_model(directory)
     chat, messages, tokenizer.ends = Chat(model, tokenizer), list[Message](), set()
-    _, ids, most = chat.fitting([Message("user", "Hi?")], 20)
-    columns = stream_samples(model, tokenizer, ids, most, 1, 1.0, seed=5 + 2)
+    prompt = chat.fit([Message("user", "Hi?")], 20)
+    limit = prompt.max_new_tokens
+    columns = stream_samples(model, tokenizer, prompt.ids, limit, 1, 1.0, seed=5 + 2)
     answer = [piece for (piece,) in columns]
     sampling = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5}
     talked = talk(model, tokenizer, chat, messages, sampling, "Hi?", 2)

@@ -14,7 +14,7 @@ from talks import STRANGE, ids_of, write_chats
 from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.text import Tokenizer, read_tokenizer
 from launcher.models.chat import Chat, Message, TooLong
-from launcher.models.encoder import LONGEST
+from launcher.models.encoder import MAX_PIECE
 from launcher.models.load import export_checkpoint, own_model, read_checkpoint
 from launcher.text.tokens import with_end_of_text
 from sm_nanogpt import InputError, load_model
@@ -22,14 +22,14 @@ from sm_nanogpt import InputError, load_model
 
 def test_a_message_that_is_not_utf8_is_refused(directory):
     with pytest.raises(InputError, match="UTF-8"):
-        Chat(*load_model(directory)).fitting([Message("user", "\ud800")], 1)
+        Chat(*load_model(directory)).fit([Message("user", "\ud800")], 1)
 
 
 @pytest.mark.parametrize("roles", [["user"], ["system", "user"], ["system"], ["user", "assistant"]])
 def test_a_message_beyond_the_context_is_named(directory, roles):
     chat = Chat(*load_model(directory))
     with pytest.raises(TooLong, match="instruction" if "system" in roles else "message"):
-        chat.fitting([Message(role, "a " * 1_000) for role in roles], 1)
+        chat.fit([Message(role, "a " * 1_000) for role in roles], 1)
 
 
 def test_a_long_turn_is_encoded_in_parts(directory):
@@ -38,7 +38,7 @@ def test_a_long_turn_is_encoded_in_parts(directory):
     fast = chat.encoder.encoder.fast = Mock(wraps=chat.encoder.encoder.fast)
     (turn,) = chat.encoder.encode(["assistant\n" + "What is 3? " * 100_000])
     parts = [len(part) for call in fast.encode_ordinary_batch.mock_calls for part in call.args[0]]
-    assert max(parts) <= LONGEST < sum(parts)
+    assert max(parts) <= MAX_PIECE < sum(parts)
     learned = [id for id in memoryview(turn).cast("i") if id >= 0]
     assert chat.encoder.tokenizer.decode(learned) == "What is 3? " * 100_000
 
@@ -49,11 +49,11 @@ def test_a_full_context_keeps_the_instruction_and_some_room(directory):
     system, question = (Message(role, "What is 3?") for role in ("system", "user"))
     for n in range(20):
         asked_before = [question, Message("assistant", "3")] * n
-        dropped, ids, most = chat.fitting([system, *asked_before, question], size)
-        assert len(ids) <= size - size // 4
-        assert ids == ids_of(chat, system, *asked_before[dropped:], question)
-    assert dropped
-    assert len(ids) + most == size
+        prompt = chat.fit([system, *asked_before, question], size)
+        assert len(prompt.ids) <= size - size // 4
+        assert prompt.ids == ids_of(chat, system, *asked_before[prompt.n_dropped :], question)
+    assert prompt.n_dropped
+    assert len(prompt.ids) + prompt.max_new_tokens == size
 
 
 def test_a_tokenizer_without_turns_is_refused(cli, tmp_path, text_file):

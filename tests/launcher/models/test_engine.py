@@ -18,7 +18,7 @@ from launcher.models import engine
 from launcher.models.engine import FEW_SEQUENCES, KeyValueCache, forward, logits_to_probabilities
 
 Generate = Callable[..., Iterator[torch.Tensor]]
-plainly = partial(engine.generate, plainly=True)
+plainly = partial(engine.generate, use_cache=False)
 
 
 @pytest.fixture(params=[plainly, engine.generate], ids=["plain", "engine"])
@@ -30,7 +30,7 @@ def generate(request):
 def products(request, monkeypatch):
     """Both kinds of matrix products that the engine computes by, for models that are small."""
     if request.param == "packed":
-        monkeypatch.setattr(engine, "PACKED_FROM", 0)
+        monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", 0)
 
 
 # -- the cache -------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_greedy_ids_equal_the_plain_loops_in_float32(shape, dtype, batch_size):
 def test_a_sampling_copy_equals_the_model(n_embd, batch_size, dtype, tolerance):
     model, x = lively(dataclasses.replace(SMALL, n_embd=n_embd)), ids(batch_size, 8)
     with torch.inference_mode():
-        exact, ours = model(x), engine.for_sampling(model, batch_size, dtype)(x)
+        exact, ours = model(x), engine.sampling_copy(model, batch_size, dtype)(x)
     assert float((ours - exact).norm() / exact.norm()) < tolerance
 
 
@@ -120,15 +120,15 @@ def test_only_the_matrices_of_large_models_are_packed(monkeypatch):
     model = lively()
     both = {engine.PackedLinear, Linear}
     for more, packed in ((0, True), (1, False)):
-        monkeypatch.setattr(engine, "PACKED_FROM", model.config.matrix_parameters + more)
-        copy = engine.for_sampling(model, 1, torch.float32)
+        monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", model.config.matrix_parameters + more)
+        copy = engine.sampling_copy(model, 1, torch.float32)
         kinds = {type(part) for part in copy.blocks.modules()} & both
         assert kinds == {engine.PackedLinear if packed else Linear}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_cpu_samples_in_float32_but_for_products(dtype):
-    assert engine.for_sampling(lively(dtype=dtype), 1, dtype).compute_dtype == torch.float32
+    assert engine.sampling_copy(lively(dtype=dtype), 1, dtype).compute_dtype == torch.float32
 
 
 @pytest.mark.usefixtures("products")
@@ -136,7 +136,7 @@ def test_weights_of_zero_can_be_sampled():
     model = GPT(dataclasses.replace(SMALL, n_embd=32), VOCABULARY_SIZE, torch.bfloat16)
     model.init_weights(1)  # projections back into the stream begin at zero
     with torch.inference_mode():
-        assert engine.for_sampling(model, 1, torch.bfloat16)(ids(1, 8)).isfinite().all()
+        assert engine.sampling_copy(model, 1, torch.bfloat16)(ids(1, 8)).isfinite().all()
 
 
 # -- what is drawn ---------------------------------------------------------------------------------

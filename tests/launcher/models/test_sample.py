@@ -12,7 +12,7 @@ import torch
 from edits import EDITS
 from launching import Ran
 
-from launcher.models.sample import encode, pieces
+from launcher.models.sample import decode_steps, encode_prompt
 from sm_nanogpt import InputError, Job, load_model, stream_samples
 
 
@@ -179,18 +179,19 @@ def test_sample_takes_a_directory_of_an_edited_model(home, text_file, cli):
 
 def test_a_character_of_several_tokens_is_shown_whole(tokenizer):
     ids = [tokenizer.words.index(bytes([byte])) for byte in "漢🙂".encode()]
-    shown = [piece for (piece,) in pieces(map(torch.tensor, ([id] for id in ids)), tokenizer, 1)]
+    steps = (torch.tensor([id]) for id in ids)
+    shown = [piece for (piece,) in decode_steps(steps, tokenizer, 1)]
     assert shown == ["", "", "漢", "", "", "", "🙂", ""]
 
 
 def test_a_prompt_that_is_not_utf8_is_refused(tokenizer):
     with pytest.raises(InputError, match="the prompt is not UTF-8 text"):
-        encode(tokenizer, "caf\udce9", 8)
+        encode_prompt(tokenizer, "caf\udce9", 8)
 
 
 def test_a_sample_ends_with_its_document(tokenizer):
     assert tokenizer.end is not None
-    a, b = encode(tokenizer, "a", 8) + encode(tokenizer, "b", 8)
+    a, b = encode_prompt(tokenizer, "a", 8) + encode_prompt(tokenizer, "b", 8)
     steps = ([a, b], [b, tokenizer.end], [tokenizer.end, a], [a, a])
-    shown = list(pieces(map(torch.tensor, steps), tokenizer, 2))
+    shown = list(decode_steps(map(torch.tensor, steps), tokenizer, 2))
     assert shown == [["a", "b"], ["b", ""], ["", ""]]

@@ -293,8 +293,9 @@ def test_the_page_keeps_a_conversation_until_a_new_one(talk):
         for question in ("What is 3 + 3?", "And 4?"):
             answer, first = ask(page, question), [Message("system", system)] * bool(system)
             said.append(Message("user", question))
-            _, ids, most = player.chat.fitting([*first, *said], 10)
-            columns = stream_samples(player.model, player.tokenizer, ids, most, temperature=0)
+            prompt = player.chat.fit([*first, *said], 10)
+            sampling = dict(max_new_tokens=prompt.max_new_tokens, temperature=0)
+            columns = stream_samples(player.model, player.tokenizer, prompt.ids, **sampling)
             assert answer == "".join(piece for (piece,) in columns)
             said.append(Message("assistant", answer))
     assert page.locator(".asked").count() == 4
@@ -328,7 +329,7 @@ def test_the_page_says_what_the_model_no_longer_sees(talk):
     dropped = 0
     while not dropped:
         said.append(Message("user", "What is 3 + 3?"))
-        dropped, _, _ = player.chat.fitting(said, 10)
+        dropped = player.chat.fit(said, 10).n_dropped
         said.append(Message("assistant", ask(page, "What is 3 + 3?")))
     assert f"the oldest {dropped} messages" in page.locator(".status").inner_text()
     above = page.locator(".forgotten").evaluate(
