@@ -25,7 +25,7 @@ from launcher.local.backend import LocalBackend
 from launcher.local.confine import layers, open_to
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.cost import Prices, usd
-from launcher.sagemaker.stack import Stack, find_stack, is_whole, notebook_role
+from launcher.sagemaker.stack import Stack, find_stack, has_succeeded, notebook_role
 from launcher.settings import Settings
 from launcher.tracking import TrackedJob
 
@@ -117,7 +117,7 @@ def check_stack(context: Context) -> Answer:
     if stack is None:
         return Doubt("none", code="deploy-stack")
     state = f"{stack.name} is {stack.status}"
-    return state if is_whole(stack.status) else Doubt(state, code="show-stack")
+    return state if has_succeeded(stack.status) else Doubt(state, code="show-stack")
 
 
 def check_role(context: Context) -> Answer:

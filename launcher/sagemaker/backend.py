@@ -16,8 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 from launcher import aws, machines
@@ -26,11 +25,7 @@ from launcher.backends import Backend
 from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.instances import (
-    assume_gpus,
-    has_local_disks,
-    looks_like_gpu,
-)
+from launcher.instances import assume_gpus, has_local_disks, looks_like_gpu
 from launcher.job import (
     RUNNING,
     JobDescription,
@@ -40,7 +35,7 @@ from launcher.job import (
     checkpoints_among,
 )
 from launcher.sagemaker import caller, cost
-from launcher.sagemaker.caller import Caller, Launched, our_tags, search_jobs, with_last
+from launcher.sagemaker.caller import Caller, LaunchedJob, our_tags, search_jobs, with_last
 from launcher.sagemaker.checks import (
     check_gpus,
     check_volume,
@@ -49,7 +44,7 @@ from launcher.sagemaker.checks import (
     log_instances,
 )
 from launcher.sagemaker.cost import Prices
-from launcher.sagemaker.description import describe_job, is_our_job
+from launcher.sagemaker.description import describe_job, is_our_job, requested_instance
 from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
 from launcher.sagemaker.request import (
     Placement,
@@ -64,7 +59,7 @@ from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-# In a dry run.
+# A dry run, which asks nobody, has these.
 ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"
 OWNER_PLACEHOLDER = "OWNER-NOT-KNOWN-YET"
 CONSOLES = {
@@ -104,7 +99,7 @@ class SageMakerBackend(Backend):
 
     @classmethod
     def launched_last(cls, settings: Settings) -> Sequence[str]:
-        return [launched.job_id for launched in caller.remembered(settings)]
+        return [launched.job_id for launched in caller.last_launches(settings)]
 
     @cached_property
     def region(self) -> str:
@@ -154,9 +149,11 @@ class SageMakerBackend(Backend):
         this runs in and the account's default SageMaker bucket. No bucket is created.
         """
         settings = with_stack(self.settings)
-        if not settings.role and (role := notebook_role(self.client)):
-            logger.info(f"role: {role} (from this SageMaker notebook)")
-            settings = settings.model_copy(update={"role": role})
+        if not settings.role:
+            role = notebook_role(self.client)
+            if role:
+                logger.info(f"role: {role} (from this SageMaker notebook)")
+                settings = settings.model_copy(update={"role": role})
         if settings.store:
             return settings
         try:
@@ -182,9 +179,15 @@ class SageMakerBackend(Backend):
         return bucket
 
     def check(self, job: TrainingJob) -> Placement:
-        """The role, image and keys of a job. A dry run, which asks nobody, has placeholders."""
-        release = None if job.image_uri else machines.find_image(job.pytorch_version)
-        image_uri = job.image_uri or default_image(job, self.region)
+        """Decides the role, image and keys of a job. A dry run has placeholders.
+
+        Raises InputError if SageMaker cannot run the job.
+        """
+        release = None
+        image_uri = job.image_uri
+        if image_uri is None:
+            release = machines.find_image(job.pytorch_version)
+            image_uri = default_image(job, self.region)
         check_volume(job)
         if not self.settings.data_store.startswith("s3://"):
             raise InputError(f"SageMaker cannot read {self.settings.data_store}", "store-on-s3")
@@ -199,7 +202,10 @@ class SageMakerBackend(Backend):
         if release:
             logger.info(f"image: {machines.name_of(image_uri)} (Python {release.python})")
         owner, role = self.find_owner_and_role(job)
-        key = job.kms_key or self.settings.kms_key or None
+        kms_key = job.kms_key or self.settings.kms_key or None
+        volume_kms_key = kms_key
+        if all(has_local_disks(instance) for instance in job.instances):
+            volume_kms_key = None  # AWS refuses a key for local disks, which are always encrypted
         return Placement(
             region=self.region,
             owner=owner,
@@ -207,13 +213,15 @@ class SageMakerBackend(Backend):
             image_uri=image_uri,
             store=self.settings.data_store,
             hyperparameters=hyperparameters,
-            kms_key=key,
-            # AWS refuses a key for local disks, which are always encrypted.
-            volume_kms_key=None if all(map(has_local_disks, job.instances)) else key,
+            kms_key=kms_key,
+            volume_kms_key=volume_kms_key,
         )
 
     def find_owner_and_role(self, job: TrainingJob) -> tuple[str, str]:
-        """The owner of a job and its execution role; raise InputError if it cannot run by them."""
+        """Returns the owner of a job and its execution role.
+
+        Raises InputError if there is no role, or the job reads a bucket of another region.
+        """
         role = self.settings.role
         try:
             owner = self.caller().owner
@@ -226,28 +234,32 @@ class SageMakerBackend(Backend):
         return owner, role
 
     def check_regions(self, job: TrainingJob) -> None:
-        """Raise InputError if the job reads a bucket of another region."""
-        names = ("init_from", "teacher", "validation", "data")
-        places = {name: getattr(job, name) for name in names}
-        places["store"] = self.settings.data_store
-        buckets = {
-            uri.split("/")[2]: (uri, name)
-            for name, uri in places.items()
-            if uri and uri.startswith("s3://")
+        """Raises InputError if the job reads a bucket of another region."""
+        uris = {
+            "init_from": job.init_from,
+            "teacher": job.teacher,
+            "validation": job.validation,
+            "data": job.data,
+            "store": self.settings.data_store,
         }
-        for uri, name in buckets.values():
-            aws.check_bucket(self.client("s3"), uri, name, self.region)
+        fields = {}  # by bucket: one that is in it
+        for field, uri in uris.items():
+            if uri and uri.startswith("s3://"):
+                fields[uri.split("/")[2]] = field
+        for field in fields.values():
+            aws.check_bucket(self.client("s3"), str(uris[field]), field, self.region)
 
     def price(
         self, job: TrainingJob, earlier: tuple[TrainingJob, JobDescription] | None
     ) -> TrainingJob:
-        """The job with a time limit that keeps it below its ceiling. earlier: what it resumes."""
         prices = Prices(self.settings)
-        spent = cost.earlier_cost(*earlier, prices) if earlier else 0.0
+        spent: float | None = 0.0
+        if earlier is not None:
+            spent = cost.earlier_cost(*earlier, prices)
         return cost.afford(job, self.settings, prices, spent)
 
     def request(self, job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
-        """The CreateTrainingJob request of a job. Sends nothing; needs no credentials.
+        """Makes the CreateTrainingJob request of a job. Sends nothing; needs no credentials.
 
         Where version 2 of the SDK is installed, its estimator has to make the same, but for a dry
         run. Raises InputError if SageMaker's API would refuse it, and ServiceError if the estimator
@@ -260,58 +272,79 @@ class SageMakerBackend(Backend):
         from launcher.sagemaker import estimator  # takes seconds
 
         try:
-            made = estimator.create_request(job_id, job, placement)
+            sdk_request = estimator.create_request(job_id, job, placement)
         except ImportError:  # no SDK, version 3, or what an installation of both leaves
             return request
-        if odd := sorted(n for n in {*made, *request} if made.get(n) != request.get(n)):
-            problem = f"the SageMaker SDK would send another {', '.join(odd)} than was planned"
+        differing = []
+        for name in sorted({*sdk_request, *request}):
+            if sdk_request.get(name) != request.get(name):
+                differing.append(name)
+        if differing:
+            parts = ", ".join(differing)
+            problem = f"the SageMaker SDK would send another {parts} than was planned"
             raise ServiceError(f"{problem}, so nothing was sent", "sdk-differs")
         return request
 
     def submit(
         self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
     ) -> None:
-        """Send the request that was planned, after the files that the job needs."""
-        launched = Launched(self.caller(), self.region, job_id, job.name, job.summary)
-        with ExitStack() as unless_sent:
-            unless_sent.callback(self.remove_files, job_id, placement)
+        """Sends the files that the job needs, and then the request that was planned.
+
+        Raises ServiceError with the code `job-may-exist` if no answer says whether the job exists.
+        """
+        launched = LaunchedJob(self.caller(), self.region, job_id, job.name, job.summary)
+        try:
             self.send_files(job_id, job, placement)
-            unless_sent.pop_all()
-        refused = False
+        except BaseException:  # also Ctrl-C
+            self.remove_files(job_id, placement)
+            raise
+        may_exist = True  # also if Ctrl-C comes before the answer
         try:
             self.client("sagemaker").create_training_job(**request)
         except ServiceError as error:
-            answer = getattr(error.__context__, "response", None) or {}
-            metadata = answer.get("ResponseMetadata", {})
-            clear = metadata.get("HTTPStatusCode", 500) < 500
-            if not clear or metadata.get("RetryAttempts"):  # a lost answer may be a success
-                try:
-                    if self.raw(job_id) is not None:
-                        return
-                except ServiceError:
-                    clear = False
-            refused = clear
-            if not refused:
-                error = ServiceError(str(error), "job-may-exist", job_id=job_id)
-            elif answer["Error"]["Code"] != "ResourceInUse":  # the files of an existing job
+            response = getattr(error.__context__, "response", None) or {}
+            exists = self.exists_after(response, job_id)
+            if exists:
+                return
+            if exists is None:
+                raise ServiceError(str(error), "job-may-exist", job_id=job_id) from None
+            may_exist = False
+            if response["Error"]["Code"] != "ResourceInUse":  # else another job has these files
                 self.remove_files(job_id, placement)
-            raise error from None
+            raise
         finally:
-            if not refused:  # the job may exist, also if Ctrl-C came before the answer
-                caller.remember(launched, self.settings)
+            if may_exist:
+                caller.remember_launch(launched, self.settings)
+
+    def exists_after(self, response: Mapping[str, Any], job_id: str) -> bool | None:
+        """Returns True if a job exists after this response to its request; None: nobody knows.
+
+        If the response is no refusal, or that of a second attempt, the job may have been made.
+        """
+        metadata = response.get("ResponseMetadata", {})
+        is_refusal = metadata.get("HTTPStatusCode", 500) < 500
+        if is_refusal and not metadata.get("RetryAttempts"):
+            return False
+        try:
+            if self.find_raw(job_id) is not None:
+                return True
+        except ServiceError:
+            return None
+        return False if is_refusal else None
 
     def send_files(self, job_id: str, job: TrainingJob, placement: Placement) -> None:
+        """Writes the training folder, the checkpoints of a resumed job, and the submitted job."""
         archive = source_archive(job.source, job.launcher)
         storage.write_bytes(placement.source_uri(job_id), archive, self.settings)
         if job.resume is not None:
-            source = self.known(job.resume)["CheckpointConfig"]["S3Uri"]
+            source = self.raw_job(job.resume)["CheckpointConfig"]["S3Uri"]
             if not storage.copy(source, placement.checkpoint_uri(job_id), self.settings):
                 raise ServiceError(f"job {job.resume} has no checkpoints at {source}")
         record = job.model_dump(mode="json", exclude_defaults=True)
         storage.write_json(placement.file_uri(job_id, "job.json"), record, self.settings)
 
     def remove_files(self, job_id: str, placement: Placement) -> None:
-        """Remove what a job that does not exist left in the store; `delete` cannot find it."""
+        """Removes the files of a job that does not exist; `delete` could not find them."""
         for uri in (placement.file_uri(job_id), placement.checkpoint_uri(job_id)):
             try:
                 storage.remove(uri, self.settings)
@@ -326,8 +359,11 @@ class SageMakerBackend(Backend):
 
     # -- after ------------------------------------------------------------------------------------
 
-    def raw(self, job_id: str) -> dict[str, Any] | None:
-        """The answer of DescribeTrainingJob; None if there is no such job."""
+    def find_raw(self, job_id: str) -> dict[str, Any] | None:
+        """The answer of DescribeTrainingJob; None if there is no such job.
+
+        Raises ServiceError if the job is not one of sm-nanogpt.
+        """
         try:
             raw = dict(self.client("sagemaker").describe_training_job(TrainingJobName=job_id))
         except Missing:
@@ -336,66 +372,72 @@ class SageMakerBackend(Backend):
             raise ServiceError(f"{job_id} is a training job that sm-nanogpt did not launch")
         return raw
 
-    def known(self, job_id: str) -> dict[str, Any]:
-        """As `raw`, but raises ServiceError if there is no such job."""
-        if (raw := self.raw(job_id)) is None:
+    def raw_job(self, job_id: str) -> dict[str, Any]:
+        """As `find_raw`, but raises ServiceError if there is no such job."""
+        raw = self.find_raw(job_id)
+        if raw is None:
             raise ServiceError(f"there is no job {job_id!r} {self.location}")
         return raw
 
     def describe(self, job_id: str) -> JobDescription | None:
-        if (raw := self.raw(job_id)) is None:
+        raw = self.find_raw(job_id)
+        if raw is None:
             return None
-        place, names = raw["CheckpointConfig"]["S3Uri"], dict[str, int]()
+        checkpoint_step = None
         if raw["TrainingJobStatus"] not in RUNNING:
-            names = storage.list_files(place, self.settings)
-        return describe_job(raw, max(checkpoints_among(names), default=None))
+            names = storage.list_files(raw["CheckpointConfig"]["S3Uri"], self.settings)
+            checkpoint_step = max(checkpoints_among(names), default=None)
+        return describe_job(raw, checkpoint_step)
 
     def job(self, job_id: str) -> TrainingJob:
-        raw = self.known(job_id)
-        record = storage.join(raw["OutputDataConfig"]["S3OutputPath"], job_id, "job.json")
-        if (job := storage.read_document(record, TrainingJob, self.settings)) is None:
-            raise ServiceError(f"{record} is missing, so the submitted job is unknown")
+        raw = self.raw_job(job_id)
+        uri = storage.join(raw["OutputDataConfig"]["S3OutputPath"], job_id, "job.json")
+        job = storage.read_document(uri, TrainingJob, self.settings)
+        if job is None:
+            raise ServiceError(f"{uri} is missing, so the submitted job is unknown")
         # Others may write to the store, so it chooses neither the container, nor its environment,
         # nor the instances.
-        image, resources = raw["AlgorithmSpecification"]["TrainingImage"], raw["ResourceConfig"]
-        types = [each["InstanceType"] for each in resources.get("InstancePreferences", [])]
-        return job.model_copy(
-            update={
-                "image_uri": job.image_uri and image,
-                "environment": raw.get("Environment", {}),
-                "instance": ",".join(types) or resources["InstanceType"],
-                "instance_count": resources["InstanceCount"],
-            }
-        )
+        resources = raw["ResourceConfig"]
+        update = {
+            "environment": raw.get("Environment", {}),
+            "instance": requested_instance(resources),
+            "instance_count": resources["InstanceCount"],
+        }
+        if job.image_uri:
+            update["image_uri"] = raw["AlgorithmSpecification"]["TrainingImage"]
+        return job.model_copy(update=update)
 
     def list(
         self, everyone: bool = False, name: str | None = None
     ) -> Iterator[JobDescription | UnreadableJob]:
-        """Pages are asked for as they are needed; the caller is asked for within two seconds."""
+        """Asks for each page when it is needed, and fails in seconds if AWS does not answer."""
         self.caller(patient=False)
-        for raw in self.all_raw(everyone, name):
+        for raw in self.search_raw(everyone, name):
             try:
                 yield describe_job(raw, None)
             except ServiceError as error:
                 yield UnreadableJob(raw["TrainingJobName"], error)
 
-    def all_raw(self, everyone: bool = True, name: str | None = None) -> Iterator[dict[str, Any]]:
-        """Search the account's jobs, newest first, by our tags.
+    def search_raw(
+        self, everyone: bool = True, name: str | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Searches the account's jobs by our tags; yields SageMaker's answers, the newest first.
 
         Search lags, so the job that the caller launched last from here is asked for by its id.
         """
-        me = self.caller()
-        owner = None if everyone else me.owner
-        jobs = search_jobs(self.client("sagemaker"), owner, name)
-        found = filter(is_our_job, jobs)
-        for last in caller.remembered(self.settings):
-            if (last.caller, last.region) == (me, self.region) and name in (None, last.name):
-                return with_last(found, last.job_id, self.unlisted(last))
-        return found
+        current = self.caller()
+        owner = None if everyone else current.owner
+        jobs = filter(is_our_job, search_jobs(self.client("sagemaker"), owner, name))
+        for last in caller.last_launches(self.settings):
+            is_ours = last.caller == current and last.region == self.region
+            if is_ours and name in (None, last.name):
+                return with_last(jobs, last.job_id, self.find_launched(last))
+        return jobs
 
-    def unlisted(self, last: Launched) -> Iterator[dict[str, Any]]:
-        """The job that was launched last, if it exists, with the tags that Search would tell."""
-        if (raw := self.raw(last.job_id)) is not None:
+    def find_launched(self, last: LaunchedJob) -> Iterator[dict[str, Any]]:
+        """Yields the job that was launched last, if it exists, with the tags that Search adds."""
+        raw = self.find_raw(last.job_id)
+        if raw is not None:
             yield {**raw, "Tags": our_tags(last.caller.owner, last.name, last.summary)}
 
     def other_owner(self, job: JobDescription) -> str:
@@ -407,13 +449,13 @@ class SageMakerBackend(Backend):
     @classmethod
     def check_no_later(cls, job: JobDescription, settings: Settings, acts: bool) -> None:
         """Also raises InputError if a later job runs in another region, and `acts`."""
-        for last in caller.remembered(settings):
+        for last in caller.last_launches(settings):
             if last.job_id <= job.job_id:
                 continue
             current = cls(settings)
             other = cls(settings.model_copy(update={"region": last.region}))
             is_elsewhere = last.caller == current.caller() and last.region != current.region
-            if not is_elsewhere or other.raw(last.job_id) is None:
+            if not is_elsewhere or other.find_raw(last.job_id) is None:
                 continue
             problem = f"{last.job_id} was launched after {job.job_id}, in {last.region}"
             if acts:
@@ -421,8 +463,8 @@ class SageMakerBackend(Backend):
             logger.info(problem, extra={"code": "in-another-region", "region": last.region})
 
     def owner(self, job_id: str) -> str | None:
-        """Who owns a job; None if Search does not know the job yet, which takes seconds."""
-        for last in caller.remembered(self.settings):
+        """The owner of a job; None if Search does not know the job yet, which takes seconds."""
+        for last in caller.last_launches(self.settings):
             if last.job_id == job_id:
                 return last.caller.owner
         for raw in search_jobs(self.client("sagemaker"), job_id=job_id):
@@ -433,19 +475,21 @@ class SageMakerBackend(Backend):
         self.client("sagemaker").stop_training_job(TrainingJobName=job_id)
 
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
-        """From the log while the job runs, since checkpoints arrive late; then from the file."""
-        raw = self.known(job_id)
+        """Reads the log while the job runs, since checkpoints arrive late; then the file."""
+        raw = self.raw_job(job_id)
         if raw["TrainingJobStatus"] not in RUNNING:
-            place = raw["CheckpointConfig"]["S3Uri"]
-            uri = storage.join(place, newest_curve(storage.list_files(place, self.settings)))
-            if (content := storage.read_bytes(uri, self.settings, LARGEST_CURVE)) is not None:
+            checkpoints = raw["CheckpointConfig"]["S3Uri"]
+            names = storage.list_files(checkpoints, self.settings)
+            uri = storage.join(checkpoints, newest_curve(names))
+            content = storage.read_bytes(uri, self.settings, LARGEST_CURVE)
+            if content is not None:
                 return rows_of_file(content.splitlines(), uri), uri
         return rows_of_log(self.logs(job_id, follow=False)), f"the log in {LOG_GROUP}"
 
     def directories(self, job_id: str) -> Sequence[str]:
-        raw = self.known(job_id)
-        files = storage.join(raw["OutputDataConfig"]["S3OutputPath"], job_id)
-        return [files, raw["CheckpointConfig"]["S3Uri"]]
+        raw = self.raw_job(job_id)
+        directory = storage.join(raw["OutputDataConfig"]["S3OutputPath"], job_id)
+        return [directory, raw["CheckpointConfig"]["S3Uri"]]
 
     def forget(self, job_id: str) -> None:
         self.client("sagemaker").delete_training_job(TrainingJobName=job_id)
@@ -458,26 +502,38 @@ class SageMakerBackend(Backend):
         return lines_of(self.events(job_id, follow), raw)
 
     def events(self, job_id: str, follow: bool) -> Iterator[Event]:
-        """The CloudWatch events of all hosts in order of time; with follow, until the job ends."""
-        ask = partial(self.news, job_id, {})
-        heard, ended, pending = time.monotonic(), False, False
-        while True:
-            raw, events = aws.patiently(ask, job_id=job_id, code="job-goes-on") if follow else ask()
+        """Yields the CloudWatch events of all hosts in order of time; with follow, until the end.
+
+        The last lines come after the end of a job: it waits for QUIET_SECONDS without one.
+        """
+        tokens: dict[str, str] = {}
+
+        def poll() -> tuple[dict[str, Any] | None, Sequence[Event]]:
+            return self.poll(job_id, tokens)
+
+        if not follow:
+            _, events = poll()
             yield from events
-            if not follow:
+            return
+
+        last_event_time = time.monotonic()
+        has_ended = False
+        said_pending = False
+        while True:
+            raw, events = aws.patiently(poll, job_id=job_id, code="job-goes-on")
+            yield from events
+            if events or not has_ended:
+                last_event_time = time.monotonic()
+            has_ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
+            if has_ended and time.monotonic() - last_event_time > QUIET_SECONDS:
                 return
-            if events or not ended:  # the last lines come after the end
-                heard = time.monotonic()
-            ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
-            if ended and time.monotonic() - heard > QUIET_SECONDS:
-                return
-            if raw and raw.get("SecondaryStatus") == "Pending" and not pending:
-                pending = True
+            if raw and raw.get("SecondaryStatus") == "Pending" and not said_pending:
+                said_pending = True
                 describe_job(raw, None).log_pending()
             time.sleep(self.poll_seconds)
 
-    def news(
-        self, job_id: str, seen: dict[str, str]
+    def poll(
+        self, job_id: str, tokens: dict[str, str]
     ) -> tuple[dict[str, Any] | None, Sequence[Event]]:
-        """The state of a job, and its events since `seen`, as new_events."""
-        return self.raw(job_id), new_events(self.client("logs"), job_id, seen)
+        """The answer about a job, and its events after the tokens, as new_events."""
+        return self.find_raw(job_id), new_events(self.client("logs"), job_id, tokens)

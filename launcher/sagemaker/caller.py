@@ -1,4 +1,4 @@
-"""Who calls AWS: the owner in the tag of a job, and the jobs by these tags, newest first."""
+"""Who calls AWS, which the tags of a job name as its owner, and the search for jobs by tags."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from launcher.settings import Settings
 logger = logging.getLogger(__name__)
 
 # AWS's tools give such names to sessions, another one for each login: the time, or a task's id.
-NO_PERSON = re.compile(r"[A-Za-z-]*-\d{9,}|\d+|[0-9a-f]{32}")
+GENERATED_SESSION = re.compile(r"[A-Za-z-]*-\d{9,}|\d+|[0-9a-f]{32}")
 ANY_REGION = "us-east-1"  # each one knows who calls
 SSO_ROLE = "AWSReservedSSO_"  # its sessions are named after the person
 
 
 @dataclass(frozen=True)
 class Caller:
-    """An account, and the one in it who owns what these credentials launch."""
+    """An account, and the owner, as a tag has it, of the jobs that these credentials launch."""
 
     account: str
     owner: str
@@ -35,19 +35,20 @@ known_callers: dict[str, Caller] = {}  # by access key, which belongs to one cal
 
 
 def caller_of(session: Any, region: str, patient: bool) -> Caller:
-    """Ask AWS who calls, once for each access key."""
+    """Asks AWS who calls, once for each access key. Unless patient, it fails in seconds."""
     with service_errors("GetCallerIdentity"):
         credentials = session.get_credentials()
         key = credentials.get_frozen_credentials().access_key if credentials else ""
         if key not in known_callers:
-            client = make_client(session, "sts", region, None if patient else 1)
+            attempts = None if patient else 1
+            client = make_client(session, "sts", region, attempts)
             answer = client.get_caller_identity()
             known_callers[key] = Caller(answer["Account"], owner_of(answer["Arn"]))
         return known_callers[key]
 
 
 def owner_of_upload(settings: Settings) -> str:
-    """Who uploads to S3; '' if AWS does not say, as for the keys of another server."""
+    """The owner of an upload to S3; '' if AWS does not say, as for the keys of another server."""
     session = aws_session(settings)
     try:
         return caller_of(session, session.region_name or ANY_REGION, patient=False).owner
@@ -66,8 +67,9 @@ def owner_of(arn: str) -> str:
     if kind != "assumed-role":
         return tag_value("/".join([kind, *names[-1:]]))  # a user may have a path
     role, session = names
-    is_person = role.startswith(SSO_ROLE) or not NO_PERSON.fullmatch(session)
-    return tag_value(f"{role}/{session}" if is_person else role)
+    if GENERATED_SESSION.fullmatch(session) and not role.startswith(SSO_ROLE):
+        return tag_value(role)
+    return tag_value(f"{role}/{session}")
 
 
 def tag_value(text: str) -> str:
@@ -86,8 +88,8 @@ LAST_LAUNCHED = "last-launched.json"
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A job that was launched from here: by whom and where, and what else Search tells late."""
+class LaunchedJob:
+    """A job that was launched from here, with the tags that Search returns late."""
 
     caller: Caller
     region: str
@@ -96,27 +98,31 @@ class Launched:
     summary: str = ""
 
 
-def last_launched(settings: Settings) -> Cache[list[Launched]]:
-    return Cache(settings.home / LAST_LAUNCHED, list[Launched])
+def launch_cache(settings: Settings) -> Cache[list[LaunchedJob]]:
+    return Cache(settings.home / LAST_LAUNCHED, list[LaunchedJob])
 
 
-def remembered(settings: Settings) -> list[Launched]:
+def last_launches(settings: Settings) -> list[LaunchedJob]:
     """The last job that each caller launched from here in each region."""
-    return last_launched(settings).read()
+    return launch_cache(settings).read()
 
 
-def remember(launched: Launched, settings: Settings) -> None:
-    """Note the job that was launched last, if possible: its id has to be told in any case."""
-    place = (launched.caller, launched.region)
-    others = [each for each in remembered(settings) if (each.caller, each.region) != place]
-    last_launched(settings).write([*others, launched])
+def remember_launch(launched: LaunchedJob, settings: Settings) -> None:
+    """Notes the job that was launched last. If it cannot be written, that is no failure."""
+    jobs = []
+    for job in last_launches(settings):
+        if job.caller != launched.caller or job.region != launched.region:
+            jobs.append(job)
+    launch_cache(settings).write([*jobs, launched])
 
 
 def search_jobs(
     client: Any, owner: str | None = None, name: str | None = None, job_id: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The account's training jobs by our tags, or those of an owner, a name, or an id, newest
-    first."""
+    """Yields SageMaker's answers about the account's jobs with our tags, the newest first.
+
+    They are only those of an owner, with a name, or of an id, where these are given.
+    """
     properties = {
         f"Tags.{TAG_KEY}": TAG_VALUE,
         f"Tags.{OWNER_TAG}": owner,
@@ -142,10 +148,10 @@ def search_jobs(
 def with_last(
     jobs: Iterable[dict[str, Any]], last_id: str, last: Iterator[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """What Search found, with the last launched job put where its time belongs.
+    """Yields the jobs of Search with the job that was launched last, at its place by its time.
 
-    Search finds a new job only after seconds; `last` yields it, if it exists. The jobs of one
-    second stay in the order of Search if it is among them, else it is the newest.
+    Search returns a new job only after seconds; `last` yields it, if it exists. If Search has it,
+    the jobs of its second stay in the order of Search; else it is the newest of them.
     """
     is_placed = False
     for time, group in groupby(jobs, key=lambda job: time_of(name_of(job))):

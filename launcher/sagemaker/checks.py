@@ -1,4 +1,4 @@
-"""What is checked of a job before anybody is asked: its image, disk, network, batch and memory."""
+"""Checks of a job before AWS is asked: of its image, disk, network, batch and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launcher.instances import (
     looks_like_gpu,
 )
 from launcher.job import TrainingJob
-from launcher.sagemaker.stack import remembered
+from launcher.sagemaker.stack import last_seen_stack
 from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def check_volume(job: TrainingJob) -> None:
 
 def check_vpc(job: TrainingJob, settings: Settings, region: str) -> None:
     """Raise InputError if the role of the stack may not join the job's subnets."""
-    stack = remembered(settings, region)
+    stack = last_seen_stack(settings, region)
     if not job.subnets or stack is None or stack.vpc:
         return
     if stack.role == settings.role:

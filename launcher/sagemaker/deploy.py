@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,45 +24,44 @@ logger = logging.getLogger(__name__)
 
 TEMPLATE = Path(__file__).parents[2] / "infra" / "template.yaml"  # also in a wheel
 WAIT = {"Delay": 2, "MaxAttempts": 1800}  # seconds; an hour
+# Statuses of a stack that cannot be changed, only deleted.
 LEFT_OVER = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED")
-PREVIOUS = {"UsePreviousValue": True}
 
 
 @dataclass(frozen=True)
 class ChangeSet:
-    """Changes that can be executed. creates means that there is no stack yet.
-
-    changes holds (add, modify, remove, replace, or `modify or replace`; type; logical id).
-    """
+    """Changes that can be executed."""
 
     id: str
     stack_id: str
-    creates: bool
+    creates: bool  # there is no stack yet
+    # (add, modify, remove, replace, or `modify or replace`; type; logical id)
     changes: list[tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What deleting a stack does: it keeps the bucket, a name, and the key, an ARN. policy has to
-    be detached from its holders, (User, Group or Role, name). jobs run with the stack's role."""
+    """What deleting a stack keeps, and what it takes from others."""
 
     stack_id: str
     status: str
-    bucket: str | None
-    key: str | None
-    policy: str | None
-    holders: list[tuple[str, str]]
-    jobs: list[str]
+    bucket: str | None  # its name; it is kept
+    key: str | None  # its ARN; it is kept
+    policy: str | None  # the ARN of the launcher policy
+    holders: list[tuple[str, str]]  # of the policy: (User, Group or Role, name)
+    jobs: list[str]  # ids of running jobs, which have the role of the stack
 
 
 class Deployment:
     """The stack that the settings name, to create, update and delete."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.name = settings, settings.stack
+        self.settings = settings
+        self.name = settings.stack
         self.backend = SageMakerBackend(settings)
         self.region = self.backend.region
-        self.client, self.iam = map(self.backend.client, ("cloudformation", "iam"))
+        self.client = self.backend.client("cloudformation")
+        self.iam = self.backend.client("iam")
 
     def plan(
         self,
@@ -71,58 +70,62 @@ class Deployment:
         permissions_boundary: str | None = None,
         role_path: str | None = None,
     ) -> ChangeSet | None:
-        """Create a change set; None if nothing would change.
+        """Creates a change set; returns None if nothing would change.
 
         kms adds a key, and vpc allows jobs in a VPC; the others, an ARN and a path, are of the
-        role. A later plan that leaves them out keeps them. Delete what is left over first.
+        role. What a plan leaves out stays as it was. A stack in a status of LEFT_OVER has to be
+        deleted first.
         """
-        raw = self.changeable("UPDATE_ROLLBACK_FAILED")
-        known = {} if raw is None else stacks.parameters_of(raw)  # an older stack lacks some
-        given = {
-            "Kms": "true" * kms,
-            "Vpc": "true" * vpc,
-            "PermissionsBoundary": permissions_boundary,
-            "RolePath": role_path,
-        }
-        parameters: list[dict[str, Any]] = [
-            {"ParameterKey": name, **({"ParameterValue": value} if value else PREVIOUS)}
-            for name, value in given.items()
-            if value or name in known
-        ]
-        made = self.client.create_change_set(
+        raw = self.describe_changeable()
+        if raw is not None and raw["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
+            raise stacks.unusable(raw)
+        response = self.client.create_change_set(
             StackName=self.name,
             ChangeSetName=f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S')}",
             ChangeSetType="CREATE" if raw is None else "UPDATE",
             TemplateBody=TEMPLATE.read_text(),
-            Parameters=parameters,
+            Parameters=parameters_for(
+                raw,
+                {
+                    "Kms": "true" if kms else None,
+                    "Vpc": "true" if vpc else None,
+                    "PermissionsBoundary": permissions_boundary,
+                    "RolePath": role_path,
+                },
+            ),
             Capabilities=["CAPABILITY_IAM"],
         )
-        changes = self.read_changes(made["Id"])
-        change_set = ChangeSet(made["Id"], made["StackId"], raw is None, changes or [])
+        changes = self.read_changes(response["Id"])
+        change_set = ChangeSet(response["Id"], response["StackId"], raw is None, changes or [])
         if changes is None:
             self.discard(change_set)
             return None
         return change_set
 
-    def changeable(self, *but: str) -> dict[str, Any] | None:
-        """The answer of DescribeStacks for a stack that is ours, in no operation, and not in the
-        statuses `but`; None if there is none."""
+    def describe_changeable(self) -> dict[str, Any] | None:
+        """Returns the answer of DescribeStacks; None if there is no stack.
+
+        Raises `unusable` for a stack that is not ours, or in an operation.
+        """
         raw = stacks.describe_stack(self.client, self.name)
         if raw is not None:
-            busy = raw["StackStatus"].endswith(("_IN_PROGRESS", *but))
-            if busy or not stacks.is_our_stack(raw):
+            is_busy = raw["StackStatus"].endswith("_IN_PROGRESS")
+            if is_busy or not stacks.is_our_stack(raw):
                 raise stacks.unusable(raw)
         return raw
 
     def read_changes(self, change_set_id: str) -> list[tuple[str, str, str]] | None:
-        """Wait for a change set and read it; None if nothing would change."""
-        with suppress(WaiterError):  # the pages say why
+        """Waits for a change set and reads its changes; returns None if nothing would change."""
+        with suppress(WaiterError):  # the pages have the reason
             waiter = self.client.get_waiter("change_set_create_complete")
             waiter.wait(ChangeSetName=change_set_id, WaiterConfig=WAIT)
         paginator = self.client.get_paginator("describe_change_set")
         pages = list(paginator.paginate(ChangeSetName=change_set_id))
         if pages[0]["Status"] == "CREATE_COMPLETE":
-            return [read_change(change) for page in pages for change in page["Changes"]]
+            changes = []
+            for page in pages:
+                changes += map(read_change, page["Changes"])
+            return changes
         reason = pages[0].get("StatusReason", "")
         if "didn't contain changes" in reason or "No updates are to be performed" in reason:
             return None
@@ -130,12 +133,13 @@ class Deployment:
         raise ServiceError(f"CloudFormation cannot change stack {self.name}: {problem}")
 
     def discard(self, change_set: ChangeSet) -> None:
-        """Delete a change set, and its stack if that is still empty."""
+        """Deletes a change set, and its stack if that is still empty."""
         self.client.delete_change_set(ChangeSetName=change_set.id)
         if change_set.creates and stacks.describe_stack(self.client, change_set.stack_id) is None:
             self.client.delete_stack(StackName=change_set.stack_id)
 
     def execute(self, change_set: ChangeSet) -> Stack:
+        """Makes the changes, waits for their end, and returns the stack."""
         # If the creation fails, also delete what the template retains: it is empty, and a key costs
         # money.
         self.client.execute_change_set(ChangeSetName=change_set.id, RetainExceptOnCreate=True)
@@ -144,23 +148,30 @@ class Deployment:
         return self.show()
 
     def show(self) -> Stack:
-        """The stack. Logs the state of its last operation, unless that succeeded."""
+        """Reads the stack. Logs the state of its last operation, unless that succeeded."""
         raw = stacks.describe_stack(self.client, self.name)
-        if raw is not None and not stacks.is_whole(raw["StackStatus"]):
+        if raw is not None and not stacks.has_succeeded(raw["StackStatus"]):
             logger.info(self.state(raw))
         return stacks.cache_stack(self.settings, self.region, raw)
 
-    def removal(self, only: Collection[str] = ()) -> Removal | None:
-        """What deleting the stack does; None if there is none, or it has none of these statuses."""
-        raw = self.changeable()
-        if raw is None or (only and raw["StackStatus"] not in only):
+    def removal(self, statuses: Collection[str] = ()) -> Removal | None:
+        """Returns what deleting the stack does.
+
+        None if there is no stack, or `statuses` has some and its status is none of them.
+        """
+        raw = self.describe_changeable()
+        if raw is None or (statuses and raw["StackStatus"] not in statuses):
             return None
-        outputs = stacks.outputs_of(raw)
-        policy, role = outputs.get("LauncherPolicyArn"), outputs.get("RoleArn")
+        outputs = stacks.outputs_of(raw)  # a stack whose creation failed lacks some
+        bucket = None
+        if "Store" in outputs:
+            bucket = outputs["Store"].split("/")[2]
+        policy = outputs.get("LauncherPolicyArn")
+        role = outputs.get("RoleArn")
         return Removal(
             stack_id=raw["StackId"],
             status=raw["StackStatus"],
-            bucket=outputs["Store"].split("/")[2] if "Store" in outputs else None,
+            bucket=bucket,
             key=outputs.get("KmsKeyArn"),
             policy=policy,
             holders=self.holders(policy) if policy else [],
@@ -169,65 +180,84 @@ class Deployment:
 
     def holders(self, policy: str) -> list[tuple[str, str]]:
         """The users, groups and roles that have a policy, as (kind, name)."""
+        holders = []
         with suppress(Missing):
             paginator = self.iam.get_paginator("list_entities_for_policy")
-            return [
-                (kind, entity[f"{kind}Name"])
-                for page in paginator.paginate(PolicyArn=policy)
-                for kind in ("User", "Group", "Role")
-                for entity in page[f"Policy{kind}s"]
-            ]
-        return []
+            for page in paginator.paginate(PolicyArn=policy):
+                for kind in ("User", "Group", "Role"):
+                    for entity in page[f"Policy{kind}s"]:
+                        holders.append((kind, entity[f"{kind}Name"]))
+        return holders
 
     def running_jobs(self, role: str) -> list[str]:
-        return [
-            raw["TrainingJobName"]
-            for raw in self.backend.all_raw()
-            if raw["TrainingJobStatus"] in RUNNING and raw.get("RoleArn") == role
-        ]
+        """The ids of the running jobs that have a role."""
+        job_ids = []
+        for raw in self.backend.search_raw():
+            if raw["TrainingJobStatus"] in RUNNING and raw.get("RoleArn") == role:
+                job_ids.append(raw["TrainingJobName"])
+        return job_ids
 
     def destroy(self, removal: Removal) -> None:
-        """Delete the stack and wait for its end; retained resources stay.
+        """Deletes the stack and waits for its end; retained resources stay.
 
         IAM does not delete an attached policy, so it is detached first.
         """
         for kind, name in removal.holders:
-            take = getattr(self.iam, f"detach_{kind.lower()}_policy")
-            take(PolicyArn=removal.policy, **{f"{kind}Name": name})
+            detach_policy = getattr(self.iam, f"detach_{kind.lower()}_policy")
+            detach_policy(PolicyArn=removal.policy, **{f"{kind}Name": name})
             logger.info(f"detached the launcher policy from {kind.lower()} {name}")
         self.client.delete_stack(StackName=removal.stack_id)
         self.wait("stack_delete_complete", removal.stack_id)
-        stacks.remember(self.settings, self.region, None)
+        stacks.remember_stack(self.settings, self.region, None)
 
-    def wait(self, end: str, stack_id: str) -> None:
-        """Wait until the stack is at this end, a waiter's name."""
+    def wait(self, waiter_name: str, stack_id: str) -> None:
+        """Waits by a waiter of boto3. Raises ServiceError if the operation failed."""
         logger.info(f"waiting for stack {self.name}; CloudFormation takes a minute or two")
         try:
             with suppress(WaiterError, Missing):
-                self.client.get_waiter(end).wait(StackName=stack_id, WaiterConfig=WAIT)
+                self.client.get_waiter(waiter_name).wait(StackName=stack_id, WaiterConfig=WAIT)
             raw = stacks.describe_stack(self.client, stack_id)
         except (KeyboardInterrupt, ServiceError):
             logger.info("CloudFormation continues by itself", extra={"code": "show-stack"})
             raise
-        if raw is not None and not stacks.is_whole(raw["StackStatus"]):
+        if raw is not None and not stacks.has_succeeded(raw["StackStatus"]):
             raise ServiceError(f"{self.state(raw)}; correct that and try again")
 
     def state(self, raw: dict[str, Any]) -> str:
         """The status of a stack, and the first failure of its last operation if it can be read."""
-        failed = ""
+        failure = ""
         with suppress(ServiceError):
-            paginator = self.client.get_paginator("describe_stack_events")
-            pages = paginator.paginate(StackName=raw["StackId"])
-            for event in (event for page in pages for event in page["StackEvents"]):
-                why = event.get("ResourceStatusReason", "")
-                if why == "User Initiated":  # the events before are of another operation
+            for event in self.events(raw["StackId"]):
+                reason = event.get("ResourceStatusReason", "")
+                if reason == "User Initiated":  # older events are of another operation
                     break
-                if event["ResourceStatus"].endswith("_FAILED") and "cancelled" not in why:
-                    failed = f": {event['LogicalResourceId']}: {' '.join(why.split())}"
-        return f"stack {self.name} is {raw['StackStatus']}{failed}"
+                if event["ResourceStatus"].endswith("_FAILED") and "cancelled" not in reason:
+                    failure = f": {event['LogicalResourceId']}: {' '.join(reason.split())}"
+        return f"stack {self.name} is {raw['StackStatus']}{failure}"
+
+    def events(self, stack_id: str) -> Iterator[dict[str, Any]]:
+        """Yields the events of a stack, the newest first."""
+        paginator = self.client.get_paginator("describe_stack_events")
+        for page in paginator.paginate(StackName=stack_id):
+            yield from page["StackEvents"]
+
+
+def parameters_for(
+    raw: dict[str, Any] | None, values: Mapping[str, str | None]
+) -> list[dict[str, Any]]:
+    """The parameters of a change set; None keeps what the stack of this answer has."""
+    deployed = {} if raw is None else stacks.parameters_of(raw)  # an older stack lacks some
+    parameters: list[dict[str, Any]] = []
+    for name, value in values.items():
+        if value:
+            parameters.append({"ParameterKey": name, "ParameterValue": value})
+        elif name in deployed:
+            parameters.append({"ParameterKey": name, "UsePreviousValue": True})
+    return parameters
 
 
 def read_change(raw: dict[str, Any]) -> tuple[str, str, str]:
+    """Reads a change of a change set as (action, type, logical id)."""
     change = raw["ResourceChange"]
     replaces = {"True": "replace", "Conditional": "modify or replace"}
     action = replaces.get(change.get("Replacement"), change["Action"].lower())

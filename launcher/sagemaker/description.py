@@ -1,4 +1,4 @@
-"""What SageMaker says of a job, as a JobDescription."""
+"""SageMaker's answers about a job, as a JobDescription."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def is_our_job(raw: dict[str, Any]) -> bool:
 
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
-    """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown."""
+    """Turns an answer of SageMaker into a JobDescription; checkpoint_step None means unknown.
+
+    Raises ServiceError if the answer lacks something that each launch of sm-nanogpt sets.
+    """
     try:
         return read_answer(raw, checkpoint_step)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
@@ -55,7 +58,7 @@ def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescript
     resources = raw["ResourceConfig"]
     warm_pool = raw.get("WarmPoolStatus", {})
     warm_seconds = warm_pool.get("ResourceRetainedBillableTimeInSeconds")
-    tags = {tag["Key"]: tag["Value"] for tag in raw.get("Tags", [])}  # only Search tells them
+    tags = {tag["Key"]: tag["Value"] for tag in raw.get("Tags", [])}  # only Search returns them
     return JobDescription(
         job_id=raw["TrainingJobName"],
         status=status,
@@ -123,16 +126,20 @@ def model_of(raw: dict[str, Any]) -> str | None:
 
 
 def instance_of(resources: dict[str, Any]) -> str:
-    """The instance type; until SageMaker chooses one of several, all of them."""
+    """The instance type that SageMaker chose; until then, all requested ones."""
+    return str(resources.get("SelectedInstanceType") or requested_instance(resources))
+
+
+def requested_instance(resources: dict[str, Any]) -> str:
+    """The instance type of a request, or several, joined by commas."""
     preferences = resources.get("InstancePreferences", [])
-    candidates = ",".join(preference["InstanceType"] for preference in preferences)
-    selected = resources.get("SelectedInstanceType") or candidates
-    return str(selected or resources.get("InstanceType", ""))
+    types = [preference["InstanceType"] for preference in preferences]
+    return ",".join(types) or str(resources.get("InstanceType", ""))
 
 
 def reason_of_end(raw: dict[str, Any]) -> str | None:
     """Why a job failed or was stopped, if SageMaker says so."""
-    reason = in_short(raw.get("FailureReason", ""))
+    reason = shorten(raw.get("FailureReason", ""))
     if reason:
         return reason
     # An interrupted spot job runs again, so it has not failed.
@@ -146,7 +153,7 @@ def seconds_of(moment: datetime | None) -> float | None:
     return None if moment is None else moment.timestamp()
 
 
-def in_short(reason: str) -> str:
+def shorten(reason: str) -> str:
     """A FailureReason in one line: the error of train.py, else all of it."""
     cause = CAUSE.search(reason) or EXTRA.search(reason)
     text = cause[1] if cause else reason

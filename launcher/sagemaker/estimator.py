@@ -20,33 +20,42 @@ from launcher.aws import service_errors
 from launcher.files import storage
 from launcher.instances import looks_like_gpu
 from launcher.job import TrainingJob
-from launcher.sagemaker.request import LONGEST_PENDING, Placement, channels_of, mpi_options, tags_of
+from launcher.sagemaker.request import (
+    MAX_PENDING_SECONDS,
+    Placement,
+    channels_of,
+    mpi_options,
+    set_instances,
+    tags_of,
+)
 
-ONE_AT_A_TIME = threading.Lock()  # two threads would restore each other's values
-# Instead of files of the user and the machine, whose defaults would change the request.
+SDK_LOCK = threading.Lock()  # two threads would restore each other's values
+# The SDK gets this instead of files of the user and the machine, whose defaults would change the
+# request.
 NO_TELEMETRY = {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}}
 CONFIG = {"SchemaVersion": "1.0", "SageMaker": NO_TELEMETRY}
 
 
 @contextmanager
 def quiet_sdk() -> Iterator[None]:
-    """Silence the SDK, and restore the loggers that its import sets up.
+    """Silences the SDK, and restores the loggers that its import sets up.
 
-    It would validate CONFIG at its start and in fifty look-ups (2 s), and make a TensorBoard client
-    from boto3's default session, which fails if the default profile's login has expired.
+    The SDK would validate CONFIG at its start and in fifty look-ups (2 s), and make a TensorBoard
+    client from boto3's default session, which fails if the default profile's login has expired.
     """
     os.environ.setdefault("DISABLE_JUMPSTART_LOGGING", "1")  # it warns of expired credentials
     os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
-    root, *of_sdk = map(logging.getLogger, ("root", "sagemaker", "sagemaker.config"))
-    with ONE_AT_A_TIME, ExitStack() as restored:
-        for logger in (root, *of_sdk):
-            restored.callback(logger.setLevel, logger.level)
-        for logger in of_sdk:
-            logger.setLevel(logging.WARNING)
+    root = logging.getLogger("root")
+    with SDK_LOCK, ExitStack() as restored:
+        restored.callback(root.setLevel, root.level)
         restored.enter_context(patch.object(root, "handlers", root.handlers[:]))
+        for name in ("sagemaker", "sagemaker.config"):
+            logger = logging.getLogger(name)
+            restored.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.WARNING)
         import_module("sagemaker.pytorch")  # raises ImportError if it is not of version 2
-        for name in ("session.validate_sagemaker_config", "utils.validate_sagemaker_config"):
-            restored.enter_context(patch(f"sagemaker.{name}"))
+        restored.enter_context(patch("sagemaker.session.validate_sagemaker_config"))
+        restored.enter_context(patch("sagemaker.utils.validate_sagemaker_config"))
         restored.enter_context(patch("sagemaker.estimator.TensorBoardApp"))
         yield
 
@@ -54,7 +63,7 @@ def quiet_sdk() -> Iterator[None]:
 @service_errors("the SageMaker SDK")
 @quiet_sdk()
 def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
-    """The CreateTrainingJob request of a job, recorded just before the SDK would send it."""
+    """Makes the CreateTrainingJob request of a job, recorded just before the SDK would send it."""
     import boto3
     import sagemaker
     from sagemaker.inputs import TrainingInput
@@ -109,15 +118,18 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
         debugger_hook_config=False,
         sagemaker_session=session,
     )
-    channels = channels_of(job).items()
-    inputs = {name: TrainingInput(uri, input_mode=mode) for name, (uri, mode) in channels}
+    inputs = {}
+    for name, (uri, mode) in channels_of(job).items():
+        inputs[name] = TrainingInput(uri, input_mode=mode)
     estimator.fit(inputs, job_name=job_id, wait=False)
-    if len(job.instances) > 1:  # version 2 of the SDK lacks this option
+
+    # Version 2 of the SDK lacks these options.
+    if len(job.instances) > 1:
         resources = session.request["ResourceConfig"]
         del resources["InstanceType"]
-        resources["InstancePreferences"] = [{"InstanceType": name} for name in job.instances]
+        set_instances(resources, job)
         # Without it, the toolkit configures the network for the type that the job runs on.
         session.request["HyperParameters"].pop("sagemaker_instance_type", None)
     if looks_like_gpu(job.instance) and not job.spot:  # of CPUs and spot, AWS ignores it
-        session.request["StoppingCondition"]["MaxPendingTimeInSeconds"] = LONGEST_PENDING
+        session.request["StoppingCondition"]["MaxPendingTimeInSeconds"] = MAX_PENDING_SECONDS
     return session.request

@@ -25,25 +25,21 @@ from launcher.sagemaker.caller import our_tags
 from launcher.source import Source
 
 CODE_IN_A_CHANNEL = "/opt/ml/input/data/code/sourcedir.tar.gz"
-LONGEST_PENDING = 86_400  # seconds that a job waits for GPUs; AWS names no default
+MAX_PENDING_SECONDS = 86_400  # a job waits so long for GPUs; AWS names no default
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What the backend decides about a job; the job itself says the rest.
-
-    owner is who launches it, or OWNER_PLACEHOLDER in a dry run. store is `s3://bucket/prefix`.
-    kms_key encrypts the output, volume_kms_key the disks.
-    """
+    """What the backend decides about a job, besides what the job itself says."""
 
     region: str
-    owner: str
+    owner: str  # who launches it, or OWNER_PLACEHOLDER in a dry run
     role: str
     image_uri: str
-    store: str
+    store: str  # s3://bucket/prefix
     hyperparameters: Mapping[str, Any]
-    kms_key: str | None
-    volume_kms_key: str | None
+    kms_key: str | None  # encrypts the output
+    volume_kms_key: str | None  # encrypts the disks
 
     def file_uri(self, job_id: str, *parts: str) -> str:
         return storage.join(self.store, "jobs", job_id, *parts)
@@ -52,28 +48,31 @@ class Placement:
         return self.file_uri(job_id, "source", "sourcedir.tar.gz")
 
     def checkpoint_uri(self, job_id: str) -> str:
-        """The S3 prefix of a job's checkpoints. SageMaker restores all keys that begin with it:
-        without the slash, GROUP-1 would also get the checkpoints of GROUP-10."""
+        """The S3 prefix of a job's checkpoints.
+
+        SageMaker restores all keys that begin with it: without the slash at its end, GROUP-1 would
+        also get the checkpoints of GROUP-10.
+        """
         return storage.join(self.store, "checkpoints", job_id, "")
 
 
 def channels_of(job: TrainingJob) -> dict[str, tuple[str, str | None]]:
     """The S3 prefix, or the file, of each channel, and its input mode, if not that of the job."""
-    mode = "FastFile" if job.input_mode == "FastFile" else None
-    # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
-    return {
-        name: (
-            uri if uri.lower().endswith((".txt", ".md")) else f"{uri.rstrip('/')}/",
-            None if name in ("model", "teacher") else mode,
-        )
-        for name, uri in job.channels.items()
-    }
+    channels = {}
+    for name, uri in job.channels.items():
+        is_file = uri.lower().endswith((".txt", ".md"))
+        if not is_file:  # S3 has no directories: without the slash, NAME.json would belong to NAME
+            uri = f"{uri.rstrip('/')}/"
+        streams = job.input_mode == "FastFile" and name not in ("model", "teacher")
+        channels[name] = (uri, "FastFile" if streams else None)
+    return channels
 
 
 def tags_of(job: TrainingJob, placement: Placement) -> list[dict[str, str]]:
-    """The tags of a job, by which Search finds it, and says what it is."""
-    users = [{"Key": key, "Value": value} for key, value in job.tags.items()]
-    return [*our_tags(placement.owner, job.name, job.summary), *users]
+    """The tags of a job: ours, by which Search finds it, and then those of the user."""
+    tags = our_tags(placement.owner, job.name, job.summary)
+    tags += [{"Key": key, "Value": value} for key, value in job.tags.items()]
+    return tags
 
 
 def mpi_options(environment: Mapping[str, str]) -> str:
@@ -89,55 +88,61 @@ def mpi_options(environment: Mapping[str, str]) -> str:
 
 
 def input_channel(name: str, uri: str, mode: str | None) -> dict[str, Any]:
-    """One channel: all objects whose keys begin with the URI, copied to each host."""
+    """A channel with all objects whose keys begin with the URI, which each host gets."""
     source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
     channel: dict[str, Any] = {"ChannelName": name, "DataSource": {"S3DataSource": source}}
-    return {**channel, "InputMode": mode} if mode else channel
+    if mode is not None:
+        channel["InputMode"] = mode
+    return channel
 
 
 def toolkit_parameters(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
-    """What SageMaker's container toolkit reads from the hyperparameters.
+    """The hyperparameters that SageMaker's container toolkit reads, and not the script.
 
     Without a network, the archive of the training folder comes as a channel.
     """
-    source = placement.source_uri(job_id)
-    values: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "sagemaker_program": "train.py",
-        "sagemaker_submit_directory": CODE_IN_A_CHANNEL if job.network_isolation else source,
+        "sagemaker_submit_directory": placement.source_uri(job_id),
         "sagemaker_container_log_level": logging.INFO,
         "sagemaker_job_name": job_id,
         "sagemaker_region": placement.region,
     }
+    if job.network_isolation:
+        parameters["sagemaker_submit_directory"] = CODE_IN_A_CHANNEL
     if len(job.instances) == 1:  # else the toolkit reads the type that the job runs on
-        values["sagemaker_instance_type"] = job.instances[0]
+        parameters["sagemaker_instance_type"] = job.instances[0]
     if job.launcher == "torchrun":
-        return {**values, "sagemaker_torch_distributed_enabled": True}
-    values["sagemaker_distributed_dataparallel_enabled"] = True
-    values["sagemaker_distributed_dataparallel_custom_mpi_options"] = mpi_options(job.environment)
-    return values
+        parameters["sagemaker_torch_distributed_enabled"] = True
+    else:
+        ddp = "sagemaker_distributed_dataparallel"
+        parameters[f"{ddp}_enabled"] = True
+        parameters[f"{ddp}_custom_mpi_options"] = mpi_options(job.environment)
+    return parameters
 
 
 def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
-    """The CreateTrainingJob request of a job, equal to the one of the SDK."""
-    channels = [input_channel(name, *channel) for name, channel in channels_of(job).items()]
+    """Makes the CreateTrainingJob request of a job, equal to the one of the SDK."""
+    channels = [input_channel(name, uri, mode) for name, (uri, mode) in channels_of(job).items()]
     if job.network_isolation:
         channels.append(input_channel("code", placement.source_uri(job_id), None))
-    types = [{"InstanceType": name} for name in job.instances]
     resources = {
         "InstanceCount": job.instance_count,
         "VolumeSizeInGB": job.volume_size,
-        **(types[0] if len(types) == 1 else {"InstancePreferences": types}),
         "VolumeKmsKeyId": placement.volume_kms_key,
         "KeepAlivePeriodInSeconds": job.keep_alive,
     }
+    set_instances(resources, job)
     stopping = {"MaxRuntimeInSeconds": job.time_limit}
     if job.spot:
         stopping["MaxWaitTimeInSeconds"] = job.wait_limit
     elif looks_like_gpu(job.instance):  # of CPUs and spot, AWS ignores it
-        stopping["MaxPendingTimeInSeconds"] = LONGEST_PENDING
+        stopping["MaxPendingTimeInSeconds"] = MAX_PENDING_SECONDS
     output = {"S3OutputPath": storage.join(placement.store, "jobs"), "KmsKeyId": placement.kms_key}
-    vpc = {"Subnets": list(job.subnets), "SecurityGroupIds": list(job.security_group_ids)}
-    values = {**placement.hyperparameters, **toolkit_parameters(job_id, job, placement)}
+    vpc = None
+    if job.subnets:
+        vpc = {"Subnets": list(job.subnets), "SecurityGroupIds": list(job.security_group_ids)}
+    parameters = {**placement.hyperparameters, **toolkit_parameters(job_id, job, placement)}
     request = {
         "TrainingJobName": job_id,
         "RoleArn": placement.role,
@@ -146,7 +151,7 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
             "TrainingInputMode": "File",
             "MetricDefinitions": job.metric_definitions(),
         },
-        "HyperParameters": {name: json.dumps(value) for name, value in values.items()},
+        "HyperParameters": {name: json.dumps(value) for name, value in parameters.items()},
         "InputDataConfig": channels,
         "OutputDataConfig": without_empty(output),
         "CheckpointConfig": {"S3Uri": placement.checkpoint_uri(job_id)},
@@ -155,7 +160,7 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
         "ProfilerConfig": {"DisableProfiler": True},
         "Tags": tags_of(job, placement),
         "Environment": dict(job.environment),
-        "VpcConfig": vpc if job.subnets else None,
+        "VpcConfig": vpc,
         "EnableNetworkIsolation": job.network_isolation,
         "EnableInterContainerTrafficEncryption": job.encrypt_traffic,
         "EnableManagedSpotTraining": job.spot,
@@ -163,7 +168,15 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
     return without_empty(request)
 
 
-# Which of our fields a part of the request comes from.
+def set_instances(resources: dict[str, Any], job: TrainingJob) -> None:
+    """Writes the instance type of a job, or several in the order of preference, into resources."""
+    if len(job.instances) == 1:
+        resources["InstanceType"] = job.instances[0]
+    else:
+        resources["InstancePreferences"] = [{"InstanceType": name} for name in job.instances]
+
+
+# The field of a job from which a channel, or a part of the request, comes.
 CHANNEL_FIELDS = {
     "training": "data",
     "validation": "validation",
@@ -181,10 +194,10 @@ FIELDS = {
 
 
 def check_request(request: Mapping[str, Any], job: TrainingJob, placement: Placement) -> None:
-    """Raise InputError if SageMaker's API would refuse a request, which names the field.
+    """Raises InputError, which names a field, if SageMaker's API would refuse a request.
 
-    The job has checked the fields that are sent as they are; what is left comes from the settings,
-    the store and the training folder, or is too much together.
+    The job has checked the fields that are sent as they are; the others come from the settings,
+    the store and the training folder, or are too long together.
     """
     for violation in violations(request, "CreateTrainingJobRequest"):
         part, *path = violation.path
@@ -192,37 +205,41 @@ def check_request(request: Mapping[str, Any], job: TrainingJob, placement: Place
         problem = violation.problem
         if part == "InputDataConfig":
             channel = request["InputDataConfig"][path[0]]["ChannelName"]
-            field = CHANNEL_FIELDS.get(channel, "store")  # that of the script is in the store
+            field = CHANNEL_FIELDS.get(channel, "store")  # the channel of the code is in the store
         if isinstance(violation.value, str) and violation.value.startswith(f"{placement.store}/"):
             field = "store"
         if path and path[-1] in ("KmsKeyId", "VolumeKmsKeyId"):
             field = "kms_key"
         if violation.path == ("Tags",):
-            ours = len(request["Tags"]) - len(job.tags)
-            problem = f"{problem} ({ours} are sm-nanogpt's)"
+            n_own = len(request["Tags"]) - len(job.tags)
+            problem = f"{problem} ({n_own} are sm-nanogpt's)"
         if part in ("HyperParameters", "AlgorithmSpecification"):
             problem = f"{'.'.join(map(str, violation.path))} {problem}"
         raise InputError(problem, field=field, value=violation.short_value)
 
 
 def without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a request without what is None, False or {}."""
     return {name: value for name, value in values.items() if value not in (None, False, {})}
 
 
 def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
-    """The hyperparameters to send to SageMaker.
+    """Returns the hyperparameters to send to SageMaker.
 
     Toolkits up to 5.1.2, as in the images since 2.11, pass the values through a shell, unquoted, so
-    only safe characters are allowed.
+    only harmless characters are allowed. A default of an edited script that has others is left
+    out, since the script knows it. Raises InputError if the user set such a value.
     """
-    values, explicit = job.all_hyperparameters(), job.explicit_hyperparameters()
     harmless = re.compile(r"[A-Za-z0-9._:/=+-]{1,2500}")
-    odd = {name: value for name, value in values.items() if not harmless.fullmatch(str(value))}
-    for name, value in odd.items():
-        if name in explicit:  # else it is a default of the edited script
+    explicit = job.explicit_hyperparameters()
+    sendable = {}
+    for name, value in job.all_hyperparameters().items():
+        if harmless.fullmatch(str(value)):
+            sendable[name] = value
+        elif name in explicit:
             allowed = "SageMaker hyperparameters allow only A-Z a-z 0-9 . _ : / = + -"
             raise InputError(f"{name}={value!r}: {allowed}")
-    return {name: value for name, value in values.items() if name not in odd}
+    return sendable
 
 
 # The toolkit starts each rank of `pytorchddp` by `python -m mpi4py train.py`, and AWS's images for
@@ -238,18 +255,22 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def source_archive(source: Source, launcher: str) -> bytes:
-    """sourcedir.tar.gz: the training folder, and what the launcher needs besides; the same files
-    give the same bytes."""
+    """Packs sourcedir.tar.gz: the training folder, and the files that the launcher needs.
+
+    The same files give the same bytes.
+    """
     files = dict(sorted(source.files.items()))
     if launcher == "pytorchddp":
-        files |= {"mpi4py/__init__.py": b"", "mpi4py/__main__.py": MPI4PY}
-    packed = io.BytesIO()
+        files["mpi4py/__init__.py"] = b""
+        files["mpi4py/__main__.py"] = MPI4PY
+    archive = io.BytesIO()
     with (
-        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,
+        gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as file,
         tarfile.open(fileobj=file, mode="w") as tar,
     ):
         for name, content in files.items():
             member = tarfile.TarInfo(name)
-            member.size, member.mode = len(content), 0o644
+            member.size = len(content)
+            member.mode = 0o644
             tar.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
+    return archive.getvalue()

@@ -1,4 +1,4 @@
-"""What SageMaker does not take of a request, before anybody is asked."""
+"""The fields of a request that SageMaker does not take, found before AWS is asked."""
 
 from __future__ import annotations
 

@@ -23,32 +23,31 @@ logger = logging.getLogger(__name__)
 
 DESCRIPTION = "Where sm-nanogpt keeps texts and models"  # of the template; marks our stacks
 REVIEW = "REVIEW_IN_PROGRESS"  # only change sets; there is no stack yet
-# What SageMaker tells its notebook instances and Studio spaces of themselves; the SDK reads it too.
+# SageMaker describes a notebook instance or Studio space to itself there; the SDK reads it too.
 NOTEBOOK_METADATA = Path("/opt/ml/metadata/resource-metadata.json")
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A deployed stack. policy is the ARN of the launcher policy; vpc says whether the role may run
-    jobs in a VPC."""
+    """A deployed stack."""
 
     name: str
     status: str
     store: str
     role: str
     kms_key: str | None
-    policy: str
-    vpc: bool = False
+    policy: str  # the ARN of the launcher policy
+    vpc: bool = False  # the role may run jobs in a VPC
 
 
-LAST_SEEN = "stacks.json"
-Seen = dict[str, Stack | None]  # what it holds, by cache_key; None: there was none
+CACHE_FILE = "stacks.json"
+CachedStacks = dict[str, Stack | None]  # by cache_key; None: there was none
 
 
 def with_stack(
     settings: Settings, names: tuple[str, ...] = ("store", "role", "kms_key")
 ) -> Settings:
-    """Fill store, role and key that the settings leave open from the stack, if there is one.
+    """Returns the settings with the store, role and key that they leave open, from the stack.
 
     Does not call AWS if store and role are set, or in a dry run, which uses the stack as last seen.
     With a role, and no stack seen before, a user who may not ask for the stack goes on without it.
@@ -56,13 +55,15 @@ def with_stack(
     if settings.store and (settings.role or "role" not in names):
         return settings
     session = aws_session(settings)
-    known = remembered(settings, session.region_name)
+    last_seen = last_seen_stack(settings, session.region_name)
+    note = ""
     try:
-        stack, seen = find_stack(settings, session), ""
+        stack = find_stack(settings, session)
     except Offline:
-        stack, seen = known, ", as last seen"
+        stack = last_seen
+        note = ", as last seen"
     except Denied as error:
-        if known or not settings.role or "role" not in names:
+        if last_seen or not settings.role or "role" not in names:
             raise
         logger.info(f"not using a stack: {error}")
         return settings
@@ -71,29 +72,33 @@ def with_stack(
     if settings.store and not f"{settings.store}/".startswith(f"{stack.store}/"):
         logger.info(f"not using the role of stack {stack.name}: it can access only {stack.store}")
         return settings
-    found = dict[str, str]()
+    update = {}
     for name in names:
-        if not getattr(settings, name) and (value := getattr(stack, name)):
-            found[name] = value
-            logger.info(f"{name.replace('_', ' ')}: {value} (stack {stack.name}{seen})")
-    return settings.model_copy(update=found)
+        value = getattr(stack, name)
+        if value and not getattr(settings, name):
+            update[name] = value
+            logger.info(f"{name.replace('_', ' ')}: {value} (stack {stack.name}{note})")
+    return settings.model_copy(update=update)
 
 
 def find_stack(settings: Settings, session: Any) -> Stack | None:
-    """The stack of the settings, in one call; None if there is none and the user named none."""
+    """Asks for the stack of the settings; None if there is none and the user named none.
+
+    Raises Missing if the user named one, and as read_stack.
+    """
     region = aws.check_region(session)
     client = aws.make_client(session, "cloudformation", region, attempts=3)
     raw = describe_stack(client, settings.stack)
     if raw is not None or settings.names_stack:
         return cache_stack(settings, region, raw)
-    remember(settings, region, None)
+    remember_stack(settings, region, None)
     return None
 
 
 def cache_stack(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack:
-    """Read and remember an answer of describe_stack. Raises Missing for None, and as read_stack."""
+    """Reads and remembers an answer of describe_stack. Raises Missing for None."""
     stack = None if raw is None else read_stack(raw)
-    remember(settings, region, stack)
+    remember_stack(settings, region, stack)
     if stack is None:
         raise Missing(f"there is no stack {settings.stack} in {region}", "deploy-stack")
     return stack
@@ -109,10 +114,14 @@ def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
 
 
 def read_stack(raw: dict[str, Any]) -> Stack:
-    """Raises `unusable` for a stack that is not ours, not complete, or being deleted."""
-    status, outputs = raw["StackStatus"], outputs_of(raw)
-    whole = {"Store", "RoleArn", "LauncherPolicyArn"} <= set(outputs)
-    if not is_our_stack(raw) or status.startswith("DELETE") or not whole:
+    """Reads an answer of describe_stack.
+
+    Raises `unusable` for a stack that is not ours, not complete, or being deleted.
+    """
+    status = raw["StackStatus"]
+    outputs = outputs_of(raw)
+    is_complete = {"Store", "RoleArn", "LauncherPolicyArn"} <= outputs.keys()
+    if not is_our_stack(raw) or status.startswith("DELETE") or not is_complete:
         raise unusable(raw)
     return Stack(
         name=raw["StackName"],
@@ -126,7 +135,8 @@ def read_stack(raw: dict[str, Any]) -> Stack:
 
 
 def parameters_of(raw: dict[str, Any]) -> dict[str, str]:
-    return {each["ParameterKey"]: each["ParameterValue"] for each in raw.get("Parameters", [])}
+    parameters = raw.get("Parameters", [])
+    return {parameter["ParameterKey"]: parameter["ParameterValue"] for parameter in parameters}
 
 
 def outputs_of(raw: dict[str, Any]) -> dict[str, str]:
@@ -134,12 +144,15 @@ def outputs_of(raw: dict[str, Any]) -> dict[str, str]:
 
 
 def is_our_stack(raw: dict[str, Any]) -> bool:
-    """By the description, which a stack has from the start; it has outputs only at the end."""
+    """True if the description is that of the template.
+
+    A stack has it from the start, and outputs only at the end.
+    """
     return str(raw.get("Description", "")).startswith(DESCRIPTION)
 
 
-def is_whole(status: str) -> bool:
-    """Whether the last operation of a stack succeeded."""
+def has_succeeded(status: str) -> bool:
+    """True if the last operation of a stack has succeeded."""
     return status.endswith("_COMPLETE") and "ROLLBACK" not in status
 
 
@@ -151,27 +164,30 @@ def unusable(raw: dict[str, Any]) -> LauncherError:
     if raw["StackStatus"].endswith("_IN_PROGRESS"):
         return ServiceError(f"{stack}; try again when that has ended")
     if raw["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
-        way = f"aws cloudformation continue-update-rollback --stack-name {raw['StackName']}"
-        return ServiceError(f"{stack}; first run `{way}`")
+        command = f"aws cloudformation continue-update-rollback --stack-name {raw['StackName']}"
+        return ServiceError(f"{stack}; first run `{command}`")
     return ServiceError(f"{stack}, and cannot be used", "deploy-stack-again")
 
 
-def last_seen(settings: Settings) -> Cache[Seen]:
-    return Cache(settings.home / LAST_SEEN, Seen)
+def stack_cache(settings: Settings) -> Cache[CachedStacks]:
+    return Cache(settings.home / CACHE_FILE, CachedStacks)
 
 
-def remember(settings: Settings, region: str, stack: Stack | None) -> None:
-    cache = last_seen(settings)
-    cache.write({**cache.read(), cache_key(settings, region): stack})
+def remember_stack(settings: Settings, region: str, stack: Stack | None) -> None:
+    """Notes the stack of the settings, or that there is none."""
+    cache = stack_cache(settings)
+    stacks = cache.read()
+    stacks[cache_key(settings, region)] = stack
+    cache.write(stacks)
 
 
-def remembered(settings: Settings, region: str | None) -> Stack | None:
-    """The stack as last seen from this machine."""
-    return last_seen(settings).read().get(cache_key(settings, region))
+def last_seen_stack(settings: Settings, region: str | None) -> Stack | None:
+    """The stack as it was last seen from this machine."""
+    return stack_cache(settings).read().get(cache_key(settings, region))
 
 
 def cache_key(settings: Settings, region: str | None) -> str:
-    """Region, profile and name, since profiles may have different accounts."""
+    """The region, profile and name of a stack, since profiles may have different accounts."""
     return "/".join((region or "", settings.aws_profile, settings.stack))
 
 
@@ -181,13 +197,13 @@ def notebook_role(client: Callable[[str], Any]) -> str:
     Elsewhere the caller may also be a role, as after `aws sso login`, but SageMaker cannot use it.
     """
     try:
-        here = json.loads(NOTEBOOK_METADATA.read_bytes())
+        metadata = json.loads(NOTEBOOK_METADATA.read_bytes())
     except (OSError, ValueError):
         return ""
-    role = here.get("ExecutionRoleArn") or ""
-    if not role and "DomainId" not in here:  # else a space of Studio whose role is not told
+    role = metadata.get("ExecutionRoleArn") or ""
+    if not role and "DomainId" not in metadata:  # it is no Studio space, which has no such call
         with suppress(Offline):
-            name = here["ResourceName"]
+            name = metadata["ResourceName"]
             answer = client("sagemaker").describe_notebook_instance(NotebookInstanceName=name)
             role = answer["RoleArn"]
     return str(role)

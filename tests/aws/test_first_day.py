@@ -12,7 +12,7 @@ import first_day
 import pytest
 from first_day import STEPS, Day, Step
 
-from launcher.sagemaker.caller import Caller, Launched, remember
+from launcher.sagemaker.caller import Caller, LaunchedJob, remember_launch
 from sm_nanogpt import Settings
 
 JOB = "sm-nanogpt-20261124-120000-00000a"
@@ -103,8 +103,8 @@ def test_a_launch_that_is_interrupted_is_stopped(begin, commands, monkeypatch):
     def interrupted(words: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str, str]:
         ended = execute(words, env)
         if words[0] == "launch":
-            launched = Launched(Caller("1", "me"), "us-east-1", JOB)
-            remember(launched, Settings(home=Path(env["SM_NANOGPT_HOME"])))
+            launched = LaunchedJob(Caller("1", "me"), "us-east-1", JOB)
+            remember_launch(launched, Settings(home=Path(env["SM_NANOGPT_HOME"])))
             raise KeyboardInterrupt
         return ended
 

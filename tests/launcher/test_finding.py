@@ -19,10 +19,10 @@ from launcher.finding import full_id
 from launcher.sagemaker.caller import (
     LAST_LAUNCHED,
     Caller,
-    Launched,
+    LaunchedJob,
+    last_launches,
     owner_of,
-    remember,
-    remembered,
+    remember_launch,
     with_last,
 )
 from launcher.settings import load_settings
@@ -303,7 +303,7 @@ def test_a_job_in_another_region_is_not_forgotten(cloud, cli, launch):
     request = json.dumps(cloud.sagemaker.jobs[job_id].request).replace(job_id, later)
     request = request.replace(f'"{caller.owner}"', '"nobody"')
     cloud.sagemaker.CreateTrainingJob(json.loads(request))
-    remember(Launched(caller, "eu-west-1", later), load_settings())
+    remember_launch(LaunchedJob(caller, "eu-west-1", later), load_settings())
     told = cli("status", "latest").good
     assert f"job:         {job_id}\n" in told.out
     assert f"{later} was launched after {job_id}, in eu-west-1" in told.err
@@ -455,7 +455,7 @@ def unreachable(monkeypatch, tmp_path):
 def test_after_a_deletion_others_may_be_on_sagemaker(two, cli, monkeypatch):
     adas, graces = two
     assert cli("stop", graces).good and cli("delete", graces, "--yes").good
-    assert {each.job_id for each in remembered(load_settings())} == {adas, graces}
+    assert {each.job_id for each in last_launches(load_settings())} == {adas, graces}
     assert cli("status", "latest").failed(1, "you have no jobs yet", "upload-data FILE")
 
 
@@ -475,11 +475,15 @@ def test_a_job_is_changed_only_if_no_other_can_be_meant(job, cli, unreachable):
     assert ran.failed(1, f"{job.job_id} has already ended")
     assert f"of the jobs of this machine, latest is {job.job_id}; " in ran.err
     caller = Caller(ACCOUNT, "user/ada")
-    remember(Launched(caller, "us-east-1", "sm-nanogpt-20200101-000000-abcdef"), load_settings())
+    remember_launch(
+        LaunchedJob(caller, "us-east-1", "sm-nanogpt-20200101-000000-abcdef"), load_settings()
+    )
     assert f"latest is {job.job_id}; " in cli("status", "latest").good.err
     for words in (("stop", "latest"), ("delete", job.job_id[-6:], "--yes")):
         assert cli(*words).failed(1, "cannot resolve", "to a full job id")
-    remember(Launched(caller, "us-east-1", "sm-nanogpt-20990101-000000-abcdef"), load_settings())
+    remember_launch(
+        LaunchedJob(caller, "us-east-1", "sm-nanogpt-20990101-000000-abcdef"), load_settings()
+    )
     assert cli("status", "latest").failed(1, "cannot resolve")
 
 

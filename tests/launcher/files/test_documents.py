@@ -35,7 +35,7 @@ from launcher.local.backend import LocalBackend
 from launcher.models.load import export_checkpoint, own_model, read_checkpoint
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
-from launcher.sagemaker.stack import remembered
+from launcher.sagemaker.stack import last_seen_stack
 from launcher.settings import Settings, load_settings
 from launcher.source import Source
 from launcher.text import corpus
@@ -182,7 +182,7 @@ def test_a_hostile_cache_is_ignored(home, name, good):
 
     def look(content: bytes) -> None:
         (home / name).write_bytes(content)  # no error is raised
-        remembered(settings, "us-east-1")
+        last_seen_stack(settings, "us-east-1")
         price = Prices(settings).of("ml.g5.xlarge")
         assert price is not None
         cost.usd(cost.worst_case(price.per_hour, 3600))

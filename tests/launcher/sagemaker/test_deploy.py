@@ -14,7 +14,7 @@ import pytest
 from sagemaker_jobs import LAUNCH, OWN_ROLE
 
 from launcher.sagemaker import deploy
-from launcher.sagemaker.stack import remembered
+from launcher.sagemaker.stack import last_seen_stack
 from launcher.settings import load_settings
 
 
@@ -268,7 +268,7 @@ def test_destroy_keeps_the_bucket_with_its_texts(deployed, user, cli, text_file)
     ):
         assert told in ran.err
     assert cli("infra", "show").code == 1
-    assert remembered(load_settings(), "us-east-1") is None
+    assert last_seen_stack(load_settings(), "us-east-1") is None
     objects = boto3.client("s3").list_objects_v2(Bucket=bucket)["Contents"]
     assert any(uri.endswith(each["Key"].rpartition("/")[0]) for each in objects)
     again = cli("infra", "deploy", "--yes")
@@ -305,7 +305,7 @@ def test_destroy_ends_if_the_stack_is_already_deleted(deployed):
     assert removal is not None
     boto3.client("cloudformation").delete_stack(StackName=removal.stack_id)
     deployment.destroy(removal)
-    assert remembered(load_settings(), "us-east-1") is None
+    assert last_seen_stack(load_settings(), "us-east-1") is None
 
 
 def test_the_stacks_key_stays_and_encrypts_the_model(account, cli, text_file):

@@ -24,7 +24,7 @@ from sagemaker_jobs import LAUNCH
 from launcher.aws import Unreachable, service_error, service_errors
 from launcher.cli.remedies import sentence
 from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.caller import remembered
+from launcher.sagemaker.caller import last_launches
 from launcher.settings import load_settings
 from launcher.tracking import TrackedJob
 from sm_nanogpt import InputError, Request, ServiceError, Settings, prepare
@@ -259,15 +259,15 @@ def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(monkeypatch):
     monkeypatch.setattr("launcher.sagemaker.backend.time", clock_of(now))
     polls = iter(range(1000))
 
-    def news(job_id: str, seen: dict[str, str]) -> tuple[dict[str, Any], list[Any]]:
-        poll = next(polls)
-        if poll == 1:
+    def poll(job_id: str, tokens: dict[str, str]) -> tuple[dict[str, Any], list[Any]]:
+        count = next(polls)
+        if count == 1:
             now[0] += 100  # the outage
-        raw = {"TrainingJobStatus": "Completed" if poll else "InProgress"}
-        late = [(0, "algo-1", "the end")] if poll == 2 else []
+        raw = {"TrainingJobStatus": "Completed" if count else "InProgress"}
+        late = [(0, "algo-1", "the end")] if count == 2 else []
         return {**raw, "ResourceConfig": {"InstanceCount": 1}}, late
 
-    monkeypatch.setattr(backend, "news", news)
+    monkeypatch.setattr(backend, "poll", poll)
     assert list(backend.events("job", True)) == [(0, "algo-1", "the end")]
 
 
@@ -293,7 +293,7 @@ def test_a_launch_without_an_answer_names_the_job(cli, text_file, outage, lost):
     outage.begin(1000, b"CreateTrainingJob", answer=lost)
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert (ran.code, ran.out) == (1, "")
-    (noted,) = remembered(load_settings())
+    (noted,) = last_launches(load_settings())
     assert f"`sm-nanogpt status {noted.job_id}`" in ran.error
 
 
@@ -315,7 +315,7 @@ def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, text_file,
     for command in ("status", "stop"):
         assert f"`sm-nanogpt {command} {job_id}`" in told
     assert "it costs at most 8" in told
-    assert [each.job_id for each in remembered(load_settings())] == [job_id]
+    assert [each.job_id for each in last_launches(load_settings())] == [job_id]
 
 
 def test_ctrl_c_after_a_launch_says_what_runs_and_its_cost(cloud, cli, text_file, monkeypatch):

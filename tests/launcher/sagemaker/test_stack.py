@@ -9,7 +9,7 @@ import pytest
 from sagemaker_jobs import LAUNCH, OWN_ROLE
 
 from launcher.errors import ServiceError
-from launcher.sagemaker.stack import remembered, with_stack
+from launcher.sagemaker.stack import last_seen_stack, with_stack
 from launcher.settings import load_settings
 from launcher.text.corpus import last_upload
 
@@ -87,22 +87,22 @@ def test_a_local_launch_without_text_makes_no_request(deployed, cli, monkeypatch
 
 
 def test_a_stack_is_remembered_by_profile(deployed, monkeypatch):
-    assert remembered(load_settings(), "us-east-1") == deployed
-    assert remembered(load_settings(profile="other"), "us-east-1") is None
+    assert last_seen_stack(load_settings(), "us-east-1") == deployed
+    assert last_seen_stack(load_settings(profile="other"), "us-east-1") is None
     with monkeypatch.context() as patch:
         patch.setenv("AWS_PROFILE", "other")
-        assert remembered(load_settings(), "us-east-1") is None
+        assert last_seen_stack(load_settings(), "us-east-1") is None
     boto3.client("cloudformation").delete_stack(StackName="sm-nanogpt")
     assert with_stack(load_settings()).store == ""
-    assert remembered(load_settings(), "us-east-1") is None
+    assert last_seen_stack(load_settings(), "us-east-1") is None
 
 
 def test_an_unreadable_memory_is_written_anew(deployed):
     settings = load_settings()
     (settings.home / "stacks.json").write_text('{"us-east-1//sm-nanogpt": {"a": 1}}')
-    assert remembered(settings, "us-east-1") is None
+    assert last_seen_stack(settings, "us-east-1") is None
     assert with_stack(settings).store == deployed.store
-    assert remembered(settings, "us-east-1") == deployed
+    assert last_seen_stack(settings, "us-east-1") == deployed
 
 
 def test_a_launch_with_a_role_needs_no_readable_stack(caplog, account, emulator):
