@@ -22,7 +22,7 @@ from launcher.instances import looks_like_gpu
 from launcher.job import Request
 from launcher.launching.launch import prepare
 from launcher.local.backend import LocalBackend
-from launcher.local.confine import layers, open_to
+from launcher.local.confine import layers, unprotected
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.cost import Prices, usd
 from launcher.sagemaker.stack import Stack, find_stack, has_succeeded, notebook_role
@@ -99,7 +99,7 @@ def check_training(context: Context) -> Answer:
 
 def check_sandbox(context: Context) -> Answer:
     """What keeps the code of a training folder from the rest of this machine."""
-    if reachable := open_to():
+    if reachable := unprotected():
         return Doubt(f"the code of a folder is not kept from {', '.join(reachable)}", "sandbox")
     return f"by {', '.join(sorted(layers()))}"
 

@@ -199,11 +199,11 @@ class Forecaster:
         values = self.values(size, self.tokens)
         job = TrainingJob(data="file:///", hyperparameters=values)
         job._source = self.source
-        n_processes, gpus = plan_processes(job)
+        placement = plan_processes(job)
         values |= {"max_steps": n_steps, "device": "auto", "log_interval": 1, "sample_length": 300}
-        if not gpus:
-            values["processes"] = n_processes
-        threads = max(1, cores() // n_processes)
+        if not placement.gpus:
+            values["processes"] = placement.processes
+        threads = max(1, cores() // placement.processes)
         return Trial(f"speed of size {size:g}", values, min(self.tokens, WRITTEN), threads)
 
     def time(self, trial: Trial) -> Pilot:

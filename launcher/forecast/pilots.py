@@ -13,7 +13,7 @@ from typing import Any
 from entry_point.text import Corpus
 from launcher.errors import ServiceError
 from launcher.forecast.table import Pilot
-from launcher.local.runs import Ended, Run, run_all
+from launcher.local.runs import FinishedRun, Run, run_all
 from launcher.source import Source
 from launcher.text.ids import draw_ids, write_ids
 
@@ -74,9 +74,9 @@ def write_texts(directory: Path, trials: Sequence[Trial], corpus: Corpus) -> dic
     return texts
 
 
-def outcome(trial: Trial, ended: Ended) -> Pilot:
+def outcome(trial: Trial, ended: FinishedRun) -> Pilot:
     """What a run gave, by its metrics and its clock."""
-    rows = [json.loads(line) for line in (ended.out / "output" / "metrics.jsonl").open()]
+    rows = [json.loads(line) for line in (ended.directory / "output" / "metrics.jsonl").open()]
     evaluations = [row for row in rows if "val_loss" in row]
     best = min(evaluations, key=lambda row: row["val_loss"])
 

@@ -29,8 +29,8 @@ from entry_point.files import open_standard_streams
 from entry_point.text import Tokenizer, read_json, read_tokenizer
 from launcher.errors import LauncherError, ServiceError
 from launcher.files.documents import Damaged, Document, parse
-from launcher.local.confine import Sandbox, confined, environment, warn_of_open
-from launcher.local.process import PATIENCE, Program, how_it_ended, python_command, remove
+from launcher.local.confine import Sandbox, confined, environment, warn_of_unprotected
+from launcher.local.process import END_SECONDS, Program, how_it_ended, python_command, remove
 from launcher.models.load import Training
 from launcher.settings import Settings
 
@@ -91,7 +91,7 @@ class Worker:
         if not silent:  # a user's own model, which may consist of links; a run's may not
             readable += [path.resolve() for path in model.iterdir() if path.is_symlink()]
         output = subprocess.DEVNULL if silent else subprocess.PIPE
-        warn_of_open()
+        warn_of_unprotected()
         self.program = Program(
             confined(command, Sandbox(readable, scratch, cpu_seconds=limit)),
             # Threads that wait leave the judge its cores.
@@ -120,7 +120,9 @@ class Worker:
         self.pipe.close()
         self.program.end()
         self.cpu_seconds = self.program.cpu_seconds
-        self.printing.join(PATIENCE)  # where it may start processes, one may still hold its output
+        self.printing.join(
+            END_SECONDS
+        )  # where it may start processes, one may still hold its output
         self.is_judged = True
         remove(Path(self.scratch.name))
         self.scratch.cleanup()
@@ -168,7 +170,7 @@ class Worker:
         return content
 
     def how_it_ended(self) -> str:
-        if not self.program.has_ended(PATIENCE):
+        if not self.program.has_ended(END_SECONDS):
             return "answers no more"
         if self.program.cpu_seconds > self.limit:
             return f"took over {self.limit:.0f} s of processor time"

@@ -28,6 +28,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -83,7 +84,12 @@ class State(Document):
     ended: Moment | None = None
 
 
-Placement = tuple[int, int]  # how many processes and GPUs of this machine a job uses
+@dataclass(frozen=True)
+class Placement:
+    """How much of this machine a job uses."""
+
+    processes: int
+    gpus: int
 
 
 class LocalBackend(Backend):
@@ -141,9 +147,9 @@ class LocalBackend(Backend):
         return self.settings.model_copy(update={"store": ""})
 
     def check(self, job: TrainingJob) -> Placement:
-        processes, gpus = plan_processes(job)
-        job.config(processes)
-        return processes, gpus
+        placement = plan_processes(job)
+        job.config(placement.processes)
+        return placement
 
     def price(self, job: TrainingJob, earlier: object) -> TrainingJob:
         return job  # it costs nothing
@@ -155,14 +161,13 @@ class LocalBackend(Backend):
         self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
     ) -> None:
         directory = self.jobs_dir / job_id
-        processes, gpus = placement
-        self.note_busy_cores(processes, gpus)
+        self.note_busy_cores(placement)
         record = {
             "job": job.model_dump(mode="json", include=COMMON_FIELDS),
             "hyperparameters": job.all_hyperparameters(),
             "created": time.time(),
-            "processes_per_host": processes,
-            "gpus_per_host": gpus,
+            "processes_per_host": placement.processes,
+            "gpus_per_host": placement.gpus,
         }
         try:
             with storage.reported(str(directory)):
@@ -172,15 +177,22 @@ class LocalBackend(Backend):
                 shutil.rmtree(directory, ignore_errors=True)
             raise
 
-    def note_busy_cores(self, processes: int, gpus: int) -> None:
-        """Log that one thread may be faster, if a job's threads would wait for other programs."""
-        chosen = os.environ.get("OMP_NUM_THREADS")
-        if gpus or chosen or self.parallel > 1 or cores() // processes < 2:
+    def note_busy_cores(self, placement: Placement) -> None:
+        """Logs that one thread may be faster, if a job's threads would wait for other programs."""
+        if placement.gpus or os.environ.get("OMP_NUM_THREADS") or self.parallel > 1:
             return
-        if is_busy():
+        if cores() // placement.processes >= 2 and is_busy():
             logger.info("other programs use the cores: OMP_NUM_THREADS=1 may be faster")
 
     def start(self, directory: Path, source: Source, record: dict[str, Any]) -> None:
+        """Writes the files of a job, and starts its runner, which holds its lock."""
+        n_threads = max(1, cores() // (record["processes_per_host"] * self.parallel))
+        variables = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(n_threads),
+            "SM_NANOGPT_HOME": str(self.settings.home),
+            "SM_NANOGPT_PROFILE": self.settings.profile,
+            "SM_NANOGPT_REGION": self.settings.region,
+        }
         open_standard_streams()  # else the lock may get the number of stdin, and not be passed on
         source.write(directory / "code")
         # Take the lock before the job is visible, and pass it on, so that it is held without a gap.
@@ -190,14 +202,7 @@ class LocalBackend(Backend):
             subprocess.Popen(
                 python_command("launcher.local.runner", directory, lock.fileno()),
                 cwd=directory,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
-                    or str(max(1, cores() // (record["processes_per_host"] * self.parallel))),
-                    "SM_NANOGPT_HOME": str(self.settings.home),
-                    "SM_NANOGPT_PROFILE": self.settings.profile,
-                    "SM_NANOGPT_REGION": self.settings.region,
-                },
+                env={**os.environ, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -212,12 +217,13 @@ class LocalBackend(Backend):
             return self.read(job_id)
 
     def read(self, job_id: str) -> JobDescription | None:
-        """Describe a job; None if there is none. Also raises OSError."""
+        """Describes a job; None if there is none. Also raises OSError."""
         directory = self.jobs_dir / job_id
         record = self.record(job_id)
         if record is None:
             return None
-        job, state = record.job, read_state(directory)
+        job = record.job
+        state = read_state(directory)
         model = directory / "output" / "model.tar.gz"
         has_model = state.status == "Completed" and model.exists()
         checkpoints = directory / CHECKPOINTS
@@ -251,7 +257,10 @@ class LocalBackend(Backend):
         return record.job
 
     def record(self, job_id: str) -> Record | None:
-        """The record of a job, which reads its texts and models where they are now."""
+        """Reads the record of a job, with the locations where its texts and models are now.
+
+        None if there is no such job.
+        """
         record = read_document(self.jobs_dir / job_id / "job.json", Record)
         if record is None:
             return None
@@ -265,7 +274,7 @@ class LocalBackend(Backend):
     def list(
         self, everyone: bool = False, name: str | None = None
     ) -> Iterator[JobDescription | UnreadableJob]:
-        """Yield the jobs, newest first; with a name, only those with it. All are the caller's."""
+        """Yields the jobs, newest first; with a name, only those with it. All are the caller's."""
         for path in sorted(self.jobs_dir.glob("*/job.json"), key=by_launch, reverse=True):
             job_id = path.parent.name
             try:
@@ -298,7 +307,6 @@ class LocalBackend(Backend):
         return directory / newest_curve(path.name for path in directory.glob("metrics-*"))
 
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
-        """The rows of a job's training curve so far, and where they were read."""
         path = self.curve_file(job_id)
         with storage.reported(str(path)):
             return rows_of_file(tail(path, LARGEST_CURVE), path), str(path)
@@ -306,29 +314,30 @@ class LocalBackend(Backend):
     def logs(
         self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
     ) -> Iterator[str]:
-        """The lines that the script printed; with follow, until the job ends. tail: the last."""
         lines = self.all_lines(job_id, follow)
         return lines if tail is None else iter(deque(lines, maxlen=tail))
 
     def all_lines(self, job_id: str, follow: bool) -> Iterator[str]:
+        """Yields the lines that the script printed; with follow, until the job ends."""
         path = self.jobs_dir / job_id / "logs" / "job.log"
-        position, pending = 0, b""
+        position = 0
+        incomplete_line = b""  # it may end inside a character
         while True:
             description = self.describe(job_id)
-            ended = description is None or not description.is_running
+            has_ended = description is None or not description.is_running
             if path.exists():
                 with storage.reported(str(path)), open_file(path) as file:
                     file.seek(position)
-                    pending += file.read()
+                    content = incomplete_line + file.read()
                     position = file.tell()
-                *lines, pending = pending.split(b"\n")  # its end may be inside a character
+                *lines, incomplete_line = content.split(b"\n")
                 for line in lines:
                     yield line.decode("utf-8", errors="replace")
-            if ended or not follow:
+            if has_ended or not follow:
                 break
             time.sleep(0.1)
-        if pending:
-            yield pending.decode("utf-8", errors="replace")
+        if incomplete_line:
+            yield incomplete_line.decode("utf-8", errors="replace")
 
 
 HOST = "algo-1"
@@ -336,7 +345,7 @@ CHECKPOINTS = f"hosts/{HOST}/checkpoints"
 
 
 def plan_processes(job: TrainingJob) -> Placement:
-    """Choose the numbers of processes and GPUs.
+    """Chooses the numbers of processes and GPUs.
 
     Each GPU has one process. Without GPUs, the job has the requested number of processes, or the
     number that train.py finds fastest.
@@ -354,24 +363,24 @@ def plan_processes(job: TrainingJob) -> Placement:
                 field="processes_per_instance",
                 value=requested,
             )
-        return n_gpus, n_gpus
+        return Placement(n_gpus, n_gpus)
     if requested:
-        return requested, 0
+        return Placement(requested, 0)
     if config.device != "cpu" and torch.backends.mps.is_available():
-        return 1, 0  # MPS is one device
-    return cpu_processes(config), 0
+        return Placement(1, 0)  # MPS is one device
+    return Placement(cpu_processes(config), 0)
 
 
 def read_state(directory: Path) -> State:
-    """The state of the job in a directory, whose runner may be gone or about to stop."""
-    written = read_document(directory / "state.json", State)
-    state = written or State()
+    """Reads the state of the job in a directory. It has failed if its runner is gone."""
+    path = directory / "state.json"
+    state = read_document(path, State) or State()
     if state.status in RUNNING and not locks.is_locked(directory / "lock"):
-        written = read_document(directory / "state.json", State)  # it may have just ended
-        state = written or State()
+        last_state = read_document(path, State)  # the job may have just ended
+        state = last_state or State()
         if state.status in RUNNING:
             reason = GONE
-            if written is None:
+            if last_state is None:
                 reason = f"it could not be started: {last_line(directory / 'runner.log')}"
             return state.model_copy(update={"status": "Failed", "reason": reason})
     if state.status == "InProgress" and (directory / "stop").exists():
@@ -380,14 +389,14 @@ def read_state(directory: Path) -> State:
 
 
 def by_launch(path: Path) -> tuple[str, float]:
-    """A key that sorts records of jobs by the time in the id, then by when they were written."""
+    """A key that sorts the records of jobs by the time in the id, and then by their own."""
     with suppress(FileNotFoundError):  # the job is just deleted
         return time_of(path.parent.name), path.stat().st_mtime
     return "", 0.0
 
 
 def tail(path: Path, size: int) -> list[bytes]:
-    """The lines in the last `size` bytes of a file; none if there is no file."""
+    """Reads the lines in the last `size` bytes of a file; none if there is no file."""
     if not path.exists():
         return []
     with open_file(path) as file:
@@ -397,21 +406,22 @@ def tail(path: Path, size: int) -> list[bytes]:
 
 
 def last_line(path: Path) -> str:
+    """Reads the last line of a log that is not blank."""
     lines = [line for line in tail(path, TAIL_BYTES) if line.strip()]
     return lines[-1].decode(errors="replace") if lines else "nothing is known"
 
 
 def last_metrics(path: Path) -> dict[str, Any] | None:
-    """The newest value of each metric; None if there is none.
+    """Reads the newest value of each metric; None if there is none.
 
-    Reads only the end of a long curve, since following a job calls this five times a second.
+    It reads only the end of a long curve, since following a job calls this five times a second.
     """
     rows = rows_of_file(tail(path, TAIL_BYTES), path)
     return newest_values(rows) or None
 
 
 def read_document(path: Path, kind: type[T]) -> T | None:
-    """Read a document of a job. Raises ServiceError if it exists and cannot be read."""
+    """Reads a document of a job. Raises ServiceError if it exists and cannot be read."""
     try:
         return storage.read_document(str(path), kind)
     except Damaged as error:

@@ -1,4 +1,4 @@
-"""Which GPUs of this machine are ours, and the device files by which a program uses one of them."""
+"""The GPUs that this process may use, and the device files by which a program uses one of them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ DRIVER = Path("/proc/driver/nvidia/gpus")  # a directory for each GPU, named by 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU for a program: its name in CUDA_VISIBLE_DEVICES there, and the files of its devices."""
+    """A GPU for a program: its name in the program's CUDA_VISIBLE_DEVICES, and its device files."""
 
     name: str
     devices: tuple[Path, ...]
 
 
 def visible_gpus(count: int) -> list[str]:
-    """The first `count` GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES.
+    """The names in CUDA_VISIBLE_DEVICES of the first `count` GPUs that this process may use.
 
-    These are numbers, or the UUIDs of GPUs or of their parts. Without the variable, the numbers
-    begin at 0.
+    These are numbers, or the UUIDs of GPUs or of their parts. Without the variable, they are the
+    numbers from 0.
     """
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = [name.strip() for name in names if name.strip()]
@@ -31,24 +31,27 @@ def visible_gpus(count: int) -> list[str]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of this name in our CUDA_VISIBLE_DEVICES, and the devices of no other.
+    """Finds the GPU of this name in our CUDA_VISIBLE_DEVICES, with its devices and no others'.
 
-    Its UUID is its name for a program that sees it alone, since numbers begin at 0 there. Where the
-    GPU cannot be told from others, which are parts of GPUs, GPUs of different models, and those of
-    other makers than NVIDIA, the devices are those of all.
+    A program that sees it alone names it by its UUID, since numbers begin at 0 there. The devices
+    are those of all GPUs where one cannot be told from the others: parts of GPUs, GPUs of different
+    models, and those of other makers than NVIDIA.
     """
     patterns = ("nvidia*", "dri", "kfd", "dxg")
-    devices = [path for pattern in patterns for path in sorted(DEVICES.glob(pattern))]
-    number = find_numbers(name)
-    if number is None:
+    devices: list[Path] = []
+    for pattern in patterns:
+        devices += sorted(DEVICES.glob(pattern))
+    numbers = find_numbers(name)
+    if numbers is None:
         return Gpu(name, tuple(devices))
-    others = re.compile(rf"nvidia(?!{number.minor}$)\d+")
-    return Gpu(number.uuid, tuple(path for path in devices if not others.fullmatch(path.name)))
+    other_gpu = re.compile(rf"nvidia(?!{numbers.minor}$)\d+")
+    devices = [path for path in devices if not other_gpu.fullmatch(path.name)]
+    return Gpu(numbers.uuid, tuple(devices))
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """How NVIDIA's driver numbers a GPU: its UUID, and the number in the name of its device."""
+    """The UUID that NVIDIA's driver gives a GPU, and the number in the name of its device."""
 
     uuid: str
     minor: str
@@ -56,10 +59,13 @@ class Numbers:
 
 def find_numbers(name: str) -> Numbers | None:
     """The numbers of the GPU of this name; None where it cannot be told from others."""
-    models, gpus = set(), []
+    models = set()
+    gpus = []
     for path in sorted(DRIVER.glob("*/information")):
-        lines = [line.partition(":") for line in path.read_text().splitlines()]
-        facts = {key.strip(): value.strip() for key, _, value in lines}
+        facts = {}
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(":")
+            facts[key.strip()] = value.strip()
         models.add(facts.get("Model"))
         gpus.append(Numbers(facts.get("GPU UUID", ""), facts.get("Device Minor", "")))
     by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"

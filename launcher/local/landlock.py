@@ -12,54 +12,89 @@ import stat
 import struct
 from collections.abc import Mapping, Sequence
 
-CREATE, ADD, RESTRICT = 444, 445, 446  # the system calls, on all that Linux runs on but Alpha
-# Bits of rights: to execute, write, read, list; to remove directories and files; to make
-# directories and files, but no devices, sockets, pipes and links; to move, cut, control devices.
+# The system calls, on all that Linux runs on but Alpha.
+CREATE = 444
+ADD = 445
+RESTRICT = 446
+# Rights, each a bit.
+EXECUTE = 1 << 0
+WRITE_FILE = 1 << 1
+READ_FILE = 1 << 2
 LIST = 1 << 3
-READ = 1 << 0 | 1 << 2 | LIST
-WRITE = READ | sum(1 << bit for bit in (1, 4, 5, 7, 8, 13, 14, 15))
-OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
-SINCE = {1: 1 << 13, 2: 1 << 14, 3: 1 << 15, 4: 1 << 15}  # rights below it, by version
-TCP = 1 << 0 | 1 << 1  # bind and connect, since version 4
+REMOVE_DIRECTORY = 1 << 4
+REMOVE_FILE = 1 << 5
+MAKE_DIRECTORY = 1 << 7
+MAKE_FILE = 1 << 8  # devices, sockets, pipes and links have bits of their own
+MOVE = 1 << 13
+TRUNCATE = 1 << 14
+CONTROL_DEVICE = 1 << 15
+READ = EXECUTE | READ_FILE | LIST
+WRITE = (
+    READ
+    | WRITE_FILE
+    | REMOVE_DIRECTORY
+    | REMOVE_FILE
+    | MAKE_DIRECTORY
+    | MAKE_FILE
+    | MOVE
+    | TRUNCATE
+    | CONTROL_DEVICE
+)
+FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | CONTROL_DEVICE  # others: of directories
+# The first right that a version lacks; it has all below.
+FIRST_MISSING = {1: MOVE, 2: TRUNCATE, 3: CONTROL_DEVICE, 4: CONTROL_DEVICE}
+ALL_RIGHTS = (1 << 16) - 1
+TCP_RIGHTS = 1 << 0 | 1 << 1  # bind and connect, since version 4
 SCOPES = 1 << 0 | 1 << 1  # abstract sockets of others, and signals to them, since version 6
 PR_SET_NO_NEW_PRIVS = 38
 
 
 def version() -> int:
-    """That of the kernel's Landlock; 0 without it."""
+    """The version of the kernel's Landlock; 0 without it."""
     if platform.system() != "Linux":
         return 0
     return max(0, ctypes.CDLL(None).syscall(CREATE, None, 0, 1))
 
 
 def restrict(library: ctypes.CDLL, allowed: Mapping[int, Sequence[str]]) -> None:
-    """Restrict this thread, and all that it starts, to these rights below paths. Raises OSError."""
-    known = library.syscall(CREATE, None, 0, 1)
-    rights = SINCE.get(known, 1 << 16) - 1
-    fields = [rights]
-    if known >= 4:
-        fields.append(TCP)
-    if known >= 6:
-        fields.append(SCOPES)
-    handled = struct.pack(f"{len(fields)}Q", *fields)
-    rules = checked(library.syscall(CREATE, handled, len(handled), 0))
-    # Of /proc, a process may read what is about itself. While this is open, the kernel gives the
+    """Restricts this thread, and all that it starts, to files below the allowed paths.
+
+    allowed has the paths by their rights. TCP, and sockets and processes of others, are closed
+    where the kernel's version can do that. Raises OSError.
+    """
+    kernel_version = library.syscall(CREATE, None, 0, 1)
+    kernel_rights = ALL_RIGHTS
+    if kernel_version in FIRST_MISSING:
+        kernel_rights = FIRST_MISSING[kernel_version] - 1
+    restricted = [kernel_rights]
+    if kernel_version >= 4:
+        restricted.append(TCP_RIGHTS)
+    if kernel_version >= 6:
+        restricted.append(SCOPES)
+    attributes = struct.pack(f"{len(restricted)}Q", *restricted)
+    ruleset = checked(library.syscall(CREATE, attributes, len(attributes), 0))
+
+    # A process may read what /proc has about itself. While this is open, the kernel gives the
     # directory to no other process.
-    itself = os.open("/proc/self", os.O_PATH)
-    os.set_inheritable(itself, True)
-    files = [(READ, itself)]
-    for bits, paths in allowed.items():
-        files += [(bits, os.open(path, os.O_PATH)) for path in paths]
-    for bits, fd in files:
-        own = bits & rights
-        if not stat.S_ISDIR(os.fstat(fd).st_mode):
-            own &= OF_FILES
-        checked(library.syscall(ADD, rules, 1, struct.pack("=Qi", own, fd), 0))
+    own_proc = os.open("/proc/self", os.O_PATH)
+    os.set_inheritable(own_proc, True)
+    allow(library, ruleset, own_proc, READ & kernel_rights)
+    for rights, paths in allowed.items():
+        for path in paths:
+            allow(library, ruleset, os.open(path, os.O_PATH), rights & kernel_rights)
     checked(library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    checked(library.syscall(RESTRICT, rules, 0))
+    checked(library.syscall(RESTRICT, ruleset, 0))
+
+
+def allow(library: ctypes.CDLL, ruleset: int, file: int, rights: int) -> None:
+    """Allows rights below an open directory, or to an open file. Raises OSError."""
+    if not stat.S_ISDIR(os.fstat(file).st_mode):
+        rights &= FILE_RIGHTS
+    checked(library.syscall(ADD, ruleset, 1, struct.pack("=Qi", rights, file), 0))
 
 
 def checked(result: int) -> int:
+    """Returns the result of a system call. Raises OSError if it failed."""
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result

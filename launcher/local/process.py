@@ -1,4 +1,4 @@
-"""Processes that this one starts: how Python is called, and how one ended.
+"""Processes that this one starts: how it calls Python, and how a process ended.
 
 Needs only the standard library, since the process that confines a program imports it.
 """
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 BWRAP = "bwrap"  # the program bubblewrap
-PATIENCE = 5  # seconds for a process to end after what it runs
+END_SECONDS = 5  # until a process has ended after what it runs
 
 
 def python_command(module: str, *arguments: object) -> list[str]:
-    """The command of a process that calls `main` of a module of the launcher with these arguments.
+    """Returns the command that calls `main` of a module of the launcher with these arguments.
 
-    It imports the launcher from the same directory as this process, and nothing else of it. It
-    imports nothing of the current directory, where a user may have a random.py.
+    Its process imports the launcher from where this one did, and nothing else of that directory;
+    and nothing of the current directory, where a user may have a random.py.
     """
     root = str(Path(__file__).parents[2].absolute())
     start = (
@@ -35,18 +35,22 @@ def python_command(module: str, *arguments: object) -> list[str]:
 
 
 def how_it_ended(status: int) -> str:
-    """`ended with exit code 1`, or by which signal; only SIGKILL makes one ask about memory."""
+    """Says how a process ended: `ended with exit code 1`, or `was killed by SIGKILL`.
+
+    status is its exit code, or minus the number of a signal. After SIGKILL, it asks about memory.
+    """
     if status >= 0:
         return f"ended with exit code {status}"
     name = f"signal {-status}"
     with suppress(ValueError):  # a real-time signal has no name
         name = signal.Signals(-status).name
-    question = " (was there too little memory?)" if -status == signal.SIGKILL else ""
-    return f"was killed by {name}{question}"
+    if name == "SIGKILL":
+        return f"was killed by {name} (was there too little memory?)"
+    return f"was killed by {name}"
 
 
 def remove(directory: Path) -> None:
-    """Remove what a program has left, which may be nested deeper than Python's own way can go."""
+    """Removes the directory of a program, which may be nested deeper than Python can recurse."""
     try:
         shutil.rmtree(directory, ignore_errors=True)
     except RecursionError:
@@ -56,26 +60,27 @@ def remove(directory: Path) -> None:
 class Program:
     """A program that leads a session of its own, which Ctrl-C in the terminal does not reach.
 
-    status is its exit status once it has ended, and minus the number of the signal that ended it.
-    cpu_seconds is what it has computed, with its children that it has waited for.
+    Once it has ended, status is its exit status, or minus the number of the signal that ended it,
+    and cpu_seconds its processor time, with that of the children that it waited for.
     """
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         self.is_wrapped = command[0] == BWRAP
         self.process = subprocess.Popen(command, start_new_session=True, **options)
-        self.pid, self.output = self.process.pid, self.process.stdout
+        self.pid = self.process.pid
+        self.output = self.process.stdout
         self.status: int | None = None
         self.cpu_seconds = 0.0
 
     def has_ended(self, within: float = 0.0) -> bool:
-        """Whether it has ended, or does within so many seconds."""
+        """Returns True if it has ended, or ends within so many seconds."""
         deadline = time.monotonic() + within
         while self.status is None:
-            pid, status, used = os.wait4(self.pid, os.WNOHANG)
+            pid, wait_status, usage = os.wait4(self.pid, os.WNOHANG)
             if pid:
-                self.cpu_seconds = used.ru_utime + used.ru_stime
-                self.status = os.waitstatus_to_exitcode(status)
-                if self.is_wrapped and self.status > 128:  # so bwrap reports a signal
+                self.cpu_seconds = usage.ru_utime + usage.ru_stime
+                self.status = os.waitstatus_to_exitcode(wait_status)
+                if self.is_wrapped and self.status > 128:  # bwrap reports a signal so
                     self.status = 128 - self.status
                 self.process.returncode = self.status
             elif time.monotonic() < deadline:
@@ -85,7 +90,7 @@ class Program:
         return self.status is not None
 
     def kill(self) -> None:
-        """Send SIGKILL to what it runs, or to itself. Does not wait, so any thread may call it."""
+        """Sends SIGKILL to what bwrap runs, or to the program. Any thread may call it."""
         if self.status is not None:
             return
         if not self.is_wrapped:
@@ -97,10 +102,10 @@ class Program:
                 os.kill(int(child), signal.SIGKILL)
 
     def end(self) -> None:
-        """End it, with what it runs, at once."""
+        """Ends the program at once, and what it runs, and waits for that."""
         if self.is_wrapped and not self.has_ended():
             self.kill()
-            self.has_ended(PATIENCE)
+            self.has_ended(END_SECONDS)
         if not self.has_ended():
             os.killpg(self.pid, signal.SIGKILL)
-            self.has_ended(PATIENCE)
+            self.has_ended(END_SECONDS)

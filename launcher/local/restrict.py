@@ -13,18 +13,23 @@ from launcher.local import landlock, syscalls
 
 
 def main(limits: str, *command: str) -> None:
-    """Become the command, with what `confined` of launcher.local.confine allows. Raises OSError."""
+    """Becomes the command, in the limits that `confined` of launcher.local.confine wrote as JSON.
+
+    Raises OSError if the kernel refuses a limit.
+    """
     allowed = json.loads(limits)
-    call_filter = syscalls.call_filter(allowed["may_fork"]) if allowed["filters"] else None
+    call_filter = None
+    if allowed["filters"]:
+        call_filter = syscalls.call_filter(allowed["may_fork"])
     library = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "linux":
         library.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if allowed["parent"] not in (None, os.getppid()):
         sys.exit("the process that started this one has ended")
     os.chdir(allowed["directory"])
-    if allowed["cpu_seconds"] is not None:
-        limit = allowed["cpu_seconds"]
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    cpu_seconds = allowed["cpu_seconds"]
+    if cpu_seconds is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
     if allowed["listable"] is not None:
         rights = {
             landlock.LIST: allowed["listable"],

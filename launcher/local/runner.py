@@ -1,6 +1,6 @@
 """The process that runs one local job, in place of SageMaker and its container toolkit.
 
-It creates what /opt/ml is in a container, starts train.py there as the toolkit does (variables,
+It lays out what /opt/ml is in a container, starts train.py there as the toolkit does (variables,
 argv, working directory), logs its output, ends it when the job is to stop or is deleted, and packs
 model and output.
 """
@@ -32,7 +32,16 @@ from launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
 FAILURE_REASON_CHARACTERS = 1024
-RENDEZVOUS = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+# Variables of an outer SageMaker job or launcher, which train.py would read, and of Python.
+OUTER_PREFIXES = ("SM_", "OMPI_", "PMIX_", "SAGEMAKER_", "TORCHELASTIC_", "PYTHON")
+OUTER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit): .+")
 
@@ -42,23 +51,28 @@ class Stopped(Exception):
 
 
 class LocalRun:
+    """The run of the job in a directory."""
+
     def __init__(self, directory: Path, settings: Settings | None = None) -> None:
-        self.directory, self.settings = directory, settings
+        self.directory = directory
+        self.settings = settings
         record = read_document(directory / "job.json", Record)
         assert record is not None
-        self.job, self.record = record.job, record
+        self.record = record
+        self.job = record.job
         self.base = directory / "hosts" / HOST  # /opt/ml in a container
         self.stop_requested = False  # by a signal
         self.state: dict[str, Any] = {"status": "InProgress", "started": time.time()}
         self.error: str | None = None  # train.py's last line that names an error
 
     def update(self, **changes: Any) -> None:
+        """Changes fields of the state, and writes it unless the job was deleted."""
         self.state.update(changes)
-        if not self.deleted():
+        if not self.is_deleted():
             storage.write_json(str(self.directory / "state.json"), self.state)
 
     def run(self) -> None:
-        """Run the job to its end; its final state says how it ended."""
+        """Runs the job to its end, and writes how it ended into its state."""
         status = "Completed"
         reason: str | None = None
         try:
@@ -75,36 +89,38 @@ class LocalRun:
             traceback.print_exc()  # into runner.log
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
-            status, reason = "Failed", reason[:FAILURE_REASON_CHARACTERS]
+            status = "Failed"
+            reason = reason[:FAILURE_REASON_CHARACTERS]
         self.update(status=status, reason=reason, ended=time.time())
 
-    def stopping(self) -> bool:
+    def is_stopping(self) -> bool:
         return self.stop_requested or (self.directory / "stop").exists()
 
-    def deleted(self) -> bool:
-        """Whether the job was deleted; a rank may have recreated its directory."""
+    def is_deleted(self) -> bool:
+        """True if the job was deleted; a rank may have created its directory again."""
         return not (self.directory / "job.json").exists()
 
     def lay_out(self) -> None:
+        """Makes the directories of a container, with code, texts, and earlier checkpoints."""
         (self.directory / "logs").mkdir()
         (self.directory / "output").mkdir()
-        job, channels = self.job, self.job.channels
         for name in ("input/config", "model", "output/data", "checkpoints"):
             (self.base / name).mkdir(parents=True)
         (self.base / "code").mkdir()
         for path in (self.directory / "code").iterdir():  # contents alone: not all disks have modes
             shutil.copyfile(path, self.base / "code" / path.name)
-        for channel, uri in channels.items():
+        for channel, uri in self.job.channels.items():
             storage.fetch(uri, self.base / "input" / "data" / channel, settings=self.settings)
-        self.write_config(list(channels))
-        if job.resume is not None:
-            source = self.directory.parent / job.resume / CHECKPOINTS
+        self.write_config()
+        if self.job.resume is not None:
+            source = self.directory.parent / self.job.resume / CHECKPOINTS
             if not any(source.glob("checkpoint-*.safetensors")):
                 raise ServiceError(f"the checkpoints to resume from are missing: {source} has none")
             for path in sorted(source.glob("*.safetensors")):
                 shutil.copyfile(path, self.base / "checkpoints" / path.name)
 
-    def write_config(self, channels: list[str]) -> None:
+    def write_config(self) -> None:
+        """Writes the files of input/config, as SageMaker does."""
         values = {name: json.dumps(value) for name, value in self.record.hyperparameters.items()}
         resources = {
             "current_host": HOST,
@@ -112,7 +128,7 @@ class LocalRun:
             "current_instance_type": "local",
             "network_interface_name": LOOPBACK,
         }
-        copied = {
+        channel = {
             "TrainingInputMode": "File",
             "S3DistributionType": "FullyReplicated",
             "RecordWrapperType": "None",
@@ -120,23 +136,24 @@ class LocalRun:
         config = self.base / "input" / "config"
         storage.write_json(str(config / "hyperparameters.json"), values)
         storage.write_json(str(config / "resourceconfig.json"), resources)
-        storage.write_json(str(config / "inputdataconfig.json"), dict.fromkeys(channels, copied))
+        channels = dict.fromkeys(self.job.channels, channel)
+        storage.write_json(str(config / "inputdataconfig.json"), channels)
 
     def environment(self) -> dict[str, str]:
-        """The variables of the container, without those of an outer SageMaker job or launcher.
+        """The variables of this process without outer ones, and those of the container."""
+        variables = {}
+        for name, value in os.environ.items():
+            is_outer = name.startswith(OUTER_PREFIXES) or name in OUTER_VARIABLES
+            if not is_outer or name == "PYTHONPATH":  # by which torch may be found
+                variables[name] = value
+        return {**variables, **self.container_variables()}
 
-        Variables that change Python are dropped too, except PYTHONPATH, which may provide torch.
-        """
-        base, values = self.base, self.record.hyperparameters
-        outer = ("SM_", "OMPI_", "PMIX_", "SAGEMAKER_", "TORCHELASTIC_", "PYTHON")
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if name == "PYTHONPATH" or not (name.startswith(outer) or name in RENDEZVOUS)
-        }
+    def container_variables(self) -> dict[str, str]:
+        """The variables that SageMaker and its toolkit set."""
+        base = self.base
+        values = self.record.hyperparameters
         channels = {path.name: str(path) for path in sorted((base / "input" / "data").iterdir())}
-        return {
-            **kept,
+        variables = {
             "SAGEMAKER_BASE_DIR": str(base),
             "TRAINING_JOB_NAME": self.directory.name,
             "SM_HOSTS": json.dumps([HOST]),
@@ -151,14 +168,18 @@ class LocalRun:
             "SM_OUTPUT_DIR": str(base / "output"),
             "SM_OUTPUT_DATA_DIR": str(base / "output" / "data"),
             "SM_CHANNELS": json.dumps(list(channels)),
-            **{f"SM_CHANNEL_{name.upper()}": path for name, path in channels.items()},
             "SM_HPS": json.dumps(values),
-            **{f"SM_HP_{name.upper()}": str(value) for name, value in values.items()},
             "SM_USER_ARGS": json.dumps(command_line(values)),
             "PYTHONUNBUFFERED": "1",
         }
+        for name, path in channels.items():
+            variables[f"SM_CHANNEL_{name.upper()}"] = path
+        for name, value in values.items():
+            variables[f"SM_HP_{name.upper()}"] = str(value)
+        return variables
 
     def start(self) -> subprocess.Popen[bytes]:
+        """Starts train.py, which leads a process group of its own."""
         command = [sys.executable, "train.py", *command_line(self.record.hyperparameters)]
         if self.record.processes_per_host > 1 and not self.record.gpus_per_host:
             command.append(f"--processes={self.record.processes_per_host}")
@@ -173,7 +194,7 @@ class LocalRun:
         )
 
     def train(self) -> str | None:
-        """Run train.py, which starts its ranks, to its end; return why the run failed, or None.
+        """Runs train.py, which starts its ranks, to its end; returns why it failed, or None.
 
         Raises Stopped if the job was deleted, or stopped as a user asked.
         """
@@ -181,66 +202,74 @@ class LocalRun:
         process = self.start()
         reader = threading.Thread(target=self.keep_output, args=(process.stdout, log), daemon=True)
         reader.start()
-        stopped = {128 + signal.SIGTERM, -signal.SIGTERM}  # exit codes of a run that was asked to
+        stopped_codes = {128 + signal.SIGTERM, -signal.SIGTERM}  # of a run that was asked to stop
         kill_at: float | None = None
         while process.poll() is None:
-            if self.deleted():  # there is nowhere to save
+            if self.is_deleted():  # there is nowhere to save
                 kill_at = 0.0
             if kill_at is None:
-                if self.stopping():
+                if self.is_stopping():
                     kill_at = time.monotonic() + STOP_GRACE_SECONDS
                     self.update(status="Stopping", secondary="Stopping")
                     process.terminate()
             elif time.monotonic() > kill_at or (self.directory / "stop-now").exists():
-                stopped.add(-signal.SIGKILL)
+                stopped_codes.add(-signal.SIGKILL)
                 os.killpg(process.pid, signal.SIGKILL)  # its ranks too
             time.sleep(0.05)
         reader.join(timeout=5)  # a child may keep its output open
         code = process.returncode
-        if self.deleted() or (self.stopping() and code in stopped):
+        if self.is_deleted() or (self.is_stopping() and code in stopped_codes):
             raise Stopped
         if code == 0:
-            wrote = any((self.base / "model").iterdir())
-            return None if wrote else "ServiceError: train.py exited with code 0 but wrote no model"
+            if any((self.base / "model").iterdir()):
+                return None
+            return "ServiceError: train.py exited with code 0 but wrote no model"
         if code > 0 and self.error:
             return self.error
         return f"TrainingError: train.py {how_it_ended(code)}"
 
     def keep_output(self, output: Iterable[bytes], log: BinaryIO) -> None:
-        """Copy the output of train.py to the job's log, line by line.
+        """Copies the output of train.py to the job's log, line by line; notes the last error.
 
-        Keeps reading if the log cannot be written, since a rank with a full pipe would block.
+        It reads on if the log cannot be written, since a rank with a full pipe would block.
         """
-        for raw in output:
-            line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+        for raw_line in output:
+            line = raw_line.decode("utf-8", errors="replace").rstrip("\r\n")
             if ERROR_LINE.match(line):
                 self.error = line
             with suppress(OSError):
                 log.write(f"{line}\n".encode())
 
     def pack(self) -> None:
-        """Pack model and output. Raises ServiceError."""
-        base = self.base
-        for source, name in ((base / "model", "model"), (base / "output" / "data", "output")):
-            target = self.directory / "output" / f"{name}.tar.gz"
-            with (
-                storage.reported(str(target)),
-                storage.replacing(target) as file,
-                tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as tar,
-            ):
-                for path in sorted(source.rglob("*")):
-                    tar.add(path, arcname=path.relative_to(source).as_posix(), recursive=False)
+        """Packs model and output. Raises ServiceError."""
+        archives = self.directory / "output"
+        pack_directory(self.base / "model", archives / "model.tar.gz")
+        pack_directory(self.base / "output" / "data", archives / "output.tar.gz")
 
 
-def command_line(values: Mapping[str, Any]) -> list[str]:
-    """argv as in the SageMaker toolkit: sorted by name, with values as text."""
-    return [word for n in sorted(values) for word in (f"--{n}", str(values[n]))]
+def pack_directory(directory: Path, archive: Path) -> None:
+    """Packs all files below a directory. Raises ServiceError."""
+    with (
+        storage.reported(str(archive)),
+        storage.replacing(archive) as file,
+        tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as tar,
+    ):
+        for path in sorted(directory.rglob("*")):
+            tar.add(path, arcname=path.relative_to(directory).as_posix(), recursive=False)
+
+
+def command_line(hyperparameters: Mapping[str, Any]) -> list[str]:
+    """The arguments of train.py as in the SageMaker toolkit: sorted by name, values as text."""
+    arguments = []
+    for name in sorted(hyperparameters):
+        arguments += [f"--{name}", str(hyperparameters[name])]
+    return arguments
 
 
 def main(directory: str, lock: str) -> None:
-    """Run the job in a directory; `lock` is the descriptor that holds its lock."""
+    """Runs the job in a directory; `lock` is the descriptor that holds its lock."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # into runner.log
-    run = LocalRun(Path(directory), load_settings())  # those of the launch
+    run = LocalRun(Path(directory), load_settings())  # the settings of the launch
 
     def on_signal(signum: int, frame: Any) -> None:
         run.stop_requested = True

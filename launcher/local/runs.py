@@ -1,4 +1,4 @@
-"""Runs of train.py on this machine that are no jobs: pilots of a forecast, and runs of a search."""
+"""Runs of train.py on this machine besides jobs: pilots of a forecast, and runs of a search."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from launcher.source import Source
 
 SILENT = {"sample_length": 0, "log_interval": 1 << 20}  # hyperparameters of a run nobody watches
 
-# A run that computes is stopped by its processor time, so that no other program on the machine can
-# make it fail. The clock only ends one that hangs, or gets less than 1/50 of a core.
-HANGS, BUSY = 600, 50
-STOP = 1.1  # times its limit, where the kernel ends a run
-LOGGED = 4000  # bytes of the end of a log
+# A run that computes is ended by its processor time, so that no other program on the machine can
+# make it fail. The clock only ends one that hangs, or gets less than 1 / CLOCK_FACTOR of a core.
+CLOCK_SECONDS = 600
+CLOCK_FACTOR = 50
+KERNEL_FACTOR = 1.1  # of its limit: there the kernel ends a run
+LOG_BYTES = 4000  # of the end of a log
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of train.py to be made: its folder, its options, its text, and how it is held.
+    """A run of train.py to be made.
 
-    limit: the seconds that it may compute, of processor time, or on a GPU by the clock. alone: it
-    reaches nothing but its folder, its text and Python's packages, where the system can see to
-    that, and has no variables that may be secret.
+    values are the options of train.py. The run may compute for `limit` seconds: of processor time,
+    or on a GPU by the clock. An isolated one reaches nothing but its folder, its text and Python's
+    packages, as far as this system can confine it, and gets no variables that may be secret.
     """
 
     source: Source
@@ -44,130 +45,150 @@ class Run:
     text: Path
     threads: int = 1
     limit: float = math.inf
-    alone: bool = False
+    is_isolated: bool = False
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A run that ended: its directory, its exit status, and its seconds: those by the clock, and
-    those of the processor, with those of the processes that it started and waited for. log is the
-    end of what it has printed."""
+class FinishedRun:
+    """A run that has ended."""
 
     run: Run
-    out: Path
-    status: int
+    directory: Path
+    status: int  # of its exit, or minus the number of a signal
     clock_seconds: float
-    cpu_seconds: float
-    log: str
+    cpu_seconds: float  # with those of the processes that it started and waited for
+    log: str  # the end of what it has printed
     gpu: str | None = None
 
     @property
     def seconds(self) -> float:
-        """The seconds that count: on a busy machine, those of the clock count other programs."""
+        """The seconds that the limit is about. On a CPU, the clock would count other programs."""
         return self.cpu_seconds if self.gpu is None else self.clock_seconds
 
     @property
     def problem(self) -> str:
-        """Why it was ended, what killed it, or the last line of its log, after the place in its
-        folder that failed; '' if it completed."""
+        """Why it was ended, what killed it, or the last line of its log; '' if it completed.
+
+        The file and the line of its folder that failed come before the last line.
+        """
         if self.seconds > self.run.limit:
-            kind = "of processor time" if self.gpu is None else "by the clock"
-            return f"it took over {self.run.limit:.0f} s {kind}"
+            clock = "of processor time" if self.gpu is None else "by the clock"
+            return f"it took over {self.run.limit:.0f} s {clock}"
         if self.clock_seconds > clock_limit(self.run, self.gpu):
             return f"it had not ended after {self.clock_seconds:.0f} s by the clock"
-        if self.status < 0:
-            return f"it {how_it_ended(self.status)}"
-        if not self.status:
+        if self.status == 0:
             return ""
-        last = self.log.rpartition("\n")[2][-1000:] or f"it {how_it_ended(self.status)}"
-        places = re.findall(rf'{self.run.source.sha256}/(\w+\.py)", line (\d+)', self.log)
-        return ": ".join([*map(":".join, places[-1:]), last])
+        last_line = self.log.rpartition("\n")[2][-1000:]
+        if self.status < 0 or not last_line:
+            return f"it {how_it_ended(self.status)}"
+        lines = re.findall(rf'{self.run.source.sha256}/(\w+\.py)", line (\d+)', self.log)
+        if not lines:
+            return last_line
+        file, number = lines[-1]
+        return f"{file}:{number}: {last_line}"
 
 
 def clock_limit(run: Run, gpu: str | None) -> float:
     """The seconds by the clock after which a run is ended, however little it has computed."""
-    return run.limit if gpu is not None else HANGS + BUSY * run.limit
+    if gpu is not None:
+        return run.limit
+    return CLOCK_SECONDS + CLOCK_FACTOR * run.limit
 
 
 def run_all(
     runs: Sequence[Run], at_once: int, gpus: Sequence[str] = ()
-) -> Iterator[tuple[int, Ended]]:
-    """Make these runs, some at once, and yield each with its index when it ends.
+) -> Iterator[tuple[int, FinishedRun]]:
+    """Makes these runs, some at once, and yields each with its index when it ends.
 
-    With gpus, each run has one of them, and at_once is their number. A run's directory is there
-    until the next one is asked for. None goes on afterwards.
+    With gpus, each run has one of them, and at_once does not count. A run's directory is there
+    until the next one is asked for. No run goes on after this.
     """
     waiting = deque(enumerate(runs))
-    free: list[str | None] = [*gpus] or [None] * at_once
-    running = list[Running]()
+    free_gpus: list[str | None] = list(gpus) or [None] * at_once  # None: a run on a CPU
+    running: list[RunningProcess] = []
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
-        base = Path(temporary)
 
-        def fill() -> None:
-            while waiting and free:
+        def start_waiting() -> None:
+            while waiting and free_gpus:
                 index, run = waiting.popleft()
-                code, out = base / run.source.sha256, base / f"run-{index}"
+                code = Path(temporary, run.source.sha256)
                 run.source.write(code)
-                running.append(Running(index, run, code, out, free.pop()))
+                directory = Path(temporary, f"run-{index}")
+                running.append(RunningProcess(index, run, code, directory, free_gpus.pop()))
 
         try:
-            fill()
+            start_waiting()
             while running:
                 time.sleep(0.02)
                 for process in [process for process in running if process.has_ended()]:
                     running.remove(process)
-                    free.append(process.gpu)
-                    fill()  # so that it runs while the caller looks at this one
+                    free_gpus.append(process.gpu)
+                    start_waiting()  # so that it runs while the caller looks at this one
                     try:
-                        yield process.index, process.outcome()
+                        yield process.index, process.finish()
                     finally:
-                        remove(process.out)
+                        remove(process.directory)
         finally:
             for process in running:
                 process.program.end()
-                remove(process.out)
+                remove(process.directory)
 
 
-class Running:
+class RunningProcess:
     """A run that goes on, and ends with this process."""
 
-    def __init__(self, index: int, run: Run, code: Path, out: Path, gpu: str | None) -> None:
-        self.index, self.run, self.out, self.gpu = index, run, out, gpu
-        self.began = time.monotonic()
-        out.mkdir()
-        # It stays open: the run may put anything at the place of the file.
-        self.log = (out / "log").open("w+b")
-        self.program = start(run, code, out, gpu, self.log)
+    def __init__(self, index: int, run: Run, code: Path, directory: Path, gpu: str | None) -> None:
+        self.index = index
+        self.run = run
+        self.directory = directory
+        self.gpu = gpu
+        self.start_time = time.monotonic()
+        directory.mkdir()
+        # The file stays open: the run may replace it by anything.
+        self.log = (directory / "log").open("w+b")
+        self.program = start(run, code, directory, gpu, self.log)
 
     def has_ended(self) -> bool:
-        """Whether it has ended; it is ended if it takes too long."""
-        self.seconds = time.monotonic() - self.began
+        """Returns True if it has ended. It is ended if it takes too long by the clock."""
+        self.seconds = time.monotonic() - self.start_time
         if self.seconds > clock_limit(self.run, self.gpu):
             self.program.end()
         return self.program.has_ended()
 
-    def outcome(self) -> Ended:
-        with self.log as log:  # of any size
-            log.seek(max(0, log.seek(0, os.SEEK_END) - LOGGED))
-            text = log.read(LOGGED).decode(errors="replace").strip()
-        status, computed = self.program.status or 0, self.program.cpu_seconds
-        return Ended(self.run, self.out, status, self.seconds, computed, text, self.gpu)
+    def finish(self) -> FinishedRun:
+        with self.log as file:
+            size = file.seek(0, os.SEEK_END)  # any size
+            file.seek(max(0, size - LOG_BYTES))
+            log = file.read(LOG_BYTES).decode(errors="replace").strip()
+        return FinishedRun(
+            run=self.run,
+            directory=self.directory,
+            status=self.program.status or 0,
+            clock_seconds=self.seconds,
+            cpu_seconds=self.program.cpu_seconds,
+            log=log,
+            gpu=self.gpu,
+        )
 
 
-def start(run: Run, code: Path, out: Path, gpu: str | None, log: BinaryIO) -> Program:
-    """Start train.py in a session of its own, which Ctrl-C does not reach; it ends with us."""
+def start(run: Run, code: Path, directory: Path, gpu: str | None, log: BinaryIO) -> Program:
+    """Starts train.py in a session of its own, which Ctrl-C does not reach.
+
+    code has the training folder; the run writes into `directory`.
+    """
     open_standard_streams()
-    values = {**SILENT, **run.values, "data": run.text, "out": out}
+    values = {**SILENT, **run.values, "data": run.text, "out": directory}
     options = [f"--{name}={value}" for name, value in values.items()]
     command = [sys.executable, str(code / "train.py"), *options]
-    own = {"OMP_NUM_THREADS": str(run.threads), "SM_NANOGPT_LAUNCHER": "sm-nanogpt"}
-    device = find_gpu(gpu) if gpu is not None else None
-    if device is not None:
-        own["CUDA_VISIBLE_DEVICES"] = device.name
-    if run.alone:
-        stop = STOP * run.limit + 1  # the kernel counts by ticks, a few percent off
-        command = confined(command, Sandbox([code, run.text], out, device, stop))
-        env = environment(out, **own)
-    else:
-        env = {**os.environ, **own}
+    variables = {"OMP_NUM_THREADS": str(run.threads), "SM_NANOGPT_LAUNCHER": "sm-nanogpt"}
+    device = None
+    if gpu is not None:
+        device = find_gpu(gpu)
+        variables["CUDA_VISIBLE_DEVICES"] = device.name
+    env = {**os.environ, **variables}
+    if run.is_isolated:
+        cpu_seconds = KERNEL_FACTOR * run.limit + 1  # the kernel counts ticks, a few percent off
+        sandbox = Sandbox([code, run.text], directory, device, cpu_seconds)
+        command = confined(command, sandbox)
+        env = environment(directory, **variables)
     return Program(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -45,28 +45,38 @@ FORBIDDEN = {
 # openat2, faccessat2, epoll_pwait2, those of Landlock, memfd_secret, futex_waitv, and
 # set_mempolicy_home_node. The others are missing, as on an older kernel: clone3, io_uring, the
 # newer ones for mounts, pidfds and attributes, and those of kernels to come.
-NEWER = range(424, 600)
-HARMLESS = {436, 437, 439, 441, 444, 445, 446, 447, 449, 450}
+NEW_CALLS = range(424, 600)
+ALLOWED_NEW_CALLS = {436, 437, 439, 441, 444, 445, 446, 447, 449, 450}
 
 INT = 0xFFFFFFFF  # the kernel reads no more of an argument that is an int
-FILE_COMMANDS = [  # locks and leases of files, and signals to other processes when they change
-    *(fcntl.F_SETLK, fcntl.F_SETLKW, 37, 38, fcntl.F_SETLEASE, fcntl.F_NOTIFY),  # 37, 38: OFD locks
-    *(fcntl.F_SETOWN, 10, 15),  # F_SETSIG, F_SETOWN_EX
+# Locks and leases of files, and signals to other processes when they change.
+FILE_COMMANDS = [
+    fcntl.F_SETLK,
+    fcntl.F_SETLKW,
+    37,  # F_OFD_SETLK
+    38,  # F_OFD_SETLKW
+    fcntl.F_SETLEASE,
+    fcntl.F_NOTIFY,
+    fcntl.F_SETOWN,
+    10,  # F_SETSIG
+    15,  # F_SETOWN_EX
 ]
 DEVICE_COMMANDS = [0x8901, 0x8902]  # FIOSETOWN and SIOCSPGRP: signals to other processes
 # The kinds of commands, by bits 8 to 15, that change flags, versions and projects of a file which
 # is open for reading, or freeze its file system: of ext4 and others, XFS, and Btrfs.
-FLAG_COMMANDS, COMMAND_KIND = [ord("f"), ord("v"), ord("X"), 0x94], 0xFF00
-# What of a file to read, to write out, or to map: MADV_RANDOM, WILLNEED, COLD, PAGEOUT, and
-# POPULATE_READ and _WRITE. A program would leave pages in memory as a message to the next one.
+FLAG_COMMANDS = [ord("f"), ord("v"), ord("X"), 0x94]
+COMMAND_KIND = 0xFF00
+# Advice on which pages of a file to keep in memory: MADV_RANDOM, WILLNEED, COLD, PAGEOUT,
+# POPULATE_READ and _WRITE. A program would leave pages there as a message to the next one.
 PAGING_ADVICE = [1, 3, 20, 21, 22, 23]
 PR_SET_PDEATHSIG = 1
-CLONE_THREAD, CLONE_NEWUSER = 0x10000, 0x10000000
+CLONE_THREAD = 0x10000
+CLONE_NEWUSER = 0x10000000
 SOCKET_KIND = 0xF  # the bits of a socket's type besides its flags
 
 
 def is_available() -> bool:
-    """Whether libseccomp, and its binding, are on this machine."""
+    """True if libseccomp and its binding are on this machine."""
     try:
         import pyseccomp
     except (ImportError, RuntimeError, OSError):  # not on Linux, or without the library
@@ -75,7 +85,7 @@ def is_available() -> bool:
 
 
 def binding() -> Path:
-    """The file of the binding, which is one module in plain Python, wherever it is run."""
+    """The file of the binding of libseccomp, one module in plain Python that runs anywhere."""
     spec = find_spec("pyseccomp")
     assert spec is not None, "pyproject.toml names it"
     assert spec.origin is not None
@@ -83,45 +93,45 @@ def binding() -> Path:
 
 
 def call_filter(may_fork: bool) -> SyscallFilter:
-    """The filter for this process and what it becomes, to be loaded.
+    """Makes the filter of system calls for this process; its caller loads it.
 
-    Without may_fork, it starts no process and signals none but itself: only threads.
+    Without may_fork, the process may start threads and no processes, and signals only itself.
     """
     import pyseccomp
     from pyseccomp import MASKED_EQ, NE, Arg
 
     denied = pyseccomp.ERRNO(errno.EPERM)
-    result = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for names in FORBIDDEN.values():
         for name in names.split():
-            result.add_rule(denied, name)
-    for number in NEWER:
-        if number not in HARMLESS:
-            result.add_rule(pyseccomp.ERRNO(errno.ENOSYS), number)
+            rules.add_rule(denied, name)
+    for number in NEW_CALLS:
+        if number not in ALLOWED_NEW_CALLS:
+            rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), number)
 
     for command in FILE_COMMANDS:
-        result.add_rule(denied, "fcntl", Arg(1, MASKED_EQ, INT, command))
+        rules.add_rule(denied, "fcntl", Arg(1, MASKED_EQ, INT, command))
     for command in DEVICE_COMMANDS:
-        result.add_rule(denied, "ioctl", Arg(1, MASKED_EQ, INT, command))
+        rules.add_rule(denied, "ioctl", Arg(1, MASKED_EQ, INT, command))
     for kind in FLAG_COMMANDS:
-        result.add_rule(denied, "ioctl", Arg(1, MASKED_EQ, COMMAND_KIND, kind << 8))
+        rules.add_rule(denied, "ioctl", Arg(1, MASKED_EQ, COMMAND_KIND, kind << 8))
     for advice in PAGING_ADVICE:
-        result.add_rule(denied, "madvise", Arg(2, MASKED_EQ, INT, advice))
+        rules.add_rule(denied, "madvise", Arg(2, MASKED_EQ, INT, advice))
     # Pairs of stream sockets reach nothing else; a datagram can be sent to any address.
-    result.add_rule(denied, "socketpair", Arg(0, NE, socket.AF_UNIX))
-    for pair in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
-        result.add_rule(denied, "socketpair", Arg(1, MASKED_EQ, SOCKET_KIND, pair))
-    result.add_rule(denied, "prctl", Arg(0, MASKED_EQ, INT, PR_SET_PDEATHSIG))
-    result.add_rule(denied, "prlimit64", Arg(0, NE, 0))  # another process
-    result.add_rule(denied, "prlimit64", Arg(2, NE, 0))  # new limits, of processor time as well
-    result.add_rule(denied, "preadv2", Arg(5, NE, 0))  # RWF_NOWAIT: what of a file is in memory
-    result.add_rule(denied, "clone", Arg(0, MASKED_EQ, CLONE_NEWUSER, CLONE_NEWUSER))
+    rules.add_rule(denied, "socketpair", Arg(0, NE, socket.AF_UNIX))
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
+        rules.add_rule(denied, "socketpair", Arg(1, MASKED_EQ, SOCKET_KIND, kind))
+    rules.add_rule(denied, "prctl", Arg(0, MASKED_EQ, INT, PR_SET_PDEATHSIG))
+    rules.add_rule(denied, "prlimit64", Arg(0, NE, 0))  # another process
+    rules.add_rule(denied, "prlimit64", Arg(2, NE, 0))  # new limits, of processor time as well
+    rules.add_rule(denied, "preadv2", Arg(5, NE, 0))  # RWF_NOWAIT: what of a file is in memory
+    rules.add_rule(denied, "clone", Arg(0, MASKED_EQ, CLONE_NEWUSER, CLONE_NEWUSER))
     if may_fork:
-        return result
+        return rules
 
     for name in ("fork", "vfork", "flock"):
-        result.add_rule(denied, name)
-    result.add_rule(denied, "clone", Arg(0, MASKED_EQ, CLONE_THREAD, 0))
+        rules.add_rule(denied, name)
+    rules.add_rule(denied, "clone", Arg(0, MASKED_EQ, CLONE_THREAD, 0))
     for name in ("kill", "tgkill"):
-        result.add_rule(denied, name, Arg(0, NE, os.getpid()))
-    return result
+        rules.add_rule(denied, name, Arg(0, NE, os.getpid()))
+    return rules

@@ -317,7 +317,7 @@ class SageMakerRuns:
             "limit": min(seconds, self.search.budget.limit),
             "room": largest_model,
             "variables": sorted(confine.VARIABLES),
-            "families": confine.FAMILIES,
+            "families": confine.VARIABLE_PREFIXES,
         }
         files = {**first.files, "train.py": DRIVER.read_bytes()}
         for name, path in FILTER_FILES.items():

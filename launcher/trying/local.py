@@ -9,7 +9,7 @@ import torch
 
 from entry_point.cores import cores
 from launcher.files.ledger import Entry
-from launcher.local.confine import warn_of_open
+from launcher.local.confine import warn_of_unprotected
 from launcher.local.gpus import visible_gpus
 from launcher.local.runs import Run, run_all
 from launcher.trying.budget import Budget
@@ -27,13 +27,13 @@ class LocalRuns:
         self.gpus: list[str] = []
         if start["device"] != "cpu":
             self.gpus = visible_gpus(torch.cuda.device_count())
-        warn_of_open()
+        warn_of_unprotected()
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
         hyperparameters, limit = self.start["hyperparameters"], self.budget.limit
         local_runs = []
         for run in runs:
             values = {**hyperparameters, "seed": run.seed}
-            local_runs.append(Run(run.source, values, self.text, limit=limit, alone=True))
+            local_runs.append(Run(run.source, values, self.text, limit=limit, is_isolated=True))
         for index, ended in run_all(local_runs, cores(), self.gpus):
-            yield FinishedRun(runs[index], ended.out / "model", ended.seconds, ended.problem)
+            yield FinishedRun(runs[index], ended.directory / "model", ended.seconds, ended.problem)

@@ -295,12 +295,17 @@ class Search:
         tokens = planned_tokens(source, hyperparameters, self.text, limit)
         self.budget.check_sizes({"tokens": tokens})
         small_run = Run(
-            source, {**hyperparameters, **SMALL_RUN}, self.text, cores(), limit=limit, alone=True
+            source,
+            {**hyperparameters, **SMALL_RUN},
+            self.text,
+            cores(),
+            limit=limit,
+            is_isolated=True,
         )
         for _, ended in run_all([small_run], 1):
             if ended.problem:
                 raise Refused(ended.problem)
-            model = ended.out / "model"
+            model = ended.directory / "model"
             self.budget.check_sizes(sizes_of(model))
             self.judge.score(model, source, tested_below=math.inf)
 

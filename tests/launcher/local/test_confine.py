@@ -186,7 +186,7 @@ def test_texts_beside_programs_are_not_readable():
 )
 def test_what_stays_open_is_named(layers, reachable, monkeypatch):
     monkeypatch.setattr(confine, "layers", lambda: layers)
-    assert confine.open_to() == reachable
+    assert confine.unprotected() == reachable
 
 
 def test_a_bubblewrap_that_is_not_allowed_is_no_layer(tmp_path, monkeypatch):

@@ -25,7 +25,8 @@ def test_each_gpu_gets_one_process(monkeypatch, words, gpus, expected):
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     monkeypatch.setattr("launcher.machines.cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert backend.plan_processes(TrainingJob(data="/data", **words)) == expected
+    placement = backend.plan_processes(TrainingJob(data="/data", **words))
+    assert (placement.processes, placement.gpus) == expected
 
 
 def test_a_job_that_would_leave_gpus_idle_is_refused(monkeypatch):
@@ -55,5 +56,5 @@ def test_a_job_on_busy_cores_hears_of_one_thread(
     here = backend.LocalBackend(Settings(home=home))
     here.parallel = parallel
     with caplog.at_level("INFO"):
-        here.note_busy_cores(*placement)
+        here.note_busy_cores(backend.Placement(*placement))
     assert len(caplog.records) == notes

@@ -329,7 +329,7 @@ sys.exit(1)
 def run_of(script: str, mine: Search, **options: Any) -> Run:
     """A run that such a train.py makes."""
     source = Source(Path("mine"), {"config.py": b"", "train.py": script.encode()})
-    return Run(source, {}, mine.text, alone=True, **options)
+    return Run(source, {}, mine.text, is_isolated=True, **options)
 
 
 def problem_of(run: Run) -> str:
@@ -391,8 +391,8 @@ def test_a_run_that_waits_for_a_processor_is_not_ended(mine):
 
 
 def test_a_run_that_hangs_is_ended_by_the_clock(mine, monkeypatch):
-    monkeypatch.setattr(local_runs, "HANGS", 1)
-    monkeypatch.setattr(local_runs, "BUSY", 0)
+    monkeypatch.setattr(local_runs, "CLOCK_SECONDS", 1)
+    monkeypatch.setattr(local_runs, "CLOCK_FACTOR", 0)
     problem = problem_of(run_of("import time; time.sleep(99)", mine, limit=1))
     assert problem.startswith("it had not ended after")
 
