@@ -20,22 +20,22 @@ from launcher.files.documents import Damaged, Number, parse
 
 Name = Annotated[str, Field(pattern=r"^[\w./-]{1,64}$")]  # it reaches the terminal
 Row = dict[Name, Number]  # a line of metrics.jsonl
-LARGEST_CURVE = 1 << 26  # bytes: half a million rows
+MAX_CURVE_BYTES = 1 << 26  # half a million rows
 
-LONGEST_LINE = 1000  # characters of a log's line that may be a row
-LINE = re.compile(r"step=(\d{1,18})/\d+ ([a-z_]+=\S+(?: [a-z_]+=\S+)*) ?$")
+MAX_LINE = 1000  # characters of a log's line that may be a row
+LOG_LINE = re.compile(r"step=(\d{1,18})/\d+ ([a-z_]+=\S+(?: [a-z_]+=\S+)*) ?$")
 VALUE = re.compile(r"([a-z_]+)=(\d{1,18}(?:\.\d+)?)(?!\S)")
-FILE = re.compile(r"metrics-\d{8}\.jsonl")
+CURVE_FILE = re.compile(r"metrics-\d{8}\.jsonl")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The rows of a job in order of step, and where they were read. samples holds the texts that
-    the script wrote into its log: `before training` and `after training`."""
+    """The rows of a job in order of step, and where they were read."""
 
     job_id: str
     source: str
     rows: Sequence[Row]
+    # The texts that the script wrote into its log: `before training` and `after training`.
     samples: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -44,7 +44,7 @@ class Curve:
         return newest_values(self.rows)
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """The steps whose rows have a value of this name, and the value."""
+        """The steps whose rows have a value of this name, each with the value."""
         return [(int(row["step"]), float(row[name])) for row in self.rows if name in row]
 
 
@@ -66,7 +66,7 @@ def rows_of_log(lines: Iterable[str]) -> list[Row]:
     """Rows from the lines of a log, whose values have fewer digits than those of the file."""
     rows: list[Row] = []
     for line in lines:
-        match = LINE.search(line[-LONGEST_LINE:])
+        match = LOG_LINE.search(line[-MAX_LINE:])
         if match:
             row: Row = {"step": int(match[1])}
             for name, value in VALUE.findall(match[2]):
@@ -98,7 +98,7 @@ def newest_curve(names: Iterable[str]) -> str:
 
     Each start of a job has its own, which holds the rows of those before it too.
     """
-    curves = [name for name in names if FILE.fullmatch(name)]
+    curves = [name for name in names if CURVE_FILE.fullmatch(name)]
     return max(curves, default="metrics-00000001.jsonl")
 
 

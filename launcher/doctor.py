@@ -1,7 +1,7 @@
 """Check whether this machine and the AWS account are ready for a job.
 
-Each check is a function. It returns what it found: a text if all is well, a Doubt of what may be
-wrong, or another LauncherError for what is. It may raise them too.
+Each check is a function. It returns a text if all is well, a Doubt if something may be wrong, or
+another LauncherError if something is. It may also raise these errors.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from launcher.sagemaker.stack import Stack, find_stack, has_succeeded, notebook_
 from launcher.settings import Settings
 from launcher.tracking import TrackedJob
 
-OK, WARNING, FAILURE = "ok", "warning", "failure"
+OK = "ok"
+WARNING = "warning"
+FAILURE = "failure"
 
-TRAINING_SECONDS = 300  # for a run that takes ten
+TRAINING_TIMEOUT = 300  # seconds, for a run that takes ten
 
 
 class Doubt(ServiceError):
-    """What may be wrong, or could not be checked."""
+    """Something may be wrong, or could not be checked."""
 
 
 Answer = str | LauncherError  # of a check
@@ -43,7 +45,7 @@ Answer = str | LauncherError  # of a check
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check answered; result is OK, WARNING or FAILURE."""
+    """The result of a check: OK, WARNING or FAILURE, with its answer as text."""
 
     check: str
     result: str
@@ -52,18 +54,20 @@ class Finding:
 
     @property
     def ends_checks(self) -> bool:
-        """True if the checks after it need what failed."""
+        """True if it failed and all later checks need what it checked."""
         return self.result == FAILURE and self.check in ("credentials", "stack")
 
 
 @dataclass
 class Context:
-    """The settings to check, and what earlier checks found. Without an instance, no price is
-    checked, and the quotas of all instances with GPUs are."""
+    """The settings to check, and what earlier checks found.
+
+    Without an instance, the quotas of all instances with GPUs are checked, and no price.
+    """
 
     settings: Settings
     instance: str = ""
-    stack: Stack | None = None
+    stack: Stack | None = None  # of check_stack
 
     @cached_property
     def cloud(self) -> SageMakerBackend:
@@ -74,32 +78,41 @@ Check = Callable[[Context], Answer]
 
 
 def check_training(context: Context) -> Answer:
-    """Train a tiny model for a few steps, as a normal job, in a temporary home."""
-    tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, max_steps=3, eval_interval=3)
-    # 1 to 8, 10, 12, 14, 15 and 16 GPUs can share this batch evenly.
-    tiny |= dict(batch_size=1680, eval_tokens=32, sample_length=0)
+    """Trains a tiny model for a few steps, as a normal job, in a temporary home."""
+    hyperparameters = dict(
+        n_layer=1,
+        n_head=1,
+        n_embd=16,
+        block_size=16,
+        batch_size=1680,  # 1 to 8, 10, 12, 14, 15 and 16 GPUs can share it evenly
+        max_steps=3,
+        eval_interval=3,
+        eval_tokens=32,
+        sample_length=0,
+    )
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-doctor-") as directory:
         text = Path(directory, "input.txt")
         lines = [f"{number} is a number that no other line has.\n" for number in range(2000)]
         text.write_text("".join(lines), encoding="utf-8")
         settings = context.settings.model_copy(update={"home": Path(directory), "store": ""})
-        began = time.monotonic()
-        request = Request(instance="local", data=str(text), hyperparameters=tiny)
+        start_time = time.monotonic()
+        request = Request(instance="local", data=str(text), hyperparameters=hyperparameters)
         job = prepare(request, settings, TrackedJob).submit()
         try:
-            ended = job.wait_for_end(timeout=TRAINING_SECONDS)
+            description = job.wait_for_end(timeout=TRAINING_TIMEOUT)
         finally:
             # The job outlives this process, and its home is deleted next.
             LocalBackend(settings).stop(job.id)
             job.wait_for_end()
-    if ended.status != "Completed":
-        return ServiceError(ended.failure_reason or ended.status, "try-locally")
-    return f"a tiny model trained here in {time.monotonic() - began:.0f} s"
+    if description.status != "Completed":
+        return ServiceError(description.failure_reason or description.status, "try-locally")
+    return f"a tiny model trained here in {time.monotonic() - start_time:.0f} s"
 
 
 def check_sandbox(context: Context) -> Answer:
-    """What keeps the code of a training folder from the rest of this machine."""
-    if reachable := unprotected():
+    """This machine can confine the code of a training folder."""
+    reachable = unprotected()
+    if reachable:
         return Doubt(f"the code of a folder is not kept from {', '.join(reachable)}", "sandbox")
     return f"by {', '.join(sorted(layers()))}"
 
@@ -117,27 +130,32 @@ def check_stack(context: Context) -> Answer:
     if stack is None:
         return Doubt("none", code="deploy-stack")
     state = f"{stack.name} is {stack.status}"
-    return state if has_succeeded(stack.status) else Doubt(state, code="show-stack")
+    if has_succeeded(stack.status):
+        return state
+    return Doubt(state, code="show-stack")
 
 
 def check_role(context: Context) -> Answer:
-    role = context.settings.role or (context.stack.role if context.stack else "")
-    role = role or notebook_role(context.cloud.client)
+    role = context.settings.role
+    if not role and context.stack is not None:
+        role = context.stack.role
+    if not role:
+        role = notebook_role(context.cloud.client)
     return role or InputError("no execution role", "no-role")
 
 
 def check_store(context: Context) -> Answer:
-    """The store is in the region of the jobs; write and delete an empty object there."""
+    """The store is in the region of the jobs, and takes and deletes an empty object."""
     store = context.cloud.launch_settings().store
     if not store.startswith("s3://"):
         return InputError(f"SageMaker cannot read {store}", "store-on-s3")
     check_bucket(context.cloud.client("s3"), store, "store", context.cloud.region)
-    place = storage.join(store, "data", f"doctor-{secrets.token_hex(4)}.txt")
-    storage.write_bytes(place, b"", context.settings)
+    uri = storage.join(store, "data", f"doctor-{secrets.token_hex(4)}.txt")
+    storage.write_bytes(uri, b"", context.settings)
     try:
-        storage.remove(place, context.settings)
+        storage.remove(uri, context.settings)
     except ServiceError as error:
-        problem = f"{place} was written, and could not be deleted: {error}"
+        problem = f"{uri} was written, and could not be deleted: {error}"
         return Doubt(problem, error.code, **error.facts)
     return f"{store} is writable"
 
@@ -155,14 +173,15 @@ QUOTA_SUFFIX = " for training job usage"
 
 
 def check_quota(context: Context) -> Answer:
-    """The instances that training jobs may use: of one type, or of all types with GPUs."""
+    """The account's quotas let training jobs use the instance, or else some type with GPUs."""
     try:
         quotas = training_quotas(context)
     except ServiceError as error:
         return Doubt(f"could not check the quotas of instances: {error}", error.code, **error.facts)
     if not context.instance:
         return usable_gpus(quotas)
-    name, n_instances = f"{context.instance}{QUOTA_SUFFIX}", quotas.get(context.instance)
+    name = f"{context.instance}{QUOTA_SUFFIX}"
+    n_instances = quotas.get(context.instance)
     if n_instances is None:
         return Doubt(f"the account has no quota {name!r}")
     if n_instances < 1:
@@ -203,16 +222,19 @@ def uses_aws(settings: Settings, instance: str | None) -> bool:
 
 
 def run_checks(settings: Settings, instance: str | None, train: bool) -> Iterator[Finding]:
-    """Check this machine, unless `train` is off; and the account, if jobs there use it."""
+    """Runs the checks of this machine, if `train`, and of the account, if jobs would use it."""
     checks: dict[str, Check] = {}
     if train:
         checks["local training"] = check_training
         checks["sandbox"] = check_sandbox
     if uses_aws(settings, instance):
-        checks |= {"credentials": check_credentials, "quota": check_quota}
+        checks["credentials"] = check_credentials
+        checks["quota"] = check_quota
         if instance:
             checks["price"] = check_price
-        checks |= {"stack": check_stack, "role": check_role, "store": check_store}
+        checks["stack"] = check_stack
+        checks["role"] = check_role
+        checks["store"] = check_store
     context = Context(settings, instance or "")
     for name, check in checks.items():
         finding = run_check(name, check, context)

@@ -1,4 +1,4 @@
-"""SageMaker's instance types: the table of their families, and what follows from it.
+"""SageMaker's instance types: the table of their families, and questions that it answers.
 
 boto3 knows the names of the types. A training type whose family is not in the table has no GPU,
 unless AWS added its family later.
@@ -18,12 +18,12 @@ from launcher.limits import instance_types
 class Gpu:
     """A kind of GPU.
 
-    memory is in GB. teraflops: 10**12 dense 16-bit operations per second, as NVIDIA's data sheet
-    says; None: not looked up.
+    teraflops are 10**12 dense 16-bit operations per second by NVIDIA's data sheet; None: they were
+    not looked up.
     """
 
     name: str
-    memory: int
+    memory: int  # GB
     teraflops: int | None = None
 
 
@@ -39,15 +39,14 @@ class OfflinePrice:
 class Family:
     """The instance types `ml.NAME.SIZE`.
 
-    gpu_counts: how many GPUs each size has. prices: those that were seen, by size. Where a family
-    has local disks, SageMaker adds no volume: it ignores the volume size of a request and refuses a
-    key.
+    Where a family has local disks, SageMaker adds no volume: it ignores the volume size of a
+    request and refuses a key.
     """
 
     gpu: Gpu | None = None
-    gpu_counts: Mapping[str, int] = field(default_factory=dict)
+    gpu_counts: Mapping[str, int] = field(default_factory=dict)  # by size
     has_local_disks: bool = True
-    prices: Mapping[str, OfflinePrice] = field(default_factory=dict)
+    prices: Mapping[str, OfflinePrice] = field(default_factory=dict)  # by size, as far as seen
 
 
 # -- the tables ------------------------------------------------------------------------------------
@@ -143,7 +142,7 @@ UNSUITABLE = {
 }
 
 
-# -- what follows from them ------------------------------------------------------------------------
+# -- questions -------------------------------------------------------------------------------------
 
 
 def types_of(instance: str) -> tuple[str, ...]:
@@ -237,7 +236,7 @@ def instance_problem(names: Sequence[str]) -> str:
 
 
 def unknown_instance(name: str) -> str:
-    """That a name is no instance, with the closest one."""
+    """Says that a name is no instance, with the closest name."""
     full_name = f"ml.{name.removeprefix('ml.')}"
     suggestion = did_you_mean(name, ["local"])
     if not suggestion:

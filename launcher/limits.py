@@ -1,4 +1,4 @@
-"""What SageMaker's API takes, by boto3's own model of it: lengths, counts, ranges and characters.
+"""The limits of SageMaker's API, by boto3's model of it: lengths, counts, ranges and characters.
 
 boto3 itself checks only that a request has the right types, so AWS would refuse the rest later.
 """
@@ -56,7 +56,7 @@ def instance_types() -> Sequence[str]:
 def violations(
     value: Any, shape: str | Shape, path: tuple[str | int, ...] = ()
 ) -> Iterator[Violation]:
-    """Yield what SageMaker would refuse of a value of this shape: the value itself, then its parts.
+    """Yields what SageMaker would refuse in a value of this shape: the value, and then its parts.
 
     A shape may be given by its name. Enumerations are not checked: boto3 may be older than an
     instance type.

@@ -1,4 +1,4 @@
-"""What a job runs in: AWS's training images, and the processes of this machine."""
+"""AWS's training images, and how many processes train on this machine."""
 
 from __future__ import annotations
 
@@ -27,33 +27,44 @@ def cpu_processes(config: Config) -> int:
     than with two processes, one of 10**10 by a tenth, and one of 10**12 no more; on busy ones
     threads lose most, as each waits for the slowest.
     """
-    if 6 * config.matrix_parameters * config.batch_size * config.block_size < 3e11:
+    operations = 6 * config.matrix_parameters * config.batch_size * config.block_size
+    if operations < 3e11:
         return 1
-    shares = config.batch_size // max(1, config.gradient_accumulation_steps)
-    # OMP_NUM_THREADS has a number for each level of nesting.
-    threads = re.match(r"\s*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))
-    at_once = min(cores() // int(threads[1] if threads else 1), 8)
-    return next((n for n in range(at_once, 1, -1) if shares % n == 0), 1)
+    micro_batch = config.batch_size // max(1, config.gradient_accumulation_steps)
+    max_processes = min(8, cores() // chosen_threads())
+    for n in range(max_processes, 1, -1):
+        if micro_batch % n == 0:
+            return n
+    return 1
+
+
+def chosen_threads() -> int:
+    """The threads of a process by OMP_NUM_THREADS; 1 without it."""
+    # It has a number for each level of nesting.
+    match = re.match(r"\s*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))
+    return int(match[1]) if match else 1
 
 
 def is_busy() -> bool:
-    """Whether other programs use over a quarter of the cores that a job may use.
+    """True if other programs use over a quarter of the cores that a job may use.
 
-    Linux tells it of a quarter of a second, in which this program waits. Elsewhere, the mean load
-    of the last minute decides, to which this program's own runs belong.
+    On Linux, this measures a quarter of a second, in which this program waits. Elsewhere, the mean
+    load of the last minute decides, in which this program's own runs count too.
     """
-    before = busy_seconds()
-    if before is None:
+    start_seconds = busy_seconds()
+    if start_seconds is None:
         busy_cores = os.getloadavg()[0]
     else:
         time.sleep(SAMPLE_SECONDS)
-        busy_cores = ((busy_seconds() or before) - before) / SAMPLE_SECONDS
+        end_seconds = busy_seconds() or start_seconds
+        busy_cores = (end_seconds - start_seconds) / SAMPLE_SECONDS
     return busy_cores > cores() / 4
 
 
 def busy_seconds() -> float | None:
-    """The seconds that the CPUs of this process have computed for any program since the start of
-    the system; None where they are not counted.
+    """The seconds that the CPUs of this process have computed since the start of the system.
+
+    All programs count. None where the system does not count them.
 
     https://docs.kernel.org/filesystems/proc.html#miscellaneous-kernel-statistics-in-proc-stat
     """
@@ -75,19 +86,19 @@ def busy_seconds() -> float | None:
 
 @dataclass(frozen=True)
 class Image:
-    """One release of the image. version is torch's; cuda is that of the image for GPUs."""
+    """One release of the image."""
 
-    version: str
+    version: str  # of torch
     repository: str
     python: str
-    cuda: str
+    cuda: str  # of the image for GPUs
 
     @property
     def minor(self) -> str:
         return self.version.rpartition(".")[0]
 
     def name(self, gpu: bool) -> str:
-        """Repository and tag; patched builds keep the tag."""
+        """The repository and the tag; patched builds keep the tag."""
         if self.repository == "pytorch-training":
             kind = "gpu" if gpu else "cpu"
             tag = f"{self.version}-{kind}-py{self.python.replace('.', '')}"
@@ -144,11 +155,11 @@ REGISTRIES = {
 # (CUDA 12.9, driver 525) is left.
 DEFAULT_VERSION = "2.12.1"
 
-TORCHRUN_ALONE = "ml.p5.48xlarge"  # the only type for which the SDK refuses pytorchddp
+TORCHRUN_ONLY = "ml.p5.48xlarge"  # the only type for which the SDK refuses pytorchddp
 
 
 def default_launcher(instance: str) -> str:
-    return "torchrun" if TORCHRUN_ALONE in instance else "pytorchddp"
+    return "torchrun" if TORCHRUN_ONLY in instance else "pytorchddp"
 
 
 def find_image(version: str) -> Image:
@@ -156,11 +167,12 @@ def find_image(version: str) -> Image:
     for image in IMAGES:
         if version in (image.version, image.minor):
             return image
-    known = ", ".join(image.version for image in IMAGES)
-    raise InputError(f"must be one of {known}", "other-image", "pytorch_version", version)
+    versions = ", ".join(image.version for image in IMAGES)
+    raise InputError(f"must be one of {versions}", "other-image", "pytorch_version", version)
 
 
 def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
+    """The URI of AWS's image. Raises InputError if there is none of this version or region."""
     image = find_image(pytorch_version)
     for account, regions in REGISTRIES.items():
         if region in regions.split():
@@ -175,12 +187,12 @@ def problem(uri: str, image: Image | None, instance: str, launcher: str) -> str 
     image is the release that the URI names, if it is AWS's. instance may be several types,
     separated by commas.
     """
-    other = r"(^|/)pytorch[\w-]*:.*?-(inference|ec2|eks|ecs|cpu)\b|/pytorch-inference"
-    kind = re.search(other, uri)
-    if kind and (kind[2] != "cpu" or looks_like_gpu(instance)):
+    other_image = r"(^|/)pytorch[\w-]*:.*?-(inference|ec2|eks|ecs|cpu)\b|/pytorch-inference"
+    match = re.search(other_image, uri)
+    if match and (match[2] != "cpu" or looks_like_gpu(instance)):
         return f"{name_of(uri)} is no SageMaker training image for {instance}"
-    if launcher == "pytorchddp" and TORCHRUN_ALONE in instance:
-        return f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}; torchrun runs there"
+    if launcher == "pytorchddp" and TORCHRUN_ONLY in instance:
+        return f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ONLY}; torchrun runs there"
     for name in types_of(instance):
         is_v100 = gpu_of(name) in (V100, V100_32GB)
         if image and is_v100 and not image.cuda.startswith("12."):
@@ -190,5 +202,5 @@ def problem(uri: str, image: Image | None, instance: str, launcher: str) -> str 
 
 
 def name_of(uri: str) -> str:
-    """Repository and tag, without the registry."""
+    """The repository and the tag of an image's URI, without the registry."""
     return uri.rpartition("/")[2]

@@ -28,7 +28,7 @@ from launcher.files.storage import path_of
 from launcher.settings import Settings
 
 MAX_FILE_BYTES = 1 << 20
-# What the launcher uses of each module of a folder.
+# The names in each module of a folder that the launcher uses.
 REQUIRED_NAMES = {
     "config": ("make_config", "check_resumable", "has_tuned_rates"),
     "command_line": ("hyperparameter_table",),
@@ -99,7 +99,7 @@ class Source:
         return self.sha256 == Source.packaged().sha256
 
     def write(self, directory: Path) -> None:
-        """Write the files that a directory does not have yet. Raises OSError."""
+        """Writes the files that a directory does not have as they are. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             path = directory / name
@@ -107,7 +107,7 @@ class Source:
                 path.write_bytes(content)
 
     def module(self, name: str) -> ModuleType:
-        """Import a module of the folder; this runs no training."""
+        """Imports a module of the folder, which runs no training. Raises InputError."""
         if self.is_packaged:
             return importlib.import_module(f"entry_point.{name}")
         package = f"user_{self.sha256[:16]}"
@@ -118,7 +118,7 @@ class Source:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run code of the folder. What it prints goes to stderr."""
+        """Runs code of the folder. What it prints goes to stderr; its errors are InputErrors."""
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 yield
@@ -147,10 +147,11 @@ class Source:
         class_names = [kind.__name__ for kind in type(error).__mro__]
         if "TrainingError" in class_names:
             return InputError(str(error))
+        location = self.last_line_of(error)
+        message = str(error)
         if isinstance(error, SyntaxError):
-            location, message = f"{error.filename}:{error.lineno}", error.msg
-        else:
-            location, message = self.last_line_of(error), str(error)
+            location = f"{error.filename}:{error.lineno}"
+            message = error.msg
         return InputError(f"{location}: {type(error).__name__}: {message}")
 
     def last_line_of(self, error: BaseException) -> str:
@@ -163,11 +164,14 @@ class Source:
 
 
 class Importer(SourceLoader):
-    """Imports the modules of a folder as a package of its own, from memory, so that what runs here
-    is what was hashed."""
+    """Imports the modules of a folder as a package of its own.
+
+    It reads them from memory, so that the code which runs is the code that was hashed.
+    """
 
     def __init__(self, package: str, source: Source) -> None:
-        self.package, self.source = package, source
+        self.package = package
+        self.source = source
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         package, _, file = name.partition(".")

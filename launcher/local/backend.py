@@ -35,7 +35,7 @@ from typing import Any, Literal, TypeVar
 from entry_point.cores import cores
 from entry_point.files import open_file, open_standard_streams
 from launcher.backends import Backend
-from launcher.curve import LARGEST_CURVE, Row, newest_curve, newest_values, rows_of_file
+from launcher.curve import MAX_CURVE_BYTES, Row, newest_curve, newest_values, rows_of_file
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.documents import Count, Damaged, Document, Moment, Scalar
@@ -309,7 +309,7 @@ class LocalBackend(Backend):
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
         path = self.curve_file(job_id)
         with storage.reported(str(path)):
-            return rows_of_file(tail(path, LARGEST_CURVE), path), str(path)
+            return rows_of_file(tail(path, MAX_CURVE_BYTES), path), str(path)
 
     def logs(
         self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None

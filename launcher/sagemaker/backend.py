@@ -22,7 +22,7 @@ from typing import Any, Literal
 from launcher import aws, machines
 from launcher.aws import Missing, Offline, aws_session, make_client
 from launcher.backends import Backend
-from launcher.curve import LARGEST_CURVE, Row, newest_curve, rows_of_file, rows_of_log
+from launcher.curve import MAX_CURVE_BYTES, Row, newest_curve, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.instances import assume_gpus, has_local_disks, looks_like_gpu
@@ -481,7 +481,7 @@ class SageMakerBackend(Backend):
             checkpoints = raw["CheckpointConfig"]["S3Uri"]
             names = storage.list_files(checkpoints, self.settings)
             uri = storage.join(checkpoints, newest_curve(names))
-            content = storage.read_bytes(uri, self.settings, LARGEST_CURVE)
+            content = storage.read_bytes(uri, self.settings, MAX_CURVE_BYTES)
             if content is not None:
                 return rows_of_file(content.splitlines(), uri), uri
         return rows_of_log(self.logs(job_id, follow=False)), f"the log in {LOG_GROUP}"

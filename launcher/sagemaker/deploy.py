@@ -122,7 +122,7 @@ class Deployment:
         paginator = self.client.get_paginator("describe_change_set")
         pages = list(paginator.paginate(ChangeSetName=change_set_id))
         if pages[0]["Status"] == "CREATE_COMPLETE":
-            changes = []
+            changes: list[tuple[str, str, str]] = []
             for page in pages:
                 changes += map(read_change, page["Changes"])
             return changes
