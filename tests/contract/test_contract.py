@@ -17,7 +17,7 @@ from launching import until
 from runs import SMALL, edited_folder, words
 
 from entry_point.cores import cores
-from launcher.sagemaker.description import in_short
+from launcher.sagemaker.description import shorten
 from launcher.sagemaker.logs import lines_of
 
 ODD_VALUES: dict[str, Any] = {
@@ -197,7 +197,7 @@ def test_a_dead_rank_fails_the_job_with_its_cause(launcher, fault, says, cause, 
         job.wait()
     # Of several hosts, SageMaker takes the reason of the one that failed first.
     assert job.failed_first is not None, job.log
-    assert cause in (in_short(f"AlgorithmError: {job.failed_first.failure}, exit code: 1") or "")
+    assert cause in (shorten(f"AlgorithmError: {job.failed_first.failure}, exit code: 1") or "")
     assert job.failed_at - died < 20
     assert all(list(host.model.iterdir()) == [] for host in job.hosts)
 
