@@ -27,15 +27,14 @@ T = {
 }
 T95, T975, T995 = range(3)
 FOUR_OF_FIVE = 0.84  # quantile of the normal distribution
-WITHOUT_HIGHEST = 0.731  # the deviation of the normal distribution without its highest quarter
 # The standard deviation of a pair's difference over that of a loss. At `quick`, losses that share a
 # seed correlate by 0.8, also with other initial weights: the order of the batches is most of it.
 PAIRED = 0.63
 # Losses of a folder whose batches are the same for all seeds vary by less than this share of the
 # base's, and are correlated with them by less than this. At `quick`, those of honest changes vary
-# by 0.67 or more, and are correlated by 0.79 or more.
-CHOSEN_SPREAD, CHOSEN_CORRELATION = 0.6, 0.6
-CHOSEN_SPREAD_OF_MOST = 0.5  # the same without the highest quarter, which deviates by more itself
+# by 0.67 or more, and are correlated by 0.79 or more. Both without the worst pairs of the folder.
+CHOSEN_SPREAD, CHOSEN_CORRELATION = 0.65, 0.6
+WORST = 1 / 6  # the share of pairs that may be bad so that all others do not look alike
 LUCK = 3.0  # standard deviations by which the best of several hundred orders of batches gains
 
 
@@ -100,11 +99,15 @@ def decide(
     return "kept" if is_better else "no better", found, True
 
 
-def spread_of_most(losses: Sequence[float]) -> float:
-    """The standard deviation of the normal distribution which these losses without their highest
-    quarter come from: a few bad seeds do not hide that all others are alike."""
-    n_highest = max(1, round(len(losses) / 4))
-    return stdev(sorted(losses)[:-n_highest]) / WITHOUT_HIGHEST
+def without_worst(
+    losses: Sequence[float], base_losses: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """The losses of a folder and of the base without the pairs where the folder is worst beside the
+    base: a few bad seeds do not hide that all others are alike."""
+    pairs = sorted(zip(losses, base_losses, strict=True), key=lambda pair: pair[0] - pair[1])
+    n_worst = max(1, round(WORST * len(pairs)))
+    most = pairs[:-n_worst]
+    return [loss for loss, _ in most], [base_loss for _, base_loss in most]
 
 
 def may_be_luck(gain: float, losses: Sequence[float], base_losses: Sequence[float]) -> bool:
@@ -114,12 +117,13 @@ def may_be_luck(gain: float, losses: Sequence[float], base_losses: Sequence[floa
     its losses vary, most of all together with the base's. If they were chosen, its gain has to be
     more than that of the luckiest order.
     """
-    spread, base_spread = stdev(losses), stdev(base_losses)
-    most_spread = spread_of_most(losses)
-    varies = spread > CHOSEN_SPREAD * base_spread
-    if varies and most_spread > CHOSEN_SPREAD_OF_MOST * base_spread:
+    most_losses, most_base_losses = without_worst(losses, base_losses)
+    spread = stdev(most_losses)
+    if spread > CHOSEN_SPREAD * stdev(most_base_losses):
         return False
-    if correlation(losses, base_losses) > CHOSEN_CORRELATION:
+    if correlation(most_losses, most_base_losses) > CHOSEN_CORRELATION:
         return False
-    spread_of_orders = math.sqrt(base_spread**2 - min(spread, most_spread) ** 2)
+    base_spread = stdev(base_losses)
+    base_spread += base_spread / math.sqrt(2 * len(base_losses))  # by one standard error of its own
+    spread_of_orders = math.sqrt(max(0.0, base_spread**2 - spread**2))
     return gain < LUCK * spread_of_orders
