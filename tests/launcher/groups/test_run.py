@@ -78,7 +78,7 @@ class Prepared:
     def upload(self) -> None:
         pass
 
-    def submit(self) -> None:
+    def submit(self, confirmed: bool) -> None:
         self.backend.worst[self.job_id] = self.job.worst_cost or 0.0
         self.backend.submit(self.job_id)
 
@@ -111,7 +111,9 @@ def ran(home, monkeypatch):
         def with_costs(found: list[JobDescription], settings: Settings) -> list[JobDescription]:
             return [replace(job, cost=cost_of(job.job_id)) for job in found]
 
-        def prepare(job: Request, settings: Settings, job_id: str, texts: Any) -> Prepared:
+        def prepare(
+            job: Request, settings: Settings, job_class: Any, job_id: str, texts: Any
+        ) -> Prepared:
             prepared.append(job)
             if job.resume in used_up or (job.max_cost or least) < least:
                 raise CeilingTooLow("even a run of 60 s costs more")
