@@ -31,9 +31,10 @@ To change                                                   open
     how it is found out that a model looks ahead            causality.py
 
 and, seldom, the command line (command_line.py), SageMaker's hosts and paths (container.py), devices
-and precision (device.py), cores (cores.py), processes (distributed.py), CUDA graphs
-(cuda_graphs.py), messages (errors.py), faults on purpose (faults.py), opening and replacing files
-(files.py).
+and precision (device.py), cores (cores.py), how processes start (processes.py), communicate
+(distributed.py) and are watched (watchdog.py), CUDA graphs (cuda_graphs.py), messages (errors.py),
+faults on purpose (faults.py), files and how they are replaced (files.py), and the format of tensors
+(safetensors_file.py).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ from entry_point.device import (
     share_cores,
     tokens_per_pass,
 )
-from entry_point.distributed import Group, end_with_parent, start_ranks
+from entry_point.distributed import Group
 from entry_point.errors import (
     ConfigError,
     DataError,
@@ -100,6 +101,7 @@ from entry_point.errors import (
     report_failure,
 )
 from entry_point.files import open_standard_streams
+from entry_point.processes import StopSignals, end_with_parent, start_ranks
 from entry_point.text import load_corpus
 from entry_point.trainer import Trainer
 
@@ -124,10 +126,11 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     device = rank_device(config, container, ranks)
     config.check_world_size(ranks.world_size)
 
-    by_hand, restarted = not container.inside, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if by_hand and restarted != "0" and not (options.out or options.resume):
+    by_hand = not container.inside
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if by_hand and restarted and not (options.out or options.resume):
         raise ConfigError("torchrun restarted this run: only with --out DIRECTORY can it continue")
-    fresh = by_hand and restarted == "0" and not options.resume
+    is_new = by_hand and not restarted and not options.resume
 
     group = Group(ranks, device, container, config.hang_seconds)
     if not os.environ.get("OMP_NUM_THREADS"):  # some builds of torch take 1 under mpirun
@@ -137,21 +140,23 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         keep_freed_memory()  # for the steps; the memory for reading the text was already returned
     trainer = Trainer(config, container, group, corpus)
     if trainer.is_main:
-        trainer.checkpoints.claim(fresh)
+        trainer.checkpoints.claim(is_new)
+
+    signals = StopSignals()
 
     def on_signal(signum: int, frame: Any) -> None:
-        signals.append((signum, time.monotonic()))
-        if signum == signal.SIGINT and signals[-1][1] - signals[0][1] > 1:
+        if signals.repeats(signum) and signum == signal.SIGINT:
             os._exit(128 + signum)  # a second Ctrl-C does not wait for the step to end
-        trainer.stop_signal = signals[0][0]
+        trainer.stop_signal = signals.first
 
-    signals: list[tuple[int, float]] = []  # and when they came; a launcher echoes Ctrl-C at once
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     trainer.introduce(ranks)
-    done = trainer.run()
+    is_finished = trainer.run()
     group.close()
-    return 0 if done else 128 + (trainer.stop_signal or signal.SIGTERM)
+    if is_finished:
+        return 0
+    return 128 + (trainer.stop_signal or signal.SIGTERM)  # another rank may have got the signal
 
 
 def main(argv: Sequence[str]) -> int:
@@ -161,9 +166,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     # The log's encoding may lack characters of a sample.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    # A warning would name an exception class, and SageMaker would take it for the failure.
-    once = functools.cache(log)
-    warnings.showwarning = lambda message, *_, **__: once(f"note: {' '.join(str(message).split())}")
+    warnings.showwarning = show_warning
     if "SM_NANOGPT_LAUNCHER" in os.environ:  # a process of the launcher has started this one
         end_with_parent()
     config, options = parse_argv(argv)
@@ -171,8 +174,9 @@ def main(argv: Sequence[str]) -> int:
     ranks = read_ranks(os.environ, len(container.hosts))
     if ranks is None:
         n_local = local_processes(config, container, options)
-        config.check_world_size(n_local * len(container.hosts))
-        if n_local * len(container.hosts) > 1:
+        world_size = n_local * len(container.hosts)
+        config.check_world_size(world_size)
+        if world_size > 1:
             device_type = choose_device(config, container, n_local)
             return start_ranks(run_rank, container, n_local, device_type)
         ranks = Ranks(0, 1, 0, 1, os.environ.get("SM_NANOGPT_LAUNCHER", "hand"))
@@ -180,17 +184,32 @@ def main(argv: Sequence[str]) -> int:
         raise TrainingError(
             f"processes={options.processes}, but {ranks.launcher} started {ranks.local_world_size}"
         )
+
     try:
         return train(config, options, container, ranks)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         tokens = tokens_per_pass(config, rank_device(config, container, ranks))
+        n_passes = config.passes(ranks.world_size, tokens)
         raise TrainingError(
-            "set a larger gradient_accumulation_steps (now"
-            f" {config.passes(ranks.world_size, tokens)}), recompute=True, or a smaller batch_size,"
-            f" block_size or n_embd; torch says: {first_line(error)}"
+            f"set a larger gradient_accumulation_steps (now {n_passes}), recompute=True, or a"
+            " smaller batch_size, block_size or n_embd; torch says:"
+            f" {first_line(error)}"
         ) from None
+
+
+@functools.cache
+def log_once(line: str) -> None:
+    log(line)
+
+
+def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """In place of warnings.showwarning: logs each message once, in one line.
+
+    Python's own would name an exception class, and SageMaker would take it for the failure.
+    """
+    log_once("note: " + " ".join(str(message).split()))
 
 
 def run_rank(env: Mapping[str, str], argv: Sequence[str]) -> NoReturn:
