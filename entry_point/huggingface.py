@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .causality import LONGEST_WINDOW, leak_of
-from .checkpoint import read_safetensors, write_safetensors
 from .config import Config, has_tuned_rates, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
 from .errors import ConfigError, DataError, FormatError, TrainingError, is_out_of_memory
 from .files import file_sha256, replacing
 from .kernels import NORM_EPS
 from .model import GPT, activation_name
+from .safetensors_file import read_safetensors, write_safetensors
 from .text import Tokenizer, read_json
 
 MODEL_FILES = (

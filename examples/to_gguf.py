@@ -13,7 +13,7 @@ from pathlib import Path
 import gguf
 
 import sm_nanogpt as sm
-from entry_point.checkpoint import read_safetensors
+from entry_point.safetensors_file import read_safetensors
 from launcher.models.encoder import GPT2, QWEN35, pattern_of
 
 TYPES = {

@@ -72,7 +72,7 @@ def check_model_file(path: Path) -> None:
 
 def fits_name(path: Path) -> bool:
     """True if a file holds what its name says: a document of DOCUMENTS, or safetensors."""
-    from entry_point.checkpoint import read_header
+    from entry_point.safetensors_file import read_header
 
     with suppress(Exception):  # whatever is in it
         if path.name in DOCUMENTS:

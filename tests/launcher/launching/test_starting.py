@@ -16,7 +16,6 @@ import pytest
 import torch
 from runs import SMALL, environment, metrics, run, words
 
-from entry_point.checkpoint import read_safetensors, write_safetensors
 from entry_point.command_line import Options
 from entry_point.config import Config, make_config
 from entry_point.container import Ranks, read_container
@@ -25,6 +24,7 @@ from entry_point.errors import ConfigError, DataError, FormatError, TrainingErro
 from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
 from entry_point.model import GPT
 from entry_point.optim import gradient_of
+from entry_point.safetensors_file import read_safetensors, write_safetensors
 from entry_point.text import Tokenizer, load_corpus
 from launcher.files.models import INDEX, model_files
 from launcher.text import tokens
