@@ -7,20 +7,21 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .causality import LONGEST_WINDOW, leak_of
+from .causality import leak_of
 from .config import Config, has_tuned_rates, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
 from .errors import ConfigError, DataError, FormatError, TrainingError, is_out_of_memory
 from .files import file_sha256, replacing
 from .kernels import NORM_EPS
 from .model import GPT, activation_name
+from .qwen3 import check_export, qwen3_config, qwen3_weights
 from .safetensors_file import read_safetensors, write_safetensors
 from .text import Tokenizer, read_json
 
@@ -34,141 +35,68 @@ MODEL_FILES = (
 )
 
 
-def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The weights by Qwen3's names, as views: fused matrices cut apart, absent norms as ones.
-
-    Raises TrainingError if Qwen3 lacks one of the weights, KeyError if it has one that is not here.
-    """
-
-    def of_norm(name: str, n: int) -> Tensor:
-        return remaining.pop(name) if config.norm_weights else torch.ones(n)
-
-    remaining = dict(weights)
-    width = config.n_head * config.head_width
-    kv_width = config.kv_heads * config.head_width
-    out = {"model.embed_tokens.weight": remaining.pop("embed.weight")}
-    for layer in range(config.n_layer):
-        ours = f"blocks.{layer}."
-        q, k, v = remaining.pop(ours + "attention.qkv.weight").split((width, kv_width, kv_width))
-        gate, up = remaining.pop(ours + "mlp.gate_up.weight").chunk(2)
-        parts = {
-            "self_attn.q_proj": q,
-            "self_attn.k_proj": k,
-            "self_attn.v_proj": v,
-            "self_attn.o_proj": remaining.pop(ours + "attention.out.weight"),
-            "mlp.gate_proj": gate,
-            "mlp.up_proj": up,
-            "mlp.down_proj": remaining.pop(ours + "mlp.down.weight"),
-            "self_attn.q_norm": of_norm(ours + "attention.q_norm", config.head_width),
-            "self_attn.k_norm": of_norm(ours + "attention.k_norm", config.head_width),
-            "input_layernorm": of_norm(ours + "attention_norm", config.n_embd),
-            "post_attention_layernorm": of_norm(ours + "mlp_norm", config.n_embd),
-        }
-        out |= {f"model.layers.{layer}.{name}.weight": part for name, part in parts.items()}
-    out["model.norm.weight"] = of_norm("norm", config.n_embd)
-    if not config.tie_embeddings:
-        out["lm_head.weight"] = remaining.pop("head.weight")
-    if remaining:
-        raise TrainingError(f"Qwen3 has no weight {next(iter(remaining))!r}")
-    return out
-
-
-def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
-    """Logits [T, V] of ids [T], as other tools compute them from an exported model.
-
-    It follows the Qwen3 report (arXiv:2505.09388), model.safetensors and config.json, and shares no
-    code with GPT, so whatever an edit changes in GPT shows as a difference.
-    """
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config["rms_norm_eps"])
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, tensors[f"{name}.weight"])
-
-    def rotated(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
-
-    head_dim, activation = config["head_dim"], getattr(F, config["hidden_act"])
-    frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
-    angles = torch.outer(torch.arange(len(ids)), frequencies).repeat(1, 2)
-    x = tensors["model.embed_tokens.weight"][ids]
-    for layer in range(config["num_hidden_layers"]):
-        attn, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-        y = norm(x, f"model.layers.{layer}.input_layernorm")
-        q, k, v = (
-            linear(y, f"{attn}{name}_proj").unflatten(-1, (-1, head_dim)).transpose(0, 1)
-            for name in "qkv"
-        )
-        q = rotated(norm(q, attn + "q_norm"))
-        k = rotated(norm(k, attn + "k_norm"))
-        k = k.repeat_interleave(len(q) // len(k), dim=0)
-        v = v.repeat_interleave(len(q) // len(v), dim=0)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(y.transpose(0, 1).flatten(1), attn + "o_proj")
-        y = norm(x, f"model.layers.{layer}.post_attention_layernorm")
-        y = activation(linear(y, mlp + "gate_proj")) * linear(y, mlp + "up_proj")
-        x = x + linear(y, mlp + "down_proj")
-    head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
-    return linear(norm(x, "model.norm"), head)
-
-
-# Largest difference by rounding, as a fraction of the largest logit. Measured: 1e-6 in `cpu`, 2e-6
-# in 12 layers of 768; the mildest edit tried (no QK-norm, 10 steps) makes 1e-2.
-LOGIT_TOLERANCE = 1e-4
-
-
-@torch.inference_mode()
-def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Compares the exported model's logits with the model's own (CPU, float32).
-
-    One window shows an edit, and all GPUs wait meanwhile. Raises TrainingError if the logits
-    differ, as config.json then describes another model.
-    """
-    T, V = min(model.config.block_size, LONGEST_WINDOW), config["vocab_size"]
-    ids = torch.arange(T) * max(1, V // T) % V
-    own = model(ids[None])[0]
-    difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
-    if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
-        raise TrainingError(f"its logits differ from Qwen3's by {difference:.2g}")
-
-
-def hugging_face_config(
-    config: Config, vocabulary_size: int, end: int | None = None
-) -> dict[str, Any]:
-    """config.json; end is the id of the end of a document.
-
-    The window and max_window_layers=0 make transformers' cache slide like ours.
-    """
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": config.vocab_size or vocabulary_size,
-        "hidden_size": config.n_embd,
-        "intermediate_size": config.hidden_dim,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
-        "max_position_embeddings": config.block_size,
-        "rms_norm_eps": NORM_EPS,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": activation_name(),
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": True,
-        "sliding_window": config.block_size,
-        "max_window_layers": 0,
-        "bos_token_id": None,
-        "eos_token_id": end,
-        "pad_token_id": None,
-        "torch_dtype": "float32",
-    }
-
-
 EDITED = "sm-nanogpt-edited"
+
+
+@dataclass(frozen=True)
+class Export:
+    """What a model directory holds of a model, and what was found out about it."""
+
+    tensors: Mapping[str, Tensor]
+    config_json: Mapping[str, Any]
+    difference: str  # from Qwen3; "" if it is Qwen3's
+    leak: str  # how the model looks ahead; "" if it is causal
+
+
+def export_of(model: GPT, tokenizer: Tokenizer, chats: bool) -> Export:
+    """The model as Qwen3, if it computes the same logits; else with its own names of the weights.
+
+    config.json then has a `model_type` that no other tool takes for one it knows.
+    """
+    weights: dict[str, Tensor] = model.state_dict()
+    leak = "it cannot be tested whether it looks ahead"
+    try:
+        leak = leak_of(model, tokenizer, chats)
+        tensors = qwen3_weights(weights, model.config)
+        config_json = qwen3_config(model.config, len(tokenizer), tokenizer.end)
+        check_export(model, tensors, config_json)
+        return Export(tensors, config_json, "", leak)
+    except TrainingError as error:
+        difference = str(error)
+    except Exception as error:  # an edited model may have other parts, or another shape
+        if is_out_of_memory(error):
+            raise
+        difference = f"it cannot be compared: {type(error).__name__}: {error}"
+    config_json = {
+        "model_type": EDITED,
+        "why": f"not Qwen3: {difference}; the script of training.json's script_sha256 computes it",
+        "vocab_size": len(tokenizer),
+    }
+    return Export(weights, config_json, difference, leak)
+
+
+def tokenizer_documents(tokenizer: Tokenizer, block_size: int, chats: bool) -> dict[str, Any]:
+    """The JSON files that say how text becomes ids, and which ids end it.
+
+    A model that has learned from conversations, `chats`, gets the template that encodes them.
+    """
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": block_size,
+        "eos_token": tokenizer.end_of_text,
+    }
+    end_ids = []
+    if chats:
+        tokenizer_config["chat_template"] = CHAT_TEMPLATE
+        end_ids.append(tokenizer.special[END_OF_TURN])
+    if tokenizer.end is not None:
+        end_ids.append(tokenizer.end)
+    return {
+        "tokenizer.json": tokenizer.document,
+        "tokenizer_config.json": tokenizer_config,
+        "generation_config.json": {"eos_token_id": end_ids} if end_ids else {},
+    }
 
 
 def write_artefact(
@@ -180,56 +108,27 @@ def write_artefact(
 ) -> tuple[str, str]:
     """Writes the model (CPU, float32, evaluating) as a directory.
 
-    Returns why it is not Qwen3's, and why it is not causal; each is "" if it is. The weights of
-    another model, which an edited script may compute, keep their own names, and config.json has a
-    `model_type` that no other tool takes for one it knows. A model that has learned from
-    conversations, `chats`, gets the template that encodes them.
+    Returns how it differs from Qwen3, and how it looks ahead, each "" if it does not. `chats`: it
+    has learned from conversations.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    config, values, why = model.config, dataclasses.asdict(model.config), ""
-    weights: dict[str, Tensor] = model.state_dict()
-    leak = "it cannot be tested whether it looks ahead"
-    try:
-        leak = leak_of(model, tokenizer, chats)
-        tensors = to_hugging_face(weights, config)
-        document = hugging_face_config(config, len(tokenizer), tokenizer.end)
-        check_export(model, tensors, document)
-    except TrainingError as error:
-        why = str(error)
-    except Exception as error:  # an edited model may have other parts, or another shape
-        if is_out_of_memory(error):
-            raise
-        why = f"it cannot be compared: {type(error).__name__}: {error}"
-    if why:
-        tensors = weights
-        document = {
-            "model_type": EDITED,
-            "why": f"not Qwen3: {why}; the script of training.json's script_sha256 computes it",
-            "vocab_size": len(tokenizer),
-        }
-    write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
-    ends = [] if tokenizer.end is None else [tokenizer.end]
-    if chats:
-        ends.insert(0, tokenizer.special[END_OF_TURN])
-    found = {"model_sha256": MODEL_SHA256, "causal": not leak, "leak": leak}
-    documents = {
-        "tokenizer.json": tokenizer.document,
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": config.block_size,
-            "eos_token": tokenizer.end_of_text,
-            **({"chat_template": CHAT_TEMPLATE} if chats else {}),
-        },
-        "generation_config.json": {"eos_token_id": ends} if ends else {},
-        "training.json": {"config": values, **found, **training},
-        "config.json": document,
+    export = export_of(model, tokenizer, chats)
+    write_safetensors(directory / "model.safetensors", export.tensors, {"format": "pt"})
+    documents = tokenizer_documents(tokenizer, model.config.block_size, chats)
+    documents["training.json"] = {
+        "config": dataclasses.asdict(model.config),
+        "model_sha256": MODEL_SHA256,
+        "causal": not export.leak,
+        "leak": export.leak,
+        **training,
     }
+    documents["config.json"] = export.config_json
     for name, content in documents.items():
+        text = json.dumps(content, indent=2, ensure_ascii=False)
         with replacing(directory / name) as file:
-            file.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+            file.write(text.encode() + b"\n")
     write_sums(directory)
-    return why, leak
+    return export.difference, export.leak
 
 
 def sha256_sums(files: Iterable[Path]) -> str:
@@ -245,7 +144,9 @@ def write_sums(directory: Path) -> None:
 
 def folder_sha256(folder: Path, *names: str) -> str:
     """What `sha256sum *.py | sha256sum` prints in a folder, in the C locale; or of these names."""
-    files = (f for f in sorted(folder.glob("[!.]*.py")) if not names or f.name in names)
+    files = sorted(folder.glob("[!.]*.py"))
+    if names:
+        files = [file for file in files if file.name in names]
     return hashlib.sha256(sha256_sums(files).encode()).hexdigest()
 
 
@@ -265,21 +166,31 @@ def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Ten
 
 @torch.no_grad()
 def load_tensors(
-    live: Mapping[str, Tensor], given: Mapping[str, Tensor], source: str = "the checkpoint"
+    live: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: str = "the checkpoint"
 ) -> None:
-    """Copies the given tensors into the live ones. Raises TrainingError unless all of them fit."""
-    for name in sorted(live.keys() | given.keys()):
+    """Copies saved tensors into the live ones. Raises TrainingError unless all of them fit."""
+    check_shapes(live, saved, source)
+    for name, tensor in live.items():
+        tensor.copy_(saved[name])
+
+
+def check_shapes(live: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: str) -> None:
+    """Raises TrainingError, which names the first difference, unless names and shapes are alike."""
+    for name in sorted(live.keys() | saved.keys()):
         ours = list(live[name].shape) if name in live else "nothing"
-        theirs = list(given[name].shape) if name in given else "nothing"
+        theirs = list(saved[name].shape) if name in saved else "nothing"
         if ours != theirs:
             raise TrainingError(f"{name} is {theirs} in {source} and {ours} in this script")
-    for name, tensor in live.items():
-        tensor.copy_(given[name])
 
 
 def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefix = "model."
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    """The tensors of a checkpoint that are the model's, by their names in the model."""
+    weights = {}
+    for name, tensor in tensors.items():
+        part, _, name_in_part = name.partition(".")
+        if part == "model":
+            weights[name_in_part] = tensor
+    return weights
 
 
 # Defaults of a run that starts from a model.
@@ -292,19 +203,19 @@ FINE_TUNING: dict[str, Any] = {
 }
 
 
-def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+def starting_values(directory: Path, requested: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a run that starts from the model in a directory.
 
-    They are the given ones, those that the model prescribes, and FINE_TUNING. Raises ConfigError if
-    a given one differs from the model's, or this script computes no such model; DataError if the
-    model cannot be read.
+    They are the requested ones, those that the model prescribes, and FINE_TUNING. Raises
+    ConfigError if a requested one differs from the model's, or this script computes no such model;
+    DataError if the model cannot be read.
     """
     try:
-        shape, free = read_shape(directory)
+        shape, suggested = read_shape(directory)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{directory / 'config.json'} is of another kind: {error!r}") from None
     values = {}
-    for name, value in given.items():
+    for name, value in requested.items():
         if value not in (None, ""):
             values[name.replace("-", "_")] = value
     for f in dataclasses.fields(Config):
@@ -315,7 +226,7 @@ def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]
     defaults = FINE_TUNING.copy()
     if not has_tuned_rates(values.get("optimizer")):
         del defaults["learning_rate"]
-    return {**defaults, **free, **values, **shape}
+    return {**defaults, **suggested, **values, **shape}
 
 
 def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -323,21 +234,60 @@ def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Raises ConfigError if this script does not compute the model.
     """
-    found = read_json(directory / "config.json")
-    ours = directory / "training.json"  # config.json cannot say that norms have no weights
-    training = read_json(ours) if ours.exists() else {"config": {}}
-    trained = training["config"]
-    free = {"mask_documents": trained.get("mask_documents", False)}
-    if found.get("model_type") == EDITED:
-        if (needed := training["script_sha256"]) != SCRIPT_SHA256:
-            raise ConfigError(
-                f"an edited script trained the initial model (SHA-256 {needed[:12]}...), which is"
-                " not Qwen3's; use that script"
-            )
-        fields = dataclasses.fields(Config)
-        return {f.name: trained[f.name] for f in fields if f.metadata["shape"]}, free
-    rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
-    found = {"model_type": None, "rope_type": rope.get("type", "default"), **rope, **found}
+    document = with_rope_values(read_json(directory / "config.json"))
+    training_json = directory / "training.json"  # of ours; others have none
+    training = read_json(training_json) if training_json.exists() else {"config": {}}
+    suggested = {"mask_documents": training["config"].get("mask_documents", False)}
+    if document.get("model_type") == EDITED:
+        return shape_of_edited(training), suggested
+
+    check_computable(document)
+    longest = positions(document, "max_position_embeddings")
+    if document.get("use_sliding_window") and document.get("sliding_window"):
+        longest = min(longest, positions(document, "sliding_window"))
+    suggested["block_size"] = min(longest, 1024)
+    return shape_of_qwen3(document, training["config"]), suggested
+
+
+def shape_of_edited(training: Mapping[str, Any]) -> dict[str, Any]:
+    """The shape of a model that an edited script trained. Raises ConfigError for another script."""
+    script = training["script_sha256"]
+    if script != SCRIPT_SHA256:
+        raise ConfigError(
+            f"an edited script trained the initial model (SHA-256 {script[:12]}...), which is not"
+            " Qwen3's; use that script"
+        )
+    names = [f.name for f in dataclasses.fields(Config) if f.metadata["shape"]]
+    return {name: training["config"][name] for name in names}
+
+
+def shape_of_qwen3(document: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
+    """The shape of a model by its config.json and, if it is ours, the config that trained it."""
+    # config.json cannot say that norms have no weights.
+    norm_weights = trained.get("norm_weights", False) if trained else True
+    return {
+        "n_layer": document["num_hidden_layers"],
+        "n_head": document["num_attention_heads"],
+        "n_kv_head": document["num_key_value_heads"],
+        "head_dim": document["head_dim"],
+        "n_embd": document["hidden_size"],
+        "n_hidden": document["intermediate_size"],
+        "tie_embeddings": document["tie_word_embeddings"],
+        "norm_weights": norm_weights,
+        "rope_theta": document["rope_theta"],
+        "vocab_size": document["vocab_size"],
+    }
+
+
+def with_rope_values(document: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with all values side by side: some versions nest those of rotary positions."""
+    rope = document.get("rope_scaling") or document.get("rope_parameters") or {}
+    defaults = {"model_type": None, "rope_type": rope.get("type", "default")}
+    return {**defaults, **rope, **document}
+
+
+def check_computable(document: Mapping[str, Any]) -> None:
+    """Raises ConfigError, which names the first difference, unless this script computes a model."""
     computed = {
         "model_type": "qwen3",
         "hidden_act": activation_name(),
@@ -347,27 +297,11 @@ def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         "rope_type": "default",
     }
     for name, value in computed.items():
-        if found.get(name, value) != value:
+        if document.get(name, value) != value:
             raise ConfigError(
-                f"the initial model has {name}={found[name]!r}; this script computes only"
+                f"the initial model has {name}={document[name]!r}; this script computes only"
                 f" {value!r} (if an edited script trained the model, use that script)"
             )
-    shape = {
-        "n_layer": found["num_hidden_layers"],
-        "n_head": found["num_attention_heads"],
-        "n_kv_head": found["num_key_value_heads"],
-        "head_dim": found["head_dim"],
-        "n_embd": found["hidden_size"],
-        "n_hidden": found["intermediate_size"],
-        "tie_embeddings": found["tie_word_embeddings"],
-        "norm_weights": trained.get("norm_weights", not trained),
-        "rope_theta": found["rope_theta"],
-        "vocab_size": found["vocab_size"],
-    }
-    longest = positions(found, "max_position_embeddings")
-    if found.get("use_sliding_window") and found.get("sliding_window"):
-        longest = min(longest, positions(found, "sliding_window"))
-    return shape, {"block_size": min(longest, 1024), **free}
 
 
 def positions(document: Mapping[str, Any], name: str) -> int:
@@ -381,7 +315,8 @@ def positions(document: Mapping[str, Any], name: str) -> int:
 
 def check_teacher(values: Mapping[str, Any], block_size: int) -> None:
     """Raise ConfigError if the context of a model with these starting_values is too short."""
-    if (context := values["block_size"]) < min(block_size, 1024):  # starting_values gives no more
+    context = values["block_size"]
+    if context < min(block_size, 1024):  # starting_values gives no more
         raise ConfigError(
             f"{block_size=}: must be at most {context}, the teacher's context; set"
             f" block_size={context}"
@@ -409,12 +344,15 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     Raises DataError or FormatError as load_pretrained.
     """
     tensors: dict[str, Tensor] = {}
-    index, files = directory / "model.safetensors.index.json", {"model.safetensors"}
+    index = directory / "model.safetensors.index.json"
+    names = {"model.safetensors"}
     try:
         if index.exists():
-            files = {Path(name).name for name in read_json(index)["weight_map"].values()}
-        for name in sorted(files):
-            tensors |= read_safetensors(directory / name, largest=1 << 24, mapped=True)[0]
+            file_of_weight = read_json(index)["weight_map"]
+            names = {Path(file).name for file in file_of_weight.values()}
+        for name in sorted(names):
+            part, _ = read_safetensors(directory / name, largest=1 << 24, mapped=True)
+            tensors |= part
     except (OSError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"the weights in {directory} cannot be read: {error}") from None
     if not is_edited(directory):  # whose buffers may hold anything
@@ -426,23 +364,27 @@ def load_pretrained(model: GPT, directory: Path) -> None:
     """Reads the weights of the model in a directory, which may be in several files, of any type.
 
     A meta model is given memory, on the CPU, only after all shapes have been checked. Raises
-    TrainingError if they do not, DataError or FormatError if a file is missing or damaged, or holds
-    other values than finite numbers.
+    TrainingError if they do not fit, DataError or FormatError if a file is missing or damaged, or
+    holds other values than finite numbers.
     """
     tensors = read_weights(directory)
     if model.head is None:  # published files may hold the tied head too
         tensors.pop("lm_head.weight", None)
-    edited = is_edited(directory)
+    names_are_ours = is_edited(directory)
 
-    def fill() -> None:
+    def live_tensors() -> dict[str, Tensor]:
         weights: dict[str, Tensor] = model.state_dict()
-        live = weights if edited else to_hugging_face(weights, model.config)
-        load_tensors(live, tensors, "the model")
+        return weights if names_are_ours else qwen3_weights(weights, model.config)
 
-    fill()
+    check_shapes(live_tensors(), tensors, "the model")
     if any(weight.is_meta for weight in model.parameters()):
-        # `Module.to_empty` does the same, but imports SymPy, which takes two seconds.
-        shaped = model.state_dict()
-        memory = {name: torch.empty(w.shape, dtype=w.dtype) for name, w in shaped.items()}
-        model.load_state_dict(memory, assign=True)
-        fill()
+        give_memory(model)
+    load_tensors(live_tensors(), tensors, "the model")
+
+
+def give_memory(model: GPT) -> None:
+    """As `model.to_empty(device="cpu")`, which imports SymPy and takes two seconds."""
+    memory = {}
+    for name, tensor in model.state_dict().items():
+        memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+    model.load_state_dict(memory, assign=True)

@@ -27,7 +27,7 @@ To change                                                   open
     the metrics of the log                                  metrics.py
     what is learned of conversations                        conversations.py
     what a checkpoint holds, when one is due                checkpoint.py
-    the model directory for transformers                    huggingface.py
+    the model directory for transformers                    huggingface.py, qwen3.py
     how it is found out that a model looks ahead            causality.py
 
 and, seldom, the command line (command_line.py), SageMaker's hosts and paths (container.py), devices

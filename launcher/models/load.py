@@ -26,6 +26,7 @@ from entry_point.device import has_fast_bfloat16
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from entry_point.files import file_sha256, read_file
 from entry_point.model import GPT
+from entry_point.qwen3 import qwen3_config
 from entry_point.text import Tokenizer, read_json, read_tokenizer
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import MAX_BYTES, Count, Damaged, Document, Scalar, parse
@@ -123,7 +124,7 @@ def is_shaped_as(
         config = known_config(hyperparameters)
     except (ValueError, ConfigError):
         return False
-    expected = huggingface.hugging_face_config(config, len(tokenizer), tokenizer.end)
+    expected = qwen3_config(config, len(tokenizer), tokenizer.end)
     return all(document.get(key) == value for key, value in expected.items())
 
 

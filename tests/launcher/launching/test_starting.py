@@ -21,9 +21,10 @@ from entry_point.config import Config, make_config
 from entry_point.container import Ranks, read_container
 from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
-from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
+from entry_point.huggingface import load_pretrained, starting_values
 from entry_point.model import GPT
 from entry_point.optim import gradient_of
+from entry_point.qwen3 import qwen3_weights
 from entry_point.safetensors_file import read_safetensors, write_safetensors
 from entry_point.text import Tokenizer, load_corpus
 from launcher.files.models import INDEX, model_files
@@ -120,7 +121,7 @@ def test_a_published_model_matches_transformers(tmp_path, byte_pairs, tied):
     expected.loss.backward()
     ours(ids[:, :-1], ids[:, 1:]).backward()
     gradients = {name: gradient_of(parameter) for name, parameter in ours.named_parameters()}
-    names = to_hugging_face(gradients, ours.config)
+    names = qwen3_weights(gradients, ours.config)
     for name, parameter in theirs.named_parameters():
         torch.testing.assert_close(names[name], parameter.grad, atol=1e-5, rtol=1e-3)
 

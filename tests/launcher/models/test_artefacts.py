@@ -28,7 +28,8 @@ from entry_point import huggingface
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import make_config
 from entry_point.errors import FormatError
-from entry_point.huggingface import MODEL_FILES, hugging_face_config, write_sums
+from entry_point.huggingface import MODEL_FILES, write_sums
+from entry_point.qwen3 import qwen3_config
 from launcher.local.backend import LocalBackend
 from launcher.models import fetch, load
 from launcher.models.fetch import fetch_model
@@ -326,7 +327,7 @@ def test_a_vast_context_takes_no_memory(model, cli):
     training = json.loads((model / "training.json").read_text())
     made = make_config({**training["config"], "block_size": 1 << 17})
     size = json.loads((model / "config.json").read_text())["vocab_size"]
-    (model / "config.json").write_text(json.dumps(hugging_face_config(made, size)))
+    (model / "config.json").write_text(json.dumps(qwen3_config(made, size)))
     change_training(model, block_size=1 << 17)
     write_sums(model)
     assert cli("fetch-and-sample", str(model), "--max-new-tokens", "5").good
@@ -336,7 +337,7 @@ def test_a_vast_model_is_compared_before_memory_is_taken(model):
     training = json.loads((model / "training.json").read_text())
     vast = {**training["config"], "n_embd": 1 << 16, "n_hidden": 1 << 18}  # 200 GB
     size = json.loads((model / "config.json").read_text())["vocab_size"]
-    document = hugging_face_config(make_config(vast), size)
+    document = qwen3_config(make_config(vast), size)
     (model / "config.json").write_text(json.dumps(document))
     change_training(model, n_embd=1 << 16, n_hidden=1 << 18)
     assert "65536] in this script" in refusal(model)

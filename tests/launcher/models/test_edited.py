@@ -23,8 +23,9 @@ from models import alone, characters, lively, optimizer_of, tokenizer_of
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config
 from entry_point.errors import ConfigError
-from entry_point.huggingface import qwen3_logits, starting_values, write_artefact
+from entry_point.huggingface import starting_values, write_artefact
 from entry_point.model import GPT
+from entry_point.qwen3 import qwen3_logits
 from launcher.job import Request
 from launcher.launching import start
 from launcher.models.fetch import fetch_model
@@ -263,7 +264,7 @@ def exported(tmp_path: Path) -> str:
 
 def test_an_export_is_checked_by_ids_of_the_whole_vocabulary(tmp_path, monkeypatch):
     computed = Mock(side_effect=qwen3_logits)
-    monkeypatch.setattr("entry_point.huggingface.qwen3_logits", computed)
+    monkeypatch.setattr("entry_point.qwen3.qwen3_logits", computed)
     assert exported(tmp_path) == ""
     (ids,) = (call.args[0] for call in computed.mock_calls)
     assert (len(ids), int(ids.max())) == (64, 63 * (5000 // 64))
@@ -273,7 +274,7 @@ def test_an_export_is_checked_by_ids_of_the_whole_vocabulary(tmp_path, monkeypat
     "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
 )
 def test_out_of_memory_is_not_called_edited(tmp_path, monkeypatch, error):
-    monkeypatch.setattr("entry_point.huggingface.qwen3_logits", Mock(side_effect=error))
+    monkeypatch.setattr("entry_point.qwen3.qwen3_logits", Mock(side_effect=error))
     with pytest.raises(type(error)):
         exported(tmp_path)
     assert not (tmp_path / "model/config.json").exists()
