@@ -156,10 +156,10 @@ def tokens_per_pass(config: Config, device: torch.device) -> int:
     return min(fitting, 4 * TOKENS_PER_PASS if memory > 60e9 else TOKENS_PER_PASS)
 
 
-def memory_line(device: torch.device) -> str:
-    """`; memory 18.2 of 22.5 GiB`: the most so far of this rank's GPU, and what there is."""
+def memory_text(device: torch.device) -> str:
+    """` memory=18.2/22.5GiB`: the most so far of this rank's GPU, and all of it; '' on CPUs."""
     if device.type != "cuda":
         return ""
     used = torch.cuda.max_memory_reserved()  # a graph's memory counts as reserved alone
     total = torch.cuda.get_device_properties(device).total_memory
-    return f"; memory {used / 2**30:.1f} of {total / 2**30:.1f} GiB"
+    return f" memory={used / 2**30:.1f}/{total / 2**30:.1f}GiB"

@@ -24,7 +24,7 @@ To change                                                   open
     what a batch is, evaluation                             data.py
     how text is read                                        text.py
     the loop, and what a step does                          trainer.py, passes.py
-    the metrics of the log                                  metrics.py
+    the metrics of the log, and what else it says           metrics.py, report.py
     what is learned of conversations                        conversations.py
     what a checkpoint holds, when one is due                checkpoint.py
     the model directory for transformers                    huggingface.py, qwen3.py

@@ -21,65 +21,67 @@ from .causality import leak_of
 from .checkpoint import Checkpoints
 from .config import Config, check_resumable, derive_seed
 from .container import Container, Ranks
-from .conversations import END_OF_TURN, Packed
 from .data import Batches, bytes_per_token, evaluate
-from .device import choose_precision, machine_line, memory_line, share_cores
+from .device import choose_precision, machine_line, memory_text, share_cores
 from .distributed import Group
 from .errors import ConfigError, TrainingError, counted, log
-from .faults import read_fault
-from .metrics import StepTimer, best_lines, duration, metric_line
-from .model import GPT, sample
+from .faults import Fault, read_fault
+from .metrics import StepTimer, best_lines, metric_line
+from .model import GPT
 from .optim import Optimizer, learning_rate_scale
 from .passes import Passes
+from .report import choices_line, data_lines, dtype_name, sample_lines
 from .text import Corpus
 
 # What a rank asks for after a step; STOP is a checkpoint, and then the end.
 NOTHING, CHECKPOINT, STOP = range(3)
-
-TAUGHT_TIME = 1.25  # a step with a teacher takes so many times as long
-WARM_STEPS = 3  # after which the seconds of a step say how long a run takes
-LONG_RUN = 60.0  # seconds: a run that takes longer says so
 
 
 class Trainer:
     """One run: the model, its optimizer, its data, and its progress."""
 
     def __init__(self, config: Config, container: Container, group: Group, corpus: Corpus) -> None:
-        self.config, self.container, self.group, self.corpus = config, container, group, corpus
+        self.config = config
+        self.container = container
+        self.group = group
+        self.corpus = corpus
         self.is_main = group.rank == 0
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.bytes_per_token = bytes_per_token(corpus, config)
-        masks = config.mask_documents or corpus.is_chat
-        self.end = corpus.tokenizer.end if masks else None
-        self.leak_tested = False
+        masks_documents = config.mask_documents or corpus.is_chat
+        self.end = corpus.tokenizer.end if masks_documents else None
+        self.leak_is_tested = False
         self.stop_signal = 0  # the first signal that asked to stop
         self.step = 0  # steps that are done
-        self.kept_step: int | None = None  # of the newest checkpoint
+        self.saved_step: int | None = None  # of the newest checkpoint
+        self.evaluated_step: int | None = None  # of the newest evaluation
         self.best_step: int | None = None
         self.best_val_loss = math.inf
-        self.evaluated_step: int | None = None
         self.best: dict[str, Tensor] = {}  # rank 0's copy of the weights of best_step, on the CPU
         self.metrics: list[dict[str, Any]] = []
         self.timer = StepTimer()
+
         device = group.device
         # Since the last metric line: the sum of this rank's losses, and its steps. In float64
         # (which MPS lacks) the sum is exact, so that an interrupted run logs the same numbers.
-        exact = torch.float32 if device.type == "mps" else torch.float64
-        self.loss_sum = torch.zeros((), device=device, dtype=exact)
+        sum_dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.loss_sum = torch.zeros((), device=device, dtype=sum_dtype)
         self.steps_summed = 0
 
         dtype = choose_precision(config, device)
         settings = {"script_sha256": huggingface.SCRIPT_SHA256, **dataclasses.asdict(config)}
-        group.check_same({**settings, "precision": str(dtype).removeprefix("torch.")})
+        group.check_same({**settings, "precision": dtype_name(dtype)})
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
         self.model = GPT(config, len(corpus.tokenizer), dtype).to(device)
         self.model.init_weights(config.seed)
+
         self.teacher: GPT | None = None  # of later generations
         if config.generations > 1:
             self.teacher = GPT(config, len(corpus.tokenizer), dtype).to(device)
             self.teacher.init_weights(config.seed)
             self.teacher.requires_grad_(False).eval()
+
         self.optimizer = Optimizer(self.model, config, group)
         # Gradients that are small would be 0 in float16, so the loss is scaled up. A step in which
         # they are then infinite is left out and the scale halved; after 2000 good ones it is
@@ -96,23 +98,22 @@ class Trainer:
         self.choose_teacher()
         self.warm_up()
         self.begin_log()
+        fault = self.read_fault()
         self.timer.restart()
-        fault = read_fault(os.environ.get("NANOGPT_FAULT", "") if self.step == 0 else "")
-        # A first step or two may be slow, so the time is measured after a few more.
-        measured_steps = {self.step + WARM_STEPS, self.config.max_steps + WARM_STEPS}
 
         while self.step < self.config.total_steps:
-            if self.generation and self.step % self.config.max_steps == 0:
+            if self.generation > 0 and self.step % self.config.max_steps == 0:
                 self.begin_generation()
             # Long steps have enough time.
             self.group.allow_seconds(5 * max(self.timer.last, self.timer.measured))
-            if fault and (fault.rank, fault.step) == (self.group.rank, self.step):
+            if fault is not None and self.step == fault.step:
                 fault.strike(lambda: bool(self.stop_signal))
+
             request = self.train_step_and_agree()
-            if self.step in measured_steps:
-                self.log_duration()
-            if self.evaluates(self.step) or self.step % self.config.log_interval == 0:
-                self.log_metrics(self.evaluates(self.step))
+
+            evaluates = self.evaluates(self.step)
+            if evaluates or self.step % self.config.log_interval == 0:
+                self.log_metrics(evaluates)
             if request != NOTHING:
                 with self.timer.pause():
                     self.save_checkpoint()
@@ -130,8 +131,15 @@ class Trainer:
             self.finish()
         return True
 
+    def read_fault(self) -> Fault | None:
+        """The fault on purpose that is meant for this rank; a resumed run has none."""
+        fault = read_fault(os.environ.get("NANOGPT_FAULT", ""))
+        if fault is None or fault.rank != self.group.rank or self.step > 0:
+            return None
+        return fault
+
     def choose_teacher(self) -> None:
-        """Set the teacher of the next step, if it has one."""
+        """Sets the teacher of the next step, if it has one."""
         is_within_generation = self.step % self.config.max_steps != 0
         if self.generation == 0 and self.container.teacher is not None:
             self.passes.set_teacher(self.read_teacher(self.container.teacher))
@@ -139,7 +147,7 @@ class Trainer:
             self.passes.set_teacher(self.teacher)
 
     def warm_up(self) -> None:
-        """Compile and record what a step computes; it is timed as a step, but not in the speed."""
+        """Compiles and records what a step computes; timed as a step, but not in the speed."""
         with self.timer.step():
             self.passes.warm_up()
         self.timer.restart()
@@ -147,9 +155,9 @@ class Trainer:
     def train_step_and_agree(self) -> int:
         """A step, during which the ranks agree on what comes after it: the largest request."""
         with self.timer.step():
-            agreed = self.group.async_all_reduce_max(self.request())  # while the step computes
-            self.train_step()
-            return agreed()
+            largest_request = self.group.async_all_reduce_max(self.request())
+            self.train_step()  # meanwhile
+            return largest_request()
 
     def evaluates(self, step: int) -> bool:
         return step % self.config.max_steps == 0 or step % self.config.eval_interval == 0
@@ -166,8 +174,10 @@ class Trainer:
             return CHECKPOINT
         if self.stop_signal:
             return STOP
-        due = self.checkpoints.due(self.evaluates(step), self.config.checkpoint_seconds)
-        return CHECKPOINT if self.is_main and due else NOTHING
+        if not self.is_main:
+            return NOTHING
+        is_due = self.checkpoints.due(self.evaluates(step), self.config.checkpoint_seconds)
+        return CHECKPOINT if is_due else NOTHING
 
     def train_step(self) -> None:
         """Updates the weights by one batch."""
@@ -184,10 +194,10 @@ class Trainer:
         assert self.teacher is not None
         self.group.allow_seconds(math.inf)  # compiling and recording take long
 
-        best = self.best if self.best_step is not None else self.model.state_dict()
         new_model = GPT(self.config, len(self.corpus.tokenizer))
         new_model.init_weights(derive_seed(self.config.seed, "generation", self.generation))
         if self.is_main:
+            best = self.best if self.best_step is not None else self.model.state_dict()
             self.teacher.load_state_dict(best)
             if self.container.init_from is not None:
                 huggingface.load_pretrained(new_model, self.container.init_from)
@@ -226,43 +236,13 @@ class Trainer:
 
     def introduce(self, ranks: Ranks) -> None:
         """Logs where this run computes, its choices, and the sizes of its model and data."""
-        device, corpus = self.group.device, self.corpus
-        first_of_host = torch.tensor(float(ranks.local_rank == 0), device=device)
-        hosts = int(self.group.sum_(first_of_host))
-        if not self.is_main:
-            return
-        tf32 = self.config.precision == "tf32"
-        precision = "tf32" if tf32 else str(self.model.compute_dtype).removeprefix("torch.")
-        log(machine_line(device, ranks, hosts))
-        log(
-            f"chosen: {precision}, {'compiled' if self.passes.compiled else 'eager'},"
-            f" {counted(self.passes.n_passes, 'pass')} a step"
-        )
-        log(
-            f"{self.passes.n_parameters:,} parameters; {len(corpus.train):,}"
-            f" {corpus.tokenizer.unit} to train on, {len(corpus.val):,} to validate on,"
-            f" vocabulary {len(corpus.tokenizer):,}"
-        )
-        for name, part in (("train", corpus.train), ("val", corpus.val)):
-            if isinstance(part, Packed):
-                log(f"{name}: {part.summary()}")
-
-    def log_duration(self) -> None:
-        """Logs the time, and on a GPU the memory, of a run that has long to go."""
-        self.group.synchronize()
-        seconds_per_step = self.timer.measure()
-        left = self.seconds_left(seconds_per_step)
-        if self.is_main and left > LONG_RUN:
-            log(
-                f"note: {seconds_per_step:.3g} s a step: about {duration(left)} to"
-                f" step {self.config.total_steps:,}{memory_line(self.group.device)}"
-            )
-
-    def seconds_left(self, seconds_per_step: float) -> float:
-        """Until all steps are done; those of later generations take TAUGHT_TIME times as long."""
-        config, left = self.config, self.config.total_steps - self.step
-        taught = 0 if self.passes.teacher else (config.generations - 1) * config.max_steps
-        return (left + (TAUGHT_TIME - 1) * taught) * seconds_per_step
+        is_first_of_host = torch.tensor(float(ranks.local_rank == 0), device=self.group.device)
+        n_hosts = int(self.group.sum_(is_first_of_host))
+        if self.is_main:
+            log(machine_line(self.group.device, ranks, n_hosts))
+            log(choices_line(self.passes))
+            for line in data_lines(self.corpus, self.passes.n_parameters):
+                log(line)
 
     def log_metrics(self, evaluates: bool) -> None:
         """The metric line of the steps since the last; takes the weights if they are the best."""
@@ -280,8 +260,11 @@ class Trainer:
 
         self.metrics.append(row)
         if self.is_main:
-            seconds_left = self.seconds_left(seconds_per_step) if seconds_per_step else None
-            log(metric_line(row, self.config.total_steps, seconds_left))
+            seconds_left = None
+            if seconds_per_step:
+                seconds_left = seconds_per_step * (self.config.total_steps - self.step)
+            line = metric_line(row, self.config.total_steps, seconds_left)
+            log(line + memory_text(self.group.device))
             self.checkpoints.extend_curve(row)
         if evaluates and row["val_loss"] < self.best_val_loss:
             self.keep_best(row["val_loss"])
@@ -296,8 +279,8 @@ class Trainer:
             loss = float(self.group.sum_(self.loss_sum)) / self.group.world_size
             metrics["train_loss"] = loss / self.steps_summed
             self.check_loss(metrics["train_loss"])
-        # Below 1, the scale was halved again and again.
-        self.check_finite(self.scaler.get_scale() >= 1, "the gradients are")
+        is_finite = self.scaler.get_scale() >= 1  # below, it was halved again and again
+        self.check_finite(is_finite, "the gradients are")
         return metrics
 
     def validation_metrics(self) -> dict[str, float]:
@@ -318,7 +301,7 @@ class Trainer:
         return learning_rate_scale(self.step - 1, self.config)
 
     def keep_best(self, val_loss: float) -> None:
-        """Note that this step's weights have the best validation loss; rank 0 copies them."""
+        """Notes that this step's weights have the best validation loss; rank 0 copies them."""
         self.best_step, self.best_val_loss = self.step, val_loss
         if self.is_main:
             self.best = self.weights_on_cpu()
@@ -331,33 +314,29 @@ class Trainer:
     def check_loss(self, loss: float) -> None:
         self.check_finite(math.isfinite(loss), f"the loss is {loss},")
 
-    def check_finite(self, finite: bool, what: str) -> None:
-        """Raises TrainingError, which names the checkpoint that is kept, unless it is."""
-        if finite:
+    def check_finite(self, is_finite: bool, subject: str) -> None:
+        """Raises TrainingError, which names the checkpoint that is kept, unless it is finite."""
+        if is_finite:
             return
-        wider = " or precision=float32" * self.scaler.is_enabled()
+        advice = "try a smaller learning_rate"
+        if self.scaler.is_enabled():
+            advice += " or precision=float32"
         raise TrainingError(
-            f"{what} not finite at step {self.step}; {self.kept()}; try a smaller"
-            f" learning_rate{wider}"
+            f"{subject} not finite at step {self.step}; {self.newest_checkpoint()}; {advice}"
         )
 
-    def kept(self) -> str:
-        if self.kept_step is None:
+    def newest_checkpoint(self) -> str:
+        """What an error message says of it."""
+        if self.saved_step is None:
             return "there is no checkpoint yet"
-        return f"the checkpoint of step {self.kept_step} is kept"
+        return f"the checkpoint of step {self.saved_step} is kept"
 
     def log_sample(self, when: str, length: int) -> None:
-        """Logs `length` tokens from the start of a document, or of a line, or an answer."""
-        tokenizer, val = self.corpus.tokenizer, self.corpus.val
+        """Logs `length` tokens that the model makes."""
         self.model.eval()
-        question = val.question() if isinstance(val, Packed) else []
-        ids = sample(self.model, question or [tokenizer.start], length)
-        if isinstance(val, Packed) and tokenizer.special[END_OF_TURN] in ids:
-            ids = ids[: ids.index(tokenizer.special[END_OF_TURN])]
-        text = tokenizer.decode([*question, *ids])
+        lines = sample_lines(self.model, self.corpus, when, length)
         self.model.train()
-        # The bars distinguish a sample from lines of the log.
-        log("\n".join([f"--- sample {when} ---", *(f"| {line}" for line in text.split("\n"))]))
+        log("\n".join(lines))
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -372,7 +351,11 @@ class Trainer:
             "teacher": {} if self.teacher is None else self.teacher.state_dict(),
             "optimizer": self.optimizer.state(),
         }
-        return {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
+        tensors = {}
+        for part, named_tensors in parts.items():
+            for name, tensor in named_tensors.items():
+                tensors[f"{part}.{name}"] = tensor
+        return tensors
 
     def state(self, loss_sum: float = 0.0) -> dict[str, Any]:
         """Everything else that a checkpoint holds; loss_sum is that of all world_size ranks."""
@@ -409,22 +392,26 @@ class Trainer:
         self.group.synchronize()
         loss_sum = float(self.group.sum_(self.loss_sum.clone()))
         self.check_loss(loss_sum)
-        finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
-        self.check_finite(finite, "the weights are")
-        if unlike := self.group.ranks_unlike_first(self.model.parameters()):
+        are_finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
+        self.check_finite(are_finite, "the weights are")
+        unlike_ranks = self.group.ranks_unlike_first(self.model.parameters())
+        if unlike_ranks:
+            names = ", ".join(f"rank {rank}" for rank in unlike_ranks)
             raise TrainingError(
-                f"at step {self.step} the weights of {', '.join(f'rank {r}' for r in unlike)} are"
-                f" not those of rank 0; {self.kept()}; unlike hosts may round differently, so use"
-                " hosts of one kind"
+                f"at step {self.step} the weights of {names} are not those of rank 0;"
+                f" {self.newest_checkpoint()}; unlike hosts may round differently, so use hosts of"
+                " one kind"
             )
+
         tensors = self.tensors()
         if self.is_main:
-            tensors |= {f"best.{name}": t for name, t in self.best.items()}
+            for name, tensor in self.best.items():
+                tensors[f"best.{name}"] = tensor
             self.checkpoints.save(tensors, self.state(loss_sum), self.gather(tensors))
         else:
             for _ in self.gather(tensors):
                 pass
-        self.kept_step = self.step
+        self.saved_step = self.step
         if not gc.isenabled():
             gc.collect()
 
@@ -433,14 +420,17 @@ class Trainer:
 
         Before the first checkpoint, projections that begin at zero may hide it.
         """
-        if self.leak_tested or self.step == self.config.total_steps:  # finish tests the best model
+        if self.leak_is_tested or self.step == self.config.total_steps:  # finish tests the best one
             return
-        self.leak_tested, tokenizer = True, self.corpus.tokenizer
+        self.leak_is_tested = True
+        tokenizer = self.corpus.tokenizer
         weights = self.weights_on_cpu()
+        leak = ""
         with suppress(Exception):  # of a model that cannot be tested, as finish will say
             model = huggingface.with_weights(self.config, len(tokenizer), weights)
-            if leak := leak_of(model, tokenizer, self.corpus.is_chat):
-                log(f"warning: at step {self.step}, {leak}")
+            leak = leak_of(model, tokenizer, self.corpus.is_chat)
+        if leak:
+            log(f"warning: at step {self.step}, {leak}")
 
     def gather(self, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
         """Each of self.tensors() from the rank that has it; all ranks go through them together."""
@@ -450,42 +440,63 @@ class Trainer:
 
     def restore(self) -> None:
         """Loads rank 0's newest checkpoint, or else a model to start from, on every rank."""
-        live, state = self.tensors(), None
-        if self.is_main and (loaded := self.checkpoints.load_latest()) is not None:
-            tensors, state = loaded
-            check_resumable(state, self.state())
-            self.metrics = state.pop("metrics")
-            del state["tokenizer"]  # other ranks need neither, and both may be large
-            best = [name for name in tensors if name.startswith("best.")]
-            self.best = {name.removeprefix("best."): tensors.pop(name) for name in best}
-            huggingface.load_tensors(live, tensors)
-            live = {name: tensors[name] if t.is_meta else t for name, t in live.items()}
-        elif self.is_main and self.container.init_from is not None:
-            huggingface.load_pretrained(self.model, self.container.init_from)
-            log(f"started from the weights in {self.container.init_from}")
+        live = self.tensors()
+        state = None
+        if self.is_main:
+            loaded = self.checkpoints.load_latest()
+            if loaded is not None:
+                saved_tensors, state = loaded
+                live = self.load_checkpoint(live, saved_tensors, state)
+            elif self.container.init_from is not None:
+                huggingface.load_pretrained(self.model, self.container.init_from)
+                log(f"started from the weights in {self.container.init_from}")
         state = self.group.broadcast(state)
         for tensor in live.values():
             self.group.broadcast_(tensor)
-        if state is None:
-            return
-        self.kept_step = self.step = state["step"]
+        if state is not None:
+            self.take_over(state)
+
+    def load_checkpoint(
+        self, live: dict[str, Tensor], saved: dict[str, Tensor], state: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """On rank 0: copies the saved tensors into the live ones, and takes what is for it alone.
+
+        Returns the live tensors; in place of those that only another rank has, the saved ones, to
+        be sent. Raises ConfigError if this run cannot continue that one.
+        """
+        check_resumable(state, self.state())
+        self.metrics = state.pop("metrics")
+        del state["tokenizer"]  # other ranks need neither, and both may be large
+        for name in [name for name in saved if name.startswith("best.")]:
+            self.best[name.removeprefix("best.")] = saved.pop(name)
+        huggingface.load_tensors(live, saved)
+        return {name: saved[name] if t.is_meta else t for name, t in live.items()}
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Continues from the state of a checkpoint, and says what is not as it was."""
+        self.step = self.saved_step = state["step"]
         self.steps_summed = state["steps_summed"]
         if state["scaler"]:  # empty in other types
             self.scaler.load_state_dict(state["scaler"])
-        ranks, ranks_before = self.group.world_size, state["world_size"]
-        same_script = state["script_sha256"] == huggingface.SCRIPT_SHA256
-        if same_script and state["best_step"] is not None:
-            self.best_step, self.best_val_loss = state["best_step"], state["best_val_loss"]
+        is_same_script = state["script_sha256"] == huggingface.SCRIPT_SHA256
+        if is_same_script and state["best_step"] is not None:
+            self.best_step = state["best_step"]
+            self.best_val_loss = state["best_val_loss"]
             self.evaluated_step = state["evaluated_step"]
         if not self.is_main:
             return
-        self.loss_sum += state["loss_sum"] * (ranks / ranks_before)
+
+        world_size, saved_world_size = self.group.world_size, state["world_size"]
+        self.loss_sum += state["loss_sum"] * (world_size / saved_world_size)
         log(f"resumed from the checkpoint of step {self.step}")
-        if not same_script:  # its best weights would be exported as this model's
+        if not is_same_script:  # its best weights would be exported as this model's
             log("note: another script wrote it; tracking the best weights anew")
-        if ranks != ranks_before:
-            before = counted(ranks_before, "process")
-            log(f"note: the checkpoint is of {before}; with {ranks} the last bits may differ")
+        if world_size != saved_world_size:
+            processes = counted(saved_world_size, "process")
+            log(
+                f"note: the checkpoint is of {processes}; with {world_size} the last bits may"
+                " differ"
+            )
 
     def finish(self) -> None:
         """Writes the artefact of the best validation loss, and logs a sample of it."""
@@ -504,22 +515,25 @@ class Trainer:
             "world_size": self.group.world_size,
             "torch_version": torch.__version__,
         }
-        model_dir, output_dir = self.container.model_dir, self.container.output_dir
+
+        model_dir = self.container.model_dir
+        output_dir = self.container.output_dir
         with self.checkpoints.writing(model_dir):
-            why, leak = huggingface.write_artefact(
+            difference, leak = huggingface.write_artefact(
                 model_dir, best, self.corpus.tokenizer, training, self.corpus.is_chat
             )
         with self.checkpoints.writing(output_dir):
             output_dir.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self.checkpoints.curve, output_dir / "metrics.jsonl")
+
         if self.config.sample_length:
             self.log_sample("after training", self.config.sample_length)
         for line in best_lines(self.metrics, self.best_step, self.config.generations):
             log(line)
-        if why:
+        if difference:
             log(
                 "note: the edited script computes another model than Qwen3, so transformers and"
-                f" vLLM cannot load it, and sm-nanogpt can: {why}"
+                f" vLLM cannot load it, and sm-nanogpt can: {difference}"
             )
         if leak:
             log(f"warning: {leak}")

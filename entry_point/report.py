@@ -1,0 +1,56 @@
+"""What the log says of a run, besides its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .conversations import END_OF_TURN, Packed
+from .errors import counted
+from .model import GPT, sample
+from .passes import Passes
+from .text import Corpus
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def choices_line(passes: Passes) -> str:
+    """What a run has chosen by itself: `chosen: bfloat16, compiled, 8 passes a step`."""
+    precision = dtype_name(passes.model.compute_dtype)
+    if passes.config.precision == "tf32":
+        precision = "tf32"
+    compiled = "compiled" if passes.compiled else "eager"
+    return f"chosen: {precision}, {compiled}, {counted(passes.n_passes, 'pass')} a step"
+
+
+def data_lines(corpus: Corpus, n_parameters: int) -> Iterator[str]:
+    """The sizes of the model and of its data."""
+    tokenizer = corpus.tokenizer
+    yield (
+        f"{n_parameters:,} parameters; {len(corpus.train):,} {tokenizer.unit} to train on,"
+        f" {len(corpus.val):,} to validate on, vocabulary {len(tokenizer):,}"
+    )
+    for name, part in (("train", corpus.train), ("val", corpus.val)):
+        if isinstance(part, Packed):
+            yield f"{name}: {part.summary()}"
+
+
+def sample_lines(model: GPT, corpus: Corpus, when: str, length: int) -> list[str]:
+    """`length` tokens from the start of a document, or of a line, or an answer, under a heading."""
+    tokenizer = corpus.tokenizer
+    question: list[int] = []
+    if isinstance(corpus.val, Packed):
+        question = corpus.val.question()
+    ids = sample(model, question or [tokenizer.start], length)
+    if corpus.is_chat:
+        end_of_turn = tokenizer.special[END_OF_TURN]
+        if end_of_turn in ids:
+            ids = ids[: ids.index(end_of_turn)]
+
+    lines = [f"--- sample {when} ---"]
+    for line in tokenizer.decode(question + ids).split("\n"):
+        lines.append(f"| {line}")  # the bar distinguishes it from lines of the log
+    return lines
