@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # with convolutions by Fourier transforms; the mildest leak tried, a thousandth of a value, 3e-4.
 TOLERANCE = 1e-4
 LONGEST_WINDOW = 1024  # tokens, as the logits of longer windows can fill the memory
-LEAST = -100.0  # such a logarithm, as a masked one is -inf
+MIN_LOG_PROBABILITY = -100.0  # as that of a masked token is -inf
 
 
 @torch.inference_mode()
@@ -41,44 +41,67 @@ def find_leak(
         vocabulary_size: random ids are below it.
     """
 
-    def scores(ids: Tensor) -> Tensor:
-        return logits(ids).log_softmax(dim=-1).clamp_min_(LEAST)
+    def log_probabilities(ids: Tensor) -> Tensor:
+        return logits(ids).log_softmax(dim=-1).clamp_min_(MIN_LOG_PROBABILITY)
 
-    def moves(end: int) -> bool:
-        """Whether the logits found move if the tokens from the cut to this one are replaced."""
-        ids = before.clone()
-        ids[row, cut:end] = after[row, cut:end]
-        difference = (scores(ids)[row, position] - known[row, position]).abs().max()
-        return not bool(difference <= TOLERANCE)
-
-    generator, longest = torch.Generator().manual_seed(seed), windows.size(1)
-    others = windows.flatten().roll(windows.numel() // 2).view_as(windows)
+    generator = torch.Generator().manual_seed(seed)
+    longest = windows.size(1)
+    other_windows = windows.flatten().roll(windows.numel() // 2).view_as(windows)
     # A cut in each of n_cuts equal parts of the depth.
     depths = torch.randperm(n_cuts, generator=generator) + torch.rand(n_cuts, generator=generator)
-    at_once = max(1, min(4096, (1 << 26) // vocabulary_size) // longest)
-    for index, cuts in enumerate(depths.div(n_cuts).split(at_once)):
+    cuts_at_once = max(1, min(4096, (1 << 26) // vocabulary_size) // longest)
+    for batch, batch_depths in enumerate(depths.div(n_cuts).split(cuts_at_once)):
         T = longest
-        if index % 4 == 3:
+        if batch % 4 == 3:
             T = int(torch.randint(2, longest + 1, (), generator=generator))
-        cuts = 1 + (cuts * (T - 1)).long()
-        rows = torch.randint(len(windows), cuts.shape, generator=generator)
-        before = windows[rows, :T]
-        ids = torch.randint(1, max(2, vocabulary_size), before.shape, generator=generator)
-        ids = (before + ids) % vocabulary_size  # each differs
-        kind = torch.randint(2, (len(cuts), 1), generator=generator)
-        later = torch.arange(T) >= cuts[:, None]
-        after = torch.where(later, torch.where(kind == 1, ids, others[rows, :T]), before)
-        known = scores(before)
-        difference = scores(after).sub_(known).abs_().amax(dim=-1).cpu()  # NaN stays
-        moved = (difference <= TOLERANCE).logical_not() & ~later
-        if moved.any():
-            row, position = divmod(int(difference.masked_fill(~moved, -1).argmax()), T)
-            cut = int(cuts[row])
-            end = cut + bisect_left(range(cut, T + 1), True, key=moves)
-            source = f"token {end - 1}" if cut < end <= T else "more than earlier tokens"
-            nats = float(difference[row, position])
-            return f"logits at {position} depend on {source} (by {nats:.2g})"
+        cuts = 1 + (batch_depths * (T - 1)).long()  # [n], from 1 to T - 1
+        n = len(cuts)
+
+        rows = torch.randint(len(windows), (n,), generator=generator)
+        original = windows[rows, :T]
+        random = torch.randint(1, max(2, vocabulary_size), (n, T), generator=generator)
+        random = (original + random) % vocabulary_size  # each id differs
+        is_random = torch.randint(2, (n, 1), generator=generator) == 1
+        is_later = torch.arange(T) >= cuts[:, None]  # [n, T]
+        replacement = torch.where(is_random, random, other_windows[rows, :T])
+        replaced = torch.where(is_later, replacement, original)
+
+        expected = log_probabilities(original)  # [n, T, V]
+        difference = log_probabilities(replaced).sub_(expected).abs_().amax(dim=-1).cpu()
+        moved = (difference <= TOLERANCE).logical_not() & ~is_later  # NaN has moved, too
+        if not moved.any():
+            continue
+
+        row, position = divmod(int(difference.masked_fill(~moved, -1).argmax()), T)
+        cut = int(cuts[row])
+        nats = float(difference[row, position])
+        moves = partial(
+            moves_logits, log_probabilities, original, replaced, expected, row, position, cut
+        )
+        end = cut + bisect_left(range(cut, T + 1), True, key=moves)
+        source = f"token {end - 1}" if cut < end <= T else "more than earlier tokens"
+        return f"logits at {position} depend on {source} (by {nats:.2g})"
     return ""
+
+
+def moves_logits(
+    log_probabilities: Callable[[Tensor], Tensor],
+    original: Tensor,
+    replaced: Tensor,
+    expected: Tensor,
+    row: int,
+    position: int,
+    cut: int,
+    end: int,
+) -> bool:
+    """Whether the logits at a position move if only tokens `cut` to `end` of a row are replaced.
+
+    original, replaced: ids [n, T]. expected: the log-probabilities of the original, [n, T, V].
+    """
+    ids = original.clone()
+    ids[row, cut:end] = replaced[row, cut:end]
+    change = log_probabilities(ids)[row, position] - expected[row, position]
+    return not bool(change.abs().max() <= TOLERANCE)
 
 
 def leak_of(model: GPT, tokenizer: Tokenizer, chats: bool) -> str:
@@ -90,7 +113,8 @@ def leak_of(model: GPT, tokenizer: Tokenizer, chats: bool) -> str:
     T = min(model.config.block_size, LONGEST_WINDOW)
     n_cuts = max(2, 2048 // T)
     end = tokenizer.end if chats or model.config.mask_documents else None
-    windows = torch.randint(len(tokenizer), (n_cuts, T), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    windows = torch.randint(len(tokenizer), (n_cuts, T), generator=generator)
     logits = partial(model, end=end, chats=chats)
     leak = find_leak(logits, windows, len(tokenizer), seed=1, n_cuts=n_cuts)
     return f"not causal: {leak}; val_loss means nothing" if leak else ""

@@ -45,8 +45,8 @@ class Packed:
     """
 
     def __init__(self, ids: Tensor, end: int, block_size: int) -> None:
-        self.cut = 0  # conversations that are longer than a row
-        self.dropped = 0  # of these, those that are left out
+        self.n_cut = 0  # conversations that are longer than a row
+        self.n_dropped = 0  # of these, those that are left out
         width = block_size + 1
         spans: list[Span] = []
         row, column = 0, 0  # where the next conversation goes, if it fits
@@ -55,9 +55,9 @@ class Packed:
             length = stop - begin
             if length > width:
                 length = length_to_last_answer(ids[begin : begin + width + 1])
-                self.cut += 1
+                self.n_cut += 1
                 if length == 0:
-                    self.dropped += 1
+                    self.n_dropped += 1
             if length > 0:
                 if column + length > width:
                     row, column = row + 1, 0
@@ -65,7 +65,7 @@ class Packed:
                 column += length + 1
             begin = stop + 1
 
-        self.count = len(spans)
+        self.n_conversations = len(spans)
         n_rows = row + 1 if spans else 0
         self.rows = torch.full((n_rows, width), ~end, dtype=torch.int32)
         flat = self.rows.view(-1)
@@ -74,15 +74,18 @@ class Packed:
             flat[span.target : span.target + span.length] = conversation
         self.learned = (self.rows[:, 1:] >= 0).sum(dim=1)
 
-    def loss_shares(self, starts: Tensor, rank: int, world_size: int, passes: int) -> list[float]:
-        """The factor of the mean loss of each pass of this rank, for the batch at `starts`.
+    def loss_weights(
+        self, starts: Tensor, rank: int, world_size: int, n_passes: int
+    ) -> list[float]:
+        """The weight of the mean loss of each pass of this rank, for the batch at `starts`.
 
         The mean over passes and ranks is then that over the learned targets of the batch.
         """
-        counts = self.learned[starts // self.rows.size(1)]
-        counts_of_passes = counts.chunk(world_size)[rank].tensor_split(passes)
-        n_passes, n_learned = world_size * passes, float(counts.sum())
-        return [float(n.sum()) * n_passes / n_learned for n in counts_of_passes]
+        n_learned = self.learned[starts // self.rows.size(1)]  # of each row of the batch
+        of_passes = n_learned.chunk(world_size)[rank].tensor_split(n_passes)
+        n_passes_of_all = world_size * n_passes
+        total = float(n_learned.sum())
+        return [float(counts.sum()) * n_passes_of_all / total for counts in of_passes]
 
     def question(self) -> list[int]:
         """The ids of the first conversation up to its first answer."""
@@ -94,15 +97,19 @@ class Packed:
         return question
 
     def summary(self) -> str:
-        text = f"{self.count:,} conversations in {len(self.rows):,} rows"
-        text += f", {int(self.learned.sum()):,} tokens of answers"
-        if self.cut:
-            text += f"; {self.cut:,} are longer than block_size and end with the last answer that"
-            text += f" fits, {self.dropped:,} of them have none and are left out"
+        text = (
+            f"{self.n_conversations:,} conversations in {len(self.rows):,} rows,"
+            f" {int(self.learned.sum()):,} tokens of answers"
+        )
+        if self.n_cut:
+            text += (
+                f"; {self.n_cut:,} are longer than block_size and end with the last answer that"
+                f" fits, {self.n_dropped:,} of them have none and are left out"
+            )
         return text
 
     def __len__(self) -> int:
         return self.rows.numel()
 
-    def __getitem__(self, places: slice) -> Tensor:
-        return self.rows.view(-1)[places]
+    def __getitem__(self, positions: slice) -> Tensor:
+        return self.rows.view(-1)[positions]

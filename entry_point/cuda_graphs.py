@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ class PassGraph:
     """
 
     def __init__(self, run: Run, x: Tensor, y: Tensor, pool: Any) -> None:
-        self.inputs = [x.clone(), y.clone(), torch.ones((), device=x.device)]
+        weight = torch.ones((), device=x.device)
+        self.inputs = [x.clone(), y.clone(), weight]
         self.graph = torch.cuda.CUDAGraph()
         # Other threads may use CUDA meanwhile, as NCCL's do.
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
@@ -80,9 +81,13 @@ def flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
 
     One operation then averages all of them over the ranks. Views begin at multiples of 128 bytes.
     """
-    ends = list(accumulate(-(-parameter.numel() // 32) * 32 for parameter in parameters))
-    buffer = torch.zeros(ends[-1], device=parameters[0].device)
-    for parameter, begin in zip(parameters, [0, *ends], strict=False):
+    begins = []
+    end = 0
+    for parameter in parameters:
+        begins.append(end)
+        end += math.ceil(parameter.numel() / 32) * 32  # numbers of 4 bytes
+    buffer = torch.zeros(end, device=parameters[0].device)
+    for parameter, begin in zip(parameters, begins, strict=True):
         parameter.grad = buffer[begin : begin + parameter.numel()].view_as(parameter)
     return buffer
 
@@ -92,7 +97,8 @@ def try_passes(run: Run, passes: Sequence[tuple[Tensor, Tensor, float]]) -> None
 
     Raises RuntimeError if one waits for the GPU, as `tensor.item()` does, which no graph can.
     """
-    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream = torch.cuda.Stream()
+    current = torch.cuda.current_stream()
     weight = torch.ones((), device=passes[0][0].device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream), warnings.catch_warnings():

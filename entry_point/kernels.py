@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,14 +39,14 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         y, scale = ctx.saved_tensors
-        along = (dy * y).sum(-1, keepdim=True)
-        return torch.addcmul(dy, y, along, value=-1 / y.size(-1)).mul_(scale)
+        dot = (dy * y).sum(-1, keepdim=True)
+        return torch.addcmul(dy, y, dot, value=-1 / y.size(-1)).mul_(scale)
 
 
 def rms_norm(x: Tensor) -> Tensor:
     """x [..., n] over its root mean square (arXiv:1910.07467)."""
-    plain = x.device.type == "cpu" and x.dtype != torch.float16  # in which a length may be infinite
-    if not plain or torch.compiler.is_compiling():
+    may_overflow = x.dtype == torch.float16  # the length of a row
+    if x.device.type != "cpu" or may_overflow or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
     if torch.is_grad_enabled():
         return Norm.apply(x)
@@ -73,50 +72,85 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -
         from torch.nn.attention.flex_attention import flex_attention
 
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-    B, H, T, D = q.shape
-    k, v = repeat_kv(k, H), repeat_kv(v, H)
-    slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and torch.is_grad_enabled()
-    if not slow or mask is not None:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
+    n_head = q.size(1)
+    k, v = repeat_kv(k, n_head), repeat_kv(v, n_head)
+    if mask is not None:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout)
     # There, the backward pass of torch's kernel takes several times as long as two products.
-    q, k, v = (heads.reshape(B * H, T, D) for heads in (q, k, v))
-    rows = []
+    on_cpu = q.device.type == "cpu"
+    if on_cpu and q.dtype == torch.bfloat16 and torch.is_grad_enabled():
+        return attend_by_products(q, k, v, dropout)
+    return F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)
+
+
+def attend_by_products(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """As attend, without a mask, of q, k, v [B, H, T, D]; some queries at once."""
+    B, H, T, D = q.shape
+    q = q.reshape(B * H, T, D)
+    k = k.reshape(B * H, T, D)
+    v = v.reshape(B * H, T, D)
+    outputs = []
     for begin in range(0, T, QUERIES_AT_ONCE):
-        queries = q[:, begin : begin + QUERIES_AT_ONCE]
-        end = begin + queries.size(1)  # no query looks ahead
-        ahead = q.new_full((queries.size(1), end), float("-inf")).triu_(begin + 1)
-        scores = torch.baddbmm(ahead, queries, k[:, :end].mT, alpha=D**-0.5)
-        rows.append(F.dropout(scores.softmax(dim=-1), dropout) @ v[:, :end])
-    return torch.cat(rows, dim=1).view(B, H, T, D)
+        queries = q[:, begin : begin + QUERIES_AT_ONCE]  # [B * H, n, D]
+        n = queries.size(1)
+        end = begin + n  # no query looks ahead
+        keys, values = k[:, :end], v[:, :end]  # [B * H, end, D]
+        ahead = q.new_full((n, end), float("-inf")).triu_(begin + 1)
+        scores = torch.baddbmm(ahead, queries, keys.mT, alpha=D**-0.5)  # [B * H, n, end]
+        weights = F.dropout(scores.softmax(dim=-1), dropout)
+        outputs.append(weights @ values)
+    return torch.cat(outputs, dim=1).view(B, H, T, D)
 
 
 FLEX_DEVICE = "cuda"  # the one whose FlexAttention has a gradient
 
 
-def document_mask(idx: Tensor, end: int, own_end: bool, config: Config) -> Mask:
-    """True where a query may attend, bool [B, 1, T, T]: within its own document, not ahead.
+def document_mask(idx: Tensor, end: int, closes: bool, config: Config) -> Mask:
+    """For each query, True for the keys that it may attend to, bool [B, 1, T, T].
 
-    With `own_end`, an `end` closes the document before it; without, it opens the next. Compiled, it
-    is a BlockMask of FlexAttention instead (arXiv:2412.05496), which has no dropout, skips blocks
-    of 128 x 128 that are all false, and in torch 2.6 takes widths of a power of two.
+    Those are the keys of its own document, up to itself. With `closes`, an `end` closes the
+    document before it; without, it opens the next. Compiled, it is a BlockMask of FlexAttention
+    instead (arXiv:2412.05496), which has no dropout, skips blocks of 128 x 128 that are all false,
+    and in torch 2.6 takes widths of a power of two.
     """
-    (B, T), ends = idx.shape, idx == end
-    documents = ends.cumsum(dim=1) - ends.long() * own_end
+    is_end = idx == end
+    documents = is_end.cumsum(dim=1)  # the number of each token's document, [B, T]
+    if closes:
+        documents = documents - is_end.long()
     mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-    fits = T % 128 == 0 and config.head_width in (16, 32, 64, 128, 256) and not config.dropout
-    if not (fits and torch.compiler.is_compiling() and idx.device.type == FLEX_DEVICE):
+
+    has_flex = torch.compiler.is_compiling() and idx.device.type == FLEX_DEVICE
+    has_width = config.head_width in (16, 32, 64, 128, 256)
+    if not has_flex or not has_width or idx.size(1) % 128 or config.dropout:
         return mask
+    return block_mask(mask, documents)
+
+
+def block_mask(mask: Tensor, documents: Tensor) -> Any:
+    """The BlockMask of a mask [B, 1, T, T] of documents [B, T]: which blocks of 128 x 128 count."""
     from torch.nn.attention.flex_attention import BlockMask
 
     def may_attend(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (documents[b, query] == documents[b, key])
 
-    seen = mask.view(B, 1, T // 128, 128, T // 128, 128).sum(dim=(3, 5))
-    blocks = (seen > 0) & (seen < 128 * 128), seen == 128 * 128
-    n, n_full = (which.sum(dim=-1, dtype=torch.int32) for which in blocks)
-    sort = partial(torch.argsort, dim=-1, descending=True, stable=True)
-    at, full = (sort(which.int()).int() for which in blocks)
-    return BlockMask.from_kv_blocks(n, at, n_full, full, BLOCK_SIZE=128, mask_mod=may_attend)
+    def count(blocks: Tensor) -> Tensor:  # of each row
+        return blocks.sum(dim=-1, dtype=torch.int32)
+
+    def indices(blocks: Tensor) -> Tensor:  # those of a row that are true come first
+        return blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+
+    B, _, T, _ = mask.shape
+    n_true = mask.view(B, 1, T // 128, 128, T // 128, 128).sum(dim=(3, 5))  # in each block
+    full = n_true == 128 * 128
+    partial = (n_true > 0) & ~full
+    return BlockMask.from_kv_blocks(
+        count(partial),
+        indices(partial),
+        count(full),
+        indices(full),
+        BLOCK_SIZE=128,
+        mask_mod=may_attend,
+    )
 
 
 LOGITS_AT_ONCE = 1 << 28  # a gigabyte in float32, which compiled kernels never hold
@@ -128,13 +162,13 @@ def logits_at_once(device: torch.device) -> int:
     return LOGITS_AT_ONCE >> 4
 
 
-def chunk_size(rows: int, most: int) -> int:
-    """The size of the fewest even chunks of at most `most` rows, in whole tiles of 128."""
-    chunks = math.ceil(rows / max(128, most // 128 * 128))
-    return math.ceil(rows / chunks / 128) * 128
+def chunk_size(n_rows: int, max_rows: int) -> int:
+    """The size of the fewest even chunks of at most `max_rows` rows, in whole tiles of 128."""
+    n_chunks = math.ceil(n_rows / max(128, max_rows // 128 * 128))
+    return math.ceil(n_rows / n_chunks / 128) * 128
 
 
-def taught_by(logits: Tensor, targets: Tensor, share: float, temperature: float) -> Tensor:
+def mixed_targets(logits: Tensor, targets: Tensor, share: float, temperature: float) -> Tensor:
     """The probabilities that are learned, float32 [N, V], of a teacher's logits and targets [N].
 
     They are a share of the teacher's, of its logits over the temperature, and the rest of the
@@ -149,11 +183,14 @@ def taught_by(logits: Tensor, targets: Tensor, share: float, temperature: float)
 def taught_loss(
     logits: Tensor, targets: Tensor, teacher: Tensor, share: float, temperature: float
 ) -> Tensor:
-    """The mean cross-entropy of logits [N, V] with what taught_by says of the targets [N]; those
-    below 0 are not learned."""
-    p, learned = taught_by(teacher, targets, share, temperature), targets >= 0
+    """The mean cross-entropy of logits [N, V] with the mixed_targets of targets [N].
+
+    Targets below 0 are not learned.
+    """
+    p = mixed_targets(teacher, targets, share, temperature)
     losses = F.cross_entropy(logits, p, reduction="none")
-    return (losses * learned).sum() / learned.sum()
+    is_learned = targets >= 0
+    return (losses * is_learned).sum() / is_learned.sum()
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -162,8 +199,8 @@ class ChunkedLoss(torch.autograd.Function):
     Each chunk of rows is turned into its gradients at once (Liger Kernel, arXiv:2410.10989, section
     3.2), so nothing is computed twice. Inputs: x [N, C], the head's weight [V, C], targets [N];
     `some_ignored`: negative ones are not learned, and do not count; a teacher's logits [N, V]
-    with the share and temperature of taught_by. The products have a multiple of 64 columns, as GPUs
-    are slow at others (nanoGPT pads its vocabulary for it); those beyond V have no probability.
+    with the share and temperature of mixed_targets. The products have a multiple of 64 columns, as
+    GPUs are slow at others (nanoGPT pads its vocabulary); those beyond V have no probability.
     """
 
     @staticmethod
@@ -177,46 +214,64 @@ class ChunkedLoss(torch.autograd.Function):
         share: float = 0.0,
         temperature: float = 1.0,
     ) -> Tensor:
-        learns = any(ctx.needs_input_grad)
-        total, V = x.new_zeros((), dtype=torch.float32), len(weight)
-        dx, cast = torch.empty_like(x), weight.to(x.dtype)
+        V = len(weight)
+        head = weight.to(x.dtype)
         if V % 64:
-            cast = F.pad(cast, (0, 0, 0, -V % 64))
-        dw = torch.zeros_like(cast, dtype=weight.dtype) if learns else None
-        n = chunk_size(len(x), logits_at_once(x.device) // len(cast))
-        columns = torch.arange(len(cast), device=x.device)
-        learned = targets >= 0 if some_ignored else None  # MPS of some versions has no >= of int64
-        ctx.count = len(x) if learned is None else learned.sum()
+            head = F.pad(head, (0, 0, 0, -V % 64))
+        columns = torch.arange(len(head), device=x.device)
+        # On MPS, some versions have no >= of int64.
+        is_learned = targets >= 0 if some_ignored else None
+        ctx.n_learned = len(x) if is_learned is None else is_learned.sum()
+
+        total = x.new_zeros((), dtype=torch.float32)
+        dx = torch.empty_like(x)
+        learns = any(ctx.needs_input_grad)
+        dw = torch.zeros_like(head, dtype=weight.dtype) if learns else None
+        n = chunk_size(len(x), logits_at_once(x.device) // len(head))
         for begin in range(0, len(x), n):
-            rows, ids = x[begin : begin + n], targets[begin : begin + n, None]
-            logits = (rows @ cast.mT).float()
-            logits[:, V:] = float("-inf")
-            sums = logits.logsumexp(dim=-1, keepdim=True)
+            rows = x[begin : begin + n]
+            ids = targets[begin : begin + n, None]
             p: Tensor | None = None
             if teacher is not None:
-                p = taught_by(teacher[begin : begin + n], ids[:, 0], share, temperature)
-            if learned is not None:
-                ids, counts = ids.clamp_min(0), learned[begin : begin + n, None]
-            right = logits.gather(1, ids) if p is None else (p * logits[:, :V]).sum(1, keepdim=True)
-            losses = sums - right
-            total += (losses if learned is None else losses * counts).sum()
-            if dw is not None:  # not yet divided by N, which float16 would round to 0
-                if p is not None:
-                    d = logits.sub_(sums).exp_()
-                    d[:, :V] -= p
-                elif torch.compiler.is_compiling():  # one kernel, which keeps no float32
-                    d = (logits - sums).exp() - (columns == ids).float()
-                else:
-                    d = logits.sub_(sums).exp_()
-                    d.scatter_add_(1, ids, d.new_full(ids.shape, -1.0))
-                d = (d if learned is None else d * counts).to(x.dtype)
-                dx[begin : begin + n] = d @ cast
-                dw += d.mT @ rows
-        ctx.save_for_backward(dx, dw if dw is None else dw[:V])
-        return total / ctx.count
+                p = mixed_targets(teacher[begin : begin + n], ids[:, 0], share, temperature)
+            if is_learned is not None:
+                ids = ids.clamp_min(0)
+                counts = is_learned[begin : begin + n, None]
+
+            logits = (rows @ head.mT).float()
+            logits[:, V:] = float("-inf")
+            log_sums = logits.logsumexp(dim=-1, keepdim=True)
+            if p is None:
+                target_logits = logits.gather(1, ids)
+            else:
+                target_logits = (p * logits[:, :V]).sum(1, keepdim=True)
+            losses = log_sums - target_logits
+            if is_learned is not None:
+                losses = losses * counts
+            total += losses.sum()
+            if dw is None:
+                continue
+
+            # The gradient of the chunk's logits. It is not yet divided by the number of targets,
+            # which float16 would round to 0.
+            if p is not None:
+                d = logits.sub_(log_sums).exp_()
+                d[:, :V] -= p
+            elif torch.compiler.is_compiling():  # one kernel, which keeps no float32
+                d = (logits - log_sums).exp() - (columns == ids).float()
+            else:
+                d = logits.sub_(log_sums).exp_()
+                d.scatter_add_(1, ids, d.new_full(ids.shape, -1.0))
+            if is_learned is not None:
+                d = d * counts
+            d = d.to(x.dtype)
+            dx[begin : begin + n] = d @ head
+            dw += d.mT @ rows
+        ctx.save_for_backward(dx, None if dw is None else dw[:V])
+        return total / ctx.n_learned
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        scale = dy / ctx.count
+        scale = dy / ctx.n_learned
         return dx * scale, dw * scale, None, None, None, None, None

@@ -29,7 +29,8 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        self.steps, self.since = 0, time.perf_counter()
+        self.steps = 0
+        self.since = time.perf_counter()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -46,7 +47,9 @@ class StepTimer:
 
     @property
     def seconds_per_step(self) -> float:
-        return (time.perf_counter() - self.since) / self.steps if self.steps else 0.0
+        if self.steps == 0:
+            return 0.0
+        return (time.perf_counter() - self.since) / self.steps
 
     def measure(self) -> float:
         """seconds_per_step, once the device has finished them."""
@@ -77,9 +80,10 @@ def best_lines(
     best = next(row for row in reversed(rows) if row["step"] == best_step)
     last = rows[-1]
     yield f"best val_loss {best['val_loss']:.5f} at step {best_step}"
-    rose = last["val_loss"] > 1.05 * best["val_loss"]
-    fell = last.get("train_loss", math.inf) < best.get("train_loss", 0.0)
-    if rose and fell and 2 * best_step <= last["step"] and generations == 1:
+    val_loss_rose = last["val_loss"] > 1.05 * best["val_loss"]
+    train_loss_fell = last.get("train_loss", math.inf) < best.get("train_loss", 0.0)
+    was_early = 2 * best_step <= last["step"]
+    if val_loss_rose and train_loss_fell and was_early and generations == 1:
         yield (
             f"note: the run memorized its text: val_loss rose to {last['val_loss']:.5f}, so the"
             f" model is that of step {best_step}; use more text, or set max_steps={best_step}"

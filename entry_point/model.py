@@ -6,7 +6,6 @@ RMSNorm, rotary positions, QK-norm, a gated MLP.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +28,12 @@ class Block(nn.Module):
         self.mlp_norm = norm_weight(config, config.n_embd)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask = None) -> Tensor:
-        y = self.attention(norm(x, self.attention_norm), cos, sin, mask)
+        y = norm(x, self.attention_norm)
+        y = self.attention(y, cos, sin, mask)
         x = x + F.dropout(y, self.dropout, self.training)
-        y = self.mlp(norm(x, self.mlp_norm))
+
+        y = norm(x, self.mlp_norm)
+        y = self.mlp(y)
         return x + F.dropout(y, self.dropout, self.training)
 
 
@@ -58,8 +60,8 @@ class Attention(nn.Module):
         qk, v = heads.split((H + K, K), dim=1)
         qk = norm(qk)
         if self.q_norm is not None and self.k_norm is not None:
-            weights = self.q_norm.expand(H, 1, -1), self.k_norm.expand(K, 1, -1)
-            qk = qk * torch.cat(weights).to(qk.dtype)
+            weights = [self.q_norm.expand(H, 1, -1), self.k_norm.expand(K, 1, -1)]
+            qk = qk * torch.cat(weights).to(qk.dtype)  # [H + K, 1, head_dim]
         q, k = rotate(qk, cos, sin).split((H, K), dim=1)
         return q, k, v
 
@@ -77,8 +79,9 @@ def rotary(positions: Tensor, config: Config, dtype: torch.dtype) -> tuple[Tenso
     """
     n = config.head_width
     exponents = torch.arange(0, n, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.float()[:, None] * config.rope_theta ** (-exponents / n)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    angles = positions.float()[:, None] * config.rope_theta ** (-exponents / n)  # [positions, n/2]
+    cos = angles.cos().to(dtype)
+    sin = angles.sin().to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
@@ -203,22 +206,25 @@ class GPT(nn.Module):
         teaching: tuple[Any, ...] = ()
         if taught is not None:
             share, temperature = self.config.teacher_share, self.config.teacher_temperature
-            teaching = taught.flatten(0, 1), share, temperature
+            teaching = (taught.flatten(0, 1), share, temperature)
         mask = None if end is None else document_mask(idx, end, chats, self.config)
         cos, sin = angles or self.angles(idx.size(1))
-        dropout = self.config.dropout
-        recompute = self.config.recompute and torch.is_grad_enabled()
-        compute_twice = partial(checkpoint, use_reentrant=False, preserve_rng_state=dropout > 0)
 
         x = self.embed(idx).to(self.compute_dtype)
-        x = F.dropout(x, dropout, self.training)
+        x = F.dropout(x, self.config.dropout, self.training)
+        recompute = self.config.recompute and torch.is_grad_enabled()
+        has_dropout = self.config.dropout > 0
         for block in self.blocks:
-            x = compute_twice(block, x, cos, sin, mask) if recompute else block(x, cos, sin, mask)
+            if recompute:
+                x = checkpoint(
+                    block, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=has_dropout
+                )
+            else:
+                x = block(x, cos, sin, mask)
         x = norm(x, self.norm)
 
         head = self.embed if self.head is None else self.head
-        limit = logits_at_once(x.device)
-        if targets is not None and targets.numel() * len(head.weight) > limit:
+        if targets is not None and targets.numel() * len(head.weight) > logits_at_once(x.device):
             # needs_input_grad is true for a parameter even under no_grad.
             weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
             return ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), chats, *teaching)

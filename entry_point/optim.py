@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,7 +32,8 @@ def window_length(step: int, config: Config) -> int:
     (arXiv:2108.06084).
     """
     step %= config.max_steps
-    return config.block_size >> sum(step < later for later in doublings(config))
+    n_later = sum(step < doubling for doubling in doublings(config))
+    return config.block_size >> n_later
 
 
 def first_steps(config: Config) -> list[int]:
@@ -45,10 +47,13 @@ def learning_rate_scale(step: int, config: Config) -> float:
     Each generation has its own.
     """
     step %= config.max_steps
-    warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
+    warm_up = min(1.0, (step + 1) / (config.warmup_steps + 1))
     decay_steps = config.decay_fraction * config.max_steps
-    left = (config.max_steps - step) / decay_steps if decay_steps else 1.0
-    return warm * (config.final_learning_rate + (1 - config.final_learning_rate) * min(1.0, left))
+    height = 1.0  # above the final rate: 1 until the decay begins, then down to 0
+    if decay_steps:
+        height = min(1.0, (config.max_steps - step) / decay_steps)
+    final = config.final_learning_rate
+    return warm_up * (final + (1 - final) * height)
 
 
 # Polar Express (arXiv:2505.16932, Algorithm 1): the polynomials a x + b x^3 + c x^5, in turn, that
@@ -94,9 +99,24 @@ def deal(counts: Mapping[str, int], n_slices: int, n_ranks: int) -> list[list[li
     The largest weight goes first, and each to the smallest share.
     """
     shares: list[list[str]] = [[] for _ in range(n_slices * n_ranks)]
+    sizes = [0] * len(shares)
     for name in sorted(counts, key=counts.__getitem__, reverse=True):
-        min(shares, key=lambda share: sum(counts[other] for other in share)).append(name)
+        smallest = sizes.index(min(sizes))
+        shares[smallest].append(name)
+        sizes[smallest] += counts[name]
     return [shares[first : first + n_ranks] for first in range(0, len(shares), n_ranks)]
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """Weights whose matrices are updated together: the names of each rank's share.
+
+    momentum is that of this rank's share, [n, rows, columns]. Ranks send stacks of one size, n, so
+    smaller shares are padded.
+    """
+
+    shares: list[list[str]]
+    momentum: Tensor
 
 
 class Muon:
@@ -114,18 +134,24 @@ class Muon:
         group: Group,
         dtype: torch.dtype,
     ) -> None:
-        self.weights, self.config, self.group, self.dtype = weights, config, group, dtype
-        by_shape: dict[torch.Size, dict[str, int]] = {}
+        self.weights = weights
+        self.config = config
+        self.group = group
+        self.dtype = dtype
+        counts_by_shape: dict[torch.Size, dict[str, int]] = {}  # n_fused of each weight
         for name, (weight, n_fused) in weights.items():
-            by_shape.setdefault(tall(weight, n_fused).shape[1:], {})[name] = n_fused
-        # For each slice, the shares of all ranks and the momentum of this one's [n, rows, columns].
-        # Ranks send stacks of one size, n, so smaller shares are padded.
-        self.slices: list[tuple[list[list[str]], Tensor]] = []
-        for shape, counts in by_shape.items():
-            stacks = min(sum(counts.values()) * shape.numel() / SLICE, len(counts))
-            for shares in deal(counts, math.ceil(stacks / group.world_size), group.world_size):
-                n = max(sum(counts[name] for name in names) for names in shares)
-                self.slices.append((shares, torch.zeros(n, *shape, device=group.device)))
+            shape = tall(weight, n_fused).shape[1:]
+            counts_by_shape.setdefault(shape, {})[name] = n_fused
+
+        self.slices: list[WeightSlice] = []
+        for shape, counts in counts_by_shape.items():
+            n_matrices = sum(counts.values())
+            n_stacks = min(n_matrices * shape.numel() / SLICE, len(counts))
+            n_slices = math.ceil(n_stacks / group.world_size)
+            for shares in deal(counts, n_slices, group.world_size):
+                n = max(sum(counts[name] for name in share) for share in shares)
+                momentum = torch.zeros(n, *shape, device=group.device)
+                self.slices.append(WeightSlice(shares, momentum))
 
     def split(self, names: Sequence[str], stack: Tensor) -> Iterable[tuple[str, Tensor]]:
         """The matrices [n_fused, rows, columns] of each weight of a share, which is padded."""
@@ -136,53 +162,63 @@ class Muon:
     def step(self, scale: float) -> None:
         """One update of every matrix from its gradient, at `scale` times the peak rate."""
         learning_rate = self.config.learning_rate * scale
-        sent: list[tuple[list[list[str]], Callable[[], Tensor]]] = []
-        for shares, buffer in self.slices:
-            update = orthogonalize(self.average(shares[self.group.rank], buffer), self.dtype)
-            sent.append((shares, self.group.async_all_gather(update)))
+        travelling: deque[tuple[WeightSlice, Callable[[], Tensor]]] = deque()
+        for weight_slice in self.slices:
+            update = orthogonalize(self.nesterov(weight_slice), self.dtype)
+            travelling.append((weight_slice, self.group.async_all_gather(update)))
             del update
             # A slice travels while the next one is computed; more of them would need more memory.
-            if len(sent) > 1 or self.group.world_size == 1:
-                self.apply(*sent.pop(0), learning_rate)
-        for shares, updates in sent:
-            self.apply(shares, updates, learning_rate)
+            if len(travelling) > 1 or self.group.world_size == 1:
+                self.apply(*travelling.popleft(), learning_rate)
+        while travelling:
+            self.apply(*travelling.popleft(), learning_rate)
 
     def apply(
-        self, shares: list[list[str]], updates: Callable[[], Tensor], learning_rate: float
+        self,
+        weight_slice: WeightSlice,
+        wait_for_updates: Callable[[], Tensor],
+        learning_rate: float,
     ) -> None:
         """Updates the weights of a slice, once its updates [world_size, n, ...] have arrived."""
-        for names, stack in zip(shares, updates(), strict=True):
-            for name, part in self.split(names, stack):
+        for names, stack in zip(weight_slice.shares, wait_for_updates(), strict=True):
+            for name, update in self.split(names, stack):
                 weight, n_fused = self.weights[name]
                 stretch = max(1.0, weight.size(0) / n_fused / weight.size(1)) ** 0.5
                 if self.config.weight_decay:
                     weight.mul_(1 - learning_rate * self.config.weight_decay)
-                tall(weight, n_fused).add_(part, alpha=-learning_rate * stretch)
+                tall(weight, n_fused).add_(update, alpha=-learning_rate * stretch)
 
-    def average(self, names: Sequence[str], buffer: Tensor) -> Tensor:
-        """Adds the gradients of a share to its momentum; returns Nesterov's average of both."""
-        pairs = (self.weights[name] for name in names)
-        gradients = [tall(gradient_of(weight), n_fused) for weight, n_fused in pairs]
-        padding = torch.zeros_like(buffer[sum(map(len, gradients)) :])
-        gradient = torch.cat([*gradients, padding])
-        buffer.lerp_(gradient, 1 - self.config.momentum)
-        return gradient.lerp_(buffer, self.config.momentum)
+    def nesterov(self, weight_slice: WeightSlice) -> Tensor:
+        """Adds the gradients of this rank's share to its momentum; returns an average of both."""
+        momentum = weight_slice.momentum
+        stacks = []
+        for name in weight_slice.shares[self.group.rank]:
+            weight, n_fused = self.weights[name]
+            stacks.append(tall(gradient_of(weight), n_fused))
+        n_matrices = sum(map(len, stacks))
+        padding = torch.zeros_like(momentum[n_matrices:])
+        gradient = torch.cat([*stacks, padding])
+        momentum.lerp_(gradient, 1 - self.config.momentum)
+        return gradient.lerp_(momentum, self.config.momentum)
 
     def owners(self) -> dict[str, int]:
+        """For the momentum of each weight, the rank that has it."""
         owners: dict[str, int] = {}
-        for shares, _ in self.slices:
-            for rank, names in enumerate(shares):
-                owners |= {f"momentum.{name}": rank for name in names}
+        for weight_slice in self.slices:
+            for rank, names in enumerate(weight_slice.shares):
+                for name in names:
+                    owners[f"momentum.{name}"] = rank
         return owners
 
     def state(self) -> dict[str, Tensor]:
         """The momentum of each weight; that of other ranks' is on the meta device."""
-        state: dict[str, Tensor] = {}
-        for shares, buffer in self.slices:
-            for rank, names in enumerate(shares):
-                own = buffer if rank == self.group.rank else buffer.to("meta")
-                state.update(self.split(names, own))
-        return {f"momentum.{name}": state[name] for name in self.weights}
+        momentum: dict[str, Tensor] = {}
+        for weight_slice in self.slices:
+            for rank, names in enumerate(weight_slice.shares):
+                is_own = rank == self.group.rank
+                stack = weight_slice.momentum if is_own else weight_slice.momentum.to("meta")
+                momentum.update(self.split(names, stack))
+        return {f"momentum.{name}": momentum[name] for name in self.weights}
 
 
 class AdamW:
@@ -194,11 +230,17 @@ class AdamW:
     def __init__(
         self, parameters: Mapping[str, Tensor], peak: float, weight_decay: float, config: Config
     ) -> None:
-        self.parameters, self.config = parameters, config
-        self.peak, self.weight_decay = peak, weight_decay
-        self.steps = {n: torch.zeros((), device=p.device) for n, p in parameters.items()}
-        self.exp_avg = {n: torch.zeros_like(p) for n, p in parameters.items()}
-        self.exp_avg_sq = {n: torch.zeros_like(p) for n, p in parameters.items()}
+        self.parameters = parameters
+        self.peak = peak
+        self.weight_decay = weight_decay
+        self.config = config
+        self.steps: dict[str, Tensor] = {}
+        self.exp_avg: dict[str, Tensor] = {}
+        self.exp_avg_sq: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            self.steps[name] = torch.zeros((), device=parameter.device)
+            self.exp_avg[name] = torch.zeros_like(parameter)
+            self.exp_avg_sq[name] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
@@ -254,6 +296,19 @@ class Weights:
     others: dict[str, Tensor]
 
 
+def weights_of(model: GPT, parameters: Mapping[str, nn.Parameter]) -> Weights:
+    """The parameters of a model, parted: the matrices of its layers, and all others."""
+    matrices: dict[str, tuple[Tensor, int]] = {}
+    for name, module in model.blocks.named_modules(prefix="blocks"):
+        if isinstance(module, Linear) and module.weight.requires_grad:
+            matrices[f"{name}.weight"] = (module.weight, module.n_fused)
+    others: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if name not in matrices:
+            others[name] = parameter
+    return Weights(model, matrices, others)
+
+
 def muon_and_adamw(weights: Weights, config: Config, group: Group) -> list[Part]:
     """Muon for the matrices, AdamW for the rest."""
     model = weights.model
@@ -290,15 +345,8 @@ class Optimizer:
     def __init__(self, model: GPT, config: Config, group: Group) -> None:
         self.config = config
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        matrices = {
-            f"{name}.weight": (module.weight, module.n_fused)
-            for name, module in model.blocks.named_modules(prefix="blocks")
-            if isinstance(module, Linear) and module.weight.requires_grad
-        }
-        others: dict[str, Tensor] = {
-            name: p for name, p in self.parameters.items() if name not in matrices
-        }
-        self.parts = BUILDERS[config.optimizer](Weights(model, matrices, others), config, group)
+        build = BUILDERS[config.optimizer]
+        self.parts = build(weights_of(model, self.parameters), config, group)
         self.owners: dict[str, int] = {}  # the rank of each tensor of the state that one rank has
         for part in self.parts:
             self.owners |= part.owners()
@@ -318,11 +366,12 @@ class Optimizer:
 
     def check_gradients(self) -> None:
         """Raises TrainingError if a parameter has no gradient."""
-        if without := [name for name, p in self.parameters.items() if p.grad is None]:
-            raise TrainingError(
-                f"{', '.join(without[:3])}{' and more' * (len(without) > 3)}: no gradient arrives;"
-                " does forward use it?"
-            )
+        names = [name for name, p in self.parameters.items() if p.grad is None]
+        if names:
+            shown = ", ".join(names[:3])
+            if len(names) > 3:
+                shown += " and more"
+            raise TrainingError(f"{shown}: no gradient arrives; does forward use it?")
 
     def reset(self) -> None:
         """Sets the state to zero, for a new model."""
@@ -331,4 +380,7 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """The state by name: the live tensors; what another rank owns is on the meta device."""
-        return {name: t for part in self.parts for name, t in part.state().items()}
+        state = {}
+        for part in self.parts:
+            state.update(part.state())
+        return state

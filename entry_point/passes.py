@@ -44,6 +44,7 @@ class Passes:
         end: int | None,
     ) -> None:
         config = model.config
+        device = group.device
         self.config = config
         self.model = model
         self.optimizer = optimizer
@@ -52,7 +53,7 @@ class Passes:
         self.group = group
         self.end = end
         self.is_chat = isinstance(batches.tokens, Packed)
-        n_passes = config.passes(group.world_size, tokens_per_pass(config, group.device))
+        n_passes = config.passes(group.world_size, tokens_per_pass(config, device))
         self.n_passes = group.async_all_reduce_max(n_passes)()  # that of the smallest GPU
         self.angles = functools.cache(model.angles)  # by length of windows
         self.reduce_dtype = getattr(torch, config.reduce_precision)
@@ -60,13 +61,13 @@ class Passes:
 
         self.compiled = config.compile == "on"
         if config.compile == "auto":
-            size = self.n_parameters
-            self.compiled = compiling_pays(config, group.device, size, group.world_size)
+            world_size = group.world_size
+            self.compiled = compiling_pays(config, device, self.n_parameters, world_size)
         # Evaluations use the uncompiled model: compiling it for them takes longer than they do.
         self.trained_net: nn.Module = self.runnable(model)  # what a pass runs
         self.teacher: GPT | None = None
         self.teacher_net: Any = None  # what runs the teacher
-        self.uses_graphs = can_use_graph(config, group.device, model.compute_dtype)
+        self.uses_graphs = can_use_graph(config, device, model.compute_dtype)
         self.graphs: dict[torch.Size, PassGraph] = {}  # by shape of inputs
         self.gradients: Tensor | None = None  # all of them, in one buffer, where there are graphs
         if not self.uses_graphs:
@@ -92,9 +93,11 @@ class Passes:
             is_last = index == self.n_passes - 1
             with nullcontext() if is_last else self.no_sync():
                 loss += run_pass(x, y, weight)
-        if self.gradients is not None:  # DistributedDataParallel averages in the last pass
+
+        # Without graphs, DistributedDataParallel has done both while the last pass computed.
+        if self.gradients is not None:
             group.average_(self.gradients, self.reduce_dtype)
-            for buffer in self.model.buffers():  # of an edit; it broadcasts these too
+            for buffer in self.model.buffers():  # of an edit
                 group.broadcast_(buffer)
         return loss
 
@@ -112,50 +115,55 @@ class Passes:
 
     def run_pass(self, x: Tensor, y: Tensor, weight: float | Tensor) -> Tensor:
         """Adds a pass's gradients, and returns its share of the loss."""
+        taught = self.teacher_logits(x) if self.teacher is not None else None
         angles = self.angles(x.size(1))
-        arguments: dict[str, Any] = dict(angles=angles, end=self.end, chats=self.is_chat)
-        if self.teacher is not None:
-            with torch.no_grad():
-                arguments["taught"] = self.teacher_logits(x)
-        loss = self.trained_net(x, y, **arguments) / self.n_passes * weight
+        mean_loss = self.trained_net(
+            x, y, angles=angles, end=self.end, chats=self.is_chat, taught=taught
+        )
+        loss = mean_loss / self.n_passes * weight
         self.group.heartbeat()  # what follows waits for the others, in DDP
         self.scaler.scale(loss).backward()
         return loss.detach()
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor, float]]:
-        """A step's passes: inputs and targets [rows, length], and the factor of its mean loss.
+        """A step's passes: inputs and targets [rows, length], and the weight of its mean loss.
 
         The mean over the passes is then that over all rows, or over all targets of conversations.
         """
-        group, length = self.group, window_length(step, self.config)
+        group = self.group
         x, y = self.batches.rows(step, group.rank, group.world_size)
         # As the inputs of a graph: the compiler makes another model for other strides.
+        length = window_length(step, self.config)
         x = x.reshape(-1, length).contiguous()
         y = y.reshape(-1, length).contiguous()
         inputs = x.tensor_split(self.n_passes)
         targets = y.tensor_split(self.n_passes)
+
         tokens = self.batches.tokens
         if isinstance(tokens, Packed):
             starts = self.batches.window_starts(step)
-            shares = tokens.loss_shares(starts, group.rank, group.world_size, self.n_passes)
+            weights = tokens.loss_weights(starts, group.rank, group.world_size, self.n_passes)
         else:
-            shares = [len(rows) * self.n_passes / len(x) for rows in inputs]
-        return list(zip(inputs, targets, shares, strict=True))
+            weights = [len(rows) * self.n_passes / len(x) for rows in inputs]
+        return list(zip(inputs, targets, weights, strict=True))
 
+    @torch.no_grad()
     def teacher_logits(self, x: Tensor) -> Tensor:
         """The teacher's logits of ids [rows, length], as many of each as the model has."""
         angles = self.teacher_angles(x.size(1))
         logits = self.teacher_net(x, angles=angles, end=self.end, chats=self.is_chat)
-        missing = self.model.embed.weight.size(0) - logits.size(-1)  # rows may be padding
-        return F.pad(logits, (0, missing), value=-math.inf)
+        n_missing = self.model.embed.weight.size(0) - logits.size(-1)  # rows may be padding
+        return F.pad(logits, (0, n_missing), value=-math.inf)
 
     def set_teacher(self, teacher: GPT) -> None:
         """From now on, and after warm_up, the model learns from the teacher too."""
         if self.compiled:
             torch.compiler.reset()  # it compiles a function for 16 kinds of inputs at most
-        self.teacher, self.teacher_angles = teacher, functools.cache(teacher.angles)
+        self.teacher = teacher
+        self.teacher_angles = functools.cache(teacher.angles)
         self.teacher_net = self.runnable(teacher)
-        self.graphs, self.gradients = {}, None
+        self.graphs = {}
+        self.gradients = None
         self.model.zero_grad()
 
     def warm_up(self) -> None:
@@ -167,14 +175,14 @@ class Passes:
         some kernels add in no fixed order).
         """
         steps = first_steps(self.config)
-        before = [buffer.clone() for buffer in self.model.buffers()]  # of an edit
+        saved_buffers = [buffer.clone() for buffer in self.model.buffers()]  # of an edit
         if self.uses_graphs:
             self.rehearse(steps)
             self.record(steps)
         if not self.graphs and self.trained_net is not self.model:
             self.rehearse(sorted(2 * steps))
-        for buffer, value in zip(self.model.buffers(), before, strict=True):
-            buffer.detach().copy_(value)
+        for buffer, saved in zip(self.model.buffers(), saved_buffers, strict=True):
+            buffer.detach().copy_(saved)
 
     def rehearse(self, steps: Sequence[int]) -> None:
         """Compiles for the windows of these steps, and runs them."""
@@ -203,31 +211,39 @@ class Passes:
 
     def record(self, steps: Sequence[int]) -> None:
         """Records a pass of each shape; if a rank cannot, all go on without."""
-        passes = {}
+        pass_of_shape = {}
         for step in steps:
             for x, y, weight in self.batch(step):
-                passes[x.shape] = (x, y, weight)
+                pass_of_shape[x.shape] = (x, y, weight)
+        passes = list(pass_of_shape.values())
         parameters = list(self.optimizer.parameters.values())
         with self.group.without_heartbeats():
-            graphs, gradients = record_passes(self.run_pass, [*passes.values()], parameters)
-        if self.group.async_all_reduce_max(not graphs)():
+            graphs, gradients = record_passes(self.run_pass, passes, parameters)
+
+        wait_for_ranks = self.group.async_all_reduce_max(0 if graphs else 1)
+        some_rank_has_none = wait_for_ranks() == 1
+        if some_rank_has_none:
             self.uses_graphs = False
             self.distribute()
         else:
-            self.graphs, self.gradients = graphs, gradients
+            self.graphs = graphs
+            self.gradients = gradients
         self.zero_grad()
 
     def distribute(self) -> None:
         """Has DistributedDataParallel average the gradients, while the last pass computes."""
+        if self.group.world_size == 1:
+            return
         device = self.group.device
-        if self.group.world_size > 1:
-            self.trained_net = DistributedDataParallel(
-                self.trained_net,
-                device_ids=[device.index] if device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
-            )
-            if self.reduce_dtype == torch.bfloat16:
-                from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
+        self.trained_net = DistributedDataParallel(
+            self.trained_net,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+        )
+        if self.reduce_dtype == torch.bfloat16:
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-                send: Any = hooks.bf16_compress_hook  # by its name, torch refuses it without NCCL
-                self.trained_net.register_comm_hook(None, lambda _, bucket: send(None, bucket))
+            def send(state: Any, bucket: Any) -> Any:  # torch refuses its own without NCCL, by name
+                return default_hooks.bf16_compress_hook(None, bucket)
+
+            self.trained_net.register_comm_hook(None, send)

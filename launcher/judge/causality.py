@@ -21,7 +21,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from entry_point.causality import LEAST, TOLERANCE, find_leak
+from entry_point.causality import MIN_LOG_PROBABILITY, TOLERANCE, find_leak
 from entry_point.conversations import IGNORED
 from launcher.errors import ServiceError
 from launcher.files.progress import Progress
@@ -154,7 +154,7 @@ def rounds_by_length(worker: Worker, longest: int) -> bool:
     """
 
     def scores(ids: Tensor) -> Tensor:
-        return worker.logits(ids).log_softmax(-1).clamp_min(LEAST)
+        return worker.logits(ids).log_softmax(-1).clamp_min(MIN_LOG_PROBABILITY)
 
     ids = torch.randint(len(worker.tokenizer), (1, longest))
     expected = scores(ids)

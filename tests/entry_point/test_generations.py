@@ -15,7 +15,7 @@ from entry_point import kernels
 from entry_point.config import Config, check_resumable
 from entry_point.conversations import IGNORED
 from entry_point.errors import ConfigError
-from entry_point.kernels import ChunkedLoss, taught_by, taught_loss
+from entry_point.kernels import ChunkedLoss, mixed_targets, taught_loss
 from entry_point.model import GPT
 from entry_point.optim import learning_rate_scale, window_length
 from launcher.curve import seconds_left, total_steps
@@ -61,7 +61,7 @@ def test_the_loss_in_chunks_has_the_gradients_of_the_whole(told, monkeypatch):
 
 
 def test_what_is_learned_are_probabilities():
-    p = taught_by(torch.randn(5, 7), torch.tensor([0, 1, 6, 3, IGNORED]), 0.5, 1.2)
+    p = mixed_targets(torch.randn(5, 7), torch.tensor([0, 1, 6, 3, IGNORED]), 0.5, 1.2)
     assert torch.allclose(p.sum(-1), torch.ones(5))
     assert bool((p[range(4), [0, 1, 6, 3]] >= 0.5).all())
 
