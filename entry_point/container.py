@@ -84,7 +84,8 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
     config_file = base / "input/config/resourceconfig.json"
     has_variables = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
-    if not has_variables and (options.data or options.resume or not config_file.exists()):
+    is_by_hand = options.data or options.resume or not config_file.exists()
+    if not has_variables and is_by_hand:
         return container_of_options(options)
     names = ("data", "resume", "out", "validation", "init_from", "teacher")
     paths = [f"--{name}" for name in names if getattr(options, name)]
@@ -94,7 +95,7 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     hosts, current_host, interface = read_hosts(env, config_file)
     gpus = env.get("SM_NUM_GPUS", "")
     return Container(
-        True,
+        inside=True,
         **read_channels(env, base / "input/data"),
         hosts=tuple(hosts),
         current_host=current_host,
@@ -115,10 +116,10 @@ def container_of_options(options: Options) -> Container:
     new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
     out = Path(options.resume or options.out or new)
     return Container(
-        False,
-        path_of(options.data),
-        path_of(options.validation),
-        path_of(options.init_from),
+        inside=False,
+        training=path_of(options.data),
+        validation=path_of(options.validation),
+        init_from=path_of(options.init_from),
         model_dir=out / "model",
         output_dir=out / "output",
         checkpoint_dir=out / "checkpoints",
@@ -153,7 +154,7 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     if missing:
         raise ConfigError(f"{names[1]} is set, so set {', '.join(missing)} too, as torchrun does")
     rank, world_size, local_rank, local_world_size = (int(env[name]) for name in names)
-    launcher = env.get("SM_NANOGPT_LAUNCHER", launcher)
+    launcher = env.get("SM_NANOGPT_LAUNCHER", launcher)  # which start_ranks sets
     if n_hosts > 1 and world_size != n_hosts * local_world_size:
         raise TrainingError(
             f"{launcher} made a group of {world_size} with {local_world_size} on this host, but the"

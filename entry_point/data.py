@@ -90,18 +90,29 @@ class Batches:
         """Where the windows of a pool begin, in random order: int64 [at most SHUFFLED]."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
         offset = torch.randint(self.offsets, (), generator=generator)
-        count = self.windows_per_epoch
-        windows = torch.arange(min(count, SHUFFLED))
-        if count > SHUFFLED:  # the pieces begin at a random window; the last may be short
-            first = torch.randint(count, (), generator=generator)
-            pieces = torch.randperm(count // NEIGHBORS, generator=generator)
-            pieces = torch.cat([pieces, torch.tensor([count // NEIGHBORS])])
-            pieces = pieces[pool * SHUFFLED // NEIGHBORS : (pool + 1) * SHUFFLED // NEIGHBORS]
-            windows = (pieces[:, None] * NEIGHBORS + torch.arange(NEIGHBORS)).flatten()
-            windows = (windows[windows < count] + first) % count
+        n_windows = self.windows_per_epoch
+        if n_windows <= SHUFFLED:
+            windows = torch.arange(n_windows)
+        else:
+            windows = self.windows_of_pool(pool, generator)
             generator.manual_seed(derive_seed(self.seed, "epoch", epoch, pool))
         order = torch.randperm(len(windows), generator=generator)
         return windows[order] * self.stride + offset
+
+    def windows_of_pool(self, pool: int, generator: torch.Generator) -> Tensor:
+        """The numbers of a pool's windows, in order within each piece: int64 [at most SHUFFLED].
+
+        The pieces begin at a random window, and the last of them, which comes last, may be short.
+        """
+        n_windows = self.windows_per_epoch
+        n_whole = n_windows // NEIGHBORS
+        first = torch.randint(n_windows, (), generator=generator)
+        pieces = torch.randperm(n_whole, generator=generator)
+        pieces = torch.cat([pieces, torch.tensor([n_whole])])
+        pieces_per_pool = SHUFFLED // NEIGHBORS
+        pieces = pieces[pool * pieces_per_pool : (pool + 1) * pieces_per_pool]
+        windows = (pieces[:, None] * NEIGHBORS + torch.arange(NEIGHBORS)).flatten()
+        return (windows[windows < n_windows] + first) % n_windows
 
 
 def stride(tokens: Ids, config: Config) -> int:
@@ -113,9 +124,11 @@ def stride(tokens: Ids, config: Config) -> int:
 
 def read_windows(tokens: Ids, starts: Tensor, block_size: int) -> Tensor:
     """The ids from each of `starts` [n] on, as they are stored: [n, block_size + 1]."""
+    length = block_size + 1
     if isinstance(tokens, Shards):
-        return torch.stack([tokens[start : start + block_size + 1] for start in starts.tolist()])
-    return tokens[0 : len(tokens)].unfold(0, block_size + 1, 1).index_select(0, starts)
+        return torch.stack([tokens[start : start + length] for start in starts.tolist()])
+    all_windows = tokens[0 : len(tokens)].unfold(0, length, 1)  # a view
+    return all_windows.index_select(0, starts)
 
 
 def inputs_and_targets(windows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -171,7 +184,8 @@ def evaluate(
             sums[1, index] = (y != IGNORED).sum()
     model.train()
     losses, counts = group.sum_(sums).tolist()
-    return sum(loss * n for loss, n in zip(losses, counts, strict=True)) / sum(counts)
+    total = sum(loss * n for loss, n in zip(losses, counts, strict=True))
+    return float(total / sum(counts))
 
 
 def bytes_per_token(corpus: Corpus, config: Config) -> float:

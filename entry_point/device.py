@@ -39,7 +39,9 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
         raise TrainingError(f"device=mps is one device; {processes} processes cannot share it")
     if config.device != "auto":
         return config.device
-    return "cuda" if gpus else "mps" if mps and processes == 1 else "cpu"
+    if gpus:
+        return "cuda"
+    return "mps" if mps and processes == 1 else "cpu"
 
 
 def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.device:
@@ -65,9 +67,13 @@ def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.dev
 def local_processes(config: Config, container: Container, options: Options) -> int:
     """How many processes this host runs: one per GPU; on a CPU as many as asked for, or one."""
     device = choose_device(config, container, options.processes or 1)
+    if options.processes:
+        return options.processes
     if device == "cuda":
-        return options.processes or torch.cuda.device_count()
-    return options.processes or (device == "cpu" and options.processes_before) or 1
+        return torch.cuda.device_count()
+    if device == "cpu" and options.processes_before:
+        return options.processes_before
+    return 1
 
 
 def share_cores(processes: int) -> None:
@@ -101,8 +107,11 @@ def choose_precision(config: Config, device: torch.device) -> torch.dtype:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if config.precision == "tf32" and capability < (8, 0):
         raise ConfigError("precision=tf32 needs NVIDIA's Ampere or later; auto takes the fastest")
+    if config.precision == "tf32":
+        return torch.float32
     if config.precision != "auto":
-        return torch.float32 if config.precision == "tf32" else getattr(torch, config.precision)
+        dtype: torch.dtype = getattr(torch, config.precision)
+        return dtype
     if has_fast_bfloat16(device):
         return torch.bfloat16
     # The tensor cores of Volta (V100) and Turing (T4) support only float16.

@@ -37,16 +37,18 @@ def failure_report(error: BaseException) -> str:
     toolkit = "SM_FRAMEWORK_MODULE" in os.environ
     cause = " ".join(str(error).split()) or "no message"
     line = f"{type(error).__name__}: {cause}"
+    # SageMaker's toolkit knows only the names of Python's own errors.
     builtin = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
     if toolkit and builtin not in line:
-        line += f" [{builtin}]"  # SageMaker's toolkit knows only the names of Python's own errors
+        line += f" [{builtin}]"
     if isinstance(error, (TrainingError, BrokenPipeError)):
         return line
     if not toolkit:
         return "".join(traceback.format_tb(error.__traceback__)) + line
-    frames = traceback.extract_tb(error.__traceback__)
-    at = [f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames]
-    return "\n".join([*at, line])
+    lines = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        lines.append(f"  at {Path(frame.filename).name}:{frame.lineno} in {frame.name}")
+    return "\n".join([*lines, line])
 
 
 def report_failure(failure: str) -> None:
@@ -75,7 +77,8 @@ def log(line: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
+    text = str(error).strip() or repr(error)
+    return text.splitlines()[0]
 
 
 def counted(n: int, word: str) -> str:

@@ -243,7 +243,9 @@ class Passes:
         if self.reduce_dtype == torch.bfloat16:
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-            def send(state: Any, bucket: Any) -> Any:  # torch refuses its own without NCCL, by name
-                return default_hooks.bf16_compress_hook(None, bucket)
+            def send(
+                process_group: Any, bucket: Any
+            ) -> Any:  # by its own name, torch asks for NCCL
+                return default_hooks.bf16_compress_hook(process_group, bucket)
 
             self.trained_net.register_comm_hook(None, send)

@@ -102,8 +102,10 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
     for channel in (container.training, container.validation):
         if channel is not None:
             digest = hashlib.sha256()
-            pieces = [code_points(path, digest) for path in text_files(channel)]
-            texts.append([*chain(*pieces)])
+            pieces: list[Tensor] = []
+            for path in text_files(channel):
+                pieces.extend(code_points(path, digest))
+            texts.append(pieces)
             sha256.update(digest.hexdigest().encode())
 
     vocabulary = characters = distinct(chain(*texts))
@@ -125,7 +127,7 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
 
 
 def check_characters(characters: Tensor, vocabulary: Tensor) -> None:
-    """Raise DataError if a text has characters that the vocabulary of a first model lacks."""
+    """Raises DataError if a text has characters that the vocabulary of a first model lacks."""
     unknown = characters[~torch.isin(characters, vocabulary)].tolist()
     if unknown:
         raise DataError(
@@ -143,8 +145,10 @@ def text_files(path: Path) -> list[Path]:
     if path.is_file():
         files = [path]
     else:
-        named = [file for file in path.rglob("*") if file.suffix.lower() in (".txt", ".md")]
-        files = sorted(file for file in named if file.is_file())
+        files = []
+        for file in sorted(path.rglob("*")):
+            if file.suffix.lower() in (".txt", ".md") and file.is_file():
+                files.append(file)
     size = sum(file.stat().st_size for file in files)
     problem = ""
     if not (path.is_file() or path.is_dir()):
@@ -162,27 +166,32 @@ PIECE = 1 << 22  # bytes of a text at a time, so that what is made of them stays
 
 
 def code_points(path: Path, digest: Any) -> Iterator[Tensor]:
-    """Yield the characters of a text file in pieces: uint8 [n] if all are ASCII, else int32 [n].
+    """Yields the characters of a text file in pieces: uint8 [n] if all are ASCII, else int32 [n].
 
     The digest gets the bytes of the file. Raises DataError if it cannot be read, or is not UTF-8.
     """
-    decoder, position, content = codecs.getincrementaldecoder("utf-8-sig")(), 0, b" "
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    position = 0
+    is_at_end = False
     try:
         with open_file(path) as file:
-            while content:
+            while not is_at_end:
                 content = file.read(PIECE)
+                is_at_end = not content
                 digest.update(content)
                 position += len(content)
-                text = decoder.decode(content, final=not content)
-                if text:
-                    ascii_only = text.isascii()
-                    codes = bytearray(text, "ascii" if ascii_only else "utf-32-le")
-                    yield torch.frombuffer(codes, dtype=torch.uint8 if ascii_only else torch.int32)
-    except (OSError, UnicodeDecodeError) as error:
-        problem = getattr(error, "strerror", "")
-        if isinstance(error, UnicodeDecodeError):
-            problem = f"not UTF-8 text (byte {position - len(error.object) + error.start})"
-        raise DataError(f"{path}: {problem}") from None
+                text = decoder.decode(content, final=is_at_end)
+                if text.isascii():
+                    codes, dtype = bytearray(text, "ascii"), torch.uint8
+                else:
+                    codes, dtype = bytearray(text, "utf-32-le"), torch.int32
+                if codes:
+                    yield torch.frombuffer(codes, dtype=dtype)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        byte = position - len(error.object) + error.start
+        raise DataError(f"{path}: not UTF-8 text (byte {byte})") from None
     digest.update(position.to_bytes(8, "little"))  # the ends of files count too
 
 
@@ -209,21 +218,28 @@ def read_tokens(directory: Path, config: Config) -> Corpus:
     try:
         meta = read_json(directory / "meta.json")
         tokenizer = Tokenizer(read_json(directory / "tokenizer.json"), meta["end_of_text"])
-        dtype = {"uint16": torch.int16, "uint32": torch.int32, "int32": torch.int32}[meta["dtype"]]
-        parts: list[Any] = []
+        dtype = TOKEN_TYPES[meta["dtype"]]
+        parts: list[Ids] = []
         for part in ("train", "val"):
-            sizes = {Path(shard["name"]).name: shard["tokens"] for shard in meta[part]["shards"]}
-            files = [mapped(directory / n, sizes[n], dtype, len(tokenizer)) for n in sizes]
+            files = []
+            for shard in meta[part]["shards"]:
+                path = directory / Path(shard["name"]).name
+                files.append(map_ids(path, shard["tokens"], dtype, len(tokenizer)))
             parts.append(Shards(files))
     except (KeyError, TypeError) as error:
         raise DataError(f"{directory / 'meta.json'} cannot be read: {error!r}") from None
     if meta["dtype"] == "int32":  # of conversations
-        end, size = tokenizer.special[meta["end_of_text"]], config.block_size
-        parts = [Packed(part[0 : len(part)], end, size) for part in parts]
-    return Corpus(tokenizer, parts[0], parts[1], file_sha256(directory / "meta.json"))
+        end = tokenizer.special[meta["end_of_text"]]
+        parts = [Packed(part[0 : len(part)], end, config.block_size) for part in parts]
+    train, val = parts
+    return Corpus(tokenizer, train, val, file_sha256(directory / "meta.json"))
 
 
-def mapped(path: Path, size: int, dtype: torch.dtype, vocabulary: int) -> Tensor:
+# meta.json's type of the ids, and the tensor's of equal width.
+TOKEN_TYPES = {"uint16": torch.int16, "uint32": torch.int32, "int32": torch.int32}
+
+
+def map_ids(path: Path, size: int, dtype: torch.dtype, vocabulary: int) -> Tensor:
     """The ids in a file, read from it as they are used. Raises DataError."""
     if not path.is_file() or path.stat().st_size != size * dtype.itemsize:
         raise DataError(f"{path} is missing or damaged: its size is not that in meta.json")
@@ -231,7 +247,8 @@ def mapped(path: Path, size: int, dtype: torch.dtype, vocabulary: int) -> Tensor
     ids = torch.from_file(str(path), shared=False, size=size, dtype=dtype)
     # Only the first million ids: on FastFile, to read a shard is to download it.
     first = unsigned(ids[: 1 << 20])
-    if int((first ^ (first >> 63)).max()) >= vocabulary:
+    first = torch.where(first < 0, ~first, first)  # conversations have ~id for what is not learned
+    if int(first.max()) >= vocabulary:
         raise DataError(f"{path} has ids beyond the {vocabulary} of the tokenizer")
     return ids
 
@@ -240,10 +257,11 @@ class Shards:
     """Ids in mapped files, as one sequence. They are of int32, or of int16, as which uint16 is."""
 
     def __init__(self, files: Sequence[Tensor]) -> None:
-        self.files, self.ends = files, [*accumulate(map(len, files))]
+        self.files = files
+        self.ends = list(accumulate(len(file) for file in files))
 
     def __len__(self) -> int:
-        return sum(map(len, self.files))
+        return self.ends[-1] if self.ends else 0
 
     def __getitem__(self, span: slice) -> Tensor:
         """The ids from start to stop, which may lie in several files."""
@@ -277,27 +295,38 @@ class Tokenizer:
     def __init__(
         self, document: Mapping[str, Any], end_of_text: str | None = None, chats: bool = False
     ) -> None:
-        self.document, self.end_of_text, self.chats = document, end_of_text, chats
+        self.document = document
+        self.end_of_text = end_of_text
+        self.chats = chats
+        self.special: dict[str, int] = {}  # ids of tokens that stand for no text
         try:
-            vocab, added = document["model"]["vocab"], document["added_tokens"]
-            self.unit = {"WordLevel": "characters", "BPE": "tokens"}[document["model"]["type"]]
+            model = document["model"]
+            self.unit = {"WordLevel": "characters", "BPE": "tokens"}[model["type"]]
             if self.unit == "characters":
-                words = {id: word.encode() for word, id in vocab.items()}
+                words = {id: word.encode() for word, id in model["vocab"].items()}
             else:
-                byte = byte_characters()
-                plain = (word for word in vocab if byte.keys() >= set(word))
-                words = {vocab[word]: bytes(byte[c] for c in word) for word in plain}
-            self.special = {token["content"]: token["id"] for token in added if token["special"]}
-            words |= {t["id"]: b"" if t["special"] else t["content"].encode() for t in added}
-            check_ids(words, len({*vocab.values()}) < len(vocab))
+                words = words_of_bytes(model["vocab"])
+            for token in document["added_tokens"]:
+                if token["special"]:
+                    self.special[token["content"]] = token["id"]
+                    words[token["id"]] = b""
+                else:
+                    words[token["id"]] = token["content"].encode()
+            are_shared = len(set(model["vocab"].values())) < len(model["vocab"])
+            check_ids(words, are_shared)
             self.words = [words.get(id, b"") for id in range(max(words) + 1)]
             self.end = self.special[end_of_text] if end_of_text is not None else None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             kinds = "BPE over bytes, or of characters"
             raise DataError(f"tokenizer.json is no tokenizer of {kinds}: {error!r}") from None
+
         self.ends = {self.end, self.special.get(END_OF_TURN) if chats else None}  # of a text
-        first = self.words.index(b"\n") if b"\n" in self.words else 0
-        self.start = first if self.end is None else self.end
+        if self.end is not None:
+            self.start = self.end
+        elif b"\n" in self.words:
+            self.start = self.words.index(b"\n")
+        else:
+            self.start = 0
 
     def __len__(self) -> int:
         return len(self.words)
@@ -308,6 +337,16 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.word, ids)).decode(errors="replace")
+
+
+def words_of_bytes(vocab: Mapping[str, int]) -> dict[int, bytes]:
+    """The bytes of each id of a byte-level BPE; words with other characters have none."""
+    byte_of = byte_characters()
+    words = {}
+    for word, id in vocab.items():
+        if byte_of.keys() >= set(word):
+            words[id] = bytes(byte_of[character] for character in word)
+    return words
 
 
 LARGEST_VOCABULARY = 1 << 21  # ids; there are 1.1 million characters
@@ -327,9 +366,12 @@ def byte_characters() -> dict[str, int]:
 
     Printable bytes stand for themselves; the others, in order, have characters from 256.
     """
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable}
+    for number, byte in enumerate(others):
+        byte_of[chr(256 + number)] = byte
+    return byte_of
 
 
 def character_tokenizer(vocabulary: str) -> dict[str, Any]:
@@ -357,9 +399,10 @@ def character_tokenizer(vocabulary: str) -> dict[str, Any]:
 
 def read_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of the model in a directory. Raises DataError."""
-    end = read_json(directory / "tokenizer_config.json").get("eos_token")
-    end = end["content"] if isinstance(end, dict) else end
-    return Tokenizer(read_json(directory / "tokenizer.json"), end)
+    end_of_text = read_json(directory / "tokenizer_config.json").get("eos_token")
+    if isinstance(end_of_text, dict):
+        end_of_text = end_of_text["content"]
+    return Tokenizer(read_json(directory / "tokenizer.json"), end_of_text)
 
 
 LARGEST_JSON = 1 << 25  # bytes; a tokenizer of 150,000 ids has a third of that
