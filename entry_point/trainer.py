@@ -155,8 +155,8 @@ class Trainer:
     def train_step_and_agree(self) -> int:
         """A step, during which the ranks agree on what comes after it: the largest request."""
         with self.timer.step():
-            largest_request = self.group.async_all_reduce_max(self.request())
-            self.train_step()  # meanwhile
+            largest_request = self.group.async_all_reduce_max(self.request())  # while it computes
+            self.train_step()
             return largest_request()
 
     def evaluates(self, step: int) -> bool:

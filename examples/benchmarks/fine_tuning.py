@@ -16,6 +16,7 @@ import shlex
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import measure
 from measure import Report
@@ -23,16 +24,18 @@ from trainers import SHAPES, our_result, our_seconds, ours
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
-    words = {"preset": "cpu"}
+    options: dict[str, Any] = {"preset": "cpu"}
     steps = 2000
     if args.quick:
-        words, steps = SHAPES["smoke"] | dict(eval_tokens=128, sample_length=10), 20
+        options = SHAPES["smoke"] | dict(eval_tokens=128, sample_length=10)
+        steps = 20
     text = args.text.read_text(encoding="utf-8")
     cut = int(0.7 * len(text))
-    old, new = scratch / "old.txt", scratch / "new.txt"
+    old = scratch / "old.txt"
     old.write_text(text[:cut], encoding="utf-8")
-    known = set(text[:cut])  # a model of characters refuses unknown characters
-    new.write_text("".join(c for c in text[cut:] if c in known), encoding="utf-8")
+    vocabulary = set(text[:cut])  # a model of characters refuses unknown characters
+    new = scratch / "new.txt"
+    new.write_text("".join(c for c in text[cut:] if c in vocabulary), encoding="utf-8")
     # The preset's batches; the shape comes from the model.
     tuning = {"batch_size": 12, "device": "cpu", "max_steps": steps // 10, **args.ours}
 
@@ -41,36 +44,32 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         out = scratch / f"{index}-{name}"
         if name == "tuned":
             base = scratch / f"{index}-base"
-            training = ours(old, base, {**words, **seed, "max_steps": steps})
+            training = ours(old, base, {**options, **seed, "max_steps": steps})
             measure.output(training.process)
-            more = {"init_from": base / "model", **tuning, **seed}
+            run_options = {"init_from": base / "model", **tuning, **seed}
         else:
-            more = {**words, **seed, "max_steps": steps}
-        measure.output(ours(new, out, more).process)
-        return our_result(out, new)[0], our_seconds(out)
+            run_options = {**options, **seed, "max_steps": steps}
+        measure.output(ours(new, out, run_options).process)
+        loss, _ = our_result(out, new)
+        return loss, our_seconds(out)
 
-    found = measure.alternate(
-        args.rounds, {name: partial(trained, name) for name in ("scratch", "tuned")}
-    )
-    (losses, seconds), (tuned_losses, tuned_seconds) = (
-        map(list, zip(*runs, strict=True)) for runs in found.values()
-    )
-    differences = [a - b for a, b in zip(tuned_losses, losses, strict=True)]
-    return Report(
-        [
-            {"": f"from scratch, {steps} steps", "loss": losses, "training s": seconds},
-            {
-                "": f"from a model, {tuning['max_steps']} steps",
-                "loss": tuned_losses,
-                "training s": tuned_seconds,
-            },
-        ],
-        {
-            "words of the tuned run": shlex.join(measure.as_options(tuning)),
-            "seeds": f"{args.first_seed} to {args.first_seed + args.rounds - 1}",
-            "loss from a model minus from scratch": measure.plus_minus(differences),
-        },
-    )
+    names = {
+        "scratch": f"from scratch, {steps} steps",
+        "tuned": f"from a model, {tuning['max_steps']} steps",
+    }
+    runs = measure.alternate(args.rounds, {name: partial(trained, name) for name in names})
+    losses = {name: measure.column(rounds, 0) for name, rounds in runs.items()}
+    seconds = {name: measure.column(rounds, 1) for name, rounds in runs.items()}
+    report = Report()
+    for name, label in names.items():
+        report.rows.append({"": label, "loss": losses[name], "training s": seconds[name]})
+    gain = measure.differences(losses["tuned"], losses["scratch"])
+    report.findings = {
+        "options of the tuned run": shlex.join(measure.as_arguments(tuning)),
+        "seeds": measure.seeds(args),
+        "loss from a model minus from scratch": measure.plus_minus(gain),
+    }
+    return report
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ val_loss of a run. Each run has one thread; as many run at once as there are cor
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import sys
 from argparse import Namespace
@@ -26,7 +25,7 @@ from typing import Any
 
 import measure
 from measure import ROOT, Report
-from trainers import SHAPES, ours
+from trainers import SHAPES, our_metrics, ours
 
 sys.path.insert(0, str(ROOT))
 from entry_point.config import make_config
@@ -42,36 +41,38 @@ def longer(base: dict[str, Any], size: float | None, tokens: int) -> dict[str, A
     config = make_config(base)
     steps = round(AS_LONG * config.max_steps)
     readings = steps * config.batch_size * config.block_size / tokens
-    return {
-        **base,
-        "max_steps": steps,
-        **({} if size is None else optimizer_values(size, steps, readings)),
-    }
+    values = {**base, "max_steps": steps}
+    if size is not None:
+        values |= optimizer_values(size, steps, readings)
+    return values
 
 
 def grid(base: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Twelve single runs of the computation of two generations, by what they are."""
-    made, config = dict[str, dict[str, Any]](), make_config(base)
-    one_head = config.n_embd // config.n_head
-    for heads, decay, dropout in itertools.product(range(3), DECAYS, DROPOUTS):
-        width = config.n_embd + heads * one_head
+    config = make_config(base)
+    head_width = config.n_embd // config.n_head
+    runs: dict[str, dict[str, Any]] = {}
+    for more_heads, decay, dropout in itertools.product(range(3), DECAYS, DROPOUTS):
+        width = config.n_embd + more_heads * head_width
         values = {
-            "n_head": config.n_head + heads,
+            "n_head": config.n_head + more_heads,
             "n_embd": width,
             "max_steps": round(AS_LONG * config.max_steps * (config.n_embd / width) ** 2),
             "weight_decay": round(decay * config.weight_decay, 3),
             "dropout": config.dropout + dropout,
         }
-        made[", ".join(f"{name} {value:g}" for name, value in values.items())] = {**base, **values}
-    return made
+        name = ", ".join(f"{name} {value:g}" for name, value in values.items())
+        runs[name] = {**base, **values}
+    return runs
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
     tokens = int(0.9 * len(args.text.read_text(encoding="utf-8")))
     size = None if args.preset else args.size
-    base = (
-        dict(PRESETS[args.preset]) if args.preset else hyperparameters_for_size(args.size, tokens)
-    )
+    if args.preset:
+        base = dict(PRESETS[args.preset])
+    else:
+        base = hyperparameters_for_size(args.size, tokens)
     if args.quick:
         base = SHAPES["smoke"] | dict(max_steps=6, eval_tokens=128, weight_decay=0.1)
     base |= {"sample_length": 0, **args.ours}
@@ -83,28 +84,33 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         values["eval_interval"] = math.ceil(int(values["max_steps"]) / 8)
         out = scratch / f"{index}-{list(sides).index(side)}"
         measure.output(ours(args.text, out, values, threads=1).process)
-        rows = map(json.loads, (out / "output" / "metrics.jsonl").read_text().splitlines())
-        curve = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+        rows = [row for row in our_metrics(out) if "val_loss" in row]
+        curve = [(row["step"], row["val_loss"]) for row in rows]
         best = min(loss for _, loss in curve)
         measure.note(f"seed {values['seed']}: {side}: {best:.4f}")
         return curve
 
     losses: dict[str, list[float]] = {"one run": []}
     with ThreadPoolExecutor(min(8, measure.cores())) as pool:
-        wanted = [(side, index) for index in range(args.rounds) for side in sides]
-        curves = pool.map(trained, *zip(*wanted, strict=True))
-        for (side, _), curve in zip(wanted, curves, strict=True):
+        futures = []
+        for index in range(args.rounds):
+            for side in sides:
+                futures.append((side, pool.submit(trained, side, index)))
+        for side, future in futures:
+            curve = future.result()
             if side == "two generations":
-                first = make_config(base).max_steps
-                losses["one run"].append(min(loss for step, loss in curve if step <= first))
+                last_of_first = make_config(base).max_steps
+                first = [loss for step, loss in curve if step <= last_of_first]
+                losses["one run"].append(min(first))
             losses.setdefault(side, []).append(min(loss for _, loss in curve))
-    best = min(singles, key=lambda side: fmean(losses[side]))
-    two, findings = losses["two generations"], dict[str, str]()
-    for side in ("one run", best):
-        differences = [a - b for a, b in zip(two, losses[side], strict=True)]
-        findings[f"two generations minus {side}"] = measure.plus_minus(differences)
-    findings["seeds"] = f"{args.first_seed} to {args.first_seed + args.rounds - 1}"
-    return Report([{"": side, "loss": found} for side, found in losses.items()], findings)
+
+    report = Report([{"": side, "loss": side_losses} for side, side_losses in losses.items()])
+    best_single = min(singles, key=lambda side: fmean(losses[side]))
+    for side in ("one run", best_single):
+        gain = measure.differences(losses["two generations"], losses[side])
+        report.findings[f"two generations minus {side}"] = measure.plus_minus(gain)
+    report.findings["seeds"] = measure.seeds(args)
+    return report
 
 
 if __name__ == "__main__":

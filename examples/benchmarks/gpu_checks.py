@@ -68,7 +68,7 @@ class Found:
 class Variant:
     """A run of train.py, and how far its losses may be from those of another run (relative)."""
 
-    words: Mapping[str, Any]
+    options: Mapping[str, Any]
     edits: Edits = ()
     other: str = ""
     limit: float = 0.0
@@ -80,7 +80,7 @@ class Variant:
 def started(args: Namespace, scratch: Path, name: str, variant: Variant) -> tuple[Process, Path]:
     """The process of a variant, and the directory of its results."""
     out = scratch / re.sub(r"\W+", "-", name)
-    training = with_switches(ours(args.text, out, variant.words), variant.switches)
+    training = with_switches(ours(args.text, out, variant.options), variant.switches)
     command = list(training.process.command)
     if variant.edits:
         copy = out.with_name(f"{out.name}-code")
@@ -161,7 +161,7 @@ def small(args: Namespace) -> dict[str, Any]:
     return {**size, **SHORT, "log_interval": 1, "device": "cuda"}
 
 
-def trainer_of(text: Path, out: Path, words: Mapping[str, Any]) -> Any:
+def trainer_of(text: Path, out: Path, options: Mapping[str, Any]) -> Any:
     """A Trainer of one process."""
     from entry_point.command_line import Options
     from entry_point.config import Config
@@ -171,7 +171,7 @@ def trainer_of(text: Path, out: Path, words: Mapping[str, Any]) -> Any:
     from entry_point.text import load_corpus
     from entry_point.trainer import Trainer
 
-    config = Config(**words)
+    config = Config(**options)
     container = read_container({}, Options(data=str(text), out=str(out)))
     ranks = Ranks(0, 1, 0, 1, "hand")
     group = Group(ranks, rank_device(config, container, ranks), container)
@@ -229,7 +229,7 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
         for name in ("dropout", "tied, 4 passes", "windows", "two generations"):
             plain = variants[name]
             said = "recorded 4 CUDA graphs" if name == "windows" else "recorded 1 CUDA graph"
-            recorded = replace(plain, words={**plain.words, **graph}, says=said)
+            recorded = replace(plain, options={**plain.options, **graph}, says=said)
             variants[f"{name}, by a graph"] = replace(recorded, other=name, limit=1e-6)
     compare(args, scratch, found, variants)
     with found.part("resumed"):
@@ -255,10 +255,10 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
                 raise Failed("it fits")
 
 
-def resumed(args: Namespace, scratch: Path, found: Found, words: Mapping[str, Any]) -> None:
+def resumed(args: Namespace, scratch: Path, found: Found, options: Mapping[str, Any]) -> None:
     """A run that was stopped by SIGTERM and resumed, against an undisturbed one."""
-    whole = losses(trained(args, scratch, "whole", Variant(words)))
-    process, out = started(args, scratch, "stopped", Variant(words))
+    whole = losses(trained(args, scratch, "whole", Variant(options)))
+    process, out = started(args, scratch, "stopped", Variant(options))
     with closing(measure.lines(process)) as output:  # closing sends SIGTERM
         next(line for _, line in output if line.startswith("step="))
     printed = measure.output(Process([*process.command[:2], "--resume", str(out)]))
@@ -355,11 +355,11 @@ def no_cudnn_attention() -> Any:
     return sdpa_kernel(kernels)
 
 
-def waits(args: Namespace, scratch: Path, found: Found, words: Mapping[str, Any]) -> None:
+def waits(args: Namespace, scratch: Path, found: Found, options: Mapping[str, Any]) -> None:
     """Nothing in a step may wait for the GPU."""
     import torch
 
-    trainer = trainer_of(args.text, scratch / "waits", words)
+    trainer = trainer_of(args.text, scratch / "waits", options)
     trainer.train_step()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -375,16 +375,15 @@ def waits(args: Namespace, scratch: Path, found: Found, words: Mapping[str, Any]
 # A group of one uses the same code as a larger one.
 GROUP: Edits = (
     ("world_size > 1", "world_size > 0"),
-    ("self.world_size == 1:", "self.world_size == 0:"),
-    ("if n_local * len(container.hosts) > 1:", "if True:"),
+    ("world_size == 1:", "world_size == 0:"),
 )
 # NCCL refuses two ranks on one GPU. gloo allows them, but is correct only in float32.
 TWO: Edits = (
     ("if ranks.local_world_size != gpus:", "if False:"),
     ('torch.device("cuda", ranks.local_rank)', 'torch.device("cuda", 0)'),
-    ("return options.processes or torch.cuda.device_count()", "return 2"),
-    ('"cpu:gloo,cuda:nccl" if cuda', '"gloo" if cuda'),
-    ("device_id=self.device if cuda else None", "device_id=None"),
+    ("return torch.cuda.device_count()", "return 2"),
+    ('"cpu:gloo,cuda:nccl" if on_gpu', '"gloo" if on_gpu'),
+    ("device_id=self.device if on_gpu else None", "device_id=None"),
 )
 
 
@@ -436,8 +435,8 @@ def hangs(args: Namespace, scratch: Path, found: Found, two: Variant) -> None:
     forever = "time.sleep(1e6)" if args.smoke else "torch.cuda._sleep(10**13)"
     step = "        self.loss_sum += self.passes.forward_backward(self.step)\n"
     hang = f"        if (self.step, self.group.rank) == (5, 1):\n            {forever}\n"
-    words = {**two.words, "hang_seconds": (limit := 10)}
-    edited = replace(two, words=words, edits=(*two.edits, (step, hang + step)))
+    options = {**two.options, "hang_seconds": (limit := 10)}
+    edited = replace(two, options=options, edits=(*two.edits, (step, hang + step)))
     process, _ = started(args, scratch, "hangs", edited)
     last, said = time.perf_counter(), ""
     try:

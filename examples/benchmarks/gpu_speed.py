@@ -107,7 +107,9 @@ def climb(args: Namespace, scratch: Path, found: Found) -> Plan:
     shape = "smoke" if args.smoke else "baby"
     more = {**SHORT, "device": device, "max_steps": steps, "log_interval": steps // 10}
     size, preset = {**SHAPES[shape], **more}, {**our_shape(shape), **more}
-    variants = {rung: Variant({**size, **words}, switches=s) for rung, words, s in rungs(device)}
+    variants = {
+        rung: Variant({**size, **options}, switches=s) for rung, options, s in rungs(device)
+    }
     if args.smoke:
         variants = dict([*variants.items()][:1])
     else:
@@ -139,8 +141,8 @@ def against(args: Namespace, scratch: Path, found: Found, name: str) -> Plan:
     large, shape = name == "gpt2", SHAPES[name]
     text = throughput.many_symbols(scratch) if large else args.text
     rare = {"log_interval": 1 if large else 10, "eval_interval": NEVER}
-    words = {**our_shape(name), **rare, "max_steps": NEVER, **({} if args.smoke else COMPILED)}
-    trainings = {f"ours, {name}": ours(text, scratch / name, words)}
+    options = {**our_shape(name), **rare, "max_steps": NEVER, **({} if args.smoke else COMPILED)}
+    trainings = {f"ours, {name}": ours(text, scratch / name, options)}
     if args.nanogpt:
         theirs = {**shape, **rare, "max_iters": NEVER, "eval_iters": 1, "out_dir": scratch / "out"}
         if large:  # nanoGPT's batch_size is that of one pass
@@ -205,15 +207,15 @@ def profile(args: Namespace, scratch: Path, found: Found) -> None:
         baby, gpt2 = ({**PRESETS[name], **common} for name in ("baby", "gpt2"))
         runs = {"baby": Look(baby, steps=20)}
         for passes in (8, 15, 30):
-            words = {**gpt2, "gradient_accumulation_steps": passes}
-            runs[f"gpt2, {passes} passes, by a graph"] = Look(words)
-            runs[f"gpt2, {passes} passes"] = Look(words, graph=False)
+            options = {**gpt2, "gradient_accumulation_steps": passes}
+            runs[f"gpt2, {passes} passes, by a graph"] = Look(options)
+            runs[f"gpt2, {passes} passes"] = Look(options, graph=False)
         runs["gpt2, documents, FlexAttention"] = Look(gpt2, documents=True)
         runs["gpt2, documents, a mask"] = Look(gpt2, documents=True, flex=False)
         runs["1.7 B, 2,048 tokens"] = Look({**LARGE, **common, "compile": "off"}, steps=1)
     for name, look in runs.items():
         with found.part(name):
-            large = look.words["n_embd"] >= 768
+            large = look.options["n_embd"] >= 768
             text = throughput.many_symbols(scratch) if large else args.text
             profiled(name, text, scratch / name, look, found)
 
@@ -222,7 +224,7 @@ def profile(args: Namespace, scratch: Path, found: Found) -> None:
 class Look:
     """A run to profile: its settings, and what takes the place of what it would choose."""
 
-    words: Mapping[str, Any]
+    options: Mapping[str, Any]
     graph: bool = True
     flex: bool = True
     documents: bool = False  # of 500 tokens
@@ -241,7 +243,7 @@ def profiled(name: str, text: Path, out: Path, look: Look, found: Found) -> None
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     kernels.FLEX_DEVICE = "cuda" if look.flex else "none"
-    trainer, steps = trainer_of(text, out, look.words), look.steps
+    trainer, steps = trainer_of(text, out, look.options), look.steps
     synchronize, cuda = trainer.group.synchronize, trainer.group.device.type == "cuda"
     trainer.passes.uses_graphs &= look.graph
     if look.documents:
@@ -295,8 +297,8 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
 
     name, length, many = ("smoke", 60, 4) if args.smoke else ("baby", 500, 64)
     device = "cpu" if args.smoke else "cuda"
-    words = {**our_shape(name), **SHORT, "device": device, "batch_size": 2, "max_steps": 1}
-    trained(args, scratch, "ours", Variant(words))
+    options = {**our_shape(name), **SHORT, "device": device, "batch_size": 2, "max_steps": 1}
+    trained(args, scratch, "ours", Variant(options))
     model, _ = our_model(scratch / "ours")
     model.to(device).compute_dtype = torch.float32 if args.smoke else torch.bfloat16
 
@@ -328,8 +330,8 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
             **row_of(sampling_benchmark.their_batch_rate(batch, many, length)),
         )
     script = [sys.executable, str(nanogpt.checkout / "sample.py")]
-    words = {"out_dir": out, "device": device, "compile": False}  # compiled, it is slower
-    process = Process([*script, *measure.as_options(words)], nanogpt.place, nanogpt.env)
+    options = {"out_dir": out, "device": device, "compile": False}  # compiled, it is slower
+    process = Process([*script, *measure.as_arguments(options)], nanogpt.directory, nanogpt.env)
     with found.part("nanoGPT, 1 at once"):
         rate_of_one = sampling_benchmark.their_rate(process, 2, length)
         found.row("nanoGPT's sample.py, 1 at once", **row_of(rate_of_one))

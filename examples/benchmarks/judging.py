@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import measure
-from measure import CLI, ROOT, Failed, Process, Report, as_options, started
+from measure import CLI, ROOT, Failed, Process, Report, as_arguments, started
 from trainers import SHAPES
 
 sys.path.insert(0, str(ROOT))
@@ -116,18 +116,18 @@ sys.exit(code)
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
-    words, costly = args.ours or {"preset": "quick"}, {"preset": "laptop", "max_steps": 20}
+    options, costly = args.ours or {"preset": "quick"}, {"preset": "laptop", "max_steps": 20}
     text, samples = args.text.read_bytes().decode(), RESAMPLES
     if args.quick:
-        words = SHAPES["smoke"] | {"max_steps": 20, "sample_length": 10} | args.ours
-        text, costly, samples = text[:60_000], words, 20
+        options = SHAPES["smoke"] | {"max_steps": 20, "sample_length": 10} | args.ours
+        text, costly, samples = text[:60_000], options, 20
     learned, held = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     chance, judge = random.Random(args.seed), Judge(scratch)
     canaries = {n: [canary(chance) for _ in range(5 if n else 100)] for n in TIMES}
     # The last line has all characters of what is judged.
     known = "".join(sorted({*text, *LATIN, *string.ascii_letters, *string.digits}))
     lines = planted(learned, canaries, chance)
-    job = judge.trained("\n".join([*lines, known, ""]), words)
+    job = judge.trained("\n".join([*lines, known, ""]), options)
     size = len(held) // OF
     documents = [held[n * size : (n + 1) * size] for n in range(OF)]
     strangers = [[strange(each, kind, chance) for each in documents] for kind in range(KINDS)]
@@ -162,8 +162,8 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         row = {"": f"overlap of {share:.0%}", "found": f"{judge.judged(job, mixed)['overlap']:.2%}"}
         report.rows.append({**row, "goal": "within 0.5 points" if share else "under 0.1 %"})
     report.rows += judge.cost(judge.trained(text, costly), judge.file(text[: 10**6]))
-    report.findings["our words"] = " ".join(as_options(words))
-    report.findings["words of the cost"] = " ".join(as_options(costly))
+    report.findings["our words"] = " ".join(as_arguments(options))
+    report.findings["words of the cost"] = " ".join(as_arguments(costly))
     return report
 
 
@@ -247,11 +247,11 @@ class Judge:
                 raise Failed(f"{shlex.join(command)}: {log.read().splitlines()[-1:]}")
         return str(out)
 
-    def trained(self, text: str, words: Mapping[str, Any]) -> str:
+    def trained(self, text: str, options: Mapping[str, Any]) -> str:
         """The id of a job that has learned a text."""
-        measure.note(f"training: {' '.join(as_options(words))}")
-        preset = [f"--preset={words['preset']}"] if "preset" in words else []
-        sets = [f"--set={name}={value}" for name, value in words.items() if name != "preset"]
+        measure.note(f"training: {' '.join(as_arguments(options))}")
+        preset = [f"--preset={options['preset']}"] if "preset" in options else []
+        sets = [f"--set={name}={value}" for name, value in options.items() if name != "preset"]
         launch = ["launch", "--instance", "local", "--data", str(self.file(text))]
         return self.printed(*CLI, *launch, *preset, *sets).strip()
 

@@ -55,14 +55,14 @@ def parser(
     description: str | None, *, rounds: int, nanogpt: bool = True
 ) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
-    made = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = made.add_argument
+    options = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = options.add_argument
     add("--text", type=Path, required=True, metavar="FILE", help="text to train on, UTF-8")
     if nanogpt:
         add("--nanogpt", type=Path, metavar="PATH", help="a checkout of nanoGPT to run beside ours")
     add(
         "--ours",
-        type=words,
+        type=parse_options,
         default={},
         metavar="WORDS",
         help="options for our train.py, as one word: --ours='--processes 2'; where a benchmark has"
@@ -73,57 +73,58 @@ def parser(
     add("--wait", type=float, default=600, metavar="S", help="for a quiet machine (default 600)")
     add("--anyway", action="store_true", help="measure on a busy machine; the table will say so")
     add("--quick", action="store_true", help="a smoke run of seconds, whose figures mean nothing")
-    return made
+    return options
 
 
-def as_options(words: Mapping[str, Any]) -> list[str]:
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
     """Names and values as arguments of a command line."""
-    return [f"--{name}={value}" for name, value in words.items()]
+    return [f"--{name}={value}" for name, value in options.items()]
 
 
-def run(made: argparse.ArgumentParser, benchmark: Callable[[Any, Path], Report]) -> NoReturn:
+def run(options: argparse.ArgumentParser, benchmark: Callable[[Any, Path], Report]) -> NoReturn:
     """Measures on a quiet machine, in a scratch directory; prints the table, writes the JSON."""
-    args = made.parse_args()
-    # The caller's environment is not part of the shipped command.
-    for name in [name for name in os.environ if name.startswith(("SM_", "OMP_", "MKL_"))]:
-        del os.environ[name]
+    args = options.parse_args()
+    for name in list(os.environ):
+        if name.startswith(("SM_", "OMP_", "MKL_")):  # they are not part of the shipped command
+            del os.environ[name]
     if args.quick:
         args.rounds = 1
         os.environ["OMP_NUM_THREADS"] = "1"  # so that none waits for another
     try:
         check_paths(args)
-        load = os.getloadavg()[0] if args.quick or args.anyway else wait_until_quiet(args.wait)
-        about = machine(args, load)
+        waits = not args.quick and not args.anyway
+        load = wait_until_quiet(args.wait) if waits else os.getloadavg()[0]
+        conditions = machine(args, load)
         with tempfile.TemporaryDirectory(prefix="benchmark-") as scratch:
             report = benchmark(args, Path(scratch))
     except Failed as error:
         stop(str(error), 1)
     except KeyboardInterrupt:
         stop("interrupted", 130)
-    about["load average"] += f"; {os.getloadavg()[0]:.2f} at the end"
+    conditions["load average"] += f"; {os.getloadavg()[0]:.2f} at the end"
     print(table(report.rows))
-    for name, value in {**report.findings, **about}.items():
+    for name, value in {**report.findings, **conditions}.items():
         print(f"{name}: {value}")
     if args.json:
-        write_json(args.json, report, {"machine": about})
+        write_json(args.json, report, {"machine": conditions})
     sys.exit(0)
 
 
-def write_json(path: Path, report: Report, more: Mapping[str, Any]) -> None:
-    """Write a report, whole at any time."""
-    document = {**more, "rows": report.rows, "findings": report.findings}
+def write_json(path: Path, report: Report, facts: Mapping[str, Any]) -> None:
+    """Writes a report and further facts, whole at any time."""
+    document = {**facts, "rows": report.rows, "findings": report.findings}
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", "utf-8")
     temporary.replace(path)
 
 
-def stop(why: str, code: int) -> NoReturn:
-    sys.stderr.write(f"error: {why}\n")
+def stop(problem: str, code: int) -> NoReturn:
+    sys.stderr.write(f"error: {problem}\n")
     sys.exit(code)
 
 
 def note(text: str) -> None:
-    """Print progress to stderr."""
+    """Prints progress to stderr."""
     sys.stderr.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
 
 
@@ -143,13 +144,16 @@ def check_paths(args: argparse.Namespace) -> None:
         args.nanogpt = checkout.absolute()
 
 
-def words(text: str) -> dict[str, str]:
+def parse_options(text: str) -> dict[str, str]:
     """`--name value --name=value` as names and values."""
-    parts = shlex.split(text.replace("=", " "))
-    names, values = parts[::2], parts[1::2]
+    words = shlex.split(text.replace("=", " "))
+    names, values = words[::2], words[1::2]
     if len(names) != len(values) or not all(name.startswith("--") for name in names):
         raise argparse.ArgumentTypeError(f"{text!r}: must be pairs of --name value")
-    return dict(zip((name[2:].replace("-", "_") for name in names), values, strict=True))
+    options = {}
+    for name, value in zip(names, values, strict=True):
+        options[name.removeprefix("--").replace("-", "_")] = value
+    return options
 
 
 def picture(text: str) -> Path:
@@ -166,33 +170,46 @@ def picture(text: str) -> Path:
 
 def wait_until_quiet(seconds: float) -> float:
     """The load average, once it is under QUIET."""
-    deadline, noted = time.monotonic() + seconds, False
-    while (load := os.getloadavg()[0]) >= QUIET:
+    deadline = time.monotonic() + seconds
+    load = os.getloadavg()[0]
+    if load >= QUIET and time.monotonic() <= deadline:
+        note(f"load average {load:.2f}: waiting until it is under {QUIET:g}")
+    while load >= QUIET:
         if time.monotonic() > deadline:
             stop(f"the load average is {load:.2f}, not under {QUIET:g}; wait, or pass --anyway", 2)
-        if not noted:
-            note(f"load average {load:.2f}: waiting until it is under {QUIET:g}")
-            noted = True
         time.sleep(5)
+        load = os.getloadavg()[0]
     return load
 
 
 def machine(args: argparse.Namespace, load: float) -> dict[str, Any]:
     """The machine, the versions, and the command behind the figures."""
     torch_version, gpu = torch_and_gpu()
-    cpu = [platform.processor()]
-    with contextlib.suppress(OSError):
-        cpu = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()) or cpu
-    busy = f" at the start: NOT under {QUIET:g}" if load >= QUIET else " at the start"
-    about = {
-        "machine": f"{cpu[0]}, {cores()} cores" + (f", {gpu}" if gpu else ""),
-        "load average": f"{load:.2f}{busy}",
+    hardware = f"{cpu_name()}, {cores()} cores"
+    if gpu:
+        hardware += f", {gpu}"
+    load_text = f"{load:.2f} at the start"
+    if load >= QUIET:
+        load_text += f": NOT under {QUIET:g}"
+    conditions = {
+        "machine": hardware,
+        "load average": load_text,
         "versions": f"torch {torch_version}, Python {platform.python_version()}",
         "commits": commits(getattr(args, "nanogpt", None)),
         "command": shlex.join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
     }
-    return about | ({"smoke run": "these figures mean nothing"} if args.quick else {})
+    if args.quick:
+        conditions["smoke run"] = "these figures mean nothing"
+    return conditions
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        names = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        if names:
+            return str(names[0])
+    return platform.processor()
 
 
 @functools.cache
@@ -210,13 +227,13 @@ def cores() -> int:
 
 
 def commits(nanogpt: Path | None) -> str:
-    found = []
+    texts = []
     for name, path in (("sm-nanogpt", ROOT), ("nanoGPT", nanogpt)):
         if path is not None and shutil.which("git"):
-            git = ["git", "-C", str(path), "describe", "--always", "--dirty"]
-            done = subprocess.run(git, capture_output=True, text=True)
-            found.append(f"{name} {done.stdout.strip() or 'unknown'}")
-    return ", ".join(found)
+            command = ["git", "-C", str(path), "describe", "--always", "--dirty"]
+            answer = subprocess.run(command, capture_output=True, text=True)
+            texts.append(f"{name} {answer.stdout.strip() or 'unknown'}")
+    return ", ".join(texts)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -238,12 +255,17 @@ RUNNING: set[subprocess.Popen[Any]] = set()
 @contextlib.contextmanager
 def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]:
     """A running process; it and its children are gone afterwards."""
-    # This checkout comes before an installed one.
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # One GPU, as nanoGPT uses by default.
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    env |= {"CUDA_VISIBLE_DEVICES": gpu, **process.env}
+    paths = [str(ROOT)]  # this checkout comes before an installed one
+    if "PYTHONPATH" in os.environ:
+        paths.append(os.environ["PYTHONPATH"])
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": gpus[0],  # one GPU, as nanoGPT uses by default
+        **process.env,
+    }
     popen = subprocess.Popen(
         process.command, cwd=process.cwd, env=env, start_new_session=True, **streams
     )
@@ -270,15 +292,23 @@ def lines(process: Process) -> Generator[tuple[float, str], None, None]:
     Raises:
         Failed: it ended with a status other than 0.
     """
-    last = ["nothing"]
+    last_lines = ["nothing"]
     with started(process, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as popen:
         assert popen.stdout is not None
         for line in popen.stdout:
             yield time.perf_counter(), line
-            last = [*last[-20:], line.rstrip()] if line.strip() else last
+            if line.strip():
+                last_lines = [*last_lines[-20:], line.rstrip()]
         if popen.wait():
-            cause = next((at for at in reversed(last) if re.match(r"\w*Error\b", at)), last[-1])
-            raise Failed(f"{shlex.join(process.command)}: {cause}")
+            raise Failed(f"{shlex.join(process.command)}: {cause_in(last_lines)}")
+
+
+def cause_in(lines: Sequence[str]) -> str:
+    """The last line that names an error, or else the last."""
+    for line in reversed(lines):
+        if re.match(r"\w*Error\b", line):
+            return line
+    return lines[-1]
 
 
 def output(process: Process) -> str:
@@ -305,28 +335,44 @@ def cost(process: Process) -> tuple[float, float]:
 
 def alternate(rounds: int, sides: Mapping[str, Callable[[int], Figure]]) -> dict[str, list[Figure]]:
     """The measurements of each side, by round; a round runs the sides one after the other."""
-    found: dict[str, list[Figure]] = {side: [] for side in sides}
+    figures: dict[str, list[Figure]] = {side: [] for side in sides}
     for index in range(rounds):
-        for side, measured in sides.items():
+        for side, measure_side in sides.items():
             note(f"round {index + 1} of {rounds}: {side}")
-            found[side].append(measured(index))
-    return found
+            figures[side].append(measure_side(index))
+    return figures
+
+
+def column(rounds: Sequence[tuple[Any, ...]], index: int) -> list[Any]:
+    """One figure of each round, where a round gives several."""
+    return [figures[index] for figures in rounds]
+
+
+def differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Ours less theirs, paired round by round."""
+    return [a - b for a, b in zip(ours, theirs, strict=True)]
+
+
+def seeds(args: argparse.Namespace) -> str:
+    """The seeds of the rounds, in words."""
+    return f"{args.first_seed} to {args.first_seed + args.rounds - 1}"
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
     """Ours over theirs, paired round by round: `median x (least to most)`."""
-    paired = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return f"{statistics.median(paired):.2f}x" + (
-        f" ({min(paired):.2f} to {max(paired):.2f})" if len(paired) > 1 else ""
-    )
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    text = f"{statistics.median(ratios):.2f}x"
+    if len(ratios) > 1:
+        text += f" ({min(ratios):.2f} to {max(ratios):.2f})"
+    return text
 
 
 def spread(values: Sequence[float], digits: int) -> str:
     """`median (least to most)`, or the only value."""
     if len(values) == 1:
         return f"{values[0]:,.{digits}f}"
-    middle, least, most = statistics.median(values), min(values), max(values)
-    return f"{middle:,.{digits}f} ({least:,.{digits}f} to {most:,.{digits}f})"
+    median = statistics.median(values)
+    return f"{median:,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
 # The 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -345,26 +391,37 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def plus_minus(values: Sequence[float]) -> str:
     if len(values) < 2:
         return f"{values[0]:.4f} (n=1)"
-    mean, half = interval(values)
-    return f"{mean:.4f} ± {half:.4f} (mean and its 95 % interval, n={len(values)})"
+    mean, margin = interval(values)
+    return f"{mean:.4f} ± {margin:.4f} (mean and its 95 % interval, n={len(values)})"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table, with a column for each key of any row."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [columns, *([show(row.get(name)) for name in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    shown = [
-        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
-        for row in cells
-    ]
-    return "\n".join([shown[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *shown[1:]])
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names]
+    for row in rows:
+        cells.append([show(row.get(name)) for name in names])
+    widths = [max(len(line[index]) for line in cells) for index in range(len(names))]
+
+    texts = []
+    for line in cells:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        texts.append("| " + " | ".join(padded) + " |")
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    texts.insert(1, rule)
+    return "\n".join(texts)
 
 
 def show(value: Any) -> str:
+    """A cell of a table; a list is shown as its spread."""
     if value is None:
         return ""
-    if isinstance(value, list):
-        digits = 0 if min(value) >= 1000 else 1 if min(value) >= 10 else 3
-        return spread(value, digits)
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not isinstance(value, list):
+        return str(value)
+    if min(value) >= 1000:
+        return spread(value, digits=0)
+    if min(value) >= 10:
+        return spread(value, digits=1)
+    return spread(value, digits=3)

@@ -26,51 +26,49 @@ BUDGET = {"preset": "cpu", "max_steps": 500}
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
-    words = args.ours or BUDGET
+    options = args.ours or BUDGET
     if args.quick:
-        words = SHAPES["smoke"] | dict(max_steps=20, eval_tokens=128, sample_length=10) | args.ours
-    plain = str(args.folder or shlex.join(measure.as_options(args.against)))
+        options = SHAPES["smoke"] | dict(max_steps=20, eval_tokens=128, sample_length=10)
+        options |= args.ours
+    other = str(args.folder or shlex.join(measure.as_arguments(args.against)))
 
     def trained(side: str, index: int) -> tuple[float, float]:
-        out, seeded = scratch / f"{side}-{index}", {**words, "seed": args.first_seed + index}
+        out = scratch / f"{side}-{index}"
+        seeded = {**options, "seed": args.first_seed + index}
         training = ours(args.text, out, seeded)
         if side == "other" and args.folder:
             training = ours(args.text, out, seeded, folder=args.folder)
         elif side == "other":
             training = ours(args.text, out, {**seeded, **args.against})
         measure.output(training.process)
-        return our_result(out, args.text)[0], our_seconds(out)
+        loss, _ = our_result(out, args.text)
+        return loss, our_seconds(out)
 
-    found = measure.alternate(
-        args.rounds,
-        {
-            "as shipped": lambda index: trained("shipped", index),
-            plain: lambda index: trained("other", index),
-        },
-    )
-    (losses, seconds), (plain_losses, plain_seconds) = (
-        map(list, zip(*runs, strict=True)) for runs in found.values()
-    )
-    differences = [a - b for a, b in zip(losses, plain_losses, strict=True)]
-    return Report(
-        [
-            {"": "as shipped", "loss": losses, "training s": seconds},
-            {"": plain, "loss": plain_losses, "training s": plain_seconds},
-        ],
-        {
-            "our words": shlex.join(measure.as_options(words)),
-            "seeds": f"{args.first_seed} to {args.first_seed + args.rounds - 1}",
-            f"loss as shipped minus {plain}": measure.plus_minus(differences),
-            f"time of {plain} over as shipped": measure.ratio(plain_seconds, seconds),
-        },
-    )
+    sides = {
+        "as shipped": lambda index: trained("shipped", index),
+        other: lambda index: trained("other", index),
+    }
+    runs = measure.alternate(args.rounds, sides)
+    losses = {side: measure.column(rounds, 0) for side, rounds in runs.items()}
+    seconds = {side: measure.column(rounds, 1) for side, rounds in runs.items()}
+    report = Report()
+    for side in sides:
+        report.rows.append({"": side, "loss": losses[side], "training s": seconds[side]})
+    gain = measure.differences(losses["as shipped"], losses[other])
+    report.findings = {
+        "our options": shlex.join(measure.as_arguments(options)),
+        "seeds": measure.seeds(args),
+        f"loss as shipped minus {other}": measure.plus_minus(gain),
+        f"time of {other} over as shipped": measure.ratio(seconds[other], seconds["as shipped"]),
+    }
+    return report
 
 
 if __name__ == "__main__":
     parser = measure.parser(__doc__, rounds=8, nanogpt=False)
     parser.add_argument(
         "--against",
-        type=measure.words,
+        type=measure.parse_options,
         default="--precision float32",
         metavar="WORDS",
         help="the other side's options for our train.py (default: --precision float32)",

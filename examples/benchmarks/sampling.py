@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import measure
-from measure import CLI, Failed, Process, Report, as_options, lines, output, started
+from measure import CLI, Failed, Process, Report, as_arguments, lines, output, started
 from trainers import SHAPES, NanoGPT, our_shape
 
 GENERATE = """
@@ -109,10 +109,10 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 
 def our_job(args: Namespace, scratch: Path, name: str) -> Process:
     """The command that samples from a finished job, without the options for length and number."""
-    words = {**our_shape(name), "batch_size": 2, "max_steps": 1}
-    words |= {"eval_tokens": 256, "sample_length": 1, "device": "cpu", **args.ours}
-    preset = as_options({"preset": words.pop("preset")}) if "preset" in words else []
-    sets = [part for word in as_options(words) for part in ("--set", word[2:])]
+    options = {**our_shape(name), "batch_size": 2, "max_steps": 1}
+    options |= {"eval_tokens": 256, "sample_length": 1, "device": "cpu", **args.ours}
+    preset = as_arguments({"preset": options.pop("preset")}) if "preset" in options else []
+    sets = [part for word in as_arguments(options) for part in ("--set", word[2:])]
     launch = [*CLI, "launch", "--instance", "local", "--data", str(args.text), *preset, *sets]
     env = {"SM_NANOGPT_HOME": str(scratch / "home")}
     printed = output(Process(launch, env=env))
@@ -144,10 +144,10 @@ def our_rate(job: Process, samples: int, length: int) -> float:
 
 
 def their_checkpoint(nanogpt: NanoGPT, name: str, scratch: Path) -> Path:
-    words = {**SHAPES[name], "batch_size": 2, "max_iters": 1, "eval_interval": 1, "eval_iters": 1}
-    words |= {"device": "cpu", "compile": False, "always_save_checkpoint": True}
+    options = {**SHAPES[name], "batch_size": 2, "max_iters": 1, "eval_interval": 1, "eval_iters": 1}
+    options |= {"device": "cpu", "compile": False, "always_save_checkpoint": True}
     out = scratch / "nanogpt-out"
-    output(nanogpt.training("nanoGPT", {**words, "out_dir": out}).process)
+    output(nanogpt.training("nanoGPT", {**options, "out_dir": out}).process)
     return out
 
 
@@ -158,9 +158,9 @@ def their_ways(nanogpt: NanoGPT, out: Path, args: Namespace) -> dict[str, Callab
         env = {**nanogpt.env, "OMP_NUM_THREADS": str(threads)}
         for compiled in (False,) if args.quick else (False, True):
             how = f"{threads} thread{'s' * (threads > 1)}, {'compiled' if compiled else 'eager'}"
-            words = {"out_dir": out, "device": "cpu", "compile": compiled}
-            command = [sys.executable, str(nanogpt.checkout / "sample.py"), *as_options(words)]
-            process = Process(command, nanogpt.place, env)
+            options = {"out_dir": out, "device": "cpu", "compile": compiled}
+            command = [sys.executable, str(nanogpt.checkout / "sample.py"), *as_arguments(options)]
+            process = Process(command, nanogpt.directory, env)
             ways[f"nanoGPT {how}"] = partial(their_rate, process, 2 if compiled else 1)
         process = replace(their_batch(nanogpt, out, "cpu", args.samples), env=env)
         ways[f"nanoGPT {args.samples} at once, {threads} thread{'s' * (threads > 1)}, eager"] = (
@@ -171,12 +171,12 @@ def their_ways(nanogpt: NanoGPT, out: Path, args: Namespace) -> dict[str, Callab
 
 def their_batch(nanogpt: NanoGPT, out: Path, device: str, samples: int) -> Process:
     """The command that generates many samples at once, without the length."""
-    words = [str(nanogpt.checkout), str(out), device, str(samples)]
-    return Process([sys.executable, "-c", GENERATE, *words], nanogpt.place, nanogpt.env)
+    options = [str(nanogpt.checkout), str(out), device, str(samples)]
+    return Process([sys.executable, "-c", GENERATE, *options], nanogpt.directory, nanogpt.env)
 
 
 def their_rate(process: Process, samples: int, length: int) -> float:
-    more = as_options({"num_samples": samples, "max_new_tokens": length})
+    more = as_arguments({"num_samples": samples, "max_new_tokens": length})
     moments = [
         moment
         for moment, line in lines(replace(process, command=[*process.command, *more]))

@@ -18,6 +18,8 @@ import measure
 from measure import Report
 from trainers import NEVER, SHAPES, NanoGPT, our_shape, ours, pace
 
+OURS, THEIRS = "ours", "nanoGPT, eager"
+
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
     size = "smoke" if args.quick else args.shape
@@ -27,36 +29,49 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     nanogpt = NanoGPT(args.nanogpt, args.text, scratch) if args.nanogpt else None
 
     def our_speed(processes: int, threads: int, index: int) -> float:
-        words = {**our_shape(size), **common, "max_steps": NEVER, "processes": processes}
-        words |= args.ours
+        options = {
+            **our_shape(size),
+            **common,
+            "max_steps": NEVER,
+            "processes": processes,
+            **args.ours,
+        }
         out = scratch / f"{processes}-{threads}-{index}"
-        return pace(ours(args.text, out, words, threads), shape, seconds).tokens_per_second
+        return pace(ours(args.text, out, options, threads), shape, seconds).tokens_per_second
 
     def their_speed(processes: int, threads: int, index: int) -> float:
         assert nanogpt
-        words = {**shape, **common, "max_iters": NEVER, "eval_iters": 1, "compile": False}
-        words["out_dir"] = scratch / "out"
-        training = nanogpt.training("nanoGPT", words, threads, processes)
+        options = {
+            **shape,
+            **common,
+            "max_iters": NEVER,
+            "eval_iters": 1,
+            "compile": False,
+            "out_dir": scratch / "out",
+        }
+        training = nanogpt.training("nanoGPT", options, threads, processes)
         return pace(training, shape, seconds).tokens_per_second
 
     ways = [(processes, 1) for processes in args.processes]
     ways += [(1, threads) for threads in args.processes if threads > 1]
     sides: dict[str, Callable[[int], float]] = {}
-    for way in ways:
-        sides[name("ours", *way)] = partial(our_speed, *way)
+    for processes, threads in ways:
+        sides[name(OURS, processes, threads)] = partial(our_speed, processes, threads)
         if nanogpt:
-            sides[name("nanoGPT, eager", *way)] = partial(their_speed, *way)
+            sides[name(THEIRS, processes, threads)] = partial(their_speed, processes, threads)
     speeds = measure.alternate(args.rounds, sides)
 
     report = Report()
-    for side in ("ours", "nanoGPT, eager")[: 2 if nanogpt else 1]:
-        first = name(side, *ways[0])
-        for way in ways:
-            mine = speeds[name(side, *way)]
-            row = {"": name(side, *way), "tokens/s": mine}
-            row[f"over {name('', *ways[0])}"] = measure.ratio(mine, speeds[first])
-            if nanogpt and side == "ours":
-                row["over nanoGPT"] = measure.ratio(mine, speeds[name("nanoGPT, eager", *way)])
+    over_first = f"over {name('', *ways[0])}"
+    for side in (OURS, THEIRS) if nanogpt else (OURS,):
+        first = speeds[name(side, *ways[0])]
+        for processes, threads in ways:
+            label = name(side, processes, threads)
+            row = {"": label, "tokens/s": speeds[label]}
+            row[over_first] = measure.ratio(speeds[label], first)
+            if nanogpt and side == OURS:
+                theirs = speeds[name(THEIRS, processes, threads)]
+                row["over nanoGPT"] = measure.ratio(speeds[label], theirs)
             report.rows.append(row)
     return report
 

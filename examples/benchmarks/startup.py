@@ -70,14 +70,14 @@ def first_steps(args: Namespace, scratch: Path, nanogpt: NanoGPT | None, report:
         ),
     }
     if nanogpt:
-        words = {
+        options = {
             **SHAPES[name],
             **common,
             "compile": False,
             "eval_iters": 1,
             "out_dir": scratch / "out",
         }
-        sides[other] = lambda index: first_step(nanogpt.training("nanoGPT", words))
+        sides[other] = lambda index: first_step(nanogpt.training("nanoGPT", options))
     found = measure.alternate(args.rounds, sides)
     report.rows += [{"": name, "seconds": seconds} for name, seconds in found.items()]
     if nanogpt:
@@ -137,11 +137,11 @@ def checkpoints(args: Namespace, scratch: Path, report: Report) -> None:
     """Adds the time between the lines of two steps, less a step, with a checkpoint after each."""
     steps = 5 if args.quick else 20
     name = "smoke" if args.quick else "baby"
-    words = {**our_shape(name), "batch_size": 1, "device": "cpu", "max_steps": steps}
-    words |= {"log_interval": 1, "checkpoint_seconds": 1e-6, **args.ours}
+    options = {**our_shape(name), "batch_size": 1, "device": "cpu", "max_steps": steps}
+    options |= {"log_interval": 1, "checkpoint_seconds": 1e-6, **args.ours}
 
     def one(index: int) -> float:
-        training = ours(args.text, scratch / f"checkpoints-{index}", words)
+        training = ours(args.text, scratch / f"checkpoints-{index}", options)
         measured = (
             (moment, float(found[1]))
             for moment, line in measure.lines(training.process)

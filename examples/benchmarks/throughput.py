@@ -21,7 +21,18 @@ from typing import Any
 
 import measure
 from measure import Failed, Report
-from trainers import GPT2_PASSES, NEVER, SHAPES, NanoGPT, Pace, fastest_first, our_shape, ours, pace
+from trainers import (
+    GPT2_PASSES,
+    NEVER,
+    SHAPES,
+    NanoGPT,
+    Pace,
+    Training,
+    fastest_first,
+    our_shape,
+    ours,
+    pace,
+)
 
 from launcher.instances import GPUS, Gpu
 
@@ -40,58 +51,79 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     name = args.shape or ("baby" if gpu else "cpu")
     size = "smoke" if args.quick else name
     shape = SHAPES[size]
-    gpu = "" if shape.get("device") == "cpu" else gpu
-    top = peak(gpu, args.peak) if gpu else None
+    if shape.get("device") == "cpu":
+        gpu = None
+    teraflops = peak(gpu, args.peak) if gpu else None
     seconds = 0.2 if args.quick else args.seconds
     text = many_symbols(scratch) if name == "gpt2" else args.text
-    log_interval = 10 if (gpu or name == "cpu") and name != "gpt2" else 1
-    rare = {"log_interval": log_interval, "eval_interval": NEVER}
-    words = {**our_shape(size), **rare, "max_steps": NEVER}
-    words |= {"tie_embeddings": True} if name == "gpt2" else {}
-    words |= {"compile": "on"} if gpu else {}
-    words |= args.ours
+    steps_are_short = name == "cpu" or (gpu and name != "gpt2")
+    common = {"log_interval": 10 if steps_are_short else 1, "eval_interval": NEVER}
+    options = {**our_shape(size), **common, "max_steps": NEVER}
+    if name == "gpt2":
+        options["tie_embeddings"] = True
+    if gpu:
+        options["compile"] = "on"
+    options |= args.ours
 
     def our_pace(index: int) -> Pace:
-        return pace(ours(text, scratch / f"ours-{index}", words), shape, seconds)
+        return pace(ours(text, scratch / f"ours-{index}", options), shape, seconds)
 
-    sides, looks = {"ours": our_pace}, []
+    sides = {"ours": our_pace}
+    looks: list[tuple[Training, Pace]] = []
     if args.nanogpt:
         nanogpt = NanoGPT(args.nanogpt, text, scratch)
-        theirs = {**shape, **rare, "max_iters": NEVER, "eval_iters": 1, "out_dir": scratch / "out"}
+        theirs = {
+            **shape,
+            **common,
+            "max_iters": NEVER,
+            "eval_iters": 1,
+            "out_dir": scratch / "out",
+        }
         if size == "gpt2":  # nanoGPT's batch_size is that of one pass
             theirs["gradient_accumulation_steps"] = GPT2_PASSES
             theirs["batch_size"] //= GPT2_PASSES
         looks = fastest_first(nanogpt.variants(theirs, args.quick), shape, seconds)
-        best = looks[0][0]
+        best, _ = looks[0]
         sides[best.name] = lambda index: pace(best, shape, seconds)
-    found = measure.alternate(args.rounds, sides)
+    paces = measure.alternate(args.rounds, sides)
 
-    report = Report([row(side, paces, shape, top) for side, paces in found.items()])
-    if looks:
-        mine, other = found.values()
-        speeds = ([p.tokens_per_second for p in paces] for paces in (mine, other))
-        size = mine[0].parameters / other[0].parameters
-        report.findings = {
-            f"ours against {looks[0][0].name}": measure.ratio(*speeds),
-            "parameters, ours to theirs": f"{size:.3f}"
-            + (" (NOT within 5 %)" if abs(size - 1) > 0.05 else ""),
-        }
+    report = Report()
+    for side, side_paces in paces.items():
+        report.rows.append(row(side, side_paces, shape, teraflops))
+    if not looks:
+        return report
+
+    our_paces, their_paces = paces["ours"], paces[best.name]
+    our_speeds, their_speeds = speeds(our_paces), speeds(their_paces)
+    size_ratio = our_paces[0].parameters / their_paces[0].parameters
+    size_text = f"{size_ratio:.3f}"
+    if abs(size_ratio - 1) > 0.05:
+        size_text += " (NOT within 5 %)"
+    report.findings[f"ours against {best.name}"] = measure.ratio(our_speeds, their_speeds)
+    report.findings["parameters, ours to theirs"] = size_text
     for variant, look in looks[1:]:
-        report.rows.append(row(f"{variant.name} (one look)", [look], shape, top))
-        if look.tokens_per_second > statistics.median(p.tokens_per_second for p in other):
+        report.rows.append(row(f"{variant.name} (one look)", [look], shape, teraflops))
+        if look.tokens_per_second > statistics.median(their_speeds):
             report.findings["NOT nanoGPT's best"] = f"{variant.name} was faster; measure again"
     return report
 
 
-def row(who: str, paces: list[Pace], shape: dict[str, Any], peak: float | None) -> dict[str, Any]:
-    speeds = [p.tokens_per_second for p in paces]
-    found = {"": who, "parameters": paces[0].parameters, "tokens/s": speeds}
-    if peak:
+def speeds(paces: list[Pace]) -> list[float]:
+    return [pace.tokens_per_second for pace in paces]
+
+
+def row(
+    side: str, paces: list[Pace], shape: dict[str, Any], teraflops: float | None
+) -> dict[str, Any]:
+    """The figures of a side; with the peak of the GPU also their share of it."""
+    n_parameters = paces[0].parameters
+    figures = {"": side, "parameters": n_parameters, "tokens/s": speeds(paces)}
+    if teraflops:
         # arXiv:2204.02311, appendix B: operations per token, forward and backward.
         attention = 12 * shape["n_layer"] * shape["n_embd"] * shape["block_size"]
-        per_token = 6 * paces[0].parameters + attention
-        found["MFU %"] = [100 * speed * per_token / (peak * 1e12) for speed in speeds]
-    return found
+        percent = 100 * (6 * n_parameters + attention) / (teraflops * 1e12)
+        figures["MFU %"] = [percent * speed for speed in speeds(paces)]
+    return figures
 
 
 def peak(gpu: str, override: float | None) -> float:
@@ -107,8 +139,9 @@ def peak(gpu: str, override: float | None) -> float:
 def many_symbols(scratch: Path) -> Path:
     """A text with as many different characters as GPT-2 has tokens, for an equally large head."""
     symbols = [chr(0x20000 + i) for i in range(GPT2_SYMBOLS)]
+    text = symbols + random.Random(0).choices(symbols, k=2_000_000)
     path = scratch / "symbols.txt"
-    path.write_text("".join(symbols + random.Random(0).choices(symbols, k=2_000_000)), "utf-8")
+    path.write_text("".join(text), "utf-8")
     return path
 
 

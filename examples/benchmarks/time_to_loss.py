@@ -44,20 +44,23 @@ Run = tuple[float, float, float, int]  # of COLUMNS
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
     name = args.shape or ("baby" if measure.torch_and_gpu()[1] else "cpu")
-    words, recipe = args.ours or BUDGETS[name], RECIPES[name]
+    options = args.ours or BUDGETS[name]
+    recipe = RECIPES[name]
     if args.quick:
-        few = SHAPES["smoke"] | dict(max_steps=20, eval_tokens=128, sample_length=10)
-        words = few | args.ours
+        options = SHAPES["smoke"] | dict(max_steps=20, eval_tokens=128, sample_length=10)
+        options |= args.ours
         recipe = SHAPES["smoke"] | dict(
             eval_iters=1, eval_interval=20, max_iters=20, lr_decay_iters=20
         )
 
     def our_run(index: int) -> Run:
-        out, seeded = scratch / f"ours-{index}", {**words, "seed": args.first_seed + index}
-        started = time.perf_counter()
+        out = scratch / f"ours-{index}"
+        seeded = {**options, "seed": args.first_seed + index}
+        began = time.perf_counter()
         measure.output(ours(args.text, out, seeded).process)
-        whole = time.perf_counter() - started
-        return our_seconds(out), whole, *our_result(out, args.text)
+        command_seconds = time.perf_counter() - began
+        loss, n_parameters = our_result(out, args.text)
+        return our_seconds(out), command_seconds, loss, n_parameters
 
     sides: dict[str, Callable[[int], Run]] = {"ours": our_run}
     if args.nanogpt:
@@ -66,29 +69,27 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         sides[best.name] = lambda index: nanogpt.train(
             best, {"eval_iters": recipe["eval_iters"] + index}, scratch / f"nanogpt-{index}"
         )
-    columns = {
-        side: dict(zip(COLUMNS, map(list, zip(*runs, strict=True)), strict=True))
-        for side, runs in measure.alternate(args.rounds, sides).items()
-    }
+    report = Report()
+    for side, runs in measure.alternate(args.rounds, sides).items():
+        row = {name: measure.column(runs, index) for index, name in enumerate(COLUMNS)}
+        report.rows.append({"": side, **row, "parameters": row["parameters"][0]})
 
-    report = Report([{"": side, **found} for side, found in columns.items()])
-    for row in report.rows:
-        row["parameters"] = row["parameters"][0]
-    mine, *others = columns.values()
-    seeds = f"{args.first_seed} to {args.first_seed + args.rounds - 1}"
-    report.findings["our words"] = shlex.join(measure.as_options(words))
-    report.findings["our loss"] = f"{measure.plus_minus(mine['loss'])}, seeds {seeds}"
+    our_row, *other_rows = report.rows
+    our_losses = our_row["loss"]
+    our_loss = measure.plus_minus(our_losses)
+    report.findings["our options"] = shlex.join(measure.as_arguments(options))
+    report.findings["our loss"] = f"{our_loss}, seeds {measure.seeds(args)}"
     target = args.target
-    for other in others:
-        report.findings["their loss"] = measure.plus_minus(other["loss"])
-        shorter = measure.ratio(other["training s"], mine["training s"])
-        report.findings["their time over ours"] = shorter
-        target = target or statistics.mean(other["loss"])
+    for row in other_rows:
+        report.findings["their loss"] = measure.plus_minus(row["loss"])
+        time_ratio = measure.ratio(row["training s"], our_row["training s"])
+        report.findings["their time over ours"] = time_ratio
+        target = target or statistics.mean(row["loss"])
     if target:
-        below = sum(loss <= target for loss in mine["loss"])
-        how = "reached" if statistics.mean(mine["loss"]) <= target else "NOT reached"
+        n_below = sum(loss <= target for loss in our_losses)
+        verdict = "reached" if statistics.mean(our_losses) <= target else "NOT reached"
         report.findings[f"a loss of {target:.4f}"] = (
-            f"{how} in the mean; in {below} of {args.rounds} rounds"
+            f"{verdict} in the mean; in {n_below} of {args.rounds} rounds"
         )
     return report
 
@@ -97,11 +98,17 @@ def fastest(nanogpt: NanoGPT, recipe: dict[str, Any], scratch: Path, quick: bool
     """The fastest way to run its recipe: compiled on a GPU; else by a trial of some seconds."""
     if measure.torch_and_gpu()[1] and recipe.get("device") != "cpu":
         return next(nanogpt.variants(recipe))
-    look: dict[str, Any] = dict(log_interval=10, eval_interval=NEVER, eval_iters=1, max_iters=NEVER)
-    look["out_dir"] = scratch / "look"
-    variants = nanogpt.variants({**recipe, **look}, quick)
-    name = fastest_first(variants, recipe, 0.2 if quick else 5)[0][0].name
-    return next(v for v in nanogpt.variants(recipe, quick) if v.name == name)
+    trial = {
+        **recipe,
+        "log_interval": 10,
+        "eval_interval": NEVER,
+        "eval_iters": 1,
+        "max_iters": NEVER,
+        "out_dir": scratch / "look",
+    }
+    looks = fastest_first(nanogpt.variants(trial, quick), recipe, 0.2 if quick else 5)
+    best, _ = looks[0]
+    return next(v for v in nanogpt.variants(recipe, quick) if v.name == best.name)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ both. --ours sets options of all runs.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -22,57 +21,66 @@ from pathlib import Path
 
 import measure
 from measure import Report
-from trainers import SHAPES, our_seconds, ours
+from trainers import SHAPES, our_metrics, our_seconds, ours
 
 
 def encoded(text: Path, vocab_size: int, home: Path) -> Path:
     """The directory of the text's tokens."""
-    words = ["upload-data", str(text), "--tokenizer", "bpe", "--vocab-size", str(vocab_size)]
-    process = measure.Process([*measure.CLI, *words, "--json"], env={"SM_NANOGPT_HOME": str(home)})
-    output = measure.output(process)
-    (uri,) = re.findall(r'"uri": "file://(.+)"', output)
-    return Path(uri)
+    command = [*measure.CLI, "upload-data", str(text), "--json"]
+    command += ["--tokenizer", "bpe", "--vocab-size", str(vocab_size)]
+    process = measure.Process(command, env={"SM_NANOGPT_HOME": str(home)})
+    (path,) = re.findall(r'"uri": "file://(.+)"', measure.output(process))
+    return Path(path)
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
-    words = {"preset": "cpu", "max_steps": 2000, **args.ours}
+    options = {"preset": "cpu", "max_steps": 2000, **args.ours}
     sizes = [int(size) for size in args.vocab_sizes.split(",")]
-    look = 100
+    timed_steps = 100
     if args.quick:
-        words = SHAPES["smoke"] | {"max_steps": 20, "sample_length": 10} | args.ours
-        sizes, look = [300], 10
+        options = SHAPES["smoke"] | {"max_steps": 20, "sample_length": 10} | args.ours
+        sizes = [300]
+        timed_steps = 10
     texts = {"characters": args.text}
     for size in sizes:
         texts[f"BPE of {size}"] = encoded(args.text, size, scratch / "home")
 
     def trained(name: str, steps: int, index: int) -> tuple[float, float]:
         out = scratch / f"{index}-{name}-{steps}"
-        last = {"max_steps": steps, "eval_interval": max(1, steps // 8), "eval_tokens": 0}
-        more = {**words, **last, "seed": args.first_seed + index}
-        measure.output(ours(texts[name], out, more).process)
-        rows = map(json.loads, (out / "output" / "metrics.jsonl").read_text().splitlines())
-        return min(row["bits_per_byte"] for row in rows if "val_loss" in row), our_seconds(out)
+        run_options = {
+            **options,
+            "max_steps": steps,
+            "eval_interval": max(1, steps // 8),
+            "eval_tokens": 0,
+            "seed": args.first_seed + index,
+        }
+        measure.output(ours(texts[name], out, run_options).process)
+        evaluations = [row for row in our_metrics(out) if "val_loss" in row]
+        return min(row["bits_per_byte"] for row in evaluations), our_seconds(out)
 
-    each = {name: trained(name, look, -1)[1] for name in texts}
-    steps = {
-        name: math.ceil(int(words["max_steps"]) * each["characters"] / seconds)
-        for name, seconds in each.items()
+    seconds = {}
+    for name in texts:
+        _, seconds[name] = trained(name, timed_steps, -1)
+    steps = {}
+    for name in texts:
+        step_ratio = int(options["max_steps"]) * seconds["characters"] / seconds[name]
+        steps[name] = math.ceil(step_ratio)
+
+    sides = {name: partial(trained, name, steps[name]) for name in texts}
+    report = Report()
+    for name, rounds in measure.alternate(args.rounds, sides).items():
+        report.rows.append(
+            {
+                "": f"{name}, {steps[name]} steps",
+                "bits per byte": measure.column(rounds, 0),
+                "training s": measure.column(rounds, 1),
+            }
+        )
+    report.findings = {
+        "our options": shlex.join(measure.as_arguments(options)),
+        "seeds": measure.seeds(args),
     }
-    found = measure.alternate(
-        args.rounds, {name: partial(trained, name, steps[name]) for name in texts}
-    )
-    rows = []
-    for name, runs in found.items():
-        bits, seconds = map(list, zip(*runs, strict=True))
-        what = f"{name}, {steps[name]} steps"
-        rows.append({"": what, "bits per byte": bits, "training s": seconds})
-    return Report(
-        rows,
-        {
-            "our words": shlex.join(measure.as_options(words)),
-            "seeds": f"{args.first_seed} to {args.first_seed + args.rounds - 1}",
-        },
-    )
+    return report
 
 
 if __name__ == "__main__":

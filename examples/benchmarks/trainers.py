@@ -23,7 +23,7 @@ from measure import (
     ROOT,
     Failed,
     Process,
-    as_options,
+    as_arguments,
     cores,
     lines,
     note,
@@ -32,7 +32,7 @@ from measure import (
     torch_and_gpu,
 )
 
-Words = Mapping[str, Any]
+Options = Mapping[str, Any]
 
 # nanoGPT's shapes, as options that ours understands too. cpu is the one for a CPU, baby its
 # train_shakespeare_char, gpt2 its train_gpt2, half a million tokens a step, by GPT2_PASSES passes.
@@ -66,13 +66,14 @@ class Training:
 def ours(
     text: Path,
     out: Path,
-    words: Words,
+    options: Options,
     threads: int | None = None,
     folder: Path = ROOT / "entry_point",
 ) -> Training:
     """The shipped command, or that of another training folder; threads only to compare numbers."""
     script = str(folder / "train.py")
-    command = [sys.executable, script, "--data", str(text), "--out", str(out), *as_options(words)]
+    command = [sys.executable, script, "--data", str(text), "--out", str(out)]
+    command += as_arguments(options)
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return Training("ours", Process(command, env=env), re.compile(r"step=(\d+)/"))
 
@@ -85,13 +86,20 @@ def our_shape(name: str) -> dict[str, Any]:
 def our_seconds(out: Path) -> float:
     """Seconds of training of a finished run, without evaluations and checkpoints."""
     config = json.loads((out / "model" / "training.json").read_text())["config"]
-    seconds, step = 0.0, 0
-    for line in (out / "output" / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    seconds = 0.0
+    step = 0
+    for row in our_metrics(out):
         tokens = (row["step"] - step) * config["batch_size"] * config["block_size"]
         speed = row.get("tokens_per_second", math.inf)  # none at step 0
-        seconds, step = seconds + tokens / speed, row["step"]
+        seconds += tokens / speed
+        step = row["step"]
     return seconds
+
+
+def our_metrics(out: Path) -> list[dict[str, Any]]:
+    """The rows of a finished run's curve."""
+    lines = (out / "output" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def our_model(out: Path) -> tuple[Any, Any]:
@@ -105,9 +113,9 @@ def our_model(out: Path) -> tuple[Any, Any]:
     directory = out / "model"
     tokenizer = read_tokenizer(directory)
     config = json.loads((directory / "training.json").read_text())["config"]
-    known = {f.name for f in fields(Config)}  # of another version some may have other names
-    of_both = {name: value for name, value in config.items() if name in known}
-    model = GPT(Config(**of_both), len(tokenizer))
+    names = {f.name for f in fields(Config)}  # of another version some may have other names
+    values = {name: value for name, value in config.items() if name in names}
+    model = GPT(Config(**values), len(tokenizer))
     load_pretrained(model, directory)
     return model.eval(), tokenizer
 
@@ -117,8 +125,9 @@ def our_result(out: Path, text: Path) -> tuple[float, int]:
     model, tokenizer = our_model(out)
     vocabulary = tokenizer.decode(range(len(tokenizer)))
     characters = text.read_bytes().decode()
-    part = characters[int(len(characters) * 0.9) :]
-    loss = whole_loss(model, [vocabulary.index(c) for c in part], model.config.block_size)
+    validation = characters[int(len(characters) * 0.9) :]
+    ids = [vocabulary.index(character) for character in validation]
+    loss = whole_loss(model, ids, model.config.block_size)
     return loss, sum(p.numel() for p in model.parameters())
 
 
@@ -134,20 +143,23 @@ class NanoGPT:
     """
 
     def __init__(self, checkout: Path, text: Path, scratch: Path) -> None:
-        self.checkout, self.place = checkout, scratch / "nanogpt"
-        self.data = self.place / "data" / "shakespeare_char"
+        self.checkout = checkout
+        self.directory = scratch / "nanogpt"
+        self.data = self.directory / "data" / "shakespeare_char"
         self.data.mkdir(parents=True)
         for name in ("configurator.py", "config"):
-            (self.place / name).symlink_to(checkout / name)
+            (self.directory / name).symlink_to(checkout / name)
         source = checkout / "data" / "shakespeare_char" / "prepare.py"
         (self.data / "prepare.py").write_text(source.read_text())
         # Modules that its scripts import but do not use for characters.
-        stubs = self.place / "stubs"
+        stubs = self.directory / "stubs"
         stubs.mkdir()
         for name in ("requests", "tiktoken"):
             if importlib.util.find_spec(name) is None:
                 (stubs / f"{name}.py").touch()
-        paths = [str(stubs), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(stubs)]
+        if "PYTHONPATH" in os.environ:
+            paths.append(os.environ["PYTHONPATH"])
         self.env = {"PYTHONPATH": os.pathsep.join(paths)}
         output(self.prepare(text))
 
@@ -157,63 +169,70 @@ class NanoGPT:
         link.unlink(missing_ok=True)
         link.symlink_to(text)
         command = [sys.executable, str(self.data / "prepare.py")]
-        return Process(command, self.place, {**self.env, "PYTHONUTF8": "1"})
+        return Process(command, self.directory, {**self.env, "PYTHONUTF8": "1"})
 
-    def variants(self, words: Words, quick: bool = False) -> Iterator[Training]:
+    def variants(self, options: Options, quick: bool = False) -> Iterator[Training]:
         """Each way to run its train.py on this machine; in a smoke run, one."""
-        if torch_and_gpu()[1] and words.get("device") != "cpu":
+        if torch_and_gpu()[1] and options.get("device") != "cpu":
             # Otherwise it would use bfloat16 even where that is emulated.
-            ask = "import torch; print(torch.cuda.is_bf16_supported(including_emulation=False))"
-            fast = output(Process([sys.executable, "-c", ask])).strip() == "True"
-            dtype = "bfloat16" if fast else "float16"
+            code = "import torch; print(torch.cuda.is_bf16_supported(including_emulation=False))"
+            has_bfloat16 = output(Process([sys.executable, "-c", code])).strip() == "True"
+            dtype = "bfloat16" if has_bfloat16 else "float16"
             for compiled in (True, False):
                 name = f"nanoGPT {dtype}, {'compiled' if compiled else 'eager'}"
-                yield self.training(name, {**words, "compile": compiled, "dtype": dtype})
+                yield self.training(name, {**options, "compile": compiled, "dtype": dtype})
             return
-        words = {**words, "device": "cpu"}
-        for compiled in (False,) if quick else (False, True):
-            how = "compiled" if compiled else "eager"
-            words = {**words, "compile": compiled}
-            for threads in (1,) if quick else sorted({1, 2, cores()}):
-                name = f"nanoGPT {threads} thread{'s' * (threads > 1)}, {how}"
-                yield self.training(name, words, threads)
-            if not quick:
-                yield self.training(f"nanoGPT 2 processes, {how}", words, processes=2)
+        options = {**options, "device": "cpu", "compile": False}
+        if quick:
+            yield self.training("nanoGPT 1 thread, eager", options, threads=1)
+            return
+        for compiled in (False, True):
+            mode = "compiled" if compiled else "eager"
+            options["compile"] = compiled
+            for threads in sorted({1, 2, cores()}):
+                yield self.training(f"nanoGPT {threads_text(threads)}, {mode}", options, threads)
+            yield self.training(f"nanoGPT 2 processes, {mode}", options, processes=2)
 
     def training(
-        self, name: str, words: Words, threads: int | None = None, processes: int = 1
+        self, name: str, options: Options, threads: int | None = None, processes: int = 1
     ) -> Training:
-        script, python = str(self.checkout / "train.py"), [sys.executable]
+        script = str(self.checkout / "train.py")
+        python = [sys.executable]
         if processes > 1:
-            share, rest = divmod(words["batch_size"], processes)
-            if rest:
-                raise Failed(f"nanoGPT cannot share a batch of {words['batch_size']} evenly")
-            words = {**words, "batch_size": share, "gradient_accumulation_steps": processes}
-            words |= {"backend": "gloo"}
+            share, remainder = divmod(options["batch_size"], processes)
+            if remainder:
+                raise Failed(f"nanoGPT cannot share a batch of {options['batch_size']} evenly")
+            options = {**options, "batch_size": share, "gradient_accumulation_steps": processes}
+            options |= {"backend": "gloo"}
             python += ["-m", "torch.distributed.run", "--standalone"]
             python += [f"--nproc_per_node={processes}", str(Path(__file__).with_name("ddp_cpu.py"))]
             threads = 1
-        command = [*python, script, "config/train_shakespeare_char.py", *as_options(words)]
-        env = {**self.env, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
-        return Training(name, Process(command, self.place, env), re.compile(r"iter (\d+):"))
+        command = [*python, script, "config/train_shakespeare_char.py", *as_arguments(options)]
+        env = dict(self.env)
+        if threads:
+            env["OMP_NUM_THREADS"] = str(threads)
+        return Training(name, Process(command, self.directory, env), re.compile(r"iter (\d+):"))
 
-    def train(self, training: Training, words: Words, out: Path) -> tuple[float, float, float, int]:
+    def train(
+        self, training: Training, options: Options, out: Path
+    ) -> tuple[float, float, float, int]:
         """Runs its train.py to the end, with more options.
 
         Returns the seconds of its training up to its checkpoint, without evaluations, those of the
         whole command, the checkpoint's nats per character over the whole validation part, and its
         parameters.
         """
-        started = time.perf_counter()
-        more = as_options({**words, "out_dir": out})
-        process = replace(training.process, command=[*training.process.command, *more])
-        each = seconds_of_iteration(lines(process))
-        whole = time.perf_counter() - started
+        began = time.perf_counter()
+        arguments = as_arguments({**options, "out_dir": out})
+        process = replace(training.process, command=[*training.process.command, *arguments])
+        seconds_per_step = seconds_of_iteration(lines(process))
+        command_seconds = time.perf_counter() - began
         import torch
 
         checkpoint = torch.load(out / "ckpt.pt", map_location="cpu")
-        steps = checkpoint["iter_num"]
-        return each * steps, whole, *self.result(checkpoint)
+        training_seconds = seconds_per_step * checkpoint["iter_num"]
+        loss, n_parameters = self.result(checkpoint)
+        return training_seconds, command_seconds, loss, n_parameters
 
     def result(self, checkpoint: Mapping[str, Any]) -> tuple[float, int]:
         """The same as our_result, for its model."""
@@ -226,7 +245,9 @@ class NanoGPT:
         spec.loader.exec_module(module)
         with contextlib.redirect_stdout(io.StringIO()):  # it says its size
             model = module.GPT(module.GPTConfig(**checkpoint["model_args"]))
-        weights = {k.removeprefix("_orig_mod."): v for k, v in checkpoint["model"].items()}
+        weights = {}
+        for name, tensor in checkpoint["model"].items():
+            weights[name.removeprefix("_orig_mod.")] = tensor
         model.load_state_dict(weights)
         model.eval()
         path = self.data / "val.bin"
@@ -236,22 +257,29 @@ class NanoGPT:
         return loss, sum(p.numel() for p in model.parameters())
 
 
+def threads_text(threads: int) -> str:
+    return "1 thread" if threads == 1 else f"{threads} threads"
+
+
 def seconds_of_iteration(timed: Iterable[tuple[float, str]]) -> float:
     """The mean seconds of the iterations between two lines of nanoGPT without an evaluation.
 
     Raises:
         Failed: there are none.
     """
-    seconds, iterations, before = 0.0, 0, None
+    seconds = 0.0
+    iterations = 0
+    previous = None  # the time and the step of the line before
     for moment, line in timed:
+        match = re.match(r"iter (\d+):", line)
         if line.startswith("step "):  # an evaluation, which began after the line before
-            before = None
-        elif found := re.match(r"iter (\d+):", line):
-            step = int(found[1])
-            if before:
-                seconds += moment - before[0]
-                iterations += step - before[1]
-            before = moment, step
+            previous = None
+        elif match is not None:
+            step = int(match[1])
+            if previous is not None:
+                seconds += moment - previous[0]
+                iterations += step - previous[1]
+            previous = (moment, step)
     if not iterations:
         raise Failed("nanoGPT logged no two iterations without an evaluation between them")
     return seconds / iterations
@@ -265,12 +293,14 @@ def whole_loss(loss_of: Callable[[Any, Any], Any], ids: list[int], block_size: i
     """The mean loss over all windows that do not overlap, computed in float32 on the CPU."""
     import torch
 
-    count = (len(ids) - 1) // block_size
-    x = torch.tensor(ids[: count * block_size]).view(count, block_size)
-    y = torch.tensor(ids[1 : count * block_size + 1]).view(count, block_size)
+    n_windows = (len(ids) - 1) // block_size
+    x = torch.tensor(ids[: n_windows * block_size]).view(n_windows, block_size)
+    y = torch.tensor(ids[1 : n_windows * block_size + 1]).view(n_windows, block_size)
+    total = 0.0
     with torch.no_grad():
-        pairs = zip(x.split(64), y.split(64), strict=True)
-        return sum(float(loss_of(a, b)) * len(a) for a, b in pairs) / count
+        for inputs, targets in zip(x.split(64), y.split(64), strict=True):
+            total += float(loss_of(inputs, targets)) * len(inputs)
+    return total / n_windows
 
 
 @dataclass(frozen=True)
@@ -284,25 +314,26 @@ def counted_parameters(line: str) -> set[int]:
     return {int(n.replace(",", "")) for n in re.findall(r"\b([\d,]+) parameters", line)}
 
 
-def pace(training: Training, words: Words, seconds: float) -> Pace:
+def pace(training: Training, options: Options, seconds: float) -> Pace:
     """Tokens per second between two lines of a run in progress, at least `seconds` apart.
 
     The clock is ours and starts at the second line, so that reading the text, compiling, and the
     first evaluation are not counted. After `seconds`, the run is stopped.
     """
-    counted: set[int] = set()
-    began = None
-    passed = 0
+    parameters: set[int] = set()
+    n_lines = 0  # about a step
     for moment, line in lines(training.process):
-        counted |= counted_parameters(line)
-        if not (found := training.step_line.match(line)):
+        parameters |= counted_parameters(line)
+        match = training.step_line.match(line)
+        if match is None:
             continue
-        passed, step = passed + 1, int(found[1])
-        if passed == 2:
-            began = moment, step
-        if began and passed >= 5 and moment - began[0] >= seconds:
-            tokens = (step - began[1]) * words["batch_size"] * words["block_size"]
-            return Pace(tokens / (moment - began[0]), sum(counted))
+        n_lines += 1
+        step = int(match[1])
+        if n_lines == 2:
+            first_moment, first_step = moment, step
+        if n_lines >= 5 and moment - first_moment >= seconds:
+            tokens = (step - first_step) * options["batch_size"] * options["block_size"]
+            return Pace(tokens / (moment - first_moment), sum(parameters))
     raise Failed(f"{training.name}: it ended before it was measured")
 
 
@@ -314,7 +345,8 @@ class Paused:
     """
 
     def __init__(self, training: Training) -> None:
-        self.training, self.failure = training, ""
+        self.training = training
+        self.failure = ""
         self.parameters: set[int] = set()  # as in pace
         self.moments: list[tuple[float, int]] = []  # of the lines about a step
         self.popen: Any = None
@@ -323,24 +355,28 @@ class Paused:
         self.reader.start()
 
     def read(self) -> None:
-        last = "nothing"
+        last_line = "nothing"
         try:
             with started(
                 self.training.process, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             ) as self.popen:
                 for line in self.popen.stdout:
-                    last = line.strip() or last
+                    last_line = line.strip() or last_line
                     self.parameters |= counted_parameters(line)
-                    if found := self.training.step_line.match(line):
-                        with self.changed:
-                            self.moments.append((time.perf_counter(), int(found[1])))
-                            if len(self.moments) == 2:
-                                self.signal(signal.SIGSTOP)
-                            self.changed.notify_all()
+                    match = self.training.step_line.match(line)
+                    if match is not None:
+                        self.note_step(int(match[1]))
         finally:
             with self.changed:
-                self.failure = f"{self.training.name}: it ended: {last}"
+                self.failure = f"{self.training.name}: it ended: {last_line}"
                 self.changed.notify_all()
+
+    def note_step(self, step: int) -> None:
+        with self.changed:
+            self.moments.append((time.perf_counter(), step))
+            if len(self.moments) == 2:
+                self.signal(signal.SIGSTOP)
+            self.changed.notify_all()
 
     def signal(self, number: int) -> None:
         if self.popen and self.popen.poll() is None:
@@ -350,26 +386,28 @@ class Paused:
     def wait(self, lines: int, after: float = 0.0) -> list[tuple[float, int]]:
         """The moments after one, at least so many. Raises Failed if the run ends before."""
 
-        def found() -> list[tuple[float, int]]:
+        def later_moments() -> list[tuple[float, int]]:
             return [moment for moment in self.moments if moment[0] > after]
 
         with self.changed:
-            self.changed.wait_for(lambda: len(found()) >= lines or self.failure)
-            if len(found()) < lines:
+            self.changed.wait_for(lambda: len(later_moments()) >= lines or self.failure)
+            if len(later_moments()) < lines:
                 raise Failed(self.failure)
-            return found()
+            return later_moments()
 
-    def pace(self, shape: Words, seconds: float) -> Pace:
+    def pace(self, shape: Options, seconds: float) -> Pace:
         """Tokens per second between two lines that are so far apart, or a little further."""
         self.wait(2)
-        began, lines = time.perf_counter(), 2
+        began = time.perf_counter()
         self.signal(signal.SIGCONT)
-        while (found := self.wait(lines, began))[-1][0] - found[0][0] < seconds:
-            lines = len(found) + 1
+        moments = self.wait(2, began)
+        while moments[-1][0] - moments[0][0] < seconds:
+            moments = self.wait(len(moments) + 1, began)
         self.signal(signal.SIGSTOP)
-        (first, step), (last, last_step) = found[0], found[-1]
-        tokens = (last_step - step) * shape["batch_size"] * shape["block_size"]
-        return Pace(tokens / (last - first), sum(self.parameters))
+        first_moment, first_step = moments[0]
+        last_moment, last_step = moments[-1]
+        tokens = (last_step - first_step) * shape["batch_size"] * shape["block_size"]
+        return Pace(tokens / (last_moment - first_moment), sum(self.parameters))
 
     def finish(self) -> None:
         """Lets it run to its end. Raises Failed unless it ends well."""
@@ -385,11 +423,11 @@ class Paused:
 
 
 def fastest_first(
-    variants: Iterable[Training], words: Words, seconds: float
+    variants: Iterable[Training], options: Options, seconds: float
 ) -> list[tuple[Training, Pace]]:
     """The variants by speed, after a short look at each."""
     looks = []
     for variant in variants:
         note(f"{variant.name}: a first look")
-        looks.append((variant, pace(variant, words, seconds)))
+        looks.append((variant, pace(variant, options, seconds)))
     return sorted(looks, key=lambda look: -look[1].tokens_per_second)

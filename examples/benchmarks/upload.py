@@ -31,11 +31,11 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     large = repeated(scratch / "large.txt", args.text.read_text("utf-8"), megabytes)
 
     def upload(
-        checkout: Path, text: Path, *words: str | Path, home: Path | None = None
+        checkout: Path, text: Path, *options: str | Path, home: Path | None = None
     ) -> tuple[float, float]:
         home = home or scratch / f"home-{time.monotonic_ns()}"  # an empty store
         env = {"SM_NANOGPT_HOME": str(home), "PYTHONPATH": str(checkout)}
-        command = [*CLI, "upload-data", str(text), *map(str, words)]
+        command = [*CLI, "upload-data", str(text), *map(str, options)]
         return cost(Process(command, cwd=checkout, env=env))
 
     folder = write_notes(scratch / "notes", args.text, n_files)
@@ -44,8 +44,8 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     tokenizers = dict[Path, Path]()  # each checkout has its own
     for checkout in checkouts.values():
         home = scratch / f"learned-{len(tokenizers)}"
-        words = ("--tokenizer", "bpe", "--vocab-size", str(args.vocab_size))
-        upload(checkout, args.text, *words, home=home)
+        options = ("--tokenizer", "bpe", "--vocab-size", str(args.vocab_size))
+        upload(checkout, args.text, *options, home=home)
         (tokenizers[checkout],) = (each.parent for each in home.glob("store/data/*/tokenizer.json"))
 
     def by_characters(checkout: Path) -> tuple[float, float]:

@@ -43,11 +43,11 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         found = []
         for _ in range(args.rounds):
             runs += 1
-            words = {**shape, "log_interval": 5, "eval_interval": NEVER, "max_steps": NEVER}
+            options = {**shape, "log_interval": 5, "eval_interval": NEVER, "max_steps": NEVER}
             # In one process, so that the rows differ only in what they change.
-            words |= {"processes": 1, **changes, **args.ours}
-            training = ours(args.text, scratch / str(runs), words)
-            found.append(pace(training, words, seconds).tokens_per_second)
+            options |= {"processes": 1, **changes, **args.ours}
+            training = ours(args.text, scratch / str(runs), options)
+            found.append(pace(training, options, seconds).tokens_per_second)
         return found
 
     batches, contexts = ((4, 8), (32,)) if args.quick else (BATCHES, CONTEXTS)

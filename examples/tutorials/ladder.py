@@ -64,8 +64,8 @@ def rungs(device: str) -> list[Rung]:
 def benchmark(args: Namespace, scratch: Path) -> Report:
     shape = {**SHAPES["smoke" if args.quick else args.shape], "device": args.device}
     steps = 4 if args.quick else args.steps
-    words = {"max_steps": steps, "eval_interval": steps, "sample_length": 0, "processes": 1}
-    words = {**shape, **words, "log_interval": max(1, steps // 2)}
+    options = {"max_steps": steps, "eval_interval": steps, "sample_length": 0, "processes": 1}
+    options = {**shape, **options, "log_interval": max(1, steps // 2)}
     ladder = rungs(args.device)
     if args.quick:
         ladder = [ladder[0], ladder[-1]]
@@ -75,7 +75,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     def speed(rung: Rung, index: int) -> float:
         name, settings, switches = rung
         out = scratch / f"{index}-{name}"
-        training = ours(args.text, out, {**words, **settings, **args.ours})
+        training = ours(args.text, out, {**options, **settings, **args.ours})
         _, memory[name] = measure.cost(with_switches(training, switches).process)
         last = json.loads((out / "output/metrics.jsonl").read_text().splitlines()[-1])
         losses[name] = last["val_loss"]

@@ -147,7 +147,7 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_
         return [dict(train_loss=loss, val_loss=loss, tokens_per_second=9) for loss in (4.0, 3.0)]
 
     def profiled(name: str, text: Path, out: Path, look: Any, found: Any) -> None:
-        runs.append(Config(**look.words))
+        runs.append(Config(**look.options))
 
     for module in (gpu_checks, gpu_speed):
         monkeypatch.setattr(module, "trained", started)

@@ -33,7 +33,12 @@ HONEST: dict[str, list[tuple[str, str]]] = {
     "clipped gradients": [(PRESET, f"grad_clip=1.0, {PRESET}")],
     "weight decay": [(PRESET, f"weight_decay=0.1, {PRESET}")],
     "a narrower MLP": [(PRESET, f"n_hidden=48, {PRESET}")],
-    "a cosine schedule": [("min(1.0, left))", "(0.5 - 0.5 * math.cos(math.pi * min(1.0, left))))")],
+    "a cosine schedule": [
+        (
+            "    return warm_up * ",
+            "    height = 0.5 - 0.5 * math.cos(math.pi * height)\n    return warm_up * ",
+        )
+    ],
     "token shift": [(EMBED, SHIFTED)],
     "GELU": [("activation = staticmethod(F.silu)", "activation = staticmethod(F.gelu)")],
     "four heads": [("n_head=2, n_embd=32, block", "n_head=4, n_embd=32, block")],

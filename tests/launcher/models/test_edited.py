@@ -188,7 +188,7 @@ def test_each_edit_is_sampled_and_started_from(edit, write, cli, tmp_path):
 
 
 OF_KERNELS = ("QUERIES_AT_ONCE = 256", "QUERIES_AT_ONCE = 128")
-OF_SCHEDULE = ("warm * (config.final", "0.9 * warm * (config.final")
+OF_SCHEDULE = ("return warm_up * ", "return 0.9 * warm_up * ")
 # model.py reads it from the Config, so a model.py that was left alone is not enough.
 OF_WIDTH = ("8 * round(self.n_embd / 3)", "4 * self.n_embd")
 
