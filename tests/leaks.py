@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 EMBEDDED = "        x = self.embed(idx).to(self.compute_dtype)\n"
-BLOCK = "        y = self.attention(norm(x, self.attention_norm), cos, sin, mask)\n"
+BLOCK = "        y = norm(x, self.attention_norm)\n"
 LAYERS = "        for block in self.blocks:\n"
 ATTENTION = "        dropout = self.dropout if self.training else 0.0\n"
 LAST = "        x = norm(x, self.norm)\n"
-KERNEL = "q, k, v, mask, dropout, is_causal=mask is None"
+KERNEL = "q, k, v, None, dropout, is_causal=True"
+ALL = "torch.ones(q.size(2), q.size(2)).bool()"
 
 
 def after(anchor: str, code: str) -> tuple[str, str]:
@@ -19,8 +20,8 @@ def before(anchor: str, code: str) -> tuple[str, str]:
 
 
 LEAKS: dict[str, tuple[str, str]] = {
-    "no mask": (KERNEL, "q, k, v, mask, dropout, is_causal=False"),
-    "mask off by one": (KERNEL, "q, k, v, q.new_ones(T, T).bool().tril(1), dropout"),
+    "no mask": (KERNEL, "q, k, v, None, dropout, is_causal=False"),
+    "mask off by one": (KERNEL, f"q, k, v, {ALL}.tril(1), dropout"),
     "shift": after(EMBEDDED, "x = x + 0.1 * x.roll(-1, 1)"),
     "window mean": before(BLOCK, "x = x - x.mean(1, keepdim=True)"),
     "normalizer over time": after(EMBEDDED, "x = x / x.square().mean((1, 2), keepdim=True).sqrt()"),

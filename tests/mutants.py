@@ -53,6 +53,7 @@ MODULES = {
     "launcher/cli/models.py": "test_chat_command test_play",
     "entry_point/causality.py": "test_causality",
     "entry_point/checkpoint.py": "test_files test_checkpoint test_resume",
+    "entry_point/safetensors_file.py": "test_files test_checkpoint test_starting",
     "entry_point/config.py": "test_config test_checkpoint test_sizing test_docs",
     "entry_point/command_line.py": "test_config test_checkpoint test_docs",
     "entry_point/conversations.py": "test_conversations",

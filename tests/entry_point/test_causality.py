@@ -12,21 +12,22 @@ import runs
 import torch
 import torch.nn.functional as F
 from edits import EDITS, HEAD, module_of
-from leaks import BLOCK, EMBEDDED, KERNEL, LAYERS, LEAKS, after, before
+from leaks import ALL, BLOCK, EMBEDDED, KERNEL, LAYERS, LEAKS, after, before
 from models import tokenizer_of
 from torch import Tensor
 
 from entry_point.causality import find_leak
 
 V = 11
-SLOW = "    if not slow or mask is not None:\n"
+MASKED = "    if mask is not None:\n"
 HONEST: dict[str, list[tuple[str, str]]] = {
     **{name: edits for name, edits in EDITS.items() if name != "buffers"},
     "linear biases of attention": [  # as ALiBi
         (
-            SLOW,
-            "    mask = (torch.arange(T) - torch.arange(T)[:, None]).float()\n"
-            f"    mask = mask.masked_fill(mask > 0, -torch.inf)\n{SLOW}",
+            MASKED,
+            "    T = torch.arange(q.size(2))\n"
+            "    mask = (T - T[:, None]).float()\n"
+            f"    mask = mask.masked_fill(mask > 0, -torch.inf)\n{MASKED}",
         )
     ],
     "smear of the previous token": [
@@ -47,9 +48,9 @@ HONEST: dict[str, list[tuple[str, str]]] = {
     ],
     "masked columns": [(HEAD, f"{HEAD}\n        logits[..., 9:] = -torch.inf")],
     "bfloat16": [before(LAYERS, "x, cos, sin = x.bfloat16(), cos.bfloat16(), sin.bfloat16()")],
-    "layers in parallel": [("y = self.mlp(norm(x, self.mlp_norm))", "y = self.mlp(x)")],
+    "layers in parallel": [("y = norm(x, self.mlp_norm)", "y = x")],
     "window of 8 tokens": [
-        (KERNEL, "q, k, v, q.new_ones(T, T).bool().tril().triu(-7), dropout"),
+        (KERNEL, f"q, k, v, {ALL}.tril().triu(-7), dropout"),
     ],
 }
 

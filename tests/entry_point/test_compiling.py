@@ -192,7 +192,7 @@ def test_a_run_whose_compiler_fails_goes_on_eager_or_ends(tmp_path, monkeypatch,
 
 def test_ranks_go_on_together_if_one_cannot_compile(tmp_path, text_file):
     """And a later hang is not blamed on it, which has begun fewer passes than the others."""
-    pays = "self.compiled = compiling_pays(config, group.device, size, group.world_size)"
+    pays = "self.compiled = compiling_pays(config, device, self.n_parameters, world_size)"
     tries = (pays, "self.compiled = True")  # on a CPU too
     broken = (
         "dynamic=False, backend=lambda graph, _: graph.forward if self.group.rank == 0 else 1 / 0"

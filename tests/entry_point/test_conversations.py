@@ -42,13 +42,13 @@ def test_rows_hold_whole_conversations_once(lengths):
     assert packed.learned.tolist() == [
         sum(id >= 0 for id in row[1:]) for row in packed.rows.tolist()
     ]
-    assert packed.cut == packed.dropped == sum(len(chat) > 10 for chat in chats)
+    assert packed.n_cut == packed.n_dropped == sum(len(chat) > 10 for chat in chats)
 
 
 def test_a_long_conversation_ends_with_an_answer_that_fits():
     packed = Packed(tensor([~1, 2, 2, ~3, ~3, 4, 4, 4, ~END]), END, block_size=5)
     assert packed.rows.tolist() == [[~1, 2, 2, ~END, ~END, ~END]]
-    assert (packed.cut, packed.dropped) == (1, 0)
+    assert (packed.n_cut, packed.n_dropped) == (1, 0)
     assert packed.question() == [1]
 
 
@@ -79,7 +79,7 @@ def test_means_of_passes_make_the_mean_of_the_batch(seed):
     for world_size, passes in ((1, 1), (2, 3), (4, 1), (3, 2), (1, 5), (2, 4)):
         total = 0.0
         for rank in range(world_size):
-            weights = packed.loss_shares(starts, rank, world_size, passes)
+            weights = packed.loss_weights(starts, rank, world_size, passes)
             own = zip(
                 losses.chunk(world_size)[rank].tensor_split(passes),
                 learned.chunk(world_size)[rank].tensor_split(passes),

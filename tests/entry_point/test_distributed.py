@@ -29,8 +29,9 @@ from runs import (
 from trainings import container, told
 
 from entry_point.container import Container, Ranks
-from entry_point.distributed import Group, start_ranks
+from entry_point.distributed import Group
 from entry_point.errors import TrainingError
+from entry_point.processes import start_ranks
 
 ENDLESS = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}
 

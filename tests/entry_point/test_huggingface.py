@@ -19,9 +19,11 @@ from runs import run, words
 from tensors import assert_same
 
 from entry_point import train
-from entry_point.checkpoint import Checkpoints, read_safetensors, write_safetensors
+from entry_point.checkpoint import Checkpoints
 from entry_point.errors import FormatError, TrainingError
-from entry_point.huggingface import SCRIPT_SHA256, to_hugging_face, write_artefact, write_sums
+from entry_point.huggingface import SCRIPT_SHA256, write_artefact, write_sums
+from entry_point.qwen3 import qwen3_weights
+from entry_point.safetensors_file import read_safetensors, write_safetensors
 from launcher.errors import InputError
 from launcher.models import engine
 from launcher.models.load import export_checkpoint, own_model, read_checkpoint
@@ -133,10 +135,10 @@ def test_a_model_is_read_back_as_it_was_written(tied, tmp_path):
 def test_an_unknown_or_missing_weight_is_not_exported():
     weights = dict(lively().named_parameters())
     with pytest.raises(TrainingError, match=r"Qwen3 has no weight 'blocks\.0\.mlp\.bias'"):
-        to_hugging_face({**weights, "blocks.0.mlp.bias": torch.zeros(3)}, SMALL)
+        qwen3_weights({**weights, "blocks.0.mlp.bias": torch.zeros(3)}, SMALL)
     del weights["blocks.1.mlp.down.weight"]
     with pytest.raises(KeyError, match=r"blocks\.1\.mlp\.down\.w"):
-        to_hugging_face(weights, SMALL)
+        qwen3_weights(weights, SMALL)
 
 
 def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

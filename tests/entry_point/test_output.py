@@ -13,6 +13,7 @@ import time
 from unittest.mock import Mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from runs import (
     SCRIPT,
@@ -29,30 +30,21 @@ from runs import (
 from trainings import ALONE, LINE, printed_losses, small, trained, trainer_of
 
 from entry_point import train
-from entry_point.checkpoint import read_safetensors
 from entry_point.data import evaluate
+from entry_point.device import memory_text
 from entry_point.errors import ConfigError, DataError
 from entry_point.faults import read_fault
 from entry_point.metrics import best_lines, metric_definitions, metric_line
+from entry_point.safetensors_file import read_safetensors
 from launcher.models.load import own_model
 
 
-def test_a_long_run_says_once_how_long_it_takes(tmp_path, monkeypatch, capsys):
-    trainer = trainer_of(tmp_path, max_steps=100)
-    trainer.step, trainer.timer = 8, Mock(measure=Mock(return_value=10.0))
-    trainer.log_duration()
-    note = capsys.readouterr().out
-    assert note == "note: 10 s a step: about 0:15:20 to step 100\n"
-    trainer.timer.measure.return_value = 0.3
-    trainer.log_duration()  # half a minute for the rest
-    assert not capsys.readouterr().out
-
-    monkeypatch.setattr("entry_point.trainer.LONG_RUN", 0.0)
-    for steps in (5, 10):  # the second resumes
-        trainer = trainer_of(tmp_path, max_steps=steps)
-        monkeypatch.setattr(time, "perf_counter", lambda one=trainer: 10.0 * one.step)
-        assert trainer.run()
-        assert capsys.readouterr().out.count("note: 10 s a step: about 0:00:20 to step ") == 1
+def test_metric_lines_show_the_memory_of_a_gpu(monkeypatch):
+    assert memory_text(torch.device("cpu")) == ""
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**29)
+    total = Mock(return_value=Mock(total_memory=5 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", total)
+    assert memory_text(torch.device("cuda")) == " memory=1.5/5.0GiB"
 
 
 @pytest.mark.parametrize("prefix", ["", "[1,mpirank:0,algo-1]<stdout>:"])

@@ -150,7 +150,7 @@ def test_ranks_average_gradients_in_float32(tmp_path, text_file):
         "            assert (p.grad - mean).abs().max() <= 2**-18 * mean.abs().max(), step\n"
         "            assert (p.grad != p.grad.bfloat16()).any(), step\n"
         "            assert (p.grad != p.grad.half()).any(), step\n"
-        "            digest.update(train.memory(p.grad))\n"
+        "            digest.update(train.memory_of(p.grad))\n"
         "        trainer.model.zero_grad()\n"
         "        print(digest.hexdigest())\n"
     )

@@ -44,9 +44,10 @@ from trainings import (
 )
 
 from entry_point import train
-from entry_point.checkpoint import Checkpoints, read_safetensors
+from entry_point.checkpoint import Checkpoints
 from entry_point.container import read_container
 from entry_point.errors import ConfigError, TrainingError
+from entry_point.safetensors_file import read_safetensors
 from entry_point.text import Corpus, load_corpus
 
 

@@ -31,7 +31,8 @@ from runs import (
 from trainings import container
 
 from entry_point.container import Ranks
-from entry_point.distributed import Group, Report, Watchdog
+from entry_point.distributed import Group
+from entry_point.watchdog import Report, Watchdog
 
 CPU = torch.device("cpu")
 NO_SIGN = r"TrainingError: rank {} on {} gave no sign of life for \d+ s "
@@ -222,7 +223,7 @@ def test_a_store_that_does_not_answer_is_a_hang(monkeypatch, gone):
         ended.set()
         watchdog.ended.set()
 
-    monkeypatch.setattr("entry_point.distributed.end_hung", end)
+    monkeypatch.setattr("entry_point.watchdog.end_hung", end)
     reports = [Report(0, 0, 1800, "here"), Report(0, 0, 1800, "there")]
     watchdog = Watchdog(Mock(multi_get=multi_get), 1, reports, -1.9, "rank 0 on here", CPU)
     assert ended.wait(10)

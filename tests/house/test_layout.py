@@ -36,7 +36,6 @@ LINES_OF_A_FILE = 450
 # Files with more lines, each with the reason why it is one topic.
 LONG_FILES = {
     "launcher/sagemaker/backend.py": "all that SageMaker answers as a backend, one method each",
-    "entry_point/distributed.py": "a group of ranks: how it starts, watches, sums, and ends",
     "entry_point/trainer.py": "one run, from its first step to its model, in the order of a run",
 }
 

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 from launching import TINY, settings_of
 from models import SMALL, some_model
 
-from entry_point.checkpoint import Checkpoints, sha256_of, write_safetensors
+from entry_point.checkpoint import Checkpoints, sha256_of
 from entry_point.errors import TrainingError
 from entry_point.files import check_size, open_file
 from entry_point.huggingface import write_sums
+from entry_point.safetensors_file import write_safetensors
 from launcher.cli.jobs import print_jobs
 from launcher.cli.show import shown
 from launcher.files.documents import MAX_BYTES, parse, read_toml
