@@ -1,4 +1,4 @@
-"""Whose job a word means, by two callers of one account; names, parts of ids, and `latest`."""
+"""Whose job a name means, by two callers of one account; parts of ids, and `latest`."""
 
 from __future__ import annotations
 
