@@ -26,7 +26,10 @@ from launcher.values import is_utf8
 
 logger = logging.getLogger(__name__)
 
-HELD_OUT = re.compile(r"(test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
+HELD_OUT_WORDS = "(test|val|valid|validation|dev|eval)"
+HELD_OUT = re.compile(rf"{HELD_OUT_WORDS}(?![a-z])", re.IGNORECASE)
+HELD_OUT_LAST = re.compile(rf".*[^a-z]{HELD_OUT_WORDS}", re.IGNORECASE)  # as wiki.test, data-test
+TRAINED_ON = re.compile(r"(.*[^a-z])?train(ing)?([^a-z].*)?", re.IGNORECASE)
 MAX_GLOBS, MAX_NAMES = 8, 3  # in a warning
 DATASETS_FILES = {"dataset_info.json", "state.json"}  # as `save_to_disk` of datasets writes them
 SNIFF_BYTES = 512
@@ -332,7 +335,7 @@ def left_out(kind: str, example: Path, source: Source) -> LeftOut:
         glob = f"*{kind}" if kind.startswith(".") else kind
         return LeftOut(remedy={"code": "take-plain", "glob": shlex.quote(glob)})
     if format.is_refused:
-        return LeftOut(advice=format.advice.format(path="FILE", stem="NAME"))
+        return LeftOut(advice=format.advice.format(path="FILE", stem="NAME", text="NAME.txt"))
     path = shlex.quote(source.shown(source.path))
     return LeftOut(remedy={"code": "needs-tokens", "path": path})
 
@@ -349,7 +352,8 @@ def is_plain_text(path: Path) -> bool:
 
 def warn_of_held_out(files: Sequence[File]) -> None:
     """Warn if some of the files, but not all, have names of files that no model should learn."""
-    globs = {file: held_out_glob(file) for file in files}
+    has_parts = any(TRAINED_ON.fullmatch(stem_of(file)) for file in files)
+    globs = {file: held_out_glob(file, has_parts) for file in files}
     held_out = [file for file in files if globs[file]]
     if not held_out or len(held_out) == len(files):
         return
@@ -362,13 +366,23 @@ def warn_of_held_out(files: Sequence[File]) -> None:
     logger.warning(f"files that are named as tests are trained on too: {shown}", extra=extra)
 
 
-def held_out_glob(file: File) -> str:
-    """A pattern of a file for tests or validation, by its name or that of a folder; or ''."""
+def stem_of(file: File) -> str:
+    return without_compression(file.path).stem
+
+
+def held_out_glob(file: File, has_parts: bool) -> str:
+    """A pattern of a file for tests or validation, by its name or that of a folder; or ''.
+
+    The last word of a name counts only beside a file for training (`has_parts`): a note may well be
+    called driving-test.
+    """
     for folder in Path(file.name).parent.parts:
         if HELD_OUT.fullmatch(folder):
             return folder
     name = file.path.name
     match = HELD_OUT.match(name)
+    if match is None and has_parts and HELD_OUT_LAST.fullmatch(stem_of(file)):
+        return name
     if match is None:
         return ""
     if match[0] == name:

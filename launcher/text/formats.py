@@ -83,7 +83,7 @@ HTML = Format(
     ".html .htm .xhtml",
     magic=(rb"(?i)(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html)\b"),
     is_text=True,
-    advice="`pandoc -f html -t plain -o {stem}.txt {path}` makes text of it",
+    advice="`pandoc -f html -t plain -o {text} {path}` makes text of it",
 )
 NOTEBOOK = Format(
     "a notebook",
@@ -124,7 +124,7 @@ REFUSED = (
         "a document",
         ".docx .odt .epub .rtf",
         magic=rb"\{\\rtf",
-        advice="`pandoc -t plain -o {stem}.txt {path}` makes text of it",
+        advice="`pandoc -t plain -o {text} {path}` makes text of it",
     ),
     Format(
         "an Office file",
@@ -203,7 +203,17 @@ def advice_for(format: Format, shown: str, compression: Compression | None = Non
 
 
 def fill_in(advice: str, shown: str) -> str:
-    """Put a file into advice; one without a suffix, such as standard input, is FILE."""
+    """Put a file into advice; one without a suffix, such as standard input, is FILE.
+
+    What makes a text of a file does not write over it.
+    """
     path = PurePath(shown)
     name = shown if path.suffix else "FILE"
-    return advice.format(path=shlex.quote(name), stem=shlex.quote(path.stem))
+    text = f"{path.stem}.txt"
+    if text == path.name:
+        text = f"{path.stem}-plain.txt"
+    return advice.format(
+        path=shlex.quote(name),
+        stem=shlex.quote(path.stem),
+        text=shlex.quote(text),
+    )

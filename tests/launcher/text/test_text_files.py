@@ -69,6 +69,27 @@ def test_files_for_tests_are_warned_about(cli, tmp_path):
     assert "for tests" not in cli("upload-data", "texts/validation").good.err
 
 
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("wiki.train.txt", "wiki.test.txt"), "wiki.test.txt"),
+        (("a-train.txt", "b.txt", "my_valid.txt", "latest.txt"), "my_valid.txt"),
+        (("training/a.txt", "set-dev.txt"), ""),  # of which nothing says that it is a part
+        (("driving-test.txt", "notes.txt", "train.txt"), "driving-test.txt"),
+        (("driving-test.txt", "notes.txt"), ""),
+    ],
+)
+def test_a_last_word_names_a_test_beside_training(cli, tmp_path, names, found):
+    for name in names:
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(name + LONG)
+    ran = cli("upload-data", "texts").good
+    assert ("trained on too" in ran.err) == bool(found)
+    if found:
+        assert f"trained on too: {found}; `--exclude {found}` leaves them out" in ran.err
+        assert found not in cli("upload-data", "texts", "--exclude", found).good.err
+
+
 def test_advice_is_for_files_that_were_looked_at(cli, notes):
     (notes / "weights.bin").touch()  # as a copy that was not fetched
     (notes / "packed.xyz").write_bytes(gzip.compress(LONG.encode()))
