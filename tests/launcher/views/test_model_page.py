@@ -155,10 +155,9 @@ def test_the_page_reads_a_conversation_as_the_chat(tokenizer, tmp_path):
     conversation = run(
         page, f"tokenizer.encodeConversation({json.dumps(messages)}, 64, 20)", tmp_path
     )
-    chat = Chat(model, tokenizer)
-    n_dropped, ids, _ = chat.fitting([Message(**message) for message in messages], 20)
-    assert n_dropped == 2
-    assert conversation == {"ids": ids, "nDropped": n_dropped}
+    prompt = Chat(model, tokenizer).fit([Message(**message) for message in messages], 20)
+    assert prompt.n_dropped == 2
+    assert conversation == {"ids": prompt.ids, "nDropped": 2}
 
 
 def test_the_page_names_characters_that_the_model_lacks(tmp_path):
