@@ -16,34 +16,21 @@ from collections.abc import Mapping, Sequence
 CREATE = 444
 ADD = 445
 RESTRICT = 446
-# Rights, each a bit.
+# Rights, each a bit: all, and those that are named here.
+ALL_RIGHTS = (1 << 16) - 1
 EXECUTE = 1 << 0
 WRITE_FILE = 1 << 1
 READ_FILE = 1 << 2
 LIST = 1 << 3
-REMOVE_DIRECTORY = 1 << 4
-REMOVE_FILE = 1 << 5
-MAKE_DIRECTORY = 1 << 7
-MAKE_FILE = 1 << 8  # devices, sockets, pipes and links have bits of their own
+MAKE_SPECIAL = 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 12  # devices, sockets, pipes, links
 MOVE = 1 << 13
 TRUNCATE = 1 << 14
 CONTROL_DEVICE = 1 << 15
 READ = EXECUTE | READ_FILE | LIST
-WRITE = (
-    READ
-    | WRITE_FILE
-    | REMOVE_DIRECTORY
-    | REMOVE_FILE
-    | MAKE_DIRECTORY
-    | MAKE_FILE
-    | MOVE
-    | TRUNCATE
-    | CONTROL_DEVICE
-)
+WRITE = ALL_RIGHTS & ~MAKE_SPECIAL
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | CONTROL_DEVICE  # others: of directories
 # The first right that a version lacks; it has all below.
 FIRST_MISSING = {1: MOVE, 2: TRUNCATE, 3: CONTROL_DEVICE, 4: CONTROL_DEVICE}
-ALL_RIGHTS = (1 << 16) - 1
 TCP_RIGHTS = 1 << 0 | 1 << 1  # bind and connect, since version 4
 SCOPES = 1 << 0 | 1 << 1  # abstract sockets of others, and signals to them, since version 6
 PR_SET_NO_NEW_PRIVS = 38

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from launcher import aws, machines
@@ -507,10 +507,7 @@ class SageMakerBackend(Backend):
         The last lines come after the end of a job: it waits for QUIET_SECONDS without one.
         """
         tokens: dict[str, str] = {}
-
-        def poll() -> tuple[dict[str, Any] | None, Sequence[Event]]:
-            return self.poll(job_id, tokens)
-
+        poll = partial(self.poll, job_id, tokens)
         if not follow:
             _, events = poll()
             yield from events

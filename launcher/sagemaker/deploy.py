@@ -191,11 +191,8 @@ class Deployment:
 
     def running_jobs(self, role: str) -> list[str]:
         """The ids of the running jobs that have a role."""
-        job_ids = []
-        for raw in self.backend.search_raw():
-            if raw["TrainingJobStatus"] in RUNNING and raw.get("RoleArn") == role:
-                job_ids.append(raw["TrainingJobName"])
-        return job_ids
+        jobs = [raw for raw in self.backend.search_raw() if raw.get("RoleArn") == role]
+        return [raw["TrainingJobName"] for raw in jobs if raw["TrainingJobStatus"] in RUNNING]
 
     def destroy(self, removal: Removal) -> None:
         """Deletes the stack and waits for its end; retained resources stay.
