@@ -100,17 +100,17 @@ def sampling_copy(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
     token costs the reading of their weights, so a short type elsewhere would only lose precision.
     """
     on_cpu = model.embed.weight.device.type == "cpu"
-    large = model.config.matrix_parameters >= MIN_PACKED_PARAMETERS
+    is_large = model.config.matrix_parameters >= MIN_PACKED_PARAMETERS
     compute_dtype = torch.float32 if on_cpu else dtype
     with torch.device("meta"):
         copy = GPT(model.config, model.embed.num_embeddings, compute_dtype)
     weights = {name: p.detach().to(compute_dtype) for name, p in model.named_parameters()}
     copy.load_state_dict(weights, assign=True)
 
-    packs = on_cpu and large and torch.backends.mkldnn.is_available()
-    if packs and dtype == torch.bfloat16:
-        packs = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if packs and dtype in (torch.float32, torch.bfloat16):
+    can_pack = on_cpu and is_large and torch.backends.mkldnn.is_available()
+    if can_pack and dtype == torch.bfloat16:
+        can_pack = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if can_pack and dtype in (torch.float32, torch.bfloat16):
         for module in list(copy.blocks.modules()):
             for name, child in module.named_children():
                 if isinstance(child, Linear):

@@ -1,4 +1,4 @@
-"""What a job costs, and the time limit that keeps it below a cost ceiling.
+"""The cost of a job, and the time limit that keeps it below a cost ceiling.
 
 SageMaker bills each instance of a job by the second, from TrainingStartTime to TrainingEndTime: the
 download of image and data, the run, stop and upload, but not the wait for machines. The time limit
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 # Seconds that are billed besides the run, which SageMaker does not limit: a generous allowance (the
 # default image has some 10 GB), not a promise. Very large data takes longer.
 AROUND_SECONDS = 420 + 120 + 60  # start; from the limit's SIGTERM to SIGKILL; upload
-SHORTEST_RUN = 60
+MIN_RUN_SECONDS = 60
 # USD of a GiB of disk for an hour. AWS asks 0.14 a month in us-east-1 and 0.27 where it is dearest.
 DISK_PER_HOUR = 0.27 / 730
 
@@ -45,8 +45,10 @@ class CeilingTooLow(InputError):
 
 
 class Unconfirmed(InputError):
-    """Nobody has agreed to what a launch may cost: `worst_cost` USD, infinity if that is unknown,
-    which is over `limit`, the setting ask_above."""
+    """Nobody has agreed to what a launch may cost.
+
+    The fact `worst_cost` is in USD, infinity if it is unknown; `limit` is the setting ask_above.
+    """
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,9 @@ def usd(amount: float) -> str:
 
 
 def check_confirmed(worst: float, max_cost: float | None, settings: Settings) -> None:
-    """Raise Unconfirmed if jobs may cost more than ask_above and have no ceiling.
+    """Raises Unconfirmed if jobs may cost more than ask_above and have no ceiling.
 
-    max_cost: their ceiling, if somebody chose it now; one that a resumed job had is no consent.
+    max_cost is their ceiling, if somebody chose it now; that of a resumed job is no consent.
     """
     has_ceiling = bool(max_cost or settings.max_cost) and worst < math.inf
     if worst <= settings.ask_above or has_ceiling:
@@ -117,47 +119,49 @@ def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
 
 
 def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -> TrainingJob:
-    """The job with a time limit that keeps it below the ceiling, or CeilingTooLow.
+    """Returns the job with a time limit that keeps it below the ceiling.
 
-    spent is the cost in USD of the jobs that this one resumes.
+    spent is the cost in USD of the jobs that this one resumes. Raises CeilingTooLow.
     """
     keep_alive = job.keep_alive or 0
     longest = longest_run(ceiling.amount - spent, per_hour, keep_alive)
     if longest >= job.time_limit:
         return job
-    needed = SHORTEST_RUN
+    shortest = MIN_RUN_SECONDS
     if job.max_run is not None and job.max_cost is None:
-        needed = job.max_run  # the user asked for all of it
-    if longest >= needed:
+        shortest = job.max_run  # the user asked for all of it
+    if longest >= shortest:
         return job.model_copy(update={"affordable_run": longest})
 
-    origin = job.origin("max_run") if needed == job.max_run else ""
-    worst = usd(spent + worst_case(per_hour, needed, keep_alive))
+    origin = job.origin("max_run") if shortest == job.max_run else ""
+    worst = usd(spent + worst_case(per_hour, shortest, keep_alive))
     advice = ""
-    if longest >= SHORTEST_RUN:
+    if longest >= MIN_RUN_SECONDS:
         advice = f"; a run of at most {longest} s stays below it"
     raise CeilingTooLow(
-        f"{ceiling} is too low: a run of {needed} s{origin} may cost {worst}"
-        f" ({usd(per_hour)} an hour, {what_is_counted(spent)}){advice}"
+        f"{ceiling} is too low: a run of {shortest} s{origin} may cost {worst}"
+        f" ({usd(per_hour)} an hour, {counted_besides(spent)}){advice}"
     )
 
 
 def earlier_cost(record: TrainingJob, job: JobDescription, prices: Prices) -> float | None:
-    """The cost in USD of a job that is resumed, and of those that it resumed, which its record has.
+    """The cost in USD of a job that is resumed, and of those that it resumed itself.
 
-    None: it is unknown.
+    None if it is unknown. record is the job as it was submitted.
     """
-    before = 0.0 if record.resume is None else record.earlier_cost
-    if before is None or not job.is_placed:
-        return before
+    earlier = 0.0 if record.resume is None else record.earlier_cost
+    if earlier is None or not job.is_placed:
+        return earlier
     price = prices.of(job.instance)
-    return None if price is None else before + cost_of(job, price, time.time())
+    if price is None:
+        return None
+    return earlier + cost_of(job, price, time.time())
 
 
 def afford(
     job: TrainingJob, settings: Settings, prices: Prices, earlier: float | None
 ) -> TrainingJob:
-    """The job with a time limit that keeps it below its ceiling. Logs what it may cost.
+    """Returns the job with a time limit that keeps it below its ceiling. Logs what it may cost.
 
     earlier is the cost in USD of the jobs that it resumes. Raises InputError if the job has a
     ceiling and a price is unknown, and CeilingTooLow.
@@ -179,7 +183,7 @@ def afford(
     log_price(job, instance, price)
     logger.info(
         f"cost: at most {usd(worst)}, if it runs for {job.time_limit} s"
-        f" (counted: {what_is_counted(spent)})"
+        f" (counted: {counted_besides(spent)})"
     )
     if job.time_limit == job.affordable_run:
         logger.info(f"time limit: {job.time_limit} s, from {ceiling}")
@@ -236,22 +240,24 @@ def log_price(job: TrainingJob, instance: str, price: Price) -> None:
     logger.info(line)
 
 
-def what_is_counted(spent: float) -> str:
-    """What is in a worst cost besides the run. spent: USD of the jobs that it resumes."""
-    earlier = f", {usd(spent)} of the earlier jobs" if spent else ""
-    return f"an allowance of {AROUND_SECONDS} s for start-up, stop and upload{earlier}"
+def counted_besides(spent: float) -> str:
+    """Says what a worst cost has besides the run. spent is USD of the jobs that it resumes."""
+    text = f"an allowance of {AROUND_SECONDS} s for start-up, stop and upload"
+    if spent:
+        text += f", {usd(spent)} of the earlier jobs"
+    return text
 
 
 # -- prices ----------------------------------------------------------------------------------------
 
 
-ENDPOINT_REGION = "us-east-1"
-FRESH = timedelta(days=7)
-OFFLINE_REGION = "us-east-1"
+ENDPOINT_REGION = "us-east-1"  # of the price list
+MAX_AGE = timedelta(days=7)  # of an answer that need not be asked for again
+OFFLINE_REGION = "us-east-1"  # of the prices in launcher.instances
 
 
 class Answer(Document):
-    """What the price list said on a day, in USD per hour."""
+    """A price that the price list had on a day, in USD per hour."""
 
     per_hour: float = Field(gt=0, lt=1e6)
     day: date
@@ -287,7 +293,7 @@ class Prices:
         return self.cache.read().get(self.region, {}).get(instance)
 
     def ask(self, instance: str) -> Answer | None:
-        """Ask the price list and save its price, if it has one; on failure set `trouble`."""
+        """Asks the price list and saves its price, if it has one; on failure it sets `trouble`."""
         try:
             products = self.products_of(instance)
             per_hour = None if products is None else training_price(products, instance)
@@ -306,8 +312,10 @@ class Prices:
         return answer
 
     def products_of(self, instance: str) -> list[str] | None:
-        """The products of an instance type in the price list; None, with `trouble`, if there is no
-        list for the region."""
+        """The products of an instance type in the price list, each a JSON document.
+
+        None, with `trouble` set, if there is no list for the region.
+        """
         partition = self.session.get_partition_for_region(self.region)
         if partition != "aws":  # the endpoint rejects its credentials
             self.trouble = f"there is no price list for {self.region} (partition {partition})"
@@ -327,7 +335,7 @@ def is_fresh(answer: Answer | None) -> bool:
     if answer is None:
         return False
     age = date.today() - answer.day
-    return timedelta() <= age < FRESH
+    return timedelta() <= age < MAX_AGE
 
 
 def training_price(products: list[str], instance: str) -> float | None:

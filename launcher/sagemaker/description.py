@@ -44,10 +44,10 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
     try:
         return read_answer(raw, checkpoint_step)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        job_id, problem = raw.get("TrainingJobName"), f"{type(error).__name__}: {error}"
-        raise ServiceError(
-            f"SageMaker describes job {job_id} as no launch of sm-nanogpt made it ({problem})"
-        ) from None
+        problem = f"{type(error).__name__}: {error}"
+        subject = f"SageMaker describes job {raw.get('TrainingJobName')}"
+        message = f"{subject} as no launch of sm-nanogpt made it ({problem})"
+        raise ServiceError(message) from None
 
 
 def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:

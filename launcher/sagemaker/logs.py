@@ -23,11 +23,11 @@ NOISE = "ERROR: ld.so: object '/libchangehostname.so' "
 def lines_of(
     events: Iterable[Event], raw: bool = False, running: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yield the lines of the script, and errors of the toolkit.
+    """Yields the lines of the script, and errors of the toolkit; if raw, every line.
 
     A stream is HOST-TIME: each start of a spot job has streams of its own. In those named by
-    `running` the script has started before the first line. Lines of hosts other than the first
-    start with the host's name. raw: yield every line, after its host's name.
+    `running` the script has started before the first line. Lines of hosts other than the first,
+    and raw ones, start with the host's name.
     """
     filters: dict[str, StreamFilter] = {}
     for _, stream, line in events:
@@ -68,7 +68,7 @@ class StreamFilter:
 
 
 def streams_of(client: Any, job_id: str) -> list[str]:
-    """The names of a job's streams. client is one of CloudWatch Logs, here and below."""
+    """The names of a job's streams. client is of CloudWatch Logs, here and below."""
     try:
         pages = client.get_paginator("describe_log_streams").paginate(
             logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/"
@@ -81,8 +81,11 @@ def streams_of(client: Any, job_id: str) -> list[str]:
 def pages_of(
     client: Any, stream: str, token: str | None = None, backward: bool = False
 ) -> Iterator[tuple[list[Event], str]]:
-    """Yield the pages after a token, or from one end of a stream to the other, each with the token
-    of the next. A page is in order of time, and may be empty before the last."""
+    """Yields the pages of a stream after a token, each with the token of the next.
+
+    Without a token, it begins at one end of the stream. A page is in order of time, and may be
+    empty before the last.
+    """
     direction = "nextBackwardToken" if backward else "nextForwardToken"
     name = stream.partition("/")[2]
     while True:
@@ -100,9 +103,9 @@ def pages_of(
 
 
 def new_events(client: Any, job_id: str, tokens: dict[str, str]) -> list[Event]:
-    """The events after these tokens, by stream, in order of time.
+    """Reads the events after these tokens, which are by stream, in order of time.
 
-    The tokens are updated at the end, so that no line is lost if an outage interrupts the call.
+    It updates the tokens at the end, so that no line is lost if an outage interrupts the call.
     """
     new: list[Event] = []
     new_tokens = {}
@@ -119,37 +122,38 @@ def in_order_of_time(events: Iterable[Event]) -> list[Event]:
 
 
 def last_lines(client: Any, job_id: str, count: int, raw: bool) -> list[str]:
-    """The last lines of a job, of all streams in order of time. Each is read from its end."""
+    """Reads the last lines of a job, of all streams in order of time, each from its end."""
     events: list[Event] = []
     running = set()
     for stream in streams_of(client, job_id):
-        stream_events, starts_earlier = last_events(client, stream, count, raw)
+        stream_events, starts_before = last_events(client, stream, count, raw)
         events += stream_events
-        if starts_earlier:
+        if starts_before:
             running.add(stream.partition("/")[2])
     lines = lines_of(in_order_of_time(events), raw, running)
     return list(deque(lines, maxlen=count))
 
 
 def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[Event], bool]:
-    """The last events of a stream, which make `count` lines if it has so many.
+    """Reads the last events of a stream, which make `count` lines if it has so many.
 
-    Also returns True if the script started before them.
+    Also returns True if the script was started before them. (Raw lines do not depend on that.)
     """
-    starts_earlier = not raw and any(has_start(page) for page, _ in pages_of(client, stream))
+    starts_before = not raw and any(has_start(page) for page, _ in pages_of(client, stream))
     name = stream.partition("/")[2]
     events: list[Event] = []
-    n_lines, reads_all = 0, False
+    n_lines = 0
+    has_read_start = False
     for page, _ in pages_of(client, stream, backward=True):
         events = page + events
-        if starts_earlier and has_start(page):
-            starts_earlier = False
-            reads_all = True  # what the toolkit wrote before the start is short
-        running = {name} if starts_earlier else set()
+        if starts_before and has_start(page):
+            starts_before = False
+            has_read_start = True  # what the toolkit wrote before it is short: read all of it
+        running = {name} if starts_before else set()
         n_lines += len(list(lines_of(page, raw, running)))
-        if n_lines >= count + 2 and not reads_all:  # two may be the command, which follows START
+        if n_lines >= count + 2 and not has_read_start:  # two may be the command, after START
             break
-    return events, starts_earlier
+    return events, starts_before
 
 
 def has_start(events: Iterable[Event]) -> bool:

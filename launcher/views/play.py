@@ -124,9 +124,14 @@ def stream_tokens(
     numbers = {name: getattr(request, name) for name in NUMBERS}
     prompt = ids or request.prompt or None
     columns = stream_samples(player.model, player.tokenizer, prompt, watch=watch, **numbers)
-    tokens = (replace(drawn.pop() if drawn else Token(""), text=piece) for (piece,) in columns)
+
+    def tokens() -> Iterator[Token]:
+        for (piece,) in columns:
+            token = drawn.pop() if drawn else Token("")
+            yield replace(token, text=piece)
+
     stops = [request.stop] if isinstance(request.stop, str) else request.stop
-    return until(tokens, [stop for stop in stops if stop])
+    return until(tokens(), [stop for stop in stops if stop])
 
 
 def drawn_token(logits: Tensor, chosen_id: int, tokenizer: Tokenizer) -> Token:
