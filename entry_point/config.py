@@ -131,7 +131,7 @@ class Config:
     teacher_temperature: float = hyperparameter(1.2, "divisor of a teacher's logits", 0.1, 100)
     optimizer: str = hyperparameter(
         DEFAULT_OPTIMIZER,
-        " or ".join(f"{name} ({choice.description})" for name, choice in OPTIMIZERS.items()),
+        ", ".join(f"{name} ({choice.description})" for name, choice in OPTIMIZERS.items()),
         choices=tuple(OPTIMIZERS),
         kept_on_resume=True,
     )

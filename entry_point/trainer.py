@@ -133,10 +133,11 @@ class Trainer:
 
     def read_fault(self) -> Fault | None:
         """The fault on purpose that is meant for this rank; a resumed run has none."""
-        fault = read_fault(os.environ.get("NANOGPT_FAULT", ""))
-        if fault is None or fault.rank != self.group.rank or self.step > 0:
+        if self.step > 0:
             return None
-        return fault
+        fault = read_fault(os.environ.get("NANOGPT_FAULT", ""))
+        is_mine = fault is not None and fault.rank == self.group.rank
+        return fault if is_mine else None
 
     def choose_teacher(self) -> None:
         """Sets the teacher of the next step, if it has one."""
