@@ -26,6 +26,8 @@ from talks import write_chats
 
 ROOT = Path(__file__).parent.parent
 LONG = ("contract", "e2e", "slow")  # directories
+# What takes two to five seconds to import, in each process of the tests that needs it.
+LARGE = {"sagemaker", "torch._dynamo", "transformers"}
 
 making_finished: list[Path] = []  # its home, meanwhile
 
@@ -53,7 +55,7 @@ botocore.loaders.create_loader = botocore.session.create_loader
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    words = "leave out tests that start a process, a server or a container (make check)"
+    words = "leave out tests that start a process, a server or a container, or import what is large"
     parser.addoption("--quick", action="store_true", help=words)
 
 
@@ -89,9 +91,19 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     return f"{val[:40]}..." if isinstance(val, str) and len(val) > 60 else None
 
 
+class LargeImports:
+    """Skips the test that imports one of LARGE."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> None:
+        if name in LARGE:
+            pytest.skip(f"it imports {name}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick(pytestconfig):
-    """With --quick, skips a test when it starts a process, directly or through a fixture.
+    """With --quick, skips a test when it starts a process, directly or through a fixture, or when
+    it imports what takes seconds: torch's compiler, transformers, SageMaker's SDK.
 
     The one job of `finished` is made, since so many tests look at it.
     """
@@ -113,6 +125,7 @@ def quick(pytestconfig):
             patch.setattr(
                 "subprocess.Popen.__del__", lambda self: hasattr(self, "returncode") and end(self)
             )
+            patch.setattr("sys.meta_path", [LargeImports, *sys.meta_path])
         yield
 
 
@@ -176,6 +189,14 @@ def text():
 def text_file(text, tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "input.txt"
     path.write_text(text, encoding="utf-8", newline="")
+    return path
+
+
+@pytest.fixture(scope="session")
+def short_text_file(text, tmp_path_factory):
+    """A twentieth of it, for tests in whose rule the length of a text has no part."""
+    path = tmp_path_factory.mktemp("text") / "input.txt"
+    path.write_text(text[: len(text) // 20], encoding="utf-8", newline="")
     return path
 
 

@@ -57,9 +57,13 @@ def test_attention_without_dropout_p_drops_nothing():
     assert 0.17 < found["with dropout_p"] < 0.23
 
 
-def test_the_script_prints_a_line_for_each_fault(capsys):
+def test_the_script_prints_a_line_for_each_fault(capsys, monkeypatch):
+    faults = dict.fromkeys(SCRIPT["FAULTS"], lambda: {"of it": 0.1234, "of another": 2.0})
+    monkeypatch.setitem(SCRIPT["main"].__globals__, "FAULTS", faults)
     SCRIPT["main"]()
-    assert len(capsys.readouterr().out.splitlines()) == len(SCRIPT["FAULTS"]) == 8
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "scale of attention: entropy               | of it 0.123, of another 2"
+    assert len(others) == 7
 
 
 def test_the_sdk_ignores_a_misspelled_option():

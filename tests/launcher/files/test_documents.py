@@ -144,8 +144,8 @@ def test_an_invalid_line_of_a_curve_hides_no_job(job, cli):
 
 
 @pytest.fixture
-def upload(home, text_file):
-    return corpus.upload_data(text_file)
+def upload(home, short_text_file):
+    return corpus.upload_data(short_text_file)
 
 
 @pytest.mark.parametrize("name", ["store/data/input-*.json", "last-uploads.json"])

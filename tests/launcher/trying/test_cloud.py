@@ -15,10 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import sagemaker_service
 from access import Refusal
 from searches import folder, gain_of
 
@@ -39,8 +38,11 @@ from launcher.trying.runs import FinishedRun, SeededRun
 from launcher.trying.scoring import Judge, Score
 from launcher.trying.search import Search
 
+if TYPE_CHECKING:
+    import sagemaker_service
+
 CEILING, HOURLY, AROUND = 10.0, 5.0, 600
-HISTORIES = 1000
+HISTORIES = 1000  # a quarter of them with --quick
 
 
 class Killed(BaseException):
@@ -262,10 +264,11 @@ class History:
         return last.ledger
 
 
-def test_no_history_costs_more_than_the_ceiling(aws, tmp_path, monkeypatch):
+def test_no_history_costs_more_than_the_ceiling(aws, tmp_path, monkeypatch, pytestconfig):
     """Several commands on one ledger, killed at any write or call, asleep, without an answer."""
     seen = Counter[str]()
-    for seed in range(HISTORIES):
+    histories = HISTORIES // 4 if pytestconfig.getoption("--quick") else HISTORIES
+    for seed in range(histories):
         book = History(seed, tmp_path / str(seed), aws, monkeypatch)
         book.place.mkdir()
         entries = book.run()
@@ -283,7 +286,7 @@ def test_no_history_costs_more_than_the_ceiling(aws, tmp_path, monkeypatch):
         seen["never sent"] += len(reserved - aws.bills.keys())
         seen["failed runs"] += len(entries.of("failed"))
         seen["nearly all spent"] += spent > 0.8 * CEILING
-    assert min(seen.values()) > HISTORIES / 10
+    assert min(seen.values()) > histories / 10
 
 
 def packed(files: dict[str, bytes]) -> bytes:
@@ -301,6 +304,8 @@ def packed(files: dict[str, bytes]) -> bytes:
 def jobs(cloud, s3, cli, text_file, monkeypatch, same_seeds):
     """The jobs that SageMaker was sent for a search, which began. They leave models of no content;
     one whose reason is set fails. What a folder loses stands in it, and is judged by nobody."""
+    import sagemaker_service  # which imports moto
+
     sent: list[sagemaker_service.Job] = []
 
     def run(job: sagemaker_service.Job) -> None:

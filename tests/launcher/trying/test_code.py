@@ -10,7 +10,7 @@ import pytest
 
 from launcher.errors import InputError
 from launcher.source import Source
-from launcher.trying.code import MAX_PACKED, check_code
+from launcher.trying.code import MAX_PACKED, check_code, check_copies, runs_in
 from launcher.trying.refusal import Refused
 
 FIRST = Source.packaged()
@@ -108,9 +108,9 @@ def test_code_that_only_moves_is_no_new_code():
 
 def test_a_copy_may_begin_and_end_with_a_space():
     for start in range(4, 60):
-        source = with_files(hint_py=TEXT[start : start + 50])
+        line = TEXT[start : start + 50].encode()
         with pytest.raises(Refused, match=r"hint\.py:1 has"):
-            check_code(source, FIRST, TEXT.encode())
+            check_copies("hint.py", {1: line}, runs_in(TEXT.encode()))
 
 
 @pytest.mark.parametrize("n", [50, 160])

@@ -6,13 +6,12 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from jobs import file_rows, sibling
 from launching import settings_of
 from models import lively, tokenizer_of
-from playwright.sync_api import ConsoleMessage, Page, sync_playwright
 from served import LETTERS, served
 
 from launcher.judge.evaluation import Evaluation, save_evaluation
@@ -20,6 +19,9 @@ from launcher.models.chat import Message
 from launcher.views.model_page import page_of
 from launcher.views.play import Player
 from sm_nanogpt import load_model, stream_samples
+
+if TYPE_CHECKING:
+    from playwright.sync_api import ConsoleMessage, Page
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,8 @@ def chromium(pytestconfig):
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None or pytestconfig.getoption("--quick"):
         pytest.skip("no Chromium: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
