@@ -2,6 +2,7 @@
 # make test: set up, then lint, types, tests. make test-all: also the slow ones, as CI runs it.
 # make check: the same, but for tests that start a process, a server or a container, or import what
 #             takes seconds.
+# make affected: the tests of what differs from main, and of what imports it.
 # make test-older-cpu: the tests of trainings, with the instructions of an older CPU.
 # make gpu: checks and measures on this machine's GPU; examples/benchmarks/README.md tells more.
 # make emulator: AWS on this machine, whose training jobs really run; CONTRIBUTING.md tells more.
@@ -17,7 +18,7 @@ pip_install = $(if $(UV),uv pip install --python $(1)/bin/python,$(1)/bin/pip in
 # With these, each process of the tests would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
-.PHONY: demo test test-all check test-older-cpu test-image emulator gpu lint clean
+.PHONY: demo test test-all check affected test-older-cpu test-image emulator gpu lint clean
 
 # It follows what upload-data advises: `--preset auto` for a short text. Else two processes, so that
 # what it shows is DistributedDataParallel.
@@ -54,6 +55,10 @@ test-older-cpu: .venv/installed-for-tests
 check: lint
 	@echo "tests that start no process: a minute or two, on two cores" >&2
 	$(pytest) -q -r '' --quick
+
+affected: .venv/installed-for-tests
+	@paths=$$($(BIN)/python tests/affected.py) && [ -z "$$paths" ] || \
+		$(pytest) -q -r '' $(addprefix --ignore=,$(slow) tests/contract tests/e2e) $$paths
 
 lint: .venv/installed-for-tests
 	$(BIN)/ruff check .

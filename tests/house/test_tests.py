@@ -6,6 +6,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from pages import ROOT
@@ -34,3 +35,19 @@ def test_a_skip_fails_where_ci_is_set(test, pytester, pytestconfig, monkeypatch)
     _, skipped, failed = pytester.inline_run(plugins=[plugin]).listoutcomes()
     assert (len(skipped), len(failed)) == (0, 1)
     assert re.search("no.tool", str(failed[0].longrepr))
+
+
+def test_no_test_module_imports_another_one():
+    files = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+    imports = {
+        (path.name, name)
+        for path in files.values()
+        for name in re.findall(r"^(?:from|import) (test_\w+)", path.read_text("utf-8"), re.M)
+    }
+    assert not imports, f"{imports}: move what they share into a module of tests/ without test_"
+
+
+def test_each_test_file_has_a_name_of_its_own():
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    repeated = [name for name, count in names.items() if count > 1]
+    assert not repeated, f"{repeated}: pytest and mypy know a test file by its name alone"
