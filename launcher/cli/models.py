@@ -44,7 +44,7 @@ SAMPLING: dict[str, tuple[float, str]] = {
 }
 
 
-def samples(command: Callable[..., None]) -> Callable[..., None]:
+def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of SAMPLING to a command, which takes them as **sampling."""
     for usage, (default, text) in reversed(SAMPLING.items()):
         command = valued(usage, text, default=default, show_default=True)(command)
@@ -59,7 +59,7 @@ def samples(command: Callable[..., None]) -> Callable[..., None]:
     " conversations answers it.",
 )
 @valued("--num-samples N", "Number of texts to generate.", default=1, show_default=True)
-@samples
+@sampling_options
 @ENTRY_POINT
 @JSON
 def fetch_and_sample_command(
@@ -84,44 +84,50 @@ def fetch_and_sample_command(
     if tokenizer.chats and prompt is None:
         chat = command("chat", shlex.quote(model))
         note(f"the model has learned from conversations: `{chat}` talks to it")
-    most = sampling["max_new_tokens"]
-    begin, sampling["max_new_tokens"] = prompt_and_limit(loaded, tokenizer, prompt, most)
-    columns = stream_samples(loaded, tokenizer, begin, num_samples=num_samples, **sampling)
-    start = begin if isinstance(begin, str) else ""
+    max_new_tokens = sampling.pop("max_new_tokens")
+    begin, max_new_tokens = prompt_and_limit(loaded, tokenizer, prompt, max_new_tokens)
+    columns = stream_samples(
+        loaded, tokenizer, begin, max_new_tokens, num_samples=num_samples, **sampling
+    )
     if prompt is None:
         columns = without_first_breaks(columns)
+
+    start = begin if isinstance(begin, str) else ""
     if as_json:
         print_json([start + "".join(text) for text in zip(*columns, strict=True)])
         return
-    texts = [start] * num_samples
     print_text(start, nl=False)
-    for column in columns:  # the first text as it comes, the others after it
-        print_text(column[0], nl=False)
-        texts = [text + piece for text, piece in zip(texts, column, strict=True)]
-    print_text("".join(f"\n---\n{text}" for text in texts[1:]))
+    other_texts = [start] * (num_samples - 1)
+    for first_piece, *other_pieces in columns:  # the first text as it comes, the others after it
+        print_text(first_piece, nl=False)
+        for number, piece in enumerate(other_pieces):
+            other_texts[number] += piece
+    print_text("".join(f"\n---\n{text}" for text in other_texts))
 
 
 def without_first_breaks(columns: Iterator[list[str]]) -> Iterator[list[str]]:
     """The pieces of some texts, without the line breaks that a text begins with."""
-    with_text = set[int]()
-    for column in columns:
-        pieces = []
-        for number, piece in enumerate(column):
-            if number not in with_text:
-                piece = piece.lstrip("\r\n")
-            if piece:
-                with_text.add(number)
-            pieces.append(piece)
+    begun = set[int]()  # numbers of the texts that have more than line breaks
+    for pieces in columns:
+        pieces = list(pieces)
+        for number, piece in enumerate(pieces):
+            if number not in begun:
+                pieces[number] = piece.lstrip("\r\n")
+            if pieces[number]:
+                begun.add(number)
         yield pieces
 
 
 def open_model(
-    place: str, settings: Settings, entry_point: Path | None
+    name: str, settings: Settings, entry_point: Path | None
 ) -> tuple[Path, GPT, Tokenizer]:
-    """The model of a job, which is fetched, or of a directory; after its directory."""
+    """Load the model of a job, which is fetched first, or that of a directory.
+
+    Returns the directory, the model, and its tokenizer.
+    """
     from launcher.models.fetch import model_directory
 
-    directory = model_directory(place, settings, entry_point)
+    directory = model_directory(name, settings, entry_point)
     note(f"model: {directory}")
     from launcher.models.load import is_edited, load_model
 
@@ -132,7 +138,7 @@ def open_model(
 
 
 def player_of(model: str, settings: Settings, entry_point: Path | None) -> Player:
-    """A model to play with, which is named as its job, or else as its directory."""
+    """A model to play with. Its name is that of its job, or of its directory without one."""
     from launcher.views.play import Player
 
     directory, loaded, tokenizer = open_model(model, settings, entry_point)
@@ -166,10 +172,10 @@ def about(directory: Path, summary: str | None = None) -> str:
     from launcher.models.load import known_config
 
     try:
-        made = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
-        loss = f"val_loss {made['val_loss']:.4f} at step {made['step']}"
+        training = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
+        loss = f"val_loss {training['val_loss']:.4f} at step {training['step']}"
         if not summary:
-            values = asdict(known_config(made["config"]))
+            values = asdict(known_config(training["config"]))
             job = TrainingJob(instance="local", data=str(directory), hyperparameters=values)
             summary = summary_of(job)
         return f"{loss}; {summary}"
@@ -252,15 +258,18 @@ def play_command(
     settings = settings_of()
     listener = play.listen(port or 0)
     models = [model] if other is None else [model, other]
-    players = [player_of(each, settings, entry_point) for each in models]
+    players = [player_of(name, settings, entry_point) for name in models]
     if len({player.name for player in players}) < len(players):  # two jobs of one name
         players = [replace(player, name=player.job_id or player.name) for player in players]
-    at, key = listener.getsockname()[1], settings.api_key or secrets.token_urlsafe()
-    url = f"http://127.0.0.1:{at}/?token={quote(key, safe='')}"
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    key = settings.api_key or secrets.token_urlsafe()
+    url = f"{address}/?token={quote(key, safe='')}"
     click.echo(url)
     note("open this address in a browser; Ctrl-C ends the page")
-    note(f"for OpenAI's clients: base URL http://127.0.0.1:{at}/v1, API key {key}")
-    if sys.stdout.isatty() if opens is None else opens:
+    note(f"for OpenAI's clients: base URL {address}/v1, API key {key}")
+    if opens is None:
+        opens = sys.stdout.isatty()
+    if opens:
         webbrowser.open(url)
     with suppress(KeyboardInterrupt):
         app = play.make_app(players, key, api.routes(players), origins)
@@ -292,7 +301,7 @@ def save_model(model: str, path: Path, bits: int | None, entry_point: Path | Non
 @click.command("chat", cls=Command)
 @MODEL
 @valued("--system TEXT", "Instruct the model before the conversation.")
-@samples
+@sampling_options
 @ENTRY_POINT
 def chat_command(model: str, system: str | None, entry_point: Path | None, **sampling: Any) -> None:
     """Talk to a model in the terminal. Ctrl-C ends an answer, and Ctrl-D the conversation.
@@ -309,85 +318,108 @@ def chat_command(model: str, system: str | None, entry_point: Path | None, **sam
     from launcher.models.sample import stream_samples
 
     stream_samples(loaded, tokenizer, **sampling)  # refuses a wrong option before a line is typed
-    chat = Chat(loaded, tokenizer) if tokenizer.chats else None
     messages = [Message("system", system)] if system else []
-    if chat is not None:
-        probe = [*messages, Message("user", "?")]
-        chat.fit(probe, sampling["max_new_tokens"])  # or no message would fit
+    if tokenizer.chats:
+        chat = Chat(loaded, tokenizer)
+        shortest = [*messages, Message("user", "?")]
+        chat.fit(shortest, sampling["max_new_tokens"])  # or no message would fit
+        converse(partial(answer, loaded, tokenizer, chat, messages, sampling))
     elif messages:
         raise InputError("--system is for a model that has learned from conversations")
     else:
         note("the model has not learned from conversations: it continues what you type")
-    converse(partial(talk, loaded, tokenizer, chat, messages, sampling))
+        converse(partial(continue_prompt, loaded, tokenizer, sampling))
 
 
-def talk(
+def answer(
     model: GPT,
     tokenizer: Tokenizer,
-    chat: Chat | None,
+    chat: Chat,
     messages: list[Message],
     sampling: Mapping[str, Any],
     line: str,
     n: int,
 ) -> Generator[str]:
-    """The n-th answer, which is added to the messages so far; or a prompt and what follows it."""
+    """Yield the n-th answer of a conversation, to a line, and add both to its messages."""
     from launcher.models.chat import Message
     from launcher.models.sample import stream_samples
 
-    begin: Any = line or None
-    asked, said = [*messages, Message("user", line)], ""
-    wish = {**sampling, "seed": sampling["seed"] + n}
-    if chat is not None:
-        if not line.strip():
-            return
-        fitted = chat.fit(asked, sampling["max_new_tokens"])
-        begin = fitted.ids
-        wish["max_new_tokens"] = fitted.max_new_tokens
-        if fitted.n_dropped:
-            oldest = f"the oldest {fitted.n_dropped} messages"
-            note(f"the context is full: the model no longer sees {oldest}")
-    columns = stream_samples(model, tokenizer, begin, **wish)
-    if chat is None:
-        yield line
+    if not line.strip():
+        return
+    question = Message("user", line)
+    prompt = chat.fit([*messages, question], sampling["max_new_tokens"])
+    if prompt.n_dropped:
+        oldest = f"the oldest {prompt.n_dropped} messages"
+        note(f"the context is full: the model no longer sees {oldest}")
+    options = {
+        **sampling,
+        "seed": sampling["seed"] + n,
+        "max_new_tokens": prompt.max_new_tokens,
+    }
+    text = ""
     try:
-        for (piece,) in columns:
-            said += piece
+        for (piece,) in stream_samples(model, tokenizer, prompt.ids, **options):
+            text += piece
             yield piece
     finally:
-        if said:
-            messages[:] = [*asked, Message("assistant", said)]
+        if text:
+            messages.extend([question, Message("assistant", text)])
 
 
-def converse(talk: Callable[[str, int], Generator[str]]) -> None:
-    """Print the text for each line from stdin, until it ends. In a terminal, Ctrl-C ends a text."""
-    terminal, n = sys.stdin.isatty() and sys.stdout.isatty(), 0
-    if terminal:
+def continue_prompt(
+    model: GPT, tokenizer: Tokenizer, sampling: Mapping[str, Any], line: str, n: int
+) -> Generator[str]:
+    """Yield a line, and what the model continues it with; the n-th one has a seed of its own."""
+    from launcher.models.sample import stream_samples
+
+    options = {**sampling, "seed": sampling["seed"] + n}
+    columns = stream_samples(model, tokenizer, line or None, **options)
+    yield line
+    for (piece,) in columns:
+        yield piece
+
+
+def converse(reply: Callable[[str, int], Generator[str]]) -> None:
+    """Print the reply to each line from stdin, until it ends. In a terminal, Ctrl-C ends a reply.
+
+    reply takes the line, and how many replies came before.
+    """
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
         import readline  # noqa: F401  (gives `input` a history)
 
         note("Ctrl-C ends an answer, and Ctrl-D the conversation")
     if isinstance(sys.stdin, io.TextIOWrapper):  # a message that is not UTF-8 is refused alone
         sys.stdin.reconfigure(errors="surrogateescape")
+    n_replies = 0
     while True:
-        spoke = False
+        has_printed = False
         try:
-            line = input("> " * terminal).rstrip("\r")
-            while line.endswith("\\"):
-                line = line[:-1] + "\n" + input(". " * terminal).rstrip("\r")
-            with closing(talk(line, n)) as texts:
-                for piece in texts:
-                    if n > 0 and not spoke and not terminal:
+            line = read_message(is_terminal)
+            with closing(reply(line, n_replies)) as pieces:
+                for piece in pieces:
+                    if n_replies > 0 and not has_printed and not is_terminal:
                         click.echo("---")
                     print_text(piece, nl=False)
-                    spoke = True
+                    has_printed = True
         except EOFError:
-            click.echo(nl=terminal)
+            click.echo(nl=is_terminal)
             return
         except InputError as error:  # a long message, or characters that it does not know
             note(f"error: {sentence(error)}")
         except KeyboardInterrupt as error:
-            if not terminal or isinstance(error, Terminated):
+            if not is_terminal or isinstance(error, Terminated):
                 raise
-            click.echo(nl=not spoke)  # drops the line that was typed
-        if spoke:
+            click.echo(nl=not has_printed)  # drops the line that was typed
+        if has_printed:
             click.echo()
-            n += 1
+            n_replies += 1
+
+
+def read_message(is_terminal: bool) -> str:
+    """A line of stdin, with those that continue it after a backslash. Raises EOFError."""
+    message = input("> " if is_terminal else "").rstrip("\r")
+    while message.endswith("\\"):
+        next_line = input(". " if is_terminal else "").rstrip("\r")
+        message = f"{message[:-1]}\n{next_line}"
+    return message

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -23,6 +23,7 @@ from typing import Annotated, Any, Self
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from entry_point.errors import DataError
 from entry_point.files import open_standard_streams
@@ -38,33 +39,33 @@ logger = logging.getLogger(__name__)
 
 LONGEST_LINE = 1 << 12  # bytes that are logged together
 
-# The most of one pass: so many tokens stay in the cache (41k a second of `laptop`, twice as many
+# Limits of one pass: so many tokens stay in the cache (41k a second of `laptop`, twice as many
 # make 26k), and their logits take 64 MB.
 PASS_TOKENS, PASS_LOGITS = 1 << 12, 1 << 24
-PATIENT = 600.0  # seconds by the clock that a model may take for an answer
-# The most bytes of what a model's process says: a problem, or texts. A larger one is not read.
+PATIENCE = 600.0  # seconds by the clock that a model may take for an answer
+# Bytes of a problem, and of texts, that a model's process may send. A longer one is not read.
 LONGEST_PROBLEM, LONGEST_ANSWER = 1 << 16, 1 << 26
 
 
-class Facts(Document):
-    """What a worker says of its model: its context, the number of its logits, and of what kind."""
+class ModelFacts(Document):
+    """What a worker's process says of its model."""
 
     block_size: Annotated[int, Field(ge=1, le=1 << 20, strict=True)]
-    size: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
-    chats: bool
+    size: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]  # number of logits
+    chats: bool  # True if it has learned from conversations
 
 
 class Worker:
     """A model in a process of its own, which computes in float32 on the CPU.
 
-    block_size is its context, size the number of its logits; chats: it has learned from
-    conversations. It is judged by the tokens of `tokenizer`, or else its own.
+    block_size, size and chats are as in ModelFacts. The model is judged by the tokens of
+    `tokenizer`, or else by its own.
 
     The process reads the model and the folder that trained it, and writes a directory that is
     deleted with it. What it prints is logged, or lost if it is silent. It is ended soon after it
-    has computed for `limit` seconds, and the model has PATIENT seconds for an answer. After the
-    end, cpu_seconds is what it has computed. Raises ServiceError if it fails, or has fewer logits
-    than there are tokens.
+    has computed for `limit` seconds, and has PATIENCE seconds for an answer. After the end,
+    cpu_seconds is what it has computed. Raises ServiceError if it fails, or the model has fewer
+    logits than there are tokens.
     """
 
     def __init__(
@@ -76,42 +77,60 @@ class Worker:
         silent: bool = False,
         limit: float = math.inf,
     ) -> None:
-        self.directory, self.tokenizer = directory, tokenizer or read_tokenizer(directory)
-        self.silent, self.patience, self.limit = silent, PATIENT, limit
-        self.cpu_seconds, self.is_judged = 0.0, False
+        self.directory = directory
+        self.tokenizer = tokenizer or read_tokenizer(directory)
+        self.silent = silent
+        self.limit = limit
+        self.patience = PATIENCE
+        self.cpu_seconds = 0.0
+        self.is_judged = False
         self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        open_standard_streams()  # else the pipe may get the number of one
-        self.pipe, theirs = Pipe()
-        model, scratch = directory.absolute(), Path(self.scratch.name)
-        folder = entry_point.absolute() if entry_point else ""
-        command = python_command(__name__, theirs.fileno(), model, folder, settings.home)
-        readable = [model, *folders_behind(model, settings)]
-        if entry_point:
-            readable.append(entry_point.absolute())
-        if not silent:  # a user's own model, which may consist of links; a run's may not
-            readable += [path.resolve() for path in model.iterdir() if path.is_symlink()]
-        output = subprocess.DEVNULL if silent else subprocess.PIPE
-        warn_of_unprotected()
-        self.program = Program(
-            confined(command, Sandbox(readable, scratch, cpu_seconds=limit)),
-            # Threads that wait leave the judge its cores.
-            env={"GOMP_SPINCOUNT": "5000", **environment(scratch)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.DEVNULL if silent else subprocess.STDOUT,
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        self.printing = threading.Thread(target=self.log_output, daemon=True)
-        self.printing.start()
+        self.start(settings, entry_point)
+        self.logging_thread = threading.Thread(target=self.log_output, daemon=True)
+        self.logging_thread.start()
         try:
-            facts = parse(self.answer(), Facts, f"{directory}: what its process says")
-            if facts.size < (known := len(self.tokenizer)):
-                raise ServiceError(f"{directory}: it has {facts.size} logits for {known} tokens")
+            facts = self.read_facts()
         except BaseException:
             self.__exit__()
             raise
-        self.block_size, self.size, self.chats = facts.block_size, facts.size, facts.chats
+        self.block_size = facts.block_size
+        self.size = facts.size
+        self.chats = facts.chats
+
+    def start(self, settings: Settings, entry_point: Path | None) -> None:
+        """Start the process in its sandbox, with a pipe to it."""
+        open_standard_streams()  # else the pipe may get the number of one
+        self.pipe, pipe_of_process = Pipe()
+        fd = pipe_of_process.fileno()
+        model = self.directory.absolute()
+        scratch = Path(self.scratch.name)
+        folder = entry_point.absolute() if entry_point else ""
+        command = python_command(__name__, fd, model, folder, settings.home)
+        readable = [model, *folders_behind(model, settings)]
+        if entry_point:
+            readable.append(entry_point.absolute())
+        if not self.silent:  # a user's own model, which may consist of links; a run's may not
+            readable += [path.resolve() for path in model.iterdir() if path.is_symlink()]
+        warn_of_unprotected()
+        self.program = Program(
+            confined(command, Sandbox(readable, scratch, cpu_seconds=self.limit)),
+            # Threads that wait leave the judge its cores.
+            env={"GOMP_SPINCOUNT": "5000", **environment(scratch)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if self.silent else subprocess.PIPE,
+            stderr=subprocess.DEVNULL if self.silent else subprocess.STDOUT,
+            pass_fds=[fd],
+        )
+        pipe_of_process.close()
+
+    def read_facts(self) -> ModelFacts:
+        """The facts with which the process begins. Raises ServiceError if they do not fit."""
+        facts = parse(self.answer(), ModelFacts, f"{self.directory}: what its process says")
+        n_tokens = len(self.tokenizer)
+        if facts.size < n_tokens:
+            problem = f"it has {facts.size} logits for {n_tokens} tokens"
+            raise ServiceError(f"{self.directory}: {problem}")
+        return facts
 
     def __enter__(self) -> Self:
         return self
@@ -120,9 +139,8 @@ class Worker:
         self.pipe.close()
         self.program.end()
         self.cpu_seconds = self.program.cpu_seconds
-        self.printing.join(
-            END_SECONDS
-        )  # where it may start processes, one may still hold its output
+        # Where it may start processes, one of them may still hold its output.
+        self.logging_thread.join(END_SECONDS)
         self.is_judged = True
         remove(Path(self.scratch.name))
         self.scratch.cleanup()
@@ -142,8 +160,8 @@ class Worker:
     def answer(self, *request: bytes, max_bytes: int = LONGEST_ANSWER) -> bytes:
         """Send a request, and return what the process answers.
 
-        Raises ServiceError if it says a problem, ends, answers more than max_bytes, or has not
-        taken the whole request and given the whole answer when the patience is over.
+        Raises ServiceError if it reports a problem, ends, answers more than max_bytes, or has not
+        read the whole request and sent the whole answer within `patience` seconds.
         """
         is_late = threading.Event()
 
@@ -151,11 +169,11 @@ class Worker:
             is_late.set()
             self.program.kill()
 
-        watch = threading.Timer(self.patience, give_up)
-        watch.start()
+        timer = threading.Timer(self.patience, give_up)
+        timer.start()
         try:
-            for part in request:
-                self.pipe.send_bytes(part)
+            for message in request:
+                self.pipe.send_bytes(message)
             problem = self.pipe.recv_bytes(LONGEST_PROBLEM)
             content = b"" if problem else self.pipe.recv_bytes(max_bytes)
         except (EOFError, OSError):
@@ -164,12 +182,13 @@ class Worker:
             else:
                 problem = f"its process {self.how_it_ended()}".encode()
         finally:
-            watch.cancel()
+            timer.cancel()
         if problem:
             raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
         return content
 
     def how_it_ended(self) -> str:
+        """Why the process answers no more, after `its process`."""
         if not self.program.has_ended(END_SECONDS):
             return "answers no more"
         if self.program.cpu_seconds > self.limit:
@@ -181,32 +200,33 @@ class Worker:
 
     def logits(self, ids: Tensor) -> Tensor:
         """Logits, float32 [n, T, size], of ids [n, T]."""
-        request = json.dumps({"shape": ids.shape}).encode()
-        size = 4 * ids.numel() * self.size
-        answer = self.answer(request, ids.int().contiguous().numpy().tobytes(), max_bytes=size)
-        content = bytearray(answer)
-        if len(content) != size:
+        shape = json.dumps({"shape": ids.shape}).encode()
+        content = ids.int().contiguous().numpy().tobytes()
+        n_bytes = 4 * ids.numel() * self.size
+        answer = self.answer(shape, content, max_bytes=n_bytes)
+        if len(answer) != n_bytes:
             raise ServiceError(f"{self.directory}: its logits change their shape")
-        return torch.frombuffer(content, dtype=torch.float32).view(*ids.shape, self.size)
+        logits = torch.frombuffer(bytearray(answer), dtype=torch.float32)
+        return logits.view(*ids.shape, self.size)
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """The indices of rows of these lengths, the longest first, so many at a time as a pass
-        takes."""
-        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-        while order:
-            longest = lengths[order[0]]
-            n = max(1, min(PASS_TOKENS, PASS_LOGITS // self.size) // longest)
-            yield order[:n]
-            order = order[n:]
+        """Yield the indices of the rows of each pass, by their lengths, the longest first."""
+        pass_tokens = min(PASS_TOKENS, PASS_LOGITS // self.size)
+        indices = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        while indices:
+            longest = lengths[indices[0]]
+            n_rows = max(1, pass_tokens // longest)
+            yield indices[:n_rows]
+            indices = indices[n_rows:]
 
     def passes(self, windows: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-        """The logits [n, T, size] of some windows at a time, padded to T, after their indices."""
+        """Yield the indices of some windows, and their logits, [n, T, size], padded to T."""
         for indices in self.batches([len(window) for window in windows]):
             rows = [windows[index] for index in indices]
-            yield indices, self.logits(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+            yield indices, self.logits(pad_sequence(rows, batch_first=True))
 
     def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
-        """Texts after each prompt: messages of a conversation, or None, for the start of a text."""
+        """Texts that continue prompts: messages of a conversation each, or None, for any text."""
         request = json.dumps({"prompts": prompts, "sampling": sampling}).encode()
         texts: list[str] = json.loads(self.answer(request))
         return texts
@@ -222,7 +242,7 @@ def folders_behind(directory: Path, settings: Settings) -> list[Path]:
     return [folder] if folder.is_dir() else []
 
 
-# -- the worker's end ------------------------------------------------------------------------------
+# -- the process -----------------------------------------------------------------------------------
 
 
 def main(fd: str, directory: str, folder: str, home: str) -> None:
@@ -232,29 +252,32 @@ def main(fd: str, directory: str, folder: str, home: str) -> None:
     # What a model prints is not lost, although the judge kills its process in the end.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        given = Path(folder) if folder else None
-        for answer in answers(pipe, Path(directory), settings, given):
+        entry_point = Path(folder) if folder else None
+        for answer in answers(pipe, Path(directory), settings, entry_point):
             pipe.send_bytes(b"")
             pipe.send_bytes(answer)
     except (EOFError, BrokenPipeError):
         pass
     except Exception as error:
-        kind = "" if isinstance(error, LauncherError) else f"{type(error).__name__}: "
-        pipe.send_bytes(f"{kind}{error}".encode() or b"?")
+        problem = str(error)
+        if not isinstance(error, LauncherError):
+            problem = f"{type(error).__name__}: {error}"
+        pipe.send_bytes(problem.encode() or b"?")
 
 
 def answers(
-    pipe: Connection, directory: Path, settings: Settings, folder: Path | None
+    pipe: Connection, directory: Path, settings: Settings, entry_point: Path | None
 ) -> Iterator[bytes]:
+    """Yield ModelFacts, and then the answer to each request: logits, or texts as JSON."""
     from launcher.models.engine import sampling_copy
     from launcher.models.load import is_edited, load_model
 
-    model, tokenizer = load_model(directory, settings, folder)
+    model, tokenizer = load_model(directory, settings, entry_point)
     model.compute_dtype = torch.float32
     net = model
     # Its products take half the time, and give the same to rounding. Where a folder is named, as a
     # search does, all models are computed in one way, so that their times compare.
-    if folder is None and not is_edited(model):
+    if entry_point is None and not is_edited(model):
         net = sampling_copy(model, PASS_TOKENS, torch.float32)
     with torch.inference_mode():
         size = net(torch.zeros(1, 1, dtype=torch.int64)).size(-1)
@@ -262,27 +285,33 @@ def answers(
         yield json.dumps(facts).encode()
         while True:
             request = json.loads(pipe.recv_bytes())
-            if shape := request.get("shape"):
-                ids = torch.frombuffer(bytearray(pipe.recv_bytes()), dtype=torch.int32).view(shape)
+            if "shape" in request:
+                content = bytearray(pipe.recv_bytes())
+                ids = torch.frombuffer(content, dtype=torch.int32).view(request["shape"])
                 yield net(ids.long()).float().contiguous().numpy().tobytes()
             else:
-                texts = sampled(model, tokenizer, request["prompts"], **request["sampling"])
+                texts = list[str]()
+                for messages in request["prompts"]:
+                    texts += samples(model, tokenizer, messages, **request["sampling"])
                 yield json.dumps(texts).encode()
 
 
-def sampled(
-    model: Any, tokenizer: Any, prompts: Sequence[Any], max_new_tokens: int, **sampling: Any
+def samples(
+    model: Any,
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, str]] | None,
+    max_new_tokens: int,
+    **sampling: Any,
 ) -> list[str]:
+    """What a model answers to messages. A base model continues their texts; None is no text."""
     from launcher.models.chat import Message
     from launcher.models.sample import prompt_and_limit, stream_samples
 
-    texts = list[str]()
-    for prompt in prompts:
-        asked: Any = prompt and [Message(**each) for each in prompt]
-        if prompt and not tokenizer.chats:  # a base model continues the messages
-            asked = "".join(f"{message.content}\n" for message in asked)
-        columns = stream_samples(
-            model, tokenizer, *prompt_and_limit(model, tokenizer, asked, max_new_tokens), **sampling
-        )
-        texts += ["".join(pieces) for pieces in zip(*columns, strict=True)]
-    return texts
+    text: Any = None
+    if messages and tokenizer.chats:
+        text = [Message(**message) for message in messages]
+    elif messages:
+        text = "".join(f"{message['content']}\n" for message in messages)
+    prompt, limit = prompt_and_limit(model, tokenizer, text, max_new_tokens)
+    columns = stream_samples(model, tokenizer, prompt, limit, **sampling)
+    return ["".join(pieces) for pieces in zip(*columns, strict=True)]
