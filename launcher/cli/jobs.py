@@ -386,9 +386,12 @@ def stop_jobs_of(reference: str, settings: Settings, yes: bool) -> None:
     group = find_group(reference, settings)
     if not group.tries:
         raise ServiceError(f"sweep {group.id} has no job yet: press Ctrl-C where `launch` runs it")
-    kind, again = "sweep", command("launch", "--resume", group.id)
     if group.is_search:
-        kind, again = "search", command("try", "run", "DIR", "--group", group.id)
+        kind = "search"
+        again = command("try", "run", "DIR", "--group", group.id)
+    else:
+        kind = "sweep"
+        again = command("launch", "--resume", group.id)
     stop_jobs = partial(stop_group, group, settings)
     for job in unless_not_yours(stop_jobs, f"Stop {kind} {group.id}?", yes):
         note(f"stopping {job.job_id}")

@@ -107,14 +107,14 @@ def fetch_and_sample_command(
 
 def without_first_breaks(columns: Iterator[list[str]]) -> Iterator[list[str]]:
     """The pieces of some texts, without the line breaks that a text begins with."""
-    begun = set[int]()  # numbers of the texts that have more than line breaks
+    has_text = set[int]()  # numbers of the texts that have more than line breaks
     for pieces in columns:
         pieces = list(pieces)
         for number, piece in enumerate(pieces):
-            if number not in begun:
+            if number not in has_text:
                 pieces[number] = piece.lstrip("\r\n")
             if pieces[number]:
-                begun.add(number)
+                has_text.add(number)
         yield pieces
 
 

@@ -74,9 +74,9 @@ class LocalLocation:
         progress(source.stat().st_size)
 
     def remove(self) -> None:
-        """Delete the file or the directory. The files at the top of a directory go last.
+        """Delete the file or the directory.
 
-        While job.json is there, the job is still listed.
+        The files at the top of a directory go last: a job is listed while its job.json is there.
         """
         if self.path.is_file() or self.path.is_symlink():
             self.path.unlink()

@@ -133,14 +133,16 @@ class Forecaster:
         entropy = -float((shares * shares.log()).sum())  # the loss of a model that knows no more
         lowest = min(run.loss for run in runs)
         worth = float(text_law.mean[1])  # of compute
-        usual = text_law.law.mean[1]
-        deviations = abs(worth - usual) / math.sqrt(text_law.law.covariance[1][1])
+        worth_elsewhere = text_law.law.mean[1]
+        deviations = abs(worth - worth_elsewhere) / math.sqrt(text_law.law.covariance[1][1])
         if lowest > 0.97 * entropy:
             problem = f"the pilots learn no more than how frequent the {self.unit} are"
         elif lowest < 0.1:
             problem = f"the text repeats itself: a pilot has a loss of {lowest:.3f} nats"
         elif deviations > MAX_DEVIATIONS:
-            problem = f"compute is worth {worth / usual:.2g} times what it is on other texts"
+            problem = (
+                f"compute is worth {worth / worth_elsewhere:.2g} times what it is on other texts"
+            )
         elif text_law.misfit > MAX_MISFIT:
             problem = f"the pilots miss the law by {text_law.misfit:.1%} (at most {MAX_MISFIT:.0%})"
             if not self.source.is_packaged:

@@ -128,15 +128,15 @@ def with_one_space(content: Tensor) -> tuple[Tensor, Tensor]:
     place, bool [n].
     """
     parts = []
-    kept = []
+    is_kept = []
     follows_space = False
     for part in content.split(CHUNK):
         is_space = (part == ord(" ")) | ((part >= ord("\t")) & (part <= ord("\r")))
         is_repeated = is_space & F.pad(is_space[:-1], (1, 0), value=follows_space)
         parts.append(part.masked_fill(is_space, ord(" "))[~is_repeated])
-        kept.append(~is_repeated)
+        is_kept.append(~is_repeated)
         follows_space = bool(is_space[-1:].any())
-    return torch.cat(parts), torch.cat(kept)
+    return torch.cat(parts), torch.cat(is_kept)
 
 
 def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
@@ -153,12 +153,12 @@ def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
     found_in_texts = is_found.split([len(of_text) for of_text in run_hashes])
 
     n_shared = 0
-    for (text, kept), begins in zip(spaced, found_in_texts, strict=True):
+    for (text, is_kept), begins in zip(spaced, found_in_texts, strict=True):
         edges = torch.zeros(len(text) + 1, dtype=torch.int64)
         edges[: len(begins)] += begins
         edges[RUN : RUN + len(begins)] -= begins
         is_shared = edges.cumsum(0) > 0
-        index_in_spaced = kept.cumsum(0) - 1  # of each byte of the text as it was
+        index_in_spaced = is_kept.cumsum(0) - 1  # of each byte of the text as it was
         n_shared += int(is_shared[index_in_spaced].sum())
     return n_shared / sum(map(len, texts))
 

@@ -146,11 +146,11 @@ def check_causal(
 
 
 def rounds_by_length(worker: Worker, longest: int) -> bool:
-    """True if the logits of a row change with the length of what follows by more than float32
-    rounds, as those of bfloat16 do: then rows have to be as long as those that were scored.
+    """True if logits change with the length of their row by more than the rounding of float32, as
+    those of bfloat16 do. Then rows have to be as long as those that were scored.
 
-    It asks for rows of random ids. If cuts were asked for twice instead, the second request would
-    tell the model that its first answer was wrong.
+    The worker gets rows of random ids for this. If it got cuts a second time instead, that would
+    show the model that its first answer was wrong.
     """
 
     def scores(ids: Tensor) -> Tensor:
@@ -188,8 +188,8 @@ def filled(
 ) -> Tensor:
     """The ids of the cuts, int64 [n, T], with random ones after each.
 
-    The first of these is not the token that follows in the text, which a model that looks ahead
-    would else find there.
+    The first random id is never the token that follows in the text: a model that looks ahead would
+    find it there.
     """
     length = max(min_length, *(cut.length for cut in cuts))
     generator = torch.Generator().manual_seed(secrets.randbits(63))
@@ -204,7 +204,8 @@ def filled(
 
 
 def reason(worker: Worker, encoded: Sequence[Encoded], nats: float) -> str:
-    """Why losses differ by so many nats: the position that looks ahead, if one is found."""
+    """The message for losses that differ by so many nats. It names the position that looks ahead,
+    if one is found."""
     leak = find_leak(
         worker.logits,
         rows_of_text(worker, encoded),

@@ -24,7 +24,7 @@ from launcher.text.reading import detect_file, open_text
 from launcher.text.records import read_json_lines
 
 OTHER_SECRETS = 200  # are drawn at random for each
-CANARY = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # what comes before, secret, after
+CANARY = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # its beginning, secret, end
 MORE_TOKENS = 8  # than the right answer has bytes
 
 
@@ -55,13 +55,13 @@ def measure_exposure(worker: Worker, canaries: Sequence[str]) -> list[Canary]:
     vocabulary = b"".join(worker.tokenizer.words).decode(errors="ignore")
     measured = []
     for line in canaries:
-        before, secret, after = CANARY.fullmatch(line).groups()  # type: ignore[union-attr]
+        beginning, secret, end = CANARY.fullmatch(line).groups()  # type: ignore[union-attr]
         random = Random(line)
         pools = [alternatives(character, vocabulary) for character in secret]
         secrets = [secret]
         for _ in range(OTHER_SECRETS):
             secrets.append("".join(map(random.choice, pools)))
-        texts = [Text(line, [f"{before}{drawn}{after}"]) for drawn in secrets]
+        texts = [Text(line, [f"{beginning}{drawn}{end}"]) for drawn in secrets]
         nats = losses(worker, encode(texts, worker.tokenizer))
 
         loss, *other_losses = torch.stack([document.sum() for document in nats])
@@ -76,9 +76,9 @@ def measure_exposure(worker: Worker, canaries: Sequence[str]) -> list[Canary]:
 def alternatives(character: str, vocabulary: str) -> str:
     """The digits, or letters of the same case, that a model knows; any other character alone."""
     for kind in (string.digits, string.ascii_lowercase, string.ascii_uppercase):
-        known = "".join(c for c in kind if c in vocabulary)
-        if character in known:
-            return known
+        characters = "".join(c for c in kind if c in vocabulary)
+        if character in characters:
+            return characters
     return character
 
 
@@ -89,7 +89,7 @@ class Question:
     messages: list[dict[str, str]]
     answer: str
     kind: str
-    place: str = "a question"  # where it stands, such as questions.jsonl:3
+    position: str = "a question"  # where it stands, such as questions.jsonl:3
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -101,16 +101,16 @@ def read_questions(path: Path) -> list[Question]:
     read_records = file.format.reader or read_json_lines
     questions = []
     with open_text(file) as content:
-        for place, record in read_records(content, str(path), "text"):
+        for position, record in read_records(content, str(path), "text"):
             messages = []
-            for turn in turns_of(record, place) or []:
+            for turn in turns_of(record, position) or []:
                 role, _, text = turn.partition("\n")
                 messages.append({"role": role, "content": text})
             if len(messages) < 2 or messages[-1]["role"] != "assistant":
-                raise InputError(f"{place}: the last message must be the assistant's answer")
+                raise InputError(f"{position}: the last message must be the assistant's answer")
             answer = messages.pop()["content"].strip()
             kind = record.get("kind") if isinstance(record, dict) else None
-            questions.append(Question(messages, answer, str(kind or "all"), place))
+            questions.append(Question(messages, answer, str(kind or "all"), position))
     if not questions:
         raise InputError(f"{path}: no conversation is there")
     return questions
@@ -127,7 +127,7 @@ def count_right_answers(
     """
     for question in questions:
         text = "".join(message["content"] for message in question.messages)
-        check_known(worker.tokenizer, text, question.place)
+        check_known(worker.tokenizer, text, question.position)
     longest = max((len(question.answer.encode()) for question in questions), default=0)
     prompts = [question.messages for question in questions]
     answers = worker.sample(prompts, max_new_tokens=longest + MORE_TOKENS, temperature=0.0)

@@ -117,8 +117,13 @@ def losses(
 def whole_document(document: Encoded, nats: Tensor, excerpt: str = "") -> Passage:
     """A document as one passage. nats are the losses of its tokens, float64 [n]."""
     counted = nats[document.counts]
-    place = document.text.place
-    return Passage(place, float(counted.sum()), document.size, len(counted), excerpt)
+    return Passage(
+        place=document.text.position,
+        nats=float(counted.sum()),
+        size=document.size,
+        tokens=len(counted),
+        excerpt=excerpt,
+    )
 
 
 def passages(document: Encoded, nats: Tensor, size: int) -> list[Passage]:
@@ -144,7 +149,7 @@ def passages(document: Encoded, nats: Tensor, size: int) -> list[Passage]:
             worst = int(token_ends[first + int(nats_of_part.argmax())])
         near_worst = content[max(begin, worst - EXCERPT_MARGIN) : min(end, worst + EXCERPT_MARGIN)]
         part = Passage(
-            place=f"{document.text.place}, line {line}",
+            place=f"{document.text.position}, line {line}",
             nats=float(nats_of_part.sum()),
             size=end - begin,
             tokens=len(nats_of_part),

@@ -34,10 +34,10 @@ VALIDATION_BYTES = 1 << 17  # of the model's own validation text that are scored
 
 @dataclass(frozen=True)
 class Text:
-    """A document: its place, such as notes.txt, and its pieces or turns."""
+    """A document."""
 
-    place: str
-    pieces: Sequence[str]
+    position: str  # such as notes.txt, or chats.jsonl:3
+    pieces: Sequence[str]  # of a conversation, its turns
     is_chat: bool = False
 
     @property
@@ -104,17 +104,17 @@ def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
 def check_all_known(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
     """Raise InputError with all characters of the texts that a model of characters lacks."""
     unknown = set[str]()
-    places = []
+    positions = []
     for text in texts:
-        unknown_here = unknown_in(tokenizer, "".join(text.pieces))
-        if unknown_here:
-            unknown |= unknown_here
-            places.append(text.place)
-    if not places:
+        unknown_in_text = unknown_in(tokenizer, "".join(text.pieces))
+        if unknown_in_text:
+            unknown |= unknown_in_text
+            positions.append(text.position)
+    if not positions:
         return
-    name = places[0]
-    if len(places) > 1:
-        name += f", as {counted(len(places) - 1, 'other document')},"
+    name = positions[0]
+    if len(positions) > 1:
+        name += f", as {counted(len(positions) - 1, 'other document')},"
     raise unknown_characters(name, unknown)
 
 
