@@ -19,7 +19,7 @@ import launching
 import pytest
 
 from entry_point.conversations import CHAT_TEMPLATE
-from launcher.cli.models import converse, talk
+from launcher.cli.models import answer, converse
 from launcher.models.chat import Chat, Message
 from launcher.models.load import published_model
 from launcher.models.sample import prompt_and_limit
@@ -69,12 +69,12 @@ def test_each_answer_has_its_seed_and_is_kept_if_interrupted(directory):
     prompt = chat.fit([Message("user", "Hi?")], 20)
     limit = prompt.max_new_tokens
     columns = stream_samples(model, tokenizer, prompt.ids, limit, 1, 1.0, seed=5 + 2)
-    answer = [piece for (piece,) in columns]
+    whole = [piece for (piece,) in columns]
     sampling = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5}
-    talked = talk(model, tokenizer, chat, messages, sampling, "Hi?", 2)
-    assert [next(talked) for _ in range(9)] == answer[:9]
-    talked.close()
-    assert messages[1:] == [Message("assistant", "".join(answer[:9]))]
+    pieces = answer(model, tokenizer, chat, messages, sampling, "Hi?", 2)
+    assert [next(pieces) for _ in range(9)] == whole[:9]
+    pieces.close()
+    assert messages[1:] == [Message("assistant", "".join(whole[:9]))]
 
 
 def test_old_turns_are_dropped_and_that_is_said(chat, directory):
