@@ -75,7 +75,7 @@ def raise_offline(*_: object, **__: object) -> NoReturn:
 
 
 def make_client(session: Any, service: str, region: str, attempts: int | None = None) -> Any:
-    """Make a client that retries, since a command may watch a job for hours.
+    """Makes a client that retries, since a command may watch a job for hours.
 
     With a number of attempts it is for calls that a command can do without, and fails within
     seconds. Its calls raise what service_errors does.
@@ -104,7 +104,7 @@ def make_client(session: Any, service: str, region: str, attempts: int | None = 
 
 
 def check_region(session: Any) -> str:
-    """Return the region of a session. Raises InputError if it has none, or SageMaker is not there.
+    """Returns the region of a session. Raises InputError if it has none, or SageMaker is not there.
 
     What is there is what boto3 knows, as this calls nothing.
     """
@@ -121,7 +121,7 @@ def check_region(session: Any) -> str:
 
 
 def check_bucket(client: Any, uri: str, field: str, region: str) -> None:
-    """Raise InputError if a bucket is in another region than the job.
+    """Raises InputError if a bucket is in another region than the job.
 
     uri is s3://bucket/prefix, and field the argument that it is from. Each answer of S3 about a
     bucket names the region, also one that refuses, so this needs no permission.
@@ -145,7 +145,7 @@ def check_bucket(client: Any, uri: str, field: str, region: str) -> None:
 
 
 class Missing(ServiceError):
-    """What a call names does not exist."""
+    """Something that a call of AWS names does not exist."""
 
 
 class Offline(ServiceError):
@@ -168,7 +168,7 @@ ERROR_TYPES = {"aws-quota": OverQuota, "aws-denied": Denied, "aws-throttled": Un
 
 
 def service_error(subject: str, error: BaseException) -> ServiceError:
-    """Make an exception of boto3 or s3fs an error of one line.
+    """Makes an exception of boto3 or s3fs an error of one line.
 
     subject begins the line: a call of AWS's API, or a URI.
     """
@@ -186,7 +186,7 @@ def service_error(subject: str, error: BaseException) -> ServiceError:
 
 
 def patiently(call: Callable[[], T], *, job_id: str, code: str, deadline: float = math.inf) -> T:
-    """Call AWS about a job or a sweep that is watched, and retry through an outage of minutes.
+    """Calls AWS about a job or a sweep that is watched, and retries through an outage of minutes.
 
     deadline is in time.monotonic() seconds. Raises ServiceError if the outage lasts for
     PATIENCE_SECONDS, and for other errors at once, such as expired credentials. code is that of the
@@ -226,7 +226,7 @@ class QuotaWait:
         return time.monotonic() >= self.retry_at
 
     def note_end(self) -> None:
-        """Note that a job of ours has ended."""
+        """Notes that a job of ours has ended."""
         self.retry_at = 0.0
         self.freed_at = time.monotonic()
 
@@ -234,7 +234,7 @@ class QuotaWait:
         self.is_waiting = False
 
     def note_refusal(self, error: OverQuota, others_run: bool) -> bool:
-        """Wait for RETRY_SECONDS more. Returns True for the first refusal of a job.
+        """Waits for RETRY_SECONDS more. Returns True for the first refusal of a job.
 
         Raises the refusal if none of our jobs runs or has just ended, so that waiting is in vain.
         """
@@ -252,7 +252,7 @@ class QuotaWait:
 
 @contextmanager
 def service_errors(call: str) -> Iterator[None]:
-    """Make botocore's exceptions in a call of AWS's API a ServiceError of one line.
+    """Makes botocore's exceptions in a call of AWS's API a ServiceError of one line.
 
     It is Missing if AWS says that what the call names does not exist, and Unreachable if AWS did
     not answer.
@@ -271,7 +271,7 @@ def service_errors(call: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What AWS answered to a call that failed; both parts are '' if it did not answer."""
+    """The answer of AWS to a call that failed; both parts are '' if it did not answer."""
 
     code: str
     message: str  # in one line

@@ -147,7 +147,7 @@ DOT_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def sketch(points: Sequence[tuple[float, float]], width: int = 60, height: int = 8) -> list[str]:
-    """Draw a curve as lines of text: `width` x `height` characters and the labels of both axes."""
+    """Draws a curve as lines of text: `width` x `height` characters and the labels of both axes."""
     values = [value for _, value in points]
     low, high = min(values), max(values)
     n_columns, n_rows = width * DOTS_ACROSS, height * DOTS_DOWN

@@ -64,7 +64,7 @@ class Source:
 
     @classmethod
     def read(cls, path: Path) -> Source:
-        """Read a folder from its path, or from that of its train.py. Raises InputError."""
+        """Reads a folder from its path, or from that of its train.py. Raises InputError."""
         directory = path_of(path).absolute()
         if directory.name == "train.py":
             directory = directory.parent
@@ -128,7 +128,7 @@ class Source:
             raise self.refusal(error) from error
 
     def check_complete(self) -> None:
-        """Raise InputError unless the folder has all that the launcher uses."""
+        """Raises InputError unless the folder has all that the launcher uses."""
         for name, content in self.files.items():
             with self.running():
                 compile(content, self.directory / name, "exec", dont_inherit=True)
@@ -140,7 +140,7 @@ class Source:
                 raise InputError(f"{self.directory}: {problem} {min(missing)}", "copy-folder")
 
     def refusal(self, error: BaseException) -> InputError:
-        """Turn an error of the folder's code into one for the user.
+        """Turns an error of the folder's code into one for the user.
 
         A TrainingError, which it raises on purpose, keeps its message. Another gets its line.
         """
@@ -196,14 +196,14 @@ def package_of(finder: object) -> str:
 
 
 def keep(source: Source, settings: Settings) -> Path:
-    """Keep a folder below the home, for the models that it trains. Raises OSError."""
+    """Keeps a folder below the home, for the models that it trains. Raises OSError."""
     directory = settings.home / "sources" / source.sha256
     source.write(directory)
     return directory
 
 
 def find_source(sha256: str, settings: Settings, entry_point: Path | None = None) -> Source:
-    """Find the folder with this SHA-256: the packaged one, entry_point, or one that a launch kept.
+    """Finds the folder with this SHA-256: the packaged one, entry_point, or one that a launch kept.
 
     Raises InputError if there is none.
     """

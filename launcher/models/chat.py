@@ -68,7 +68,7 @@ class ChatEncoder:
         self.line_break = array("i", line_break)
 
     def encode(self, turns: Sequence[str]) -> Iterator[bytes]:
-        """Yield the ids of each turn, which is the role, a line break, and the content."""
+        """Yields the ids of each turn, which is the role, a line break, and the content."""
         for turn, content in zip(turns, self.encoder.encode(turns), strict=True):
             content_ids = array("i", content)
             is_learned = turn.startswith(ASSISTANT_PREFIX)

@@ -29,7 +29,7 @@ def default_image(job: TrainingJob, region: str) -> str:
 
 
 def check_volume(job: TrainingJob) -> None:
-    """Raise InputError if a volume is requested for an instance that takes none."""
+    """Raises InputError if a volume is requested for an instance that takes none."""
     if "volume_size" not in job.given():
         return
     for instance in job.instances:
@@ -39,7 +39,7 @@ def check_volume(job: TrainingJob) -> None:
 
 
 def check_vpc(job: TrainingJob, settings: Settings, region: str) -> None:
-    """Raise InputError if the role of the stack may not join the job's subnets."""
+    """Raises InputError if the role of the stack may not join the job's subnets."""
     stack = last_seen_stack(settings, region)
     if not job.subnets or stack is None or stack.vpc:
         return
@@ -49,7 +49,7 @@ def check_vpc(job: TrainingJob, settings: Settings, region: str) -> None:
 
 
 def check_gpus(job: TrainingJob) -> None:
-    """Raise InputError if the model does not fit a GPU, or a batch cannot be shared evenly.
+    """Raises InputError if the model does not fit a GPU, or a batch cannot be shared evenly.
 
     Types whose GPUs are not known are not checked.
     """
@@ -70,7 +70,7 @@ def log_instances(job: TrainingJob) -> None:
 
 
 def check_memory(job: TrainingJob, instance: str) -> None:
-    """Raise InputError if the layers of the model alone fill the GPUs of an instance type.
+    """Raises InputError if the layers of the model alone fill the GPUs of an instance type.
 
     An edited folder may train other parameters than its Config counts, and is not checked.
     """

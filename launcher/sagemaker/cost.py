@@ -207,7 +207,7 @@ def check_prices_known(
     earlier: float | None,
     without_price: list[str],
 ) -> None:
-    """Log each cost that is unknown, or raise InputError if the job has a ceiling."""
+    """Logs each cost that is unknown, or raises InputError if the job has a ceiling."""
     unknown = []
     if earlier is None:
         unknown.append(f"the cost of the earlier job {job.resume} is unknown")

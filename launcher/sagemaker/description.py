@@ -149,7 +149,7 @@ def reason_of_end(raw: dict[str, Any]) -> str | None:
 
 
 def seconds_of(moment: datetime | None) -> float | None:
-    """Seconds since the epoch."""
+    """A moment in seconds since the epoch."""
     return None if moment is None else moment.timestamp()
 
 

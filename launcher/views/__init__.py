@@ -1,1 +1,1 @@
-"""What people look at: reports and the page to play with."""
+"""Pages and tables that people look at: reports, facts of jobs, and the page to play with."""

@@ -100,7 +100,7 @@ def short_cost(job: JobDescription) -> str | None:
 
 
 def cost_text(job: JobDescription) -> str | None:
-    """What a job has cost, and by which price."""
+    """The cost of a job, and the price by which it was counted."""
     if job.cost is None or job.price is None:
         return None
     note = ""

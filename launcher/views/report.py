@@ -52,7 +52,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What the run counts its text in, such as characters or tokens."""
+        """The unit in which the run counts its text, such as characters or tokens."""
         return self.logged(r"[\d,]+ parameters; [\d,]+ (\w+) to train on") or "characters"
 
     @property
