@@ -34,7 +34,7 @@ class Run:
     log: Sequence[str] = ()
     data: Upload | None = None
     validation: Upload | None = None
-    judged: Sequence[Evaluation] = ()
+    evaluations: Sequence[Evaluation] = ()
     label: str = ""
 
     @property
@@ -73,13 +73,13 @@ class Run:
         return self.job.validation or self.job.data
 
     @property
-    def evaluations(self) -> list[Row]:
+    def evaluation_rows(self) -> list[Row]:
         return [row for row in self.curve.rows if "val_loss" in row]
 
     @property
     def best(self) -> Row:
         """The row of the lowest validation loss; empty before the first evaluation."""
-        return min(self.evaluations, key=lambda row: row["val_loss"], default={})
+        return min(self.evaluation_rows, key=lambda row: row["val_loss"], default={})
 
     @property
     def step(self) -> int:
@@ -244,7 +244,7 @@ def read_run(job_id: str, settings: Settings) -> Run:
         log=log,
         data=known_upload(job.data, settings),
         validation=known_upload(job.validation, settings),
-        judged=saved_evaluations(job_id, settings),
+        evaluations=saved_evaluations(job_id, settings),
     )
 
 
