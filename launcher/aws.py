@@ -246,9 +246,6 @@ class QuotaWait:
         self.retry_at = now + RETRY_SECONDS
         return is_first
 
-    def sleep(self) -> None:
-        time.sleep(max(0.0, self.retry_at - time.monotonic()))
-
 
 @contextmanager
 def service_errors(call: str) -> Iterator[None]:

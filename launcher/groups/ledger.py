@@ -63,6 +63,10 @@ class GroupLedger(Ledger):
     def was_sent(self, job_id: str) -> bool:
         return any(entry["job"] == job_id for entry in self.of("sent"))
 
+    def reservation_of(self, job_id: str) -> Entry:
+        """The last reservation of a job."""
+        return [entry for entry in self.of("reserved") if entry["job"] == job_id][-1]
+
     @property
     def open_reservations(self) -> dict[str, Entry]:
         """The reservations of jobs whose cost is not known yet, by their ids."""

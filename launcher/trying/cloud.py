@@ -11,23 +11,23 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from entry_point.text import read_json
-from launcher.aws import PATIENCE_SECONDS, OverQuota, QuotaWait
+from launcher.aws import OverQuota
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.documents import Document
 from launcher.files.ledger import Entry
 from launcher.files.scratch import scratch
 from launcher.groups.money import cost_so_far
+from launcher.groups.run import Event, GroupRun
 from launcher.instances import count_gpus
-from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request, UnreadableJob
+from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request
 from launcher.launching import launch
 from launcher.local import confine, syscalls
 from launcher.local.runs import SILENT
@@ -47,10 +47,11 @@ from launcher.trying.runs import FinishedRun, SeededRun
 if TYPE_CHECKING:
     from launcher.trying.search import Search
 
+Plan = launch.Plan[TrackedJob]
+
 UNKNOWN_SECONDS = 3600  # after which a job that AWS does not know will never be there
 # Seconds of a job's time limit besides its runs: for what may go slower, and before and after them.
 MARGIN, AROUND = 300, 120
-NEWEST = 100  # jobs among which one is looked for that holds the quota
 UPLOADED = 30e6  # bytes of models in a second
 LARGEST_MODEL = 1 << 36  # bytes
 DRIVER = Path(driver.__file__)
@@ -104,9 +105,9 @@ class SageMakerRuns:
         """
         if not runs:
             return
-        entry = self.job_of(runs) or self.send(runs)
-        description = TrackedJob(entry["job"], self.settings).wait_for_end()
-        self.ledger.settle_all(self.cost_of)
+        stage = self.stage(runs)
+        description = stage.finish()
+        entry = self.ledger.reservation_of(description.job_id)
         if description.model_uri is None:
             reason = description.failure_reason or "it left no models"
             raise ServiceError(f"job {entry['job']} is {description.status}: {reason}")
@@ -198,8 +199,11 @@ class SageMakerRuns:
         }
         return {(folder, seed) for folder, seed in entry["runs"]} - failed
 
-    def send(self, runs: Sequence[SeededRun]) -> Entry:
-        """Reserve what a job may cost, and start it."""
+    def stage(self, runs: Sequence[SeededRun]) -> StageRun:
+        """The job of these runs: the one that was sent for them before, or another."""
+        sent = self.job_of(runs)
+        if sent is not None:
+            return StageRun(self, {}, {1: sent["job"]}, [])
         self.ledger.settle_all(self.cost_of)
         job_id = launch.new_job_id()
         # In each GPU's share, the runs of the base come first, and a seed's two runs are in one.
@@ -208,24 +212,9 @@ class SageMakerRuns:
             plan = self.planned(job_id, runs, self.seconds_for(len(runs)), self.settings)
         else:
             plan = self.first_plan(job_id, runs)
-        cost, keys = cost_of_plan(plan), [list(run.key) for run in runs]
-        with self.sending():
-            entry = self.ledger.reserve(job_id, cost, place=self.account, runs=keys)
-            self.search.report(f"job {job_id}: {len(runs)} runs, at most {usd(cost)}")
-            try:
-                plan.upload()  # which may take long
-                self.ledger.add("sending", job=job_id)
-                self.submit_within_quota(job_id, plan)
-            except LauncherError as error:
-                if error.code == "job-may-exist":  # for an hour from now
-                    self.ledger.add("sending", job=job_id)
-                else:
-                    self.ledger.release(job_id)
-                raise
-            self.ledger.note_sent(job_id)
-        return entry
+        return StageRun(self, {1: plan}, {}, runs)
 
-    def first_plan(self, job_id: str, runs: Sequence[SeededRun]) -> launch.Plan[TrackedJob]:
+    def first_plan(self, job_id: str, runs: Sequence[SeededRun]) -> Plan:
         """A job of runs of which none was measured: an hour, or what the ceilings allow."""
         seconds, limit = DEFAULT_RUN, self.ledger.free
         if self.settings.max_cost is not None:  # of each job, from the settings
@@ -241,31 +230,9 @@ class SageMakerRuns:
             seconds = affordable
         return self.planned(job_id, runs, seconds, self.settings)
 
-    def submit_within_quota(self, job_id: str, plan: launch.Plan[TrackedJob]) -> None:
-        """Submit a job; if a quota refuses it, wait as long as jobs run that may make room."""
-        quota_wait = QuotaWait()
-        while True:
-            try:
-                plan.backend.submit(job_id, plan.job, plan.placement, plan.request)
-                return
-            except OverQuota as quota:
-                if quota_wait.note_refusal(quota, self.others_run(plan.job.instance)):
-                    self.search.report(f"job {job_id} waits: {quota}")
-            quota_wait.sleep()
-
-    def others_run(self, instance: str) -> bool:
-        """True if a job of the caller on this instance type runs, or ended minutes ago: SageMaker
-        may count a job for a while after its end."""
-        for job in islice(self.backend.list(), NEWEST):
-            if isinstance(job, UnreadableJob) or job.instance != instance:
-                continue
-            if job.is_running or time.time() < (job.ended or 0.0) + PATIENCE_SECONDS:
-                return True
-        return False
-
     def planned(
         self, job_id: str, runs: Sequence[SeededRun], seconds: int, settings: Settings
-    ) -> launch.Plan[TrackedJob]:
+    ) -> Plan:
         """The job of these runs, with a time limit. Nothing is sent. Raises CeilingTooLow if it may
         cost more than a job may by the settings."""
         hyperparameters = dict(self.search.start["hyperparameters"])
@@ -344,7 +311,59 @@ class SageMakerRuns:
         return Channel(search.start["text"], upload.uri, upload, files)
 
 
-def cost_of_plan(plan: launch.Plan[TrackedJob]) -> float:
+class StageRun(GroupRun):
+    """The job of a stage of a search while a command runs it. Others may run at the same time,
+    under the same ledger."""
+
+    def __init__(
+        self,
+        trainer: SageMakerRuns,
+        plans: Mapping[int, Plan],
+        running: Mapping[int, str],
+        runs: Sequence[SeededRun],
+    ) -> None:
+        search = trainer.search
+        super().__init__(
+            search.name, trainer.ledger, trainer.backend, trainer.settings, plans, running
+        )
+        self.trainer, self.runs, self.report = trainer, runs, search.report
+
+    def finish(self) -> JobDescription:
+        """The state in which the job has ended. Raises OverCeiling, and ServiceError if it was
+        deleted."""
+        for event in self.events():
+            if isinstance(event.obstacle, OverQuota):
+                self.report(f"job {event.job_id} waits: {event.obstacle}")
+            elif event.obstacle is not None:
+                raise event.obstacle
+            elif event.description is not None:
+                return event.description
+        raise ServiceError(f"the job of search {self.name} was deleted; try again")
+
+    def start(self, number: int) -> Event:
+        with self.trainer.sending():
+            return super().start(number)
+
+    def reserve(self, number: int, plan: Plan) -> None:
+        cost, keys = cost_of_plan(plan), [list(run.key) for run in self.runs]
+        self.trainer.ledger.reserve(plan.job_id, cost, place=self.trainer.account, runs=keys)
+        self.report(f"job {plan.job_id}: {len(keys)} runs, at most {usd(cost)}")
+
+    def send(self, plan: Plan) -> None:
+        plan.upload()  # which may take long
+        self.ledger.add("sending", job=plan.job_id)
+        try:  # without keeping its folder, which trains no model
+            plan.backend.submit(plan.job_id, plan.job, plan.placement, plan.request)
+        except LauncherError as error:
+            if error.code == "job-may-exist":  # for an hour from now
+                self.ledger.add("sending", job=plan.job_id)
+            raise
+
+    def settle(self, job: JobDescription) -> None:
+        self.trainer.ledger.settle_all(self.trainer.cost_of)
+
+
+def cost_of_plan(plan: Plan) -> float:
     """The USD that a job may cost. Raises InputError if its price is unknown."""
     if plan.job.worst_cost is None:
         raise InputError(f"the price of {plan.job.instance} is unknown, so no ceiling can hold")

@@ -21,14 +21,15 @@ import pytest
 from access import Refusal
 from searches import folder, gain_of
 
-from launcher.aws import OverQuota, QuotaWait
+from launcher.aws import OverQuota
 from launcher.errors import ServiceError
 from launcher.files import ledger
+from launcher.groups import run as group_runs
 from launcher.groups.ledger import OverCeiling
+from launcher.groups.run import Event, GroupRun
 from launcher.job import JobDescription
 from launcher.settings import Settings
 from launcher.source import Source
-from launcher.tracking import TrackedJob
 from launcher.trying import cloud as jobs_of
 from launcher.trying import driver, search
 from launcher.trying.budget import Budget
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     import sagemaker_service
 
 CEILING, HOURLY, AROUND = 10.0, 5.0, 600
+INSTANCE = "ml.g5.xlarge"
 HISTORIES = 1000  # a quarter of them with --quick
 
 
@@ -96,18 +98,15 @@ class Aws:
             return None
         status = job.status if self.now >= job.ends else "InProgress"
         uri = "s3://models" if status == "Completed" else None
-        return JobDescription(
-            job_id, status, status, "ml.g5.xlarge", 1, job.created, "", model_uri=uri
-        )
+        return JobDescription(job_id, status, status, INSTANCE, 1, job.created, "", model_uri=uri)
 
     def list(self) -> Iterator[JobDescription]:
         for name in [*self.jobs]:
             if job := self.describe(name):
                 yield job
 
-    def wait_for_quota(self) -> None:
-        self.now += 60
-        self.event()
+    def sleep(self, seconds: float) -> None:
+        self.now += 120
 
     def submit(self, job_id: str, job: Any, *_: Any) -> None:
         if self.draw.random() < self.trouble:
@@ -125,19 +124,26 @@ class Aws:
             self.jobs[job_id].lag = self.draw.choice([0.0, 900.0])
             raise ServiceError("no answer", "job-may-exist", job_id=job_id)
 
-    def wait(self, job_id: str) -> JobDescription:
-        while (found := self.describe(job_id)) and found.is_running:
-            self.now += 120
-        if found is None:
-            raise ServiceError(f"there is no job {job_id}")
-        return found
-
     def with_costs(self, found: Sequence[JobDescription], settings: Any) -> Sequence[Any]:
         if self.draw.random() < self.trouble:
             return [SimpleNamespace(cost=None)]
         job = self.jobs[found[0].job_id]
         share = min(1.0, (self.now - job.created) / job.billed)
         return [SimpleNamespace(cost=share * self.bills[job.name])]
+
+
+@dataclass
+class Plan:
+    """A plan whose job may run for max_run seconds."""
+
+    job_id: str
+    job: Any
+    backend: Aws
+    placement: Any = None
+    request: dict[str, Any] = field(default_factory=dict)
+
+    def upload(self) -> None:
+        self.backend.answer()
 
 
 @pytest.fixture
@@ -147,24 +153,30 @@ def aws(monkeypatch, tmp_path):
 
     def prepare(request: Any, settings: Any, job_class: Any, job_id: str, texts: Any) -> Any:
         worst = HOURLY * (request.max_run + AROUND) / 3600
-        job = SimpleNamespace(worst_cost=worst, instance="ml.g5.xlarge", max_run=request.max_run)
-        return SimpleNamespace(
-            job=job, placement=None, request={}, backend=aws, upload=lambda: aws.answer()
+        job = SimpleNamespace(
+            worst_cost=worst,
+            instance=INSTANCE,
+            instances=(INSTANCE,),
+            max_run=request.max_run,
+            resume=None,
         )
+        return Plan(job_id, job, aws)
 
     def read_document(uri: str, kind: type[DriverFacts]) -> DriverFacts:
         problem = "it failed" if aws.draw.random() < aws.trouble else ""
         return DriverFacts(seconds=30.0, problem=problem)
 
-    clock = SimpleNamespace(time=lambda: aws.now)
+    clock = SimpleNamespace(
+        time=lambda: aws.now, monotonic=lambda: aws.now, sleep=lambda seconds: aws.sleep(seconds)
+    )
     monkeypatch.setattr(jobs_of, "SageMakerBackend", lambda settings: aws)
     monkeypatch.setattr(jobs_of, "time", clock)
     monkeypatch.setattr(ledger, "time", clock)
-    monkeypatch.setattr(QuotaWait, "sleep", lambda self: aws.wait_for_quota())
+    monkeypatch.setattr("launcher.aws.time", clock)
+    monkeypatch.setattr(group_runs, "time", clock)
     monkeypatch.setattr(ledger.os, "fsync", lambda fd: None)
     monkeypatch.setattr(jobs_of.launch, "prepare", prepare)
     monkeypatch.setattr(jobs_of.launch, "new_job_id", lambda: f"job-{next(numbers):06d}")
-    monkeypatch.setattr(TrackedJob, "wait_for_end", lambda job: aws.wait(job.id))
     monkeypatch.setattr("launcher.groups.money.with_costs", aws.with_costs)
     monkeypatch.setattr(jobs_of.storage, "fetch", lambda *_, **__: [Path("tar")])
     monkeypatch.setattr(jobs_of.fetch, "extract", lambda *_: None)
@@ -429,7 +441,7 @@ def test_a_try_over_the_ceiling_sends_nothing(attempt, jobs, home, cloud, s3):
 
 def test_a_killed_commands_job_is_taken_not_paid_again(attempt, jobs, home, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(TrackedJob, "wait_for_end", failing(KeyboardInterrupt()))
+        patch.setattr(GroupRun, "poll", failing(KeyboardInterrupt()))
         assert "interrupted" in attempt().err
     assert len(ledger_of(home).open_reservations) == 1
     again = attempt()
@@ -440,7 +452,7 @@ def test_a_killed_commands_job_is_taken_not_paid_again(attempt, jobs, home, monk
 def begun_job(self: Search) -> dict[str, Any]:
     """Send the job of the base, and do not wait for it."""
     first = self.source(self.start["folder"])
-    SageMakerRuns(self).send([SeededRun(first, seed) for seed in range(1, 9)])
+    SageMakerRuns(self).stage([SeededRun(first, seed) for seed in range(1, 9)]).start(1)
     return {"loss": 2.0, "sd": 0.01, "pairs": 8}
 
 
@@ -487,13 +499,13 @@ def test_a_job_waits_while_another_holds_the_quota(attempt, jobs, home, cloud, m
     monkeypatch.setattr("launcher.aws.RETRY_SECONDS", 0.1)
     quota = cloud.sagemaker.quota
     quota["ml.g5.12xlarge for training job usage"] = 0
-    wait = QuotaWait.sleep
+    poll = GroupRun.poll
 
-    def frees(self: QuotaWait) -> None:
+    def frees(run: GroupRun) -> Iterator[Event]:
         quota["ml.g5.12xlarge for training job usage"] = 1
-        wait(self)
+        yield from poll(run)
 
-    monkeypatch.setattr(QuotaWait, "sleep", frees)
+    monkeypatch.setattr(GroupRun, "poll", frees)
     ran = attempt()
     assert ran.code == 3
     assert ran.err.count(" waits: CreateTrainingJob: ") == 1
