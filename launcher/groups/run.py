@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -90,22 +90,21 @@ class GroupRun:
     """
 
     def __init__(
-        self,
-        name: str,
-        ledger: GroupLedger,
-        backend: Backend,
-        settings: Settings,
-        plans: Mapping[int, Plan[TrackedJob]],
-        running: Mapping[int, str],
-        parallel: int = 1,
+        self, name: str, ledger: GroupLedger, backend: Backend, settings: Settings, parallel: int
     ) -> None:
         self.name, self.ledger, self.backend, self.settings = name, ledger, backend, settings
-        self.plans, self.parallel = plans, parallel
-        self.waiting = list(plans)
-        self.running = dict(running)
+        self.parallel = parallel
+        self.plans = dict[int, Plan[TrackedJob]]()
+        self.waiting = list[int]()
+        self.running = dict[int, str]()
         self.quota_wait = QuotaWait()
         self.needs_money = False  # the next job waits for what a running one may give back
         self.pending = set[str]()  # jobs that wait for capacity, which was logged
+
+    def add(self, number: int, plan: Plan[TrackedJob]) -> None:
+        """Add a job to start."""
+        self.plans[number] = plan
+        self.waiting.append(number)
 
     def events(self) -> Iterator[Event]:
         """Start the jobs, and yield each when it starts and when it ends."""
@@ -230,14 +229,13 @@ class SweepRun(GroupRun):
     """The jobs of a sweep while a command runs it, which any machine may stop."""
 
     def __init__(self, plan: SweepPlan) -> None:
-        running = {}
+        parallel = plan.sweep.parallel
+        super().__init__(plan.group, plan.ledger, plan.backend, plan.settings, parallel)
+        for number, member in plan.plans.items():
+            self.add(number, member)
         for number, jobs in plan.tries.items():
             if jobs[-1].is_running:
-                running[number] = jobs[-1].job_id
-        parallel = plan.sweep.parallel
-        super().__init__(
-            plan.group, plan.ledger, plan.backend, plan.settings, plan.plans, running, parallel
-        )
+                self.running[number] = jobs[-1].job_id
         self.plan = plan
         self.was_stopped = False
         self.mark = ""

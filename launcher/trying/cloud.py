@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ from launcher.text.reading import files_in
 from launcher.tracking import TrackedJob
 from launcher.trying import driver
 from launcher.trying.budget import MAX_SIZE
+from launcher.trying.history import SearchLedger
 from launcher.trying.runs import FinishedRun, SeededRun
 
 if TYPE_CHECKING:
@@ -88,14 +89,19 @@ class JobRun:
         return FinishedRun(self.run, unpacked / "model", self.facts.seconds, problem)
 
 
-class SageMakerRuns:
-    """Makes the runs of a stage of a search as one job on SageMaker."""
+class SageMakerRuns(GroupRun):
+    """Makes the runs of a stage of a search as one job on SageMaker. Other commands may do so at
+    the same time, under the same ledger."""
+
+    ledger: SearchLedger
 
     def __init__(self, search: Search) -> None:
-        self.search, self.ledger, self.settings = search, search.ledger, search.settings
+        backend = SageMakerBackend(search.settings)
+        super().__init__(search.name, search.ledger, backend, search.settings, parallel=1)
+        self.search = search
         self.instance = search.start["instance"]
-        self.backend = SageMakerBackend(self.settings)
-        self.account = f"{self.backend.caller().account} {self.backend.region}"
+        self.account = f"{backend.caller().account} {backend.region}"
+        self.stage: Sequence[SeededRun] = []
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
         """Make runs: those of the base come first, which others need too, and those that failed
@@ -105,8 +111,8 @@ class SageMakerRuns:
         """
         if not runs:
             return
-        stage = self.stage(runs)
-        description = stage.finish()
+        self.begin_stage(runs)
+        description = self.end_stage()
         entry = self.ledger.reservation_of(description.job_id)
         if description.model_uri is None:
             reason = description.failure_reason or "it left no models"
@@ -199,20 +205,56 @@ class SageMakerRuns:
         }
         return {(folder, seed) for folder, seed in entry["runs"]} - failed
 
-    def stage(self, runs: Sequence[SeededRun]) -> StageRun:
-        """The job of these runs: the one that was sent for them before, or another."""
+    def begin_stage(self, runs: Sequence[SeededRun]) -> None:
+        """Take the job that was sent for these runs before, or add one that is to be sent."""
         sent = self.job_of(runs)
         if sent is not None:
-            return StageRun(self, {}, {1: sent["job"]}, [])
+            self.running[1] = sent["job"]
+            return
         self.ledger.settle_all(self.cost_of)
         job_id = launch.new_job_id()
         # In each GPU's share, the runs of the base come first, and a seed's two runs are in one.
-        runs = sorted(runs, key=lambda run: run.source.sha256 != self.ledger.base)
+        self.stage = sorted(runs, key=lambda run: run.source.sha256 != self.ledger.base)
         if self.measured:
-            plan = self.planned(job_id, runs, self.seconds_for(len(runs)), self.settings)
+            seconds = self.seconds_for(len(runs))
+            plan = self.planned(job_id, self.stage, seconds, self.settings)
         else:
-            plan = self.first_plan(job_id, runs)
-        return StageRun(self, {1: plan}, {}, runs)
+            plan = self.first_plan(job_id, self.stage)
+        self.add(1, plan)
+
+    def end_stage(self) -> JobDescription:
+        """The state in which the job has ended. Raises OverCeiling, and ServiceError if it was
+        deleted."""
+        for event in self.events():
+            if isinstance(event.obstacle, OverQuota):
+                self.search.report(f"job {event.job_id} waits: {event.obstacle}")
+            elif event.obstacle is not None:
+                raise event.obstacle
+            elif event.description is not None:
+                return event.description
+        raise ServiceError(f"the job of search {self.name} was deleted; try again")
+
+    def start(self, number: int) -> Event:
+        with self.sending():
+            return super().start(number)
+
+    def reserve(self, number: int, plan: Plan) -> None:
+        cost, keys = cost_of_plan(plan), [list(run.key) for run in self.stage]
+        self.ledger.reserve(plan.job_id, cost, place=self.account, runs=keys)
+        self.search.report(f"job {plan.job_id}: {len(keys)} runs, at most {usd(cost)}")
+
+    def send(self, plan: Plan) -> None:
+        plan.upload()  # which may take long
+        self.ledger.add("sending", job=plan.job_id)
+        try:  # without keeping its folder, which trains no model
+            plan.backend.submit(plan.job_id, plan.job, plan.placement, plan.request)
+        except LauncherError as error:
+            if error.code == "job-may-exist":  # for an hour from now
+                self.ledger.add("sending", job=plan.job_id)
+            raise
+
+    def settle(self, job: JobDescription) -> None:
+        self.ledger.settle_all(self.cost_of)
 
     def first_plan(self, job_id: str, runs: Sequence[SeededRun]) -> Plan:
         """A job of runs of which none was measured: an hour, or what the ceilings allow."""
@@ -309,58 +351,6 @@ class SageMakerRuns:
             val_tokens=meta["val"]["shards"][0]["tokens"],
         )
         return Channel(search.start["text"], upload.uri, upload, files)
-
-
-class StageRun(GroupRun):
-    """The job of a stage of a search while a command runs it. Others may run at the same time,
-    under the same ledger."""
-
-    def __init__(
-        self,
-        trainer: SageMakerRuns,
-        plans: Mapping[int, Plan],
-        running: Mapping[int, str],
-        runs: Sequence[SeededRun],
-    ) -> None:
-        search = trainer.search
-        super().__init__(
-            search.name, trainer.ledger, trainer.backend, trainer.settings, plans, running
-        )
-        self.trainer, self.runs, self.report = trainer, runs, search.report
-
-    def finish(self) -> JobDescription:
-        """The state in which the job has ended. Raises OverCeiling, and ServiceError if it was
-        deleted."""
-        for event in self.events():
-            if isinstance(event.obstacle, OverQuota):
-                self.report(f"job {event.job_id} waits: {event.obstacle}")
-            elif event.obstacle is not None:
-                raise event.obstacle
-            elif event.description is not None:
-                return event.description
-        raise ServiceError(f"the job of search {self.name} was deleted; try again")
-
-    def start(self, number: int) -> Event:
-        with self.trainer.sending():
-            return super().start(number)
-
-    def reserve(self, number: int, plan: Plan) -> None:
-        cost, keys = cost_of_plan(plan), [list(run.key) for run in self.runs]
-        self.trainer.ledger.reserve(plan.job_id, cost, place=self.trainer.account, runs=keys)
-        self.report(f"job {plan.job_id}: {len(keys)} runs, at most {usd(cost)}")
-
-    def send(self, plan: Plan) -> None:
-        plan.upload()  # which may take long
-        self.ledger.add("sending", job=plan.job_id)
-        try:  # without keeping its folder, which trains no model
-            plan.backend.submit(plan.job_id, plan.job, plan.placement, plan.request)
-        except LauncherError as error:
-            if error.code == "job-may-exist":  # for an hour from now
-                self.ledger.add("sending", job=plan.job_id)
-            raise
-
-    def settle(self, job: JobDescription) -> None:
-        self.trainer.ledger.settle_all(self.trainer.cost_of)
 
 
 def cost_of_plan(plan: Plan) -> float:

@@ -277,6 +277,25 @@ def test_a_job_over_the_quota_waits_until_another_ends(ran, monkeypatch):
     assert (fake.most, told) == (1, [1, 2, 3])
 
 
+def test_a_sweep_waits_while_another_job_holds_the_quota(ran, monkeypatch):
+    """A job of no sweep, whose end makes room for the first of them."""
+    submit, refused = Fake.submit, list[str]()
+
+    def after_the_other(fake: Fake, job_id: str) -> None:
+        if not refused:
+            refused.append(job_id)
+            raise OverQuota("the quota is 1")
+        submit(fake, job_id)
+
+    monkeypatch.setattr(Fake, "submit", after_the_other)
+    monkeypatch.setattr("launcher.aws.RETRY_SECONDS", 0.0)
+    other = replace(described("sm-nanogpt-20251231-000000-000000"), instance="ml.g5.xlarge")
+    monkeypatch.setattr(Fake, "list", lambda fake: iter([replace(other, status="InProgress")]))
+    fake, _ = ran()
+    assert refused == [f"{GROUP}-1"]
+    assert list(fake.jobs) == [f"{GROUP}-{n}" for n in range(1, 5)]
+
+
 def test_a_sweep_ends_if_a_quota_allows_none_of_its_jobs(ran, monkeypatch):
     monkeypatch.setattr(Fake, "submit", Mock(side_effect=OverQuota("the quota is 0")))
     with pytest.raises(OverQuota, match="the quota is 0"):

@@ -452,7 +452,9 @@ def test_a_killed_commands_job_is_taken_not_paid_again(attempt, jobs, home, monk
 def begun_job(self: Search) -> dict[str, Any]:
     """Send the job of the base, and do not wait for it."""
     first = self.source(self.start["folder"])
-    SageMakerRuns(self).stage([SeededRun(first, seed) for seed in range(1, 9)]).start(1)
+    runs = SageMakerRuns(self)
+    runs.begin_stage([SeededRun(first, seed) for seed in range(1, 9)])
+    runs.start(1)
     return {"loss": 2.0, "sd": 0.01, "pairs": 8}
 
 
