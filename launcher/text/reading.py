@@ -19,6 +19,7 @@ from entry_point.files import open_file
 from launcher.errors import InputError, ServiceError
 from launcher.files.storage import CHUNK_BYTES
 from launcher.text.encodings import as_utf8, read_text
+from launcher.text.exports import REDIRECT
 from launcher.text.formats import (
     JSON,
     JSON_OBJECTS,
@@ -183,12 +184,17 @@ def open_text(file: File) -> Iterator[io.BufferedReader]:
                     size = file.path.stat().st_size
                     yield decoded(bounded(unpacked, file.shown, size), file)
     except InputError as error:
-        if file.compression and error.code in PLAIN_FILE_CODES:
+        if file.compression and advises_on_plain_file(error):
             unpack = fill_in(file.compression.advice, file.shown)
             raise InputError(f"{error}; unpack it first: {unpack}", error.code) from None
         raise
     except (UnicodeError, OSError, EOFError, zlib.error, zstd.ZstdError) as error:
         raise InputError(f"{file.shown}: {reading_problem(error, file)}") from None
+
+
+def advises_on_plain_file(error: InputError) -> bool:
+    """True if what helps is a command that reads the file as it is when unpacked."""
+    return error.code in PLAIN_FILE_CODES or REDIRECT in str(error)
 
 
 def decoded(content: io.BufferedReader, file: File) -> io.BufferedReader:

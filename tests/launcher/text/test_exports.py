@@ -95,3 +95,10 @@ def test_a_notebook_by_another_name_is_known(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"cells": [{}], "nbformat": 4}))
     with pytest.raises(InputError, match="a notebook; `jupyter nbconvert"):
         read(tmp_path / "a.json")
+
+
+def test_a_packed_object_is_unpacked_before_its_array_is_taken(tmp_path):
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"items": RECORDS}).encode()))
+    with pytest.raises(InputError, match=r"`jq -c .*`; unpack it first: `gunzip -k \S*a.json.gz`"):
+        list(documents_in(detect_file(path), Skipped()))
