@@ -240,9 +240,9 @@ def cli(home, capsys):
     """sm-nanogpt in this process: quick, for what needs no process of its own."""
     from launcher.cli import run
 
-    def call(*words: str) -> launching.Ran:
+    def call(*words: launching.Argument) -> launching.Ran:
         capsys.readouterr()
-        code = run(list(words))
+        code = run(launching.arguments_of(words))
         return launching.Ran(code, *capsys.readouterr())
 
     return call
@@ -255,7 +255,7 @@ def finished(tmp_path_factory, text_file):
     def build(directory: Path) -> tuple[Path, str]:
         home = directory / "home"
         making_finished.append(home)
-        ran = launching.command(*launching.launching(data=text_file), home=home)
+        ran = launching.command(launching.launching(data=text_file), home=home)
         making_finished.clear()
         assert ran.code == 0, ran.err
         (directory / "launched.json").write_text(json.dumps([ran.code, ran.out, ran.err]))
@@ -280,21 +280,19 @@ def tuned(tmp_path_factory, text_file):
     def build(directory: Path) -> list[str | Path]:
         home, said = directory / "home", ""
 
-        def command(*given: str) -> str:
-            ran = launching.command(*given, home=home)
+        def command(*words: launching.Argument) -> str:
+            ran = launching.command(words, home=home)
             assert ran.code == 0, ran.err
             nonlocal said
             said = ran.err
             return ran.out.strip()
 
-        command("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "300")
-        base = command(*launching.launching(block_size=128))
-        data = command(
-            "upload-data", str(write_chats(directory / "chats.jsonl")), "--tokenizer", base
-        )
+        command("upload-data", text_file, "--tokenizer", "bpe", "--vocab-size", "300")
+        base = command(launching.launching(block_size=128))
+        data = command("upload-data", write_chats(directory / "chats.jsonl"), "--tokenizer", base)
         assert f"sm-nanogpt launch --instance local --init-from {base}" in said
         steps = launching.sets(max_steps=60, eval_interval=30, batch_size=12, device="cpu")
-        job_id = command("launch", "--instance", "local", "--init-from", base, *steps)
+        job_id = command("launch", "--instance", "local", "--init-from", base, steps)
         assert f"next: sm-nanogpt chat {job_id}\n" in said
         return [home, base, job_id, data.removeprefix("file://")]
 
@@ -395,9 +393,9 @@ def cloud(emulator, s3, monkeypatch):
 def submit(cloud, cli, text_file):
     """Launches a job on SageMaker, whose script fails for a reason or writes a log."""
 
-    def launch(*words: str, **script: Any) -> launching.Ran:
+    def launch(*words: launching.Argument, **script: Any) -> launching.Ran:
         cloud.sagemaker.next_script = script
-        ran = cli("launch", "--instance", "ml.g5.12xlarge", "--data", str(text_file), *words)
+        ran = cli("launch", "--instance", "ml.g5.12xlarge", "--data", text_file, words)
         assert ran.code == 0, ran.err
         return ran
 
@@ -407,4 +405,4 @@ def submit(cloud, cli, text_file):
 @pytest.fixture
 def launch(submit):
     """Launches such a job, and returns its id."""
-    return lambda *words, **script: submit(*words, **script).out.strip()
+    return lambda *words, **script: submit(words, **script).out.strip()

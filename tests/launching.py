@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,18 +138,32 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
     }
 
 
+Argument = str | Path | int | Iterable[Any]
+
+
+def arguments_of(words: Iterable[Argument]) -> list[str]:
+    """The arguments of a command; a list among them stands for what it holds."""
+    arguments: list[str] = []
+    for word in words:
+        if isinstance(word, Iterable) and not isinstance(word, str):
+            arguments += arguments_of(word)
+        else:
+            arguments.append(str(word))
+    return arguments
+
+
 def command(
-    *words: str, home: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *words: Argument, home: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Ran:
     """A command as a process of its own."""
-    with started(*words, home=home, cwd=cwd, env=env) as process:
+    with started(words, home=home, cwd=cwd, env=env) as process:
         out, err = process.communicate(timeout=runs.LIMIT)
     return Ran(process.returncode, out, err)
 
 
 @contextlib.contextmanager
 def started(
-    *words: str,
+    *words: Argument,
     home: Path,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
@@ -157,7 +171,7 @@ def started(
 ) -> Iterator[subprocess.Popen[str]]:
     """A running command, gone afterwards; jobs that it started are not its own processes."""
     process = warm.replacing(warm.Process).Popen(
-        [*PROGRAM, *words],
+        [*PROGRAM, *arguments_of(words)],
         cwd=cwd or home.parent,
         env={**environment(home), **(env or {})},
         stdin=subprocess.DEVNULL,

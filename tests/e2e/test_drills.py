@@ -26,17 +26,17 @@ def test_a_hyperparameter_that_the_container_refuses(aws, cli, text_file):
     # It has one GPU, so the launcher expects one process; the emulator shows two.
     aws.sagemaker.run.gpus = 2
     words = ("--instance", "ml.g5.xlarge", "--data", str(text_file))
-    ran = cli(*LAUNCH, *words, *sets(**{**TINY, "batch_size": 7}))
+    ran = cli(LAUNCH, words, sets(**{**TINY, "batch_size": 7}))
     reason = "ConfigError: batch_size=7 cannot be shared by 2 processes"
     assert f"failed: {reason};" in ran.error
     assert f"reason:      {reason};" in failed(cli, ran)
 
 
 def test_text_that_was_deleted_after_its_upload(aws, s3, cli, text_file):
-    uri = cli("upload-data", str(text_file)).out.strip()
+    uri = cli("upload-data", text_file).out.strip()
     s3.delete_object(Bucket=s3.bucket, Key=uri.removeprefix(f"s3://{s3.bucket}/") + "/input.txt")
     for words, said in (((), "incomplete"), (("--data", uri), "is missing")):
-        assert cli(*LAUNCH, *words, *sets(**TINY)).failed(2, uri, said)
+        assert cli(LAUNCH, words, sets(**TINY)).failed(2, uri, said)
     assert not aws.sagemaker.jobs
 
 
@@ -50,7 +50,7 @@ def test_text_that_was_deleted_after_its_upload(aws, s3, cli, text_file):
 )
 def test_a_role_that_sagemaker_cannot_use(aws, cli, text_file, may, trusted, fact):
     role = make_role(aws.url, f"of-{trusted}", may, trusted=trusted)
-    ran = cli("--role", role, *LAUNCH, "--data", str(text_file), *sets(**TINY))
+    ran = cli("--role", role, LAUNCH, "--data", text_file, sets(**TINY))
     assert (ran.code, ran.out) == (1, "")
     assert fact in ran.error
     assert not aws.sagemaker.jobs
@@ -58,7 +58,7 @@ def test_a_role_that_sagemaker_cannot_use(aws, cli, text_file, may, trusted, fac
 
 def test_a_role_that_may_not_read_the_text(aws, cli, text_file):
     role = make_role(aws.url, "blind", "s3:ListBucket", "s3:PutObject", "ecr:*", "logs:*")
-    ran = cli("--role", role, *LAUNCH, "--data", str(text_file), *sets(**TINY))
+    ran = cli("--role", role, LAUNCH, "--data", text_file, sets(**TINY))
     told = failed(cli, ran)
     assert "Data download failed" in told
     assert "is not authorized to perform: s3:GetObject" in told
@@ -69,7 +69,7 @@ def test_a_volume_that_is_full(aws, cli, text_file):
     aws.sagemaker.run.gib = 2 << 20
     values = {**ENDLESS, "n_embd": 128, "batch_size": 8, "checkpoint_seconds": 1}
     machine = ("--instance", "ml.m5.xlarge", "--volume-size", "1")
-    ran = cli(*LAUNCH, "--data", str(text_file), *machine, *sets(**values))
+    ran = cli(LAUNCH, "--data", text_file, machine, sets(**values))
     reason = r" +TrainingError: .*: No space left on device \(raise --volume-size\)"
     assert re.search(f"failed:{reason};", ran.error)
     assert re.search(f"reason:{reason}\n", failed(cli, ran))
@@ -78,7 +78,7 @@ def test_a_volume_that_is_full(aws, cli, text_file):
 def test_a_job_that_outruns_its_time(aws, s3, cli, text_file):
     words = ("--spot", "--max-run", "7200", "--max-wait", "7200", "--data", str(text_file))
     values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
-    job_id = cli(*LAUNCH[:-1], *words, *sets(**values)).out.strip()
+    job_id = cli(LAUNCH[:-1], words, sets(**values)).out.strip()
     prefix = f"some/prefix/checkpoints/{job_id}/checkpoint-"
     until(lambda: s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["KeyCount"])
     aws.sagemaker.run.rate = 1e5

@@ -73,13 +73,13 @@ def group(aws, cli, text_file, tmp_path, home, monkeypatch):
     launching.edited(tmp_path / "base", QUICK)
     words = ("--instance", "ml.m5.xlarge", "--ceiling", "1", "--smallest-gain", "0.5")
     given = ("--text", str(text_file), "--entry-point", str(tmp_path / "base"))
-    assert cli("try", "start", "group", *given, *words).good
+    assert cli("try", "start", "group", given, words).good
     return "group"
 
 
 def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
     slower = launching.edited(tmp_path / "slower", QUICK, SLOWER, CURIOUS)
-    ran = cli("try", "run", str(slower), "--group", group, "--note", "a lower rate", "--json")
+    ran = cli("try", "run", slower, "--group", group, "--note", "a lower rate", "--json")
     assert ran.code == 3, (ran.err, ran.out)
     entry = json.loads(ran.out)
     ledger = SearchLedger(home / "tries" / group)
@@ -92,7 +92,7 @@ def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
 
     first, second, third, fourth = ledger.seeds(SHARED, 4)
     folder = launching.edited(tmp_path / "failing", QUICK, SLOWER, failing(third))
-    ran = cli("try", "run", str(folder), "--group", group, "--json")
+    ran = cli("try", "run", folder, "--group", group, "--json")
     assert ran.out, ran.err
     assert (ran.code, json.loads(ran.out)["why"]) == (4, f"ConfigError: no luck with {third}")
     ledger = SearchLedger(home / "tries" / group)

@@ -32,7 +32,7 @@ def finished_on_tokens(tmp_path_factory, text_file):
         home = directory / "home"
         upload = ("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "300")
         for words in (upload, launching.launching(block_size=160, max_steps=30)):
-            ran = launching.command(*words, home=home)
+            ran = launching.command(words, home=home)
             assert ran.code == 0, ran.err
         return home, ran.out.strip()
 

@@ -8,7 +8,7 @@ from commands import COMMANDS
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_commands_help_shows_an_example(home, cli, command):
-    ran = cli(*command.split(), "--help")
+    ran = cli(command.split(), "--help")
     assert (ran.code, ran.err) == (0, "")
     assert f"Example:\n    sm-nanogpt {command}" in ran.out
     assert not home.exists()

@@ -67,7 +67,7 @@ def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
             words = smaller([names.get(word, word) for word in shown])
             words += ["--yes"] * deletes
             words += ["--detach"] * (shown[0] == "launch" and not used(commands[index + 1 :]))
-            ran = cli(*words)
+            ran = cli(words)
             assert ran.code == 0, (words, ran.err)
 
 

@@ -48,10 +48,10 @@ def document(tokenizer):
 def rehearse(home, cli, text_file):
     """A dry run, in an environment without credentials or network."""
     place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
-    return lambda *words: cli(*place, *LAUNCH, "--data", str(text_file), "--dry-run", *words)
+    return lambda *words: cli(place, LAUNCH, "--data", text_file, "--dry-run", words)
 
 
 @pytest.fixture
 def dry(rehearse):
     """The request that a dry run shows."""
-    return lambda *words: json.loads(rehearse(*words).good.out)
+    return lambda *words: json.loads(rehearse(words).good.out)

@@ -144,7 +144,7 @@ def test_status_takes_the_newest_values_from_the_log(cloud, s3, cli, text_file):
     log = [(-2, "algo-1", f"{TAGGED}{line}") for line in lines]
     cloud.sagemaker.next_script = {"log": log}
     words = ("--instance", "ml.g5.xlarge", "--set", "max_steps=10", "--data", str(text_file))
-    job_id = cli("launch", *words).out.strip()
+    job_id = cli("launch", words).out.strip()
     told = " ".join(cli("status", job_id).out.split())
     for field in ("step: 6/10", "best loss: 2.5000", "bits/byte: 3.5", "tokens/s: 100"):
         assert field in told
@@ -155,7 +155,7 @@ def test_status_takes_the_newest_values_from_the_log(cloud, s3, cli, text_file):
 def test_a_curve_on_sagemaker_is_read_from_log_then_file(cloud, s3, cli, text_file):
     line = f"{TAGGED}step=5/10 val_loss=2.5"
     cloud.sagemaker.next_script = {"log": [(-2, "algo-1", line)]}
-    job_id = cli("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file)).out.strip()
+    job_id = cli("launch", "--instance", "ml.g5.xlarge", "--data", text_file).out.strip()
     running = TrackedJob(job_id).curve()
     assert running == Curve(job_id, f"the log in {LOG_GROUP}", [{"step": 5, "val_loss": 2.5}])
     assert cli("wait", job_id).code == 0

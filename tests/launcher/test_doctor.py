@@ -41,7 +41,7 @@ def examined(cloud, stacks, cli):
     """What doctor finds, by check; without the training, which takes long."""
 
     def run(*words: str) -> dict[str, tuple[str, str]]:
-        ran = cli("doctor", "--no-train", "--json", *words or GPU)
+        ran = cli("doctor", "--no-train", "--json", words or GPU)
         found = json.loads(ran.out)
         assert (ran.code == 1) == any(f["result"] == FAILURE for f in found), ran.err
         return {f["check"]: (f["result"], f["text"]) for f in found}
@@ -80,7 +80,7 @@ def test_without_an_instance_doctor_names_usable_gpus(cloud, stacks, cli, money)
 def test_without_aws_only_the_machine_is_checked(home, cli):
     ran = cli("doctor", "--no-train").good
     assert (ran.out, "AWS was not checked" in ran.err) == ("", True)
-    nowhere = cli("doctor", "--no-train", *GPU)
+    nowhere = cli("doctor", "--no-train", GPU)
     assert (nowhere.code, "no region" in nowhere.out) == (1, True)
     assert nowhere.out.count("is not checked") == nowhere.out.count("\n") == 1
 
@@ -215,7 +215,7 @@ def test_a_terminated_trial_run_leaves_nothing(home, tmp_path):
     place = tmp_path / "temporary"
     place.mkdir()
     words = ("doctor", "--instance", "local")
-    with launching.started(*words, home=home, env={"TMPDIR": str(place)}) as process:
+    with launching.started(words, home=home, env={"TMPDIR": str(place)}) as process:
         launching.until(lambda: launching.processes_below(place))
         process.terminate()
         _, err = process.communicate(timeout=60)

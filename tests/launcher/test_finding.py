@@ -92,7 +92,7 @@ def two(cloud, become, launch):
 
 
 def listed(cli, *words):
-    return [job["job_id"] for job in json.loads(cli("jobs", "--json", *words).out)]
+    return [job["job_id"] for job in json.loads(cli("jobs", "--json", words).out)]
 
 
 def test_each_caller_lists_own_jobs_and_on_request_all(cli, become, two):
@@ -196,19 +196,19 @@ def test_a_deletion_says_whose_job_it_is(cloud, cli, become, two):
     for job_id in two:
         cli("stop", job_id, "--yes")
         cli("wait", job_id)
-    ran = cli("delete", *two)
+    ran = cli("delete", two)
     assert ran.failed(2, "--yes")
     assert f"{two[0]}, Stopped:\n" in ran.err
     assert f"{two[1]}, Stopped, of user/grace:\n" in ran.err
     assert set(two) <= cloud.sagemaker.jobs.keys()
-    assert cli("delete", *two, "--yes").good
+    assert cli("delete", two, "--yes").good
 
 
 @pytest.fixture
 def sweep(cloud, cli, become, text_file):
     """The id of a sweep of grace, of two jobs that run."""
     become("grace")
-    first = cli("launch", "--instance", "ml.g5.12xlarge", "--data", str(text_file)).good.out.strip()
+    first = cli("launch", "--instance", "ml.g5.12xlarge", "--data", text_file).good.out.strip()
     request = json.dumps(cloud.sagemaker.jobs[first].request)
     for number in (1, 2):
         cloud.sagemaker.CreateTrainingJob(json.loads(request.replace(first, f"{first}-{number}")))
@@ -243,9 +243,9 @@ def test_an_upload_that_colleagues_use_says_so(cloud, cli, become, two):
 @pytest.mark.parametrize("tokenizer", [(), ("--tokenizer", "bpe")])
 def test_an_upload_to_s3_records_who_sent_it(cloud, cli, become, text_file, tokenizer):
     become("ada")
-    uri = cli("upload-data", str(text_file), *tokenizer).good.out.strip()
+    uri = cli("upload-data", text_file, tokenizer).good.out.strip()
     become("grace")
-    assert cli("upload-data", str(text_file), *tokenizer).good.out.strip() == uri
+    assert cli("upload-data", text_file, tokenizer).good.out.strip() == uri
     [upload] = json.loads(cli("data", "--json").out)
     assert upload["manifest"]["owner"] == "user/ada"
     ran = cli("delete", upload["name"])
@@ -257,7 +257,7 @@ def test_an_upload_needs_no_answer_to_whose_it_is(cloud, cli, text_file, monkeyp
     silent = Mock(side_effect=ServiceError("GetCallerIdentity: no answer"))
     with monkeypatch.context() as patched:
         patched.setattr("launcher.sagemaker.caller.caller_of", silent)
-        ran = cli("upload-data", str(text_file)).good
+        ran = cli("upload-data", text_file).good
     assert "who uploaded is not recorded: GetCallerIdentity: no answer" in ran.err
     ran = cli("delete", ran.out.strip().rpartition("/")[2])
     assert "uploaded by nobody that is known, used by 0 jobs:\n" in ran.err
@@ -312,7 +312,7 @@ def test_a_job_in_another_region_is_not_forgotten(cloud, cli, launch):
         ("delete", "latest", "--yes"),
         ("launch", "--resume", "latest"),
     ):
-        assert cli(*words).failed(2, later, "--region eu-west-1")
+        assert cli(words).failed(2, later, "--region eu-west-1")
     cloud.sagemaker.search_lag = 500
     assert listed(cli) == [job_id]  # by the note of this region
     del cloud.sagemaker.jobs[later]  # from another machine
@@ -332,7 +332,7 @@ def test_latest_reads_one_page(cloud, cli, launch):
         (("jobs", "--json"), 4),
     ):
         cloud.calls.clear()
-        assert cli(*words).good
+        assert cli(words).good
         assert [operation for operation, _ in cloud.calls].count("Search") == answer
 
 
@@ -352,7 +352,7 @@ def test_an_odd_job_hides_no_other(cloud, cli, launch):
     "name", ["latest", "sm-nanogpt-mine", "a b", "-a", "../a", "é", "a" * 64, ".a"]
 )
 def test_a_name_is_a_word_of_its_own(cli, text_file, name):
-    ran = cli("launch", "--instance", "local", "--data", str(text_file), "--name", name)
+    ran = cli("launch", "--instance", "local", "--data", text_file, "--name", name)
     assert ran.failed(2, "--name")
 
 
@@ -364,7 +364,7 @@ def test_a_name_is_unique_among_the_callers_jobs(cloud, s3, cli, launch, text_fi
     other.write_text("Another text.\n" * 1000)
     again = ("--data", str(other), "--name", "small.v2")
     for instance in ("ml.g5.12xlarge", "local"):
-        assert cli("launch", "--instance", instance, *again).failed(2, job_id, "small.v2")
+        assert cli("launch", "--instance", instance, again).failed(2, job_id, "small.v2")
     assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == before
     assert cli("stop", "small.v2").good
     assert "name:        small.v2\nsettings:    baby\n" in cli("status", job_id).out
@@ -375,15 +375,15 @@ def test_a_name_is_unique_among_the_callers_jobs(cloud, s3, cli, launch, text_fi
 @pytest.mark.parametrize("tag", ["sm-nanogpt", "sm-nanogpt-owner", "sm-nanogpt-name"])
 def test_our_tags_are_not_for_users(cli, text_file, tag):
     words = ("launch", "--instance", "ml.g5.12xlarge", "--data", str(text_file), "--tag")
-    assert cli(*words, f"{tag}=user/grace").failed(2, f"--tag {tag}")
+    assert cli(words, f"{tag}=user/grace").failed(2, f"--tag {tag}")
 
 
 def test_a_name_works_wherever_an_id_does(job, cli, text_file, tmp_path):
     named = copied(job, "sm-nanogpt-20200101-000000-abcdef", name="v1.0")
     (tmp_path / "v1.0").mkdir()  # a directory that is no model does not hide the job
-    assert cli("upload-data", str(text_file), "--tokenizer", "v1.0").good
+    assert cli("upload-data", text_file, "--tokenizer", "v1.0").good
     for words in ("status {}", "logs {}", "metrics {}", "report {} -o r.html", "sample {}"):
-        assert cli(*words.format("v1.0").split()).good, words
+        assert cli(words.format("v1.0").split()).good, words
     assert cli("launch", "--resume", "v1.0", "--set", "max_steps=20").good
     assert f"resumes {named}" in cli("status", "latest").out
     assert cli("delete", "v1.0", "--yes").good
@@ -423,7 +423,7 @@ def test_for_a_model_latest_is_the_newest_that_has_one(job, cli, text_file):
     assert said in ran.err
     assert f"/models/{job.job_id}/" in ran.err
     how = ("--data", str(text_file), "--set", "max_steps=1", "--set", "eval_tokens=512")
-    ran = cli("launch", "--instance", "local", "--init-from", "latest", *how).good
+    ran = cli("launch", "--instance", "local", "--init-from", "latest", how).good
     assert said in ran.err
     told = cli("status", ran.out.strip()).out
     assert f"settings:    max_steps=1 eval_tokens=512 from {job.job_id}\n" in told
@@ -480,7 +480,7 @@ def test_a_job_is_changed_only_if_no_other_can_be_meant(job, cli, unreachable):
     )
     assert f"latest is {job.job_id}; " in cli("status", "latest").good.err
     for words in (("stop", "latest"), ("delete", job.job_id[-6:], "--yes")):
-        assert cli(*words).failed(1, "cannot resolve", "to a full job id")
+        assert cli(words).failed(1, "cannot resolve", "to a full job id")
     remember_launch(
         LaunchedJob(caller, "us-east-1", "sm-nanogpt-20990101-000000-abcdef"), load_settings()
     )
@@ -496,6 +496,6 @@ def test_a_mistake_is_told_before_a_job_is_looked_for(job, cli, home, unreachabl
         "fetch-and-sample latest --prompt=",
         "launch --resume latest --init-from latest --set n_layer",
     ):
-        assert cli(*words.split()).code == 2, words
+        assert cli(words.split()).code == 2, words
     for command in ("status", "play", "delete --group latest", "launch --resume"):
-        assert cli(*command.split(), "latest", "--help").good
+        assert cli(command.split(), "latest", "--help").good

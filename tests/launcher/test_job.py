@@ -256,7 +256,7 @@ def test_invalid_options_send_and_start_nothing(home, cli, text_file, tmp_path, 
         "latin": b"n_layer = '\xe9'",
     }.items():
         (tmp_path / f"{name}.toml").write_bytes(content)
-    ran = cli("launch", "--instance", "local", "--data", str(text_file), *words)
+    ran = cli("launch", "--instance", "local", "--data", text_file, words)
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert named in ran.error
     assert not home.exists() or launching.tree(home) == set()
@@ -264,7 +264,7 @@ def test_invalid_options_send_and_start_nothing(home, cli, text_file, tmp_path, 
 
 def test_the_command_line_overrides_the_config_file(home, cli, text_file, tmp_path):
     (tmp_path / "config.toml").write_text("n-layer = 3\nmax_steps = 1\ntie_embeddings = true\n")
-    ran = cli(*launch_words("--config", "config.toml", "--detach", data=text_file))
+    ran = cli(launch_words("--config", "config.toml", "--detach", data=text_file))
     described = json.loads(cli("status", ran.out.strip(), "--json").out)
     expected = {"n_layer": 1, "max_steps": 10, "tie_embeddings": True}
     assert expected.items() <= described["hyperparameters"].items()

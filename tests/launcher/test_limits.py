@@ -60,7 +60,7 @@ def many(option: str, n: int) -> str:
     ],
 )
 def test_a_request_aws_would_refuse_is_not_sent(cloud, s3, cli, text_file, words, fact):
-    assert cli(*LAUNCH, "--data", str(text_file), *shlex.split(words)).failed(2, fact)
+    assert cli(LAUNCH, "--data", text_file, shlex.split(words)).failed(2, fact)
     assert not cloud.calls
     assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
 
@@ -89,7 +89,7 @@ def words_of(option: str, n: int) -> str:
     ],
 )
 def test_a_dry_run_refuses_what_aws_would(rehearse, words, fact):
-    ran = rehearse(*shlex.split(words))
+    ran = rehearse(shlex.split(words))
     assert ran.failed(2, fact, "SageMaker takes at most")
     assert ran.out == ""
 
@@ -109,14 +109,14 @@ def test_a_setting_that_aws_would_refuse_is_named(rehearse, monkeypatch, variabl
 
 def test_a_store_whose_keys_would_be_too_long_is_named(home, cli, text_file):
     place = ("--region", "us-east-1", "--store", f"s3://bucket/{'x' * 980}")
-    ran = cli(*place, *LAUNCH, "--data", str(text_file), "--dry-run")
+    ran = cli(place, LAUNCH, "--data", text_file, "--dry-run")
     assert ran.failed(2, "--store s3://bucket/xxx", "SageMaker takes at most 1,024")
 
 
 def test_the_longest_that_aws_takes_is_taken(dry):
     tags = [word for n in range(47) for word in ("--tag", f"{n}{'k' * 126}={'v' * 256}")]
     network = f"{words_of('--subnet', 16)} {words_of('--security-group', 5)}".split()
-    request = dry("--environment", f"A={'x' * 512}", *tags, *network)
+    request = dry("--environment", f"A={'x' * 512}", tags, network)
     assert len(request["Tags"]) == 50
     assert len(request["VpcConfig"]["Subnets"]) == 16
 
@@ -132,7 +132,7 @@ def test_a_value_that_is_not_utf8_says_so(rehearse):
 def test_what_an_edited_folder_sends_too_much_of_is_named(rehearse, tmp_path):
     more = "".join(f'    more_{n}: int = hyperparameter(0, "one more")\n' for n in range(100))
     folder = edited(tmp_path / "edited", ("    seed: int = h", f"{more}    seed: int = h"))
-    assert rehearse("--entry-point", str(folder)).failed(2, "HyperParameters has 1")
+    assert rehearse("--entry-point", folder).failed(2, "HyperParameters has 1")
 
 
 def test_a_pattern_that_only_java_reads_is_left_to_aws(dry, monkeypatch):

@@ -150,7 +150,7 @@ def test_an_invalid_location_is_refused_from_any_source(
         write_config(home, f"store = '{word}'")
     else:
         words = ["launch", "--instance", "local", "--data", word]
-    ran = cli(*words)
+    ran = cli(words)
     assert (ran.code, ran.out) == (2, "")
     assert word in ran.error
     assert len(ran.error.replace(str(home), "~")) < 150
@@ -180,7 +180,7 @@ def test_a_home_that_cannot_be_names_the_variable(home, monkeypatch):
 
 
 def test_the_store_option_sends_an_upload_elsewhere(home, cli, text_file, tmp_path):
-    ran = cli("--store", str(tmp_path / "elsewhere"), "upload-data", str(text_file))
+    ran = cli("--store", tmp_path / "elsewhere", "upload-data", text_file)
     assert ran.code == 0
     assert ran.out.startswith((tmp_path / "elsewhere").as_uri())
     assert not (home / "store").exists()

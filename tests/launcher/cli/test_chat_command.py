@@ -28,13 +28,13 @@ from sm_nanogpt import InputError, Job, load_model, stream_samples
 
 def test_a_sample_of_a_tuned_model_names_chat(cli, directory):
     sample = ("fetch-and-sample", str(directory), "--max-new-tokens", "1")
-    assert f"`sm-nanogpt chat {directory}`" in cli(*sample).good.err
+    assert f"`sm-nanogpt chat {directory}`" in cli(sample).good.err
 
 
 def test_a_prompt_is_answered_as_in_a_chat(cli, tuned, directory, chat, monkeypatch):
     base, job, _ = tuned
     sample_of = ("--max-new-tokens", "6", "--temperature", "1", "--seed", "5")
-    ran = cli("fetch-and-sample", str(directory), *sample_of, "--prompt", "What is 3 + 3?").good
+    ran = cli("fetch-and-sample", directory, sample_of, "--prompt", "What is 3 + 3?").good
     assert ran.out == chat("What is 3 + 3?", heat="1").out
     monkeypatch.setenv("SM_NANOGPT_HOME", str(job.home))
     assert Job(job.job_id).sample("What is 3 + 3?", 6, temperature=1.0, seed=5) == ran.out[:-1]
@@ -87,13 +87,13 @@ def test_old_turns_are_dropped_and_that_is_said(chat, directory):
 
 
 def test_an_instruction_that_leaves_no_room_is_refused(directory, cli):
-    ran = cli("chat", str(directory), "--system", "a " * 100)
+    ran = cli("chat", directory, "--system", "a " * 100)
     assert ran.failed(2, "instruction", "128 tokens")
 
 
 def test_a_closed_stdin_ends_the_chat(cli, directory, monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
-    assert cli("chat", str(directory)).good.out == ""
+    assert cli("chat", directory).good.out == ""
 
 
 def test_a_base_model_continues_what_is_typed(tuned, chat, cli):
@@ -102,10 +102,10 @@ def test_a_base_model_continues_what_is_typed(tuned, chat, cli):
     ran = chat("The ", "A\\", "class", model=model, heat="1")
     words_of_one = ("fetch-and-sample", model, "--max-new-tokens", "6", "--temperature", "1")
     prompts = (("5", "The "), ("6", "A\nclass"))  # each has the next seed
-    texts = [cli(*words_of_one, "--seed", seed, "--prompt", text).out for seed, text in prompts]
+    texts = [cli(words_of_one, "--seed", seed, "--prompt", text).out for seed, text in prompts]
     assert ran.out == "---\n".join(texts)
     for wrong in (("--system", "x"), ("--top-p", "2")):
-        assert cli("chat", model, *wrong).code == 2
+        assert cli("chat", model, wrong).code == 2
     with pytest.raises(InputError, match="not learned from conversations"):
         Chat(*load_model(Path(model)))
 

@@ -81,7 +81,7 @@ def test_the_version_goes_to_stdout(cli):
 
 @pytest.mark.parametrize(("words", "code"), [("frobnicate", 2), ("status nope", 1)])
 def test_a_process_exits_with_the_code_of_its_error(words, code, home):
-    ran = launching.command(*words.split(), home=home)
+    ran = launching.command(words.split(), home=home)
     assert (ran.code, ran.out) == (code, "")
     assert ran.err.count("\n") == 1
     assert ran.error
@@ -105,7 +105,7 @@ def test_a_process_exits_with_the_code_of_its_error(words, code, home):
     ],
 )
 def test_wrong_arguments_name_the_help_to_read(cli, words, command):
-    ran = cli(*words.split())
+    ran = cli(words.split())
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert re.search(rf"[^.]; `sm-nanogpt{command} --help` shows what there is$", ran.error)
 
@@ -129,7 +129,7 @@ ARGUMENTS = {"": ["jobs"], **{name: ["some-job"] for name in NAMED}}
 )
 def test_an_empty_argument_does_not_mean_the_default(cli, home, text_file, words, named):
     (home.parent / "input.txt").write_bytes(text_file.read_bytes())
-    ran = cli(*words)
+    ran = cli(words)
     assert (ran.code, ran.out) == (2, "")
     assert ran.error.startswith(f"what follows {named} is empty")
     assert not home.exists()
@@ -139,7 +139,7 @@ def test_an_empty_argument_does_not_mean_the_default(cli, home, text_file, words
 @pytest.mark.parametrize("option", ["--store", "--region", "--profile", "--role"])
 def test_a_misplaced_global_option_says_where_it_goes(cli, command, option):
     for words in ((option, "word"), (f"{option}=word",)):
-        ran = cli(*command.split(), *words)
+        ran = cli(command.split(), words)
         assert ran.code == 2
         start = f"{option} goes before the command: sm-nanogpt {option} "
         assert re.fullmatch(rf"{start}[A-Z]+ {command} \.\.\.", ran.error)
@@ -149,7 +149,7 @@ def test_a_misplaced_global_option_says_where_it_goes(cli, command, option):
     ("words", "code"), [(("status", "nope"), 1), (("upload-data", "missing.txt"), 2)]
 )
 def test_debug_shows_the_traceback(cli, words, code):
-    ran = cli("--debug", *words)
+    ran = cli("--debug", words)
     assert (ran.code, "Traceback" in ran.err) == (code, True)
     assert ran.err.splitlines()[-1].startswith("error: ")
 
@@ -247,7 +247,7 @@ def test_an_ended_job_cannot_be_stopped(job, cli):
 
 
 def test_after_an_upload_the_next_step_is_to_launch(cli, text_file):
-    cli("upload-data", str(text_file))
+    cli("upload-data", text_file)
     assert "next: sm-nanogpt launch --instance local" in cli("jobs").err
 
 
@@ -276,7 +276,7 @@ def test_hyperparameters_lists_those_of_the_script(cli, tmp_path):
     kept = {line.split()[0] for line in told.splitlines() if "; --resume keeps it" in line}
     assert kept == {field.name for field in fields(Config) if field.metadata["kept_on_resume"]}
     edited = launching.edited(tmp_path / "my", ('"a set of hyper', '"one set of hyper'))
-    assert cli("hyperparameters", "--entry-point", str(edited)).code == 0
+    assert cli("hyperparameters", "--entry-point", edited).code == 0
 
 
 def test_a_suggestion_repeats_the_options_before_a_command():

@@ -317,8 +317,8 @@ def test_a_model_with_a_named_pipe_is_refused(tmp_path, cli, name):
     model = some_model(tmp_path / "model")
     (model / name).unlink()
     os.mkfifo(model / name)
-    launched = cli("launch", "--instance", "local", "--init-from", str(model))
-    sampled = cli("fetch-and-sample", str(model))
+    launched = cli("launch", "--instance", "local", "--init-from", model)
+    sampled = cli("fetch-and-sample", model)
     assert launched.failed(2, name)
     assert sampled.failed(2, name)
 
@@ -328,7 +328,7 @@ def test_a_published_model_with_a_named_pipe_is_refused(tmp_path, cli):
     for name in ("SHA256SUMS", "training.json"):  # which other tools do not write
         (model / name).unlink()
     os.mkfifo(model / "chat_template.jinja")
-    assert cli("fetch-and-sample", str(model)).failed(2, "chat_template.jinja")
+    assert cli("fetch-and-sample", model).failed(2, "chat_template.jinja")
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, os.mkdir])

@@ -74,7 +74,7 @@ def on_such_a_disk(library, home):
         calls = " ".join(f"{name}={error}" for name, error in refused.items())
         with patch.object(launching.warm, "replacing", lambda start: subprocess):
             environment = {"LD_PRELOAD": str(library), "REFUSED": calls}
-            return launching.command(*words, home=home, env=environment)
+            return launching.command(words, home=home, env=environment)
 
     return run
 

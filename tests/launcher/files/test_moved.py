@@ -29,7 +29,7 @@ def moved(home, text_file, tmp_path):
 
 def run_tiny(home: Path, *words: str, **values: Any) -> str:
     """Run the tiny job; its id."""
-    return launching.command(*launching.launching(*words, **values), home=home).good.out.strip()
+    return launching.command(launching.launching(*words, **values), home=home).good.out.strip()
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,8 @@ def test_a_missing_file_is_an_error_or_none(store, tmp_path):
 
 
 def test_an_uploaded_text_is_not_sent_again(store, text_file, cli):
-    first = cli("--store", store, "upload-data", str(text_file))
-    again = cli("--store", store, "upload-data", str(text_file))
+    first = cli("--store", store, "upload-data", text_file)
+    again = cli("--store", store, "upload-data", text_file)
     assert (first.code, again.code) == (0, 0), first.err + again.err
     assert first.out == again.out
     assert "already in the store" in again.err
@@ -183,6 +183,6 @@ def test_a_wrong_key_names_the_store(rclone, home, text_file, cli, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     S3FileSystem.clear_instance_cache()
-    ran = cli("--store", "s3://bucket/some/prefix", "upload-data", str(text_file))
+    ran = cli("--store", "s3://bucket/some/prefix", "upload-data", text_file)
     assert ran.code == 1
     assert "s3://bucket/some/prefix" in ran.error

@@ -50,7 +50,7 @@ def test_an_unknown_kind_of_store_error_names_the_known_ones(home, uri):
 
 
 def test_a_store_below_a_file_is_refused_by_name(cli, text_file):
-    assert cli("--store", str(text_file), "upload-data", str(text_file)).failed(1, str(text_file))
+    assert cli("--store", text_file, "upload-data", text_file).failed(1, str(text_file))
 
 
 def test_an_upload_first_tells_the_size_of_all_files(home, text, tmp_path):
@@ -114,13 +114,13 @@ def test_an_upload_goes_to_s3_below_the_prefix_once(s3, emulator, cli, text_file
         emulator.accesses.clear()
         return [resource.rpartition("/data/")[2] for resource in put]
 
-    uri = cli("upload-data", str(text_file)).out.strip()
+    uri = cli("upload-data", text_file).out.strip()
     assert uri.startswith(f"s3://{s3.bucket}/some/prefix/data/input-")
     key, name = uri.removeprefix(f"s3://{s3.bucket}/"), uri.rpartition("/")[2]
     stored = s3.get_object(Bucket=s3.bucket, Key=f"{key}/input.txt")["Body"].read()
     assert stored == text_file.read_bytes()
     assert set(sent()) == {f"{name}/input.txt", f"{name}.json"}
-    assert cli("upload-data", str(text_file)).out.strip() == uri
+    assert cli("upload-data", text_file).out.strip() == uri
     assert sent() == []
 
 
@@ -148,7 +148,7 @@ def test_a_missing_bucket_is_named_and_not_created(s3, home, text_file):
     # A process of its own, as what is left open complains when the interpreter ends.
     words = ("--store", "s3://no-such-bucket-here/x", "upload-data", str(text_file))
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    ran = launching.command(*words, home=home, env=env)
+    ran = launching.command(words, home=home, env=env)
     assert (ran.code, ran.err.count("\n")) == (1, 1)
     assert "no-such-bucket-here" in ran.error
     assert "no-such-bucket-here" not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
@@ -186,19 +186,19 @@ def test_s3_uses_our_settings_and_not_those_of_fsspec(home, monkeypatch):
 def test_missing_credentials_are_named(s3, cli, text_file, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    assert cli("upload-data", str(text_file)).failed(1, "no AWS credentials")
+    assert cli("upload-data", text_file).failed(1, "no AWS credentials")
 
 
 def test_a_local_job_trains_on_text_on_s3(s3, cli, home, text_file):
-    uri = cli("upload-data", str(text_file)).out.strip()
-    ran = cli(*launching.launching()).good
+    uri = cli("upload-data", text_file).out.strip()
+    ran = cli(launching.launching()).good
     assert f"data: {uri} (the last upload)" in ran.err
     fetched = home / "jobs" / ran.out.strip() / "hosts/algo-1/input/data/training/input.txt"
     assert fetched.read_bytes() == text_file.read_bytes()
 
 
 def test_a_path_given_to_a_local_job_is_not_sent_to_s3(s3, cli, text_file):
-    assert cli(*launching.launching("--detach", data=text_file)).good
+    assert cli(launching.launching("--detach", data=text_file)).good
     assert keys(s3) == []
 
 
@@ -236,5 +236,5 @@ def test_a_whole_bucket_may_be_the_text(s3, emulator, text_file):
 
 
 def test_data_that_s3_does_not_hold_is_refused(s3, cli):
-    ran = cli(*launching.launching(data=f"s3://{s3.bucket}/missing"))
+    ran = cli(launching.launching(data=f"s3://{s3.bucket}/missing"))
     assert ran.failed(2, f"s3://{s3.bucket}/missing: nothing is there")

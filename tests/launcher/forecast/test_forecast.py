@@ -334,8 +334,8 @@ def test_a_job_keeps_what_was_forecast_for_its_size(cli, lawful, text_here, home
     made = json.loads(told.out)
     row = made["rows"][0]
     size = ["--size", f"{row['size']:g}", "--detach"]
-    launched = cli("launch", "--instance", "local", *size)
-    changed = cli("launch", "--instance", "local", *size, "--set", "max_steps=7")
+    launched = cli("launch", "--instance", "local", size)
+    changed = cli("launch", "--instance", "local", size, "--set", "max_steps=7")
     assert (launched.code, changed.code) == (0, 0)
     for each in (launched, changed):
         cli("stop", each.out.strip())
@@ -353,7 +353,7 @@ def test_a_resumed_job_keeps_size_and_forecast(cli, home, job):
     (job.directory / "job.json").write_text(json.dumps(record))
     (job.directory / "output" / "model.tar.gz").unlink()  # so that it is resumed as it was
     for words, kept in ((), True), (("--set", "max_steps=12"), False):
-        resumed = cli("launch", "--resume", job.job_id, *words).good.out.strip()
+        resumed = cli("launch", "--resume", job.job_id, words).good.out.strip()
         found = job_of(resumed).describe()
         assert (found.expected is not None) is kept
         assert (found.summary or "").startswith("size 2 resumes") is kept
@@ -405,7 +405,7 @@ def test_a_column_of_doubtful_times_has_a_star(cli, lawful, text_here, monkeypat
     ],
 )
 def test_a_forecast_takes_no_other_options(cli, words, problem):
-    told = cli("launch", "--forecast", *words)
+    told = cli("launch", "--forecast", words)
     assert told.code == 2
     assert problem in told.error
 
@@ -488,7 +488,7 @@ def test_conversations_are_not_forecast(cli, tmp_path):
     ]
     place = tmp_path / "chats.jsonl"
     place.write_text("\n".join(map(json.dumps, chats)))
-    assert cli("upload-data", str(place), "--tokenizer", "bpe").code == 0
+    assert cli("upload-data", place, "--tokenizer", "bpe").code == 0
     told = cli("launch", "--forecast")
     assert told.code == 2
     assert "conversations" in told.error

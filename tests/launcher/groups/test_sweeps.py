@@ -137,7 +137,7 @@ def test_a_record_runs_at_least_one_job_at_a_time(recorded, home):
     ],
 )
 def test_an_unusable_sweep_starts_no_job(words, fact, cli, home, text_file):
-    ran = cli(*LOCAL, "--data", str(text_file), *words.split())
+    ran = cli(LOCAL, "--data", text_file, words.split())
     assert ran.failed(2, fact)
     assert ran.out == ""
     assert not (home / "jobs").exists()
@@ -162,7 +162,7 @@ def test_an_unusable_sweep_starts_no_job(words, fact, cli, home, text_file):
 )
 def test_a_command_refuses_what_a_sweep_cannot_do(words, code, fact, recorded, home, cli):
     recorded()
-    ran = cli(*words.split())
+    ran = cli(words.split())
     assert ran.failed(code, fact)
     assert ran.out == ""
     assert not (home / "jobs").exists()
@@ -220,7 +220,7 @@ def test_a_sweep_reads_its_text_and_its_folder_once(launch, tmp_path, monkeypatc
 
     counted(corpus, "survey_upload")
     counted(Source, "read")
-    ran = launch("n_layer=2,4", "--seeds", "2", "--entry-point", str(folder), "--dry-run").good
+    ran = launch("n_layer=2,4", "--seeds", "2", "--entry-point", folder, "--dry-run").good
     assert len(json.loads(ran.out)) == 4
     assert reads == {"survey_upload": 1, "read": 1}
 
@@ -321,7 +321,7 @@ def test_ctrl_c_leaves_a_sweeps_sagemaker_jobs(cloud, launch, cli, monkeypatch):
 def test_no_sweep_out_of_reach_is_stopped_or_deleted(cloud, cli, recorded, words, instance, group):
     record = recorded(instance=instance)
     cloud.refuse["Search"] = ("ExpiredTokenException", "no")
-    assert cli(*words.split(), "--group", group).failed(
+    assert cli(words.split(), "--group", group).failed(
         1, "Search: ", "the AWS credentials have expired"
     )
     assert record.exists()
@@ -333,7 +333,7 @@ def test_no_sweep_out_of_reach_is_stopped_or_deleted(cloud, cli, recorded, words
 def test_a_local_sweep_starts_from_one_latest_model(job, text_file, cli):
     values = {"sample_length": 0, "eval_tokens": 256, "device": "cpu"}
     words = ("--init-from", "latest", "--sweep", "max_steps=1,2", "--parallel", "2")
-    ran = cli(*LOCAL, "--data", str(text_file), *words, *launching.sets(**values)).good
+    ran = cli(LOCAL, "--data", text_file, words, launching.sets(**values)).good
     assert "RANK  BEST LOSS" in ran.err
     local = LocalBackend(Settings(home=job.home))
     models = {local.job(f"{ran.out.strip()}-{n}").init_from for n in (1, 2)}
@@ -345,7 +345,7 @@ def test_a_local_sweep_starts_from_one_latest_model(job, text_file, cli):
 def test_a_sweep_varies_sizes_and_presets(home, cli, text_file, varied):
     name, _, values = varied.partition("=")
     words = ["--sweep", varied, *launching.sets(max_steps=2, sample_length=0, device="cpu")]
-    ran = cli(*LOCAL, "--data", str(text_file), *words, "--name", "grid").good
+    ran = cli(LOCAL, "--data", text_file, words, "--name", "grid").good
     table = cli("jobs", "--group", "grid").good.out.splitlines()
     assert table[0].split()[-3:-2] == [name]
     assert {line.split()[4] for line in table[1:]} == set(values.split(","))
@@ -372,7 +372,7 @@ def test_parallel_local_jobs_share_the_cores(home, cli, text_file, monkeypatch):
 
     monkeypatch.setattr("launcher.local.backend.subprocess.Popen", popen)
     words = launching.launching("--sweep", "dropout=0,0.1", "--parallel", "2", data=text_file)
-    ran = cli(*words)
+    ran = cli(words)
     group = ran.out.strip()
     assert [env["OMP_NUM_THREADS"] for env in started] == ["4", "4"]
     sweep = recorded_sweep(group, Settings(home=home))
@@ -384,7 +384,7 @@ def test_ctrl_c_stops_a_local_sweep_at_checkpoints(home, text_file):
     values = {**launching.ENDLESS, "eval_interval": 10_000_000}  # no checkpoint before the end
     words = ("--sweep", "dropout=0,0.1,0.2", "--parallel", "2")
     launch = launching.launching(*words, data=text_file, **values)
-    with launching.started(*launch, home=home) as process:
+    with launching.started(launch, home=home) as process:
         assert process.stdout is not None
         group = process.stdout.readline().strip()
         logs = [home / "jobs" / f"{group}-{n}" / "logs/job.log" for n in (1, 2)]
@@ -437,7 +437,7 @@ def test_a_name_means_one_job_or_one_sweep(job, recorded, cli, text_file):
     alone = copied(job, "sm-nanogpt-20200101-000000-abcdef", name="alone")
     for name, owner in (("grid", GROUP), ("alone", alone)):
         for words in ("", "--seeds 2"):
-            ran = cli(*LOCAL, "--data", str(text_file), "--name", name, *words.split())
+            ran = cli(LOCAL, "--data", text_file, "--name", name, words.split())
             assert ran.failed(2, f"--name {name}: ", owner)
 
 
@@ -477,4 +477,4 @@ def test_an_interrupted_sweep_is_shown_and_resumed(
 
 def test_jobs_are_filtered_by_state_and_number(swept, cli):
     for words, number in (("--limit 1", 1), ("--status Failed", 0), ("--status Completed", 3)):
-        assert len(json.loads(cli("jobs", "--json", *words.split()).out)) == number
+        assert len(json.loads(cli("jobs", "--json", words.split()).out)) == number

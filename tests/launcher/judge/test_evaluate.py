@@ -36,7 +36,7 @@ def test_eval_prints_at_most_25_lines(held, cli):
 def test_eval_prints_all_numbers_as_json(held, cli):
     directory = held.directory / "hosts/algo-1/model"
     words = ("--beside", str(directory), "--find", "secrets.txt", "--questions", "asked.jsonl")
-    ran = cli("eval", held.job_id, "held.txt", "--json", *words).good
+    ran = cli("eval", held.job_id, "held.txt", "--json", words).good
     ours, other = json.loads(ran.out)
     assert [ours["model"], other["model"]] == [held.job_id, str(directory)]
     assert ours["bits_per_byte"] == pytest.approx(other["bits_per_byte"])
@@ -79,7 +79,7 @@ def test_eval_refuses_what_it_cannot_measure(words, fact, held, cli):
     Path("empty.txt").write_text("")
     Path("asked.txt").write_text("no JSON")
     Path("strange.jsonl").write_text(json.dumps(said("ϡ?", "5")))
-    assert cli("eval", held.job_id, *words).failed(2, fact)
+    assert cli("eval", held.job_id, words).failed(2, fact)
 
 
 def test_a_text_that_is_not_there_gets_no_advice_of_uploads(held, cli):
@@ -158,6 +158,6 @@ def test_eval_as_a_process_imports_nothing_of_its_folder(finished, text, tmp_pat
     (tmp_path / "known.txt").write_text(text[:6000])
     words = ("eval", finished.job_id, "known.txt", "--documents")
     with patch.object(launching.warm, "replacing", lambda start: subprocess):
-        ran = launching.command(*words, home=finished.home, cwd=tmp_path).good
+        ran = launching.command(words, home=finished.home, cwd=tmp_path).good
     assert len(ran.out.splitlines()) == 2
     assert "this tests memory" in ran.err

@@ -21,7 +21,7 @@ def test_a_launch_after_an_upload_starts_from_its_tokens_model(cli, directory, t
         (directory, f" --init-from {directory}"),
         (directory / "tokenizer.json", ""),
     ):
-        ran = cli("upload-data", str(text_file), "--tokenizer", str(tokenizer)).good
+        ran = cli("upload-data", text_file, "--tokenizer", tokenizer).good
         assert ran.err.splitlines()[-1] == f"next: sm-nanogpt launch --instance local{base}"
 
 
@@ -50,7 +50,7 @@ def launched(cli, tmp_path, home):
         ran = cli("upload-data", path, "--tokenizer", "bpe", "--vocab-size", "259").good
         tiny = launching.sets(block_size=block_size, max_steps=1, n_embd=16, n_head=1, n_layer=1)
         uri = ran.out.strip()
-        return cli("launch", "--instance", "local", "--data", uri, *tiny, *words)
+        return cli("launch", "--instance", "local", "--data", uri, tiny, words)
 
     return launch
 

@@ -369,9 +369,9 @@ def cache(model: Path, snapshot: Path) -> None:
 def test_three_commands_tune_a_published_model(documents, qwen, home, cli):
     cache(qwen, published := home.parent / "snapshot")
     (published / "notes.txt").symlink_to(documents)
-    assert cli("upload-data", str(documents), "--tokenizer", str(published)).code == 0
+    assert cli("upload-data", documents, "--tokenizer", published).code == 0
     how = launching.sets(**without_shape(launching.TINY))
-    ran = cli("launch", "--instance", "local", "--init-from", str(published), *how).good
+    ran = cli("launch", "--instance", "local", "--init-from", published, how).good
     assert cli("fetch-and-sample", "latest", "--temperature", "2", "--max-new-tokens", "300").good
     told = json.loads(cli("status", "latest", "--json").out)
     assert told["hyperparameters"]["n_kv_head"] == 2
@@ -383,7 +383,7 @@ def test_launch_refuses_text_unlike_the_model(job, documents, published, cli, tm
     strange, marked = tmp_path / "strange.txt", tmp_path / "marked.txt"
     strange.write_text("¡Olé! " * 999)
     marked.write_text("cafe\u0301 " * 999)
-    encoded = cli("upload-data", str(documents), "--tokenizer", str(published)).out.strip()
+    encoded = cli("upload-data", documents, "--tokenizer", published).out.strip()
     for model, data, said in (
         (job.job_id, strange, "has never seen: '¡'"),
         (job.job_id, marked, "has never seen: U+0301"),
@@ -391,7 +391,7 @@ def test_launch_refuses_text_unlike_the_model(job, documents, published, cli, tm
         (published, documents, f"{published} takes tokens; "),
     ):
         words = ("--init-from", str(model), "--data", str(data))
-        assert cli("launch", "--instance", "local", *words).failed(2, said)
+        assert cli("launch", "--instance", "local", words).failed(2, said)
 
 
 @pytest.mark.parametrize("words", [("launch", "--instance", "local", "--init-from"), ("sample",)])
@@ -408,7 +408,7 @@ def test_what_is_no_model_directory_says_how_to_get_one(words, model, advice, cl
     (tmp_path / "pickled").mkdir()
     for name in ("config.json", "pytorch_model.bin"):
         (tmp_path / "pickled" / name).write_text("{}")
-    assert cli(*words, model).failed(2, advice)
+    assert cli(words, model).failed(2, advice)
 
 
 def test_a_character_model_tunes_and_resumes(job, text, cli, tmp_path):
@@ -416,7 +416,7 @@ def test_a_character_model_tunes_and_resumes(job, text, cli, tmp_path):
     for name in ("latest", job.job_id[-6:], job.job_id):
         assert cli("upload-data", "other.jsonl", "--tokenizer", name).code == 0
     how = launching.sets(**{**without_shape(launching.TINY), "max_steps": 2})
-    ran = cli("launch", "--instance", "local", "--init-from", job.job_id, *how).good
+    ran = cli("launch", "--instance", "local", "--init-from", job.job_id, how).good
     resumed = cli("launch", "--resume", ran.out.strip(), "--set", "max_steps=4").good
     assert "resumed from the checkpoint of step 2" in resumed.err
     records = [job.home / "jobs" / each.out.strip() / "job.json" for each in (ran, resumed)]
@@ -437,20 +437,20 @@ def test_a_character_model_tunes_and_resumes(job, text, cli, tmp_path):
 )
 def test_an_impossible_start_is_refused(job, cli, words, error):
     local = () if "--resume" in words else ("--instance", "local")
-    assert cli("launch", *local, *(word.format(job=job.job_id) for word in words)).failed(2, error)
+    assert cli("launch", local, (word.format(job=job.job_id) for word in words)).failed(2, error)
 
 
 @pytest.mark.parametrize("option", ["--init-from", "--teacher"])
 def test_weights_that_no_run_takes_are_refused_by_launch(qwen, cli, option):
     index = json.loads((qwen / "model.safetensors.index.json").read_text())
     change_values(qwen / index["weight_map"][NORM], math.nan)
-    ran = cli("launch", "--instance", "local", option, str(qwen))
+    ran = cli("launch", "--instance", "local", option, qwen)
     assert ran.failed(2, option, f"{NORM} has values that are infinite or not numbers")
 
 
 def test_a_teacher_with_a_short_context_is_refused(job, text_file, cli):
     words = ("launch", "--instance", "local", "--teacher", job.job_id, "--data", str(text_file))
-    ran = cli(*words, "--set", "block_size=33")
+    ran = cli(words, "--set", "block_size=33")
     assert ran.failed(2, "at most 32, the teacher's context; set block_size=32")
 
 
@@ -458,7 +458,7 @@ def test_a_teacher_with_a_short_context_is_refused(job, text_file, cli):
 @pytest.mark.parametrize(("option", "name"), [("--init-from", "model"), ("--teacher", "teacher")])
 def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli, option, name):
     words = ("--instance", "ml.g5.xlarge", option, job.job_id, "--data", str(text_file))
-    ran = cli("launch", *words, "--set", "block_size=32", "--dry-run").good
+    ran = cli("launch", words, "--set", "block_size=32", "--dry-run").good
     channels = {
         c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"]
         for c in json.loads(ran.out)["InputDataConfig"]
@@ -477,11 +477,11 @@ def test_a_model_on_s3_is_read_where_it_is(s3, byte_pairs, qwen, text_file, cli)
         s3.upload_file(str(path), s3.bucket, f"models/qwen/{path.name}")
     uri = f"s3://{s3.bucket}/models/qwen"
     words = ("launch", "--instance", "ml.g5.xlarge", "--dry-run", "--init-from", uri)
-    ran = cli(*words, "--data", f"s3://{s3.bucket}/tokens").good
+    ran = cli(words, "--data", f"s3://{s3.bucket}/tokens").good
     request = json.loads(ran.out)
     assert request["HyperParameters"]["n_kv_head"] == "2"
     assert request["InputDataConfig"][1]["DataSource"]["S3DataSource"]["S3Uri"] == f"{uri}/"
-    ran = cli(*words[:-1], f"s3://{s3.bucket}/models", "--data", str(text_file))
+    ran = cli(words[:-1], f"s3://{s3.bucket}/models", "--data", text_file)
     assert ran.failed(2, f"s3://{s3.bucket}/models: no config.json")
 
 
@@ -523,5 +523,5 @@ def test_a_model_with_a_link_to_a_key_is_not_sent(s3, home, qwen, text_file, cli
     shard.unlink()
     shard.symlink_to(home.parent / "key")
     words = ("--instance", instance, "--init-from", str(qwen), "--data", str(text_file))
-    assert cli("launch", *words).failed(2, f"{shard}: a link to")
+    assert cli("launch", words).failed(2, f"{shard}: a link to")
     assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)

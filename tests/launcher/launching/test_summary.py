@@ -86,7 +86,7 @@ def test_jobs_status_and_report_say_what_a_run_was(home, cli, text_file, tmp_pat
     how = ("--entry-point", "mine", "--preset", "quick", "--name", "scaled")
     values = {"mlp_scale": 0.5, "max_steps": 2, "eval_tokens": 512, "sample_length": 0}
     words = ("--instance", "local", "--data", str(text_file), *launching.sets(**values))
-    job_id = cli("launch", *words, *how).good.out.strip()
+    job_id = cli("launch", words, how).good.out.strip()
     summary = "quick mlp_scale=0.5 max_steps=2 eval_tokens=512 sample_length=0 edited"
     row = cli("jobs").out.splitlines()[1]
     assert row.startswith(f"{job_id}  scaled ")
@@ -101,5 +101,5 @@ def test_jobs_status_and_report_say_what_a_run_was(home, cli, text_file, tmp_pat
     resumed = cli("launch", "--resume", "scaled", "--set", "max_steps=3").good.out.strip()
     record = json.loads((home / "jobs" / resumed / "job.json").read_text())
     assert record["job"]["summary"] == f"{found[1].replace('=2', '=3')} resumes {job_id}"
-    ran = cli("launch", "--instance", "local", *how, "--data", str(text_file))
+    ran = cli("launch", "--instance", "local", how, "--data", text_file)
     assert ran.failed(2, "--name scaled", job_id)

@@ -57,7 +57,7 @@ def detach(home, text_file, cli):
 
     def call(*words: str, **values: Any) -> Finished:
         values = {**ENDLESS, **values}
-        ran = cli(*launching.launching("--detach", *words, data=text_file, **values)).good
+        ran = cli(launching.launching("--detach", *words, data=text_file, **values)).good
         return Finished(home, ran.out.strip())
 
     return call
@@ -69,7 +69,7 @@ def followed(
 ) -> Iterator[tuple[subprocess.Popen[str], Finished]]:
     """A launch that follows an endless job, which has a checkpoint."""
     words = tuple(launching.launching(*words, data=text_file, **ENDLESS))
-    with launching.started(*words, home=home) as process:
+    with launching.started(words, home=home) as process:
         assert process.stdout is not None
         job = Finished(home, process.stdout.readline().strip())
         launching.wait_for_step(job.directory)
@@ -327,7 +327,7 @@ def test_a_followed_log_yields_whole_lines_and_characters(home):
 
 def test_a_killed_rank_fails_the_job_and_says_how_to_resume(home, text_file):
     words = launching.launching(*TWO, data=text_file, **ENDLESS)
-    ran = launching.command(*words, home=home, env={"NANOGPT_FAULT": "1:60:kill"})
+    ran = launching.command(words, home=home, env={"NANOGPT_FAULT": "1:60:kill"})
     job = Finished(home, ran.out.strip())
     goes_on = f"`sm-nanogpt launch --resume {job.job_id}`"
     assert ran.failed(1, "rank 1 on algo-1 was killed by SIGKILL", goes_on)
@@ -390,17 +390,17 @@ def test_a_ranks_child_process_does_not_delay_the_end(tmp_path, monkeypatch):
     ("words", "named"), [([], "nowhere.txt: No such file"), (["--dry-run"], "--dry-run shows")]
 )
 def test_an_impossible_local_launch_starts_nothing(home, cli, words, named):
-    assert cli(*launching.launching(*words, data=str(home / "nowhere.txt"))).failed(2, named)
+    assert cli(launching.launching(*words, data=str(home / "nowhere.txt"))).failed(2, named)
     assert not (home / "jobs").exists()
 
 
 @pytest.mark.parametrize("failing", ["launcher.files.local.replacing", "pathlib.Path.write_bytes"])
 def test_a_job_that_cannot_be_written_leaves_nothing(home, text_file, cli, monkeypatch, failing):
-    assert cli("upload-data", str(text_file)).good
+    assert cli("upload-data", text_file).good
     keep(Source.packaged(), launching.settings_of(home))
     with monkeypatch.context() as context:
         context.setattr(failing, Mock(side_effect=FULL))
-        ran = cli(*launching.launching("--detach", data=text_file))
+        ran = cli(launching.launching("--detach", data=text_file))
     assert (ran.code, ran.out) == (1, "")
     assert ran.error.startswith(f"{home / 'jobs'}")
     assert "No space left on device" in ran.error
@@ -531,7 +531,7 @@ def test_a_launch_that_cannot_print_the_id_names_the_job(home, text_file):
     reader, writer = os.pipe()
     os.close(reader)
     words = launching.launching("--detach", data=text_file)
-    with launching.started(*words, home=home, stdout=writer) as process:
+    with launching.started(words, home=home, stdout=writer) as process:
         _, err = process.communicate(timeout=60)
     os.close(writer)
     assert process.returncode == 1
@@ -543,7 +543,7 @@ def test_a_launch_that_cannot_print_the_id_names_the_job(home, text_file):
 
 def test_an_interrupted_launch_names_the_local_job(text_file, cli, home, monkeypatch):
     monkeypatch.setattr(backend.subprocess, "Popen", Mock(side_effect=KeyboardInterrupt))
-    ran = cli(*launching.launching(data=text_file))
+    ran = cli(launching.launching(data=text_file))
     assert (ran.code, ran.out) == (1, "")
     (job_id,) = jobs_in(home)
     assert f"`sm-nanogpt stop {job_id}`" in ran.err.splitlines()[-1]
@@ -630,7 +630,7 @@ def test_wait_gives_up_after_its_timeout(home):
 
 def test_a_resumed_job_keeps_what_its_launch_named(pair):
     words = ("launch", "--instance", "local", "--resume", pair.job_id, "--set", "max_steps=15")
-    ran = launching.command(*words, home=pair.home).good
+    ran = launching.command(words, home=pair.home).good
     assert "resumed from the checkpoint of step 10" in ran.err
     settings = launching.settings_of(pair.home)
     before, after = (

@@ -51,7 +51,7 @@ def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):
     ],
 )
 def test_resuming_with_unfit_options_starts_nothing(job, resume, words, code, named):
-    assert resume(*words.split()).failed(code, named)
+    assert resume(words.split()).failed(code, named)
     assert jobs_in(job.home) == [job.job_id]
 
 

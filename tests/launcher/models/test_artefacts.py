@@ -330,7 +330,7 @@ def test_a_vast_context_takes_no_memory(model, cli):
     (model / "config.json").write_text(json.dumps(qwen3_config(made, size)))
     change_training(model, block_size=1 << 17)
     write_sums(model)
-    assert cli("fetch-and-sample", str(model), "--max-new-tokens", "5").good
+    assert cli("fetch-and-sample", model, "--max-new-tokens", "5").good
 
 
 def test_a_vast_model_is_compared_before_memory_is_taken(model):

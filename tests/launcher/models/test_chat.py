@@ -58,14 +58,14 @@ def test_a_full_context_keeps_the_instruction_and_some_room(directory):
 
 def test_a_tokenizer_without_turns_is_refused(cli, tmp_path, text_file):
     made = Path(
-        cli("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "300").out[7:-1]
+        cli("upload-data", text_file, "--tokenizer", "bpe", "--vocab-size", "300").out[7:-1]
     )
     document = json.loads((made / "tokenizer.json").read_text())
     document["added_tokens"] = [t for t in document["added_tokens"] if t["content"] != TURN]
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     path = write_chats(tmp_path / "chats.jsonl")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    ran = cli("upload-data", str(path), "--tokenizer", str(tmp_path))
+    ran = cli("upload-data", path, "--tokenizer", tmp_path)
     assert ran.code == 2
     assert TURN in ran.error and "--tokenizer bpe" in ran.error
 

@@ -46,7 +46,7 @@ def finished_edited(tmp_path_factory, text_file):
         home, edits = directory / "home", [edit for edits in EDITS.values() for edit in edits]
         script = launching.edited(directory / "mine", *edits)
         words = launching.launching("--entry-point", str(script), data=text_file)
-        ran = launching.command(*words, home=home).good
+        ran = launching.command(words, home=home).good
         shutil.rmtree(script)
         return home, ran.out.strip()
 
@@ -108,7 +108,7 @@ def test_an_edited_model_is_sampled_as_it_was_trained(edited, cli):
     tokenizer = module.Tokenizer(state["tokenizer"])
     model = module.with_weights(module.make_config(training["config"]), len(tokenizer), best)
     words = ("--prompt", "The ", "--max-new-tokens", "60", "--temperature", "0")
-    ran = cli("fetch-and-sample", edited.job_id, *words).good
+    ran = cli("fetch-and-sample", edited.job_id, words).good
     assert ran.out == greedy(model, characters(tokenizer), "The ", 60)
     assert "sampling with the edited" in ran.err
 
@@ -135,8 +135,8 @@ def test_tuning_an_edited_model_needs_its_script(edited, cli, text_file):
     how = launching.sets(max_steps=2, device="cpu", batch_size=4)
     words = ["launch", "--instance", "local", "--init-from", edited.job_id, *how]
     words += ["--data", str(text_file)]
-    assert cli(*words).failed(2, "--entry-point DIR")
-    tuned = cli(*words, "--entry-point", str(edited.directory / "code")).good
+    assert cli(words).failed(2, "--entry-point DIR")
+    tuned = cli(words, "--entry-point", edited.directory / "code").good
     assert "step=0/2 val_loss=" in tuned.err
 
 
@@ -145,11 +145,11 @@ def test_an_edited_model_needs_its_own_script(edited, cli, tmp_path):
     (edited.directory / "code").rename(mine)
     shutil.rmtree(edited.home / "sources")
     words = ("fetch-and-sample", edited.job_id)
-    assert cli(*words, "--entry-point", str(other)).failed(2, f"{other} is another")
-    assert cli(*words).failed(2, "--entry-point DIR")
+    assert cli(words, "--entry-point", other).failed(2, f"{other} is another")
+    assert cli(words).failed(2, "--entry-point DIR")
     with pytest.raises(InputError, match="not on this machine"):
         load_model(edited.directory / "hosts/algo-1/model")
-    ran = cli(*words, "--entry-point", str(mine)).good
+    ran = cli(words, "--entry-point", mine).good
     assert f"model: {Job(edited.job_id).model(mine)}\n" in ran.err
 
 
@@ -176,7 +176,7 @@ def test_each_edit_is_sampled_and_started_from(edit, write, cli, tmp_path):
     made = write(*EDITS[edit], **({"softcap": 3.0} if edit == "hyperparameter" else {}))
     assert made.why
     words = ("--prompt", "abc", "--max-new-tokens", "60", "--temperature", "0")
-    ran = cli("fetch-and-sample", str(made.directory), "--entry-point", str(made.folder), *words)
+    ran = cli("fetch-and-sample", made.directory, "--entry-point", made.folder, words)
     assert ran.out == greedy(made.model, VOCABULARY, "abc", 60), ran.err
     config = made.module.make_config(made.module.starting_values(made.directory, {}))
     started = made.module.GPT(config, len(VOCABULARY)).eval()
@@ -252,7 +252,7 @@ def test_an_activation_known_to_qwen3_stays_loadable(write):
 def test_another_activation_needs_its_script(write, cli):
     directory = str(write(OTHER_ACTIVATION).directory)
     for words in (["launch", "--instance", "local", "--init-from"], ["fetch-and-sample"]):
-        assert cli(*words, directory).failed(2, "--entry-point DIR")
+        assert cli(words, directory).failed(2, "--entry-point DIR")
 
 
 def exported(tmp_path: Path) -> str:
@@ -377,10 +377,10 @@ def test_a_bias_that_an_edit_adds_begins_at_zero(tmp_path):
 
 def test_copy_script_copies_and_replaces_nothing(cli, tmp_path):
     mine, other = tmp_path / "my own", tmp_path / "other"
-    ran = cli("copy-script", str(mine))
+    ran = cli("copy-script", mine)
     assert (ran.code, ran.out) == (0, f"{mine}\n")
     assert shlex.split(ran.err.splitlines()[-1])[-1] == str(mine)  # the next command
     assert Source.read(mine).is_packaged
     other.write_text("mine")
-    assert cli("copy-script", str(other)).failed(2, f"{other}: File exists")
+    assert cli("copy-script", other).failed(2, f"{other}: File exists")
     assert other.read_text() == "mine"

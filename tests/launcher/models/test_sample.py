@@ -21,7 +21,7 @@ def say(job, cli):
     """fetch-and-sample of a job, 60 characters unless told otherwise."""
 
     def call(*words: str) -> Ran:
-        return cli("fetch-and-sample", job.job_id, "--max-new-tokens", "60", *words)
+        return cli("fetch-and-sample", job.job_id, "--max-new-tokens", "60", words)
 
     return call
 
@@ -127,7 +127,7 @@ def test_the_library_refuses_an_impossible_wish(job):
 def test_text_streams_until_its_reader_leaves(job):
     # So long that it would take minutes to make.
     words = ("fetch-and-sample", job.job_id, "--max-new-tokens", "1000000")
-    with launching.started(*words, home=job.home) as process:
+    with launching.started(words, home=job.home) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert len(process.stdout.read(10)) == 10
@@ -149,7 +149,7 @@ def test_a_directory_without_a_model_is_refused(cli, tmp_path):
 
 def test_a_job_is_sampled_once_it_has_stopped(home, text_file, cli):
     words = launching.launching("--detach", data=text_file, **launching.ENDLESS)
-    job_id = cli(*words).out.strip()
+    job_id = cli(words).out.strip()
     launching.wait_for_step(home / "jobs" / job_id)
     ran = cli("fetch-and-sample", job_id)
     assert ran.code == 1
@@ -169,11 +169,11 @@ def test_a_job_is_sampled_once_it_has_stopped(home, text_file, cli):
 def test_sample_takes_a_directory_of_an_edited_model(home, text_file, cli):
     script = launching.edited(home.parent / "my", *EDITS["activation"])
     words = launching.launching("--entry-point", str(script), data=text_file, sample_length=0)
-    job_id = cli(*words).out.strip()
+    job_id = cli(words).out.strip()
     of_job = cli("fetch-and-sample", job_id, "--max-new-tokens", "20")
     (directory,) = re.findall(r"^model: (.+)$", of_job.err, re.MULTILINE)
     moved = Path(directory).rename(home.parent / "my model")
-    of_directory = cli("sample", str(moved), "--max-new-tokens", "20")
+    of_directory = cli("sample", moved, "--max-new-tokens", "20")
     assert (of_directory.code, of_directory.out) == (0, of_job.out)
 
 

@@ -95,7 +95,7 @@ def test_a_failed_stack_tells_why_and_is_not_used(account, failed, cli, text_fil
     """The cause is the first resource that failed, and no cancellation of another one."""
     cause = "ROLLBACK_COMPLETE: Role: no such right"
     assert failed.failed(1, f"stack sm-nanogpt is {cause};")
-    shown, launched = cli("infra", "show"), cli(*LAUNCH, "--data", str(text_file))
+    shown, launched = cli("infra", "show"), cli(LAUNCH, "--data", text_file)
     assert (cause in shown.err, "ROLLBACK_COMPLETE" in launched.error) == (True, True)
     for ran in (shown, launched):
         assert ran.failed(1, "`sm-nanogpt infra deploy`")
@@ -126,7 +126,7 @@ def test_a_failed_deployment_leaves_no_bucket_or_key(account, cli):
 )
 def test_a_failed_stack_is_replaced_if_agreed(failed, cli, question, words, answers, code, status):
     question.side_effect = answers
-    ran = cli("infra", "deploy", *words)
+    ran = cli("infra", "deploy", words)
     assert (ran.code, "ROLLBACK_COMPLETE" in ran.err) == (code, True)
     assert (statuses(), question.call_count) == ([status], len(answers))
     asked = "Delete stack sm-nanogpt in account 123456789012, us-east-1?"
@@ -140,7 +140,7 @@ def test_another_projects_stack_is_left_alone(account, cli, command, status):
     client = boto3.client("cloudformation")
     made = client.create_stack(StackName="theirs", TemplateBody=template)
     account.set_status(made["StackId"], status)
-    ran = cli("--stack", "theirs", "infra", command, *["--yes"] * (command != "show"))
+    ran = cli("--stack", "theirs", "infra", command, ["--yes"] * (command != "show"))
     assert ran.failed(2, f"theirs is {status} and does not belong", "--stack")
     assert statuses() == [status]
 
@@ -199,13 +199,13 @@ def test_two_stacks_have_nothing_in_common(deployed, cli):
 )
 def test_infra_refuses_unusable_settings(account, cli, monkeypatch, words, fact):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
-    assert cli(*words.split()).failed(2, fact)
+    assert cli(words.split()).failed(2, fact)
 
 
 def test_a_role_keeps_its_boundary_and_path(account, cli):
     boundary = "arn:aws:iam::123456789012:policy/bound"
     for words in (["--permissions-boundary", boundary, "--role-path", "/teams/ml/"], ["--vpc"]):
-        assert cli("infra", "deploy", "--yes", *words).code == 0
+        assert cli("infra", "deploy", "--yes", words).code == 0
         role = json.loads(cli("infra", "show", "--json").out)["role"]
         assert ":role/teams/ml/" in role
         found = boto3.client("iam").get_role(RoleName=role.rpartition("/")[2])["Role"]
@@ -233,7 +233,7 @@ def test_without_a_stack_show_fails(account, cli):
 )
 def test_an_unusable_stack_names_a_remedy(account, deployed, cli, status, command, remedy):
     account.set_status(stacks()[0]["StackId"], status)
-    ran = cli("infra", command, *["--yes"] * (command != "show"))
+    ran = cli("infra", command, ["--yes"] * (command != "show"))
     assert ran.failed(1, f"stack sm-nanogpt is {status}", remedy)
 
 
@@ -258,7 +258,7 @@ def user(deployed):
 
 
 def test_destroy_keeps_the_bucket_with_its_texts(deployed, user, cli, text_file):
-    uri = cli("upload-data", str(text_file)).out.strip()
+    uri = cli("upload-data", text_file).out.strip()
     ran = cli("infra", "destroy", "--yes")
     bucket = deployed.store.split("/")[2]
     assert ran.code == 0
@@ -279,7 +279,7 @@ def test_destroy_names_users_and_running_jobs(
     deployed, user, emulator, cli, text_file, monkeypatch, question
 ):
     monkeypatch.setattr("sagemaker_service.LOOKS", math.inf)
-    job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
+    job_id = cli(LAUNCH, "--data", text_file).out.strip()
     job = emulator.sagemaker.jobs[job_id]
     role = job.request["RoleArn"]
     for name, its_role, secondary in (
@@ -314,7 +314,7 @@ def test_the_stacks_key_stays_and_encrypts_the_model(account, cli, text_file):
     assert ("nothing to change" in again.err, "kms key:" in again.out) == (True, True)
     key = json.loads(cli("infra", "show", "--json").out)["kms_key"]
     for words, used in (((), key), (("--kms-key", "mine"), "mine")):
-        ran = cli(*LAUNCH, "--data", str(text_file), "--dry-run", *words)
+        ran = cli(LAUNCH, "--data", text_file, "--dry-run", words)
         assert json.loads(ran.out)["OutputDataConfig"]["KmsKeyId"] == used
 
 
@@ -323,10 +323,10 @@ def test_a_subnet_needs_a_role_that_may_join_a_vpc(account, cli, text_file):
     launch = (*LAUNCH, "--data", str(text_file), *subnet)
     cli("infra", "deploy", "--yes", "--kms")
     for words in ((), ("--dry-run",)):
-        assert cli(*launch, *words).failed(2, "VPC; allow it with `sm-nanogpt infra")
-    assert cli("--role", OWN_ROLE, *launch, "--dry-run").code == 0
+        assert cli(launch, words).failed(2, "VPC; allow it with `sm-nanogpt infra")
+    assert cli("--role", OWN_ROLE, launch, "--dry-run").code == 0
     ran = cli("infra", "deploy", "--yes", "--vpc")
     assert ("kms key:" in ran.out, "vpc:" in ran.out) == (True, True)
-    request = json.loads(cli(*launch, "--dry-run").out)
+    request = json.loads(cli(launch, "--dry-run").out)
     assert request["VpcConfig"]["Subnets"] == ["subnet-1"]
     assert "vpc:" in cli("infra", "deploy", "--yes").out  # it stays so

@@ -22,7 +22,7 @@ def test_a_failed_job_shows_its_reason_and_its_last_lines(cloud, cli, text_file)
     log = [(0.1, "algo-1", f"{TAGGED}one"), (0.2, "algo-1", f"{TAGGED}DataError: no text")]
     reason = "AlgorithmError: DataError: no text [Exception]"
     cloud.sagemaker.next_script = {"reason": reason, "log": log}
-    ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
+    ran = cli(LAUNCH, "--data", text_file, "--follow")
     assert ran.code == 1
     assert "one" in ran.err.splitlines()
     assert "failed: DataError: no text;" in ran.error
@@ -79,7 +79,7 @@ def test_advice_about_a_full_disk_depends_on_the_instance(instance, remedy):
 
 def test_status_shows_all_types_until_one_is_chosen(cloud, cli, launch):
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge", "ml.g6.12xlarge"}
-    job_id = launch(*TWO)
+    job_id = launch(TWO)
     launching.until(lambda: cloud.sagemaker.jobs[job_id].secondary == "Pending")
     waiting = cli("status", job_id)
     assert "state:       InProgress (Pending)\n" in waiting.out
@@ -105,7 +105,7 @@ def test_a_pending_job_says_why_and_ends_after_a_day(cloud, cli, launch, monkeyp
     monkeypatch.setattr(cloud.sagemaker, "DescribeTrainingJob", described)
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
     job_id = launch()
-    ran = cli(*words.format(job_id).split())
+    ran = cli(words.format(job_id).split())
     assert ran.err.count(f"job {job_id} is InProgress (Pending): Insufficient capacity error") == 1
     assert cli("wait", job_id).failed(1, "--instance TYPE,TYPE")
     assert "reason:      CapacityError: " in cli("status", job_id).out

@@ -146,6 +146,6 @@ def test_nothing_is_sent_if_the_sdk_would_send_another_request(
     other = {"TrainingJobName": "another", "StoppingCondition": {"MaxRuntimeInSeconds": 86_400}}
     monkeypatch.setattr(estimator, "create_request", lambda *_: other)
     words = ("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file))
-    assert cli(*words).failed(1, "StoppingCondition", "nothing was sent", "constraints.txt")
+    assert cli(words).failed(1, "StoppingCondition", "nothing was sent", "constraints.txt")
     assert not cloud.calls
     assert not s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]

@@ -76,10 +76,10 @@ def log_of(tags: list[str], steps: int) -> list[tuple[float, str, str]]:
 def test_the_tail_of_a_log_is_the_end_of_all_its_lines(cloud, cli, launch, tags):
     job_id = launch("--instance-count", "2", log=log_of(tags, 10))
     for raw in ((), ("--raw",)):
-        lines = cli("logs", job_id, *raw).good.out.splitlines()
+        lines = cli("logs", job_id, raw).good.out.splitlines()
         assert len(lines) > 10
         for tail in (0, 1, 4, 9, 11, 99):
-            ran = cli("logs", job_id, *raw, "--tail", str(tail)).good
+            ran = cli("logs", job_id, raw, "--tail", tail).good
             assert ran.out.splitlines() == lines[len(lines) - min(tail, len(lines)) :]
 
 
@@ -91,6 +91,6 @@ def test_the_end_of_a_long_log_is_not_read_from_its_head(cloud, cli, launch, tag
     storage.write_bytes(f"{checkpoints}metrics-00000001.jsonl", b'{"step": 1}\n')
     for words in (("logs", job_id, "--tail", "3"), ("status", job_id)):
         cloud.calls.clear()
-        assert "step=299" in cli(*words).good.out
+        assert "step=299" in cli(words).good.out
         asked = [operation for operation, _ in cloud.calls if operation == "GetLogEvents"]
         assert len(asked) < 40  # of a hundred pages

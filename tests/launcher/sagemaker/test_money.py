@@ -27,7 +27,7 @@ def launch(cloud, money, cli, text_file, monkeypatch):
         for name, value in settings.items():
             monkeypatch.setenv(f"SM_NANOGPT_{name.upper()}", value)
         data = () if "--resume" in words else ("--data", str(text_file))
-        return cli(*LAUNCH, *data, *words.split())
+        return cli(LAUNCH, data, words.split())
 
     return run
 
@@ -95,7 +95,7 @@ def test_a_launch_within_its_limits_is_sent(cloud, launch, words, settings):
 
 @pytest.mark.parametrize("amount", ["0", "-1", "nan", "inf", "lots"])
 def test_a_ceiling_must_be_an_amount_of_money(home, cli, monkeypatch, amount):
-    assert cli(*LAUNCH, "--max-cost", amount).failed(2, "max")
+    assert cli(LAUNCH, "--max-cost", amount).failed(2, "max")
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", amount)
     assert cli("jobs").failed(2, f"max_cost={amount!r} (SM_NANOGPT_MAX_COST, ")
 
@@ -103,7 +103,7 @@ def test_a_ceiling_must_be_an_amount_of_money(home, cli, monkeypatch, amount):
 @pytest.mark.parametrize("command", [LAUNCH, ("jobs",), (*LAUNCH, "--dry-run")])
 def test_an_unknown_region_names_the_nearest_one(cloud, cli, text_file, command):
     data = ("--data", str(text_file)) if command[0] == "launch" else ()
-    ran = cli("--region", "us-esat-1", *command, *data)
+    ran = cli("--region", "us-esat-1", command, data)
     assert ran.failed(2, "region us-esat-1: ", "us-east-1")
     assert not cloud.calls
 
@@ -113,7 +113,7 @@ def test_a_local_job_does_not_mention_money(home, cli, text_file, monkeypatch):
         2, "--max-cost: is for SageMaker"
     )
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
-    ran = cli(*launching("--detach", data=text_file)).good
+    ran = cli(launching("--detach", data=text_file)).good
     assert "USD" not in ran.err + cli("status", ran.out.strip()).out
 
 

@@ -49,9 +49,9 @@ def test_a_dry_run_shows_the_request_without_credentials(dry):
 
 def test_a_dry_run_shows_the_request_that_a_launch_sends(cloud, cli, text_file):
     words = (*LAUNCH, "--data", str(text_file), "--instance-count", "2", "--spot")
-    shown = json.loads(cli(*words, "--dry-run").out)
+    shown = json.loads(cli(words, "--dry-run").out)
     assert not cloud.calls
-    assert cli(*words).code == 0
+    assert cli(words).code == 0
     ((operation, sent),) = cloud.calls
     assert operation == "CreateTrainingJob"
     one, other = (
@@ -79,7 +79,7 @@ def test_a_dry_run_reads_and_makes_each_thing_once(rehearse, monkeypatch, words)
     counted(config, "make_config", lambda *given: given)
     counted(corpus, "survey_upload", lambda name, *_: name)
     Source.packaged.cache_clear()
-    assert rehearse(*words.split()).code == 0
+    assert rehearse(words.split()).code == 0
     assert Counter(done).most_common(1)[0][1] == 1, Counter(done)
     assert {each.split()[0] for each in done} == {
         "read_file",
@@ -163,7 +163,7 @@ RUNTIME, WAIT, PENDING = (
     ],
 )
 def test_each_option_is_in_the_request(dry, words, expected):
-    request = dry(*shlex.split(words))
+    request = dry(shlex.split(words))
     assert {path: part(request, path) for path in expected} == expected
 
 
@@ -178,7 +178,7 @@ def test_either_region_variable_of_aws_sets_the_region(home, cli, text_file, mon
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         with monkeypatch.context() as context:
             context.setenv(name, "eu-west-1")
-            assert ".eu-west-1." in cli(*words).out
+            assert ".eu-west-1." in cli(words).out
 
 
 def facts(request: Any) -> tuple[Any, ...]:
@@ -204,7 +204,7 @@ tags = {team = "a", cost-center = "7"}
     assert "configured: encrypt_traffic, network_isolation, security_group_ids, " in ran.err
     assert facts(json.loads(ran.out)) == (NETWORK, True, True, {"team": "a", "cost-center": "7"})
     own = "--subnet subnet-2 --security-group sg-2 --no-encrypt-traffic --no-network-isolation"
-    request = dry(*own.split(), "--tag", "team=b")
+    request = dry(own.split(), "--tag", "team=b")
     other = {"Subnets": ["subnet-2"], "SecurityGroupIds": ["sg-2"]}
     assert facts(request) == (other, False, False, {"team": "b", "cost-center": "7"})
     local = prepare(Request(instance="local", data=str(text_file)), load_settings(), TrackedJob).job
@@ -232,12 +232,12 @@ def test_an_invalid_prescribed_value_names_its_source(home, rehearse, config, fa
 def test_a_missing_region_role_or_store_names_the_option(cloud, cli, text_file, monkeypatch):
     words = (*LAUNCH, "--data", str(text_file))
     monkeypatch.delenv("SM_NANOGPT_ROLE")
-    assert "--role" in cli(*words).error
-    assert "ARN" in cli("--role", "mine", *words).error
+    assert "--role" in cli(words).error
+    assert "ARN" in cli("--role", "mine", words).error
     monkeypatch.delenv("AWS_DEFAULT_REGION")
-    assert "--region" in cli(*words).error
+    assert "--region" in cli(words).error
     monkeypatch.delenv("SM_NANOGPT_STORE")
-    assert "--store" in cli("--region", "us-east-1", *words, "--dry-run").error
+    assert "--store" in cli("--region", "us-east-1", words, "--dry-run").error
 
 
 @pytest.mark.parametrize(

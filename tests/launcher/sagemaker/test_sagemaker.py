@@ -42,21 +42,21 @@ def test_a_launch_names_the_job_and_stores_its_source(cloud, s3, submit):
 
 
 def test_the_suggested_launch_has_a_ceiling_and_works(cloud, cli, text_file):
-    line = cli("upload-data", str(text_file)).err.splitlines()[-1]
+    line = cli("upload-data", text_file).err.splitlines()[-1]
     words = line.removeprefix("next: sm-nanogpt ").split()
     assert "--max-cost" in words
-    assert cli(*words).good.out.strip() in cloud.sagemaker.jobs
+    assert cli(words).good.out.strip() in cloud.sagemaker.jobs
 
 
 def test_a_launch_without_an_instance_spends_nothing(cloud, cli, text_file):
-    assert cli("launch", "--data", str(text_file)).failed(2, "--instance: ", "ml.g5.12xlarge")
+    assert cli("launch", "--data", text_file).failed(2, "--instance: ", "ml.g5.12xlarge")
     assert cli("launch", "--sweep", "n_layer=1,2").failed(2, "--instance: ", "ml.g5.12xlarge")
     assert not cloud.sagemaker.jobs
 
 
 def test_suggested_commands_repeat_the_region(cloud, cli, text_file, monkeypatch):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
-    ran = cli("--region", "us-east-1", "upload-data", str(text_file))
+    ran = cli("--region", "us-east-1", "upload-data", text_file)
     assert "next: sm-nanogpt --region us-east-1 launch" in ran.err
     error = cli("--region", "us-east-1", "status", "nope").error
     assert "`sm-nanogpt --region us-east-1 " in error
@@ -78,7 +78,7 @@ def test_a_launch_in_a_notebook_takes_its_role(cloud, submit, tmp_path, monkeypa
 def test_the_default_bucket_is_the_store(s3, submit, cli, text_file, monkeypatch):
     monkeypatch.delenv("SM_NANOGPT_STORE")
     bucket = f"sagemaker-us-east-1-{ACCOUNT}"
-    assert cli(*LAUNCH, "--data", str(text_file)).failed(2, "no default bucket")
+    assert cli(LAUNCH, "--data", text_file).failed(2, "no default bucket")
     assert bucket not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
     s3.create_bucket(Bucket=bucket)
     assert f"store: s3://{bucket}/sm-nanogpt (" in submit().err
@@ -103,13 +103,13 @@ def test_a_launch_sends_a_newer_local_upload_to_s3(
     cloud, s3, cli, text_file, tmp_path, monkeypatch, words, tokens
 ):
     store = f"s3://{s3.bucket}/some/prefix"
-    assert cli("upload-data", str(text_file)).out.startswith(store)
+    assert cli("upload-data", text_file).out.startswith(store)
     newer = tmp_path / "newer.txt"
     newer.write_text("Some other text.\n" * 1000)
     monkeypatch.delenv("SM_NANOGPT_STORE")
-    near = local_path(cli("upload-data", str(newer), *tokens).out.strip())
+    near = local_path(cli("upload-data", newer, tokens).out.strip())
     assert near is not None
-    ran = cli("--store", store, *LAUNCH, *words).good
+    ran = cli("--store", store, LAUNCH, words).good
     place = f"{store}/data/{near.name}"
     assert f"data: {place} (the last upload, {near.as_uri()})" in ran.err
     request = json.loads(ran.out) if words else cloud.sagemaker.jobs[ran.out.strip()].request
@@ -124,34 +124,34 @@ def test_a_text_is_sent_without_objects_of_similar_names(cloud, s3, cli, text_fi
     s3.put_object(Bucket=s3.bucket, Key="corpus.txt", Body=text)
     s3.put_object(Bucket=s3.bucket, Key="other.txt", Body=text)
     words = (*LAUNCH, "--data", f"{place}.txt", "--validation", f"s3://{s3.bucket}/other.txt")
-    assert cli(*words).good
+    assert cli(words).good
     s3.put_object(Bucket=s3.bucket, Key="corpus/input.txt", Body=text)
     for key in ("other.txt/old.txt", "corpus.txt.bak"):
         s3.put_object(Bucket=s3.bucket, Key=key, Body=text)
-        assert cli(*words).failed(2, f"s3://{s3.bucket}/{key}")
-    assert cli(*LAUNCH, "--data", f"{place}/").good
+        assert cli(words).failed(2, f"s3://{s3.bucket}/{key}")
+    assert cli(LAUNCH, "--data", f"{place}/").good
     assert len(cloud.sagemaker.jobs) == 2
     on_this_machine = load_settings().model_copy(update={"store": ""})
     assert find_channel(f"{place}.txt", on_this_machine).uri == f"{place}.txt"
 
 
 def test_a_deleted_local_upload_is_not_replaced(cloud, s3, home, cli, text_file, monkeypatch):
-    cli("upload-data", str(text_file))  # the older one, on S3
+    cli("upload-data", text_file)  # the older one, on S3
     monkeypatch.delenv("SM_NANOGPT_STORE")
-    cli("upload-data", str(text_file))
+    cli("upload-data", text_file)
     shutil.rmtree(home / "store")
-    assert cli("--store", f"s3://{s3.bucket}/some/prefix", *LAUNCH).failed(2, "--data")
+    assert cli("--store", f"s3://{s3.bucket}/some/prefix", LAUNCH).failed(2, "--data")
     assert not cloud.sagemaker.jobs
 
 
 def test_a_launch_takes_no_upload_of_others(cloud, cli, text_file, tmp_path, monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SM_NANOGPT_HOME", str(tmp_path / "elsewhere"))
-        cli("upload-data", str(text_file))
+        cli("upload-data", text_file)
     for words in (LAUNCH, (*LAUNCH, "--dry-run")):
-        assert cli(*words).failed(2, "nothing was uploaded to", "from here", "--data")
-    ours = cli("upload-data", str(text_file)).out.strip()
-    assert f"data: {ours} (" in cli(*LAUNCH, "--dry-run").err  # without asking S3
+        assert cli(words).failed(2, "nothing was uploaded to", "from here", "--data")
+    ours = cli("upload-data", text_file).out.strip()
+    assert f"data: {ours} (" in cli(LAUNCH, "--dry-run").err  # without asking S3
 
 
 def test_status_tells_the_states_times_and_numbers(cli, launch, monkeypatch):
@@ -222,7 +222,7 @@ def test_latest_is_the_job_launched_last_though_search_lags(cloud, cli, launch, 
     last = launch()
     cloud.refuse["CreateTrainingJob"] = ("ResourceLimitExceeded", "no quota")
     again = ("launch", "--instance", "ml.g5.12xlarge", "--data", str(text_file))
-    assert cli(*again).failed(1, "no quota")  # it does not replace the job before it
+    assert cli(again).failed(1, "no quota")  # it does not replace the job before it
     assert [str(each) for each in jobs()] == [last, first]
     assert cli("stop", "latest").code == 0
     assert cloud.sagemaker.jobs[last].ended

@@ -77,7 +77,7 @@ def test_a_launch_refused_by_aws_says_what_to_do(
     cloud, cli, text_file, monkeypatch, key, words, fact
 ):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
-    ran = cli(*LAUNCH, *words, "--data", str(text_file))
+    ran = cli(LAUNCH, words, "--data", text_file)
     assert (ran.code, ran.out) == (1, "")
     assert fact in ran.error
     assert not cloud.sagemaker.jobs
@@ -104,7 +104,7 @@ def test_an_unusable_login_says_what_to_do(login, cli, text_file, monkeypatch, c
     for module in ("botocore", "aiobotocore"):  # of boto3 and of s3fs
         monkeypatch.setattr(f"{module}.credentials.EC", crypto)
     for words in (("jobs",), ("upload-data", str(text_file))):
-        assert cli(*words).failed(1, fact)
+        assert cli(words).failed(1, fact)
 
 
 @pytest.mark.parametrize("command", ["jobs", "upload-data"])
@@ -119,13 +119,13 @@ def test_an_expired_login_is_renewed(cloud, login, cli, text_file, monkeypatch, 
     login.write_text(json.dumps({"accessToken": expired, **said}))
     answer = {"accessToken": keys, "tokenType": "t", "expiresIn": 900, "refreshToken": "r"}
     monkeypatch.setitem(cloud.credentials, "/v1/token", lambda: answer)
-    assert cli(command, *[str(text_file)] * (command == "upload-data")).good
+    assert cli(command, [str(text_file)] * (command == "upload-data")).good
     assert json.loads(login.read_text())["accessToken"]["expiresAt"] > "2026-11"
 
 
 def test_a_dry_run_ignores_an_expired_login(login, home, text_file):
     words = ("--region", "us-east-1", "--store", "s3://bucket", *LAUNCH, "--dry-run")
-    ran = launching.command(*words, "--data", str(text_file), home=home)  # which imports the SDK
+    ran = launching.command(words, "--data", text_file, home=home)  # which imports the SDK
     assert (ran.code, "login" in ran.err) == (0, False)
 
 
@@ -207,7 +207,7 @@ def test_following_survives_an_outage_and_misses_no_line(cli, launch, outage, wo
     lines = [(0.05 * i, "algo-1", f"line {i}") for i in range(10)]
     job_id = launch(log=lines)
     outage.begin(3, operation, after=1)
-    ran = cli(*words.format(job_id).split()).good
+    ran = cli(words.format(job_id).split()).good
     assert outage.lost == 3
     assert ran.err.count("; retrying") == 1
     if words.startswith("logs"):
@@ -223,7 +223,7 @@ def test_a_refusal_or_a_long_outage_ends_only_the_following(
     for words in (("wait", job_id), ("logs", job_id, "--follow")):
         outage.begin(1000, b"DescribeTrainingJob", after=1, answer=lost)
         again = f"`sm-nanogpt logs {job_id} --follow`"
-        assert cli(*words).failed(1, fact, "continues and is billed", again)
+        assert cli(words).failed(1, fact, "continues and is billed", again)
         assert (outage.lost == 1) == (lost is not None)  # what AWS refuses is not asked again
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
 
@@ -232,7 +232,7 @@ def test_a_refusal_or_a_long_outage_ends_only_the_following(
 def test_a_first_request_that_fails_is_not_repeated(cli, outage, lost, fact):
     for words in ("status", "logs", "stop", "wait", "logs --follow"):
         outage.begin(1000, answer=lost)
-        ran = cli(*words.split(), "some-job")
+        ran = cli(words.split(), "some-job")
         assert ran.failed(1, fact)
         assert (ran.err.count("\n"), outage.lost) == (1, 1)
 
@@ -291,7 +291,7 @@ def test_a_launch_is_retried_when_the_first_answer_is_lost(cloud, launch, monkey
 @pytest.mark.parametrize("lost", [None, (503, error_of("InternalFailure"))])
 def test_a_launch_without_an_answer_names_the_job(cli, text_file, outage, lost):
     outage.begin(1000, b"CreateTrainingJob", answer=lost)
-    ran = cli(*LAUNCH, "--data", str(text_file))
+    ran = cli(LAUNCH, "--data", text_file)
     assert (ran.code, ran.out) == (1, "")
     (noted,) = last_launches(load_settings())
     assert f"`sm-nanogpt status {noted.job_id}`" in ran.error
@@ -307,7 +307,7 @@ def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, text_file,
         return answered
 
     monkeypatch.setattr(URLLib3Session, "send", send_and_interrupt)
-    ran = cli(*LAUNCH, "--data", str(text_file))
+    ran = cli(LAUNCH, "--data", text_file)
     assert (ran.code, ran.out) == (1, "")
     (job_id,) = cloud.sagemaker.jobs
     told = ran.err.splitlines()[-1]
@@ -321,7 +321,7 @@ def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, text_file,
 def test_ctrl_c_after_a_launch_says_what_runs_and_its_cost(cloud, cli, text_file, monkeypatch):
     link = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("launcher.sagemaker.backend.SageMakerBackend.console_link", link)
-    ran = cli(*LAUNCH, "--data", str(text_file))
+    ran = cli(LAUNCH, "--data", text_file)
     (job_id,) = cloud.sagemaker.jobs
     assert (ran.code, ran.out.strip()) == (1, job_id)
     last = ran.err.splitlines()[-1]
@@ -344,7 +344,7 @@ def test_without_a_region_local_jobs_are_listed(home, cli, job, monkeypatch):
         (("status", "nope"), "no region is set; set --region"),
         (("launch", "--instance", "ml.g5.xlarge"), "no region is set; set --region"),
     ):
-        assert cli(*words).failed(2, fact)
+        assert cli(words).failed(2, fact)
     with pytest.raises(InputError, match=r"^no region is set$"):
         prepare(Request(instance="ml.g5.xlarge", data="s3://bucket/text"))
 
@@ -366,9 +366,9 @@ def test_a_bucket_of_another_region_is_refused_before_an_upload(
     if option == "--data":
         words = (*LAUNCH, option, there)
     both = ("us-east-1", "set --region eu-west-1", f"or {option} to a bucket in us-east-1")
-    assert cli(*words).failed(2, there, *both)
+    assert cli(words).failed(2, there, *both)
     for client, name, n in ((europe, bucket, 1), (s3, s3.bucket, 0)):
         assert client.list_objects_v2(Bucket=name)["KeyCount"] == n
     if option == "--store":
         monkeypatch.setattr("sagemaker_service.REGION", "eu-west-1")
-        assert cli("--region", "eu-west-1", *words).code == 0
+        assert cli("--region", "eu-west-1", words).code == 0

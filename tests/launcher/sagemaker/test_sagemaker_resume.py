@@ -27,7 +27,7 @@ def stopped(s3, cli, launch):
     """Launches a job and stops it; it has a checkpoint."""
 
     def start(*words: str) -> str:
-        job_id = str(launch(*words))
+        job_id = str(launch(words))
         s3.put_object(Bucket=s3.bucket, Key=CHECKPOINT.format(job_id), Body=b"x")
         assert cli("stop", job_id).code == 0
         return job_id
@@ -40,7 +40,7 @@ def resume(cli):
     """The request that a dry run of a resumed job shows."""
 
     def shown(job_id: str, *words: str) -> Any:
-        return json.loads(cli("launch", "--resume", job_id, "--dry-run", *words).good.out)
+        return json.loads(cli("launch", "--resume", job_id, "--dry-run", words).good.out)
 
     return shown
 
@@ -49,7 +49,7 @@ def test_a_resumed_job_starts_from_the_earlier_jobs_checkpoint(cloud, s3, cli, s
     earlier = stopped()
     other = ("--store", f"s3://{s3.bucket}/other")  # than that of the earlier job
     for place, prefix in (((), "some/prefix"), (other, "other")):
-        ran = cli(*place, *LAUNCH, "--resume", earlier, "--set", "max_steps=6000").good
+        ran = cli(place, LAUNCH, "--resume", earlier, "--set", "max_steps=6000").good
         resumed = ran.out.strip()
         key = CHECKPOINT.format(resumed).replace("some/prefix", prefix)
         assert s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read() == b"x"
@@ -103,7 +103,7 @@ BOTH = [{"InstanceType": "ml.g5.12xlarge"}, {"InstanceType": "ml.g6.12xlarge"}]
 def test_a_resumed_job_keeps_the_options_that_still_fit(stopped, resume, before, resumed):
     earlier = stopped(*before.split())
     for after, expected in resumed.items():
-        request = resume(earlier, *after.split())
+        request = resume(earlier, after.split())
         assert {path: part(request, path) for path in expected} == expected
 
 
@@ -130,9 +130,9 @@ def test_resuming_refuses_options_that_the_job_cannot_have(cli, stopped, job):
 
 def test_a_job_of_a_cpu_is_not_resumed_silently_on_gpus(s3, cli, stopped):
     job_id = stopped("--instance", "ml.m5.xlarge", "--preset", "quick")
-    assert cli(*LAUNCH, "--resume", job_id).failed(2, "`--set device=auto`")
+    assert cli(LAUNCH, "--resume", job_id).failed(2, "`--set device=auto`")
     for device in ("auto", "cpu"):
-        ran = cli(*LAUNCH, "--resume", job_id, "--set", f"device={device}").good
+        ran = cli(LAUNCH, "--resume", job_id, "--set", f"device={device}").good
     again = ran.out.strip()  # on a GPU instance, where the CPU was asked for
     s3.put_object(Bucket=s3.bucket, Key=CHECKPOINT.format(again), Body=b"x")
     assert cli("stop", again).code == 0
@@ -172,7 +172,7 @@ def test_a_resumed_job_runs_the_script_of_its_launch_by_default(s3, home, cli, s
     assert cli("launch", "--resume", first).failed(2, "--entry-point DIR")
     other = launching.edited(tmp_path / "other", ("of initial weights", "of another"))
     s3.delete_object(**archive(first))
-    assert cli("launch", "--resume", first, "--entry-point", str(other)).code == 0
+    assert cli("launch", "--resume", first, "--entry-point", other).code == 0
 
 
 def test_code_from_the_store_does_not_run_on_this_machine(s3, cli, stopped, tmp_path):
@@ -225,7 +225,7 @@ def test_a_launch_refused_after_a_retry_leaves_no_files(cloud, s3, cli, text_fil
     answers = [Refusal("ThrottlingException", "no"), Refusal("ResourceLimitExceeded", "no quota")]
     create = Mock(side_effect=answers)
     monkeypatch.setattr(cloud.sagemaker, "CreateTrainingJob", create)
-    ran = cli(*LAUNCH, "--data", str(text_file))
+    ran = cli(LAUNCH, "--data", text_file)
     assert (ran.out, create.call_count) == ("", 2)
     assert ran.failed(1, "no quota")
     left = storage.list_files(f"s3://{s3.bucket}/some/prefix")

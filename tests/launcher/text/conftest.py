@@ -26,7 +26,7 @@ def refusal(request, home, cli):
     """Why a text is refused, by the commands that take one; nothing of it is kept."""
 
     def refuse(path: str) -> str:
-        ran = cli(*request.param, path)
+        ran = cli(request.param, path)
         assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran
         assert launching.tree(home) == set()
         return ran.error

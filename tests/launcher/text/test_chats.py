@@ -95,7 +95,7 @@ def test_a_column_of_text_beats_an_empty_pair():
 
 def upload_records(cli: Any, path: Path, records: Sequence[Any]) -> Ran:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return cli("upload-data", str(path), "--tokenizer", "bpe", "--vocab-size", "300")
+    return cli("upload-data", path, "--tokenizer", "bpe", "--vocab-size", "300")
 
 
 def sums(count: int) -> list[Any]:

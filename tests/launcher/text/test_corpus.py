@@ -32,7 +32,7 @@ from sm_nanogpt import InputError, upload_data
 def test_upload_data_refuses_what_it_cannot_take(words, reason, cli, tmp_path):
     (tmp_path / "a.txt").write_text(LONG)
     (tmp_path / "short.txt").write_text("some words\n")
-    assert cli("upload-data", *words.split()).failed(2, reason)
+    assert cli("upload-data", words.split()).failed(2, reason)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_upload_data_takes_any_paths_and_one_pattern(home, tmp_path):
 @pytest.mark.parametrize(("times", "preset"), [(1, " --preset auto"), (60, "")])
 def test_the_suggested_launch_fits_a_short_text(cli, source, times, preset):
     source.write_text(LONG * times)
-    ran = cli("upload-data", str(source)).good
+    ran = cli("upload-data", source).good
     assert ran.err.endswith(f"\nnext: sm-nanogpt launch --instance local{preset}\n")
 
 
@@ -66,7 +66,7 @@ def test_a_text_that_changes_meanwhile_is_refused(home, cli, source, monkeypatch
         write(path, *rest)
 
     monkeypatch.setattr(storage, "write_file", write_late)
-    assert cli("upload-data", str(source)).failed(2, "the text changed")
+    assert cli("upload-data", source).failed(2, "the text changed")
     assert list((home / "store/data").glob("*.json")) == []
 
 
@@ -78,11 +78,11 @@ def test_a_character_may_lie_across_two_chunks(home, tmp_path, monkeypatch):
 
 
 def test_an_upload_prints_only_its_uri(cli, source):
-    ran = cli("upload-data", str(source)).good
+    ran = cli("upload-data", source).good
     assert re.fullmatch(r"file:///\S+/store/data/fox-[0-9a-f]{12}\n", ran.out)
     assert (stored(ran.out.strip()) / "fox.txt").read_text() == LONG
     assert "1 file, 4,500 bytes, 4,500 characters, 30 distinct" in ran.err
-    told = json.loads(cli("upload-data", str(source), "--json").out)
+    told = json.loads(cli("upload-data", source, "--json").out)
     shown = (ran.out.strip(), False, 4500, 4500)
     assert tuple(told[key] for key in ("uri", "uploaded", "size", "characters")) == shown
 

@@ -256,7 +256,7 @@ def test_a_long_file_is_not_in_memory_as_a_whole(name, tmp_path):
 
 def ids(cli: Callable[..., Any], path: Path, *options: str) -> list[bytes]:
     """The ids that an upload of a file makes, of train and of val."""
-    made = cli("upload-data", str(path), "--tokenizer", "bpe", "--vocab-size", "300", *options).good
+    made = cli("upload-data", path, "--tokenizer", "bpe", "--vocab-size", "300", options).good
     directory = Path(made.out.strip().removeprefix("file://"))
     return [(directory / f"{part}-00000.bin").read_bytes() for part in ("train", "val")]
 

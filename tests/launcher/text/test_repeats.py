@@ -69,14 +69,14 @@ WARNING = "100% of the validation text stands in the training text"
 
 
 def test_a_text_that_stands_twice_is_said_at_upload(cli, twice):
-    assert WARNING in cli("upload-data", str(twice)).good.err
-    assert WARNING in cli("upload-data", str(twice)).good.err  # already in the store
+    assert WARNING in cli("upload-data", twice).good.err
+    assert WARNING in cli("upload-data", twice).good.err  # already in the store
 
 
 def test_a_text_that_stands_twice_is_said_at_launch(cli, twice):
-    cli("upload-data", str(twice))
+    cli("upload-data", twice)
     for data in (None, twice):
-        ran = cli(*launching.launching("--detach", data=data)).good
+        ran = cli(launching.launching("--detach", data=data)).good
         assert ran.err.count(WARNING) == 1
 
 
@@ -97,11 +97,11 @@ def test_all_of_many_files_are_compared(cli, tmp_path):
 
 
 def test_tokens_of_a_text_that_stands_twice_are_said(cli, twice):
-    ran = cli("upload-data", str(twice), "--tokenizer", "bpe", "--vocab-size", "300").good
+    ran = cli("upload-data", twice, "--tokenizer", "bpe", "--vocab-size", "300").good
     assert WARNING in ran.err
     once = twice.with_name("once.txt")
     once.write_text(words(3))
-    ran = cli("upload-data", str(once), "--tokenizer", "bpe", "--vocab-size", "300").good
+    ran = cli("upload-data", once, "--tokenizer", "bpe", "--vocab-size", "300").good
     assert "stands in" not in ran.err
 
 
@@ -112,7 +112,7 @@ def test_a_validation_text_within_the_training_text_is_said(cli, tmp_path):
     cli("upload-data", "part.txt")
     for validation, said in (("part.txt", True), ("other.txt", False)):
         arguments = launching.launching("--detach", "--validation", validation, data="data.txt")
-        assert (WARNING in cli(*arguments).good.err) == said
+        assert (WARNING in cli(arguments).good.err) == said
 
 
 def test_the_share_is_kept_in_the_manifest(home, twice, monkeypatch):

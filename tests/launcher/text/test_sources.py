@@ -230,7 +230,7 @@ def test_only_what_will_be_read_is_copied(hub, cli):
     assert f"warning: {source}: 1 file left out: 1 .jsonl; " in ran.err
     hub.sent.clear()
     more = ("--tokenizer", "bpe", "--vocab-size", "300")
-    assert cli("upload-data", f"{source}/docs.jsonl", *more).code == 0
+    assert cli("upload-data", f"{source}/docs.jsonl", more).code == 0
     assert hub.sent == ["docs.jsonl"]
 
 
@@ -244,11 +244,11 @@ def test_standard_input_is_read_by_its_content(cli, monkeypatch):
     rows = b"id,Review\n" + b"".join(b"%d,a sea %d\n" % (n, n) for n in range(90))
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows), isatty=bool))
     more = ("--tokenizer", "bpe", "--vocab-size", "300", "--column", "Review")
-    assert "90 documents" in cli("upload-data", "-", *more).good.err
+    assert "90 documents" in cli("upload-data", "-", more).good.err
     rows = rows.replace(b"Review", b"text")
     for options, fact in (((), "is a table, and records"), (BPE, "90 documents")):
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows), isatty=bool))
-        assert fact in cli("upload-data", "-", *options).err
+        assert fact in cli("upload-data", "-", options).err
     for text, fact in ((b"Rev, a\n", "records, and - is plain"), (b"%PDF-1", "`pdftotext FILE`")):
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text), isatty=bool))
         assert cli("upload-data", "-", "--column", "Review").failed(2, fact)
@@ -259,7 +259,7 @@ def test_standard_input_is_read_by_its_content(cli, monkeypatch):
 def test_a_table_of_standard_input_is_never_silent(cli, monkeypatch):
     rows = b"id,body\n" + b"".join(b"%d,a sea %d\n" % (n, n) for n in range(90))
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows), isatty=bool))
-    err = cli("upload-data", "-", *BPE).good.err
+    err = cli("upload-data", "-", BPE).good.err
     assert "-: looks like a table, but is read as text; `--tokenizer bpe --column NAME`" in err
 
 

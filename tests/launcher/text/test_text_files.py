@@ -64,7 +64,7 @@ def test_files_for_tests_are_warned_about(cli, tmp_path):
     ran = cli("upload-data", "texts").good
     assert "trained on too: dev_b.txt, test-00000.txt, validation/a.txt; " in ran.err
     assert f"`{shlex.join(options)}`" in ran.err
-    ran = cli("upload-data", "texts", *options).good
+    ran = cli("upload-data", "texts", options).good
     assert "for tests" not in ran.err and "2 files" in ran.err
     assert "for tests" not in cli("upload-data", "texts/validation").good.err
 

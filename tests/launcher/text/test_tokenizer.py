@@ -94,16 +94,16 @@ def test_the_default_vocabulary_fits_the_text(characters, size):
 
 def test_a_vocabulary_that_stays_small_is_explained(tmp_path, cli):
     (tmp_path / "a.txt").write_text(FOX * 100)
-    ran = cli("upload-data", str(tmp_path / "a.txt"), "--tokenizer", "bpe")
+    ran = cli("upload-data", tmp_path / "a.txt", "--tokenizer", "bpe")
     (learned,) = re.findall(r"(\d+) tokens, not 512: the text has no more to learn", ran.err)
     assert f"vocabulary {learned}\n" in ran.err
 
 
 def test_the_tokenizer_of_an_upload_is_taken_by_its_directory(documents, tmp_path, cli):
-    first = cli("upload-data", str(documents), *BPE).good.out.strip()
+    first = cli("upload-data", documents, BPE).good.out.strip()
     (tmp_path / "more.txt").write_text(FOX * 100)
     words = ("--tokenizer", first.removeprefix("file://"))
-    assert cli("upload-data", str(tmp_path / "more.txt"), *words).code == 0
+    assert cli("upload-data", tmp_path / "more.txt", words).code == 0
 
 
 def test_transformers_reads_the_same_tokenizer(made, tokenizer):

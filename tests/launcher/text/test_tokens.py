@@ -88,7 +88,7 @@ def test_copies_are_all_in_one_part(field, tmp_path, cli):
 
     lines = [line(f"{number}: {FOX}") for number in range(60)]
     (tmp_path / "twice.jsonl").write_text("".join(lines + lines))
-    ran = cli("upload-data", str(tmp_path / "twice.jsonl"), "--tokenizer", "bpe")
+    ran = cli("upload-data", tmp_path / "twice.jsonl", "--tokenizer", "bpe")
     kind = "documents" if field == "text" else "conversations"
     assert f"60 of 120 {kind} are copies; each is in the same part as its original" in ran.err
     parts = []
@@ -105,14 +105,14 @@ def test_copies_are_all_in_one_part(field, tmp_path, cli):
 
 def test_documents_that_are_all_equal_are_refused(tmp_path, cli):
     (tmp_path / "a.jsonl").write_text((json.dumps({"text": FOX}) + "\n") * 30)
-    ran = cli("upload-data", str(tmp_path / "a.jsonl"), "--tokenizer", "bpe")
+    ran = cli("upload-data", tmp_path / "a.jsonl", "--tokenizer", "bpe")
     assert ran.failed(2, "all 30 documents are equal; give one of them")
 
 
 def test_a_large_validation_part_is_a_warning(tmp_path, cli):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(FOX * 20 + name)
-    ran = cli("upload-data", str(tmp_path), "--tokenizer", "bpe", "--vocab-size", "300")
+    ran = cli("upload-data", tmp_path, "--tokenizer", "bpe", "--vocab-size", "300")
     assert "warning: 33% of the tokens are for validation" in ran.err
     assert "3 documents, 2,703 characters, " in ran.err
 
@@ -290,14 +290,14 @@ def test_an_upload_of_tokens_is_recognized(documents, home, uploaded):
 
 
 def test_a_model_of_tokens_is_trained_and_sampled(documents, home, cli):
-    assert cli("upload-data", str(documents), *BPE).code == 0
-    launched = launching.command(*launching.launching(), home=home)
+    assert cli("upload-data", documents, BPE).code == 0
+    launched = launching.command(launching.launching(), home=home)
     assert launched.code == 0, launched.err
     job_id = launched.out.strip()
     assert "bits/byte:" in cli("status", job_id).out
     assert cli("fetch-and-sample", job_id, "--prompt", "🙂 The", "--seed", "1").out[:5] == "🙂 The"
     # Its tokenizer encodes other text.
-    assert cli("upload-data", str(documents), "--tokenizer", job_id).code == 0
+    assert cli("upload-data", documents, "--tokenizer", job_id).code == 0
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_a_launch_refuses_what_the_run_would(words, reason, home, uploaded, tmp_
     (tmp_path / "a.txt").write_text(FOX * 1200)
     (tmp_path / "b.txt").write_text(FOX * 100)
     before = launching.tree(home)
-    ran = cli("launch", "--instance", "local", *words.replace("TOKENS", uploaded.uri).split())
+    ran = cli("launch", "--instance", "local", words.replace("TOKENS", uploaded.uri).split())
     assert (ran.code, ran.err.count("\n")) == (2, 1)
     assert re.search(reason, ran.error)
     assert launching.tree(home) == before
@@ -325,7 +325,7 @@ def test_a_launch_refuses_what_the_run_would(words, reason, home, uploaded, tmp_
 
 def test_a_launch_refuses_too_many_characters(text_file, monkeypatch, cli):
     monkeypatch.setattr("launcher.launching.texts.LARGEST_TEXT", 10_000)
-    ran = cli("launch", "--instance", "local", "--data", str(text_file))
+    ran = cli("launch", "--instance", "local", "--data", text_file)
     assert ran.failed(2, "make tokens of them: upload-data --tokenizer")
 
 
@@ -358,4 +358,4 @@ def test_an_upload_error_names_the_directory(
     documents, home, cli, monkeypatch, failing, code, reason
 ):
     monkeypatch.setattr(failing, Mock(side_effect=OSError(code, os.strerror(code))))
-    assert cli("upload-data", str(documents), *BPE).failed(1, f"{home / 'cache'}: {reason}")
+    assert cli("upload-data", documents, BPE).failed(1, f"{home / 'cache'}: {reason}")

@@ -22,7 +22,7 @@ from sm_nanogpt import InputError, ServiceError, upload_data, uploads
 @pytest.fixture
 def upload(cli, text_file):
     """The URI of an upload on this machine."""
-    return cli("upload-data", str(text_file)).good.out.strip()
+    return cli("upload-data", text_file).good.out.strip()
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ def test_an_upload_that_a_running_job_reads_stays(cli, reader, upload, monkeypat
 
 
 def test_an_upload_goes_by_its_uri_and_only_there(cli, upload, text_file, tmp_path):
-    other = cli("--store", str(tmp_path / "other"), "upload-data", str(text_file)).out.strip()
-    ran = cli("--store", str(tmp_path / "other"), "delete", f"{other}/", "--yes").good
+    other = cli("--store", tmp_path / "other", "upload-data", text_file).out.strip()
+    ran = cli("--store", tmp_path / "other", "delete", f"{other}/", "--yes").good
     assert not files_of(other) and files_of(upload) and "--resume" not in ran.err
 
 
@@ -129,7 +129,7 @@ def test_delete_of_an_unknown_word_names_both_lists(cli):
 def test_delete_takes_a_part_of_an_uploads_name(cli, upload, tmp_path):
     name, stem = name_of(upload), name_of(upload).rpartition("-")[0]
     (tmp_path / f"{stem}-b.txt").write_text("Another text. " * 99)
-    other = cli("upload-data", str(tmp_path / f"{stem}-b.txt")).good.out.strip()
+    other = cli("upload-data", tmp_path / f"{stem}-b.txt").good.out.strip()
     assert cli("delete", f"{stem}-", "--yes").failed(2, name, name_of(other))
     assert f"{stem} is upload {name}\n" in cli("delete", stem, "--yes").good.err
     assert [each.uri for each in uploads()] == [other]
@@ -146,7 +146,7 @@ def test_delete_takes_a_part_of_an_uploads_name(cli, upload, tmp_path):
 )
 def test_delete_of_wrong_names_deletes_nothing(cli, job, upload, words):
     named = [word.format(name=name_of(upload), job=job.job_id) for word in words]
-    assert cli("delete", *named, "--yes").failed(2)
+    assert cli("delete", named, "--yes").failed(2)
     assert corpus.find_upload(upload, Settings()) is not None
 
 
@@ -157,7 +157,7 @@ def test_uploads_on_s3_are_listed_and_deleted_too(cloud, s3, cli, home, launch, 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SM_NANOGPT_STORE")
         patch.setattr("launcher.settings.Settings.reaches_aws", False)
-        here = cli("upload-data", str(text_file)).good.out.strip()
+        here = cli("upload-data", text_file).good.out.strip()
     shutil.rmtree(home / "last-launched.json", ignore_errors=True)
     rows = json.loads(cli("data", "--json").good.out)
     there = f"s3://{s3.bucket}/some/prefix/data/{name_of(here)}"
@@ -169,21 +169,21 @@ def test_uploads_on_s3_are_listed_and_deleted_too(cloud, s3, cli, home, launch, 
 
 
 def test_no_upload_on_s3_goes_while_its_jobs_are_unknown(cloud, s3, cli, text_file):
-    uri = cli("upload-data", str(text_file)).good.out.strip()
+    uri = cli("upload-data", text_file).good.out.strip()
     cloud.refuse["Search"] = ("ThrottlingException", "later")
     listed = cli("data", "--json")
     assert listed.code == 1 and json.loads(listed.out)[0]["uri"] == uri
     assert cli("delete", name_of(uri), "--yes").code == 1
     cloud.refuse.clear()
     words = ["--instance", "ml.m5.xlarge", "--preset", "quick", "--max-cost", "1"]
-    assert f"data: {uri}\n" in cli("launch", *words, "--data", name_of(uri)).good.err
+    assert f"data: {uri}\n" in cli("launch", words, "--data", name_of(uri)).good.err
 
 
 def test_launch_takes_the_last_upload_and_names_it(cli, source, text_file):
-    cli("upload-data", str(source))
-    cli("upload-data", str(text_file))
-    last = cli("upload-data", str(source)).out.strip()
-    ran = cli(*launching.launching("--detach"))
+    cli("upload-data", source)
+    cli("upload-data", text_file)
+    last = cli("upload-data", source).out.strip()
+    ran = cli(launching.launching("--detach"))
     assert f"data: {last} (the last upload)" in ran.err
 
 
@@ -212,7 +212,7 @@ def test_an_upload_to_another_directory_is_not_taken(tmp_path, home, text_file):
 
 def test_all_spellings_of_a_store_mean_the_same_store(home, cli, source, tmp_path):
     store = str(tmp_path / "the store")
-    uri = cli("--store", store, "upload-data", str(source)).out.strip()
+    uri = cli("--store", store, "upload-data", source).out.strip()
     for spelling in (f"{store}/", "the store", Path(store).as_uri()):
         assert last_upload(load_settings(store=spelling)) == uri
 
@@ -224,19 +224,19 @@ def test_a_launch_without_an_upload_asks_for_one(home, cli, source):
 
     assert refused()
     assert launching.tree(home) == set()
-    shutil.rmtree(stored(cli("upload-data", str(source)).out.strip()))
+    shutil.rmtree(stored(cli("upload-data", source).out.strip()))
     assert refused()
 
 
 def test_an_earlier_upload_is_named_by_uri_or_path(home, cli, source, text_file):
-    earlier = cli("upload-data", str(source)).out.strip()
-    last = cli("upload-data", str(text_file)).out.strip()
+    earlier = cli("upload-data", source).out.strip()
+    last = cli("upload-data", text_file).out.strip()
     settings = launching.settings_of(home)
     for location in (earlier, str(stored(earlier))):
         assert find_channel(location, settings).uri == earlier
     assert cli("launch", "--instance", "local", "--data", "fox-123456789012").failed(2, "data`")
     name = earlier.rpartition("/")[2]
-    ran = cli(*launching.launching("--detach", "--validation", str(source), data=name))
+    ran = cli(launching.launching("--detach", "--validation", str(source), data=name))
     assert f"data: {earlier}\n" in ran.err
     assert "warning: validation is the text to train on" in ran.err
     assert len(list((home / "store/data").glob("*/"))) == 2
@@ -279,7 +279,7 @@ def test_a_part_of_several_names_is_refused_with_them(two_uploads, monkeypatch, 
 @pytest.mark.parametrize("option", ["--data", "--validation"])
 def test_a_word_of_nothing_is_no_path_that_the_user_meant(two_uploads, cli, option, word):
     words = ("launch", "--instance", "local", "--data", two_uploads[0], option, word)
-    ran = cli(*words)
+    ran = cli(words)
     assert ran.failed(2, f"neither a file nor an upload {word};", "`sm-nanogpt data`")
     assert str(Path.cwd()) not in ran.error
 

@@ -241,13 +241,13 @@ def test_a_folder_that_learns_while_it_is_judged_is_refused(mine, begun, cli, tm
     """Through the whole; what it has printed, with marks of a terminal, is no verdict."""
     said = "print('\\x1b[2K\\rKEEP 1')"
     cheat = tiny_folder(tmp_path / "cheat", *CHEATS["learns between windows"][0], before(said))
-    ran = cli("try", "run", str(cheat), "--group", "s", "--note", "two\nlines \x1b[1m")
+    ran = cli("try", "run", cheat, "--group", "s", "--note", "two\nlines \x1b[1m")
     assert ran.code == 4
     assert ran.out.startswith("REFUSED 1")
     assert "depend on other windows" in ran.out
     assert "KEEP" not in ran.out + ran.err
     assert "\x1b" not in cli("try", "log", "s").good.out
-    assert cli("try", "run", str(cheat), "--group", "s").failed(2, "refused before, by try 1")
+    assert cli("try", "run", cheat, "--group", "s").failed(2, "refused before, by try 1")
 
 
 def test_weights_in_a_folder_are_refused_before_anything_runs(mine, cli, tmp_path, monkeypatch):
@@ -256,7 +256,7 @@ def test_weights_in_a_folder_are_refused_before_anything_runs(mine, cli, tmp_pat
     weights = base64.b64encode(random.Random(1).randbytes(112_000)).decode()
     cheat = tiny_folder(tmp_path / "cheat")
     (cheat / "weights.py").write_text(f"WEIGHTS = '{weights}'\n")
-    ran = cli("try", "run", str(cheat), "--group", "s")
+    ran = cli("try", "run", cheat, "--group", "s")
     assert ran.code == 4
     assert "most of it weights.py" in ran.out
 
@@ -485,7 +485,7 @@ def test_a_forged_model_directory_is_refused(forge, mine, begun, tmp_path):
 
 def test_no_search_begins_where_runs_may_read(cli, text_file, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_HOME", f"{sys.prefix}/lib/home")
-    assert cli("try", "start", "s", "--text", str(text_file)).failed(2, "SM_NANOGPT_HOME")
+    assert cli("try", "start", "s", "--text", text_file).failed(2, "SM_NANOGPT_HOME")
     assert not Path(sys.prefix, "lib/home/tries").exists()
 
 

@@ -69,7 +69,7 @@ def trained(monkeypatch, same_seeds):
 
 @pytest.fixture
 def started(cli, text_file, trained):
-    assert cli("try", "start", "plays", "--text", str(text_file), "--smallest-gain", "0.01").good
+    assert cli("try", "start", "plays", "--text", text_file, "--smallest-gain", "0.01").good
     return cli
 
 
@@ -255,8 +255,8 @@ def test_a_folder_with_chosen_batches_is_no_better(cli, text_file, trained, tmp_
         return Score(2.0 + order + weights, 3.0)
 
     monkeypatch.setattr(Judge, "score", with_chosen_batches)
-    assert cli("try", "start", "plays", "--text", str(text_file)).good
-    ran = cli("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays", "--json")
+    assert cli("try", "start", "plays", "--text", text_file).good
+    ran = cli("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays", "--json")
     assert ran.code == 3
     entry = json.loads(ran.out)
     assert entry["high"] < 0 and entry["fresh"]
@@ -345,7 +345,7 @@ def test_a_kill_at_any_moment_is_as_none(cli, home, text_file, trained, tmp_path
     for each in (mine, base):  # real runs that learn nothing
         (each / "train.py").write_text("import time\ntime.sleep(0.1)\n")
     words = ("--text", str(text_file), "--smallest-gain", "0.01", "--entry-point", str(base))
-    assert cli("try", "start", "plays", *words).good
+    assert cli("try", "start", "plays", words).good
     source, draw = Source.read(mine), random.Random(1)
     states = [opened(home).ledger.base, source.sha256]
     for _ in range(20):
@@ -425,9 +425,9 @@ def test_a_search_that_was_killed_while_it_began_is_begun_anew(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trained, "train", killed)
-        assert "goes on with what has ended" in cli(*words).err
+        assert "goes on with what has ended" in cli(words).err
     assert len(opened(home).ledger.of("run")) == 1
-    assert cli(*words).good
+    assert cli(words).good
     assert len(opened(home).ledger.of("run")) == search.BASE_SEEDS
     assert [path.name for path in (home / "tries").iterdir()] == ["plays"]
 
@@ -435,7 +435,7 @@ def test_a_search_that_was_killed_while_it_began_is_begun_anew(
 def test_a_search_that_a_command_uses_is_not_begun_anew(cli, home, text_file, trained):
     request = Request(instance="local", preset="quick", data=str(text_file))
     with begin("plays", request, Settings(home=home), 0.01, None, print).held(shared=True):
-        again = cli("try", "start", "plays", "--text", str(text_file))
+        again = cli("try", "start", "plays", "--text", text_file)
         assert again.failed(2, "there is a search plays")
     assert len(opened(home).ledger.entries) == 1
 
@@ -448,7 +448,7 @@ def test_a_base_that_does_not_train_leaves_no_name_taken(
         yield FinishedRun(runs[1], Path("0/2"), 10.0, "no memory")
 
     monkeypatch.setattr(Trained, "train", failing)
-    assert cli("try", "start", "plays", "--text", str(text_file)).failed(1, "no memory")
+    assert cli("try", "start", "plays", "--text", text_file).failed(1, "no memory")
     assert [*(home / "tries").iterdir()] == []
 
 

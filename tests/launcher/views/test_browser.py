@@ -131,7 +131,7 @@ def test_a_report_draws_without_errors_or_requests(report, visit):
 
 def test_the_axis_of_a_hyperparameter_shows_its_values(job, cli, visit):
     others = [sibling(job, n, 1.25, n_embd=60 * n) for n in (1, 2)]
-    ran = cli("report", job.job_id, *others)
+    ran = cli("report", job.job_id, others)
     page = drawn(visit(Path(ran.out.strip()).absolute().as_uri()))
     page.wait_for_selector("#by-n_embd svg")
     labels = page.locator("#by-n_embd .role-axis-label text").all_text_contents()

@@ -201,7 +201,7 @@ def test_play_saves_a_page_and_says_what_it_holds(job, cli, tmp_path):
     ids=["bits of no file", "two models"],
 )
 def test_a_page_that_cannot_be_saved_is_refused(options, job, cli):
-    ran = cli("play", job.job_id, *options)
+    ran = cli("play", job.job_id, options)
     assert ran.code == 2, ran.err
     assert not list(job.home.parent.rglob("*.html"))
 

@@ -184,7 +184,7 @@ def test_an_open_generation_blocks_no_other_model(site):
 
 def test_a_job_is_played_until_ctrl_c(job):
     directory = fetch_model(job.job_id)
-    with launching.started("play", "latest", str(directory), home=job.home) as process:
+    with launching.started("play", "latest", directory, home=job.home) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         url = process.stdout.readline()
@@ -213,7 +213,7 @@ def test_a_job_is_played_until_ctrl_c(job):
 def test_a_key_of_ones_own_is_kept(job):
     words = ("play", job.job_id, "--cors", "http://localhost:3000")
     named = {"SM_NANOGPT_API_KEY": "my key/1"}
-    with launching.started(*words, home=job.home, env=named) as process:
+    with launching.started(words, home=job.home, env=named) as process:
         assert process.stdout is not None
         port, token = re.findall(r":(\d+)/\?token=(.*)", process.stdout.readline())[0]
         assert Site(int(port), []).connect("/v1/models", token=token).status == 200
@@ -256,6 +256,6 @@ def test_a_missing_model_or_a_taken_port_is_refused(cli):
     assert cli("play", "sm-nanogpt-nothing").code == 1
     with listen(0) as taken:
         port = taken.getsockname()[1]
-        ran = cli("play", "some-job", "--port", str(port))
+        ran = cli("play", "some-job", "--port", port)
     assert (ran.code, ran.out) == (2, "")
     assert ran.error.startswith(f"--port {port}: ")

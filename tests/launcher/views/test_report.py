@@ -26,7 +26,7 @@ def text_of(cli):
     """The page about some jobs."""
 
     def write(*words: str) -> str:
-        ran = cli("report", *words)
+        ran = cli("report", words)
         assert ran.code == 0, ran.err
         return Path(ran.out.strip()).read_text("utf-8")
 
