@@ -28,48 +28,85 @@ HELD_OUT = 100  # questions of each kind
 def questions(text: str, seed: int) -> dict[str, list[tuple[str, str]]]:
     """Questions and answers by kind, each question once, in random order."""
     words = sorted(set(re.findall(r"\b[a-z]{3,7}\b", text)))
-    # Each pair in one order only, so that none is known by the other.
-    pairs = [(a, b) if (a + b) % 2 else (b, a) for a in range(100) for b in range(a)]
-    kinds = {
-        "sum": [(f"What is {a} + {b}?", str(a + b)) for a, b in pairs],
-        "larger": [(f"Which is larger, {a} or {b}?", str(max(a, b))) for a, b in pairs],
-        "spelling": [(f"How do you spell {word}?", "-".join(word)) for word in words],
-    }
-    for made in kinds.values():
-        random.Random(seed).shuffle(made)
+    kinds: dict[str, list[tuple[str, str]]] = {"sum": [], "larger": [], "spelling": []}
+    for larger in range(100):
+        for smaller in range(larger):
+            # Each pair in one order only, so that none is known by the other.
+            a, b = (larger, smaller) if (larger + smaller) % 2 else (smaller, larger)
+            kinds["sum"].append((f"What is {a} + {b}?", str(a + b)))
+            kinds["larger"].append((f"Which is larger, {a} or {b}?", str(larger)))
+    for word in words:
+        kinds["spelling"].append((f"How do you spell {word}?", "-".join(word)))
+    for pairs in kinds.values():
+        random.Random(seed).shuffle(pairs)
     return kinds
 
 
-def write_conversations(path: Path, known: Sequence[tuple[str, str]], seed: int) -> None:
-    """One to three questions in each conversation."""
-    chance, left = random.Random(seed), list(known)
-    chance.shuffle(left)
+def messages_of(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def write_conversations(path: Path, pairs: Sequence[tuple[str, str]], seed: int) -> None:
+    """Writes the pairs of question and answer, one to three of them in each conversation."""
+    generator = random.Random(seed)
+    remaining = list(pairs)
+    generator.shuffle(remaining)
     with path.open("w", encoding="utf-8") as file:
-        while left:
+        while remaining:
             messages = []
-            for question, answer in [
-                left.pop() for _ in range(min(len(left), chance.randint(1, 3)))
-            ]:
-                messages.append({"role": "user", "content": question})
-                messages.append({"role": "assistant", "content": answer})
+            for _ in range(min(len(remaining), generator.randint(1, 3))):
+                messages += messages_of(*remaining.pop())
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
 def write_questions(path: Path, kinds: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-    """A conversation of each question and its answer, with its kind."""
+    """Writes a conversation of each question and its answer, with its kind."""
     with path.open("w", encoding="utf-8") as file:
-        for kind, (question, answer) in ((k, each) for k, made in kinds.items() for each in made):
-            messages = [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-            file.write(json.dumps({"messages": messages, "kind": kind}) + "\n")
+        for kind, pairs in kinds.items():
+            for question, answer in pairs:
+                record = {"messages": messages_of(question, answer), "kind": kind}
+                file.write(json.dumps(record) + "\n")
 
 
 def trained(request: Request, settings: Settings) -> tuple[Job, float]:
     """The job when it has ended, and the seconds that it took."""
     began = time.monotonic()
-    return launch(request, settings).wait(), time.monotonic() - began
+    job = launch(request, settings).wait()
+    return job, time.monotonic() - began
+
+
+def run_round(args: argparse.Namespace, seed: int, directory: Path) -> None:
+    """Trains a base model, tunes it, asks both, and prints a row for each kind of question."""
+    settings = Settings(home=directory / "home")
+    data = upload_data(args.text, settings, tokenizer="bpe", vocab_size=512)
+    values = {**BASE, "max_steps": args.base_steps, "seed": seed, "sample_length": 0}
+    request = Request(instance="local", data=data.uri, preset="cpu", hyperparameters=values)
+    base, base_seconds = trained(request, settings)
+
+    kinds = questions(args.text.read_text(encoding="utf-8"), seed)
+    new = {kind: pairs[: args.ask] for kind, pairs in kinds.items()}
+    learned = [pair for pairs in kinds.values() for pair in pairs[args.ask :]]
+    chats_file = directory / "chats.jsonl"
+    write_conversations(chats_file, learned, seed)
+    chats = upload_data(chats_file, settings, tokenizer=base.id)
+    values = {"max_steps": args.steps, "seed": seed, "batch_size": 12, "device": "cpu"}
+    request = Request(instance="local", data=chats.uri, init_from=base.id, hyperparameters=values)
+    tuned, seconds = trained(request, settings)
+
+    questions_file = directory / "asked.jsonl"
+    write_questions(questions_file, new)
+    text_file = directory / "new.txt"  # eval takes a text too
+    with text_file.open("w", encoding="utf-8") as file:
+        for pairs in new.values():
+            for question, answer in pairs:
+                file.write(f"{question}\n{answer}\n")
+    base_answers = base.eval(text_file, questions=questions_file).answers
+    tuned_answers = tuned.eval(text_file, questions=questions_file).answers
+    for kind in kinds:
+        base_right, n = base_answers[kind]
+        tuned_right, _ = tuned_answers[kind]
+        shares = f"{base_right / n:.0%} | {tuned_right / n:.0%}"
+        print(f"| {seed} | {kind} | {shares} | {base_seconds:.0f} | {seconds:.0f} |", flush=True)
 
 
 def main() -> None:
@@ -79,36 +116,12 @@ def main() -> None:
     parser.add_argument("--base-steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=1500, help="of the tuning (default 1500)")
     parser.add_argument("--ask", type=int, default=HELD_OUT, help="questions of each kind")
-    words = parser.parse_args()
-    text = words.text.read_text(encoding="utf-8")
-    print(
-        "| seed | questions | base model | tuned | base s | tuning s |\n|---|---|---|---|---|---|"
-    )
-    for seed in range(words.seeds):
-        with tempfile.TemporaryDirectory() as temporary:
-            settings = Settings(home=Path(temporary, "home"))
-            data = upload_data(words.text, settings, tokenizer="bpe", vocab_size=512)
-            values = {**BASE, "max_steps": words.base_steps, "seed": seed, "sample_length": 0}
-            request = Request(instance="local", data=data.uri, preset="cpu", hyperparameters=values)
-            base, base_seconds = trained(request, settings)
-            kinds = questions(text, seed)
-            known = [each for made in kinds.values() for each in made[words.ask :]]
-            write_conversations(Path(temporary, "chats.jsonl"), known, seed)
-            chats = upload_data(Path(temporary, "chats.jsonl"), settings, tokenizer=base.id)
-            values = {"max_steps": words.steps, "seed": seed, "batch_size": 12, "device": "cpu"}
-            request = Request(
-                instance="local", data=chats.uri, init_from=base.id, hyperparameters=values
-            )
-            tuned, seconds = trained(request, settings)
-            new, asked = Path(temporary, "new.txt"), Path(temporary, "asked.jsonl")
-            write_questions(asked, {kind: made[: words.ask] for kind, made in kinds.items()})
-            lines = [f"{q}\n{a}\n" for made in kinds.values() for q, a in made[: words.ask]]
-            new.write_text("".join(lines), encoding="utf-8")  # eval takes a text too
-            found = [job.eval(new, questions=asked).answers for job in (base, tuned)]
-            for kind in kinds:
-                before, after = (right / n for right, n in (answers[kind] for answers in found))
-                row = f"{kind} | {before:.0%} | {after:.0%} | {base_seconds:.0f} | {seconds:.0f}"
-                print(f"| {seed} | {row} |", flush=True)
+    args = parser.parse_args()
+    print("| seed | questions | base model | tuned | base s | tuning s |")
+    print("|---|---|---|---|---|---|")
+    for seed in range(args.seeds):
+        with tempfile.TemporaryDirectory() as directory:
+            run_round(args, seed, Path(directory))
 
 
 if __name__ == "__main__":

@@ -64,24 +64,27 @@ def write(directory: Path, file: Path, dtype: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
 
     special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-    words = {id: word for word, id in {**tokenizer["model"]["vocab"], **special}.items()}
-    kinds = gguf.TokenType
-    ids = range(config["vocab_size"])  # those beyond the tokens are never used
+    token_of_id = {}
+    for token, id in {**tokenizer["model"]["vocab"], **special}.items():
+        token_of_id[id] = token
+    tokens, types = [], []
+    for id in range(config["vocab_size"]):
+        token = token_of_id.get(id)
+        tokens.append(f"[PAD{id}]" if token is None else token)
+        if token is None:  # beyond the vocabulary, and never used
+            types.append(gguf.TokenType.UNUSED)
+        elif token in special:
+            types.append(gguf.TokenType.CONTROL)
+        else:
+            types.append(gguf.TokenType.NORMAL)
+    merges = []
+    for pair in tokenizer["model"]["merges"]:
+        merges.append(pair if isinstance(pair, str) else " ".join(pair))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(PATTERNS[str(pattern_of(tokenizer))])
-    writer.add_token_list([words.get(id, f"[PAD{id}]") for id in ids])
-    writer.add_token_types(
-        [
-            kinds.UNUSED
-            if id not in words
-            else kinds.CONTROL
-            if words[id] in special
-            else kinds.NORMAL
-            for id in ids
-        ]
-    )
-    merges = tokenizer["model"]["merges"]
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
     writer.add_add_bos_token(False)
     settings = json.loads((directory / "tokenizer_config.json").read_bytes())
     if template := settings.get("chat_template"):
@@ -106,17 +109,17 @@ def write(directory: Path, file: Path, dtype: str) -> None:
     writer.close()
 
 
-def main(words: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write a model as a GGUF file for llama.cpp.")
     parser.add_argument("model", metavar="JOB-ID|DIR")
     parser.add_argument("file", type=Path)
     parser.add_argument("--dtype", choices=TYPES, default="float32")
-    given = parser.parse_args(words)
-    directory = Path(given.model)
+    args = parser.parse_args(arguments)
+    directory = Path(args.model)
     if not directory.is_dir():
-        directory = sm.job(given.model).model()
+        directory = sm.job(args.model).model()
     check(directory)
-    write(directory, given.file, given.dtype)
+    write(directory, args.file, args.dtype)
 
 
 if __name__ == "__main__":

@@ -19,23 +19,34 @@ BATCH = 1000  # points that MLflow takes in a request
 
 def send(job_id: str, uri: str | None = None) -> str:
     """Make a run in the experiment `sm-nanogpt`; return its id."""
-    client, job = MlflowClient(uri), sm.job(job_id).describe()
+    client = MlflowClient(uri)
+    job = sm.job(job_id)
+    description = job.describe()
+    began = description.started or description.created
     experiment = client.get_experiment_by_name("sm-nanogpt")
-    made = experiment.experiment_id if experiment else client.create_experiment("sm-nanogpt")
-    began = job.started or job.created
-    run = client.create_run(made, start_time=round(began * 1000), run_name=job.job_id).info.run_id
-    params = [Param(name, str(value)) for name, value in job.hyperparameters.items()]
-    client.log_batch(run, params=params)
-    points = [
-        Metric(name, float(value), round(row.get("time", began) * 1000), int(row["step"]))
-        for row in sm.job(job.job_id).curve().rows
-        for name, value in row.items()
-        if name not in ("step", "time")
-    ]
+    if experiment:
+        experiment_id = experiment.experiment_id
+    else:
+        experiment_id = client.create_experiment("sm-nanogpt")
+    run = client.create_run(experiment_id, start_time=milliseconds(began), run_name=job.id)
+    run_id: str = run.info.run_id
+
+    params = [Param(name, str(value)) for name, value in description.hyperparameters.items()]
+    client.log_batch(run_id, params=params)
+    points = []
+    for row in job.curve().rows:
+        moment = milliseconds(row.get("time", began))
+        for name, value in row.items():
+            if name not in ("step", "time"):
+                points.append(Metric(name, float(value), moment, int(row["step"])))
     for start in range(0, len(points), BATCH):
-        client.log_batch(run, metrics=points[start : start + BATCH])
-    client.set_terminated(run, STATUS.get(job.status, "RUNNING"))
-    return run
+        client.log_batch(run_id, metrics=points[start : start + BATCH])
+    client.set_terminated(run_id, STATUS.get(description.status, "RUNNING"))
+    return run_id
+
+
+def milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)
 
 
 if __name__ == "__main__":

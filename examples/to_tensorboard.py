@@ -29,27 +29,32 @@ POLL_SECONDS = 10.0
 class Board:
     """The event files of a job, and what the newest of them holds."""
 
-    place: Path
+    directory: Path
     writer: SummaryWriter | None = None
     written: Curve = NOTHING
 
     def update(self, job: sm.JobDescription, curve: Curve) -> None:
         columns, start, end = hparams(job.hyperparameters, {TAGS["val_loss"]: 0})
-        table = [end] * (job.status == "Completed")  # torch's end always reports success
-        known = len(self.written.rows)
-        if self.writer is None or curve.rows[:known] != self.written.rows:
-            self.writer = SummaryWriter(str(self.place), purge_step=0)  # replaces older files
-            table = [columns, start, *table]
-            self.written, known = NOTHING, 0
-        for row in curve.rows[known:]:  # those of a log have no time
-            when = row.get("time", job.ended or time.time())
+        summaries = []
+        n_written = len(self.written.rows)
+        if self.writer is None or curve.rows[:n_written] != self.written.rows:
+            self.writer = SummaryWriter(str(self.directory), purge_step=0)  # replaces older files
+            summaries += [columns, start]
+            self.written = NOTHING
+            n_written = 0
+        if job.status == "Completed":  # torch's end always reports success
+            summaries.append(end)
+
+        for row in curve.rows[n_written:]:
+            moment = row.get("time", job.ended or time.time())  # those of a log have no time
+            step = int(row["step"])
             for name in row.keys() - {"step", "time"}:
-                self.writer.add_scalar(TAGS.get(name, name), row[name], int(row["step"]), when)
+                self.writer.add_scalar(TAGS.get(name, name), row[name], step, moment)
         for title, text in curve.samples.items() - self.written.samples.items():
             step = 0 if title.startswith("before") else int(curve.newest.get("step", 0))
             block = "".join(f"    {line}\n" for line in text.split("\n"))  # of Markdown
             self.writer.add_text(f"samples/{title.replace(' ', '_')}", block, step)
-        for summary in table:
+        for summary in summaries:
             self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
         self.writer.flush()
         self.written = curve
@@ -61,17 +66,19 @@ def write(jobs: Iterable[str], directory: Path, follow: bool = False) -> None:
     while boards:
         for job, board in list(boards.items()):
             try:  # in this order, so that the curve of a job that has ended is complete
-                now, curve = job.describe(), job.curve(with_samples=True)
+                description = job.describe()
+                curve = job.curve(with_samples=True)
             except sm.Unreachable as error:
                 if not follow:
                     raise
                 print(f"{error}; it is asked again", file=sys.stderr)
                 continue
-            board.update(now, curve)
-            if not (follow and now.is_running):
+            board.update(description, curve)
+            if not follow or not description.is_running:
                 del boards[job]
-                print(board.place)
-        time.sleep(POLL_SECONDS * bool(boards))
+                print(board.directory)
+        if boards:
+            time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":

@@ -116,27 +116,46 @@ sys.exit(code)
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
-    options, costly = args.ours or {"preset": "quick"}, {"preset": "laptop", "max_steps": 20}
-    text, samples = args.text.read_bytes().decode(), RESAMPLES
+    options = args.ours or {"preset": "quick"}
+    costly_options: dict[str, Any] = {"preset": "laptop", "max_steps": 20}
+    text = args.text.read_bytes().decode()
+    samples = RESAMPLES
     if args.quick:
         options = SHAPES["smoke"] | {"max_steps": 20, "sample_length": 10} | args.ours
-        text, costly, samples = text[:60_000], options, 20
-    learned, held = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
-    chance, judge = random.Random(args.seed), Judge(scratch)
-    canaries = {n: [canary(chance) for _ in range(5 if n else 100)] for n in TIMES}
+        costly_options = options
+        text = text[:60_000]
+        samples = 20
+    cut = len(text) * 9 // 10
+    training_text, judged_text = text[:cut], text[cut:]
+    chance = random.Random(args.seed)
+    judge = Judge(scratch)
+
+    # A model that has learned the canaries.
+    canaries: dict[int, list[str]] = {}
+    for times in TIMES:
+        n = 5 if times else 100
+        canaries[times] = [canary(chance) for _ in range(n)]
+    lines = planted(training_text, canaries, chance)
     # The last line has all characters of what is judged.
-    known = "".join(sorted({*text, *LATIN, *string.ascii_letters, *string.digits}))
-    lines = planted(learned, canaries, chance)
-    job = judge.trained("\n".join([*lines, known, ""]), options)
-    size = len(held) // OF
-    documents = [held[n * size : (n + 1) * size] for n in range(OF)]
-    strangers = [[strange(each, kind, chance) for each in documents] for kind in range(KINDS)]
-    texts = [*documents, *(each for some in strangers for each in some)]
-    secrets = judge.file("\n".join(line for some in canaries.values() for line in some))
-    records = "\n".join(json.dumps({"text": each}) for each in texts)
-    found = judge.judged(job, judge.file(records, ".jsonl"), "--find", str(secrets))
-    in_order = sorted(found["documents"], key=lambda each: int(each["place"].rpartition(":")[2]))
-    parts = [Passage(**each) for each in in_order]
+    alphabet = "".join(sorted({*text, *LATIN, *string.ascii_letters, *string.digits}))
+    job = judge.trained("\n".join([*lines, alphabet, ""]), options)
+
+    # Documents, and after them the same number of each strange kind, in one evaluation.
+    size = len(judged_text) // OF
+    documents = [judged_text[n * size : (n + 1) * size] for n in range(OF)]
+    strange_documents = []
+    for kind in range(KINDS):
+        strange_documents.append([strange(document, kind, chance) for document in documents])
+    records = []
+    for texts in (documents, *strange_documents):
+        records += [json.dumps({"text": document}) for document in texts]
+    records_file = judge.file("\n".join(records), ".jsonl")
+    canary_lines = [line for of_times in canaries.values() for line in of_times]
+    canary_file = judge.file("\n".join(canary_lines))
+    evaluation = judge.judged(job, records_file, "--find", str(canary_file))
+    in_order = sorted(evaluation["documents"], key=line_number)
+    parts = [Passage(**document) for document in in_order]
+
     report = Report(
         [
             {
@@ -151,20 +170,32 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
             },
         ]
     )
-    bits = {each["line"]: each["exposure"] for each in found["canaries"]}
-    for n, some in canaries.items():
-        row = {"": f"exposure of a canary that was planted {n} times, bits"}
-        row["found"] = measure.spread([bits[line] for line in some], 1)
-        report.rows.append(row if n else {**row, "goal": f"none of 100 has {FALSE_ALARM:g}"})
-    trained = "\n".join(lines[: len(lines) * 8 // 10])  # the last tenth is for validation
+    bits = {canary["line"]: canary["exposure"] for canary in evaluation["canaries"]}
+    for times, of_times in canaries.items():
+        row = {"": f"exposure of a canary that was planted {times} times, bits"}
+        row["found"] = measure.spread([bits[line] for line in of_times], 1)
+        if times == 0:
+            row["goal"] = f"none of 100 has {FALSE_ALARM:g}"
+        report.rows.append(row)
+
+    trained_text = "\n".join(lines[: len(lines) * 8 // 10])  # the last tenth is for validation
     for share in OVERLAPS:
-        mixed = judge.file(overlapping(trained, strangers[1], share, chance))
-        row = {"": f"overlap of {share:.0%}", "found": f"{judge.judged(job, mixed)['overlap']:.2%}"}
-        report.rows.append({**row, "goal": "within 0.5 points" if share else "under 0.1 %"})
-    report.rows += judge.cost(judge.trained(text, costly), judge.file(text[: 10**6]))
-    report.findings["our words"] = " ".join(as_arguments(options))
-    report.findings["words of the cost"] = " ".join(as_arguments(costly))
+        mixed = overlapping(trained_text, strange_documents[1], share, chance)
+        overlap = judge.judged(job, judge.file(mixed))["overlap"]
+        row = {"": f"overlap of {share:.0%}", "found": f"{overlap:.2%}"}
+        row["goal"] = "within 0.5 points" if share else "under 0.1 %"
+        report.rows.append(row)
+
+    costly_job = judge.trained(text, costly_options)
+    report.rows += judge.cost(costly_job, judge.file(text[: 10**6]))
+    report.findings["our options"] = " ".join(as_arguments(options))
+    report.findings["options of the cost"] = " ".join(as_arguments(costly_options))
     return report
+
+
+def line_number(document: Mapping[str, Any]) -> int:
+    """The number of a document's line, which ends its place."""
+    return int(document["place"].rpartition(":")[2])
 
 
 def canary(chance: random.Random) -> str:
@@ -175,8 +206,11 @@ def canary(chance: random.Random) -> str:
 def planted(text: str, canaries: Mapping[int, Sequence[str]], chance: random.Random) -> list[str]:
     """The lines of a text, and at random places the canaries, as often as the keys say."""
     lines = text.splitlines()
-    for line in (line for n, some in canaries.items() for line in [*some] * n):
-        lines.insert(chance.randrange(len(lines)), line.replace("{", "").replace("}", ""))
+    for times, of_times in canaries.items():
+        for _ in range(times):
+            for line in of_times:
+                bare_line = line.replace("{", "").replace("}", "")
+                lines.insert(chance.randrange(len(lines)), bare_line)
     return lines
 
 
@@ -188,15 +222,19 @@ def strange(text: str, kind: int, chance: random.Random) -> str:
         words = text.split()
         return " ".join(chance.sample(words, len(words)))
     begin = chance.randrange(len(LATIN))
-    return (LATIN * (2 + len(text) // len(LATIN)))[begin : begin + len(text)]
+    endless = LATIN * (2 + len(text) // len(LATIN))
+    return endless[begin : begin + len(text)]
 
 
 def hits(parts: Sequence[Passage], chance: random.Random) -> int:
     """How many of PLANTED documents that become strange are among the worst PLANTED of OF."""
-    drawn = {n: chance.randrange(1, KINDS + 1) for n in chance.sample(range(OF), PLANTED)}
-    bits = [parts[n + OF * drawn.get(n, 0)].bits_per_byte for n in range(OF)]
+    kinds = [0] * OF  # 0: a document stays as it is
+    strangers = chance.sample(range(OF), PLANTED)
+    for n in strangers:
+        kinds[n] = chance.randrange(1, KINDS + 1)
+    bits = [parts[n + OF * kinds[n]].bits_per_byte for n in range(OF)]
     worst = sorted(range(OF), key=bits.__getitem__)[-PLANTED:]
-    return len(drawn.keys() & worst)
+    return len(set(strangers) & set(worst))
 
 
 def counted(numbers: Sequence[int]) -> str:
@@ -205,34 +243,38 @@ def counted(numbers: Sequence[int]) -> str:
 
 def cover(parts: Sequence[Passage], samples: int, chance: random.Random) -> float:
     """The share of resamples whose interval holds the loss of the whole."""
-    truth, covered = total(parts).bits_per_byte, 0
+    truth = total(parts).bits_per_byte
+    n_covered = 0
     for _ in range(samples):
-        some = chance.choices(parts, k=TAKEN)
-        covered += abs(total(some).bits_per_byte - truth) <= (margin(some) or 0.0)
-    return covered / samples
+        sample = chance.choices(parts, k=TAKEN)
+        error = abs(total(sample).bits_per_byte - truth)
+        if error <= (margin(sample) or 0.0):
+            n_covered += 1
+    return n_covered / samples
 
 
 def overlapping(learned: str, others: Sequence[str], share: float, chance: random.Random) -> str:
     """Texts of which a share is exchanged for parts of the text that was learned."""
     size = len(others[0])
-    known = set(chance.sample(range(len(others)), round(share * len(others))))
-    begins = (chance.randrange(len(learned) - size) for _ in others)
-    parts = zip(others, begins, strict=True)
-    return "".join(
-        learned[begin : begin + size] if n in known else other
-        for n, (other, begin) in enumerate(parts)
-    )
+    exchanged = set(chance.sample(range(len(others)), round(share * len(others))))
+    texts = []
+    for n, other in enumerate(others):
+        begin = chance.randrange(len(learned) - size)
+        texts.append(learned[begin : begin + size] if n in exchanged else other)
+    return "".join(texts)
 
 
 class Judge:
     """A home with jobs in a directory, and what `eval` says of them."""
 
     def __init__(self, scratch: Path) -> None:
-        self.scratch, self.env, self.files = scratch, {"SM_NANOGPT_HOME": str(scratch / "home")}, 0
+        self.scratch = scratch
+        self.env = {"SM_NANOGPT_HOME": str(scratch / "home")}
+        self.n_files = 0
 
     def file(self, text: str, suffix: str = ".txt") -> Path:
-        self.files += 1
-        path = self.scratch / f"{self.files}{suffix}"
+        self.n_files += 1
+        path = self.scratch / f"{self.n_files}{suffix}"
         path.write_bytes(text.encode())
         return path
 
@@ -250,15 +292,16 @@ class Judge:
     def trained(self, text: str, options: Mapping[str, Any]) -> str:
         """The id of a job that has learned a text."""
         measure.note(f"training: {' '.join(as_arguments(options))}")
-        preset = [f"--preset={options['preset']}"] if "preset" in options else []
-        sets = [f"--set={name}={value}" for name, value in options.items() if name != "preset"]
-        launch = ["launch", "--instance", "local", "--data", str(self.file(text))]
-        return self.printed(*CLI, *launch, *preset, *sets).strip()
+        command = [*CLI, "launch", "--instance", "local", "--data", str(self.file(text))]
+        for name, value in options.items():
+            command.append(f"--preset={value}" if name == "preset" else f"--set={name}={value}")
+        return self.printed(*command).strip()
 
-    def judged(self, job: str, text: Path, *more: str) -> dict[str, Any]:
+    def judged(self, job: str, text: Path, *options: str) -> dict[str, Any]:
         measure.note(f"eval of {text.name}, {text.stat().st_size:,} bytes")
-        (found,) = json.loads(self.printed(*CLI, "eval", job, str(text), "--json", *more))
-        return dict(found)
+        command = [*CLI, "eval", job, str(text), "--json", *options]
+        (evaluation,) = json.loads(self.printed(*command))
+        return dict(evaluation)
 
     def cost(self, job: str, text: Path) -> list[dict[str, Any]]:
         """The seconds of each part of an evaluation."""
@@ -266,12 +309,21 @@ class Judge:
         self.printed(sys.executable, "-c", PARTS, "eval", job, str(text))
         log = (self.scratch / "stderr").read_text()
         parts = json.loads(log.rpartition("parts: ")[2])
-        parts["all parts"] = [sum(column) for column in zip(*parts.values(), strict=True)]
         names = ("CPU s, judge", "CPU s, workers", "seconds")
-        return [
-            {"": part, **dict(zip(names, ([round(x, 1)] for x in values), strict=True))}
-            for part, values in parts.items()
-        ]
+        totals = [0.0] * len(names)
+        rows = []
+        for part, values in parts.items():
+            totals = [a + b for a, b in zip(totals, values, strict=True)]
+            rows.append(cost_row(part, names, values))
+        rows.append(cost_row("all parts", names, totals))
+        return rows
+
+
+def cost_row(part: str, names: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
+    row: dict[str, Any] = {"": part}
+    for name, value in zip(names, values, strict=True):
+        row[name] = [round(value, 1)]
+    return row
 
 
 if __name__ == "__main__":

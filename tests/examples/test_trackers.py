@@ -141,15 +141,15 @@ def test_a_resumed_run_replaces_the_later_steps(board):
     resumed = curve_of((5, 4.0), (10, 3.5), (12, 3.0))
     for curve in (curve_of((5, 4.0)), curve_of((5, 4.0), (10, 3.0), (15, 2.0)), resumed):
         board.update(described(), curve)
-    assert same(drawn(board.place), list(resumed.rows))
-    assert len(list(board.place.iterdir())) == 2
+    assert same(drawn(board.directory), list(resumed.rows))
+    assert len(list(board.directory.iterdir())) == 2
 
 
 def test_a_row_of_a_log_gets_the_time_it_was_first_seen(board):
     rows: list[Row] = [{"step": 5, "val_loss": 4.0}, {"step": 6, "val_loss": 3.0}]
     board.update(described(), Curve("a-job", "", rows[:1]))
     board.update(replace(described("Completed"), ended=9e8), Curve("a-job", "", rows))
-    first, second = (event.wall_time for event in events(board.place).Tensors("loss/val"))
+    first, second = (event.wall_time for event in events(board.directory).Tensors("loss/val"))
     assert first == pytest.approx(time.time(), abs=60)
     assert second == 9e8
 
