@@ -33,7 +33,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, linear_regression, median, stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,8 +81,10 @@ def corpus_of(path: Path) -> Corpus:
 def make_runs(path: Path, sizes: list[float]) -> None:
     corpus = corpus_of(path)
     whole = len(corpus.train)
-    wanted = [*pilots_of(whole), *((size, n) for size in sizes for n in (whole, whole // 2))]
-    trials = [Trial(f"{size:g}", hyperparameters_for_size(size, n), n) for size, n in wanted]
+    pairs = list(pilots_of(whole))
+    for size in sizes:
+        pairs += [(size, whole), (size, whole // 2)]
+    trials = [Trial(f"{size:g}", hyperparameters_for_size(size, n), n) for size, n in pairs]
     for trial, outcome in run_trials(trials, corpus, Source.packaged(), at_once=2):
         config = Config(**trial.hyperparameters)
         row = {
@@ -155,12 +157,14 @@ def fit(texts: Texts, tries: int = 200) -> Law:
         if best is None or n < tries // 2:
             exponents = tuple(random.uniform(*limits) for limits in RANGES)
         else:
-            pairs = zip(best[1].exponents, RANGES, strict=True)
-            moved = [(random.gauss(e, 0.06 * (b - a)), a, b) for e, (a, b) in pairs]
-            exponents = tuple(min(b, max(a, e)) for e, a, b in moved)
-        found = likeliest(texts, exponents)
-        if best is None or found[0] > best[0]:
-            best = found
+            moved = []
+            for exponent, (low, high) in zip(best[1].exponents, RANGES, strict=True):
+                near = random.gauss(exponent, 0.06 * (high - low))
+                moved.append(min(high, max(low, near)))
+            exponents = tuple(moved)
+        likelihood, law = likeliest(texts, exponents)
+        if best is None or likelihood > best[0]:
+            best = (likelihood, law)
     assert best is not None
     return best[1]
 
@@ -288,22 +292,25 @@ def twice(path: Path, size: float, seeds: Sequence[int] = (1, 2, 3)) -> None:
     """Print what pilots on half of a text say that the whole is worth, and what it came to."""
     corpus = corpus_of(path)
     whole, half = len(corpus.train), len(corpus.train) // 2
-    pilots = [Trial(f"{s:g}", hyperparameters_for_size(s, n), n) for s, n in pilots_of(half)]
-    truths = [
-        Trial(f"seed {seed}", {**hyperparameters_for_size(size, n), "seed": seed}, n)
-        for seed in seeds
-        for n in (whole, half)
-    ]
-    runs, found = list[Run](), dict[int, list[float]]({whole: [], half: []})
-    for trial, outcome in run_trials([*pilots, *truths], corpus, Source.packaged(), at_once=2):
+    trials = [Trial(f"{s:g}", hyperparameters_for_size(s, n), n) for s, n in pilots_of(half)]
+    for seed in seeds:
+        for n in (whole, half):
+            values = {**hyperparameters_for_size(size, n), "seed": seed}
+            trials.append(Trial(f"seed {seed}", values, n))
+    pilots: list[Run] = []
+    losses: dict[int, list[float]] = {whole: [], half: []}
+    for trial, outcome in run_trials(trials, corpus, Source.packaged(), at_once=2):
         if trial.name.startswith("seed"):
-            found[trial.unique].append(outcome.loss)
+            losses[trial.unique].append(outcome.loss)
         else:
-            runs.append(run_at(float(trial.name), trial.unique, outcome.loss))
-    law, (now, more) = shared().of_text(runs), (run_at(size, n) for n in (half, whole))
-    [(loss, _)], (change, deviation) = law.losses([now]), law.change(now, more)
+            pilots.append(run_at(float(trial.name), trial.unique, outcome.loss))
+
+    law = shared().of_text(pilots)
+    with_half, with_whole = run_at(size, half), run_at(size, whole)
+    [(loss, _)] = law.losses([with_half])
+    change, deviation = law.change(with_half, with_whole)
     told = [loss * math.expm1(change + z * deviation) for z in (0, -Z, Z)]
-    truth = [a - b for a, b in zip(found[whole], found[half], strict=True)]
+    truth = [a - b for a, b in zip(losses[whole], losses[half], strict=True)]
     print(
         f"{path.stem}: told {told[0]:+.3f} ({told[1]:+.3f} to {told[2]:+.3f}),"
         f" came {fmean(truth):+.3f} (sd {stdev(truth):.3f} over {len(truth)} seeds)"
@@ -317,14 +324,18 @@ def run_at(size: float, unique: int, loss: float = math.nan) -> Run:
 
 def plain_rules(pilots: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, float]:
     """The loss of the largest pilot; and a line of log loss over log compute, by least squares."""
-    whole = [each for each in pilots if each["unique"] == max(p["unique"] for p in pilots)]
-    work = [math.log(each["matrix_parameters"] * each["trained_tokens"]) for each in whole]
-    losses = [math.log(each["loss"]) for each in whole]
-    x, y = sum(work) / len(work), sum(losses) / len(losses)
-    together = sum((a - x) * (b - y) for a, b in zip(work, losses, strict=True))
-    slope = together / sum((a - x) ** 2 for a in work)
-    line = y + slope * (math.log(row["matrix_parameters"] * row["trained_tokens"]) - x)
-    return {"last pilot": math.exp(losses[work.index(max(work))]), "line": math.exp(line)}
+    n_tokens = max(pilot["unique"] for pilot in pilots)
+    on_whole = [pilot for pilot in pilots if pilot["unique"] == n_tokens]
+    compute = [log_compute(pilot) for pilot in on_whole]
+    losses = [math.log(pilot["loss"]) for pilot in on_whole]
+    slope, intercept = linear_regression(compute, losses)
+    line = slope * log_compute(row) + intercept
+    last = losses[compute.index(max(compute))]
+    return {"last pilot": math.exp(last), "line": math.exp(line)}
+
+
+def log_compute(run: dict[str, Any]) -> float:
+    return math.log(run["matrix_parameters"] * run["trained_tokens"])
 
 
 def main() -> None:

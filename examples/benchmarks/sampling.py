@@ -28,7 +28,7 @@ from pathlib import Path
 
 import measure
 from measure import CLI, Failed, Process, Report, as_arguments, lines, output, started
-from trainers import SHAPES, NanoGPT, our_shape
+from trainers import SHAPES, NanoGPT, our_shape, threads_text
 
 GENERATE = """
 import sys, time, torch
@@ -79,27 +79,22 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
             best = max((way for way in ways if ("at once" in way) == batch), key=looks.__getitem__)
             sides[best] = partial(lambda rate, index: rate(length), ways[best])
 
-    found = measure.alternate(args.rounds, sides)
-    counts = {side: args.samples if "at once" in side else 1 for side in sides}
-    report = Report(
-        [
-            {"": side, "characters/s in all": rates, "of each": [r / counts[side] for r in rates]}
-            for side, rates in found.items()
-        ]
-    )
-    report.rows += [
-        {"": f"{way} (one look)", "characters/s in all": [rate]}
-        for way, rate in looks.items()
-        if way not in sides
-    ]
+    rates = measure.alternate(args.rounds, sides)
+    report = Report()
+    for side, side_rates in rates.items():
+        n_samples = args.samples if "at once" in side else 1
+        of_each = [rate / n_samples for rate in side_rates]
+        report.rows.append({"": side, "characters/s in all": side_rates, "of each": of_each})
+    for way, rate in looks.items():
+        if way not in sides:
+            report.rows.append({"": f"{way} (one look)", "characters/s in all": [rate]})
     if args.nanogpt:
         single, batched = list(sides)[2:]
         # Generating them one by one is one of the ways.
-        most = [max(pair) for pair in zip(found[single], found[batched], strict=True)]
-        report.findings["1 sample, ours over theirs"] = measure.ratio(found[one], found[single])
-        report.findings[f"{args.samples} samples in all, ours over the better of theirs"] = (
-            measure.ratio(found[many], most)
-        )
+        better = [max(pair) for pair in zip(rates[single], rates[batched], strict=True)]
+        report.findings["1 sample, ours over theirs"] = measure.ratio(rates[one], rates[single])
+        ratio = measure.ratio(rates[many], better)
+        report.findings[f"{args.samples} samples in all, ours over the better of theirs"] = ratio
     return report
 
 
@@ -109,21 +104,27 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 
 def our_job(args: Namespace, scratch: Path, name: str) -> Process:
     """The command that samples from a finished job, without the options for length and number."""
-    options = {**our_shape(name), "batch_size": 2, "max_steps": 1}
-    options |= {"eval_tokens": 256, "sample_length": 1, "device": "cpu", **args.ours}
-    preset = as_arguments({"preset": options.pop("preset")}) if "preset" in options else []
-    sets = [part for word in as_arguments(options) for part in ("--set", word[2:])]
-    launch = [*CLI, "launch", "--instance", "local", "--data", str(args.text), *preset, *sets]
+    options = {
+        **our_shape(name),
+        "batch_size": 2,
+        "max_steps": 1,
+        "eval_tokens": 256,
+        "sample_length": 1,
+        "device": "cpu",
+        **args.ours,
+    }
+    command = [*CLI, "launch", "--instance", "local", "--data", str(args.text)]
+    for option, value in options.items():
+        command.append(f"--preset={value}" if option == "preset" else f"--set={option}={value}")
     env = {"SM_NANOGPT_HOME": str(scratch / "home")}
-    printed = output(Process(launch, env=env))
+    printed = output(Process(command, env=env))
     job_id = next(line for line in printed.splitlines() if re.fullmatch(r"sm-nanogpt-[\w-]+", line))
     return Process([*CLI, "fetch-and-sample", job_id], env=env)
 
 
 def our_rate(job: Process, samples: int, length: int) -> float:
     """Characters per second of all samples together, from the first character to the end."""
-    more = [f"--num-samples={samples}", f"--max-new-tokens={length}"]
-    command = [*job.command, *more]
+    command = [*job.command, f"--num-samples={samples}", f"--max-new-tokens={length}"]
     with started(
         replace(job, command=command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as popen:
@@ -144,28 +145,37 @@ def our_rate(job: Process, samples: int, length: int) -> float:
 
 
 def their_checkpoint(nanogpt: NanoGPT, name: str, scratch: Path) -> Path:
-    options = {**SHAPES[name], "batch_size": 2, "max_iters": 1, "eval_interval": 1, "eval_iters": 1}
-    options |= {"device": "cpu", "compile": False, "always_save_checkpoint": True}
     out = scratch / "nanogpt-out"
-    output(nanogpt.training("nanoGPT", {**options, "out_dir": out}).process)
+    options = {
+        **SHAPES[name],
+        "batch_size": 2,
+        "max_iters": 1,
+        "eval_interval": 1,
+        "eval_iters": 1,
+        "device": "cpu",
+        "compile": False,
+        "always_save_checkpoint": True,
+        "out_dir": out,
+    }
+    output(nanogpt.training("nanoGPT", options).process)
     return out
 
 
 def their_ways(nanogpt: NanoGPT, out: Path, args: Namespace) -> dict[str, Callable[[int], float]]:
     """Each way to sample: a function that takes a length and returns characters per second."""
     ways: dict[str, Callable[[int], float]] = {}
-    for threads in (1,) if args.quick else sorted({1, 2, measure.cores()}):
+    for threads in [1] if args.quick else sorted({1, 2, measure.cores()}):
         env = {**nanogpt.env, "OMP_NUM_THREADS": str(threads)}
-        for compiled in (False,) if args.quick else (False, True):
-            how = f"{threads} thread{'s' * (threads > 1)}, {'compiled' if compiled else 'eager'}"
+        for compiled in [False] if args.quick else [False, True]:
+            mode = "compiled" if compiled else "eager"
             options = {"out_dir": out, "device": "cpu", "compile": compiled}
             command = [sys.executable, str(nanogpt.checkout / "sample.py"), *as_arguments(options)]
             process = Process(command, nanogpt.directory, env)
-            ways[f"nanoGPT {how}"] = partial(their_rate, process, 2 if compiled else 1)
+            rate = partial(their_rate, process, 2 if compiled else 1)
+            ways[f"nanoGPT {threads_text(threads)}, {mode}"] = rate
         process = replace(their_batch(nanogpt, out, "cpu", args.samples), env=env)
-        ways[f"nanoGPT {args.samples} at once, {threads} thread{'s' * (threads > 1)}, eager"] = (
-            partial(their_batch_rate, process, args.samples)
-        )
+        batch_rate = partial(their_batch_rate, process, args.samples)
+        ways[f"nanoGPT {args.samples} at once, {threads_text(threads)}, eager"] = batch_rate
     return ways
 
 
@@ -176,12 +186,12 @@ def their_batch(nanogpt: NanoGPT, out: Path, device: str, samples: int) -> Proce
 
 
 def their_rate(process: Process, samples: int, length: int) -> float:
-    more = as_arguments({"num_samples": samples, "max_new_tokens": length})
-    moments = [
-        moment
-        for moment, line in lines(replace(process, command=[*process.command, *more]))
-        if line.startswith(("Loading meta", "---------------"))
-    ]
+    arguments = as_arguments({"num_samples": samples, "max_new_tokens": length})
+    process = replace(process, command=[*process.command, *arguments])
+    moments = []
+    for moment, line in lines(process):
+        if line.startswith(("Loading meta", "---------------")):
+            moments.append(moment)
     return length / (moments[-1] - moments[-2])
 
 

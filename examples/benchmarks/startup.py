@@ -61,13 +61,12 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 def first_steps(args: Namespace, scratch: Path, nanogpt: NanoGPT | None, report: Report) -> None:
     name = "smoke" if args.quick else "cpu"
     common = {"device": "cpu", "log_interval": 1}
+    our_options = {**our_shape(name), **common, **args.ours}
     mine, other = "first step, ours", "first step, nanoGPT eager"
     sides: dict[str, Callable[[int], float]] = {
         "python -c 'import torch'": lambda index: cost(Process(IMPORT))[0],
         "sm-nanogpt --help": lambda index: cost(Process([*CLI, "--help"]))[0],
-        mine: lambda index: first_step(
-            ours(args.text, scratch / f"first-{index}", {**our_shape(name), **common, **args.ours})
-        ),
+        mine: lambda index: first_step(ours(args.text, scratch / f"first-{index}", our_options)),
     }
     if nanogpt:
         options = {
@@ -78,12 +77,12 @@ def first_steps(args: Namespace, scratch: Path, nanogpt: NanoGPT | None, report:
             "out_dir": scratch / "out",
         }
         sides[other] = lambda index: first_step(nanogpt.training("nanoGPT", options))
-    found = measure.alternate(args.rounds, sides)
-    report.rows += [{"": name, "seconds": seconds} for name, seconds in found.items()]
+    seconds = measure.alternate(args.rounds, sides)
+    for side, side_seconds in seconds.items():
+        report.rows.append({"": side, "seconds": side_seconds})
     if nanogpt:
-        report.findings["their time to the first step over ours"] = measure.ratio(
-            found[other], found[mine]
-        )
+        time_ratio = measure.ratio(seconds[other], seconds[mine])
+        report.findings["their time to the first step over ours"] = time_ratio
 
 
 def first_step(training: Training) -> float:
@@ -109,11 +108,12 @@ def tokenizing(
 
     def beyond_small(text: Path, on: Callable[[Path], tuple[float, float]]) -> tuple[float, float]:
         # In a smoke run, the text is too small to show a difference.
-        small = (0.0, 0.0) if args.quick else on(scratch / "small.txt")
-        large = on(text)
-        if large[0] <= small[0]:
+        small_seconds, small_memory = (0.0, 0.0) if args.quick else on(scratch / "small.txt")
+        seconds, memory = on(text)
+        if seconds <= small_seconds:
             raise Failed("the large text took no longer than the small one; more --megabytes")
-        return text.stat().st_size / 1e6 / (large[0] - small[0]), large[1] - small[1]
+        megabytes = text.stat().st_size / 1e6
+        return megabytes / (seconds - small_seconds), memory - small_memory
 
     mine, other = f"tokenizing {kind}, ours", f"tokenizing {kind}, nanoGPT"
     (scratch / "small.txt").write_text(unit[:100_000], "utf-8")
@@ -122,15 +122,14 @@ def tokenizing(
     if nanogpt:
         less = repeated(scratch / "less.txt", unit, 1 if args.quick else args.nanogpt_megabytes)
         sides[other] = lambda index: beyond_small(less, their_cost)
-    found = {
-        side: dict(zip(("MB/s", "memory MB"), map(list, zip(*costs, strict=True)), strict=True))
-        for side, costs in measure.alternate(args.rounds, sides).items()
-    }
-    report.rows += [{"": side, **columns} for side, columns in found.items()]
+    speeds = {}
+    for side, costs in measure.alternate(args.rounds, sides).items():
+        speeds[side] = measure.column(costs, 0)
+        memory = measure.column(costs, 1)
+        report.rows.append({"": side, "MB/s": speeds[side], "memory MB": memory})
     if nanogpt:
-        report.findings[f"tokenizing {kind} per byte, ours over theirs"] = measure.ratio(
-            found[mine]["MB/s"], found[other]["MB/s"]
-        )
+        speed_ratio = measure.ratio(speeds[mine], speeds[other])
+        report.findings[f"tokenizing {kind} per byte, ours over theirs"] = speed_ratio
 
 
 def checkpoints(args: Namespace, scratch: Path, report: Report) -> None:
@@ -140,22 +139,24 @@ def checkpoints(args: Namespace, scratch: Path, report: Report) -> None:
     options = {**our_shape(name), "batch_size": 1, "device": "cpu", "max_steps": steps}
     options |= {"log_interval": 1, "checkpoint_seconds": 1e-6, **args.ours}
 
-    def one(index: int) -> float:
+    def seconds_of_checkpoint(index: int) -> float:
         training = ours(args.text, scratch / f"checkpoints-{index}", options)
-        measured = (
-            (moment, float(found[1]))
-            for moment, line in measure.lines(training.process)
-            if (found := re.search(r"^step=.* tokens_per_second=(\d+)", line))
-        )
+        moments, speeds = [], []
+        for moment, line in measure.lines(training.process):
+            match = re.search(r"^step=.* tokens_per_second=(\d+)", line)
+            if match is not None:
+                moments.append(moment)
+                speeds.append(float(match[1]))
         # The last interval includes an evaluation.
-        moments, paces = zip(*list(measured)[:-1], strict=True)
-        in_steps = sum(SHAPES[name]["block_size"] / pace for pace in paces[1:])
+        moments, speeds = moments[:-1], speeds[:-1]
+        in_steps = sum(SHAPES[name]["block_size"] / speed for speed in speeds[1:])
         return (moments[-1] - moments[0] - in_steps) / (len(moments) - 1)
 
     side = "a checkpoint, ours"
-    (found,) = measure.alternate(args.rounds, {side: one}).values()
-    report.rows.append({"": side, "seconds": found})
-    report.findings["a checkpoint a minute, of the time"] = f"{statistics.median(found) / 60:.2%}"
+    seconds = measure.alternate(args.rounds, {side: seconds_of_checkpoint})[side]
+    report.rows.append({"": side, "seconds": seconds})
+    share = statistics.median(seconds) / 60
+    report.findings["a checkpoint a minute, of the time"] = f"{share:.2%}"
 
 
 def repeated(path: Path, unit: str, megabytes: float) -> Path:

@@ -40,25 +40,30 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 
     folder = write_notes(scratch / "notes", args.text, n_files)
 
-    checkouts = {"": ROOT} | ({", before": args.before.absolute()} if args.before else {})
+    checkouts = {"": ROOT}
+    if args.before:
+        checkouts[", before"] = args.before.absolute()
     tokenizers = dict[Path, Path]()  # each checkout has its own
     for checkout in checkouts.values():
         home = scratch / f"learned-{len(tokenizers)}"
         options = ("--tokenizer", "bpe", "--vocab-size", str(args.vocab_size))
         upload(checkout, args.text, *options, home=home)
-        (tokenizers[checkout],) = (each.parent for each in home.glob("store/data/*/tokenizer.json"))
+        (tokenizer_json,) = home.glob("store/data/*/tokenizer.json")
+        tokenizers[checkout] = tokenizer_json.parent
 
     def by_characters(checkout: Path) -> tuple[float, float]:
         return upload(checkout, large)
 
     def by_tokens(checkout: Path) -> tuple[float, float]:
         tokenizer = tokenizers[checkout]
-        # In a smoke run, the text is too small to show a difference.
-        small = 0.0 if args.quick else upload(checkout, args.text, "--tokenizer", tokenizer)[0]
+        small_seconds = 0.0
+        if not args.quick:  # then, the text is too small to show a difference
+            small_seconds, _ = upload(checkout, args.text, "--tokenizer", tokenizer)
         seconds, memory = upload(checkout, large, "--tokenizer", tokenizer)
-        if seconds <= small:
+        if seconds <= small_seconds:
             raise Failed("the large text took no longer than the given one; more --megabytes")
-        return (large.stat().st_size - args.text.stat().st_size) / 1e6 / (seconds - small), memory
+        megabytes = (large.stat().st_size - args.text.stat().st_size) / 1e6
+        return megabytes / (seconds - small_seconds), memory
 
     def by_files(checkout: Path) -> tuple[float, float]:
         return upload(checkout, folder)
@@ -73,20 +78,20 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         for when, checkout in checkouts.items():
             sides[f"{way}{when}"] = on_checkout(upload_text, checkout)
     sides["cp"] = copied
-    found = measure.alternate(args.rounds, sides)
-    findings = {"text": f"{large.stat().st_size / 1e6:.0f} MB", "files": f"{n_files:,}"}
-    report = Report(findings=findings)
-    for side, figures in found.items():
-        speeds, memory = map(list, zip(*figures, strict=True))
-        what = "MB/s" if side.startswith("tokens") else "seconds"
-        report.rows.append({"": side, what: speeds, "memory MB": memory})
-        if f"{side}, before" in found:
-            before, _ = map(list, zip(*found[f"{side}, before"], strict=True))
-            report.findings[f"{side}, {what} over those before"] = measure.ratio(speeds, before)
-    seconds = {way: [second for second, _ in found[way]] for way in ("files", "cp")}
-    report.findings["files, seconds over those of cp"] = measure.ratio(
-        seconds["files"], seconds["cp"]
-    )
+    rounds = measure.alternate(args.rounds, sides)
+    figures = {side: measure.column(values, 0) for side, values in rounds.items()}
+    report = Report()
+    report.findings["text"] = f"{large.stat().st_size / 1e6:.0f} MB"
+    report.findings["files"] = f"{n_files:,}"
+    for side, values in rounds.items():
+        unit = "MB/s" if side.startswith("tokens") else "seconds"
+        memory = measure.column(values, 1)
+        report.rows.append({"": side, unit: figures[side], "memory MB": memory})
+        if f"{side}, before" in figures:
+            ratio = measure.ratio(figures[side], figures[f"{side}, before"])
+            report.findings[f"{side}, {unit} over those before"] = ratio
+    ratio = measure.ratio(figures["files"], figures["cp"])
+    report.findings["files, seconds over those of cp"] = ratio
     return report
 
 
