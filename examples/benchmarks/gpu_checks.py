@@ -117,8 +117,9 @@ def losses(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def furthest(mine: Sequence[float], other: Sequence[float]) -> float:
     """The largest relative difference; infinite if one has more steps."""
-    same = len(mine) == len(other)
-    return max(abs(a / b - 1) for a, b in zip(mine, other, strict=True)) if same else math.inf
+    if len(mine) != len(other):
+        return math.inf
+    return max(abs(a / b - 1) for a, b in zip(mine, other, strict=True))
 
 
 def compare(args: Namespace, scratch: Path, found: Found, variants: Mapping[str, Variant]) -> None:

@@ -105,34 +105,36 @@ def climb(args: Namespace, scratch: Path, found: Found) -> Plan:
     """The tutorial's rungs and a few more, with the loss after the same number of steps."""
     steps, device = (20, "cpu") if args.smoke else (200, "cuda")
     shape = "smoke" if args.smoke else "baby"
-    more = {**SHORT, "device": device, "max_steps": steps, "log_interval": steps // 10}
-    size, preset = {**SHAPES[shape], **more}, {**our_shape(shape), **more}
-    variants = {
-        rung: Variant({**size, **options}, switches=s) for rung, options, s in rungs(device)
-    }
-    if args.smoke:
-        variants = dict([*variants.items()][:1])
-    else:
-        half, auto = {**size, **HALF}, {"compile": "auto"}
+    common = {**SHORT, "device": device, "max_steps": steps, "log_interval": steps // 10}
+    size = {**SHAPES[shape], **common}
+    preset = {**our_shape(shape), **common}
+    variants = {}
+    for rung, options, switches in rungs(device)[:1] if args.smoke else rungs(device):
+        variants[rung] = Variant({**size, **options}, switches=switches)
+    if not args.smoke:
+        half = {**size, **HALF}
         variants |= {
             "no dropout": Variant({**half, **COMPILED, "dropout": 0.0}),
-            "eager, by a CUDA graph": Variant({**half, **auto}),
+            "eager, by a CUDA graph": Variant({**half, "compile": "auto"}),
             "eager": Variant(half),
-            "preset baby, eager, by a CUDA graph": Variant({**preset, **auto}),
+            "preset baby, eager, by a CUDA graph": Variant({**preset, "compile": "auto"}),
             "preset baby, compiled": Variant({**preset, **COMPILED}),
         }
-    places = {name: started(args, scratch, name, variant) for name, variant in variants.items()}
-    line = re.compile(r"step=(\d+)/")
+    trainings: dict[str, Training] = {}
+    directories: dict[str, Path] = {}
+    for name, variant in variants.items():
+        process, directories[name] = started(args, scratch, name, variant)
+        trainings[name] = Training(name, process, re.compile(r"step=(\d+)/"))
 
     def turn(name: str, run: Paused) -> None:
         run.finish()
-        rows = metrics(places[name][1])
+        rows = metrics(directories[name])
         # The third line has the pause in it.
         rate = statistics.median(row["tokens_per_second"] for row in rows[3:])
         loss = f"{rows[-1]['val_loss']:.4f}"
         found.row(name, **{"tokens/s": round(rate), f"val_loss at {steps}": loss})
 
-    return Plan({name: Training(name, at[0], line) for name, at in places.items()}, 1, turn)
+    return Plan(trainings, 1, turn)
 
 
 def against(args: Namespace, scratch: Path, found: Found, name: str) -> Plan:

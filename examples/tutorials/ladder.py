@@ -14,7 +14,6 @@ for attention kernels off, as the rung says.
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -27,7 +26,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import measure
 from measure import Report
-from trainers import SHAPES, Training, our_seconds, ours
+from trainers import SHAPES, Training, our_metrics, our_seconds, ours
 
 # What a rung executes before train.py, in addition to the settings of its row.
 PLAIN_ATTENTION = (
@@ -64,8 +63,14 @@ def rungs(device: str) -> list[Rung]:
 def benchmark(args: Namespace, scratch: Path) -> Report:
     shape = {**SHAPES["smoke" if args.quick else args.shape], "device": args.device}
     steps = 4 if args.quick else args.steps
-    options = {"max_steps": steps, "eval_interval": steps, "sample_length": 0, "processes": 1}
-    options = {**shape, **options, "log_interval": max(1, steps // 2)}
+    options = {
+        **shape,
+        "max_steps": steps,
+        "eval_interval": steps,
+        "log_interval": max(1, steps // 2),
+        "sample_length": 0,
+        "processes": 1,
+    }
     ladder = rungs(args.device)
     if args.quick:
         ladder = [ladder[0], ladder[-1]]
@@ -77,25 +82,30 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         out = scratch / f"{index}-{name}"
         training = ours(args.text, out, {**options, **settings, **args.ours})
         _, memory[name] = measure.cost(with_switches(training, switches).process)
-        last = json.loads((out / "output/metrics.jsonl").read_text().splitlines()[-1])
-        losses[name] = last["val_loss"]
+        losses[name] = our_metrics(out)[-1]["val_loss"]
         return steps * shape["batch_size"] * shape["block_size"] / our_seconds(out)
 
-    sides: dict[str, Callable[[int], float]] = {rung[0]: partial(speed, rung) for rung in ladder}
-    found = measure.alternate(args.rounds, sides)
-    report, first, before = Report(), found[ladder[0][0]], None
-    for name, speeds in found.items():
+    sides: dict[str, Callable[[int], float]] = {}
+    for rung in ladder:
+        name, _, _ = rung
+        sides[name] = partial(speed, rung)
+    speeds = measure.alternate(args.rounds, sides)
+
+    report = Report()
+    slowest = next(iter(speeds.values()))
+    below: list[float] = []  # the speeds of the rung below
+    for name, figures in speeds.items():
         report.rows.append(
             {
                 "": name,
-                "tokens/s": speeds,
-                "over the rung below": measure.ratio(speeds, before) if before else "",
-                "over float32": measure.ratio(speeds, first),
+                "tokens/s": figures,
+                "over the rung below": measure.ratio(figures, below) if below else "",
+                "over float32": measure.ratio(figures, slowest),
                 "memory MB": f"{memory[name]:,.0f}",
                 f"val_loss at step {steps}": f"{losses[name]:.4f}",
             }
         )
-        before = speeds
+        below = figures
     spread = max(losses.values()) - min(losses.values())
     report.findings["val_loss, largest less smallest"] = f"{spread:.4f}"
     return report

@@ -62,8 +62,11 @@ def attention_scale() -> dict[str, float]:
 
 def validation_on_training_text() -> dict[str, float]:
     """b. Loss of one model on the text that it was trained on, and on other text."""
-    model, parts = trained(600, 64), {"training text": TRAINING, "other text": HELD_OUT}
-    return {name: float(loss_of(model, tokens, 4096, seed=0)) for name, tokens in parts.items()}
+    model = trained(600, 64)
+    return {
+        "training text": float(loss_of(model, TRAINING, 4096, seed=0)),
+        "other text": float(loss_of(model, HELD_OUT, 4096, seed=0)),
+    }
 
 
 def norm(x: Tensor) -> Tensor:
@@ -102,8 +105,10 @@ def keys_at_queries() -> dict[str, float]:
 
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 32, 64)
-    edited = torch.cat((torch.stack((q, k, v))[:, :-1], torch.randn(3, 1, 64)), dim=1)
-    outputs, right = swapped(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    edited = torch.stack((q, k, v))
+    edited[:, -1:] = torch.randn(3, 1, 64)  # the last token is another one
+    outputs = swapped(q, k, v)
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     cached = F.scaled_dot_product_attention(q[-1:], k, v)
     return {
         "leak": float((swapped(*edited) - outputs)[:-1].abs().max()),
@@ -125,9 +130,14 @@ def rank_of_the_host() -> dict[str, float]:
 def own_batches() -> dict[str, float]:
     """f. The losses that 4 ranks measure for one model, each on 64 windows of its own; and the
     loss after as many samples, with one process, and with two that each use a whole batch."""
-    own = [float(loss_of(trained(600, 64), HELD_OUT, 64, seed)) for seed in range(4)]
-    one, two = (float(loss_of(trained(*s), HELD_OUT, 4096, 0)) for s in ((160, 32), (80, 64)))
-    return {"least": min(own), "most": max(own), "one process": one, "two": two}
+    model = trained(600, 64)
+    losses = [float(loss_of(model, HELD_OUT, 64, seed=rank)) for rank in range(4)]
+    return {
+        "least": min(losses),
+        "most": max(losses),
+        "one process": float(loss_of(trained(160, 32), HELD_OUT, 4096, seed=0)),
+        "two": float(loss_of(trained(80, 64), HELD_OUT, 4096, seed=0)),
+    }
 
 
 def dropout_lost() -> dict[str, float]:
@@ -138,7 +148,8 @@ def dropout_lost() -> dict[str, float]:
     found = {}
     for name, p in (("with dropout_p", 0.2), ("without", 0.0)):
         weights = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
-        found[name] = float((weights[:, *torch.tril_indices(64, 64)] == 0).float().mean())
+        visible = weights[:, *torch.tril_indices(64, 64)]
+        found[name] = float((visible == 0).float().mean())
     return found
 
 
