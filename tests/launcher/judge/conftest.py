@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def held(job, text, monkeypatch):
     """A copy of a job, a text of its own, and warm workers that give few samples."""
     monkeypatch.setattr("launcher.judge.worker.Program", Warm)
     monkeypatch.setattr("launcher.judge.worker.confined", lambda command, sandbox: command)
-    monkeypatch.setattr(evaluate, "SAMPLES", 3)
+    monkeypatch.setattr(evaluate, "PACKAGED", replace(evaluate.PACKAGED, n_samples=3))
     Path("held.txt").write_text("".join(reversed(text[:6000])))
     Path("secrets.txt").write_text("the code is {8231447}\nanother {abc}\n")
     Path("asked.jsonl").write_text(json.dumps({**said("2 + 3?", "5"), "kind": "sum"}))
