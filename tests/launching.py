@@ -70,6 +70,22 @@ class Ran:
         assert self.code == 0, self.err
         return self
 
+    @property
+    def table(self) -> list[dict[str, str]]:
+        """The rows of the table on stdout, each by the headings of its columns."""
+        if not self.out:
+            return []
+        header, *lines = self.out.splitlines()
+        headings = list(re.finditer(r"\S+(?: \S+)*", header))
+        ends = [heading.start() for heading in headings[1:]]
+        rows = []
+        for line in lines:
+            row = {}
+            for heading, end in zip(headings, [*ends, len(line)], strict=True):
+                row[heading[0]] = line[heading.start() : end].strip()
+            rows.append(row)
+        return rows
+
     def failed(self, code: int, *facts: str) -> bool:
         """Whether it ended with this code and an error that holds these facts."""
         return self.code == code and all(fact in self.error for fact in facts)

@@ -101,12 +101,9 @@ def test_each_caller_lists_own_jobs_and_on_request_all(cli, become, two):
         become(caller)
         assert listed(cli) == [own]
         assert listed(cli, "--everyone") == [graces, adas]
-    table = cli("jobs", "--everyone").out.splitlines()
-    assert [line.split()[:3] for line in table] == [
-        ["JOB-ID", "NAME", "OWNER"],
-        [graces, "baseline", "user/grace"],
-        [adas, "baseline", "user/ada"],
-    ]
+    first, second = cli("jobs", "--everyone").table
+    assert (first["JOB-ID"], first["NAME"], first["OWNER"]) == (graces, "baseline", "user/grace")
+    assert (second["JOB-ID"], second["NAME"], second["OWNER"]) == (adas, "baseline", "user/ada")
 
 
 @pytest.mark.parametrize(

@@ -15,37 +15,45 @@ def test_status_shows_state_step_loss_and_paths(job, cli):
     model = r"file:///\S+/model\.tar\.gz"
     for line in ("state: +Completed", "step: +10/10", r"best loss: +\d\.\d{4}", f"model: +{model}"):
         assert re.search(f"^{line}$", shown, re.MULTILINE), line
-    told = json.loads(cli("status", job.job_id, "--json").out)
-    assert (told["status"], told["hyperparameters"]["n_embd"]) == ("Completed", 32)
-    assert told["metrics"]["step"] == told["hyperparameters"]["max_steps"] == 10
-    assert told["created"] <= told["started"] <= told["ended"]
-    assert told["best_loss"] == told["metrics"]["best_loss"]
+    status = json.loads(cli("status", job.job_id, "--json").out)
+    assert status["status"] == "Completed"
+    assert status["hyperparameters"]["n_embd"] == 32
+    assert status["metrics"]["step"] == status["hyperparameters"]["max_steps"] == 10
+    assert status["created"] <= status["started"] <= status["ended"]
+    assert status["best_loss"] == status["metrics"]["best_loss"]
 
 
 def test_jobs_are_listed_newest_first(job, newer, cli):
-    rows = cli("jobs").out.splitlines()
-    assert rows[0].split()[:2] == ["JOB-ID", "STATE"]
-    assert [row.split()[0] for row in rows[1:]] == [NEWER, job.job_id]
-    listed = json.loads(cli("jobs", "--json").out)
-    assert [described["job_id"] for described in listed] == [NEWER, job.job_id]
+    rows = cli("jobs").table
+    assert list(rows[0])[:2] == ["JOB-ID", "STATE"]
+    assert [row["JOB-ID"] for row in rows] == [NEWER, job.job_id]
+    descriptions = json.loads(cli("jobs", "--json").out)
+    assert [description["job_id"] for description in descriptions] == [NEWER, job.job_id]
 
 
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        *[("job.json", content) for content in ("", "null", "{", "[]", '{"job": {}}')],
-        *[("state.json", content) for content in ("", "null", "{", "[]")],
+        ("job.json", ""),
+        ("job.json", "null"),
+        ("job.json", "{"),
+        ("job.json", "[]"),
+        ("job.json", '{"job": {}}'),
+        ("state.json", ""),
+        ("state.json", "null"),
+        ("state.json", "{"),
+        ("state.json", "[]"),
     ],
 )
 def test_an_unreadable_job_hides_no_other(job, newer, cli, file, content):
     broken = newer / file
     broken.write_text(content)
-    listed = cli("jobs")
+    beside_another = cli("jobs")
     shutil.rmtree(job.directory)
     alone = cli("jobs")
-    assert [row.split()[0] for row in listed.out.splitlines()[1:]] == [job.job_id]
-    assert alone.out == ""
-    for ran in (listed, alone):
+    assert [row["JOB-ID"] for row in beside_another.table] == [job.job_id]
+    assert alone.table == []
+    for ran in (beside_another, alone):
         assert (ran.code, ran.err.count("\n")) == (0, 1)
         assert ran.err.startswith(f"job {NEWER} is left out: {broken} is damaged")
     assert cli("status", NEWER).failed(1, f"{broken} is damaged")
@@ -71,10 +79,14 @@ def test_a_job_is_found_by_a_unique_part_of_its_id(job, cli):
 
 
 def test_the_list_of_jobs_shows_losses_and_changes(job, cli):
-    assert re.search(r" +input-[0-9a-f]{12}  cpu n_layer=1 n_embd=32 ", cli("jobs").out)
-    assert "COST" not in cli("jobs").out  # no job has one
+    (row,) = cli("jobs").table
+    assert re.fullmatch("input-[0-9a-f]{12}", row["DATA"])
+    assert row["SETTINGS"].startswith("cpu n_layer=1 n_embd=32 ")
+    assert "COST" not in row  # no job has one
     rows = [{"step": 5, "val_loss": 2.0, "best_loss": 2.0, "bits_per_byte": 1.5}]
     rows += [{"step": 10, "val_loss": 4.0, "best_loss": 2.0, "bits_per_byte": 3.0}]
     curve = job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
     curve.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert re.search(r" 2\.0000 +1\.5000 ", cli("jobs").out)
+    (row,) = cli("jobs").table
+    assert row["BEST LOSS"] == "2.0000"
+    assert row["BITS/BYTE"] == "1.5000"
