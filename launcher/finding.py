@@ -175,14 +175,14 @@ def resolve(reference: str, listing: Listing, lacks: Lack, acts: bool) -> JobDes
     long as it has launched none there.
     """
     if not acts and not remote_launches(listing.settings):
-        job = choose(reference, listing.nearby(), lacks)
+        job = choose_job(reference, listing.nearby(), lacks)
         if job is not None:
             remote = [backend.title for backend in listing.backends if backend.is_remote]
             if reference == "latest" and remote:
                 reason = f"{remote[0]} was not asked, since no job was launched there from here"
                 logger.info(f"latest is {job.named}; {reason}")
             return job
-    return choose(reference, iter(listing), lacks)
+    return choose_job(reference, iter(listing), lacks)
 
 
 def is_nearby_id(reference: str, settings: Settings) -> bool:
@@ -201,7 +201,7 @@ def remote_launches(settings: Settings) -> list[str]:
     return [job_id for backend in all_backends() for job_id in backend.launched_last(settings)]
 
 
-def choose(reference: str, jobs: Jobs, lacks: Lack) -> JobDescription | None:
+def choose_job(reference: str, jobs: Jobs, lacks: Lack) -> JobDescription | None:
     """The job among these that a reference means. Raises InputError if there are several."""
     if reference == "latest":
         return newest(jobs, lacks)

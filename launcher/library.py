@@ -22,7 +22,7 @@ from launcher.finding import Listing, find, full_id
 from launcher.forecast import forecasting
 from launcher.forecast.table import Forecast
 from launcher.groups.plan import plan_sweep
-from launcher.groups.run import submit as submit_sweep
+from launcher.groups.run import begin_sweep
 from launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request
 from launcher.launching.launch import Plan
 from launcher.launching.launch import prepare as prepare_job
@@ -292,7 +292,7 @@ def sweep(
     plan = plan_sweep(with_full_ids(request, settings), settings, values, seeds, parallel)
     if not confirmed and plan.backend.bills:
         check_confirmed(plan.worst_cost, request.max_cost, settings)
-    events = submit_sweep(plan)
+    events = begin_sweep(plan)
     logger.info(f"sweep: {plan.group}")
     for event in events:
         logger.info(f"{event.job_id} {event.what_happened}")

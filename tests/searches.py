@@ -16,7 +16,7 @@ from launcher.source import Source, keep
 from launcher.trying import search
 from launcher.trying.scoring import Judge, Score
 from launcher.trying.search import Search
-from launcher.trying.start import begin
+from launcher.trying.start import begin_search
 from sm_nanogpt import Request
 
 QUICK = "n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,\n"
@@ -70,7 +70,7 @@ def begun(tmp_path_factory, text):
                 entry_point=tiny_folder(base),
             )
             settings = Settings(home=directory / "home")
-            begin("s", request, settings, 0.05, None, lambda line: None).base()
+            begin_search("s", request, settings, 0.05, None, lambda line: None).base()
         return directory / "home", base, model
 
     return SimpleNamespace(

@@ -32,7 +32,7 @@ from launcher.source import Source  # noqa: E402
 from launcher.trying import rule  # noqa: E402
 from launcher.trying.budget import MAX_TIME  # noqa: E402
 from launcher.trying.runs import SeededRun  # noqa: E402
-from launcher.trying.start import begin  # noqa: E402
+from launcher.trying.start import begin_search  # noqa: E402
 
 RUNS = HERE / "search-runs.jsonl"
 RATE = ("presets.py", "max_steps=180, learning_rate=0.05")
@@ -66,7 +66,7 @@ def make_runs(text: Path, seeds: range, names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as home:
         settings = Settings(home=Path(home))
         request = Request(instance="local", preset="quick", data=str(text))
-        search = begin("rule", request, settings, 0.005, None, print)
+        search = begin_search("rule", request, settings, 0.005, None, print)
         sources = {name: edited(FOLDERS[name]) for name in names}
         for first in seeds[::8]:
             some = range(first, min(first + 8, seeds.stop))

@@ -329,7 +329,7 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
     stops_at_ctrl_c = plan.backend.stops_at_ctrl_c
     follows = stops_at_ctrl_c if options.follow is None else options.follow
     if follows:
-        follow_job(plan.job_id, settings, stops=stops_at_ctrl_c, costs=cost_of(plan))
+        follow_job(plan.job_id, settings, stops=stops_at_ctrl_c, costs=cost_note(plan))
     else:
         next_command = command("chat" if plan.is_of_chats else "fetch-and-sample", plan.job_id)
         goes_on = remedy("job-goes-on", {"job_id": plan.job_id})
@@ -349,7 +349,7 @@ def note_sweep_of(job_id: str) -> None:
 def submit(plan: Plan[TrackedJob]) -> None:
     """Start a job, and print its id and the link to the console."""
     job_id = plan.job_id
-    stops = f"`{command('stop', job_id)}` stops it{cost_of(plan)}"
+    stops = f"`{command('stop', job_id)}` stops it{cost_note(plan)}"
     shows = f"`{command('status', job_id)}` shows whether the job was submitted"
     with at_ctrl_c(f"{shows}; {stops}"):
         plan.submit(confirmed=True)
@@ -365,7 +365,7 @@ def submit(plan: Plan[TrackedJob]) -> None:
             note(f"console: {link}")
 
 
-def cost_of(plan: Plan[TrackedJob]) -> str:
+def cost_note(plan: Plan[TrackedJob]) -> str:
     """What a job costs that goes on after Ctrl-C, as a part of a line; '' on this machine."""
     if not plan.backend.bills:
         return ""

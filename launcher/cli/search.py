@@ -84,7 +84,7 @@ def start_command(
     from launcher.instances import looks_like_gpu
     from launcher.job import Request
     from launcher.trying.rule import detectable_gains
-    from launcher.trying.start import begin, remove_unfinished
+    from launcher.trying.start import begin_search, remove_unfinished
 
     bills = backend_class(instance).bills
     if bills and ceiling is None:
@@ -98,7 +98,7 @@ def start_command(
     if not ("preset" in fields or "size" in fields or looks_like_gpu(instance)):
         fields["preset"] = "quick"
     request = Request(instance=instance, **fields)
-    search = begin(name, request, settings_of(), smallest_gain, ceiling, note)
+    search = begin_search(name, request, settings_of(), smallest_gain, ceiling, note)
     with at_ctrl_c(goes_on("FOLDER", "--group", name)):
         try:
             with search.held(shared=False):

@@ -26,7 +26,7 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
 
     Ctrl-C stops local jobs after a checkpoint; jobs on SageMaker keep running.
     """
-    from launcher.groups.run import submit
+    from launcher.groups.run import begin_sweep
     from launcher.sagemaker.cost import CeilingTooLow
 
     sweep = plan.sweep
@@ -34,7 +34,7 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
         note(f"sweep: {len(plan.plans)} jobs, {sweep.parallel} at a time")
     if plan.backend.bills:
         agree_to_worst_cost(plan, yes)
-    events = submit(plan)
+    events = begin_sweep(plan)
     click.echo(plan.group)
     again = ["launch", "--resume", plan.group]
     needs_money = False

@@ -61,12 +61,13 @@ def find_group(reference: str, settings: Settings, everyone: bool = False) -> Gr
     matches = [group for group in groups if is_part(part, group)]
     group = matches[0] if matches else ""
     tries = tries_of(jobs, group)
-    instance = instance_of(group, tries, settings)
+    instance = instance_of_group(group, tries, settings)
+    is_remote = instance is not None and backend_class(instance).is_remote
 
     if listing.failure is not None:
         # The latest may be one of those that were not listed.
         may_be_another = reference == "latest" or part not in groups
-        if may_be_another or backend_class(instance).is_remote:
+        if may_be_another or is_remote:
             raise listing.failure
     search_jobs = [job for job in jobs if job.search == reference]
     if search_jobs and not matches:
@@ -82,7 +83,7 @@ def find_group(reference: str, settings: Settings, everyone: bool = False) -> Gr
     for job in listing.unreadable:
         if group_of(job.job_id) == group:
             logger.info(f"job {job.job_id} is left out: {job.error}")
-    if backend_class(instance).is_remote:
+    if instance is not None and is_remote:
         add_unlisted(group, tries, backend_for(instance, settings))
     return Group(group, tries)
 
@@ -104,12 +105,12 @@ def part_of_id(reference: str, jobs: Iterable[JobDescription]) -> str:
     return group_of(reference)
 
 
-def instance_of(group: str, tries: Tries, settings: Settings) -> str:
-    """Where the jobs of a sweep run."""
+def instance_of_group(group: str, tries: Tries, settings: Settings) -> str | None:
+    """Where the jobs of a sweep run; None if nothing says it."""
     for jobs in tries.values():
         return jobs[0].instance
     sweep = recorded_sweep(group, settings) if group else None
-    return (sweep and sweep.job.instance) or "local"
+    return sweep.job.instance if sweep else None
 
 
 def tries_of(jobs: Iterable[JobDescription | UnreadableJob], group: str) -> Tries:

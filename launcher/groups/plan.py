@@ -60,7 +60,7 @@ class SweepPlan:
 
     @cached_property
     def backend(self) -> Backend:
-        return backend_for(self.sweep.job.instance or "local", self.settings)
+        return backend_for(self.sweep.job.instance or "", self.settings)
 
     @property
     def missing(self) -> list[int]:

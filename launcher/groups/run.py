@@ -58,7 +58,7 @@ class Event:
         return "started"
 
 
-def submit(plan: SweepPlan) -> Iterator[Event]:
+def begin_sweep(plan: SweepPlan) -> Iterator[Event]:
     """Upload the text and record the sweep. Returns an iterator that runs it.
 
     It starts the jobs, `parallel` at a time, until all have ended, and yields each when it starts

@@ -206,6 +206,6 @@ def forecast_loss(job: TrainingJob, texts: Texts, settings: Settings) -> Expecte
         return None
     with job.source.running():
         sizes = job.source.module("sizes")
-        expected = sizes.hyperparameters_for_size(job.size, *start.size_of(texts))
+        expected = sizes.hyperparameters_for_size(job.size, *start.text_length(texts))
     values = {name: value for name, value in job.hyperparameters.items() if name != "seed"}
     return recall(path, job.size) if values == expected else None

@@ -70,7 +70,7 @@ def find_model(request: Request, settings: Settings, field: str = "init_from") -
     """The model that a request names, by a job's id, a directory or a URI, and its channel."""
     reference, source = str(getattr(request, field)), request.source
     given = request.hyperparameters if field == "init_from" else {}  # a teacher has its own
-    with open_model(reference, settings.with_offline(False)) as (directory, uri):
+    with open_model_documents(reference, settings.with_offline(False)) as (directory, uri):
         try:
             values = source.module("huggingface").starting_values(directory, given)
             tokenizer = source.module("text").read_tokenizer(directory)
@@ -86,7 +86,7 @@ def find_model(request: Request, settings: Settings, field: str = "init_from") -
             name = Path(reference).absolute().name
             upload = corpus.upload_of(name, sources, settings, "models")
             channel = Channel(reference, upload.uri, upload, sources)
-    return InitialModel(base_of(reference), channel, values, tokenizer)
+    return InitialModel(model_name(reference), channel, values, tokenizer)
 
 
 def check_weights(directory: Path, field: str, reference: str) -> None:
@@ -100,7 +100,7 @@ def check_weights(directory: Path, field: str, reference: str) -> None:
         raise InputError(str(error), field=field, value=reference) from None
 
 
-def base_of(model: str) -> str:
+def model_name(model: str) -> str:
     """What people call a model: the id of the job that made it, or the name of its directory."""
     for part in reversed(Path(model).parts):
         is_upload = UPLOAD_NAME.fullmatch(part) is not None
@@ -112,7 +112,7 @@ def base_of(model: str) -> str:
 
 
 @contextmanager
-def open_model(model: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
+def open_model_documents(model: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
     """A directory with the documents of a model, and the URI of one that is on S3."""
     path = storage.local_path(model)
     if path is not None:
@@ -133,7 +133,7 @@ SIZES = (*(n / 4 for n in range(1, 9)), 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 
 LARGEST_ON_CPU = 3  # as `laptop`, some minutes
 
 
-def size_of(texts: Texts) -> tuple[int, bool]:
+def text_length(texts: Texts) -> tuple[int, bool]:
     """Tokens to train on, or characters; True if they are of conversations."""
     upload = texts["data"].upload
     if upload is None:
@@ -150,7 +150,7 @@ def sized(request: Request, texts: Texts) -> Request:
     """The request with the hyperparameters of its size; preset=auto chooses the size."""
     if request.preset != "auto" and request.size is None:
         return request
-    n_tokens, is_of_chats = size_of(texts)
+    n_tokens, is_of_chats = text_length(texts)
     size = largest_size(request, n_tokens) if request.size is None else request.size
     n_ranks = backend_class(request.instance or "").count_ranks(request)
     with request.source.running():

@@ -28,7 +28,7 @@ def summary_of(job: TrainingJob, explicit: Set[str] = frozenset()) -> str:
     if job.init_from is not None:
         words.append(f"from {job.base}")
     if job.teacher is not None:
-        words.append(f"taught by {start.base_of(job.teacher)}")
+        words.append(f"taught by {start.model_name(job.teacher)}")
     if job.resume is not None:
         words.append(f"resumes {job.resume}")
     return " ".join(words)

@@ -56,7 +56,7 @@ def check_texts(channels: Texts, config: Any) -> None:
                 check_upload(channel.upload, channel.shown, config, field)
             warn_of_long_conversations(channel.upload, config.block_size)
     if len(contents) == len(channels):
-        warn_of_repeats(channels["data"].shown, repeated_share(channels))
+        warn_of_repeats(channels["data"].shown, repeated_share_of(channels))
 
 
 def check_upload(upload: corpus.Upload, shown: str, config: Any, field: str) -> None:
@@ -80,7 +80,7 @@ def warn_of_long_conversations(upload: corpus.Upload, block_size: int) -> None:
         logger.warning(f"{longer} block_size={block_size}: {end}")
 
 
-def repeated_share(channels: Texts) -> float | None:
+def repeated_share_of(channels: Texts) -> float | None:
     """The share of the validation text that stands in the training text; None if not known.
 
     It is not known of texts on S3, but for those that hold their own validation part.

@@ -320,7 +320,7 @@ class SageMakerRuns(GroupRun):
         first = self.search.first
         largest_model = int(MAX_SIZE * self.measured["bytes"]) if self.measured else LARGEST_MODEL
         plan = {
-            "runs": [[name_of(run.source), run.seed] for run in runs],
+            "runs": [[folder_name(run.source), run.seed] for run in runs],
             "values": {**SILENT, **self.search.start["hyperparameters"]},
             "seconds": seconds - AROUND - self.upload_seconds(len(runs)),
             "limit": min(seconds, self.search.budget.limit),
@@ -334,7 +334,7 @@ class SageMakerRuns(GroupRun):
         files["plan.json"] = json.dumps(plan).encode()
         for source in {run.source.sha256: run.source for run in runs}.values():
             for name, content in source.files.items():
-                files[f"{name_of(source)}/{name}"] = content
+                files[f"{folder_name(source)}/{name}"] = content
         return Source(first.directory, files)
 
     def text(self, settings: Settings) -> Channel:
@@ -360,6 +360,6 @@ def cost_of_plan(plan: Plan) -> float:
     return plan.job.worst_cost
 
 
-def name_of(source: Source) -> str:
+def folder_name(source: Source) -> str:
     """The directory of a folder in a job."""
     return f"folder-{source.sha256[:12]}"

@@ -60,7 +60,7 @@ def main() -> None:
     with TemporaryDirectory() as name:
         place = Path(name)
         place.chmod(0o711)
-        copy(Path(env["SM_CHANNEL_TRAINING"]), place / "text")
+        copy_files(Path(env["SM_CHANNEL_TRAINING"]), place / "text")
         (place / "filter").mkdir()
         for name in FILTER:
             shutil.copyfile(HERE / name, place / "filter" / name)
@@ -103,7 +103,7 @@ def make(
     code, out, limit = place / folder, place / f"run-{index}", max(0.0, min(plan["limit"], left))
     user = FIRST_USER + index
     if not code.exists():
-        copy(HERE / folder, code)
+        copy_files(HERE / folder, code)
     out.mkdir(mode=0o700)
     os.chown(out, user, user)
     values = {**plan["values"], "seed": seed, "data": place / "text", "out": out}
@@ -163,7 +163,7 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def copy(source: Path, target: Path) -> None:
+def copy_files(source: Path, target: Path) -> None:
     """Copy the files of a directory, so that any user can read them."""
     target.mkdir()
     for path in source.iterdir():

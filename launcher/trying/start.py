@@ -28,7 +28,7 @@ MIN_JUDGED = 1000
 GUIDE = Path(__file__).parent / "AGENTS.md"
 
 
-def begin(
+def begin_search(
     name: str,
     request: Request,
     settings: Settings,

@@ -135,7 +135,7 @@ def ran(home, monkeypatch):
         job = Request(instance="ml.g5.xlarge", data="x", max_cost=max_cost, max_run=max_run)
         sweep = Sweep(job=job, members=grid({"n_layer": [1, 2]}, 2, 7), parallel=2)
         record(sweep, settings)
-        for event in run.submit(continue_sweep(GROUP, settings, None, None)):
+        for event in run.begin_sweep(continue_sweep(GROUP, settings, None, None)):
             if event.job_id == stop_at:
                 group = Group(GROUP, tries_of([described(f"{GROUP}-1")], GROUP))
                 stop_group(group, settings)

@@ -15,7 +15,7 @@ import runs
 from entry_point.config import make_config
 from entry_point.huggingface import FINE_TUNING
 from launcher.job import TrainingJob
-from launcher.launching.start import base_of
+from launcher.launching.start import model_name
 from launcher.launching.summary import summary_of
 
 FIELD = "    dropout: float = hyperparameter("
@@ -64,7 +64,7 @@ def test_a_summary_names_preset_changes_and_origin(fields, words):
     ],
 )
 def test_a_model_is_called_by_its_job_or_directory(named, base):
-    assert base_of(named) == base
+    assert model_name(named) == base
 
 
 def test_an_edited_folder_and_its_own_values_are_named(tmp_path):

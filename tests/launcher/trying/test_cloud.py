@@ -17,8 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import kills
 import pytest
 from access import Refusal
+from kills import kill_at
 from searches import folder, gain_of
 
 from launcher.aws import OverQuota
@@ -447,6 +449,26 @@ def test_a_killed_commands_job_is_taken_not_paid_again(attempt, jobs, home, monk
     again = attempt()
     assert again.code == 3 and "was sent before" in again.err
     assert len(jobs) == 2 and not ledger_of(home).open_reservations
+
+
+@pytest.mark.parametrize("is_torn", [True, False])
+def test_a_search_on_sagemaker_survives_kills(attempt, jobs, home, monkeypatch, is_torn):
+    """At each write of its ledger: no run is lost, made twice, or paid twice."""
+    monkeypatch.setattr(jobs_of, "UNKNOWN_SECONDS", 0)  # for jobs that were never sent
+    for number in range(1, 8):  # reserved, sending, sent, settled, and the first runs
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, number, is_torn)
+            with pytest.raises(kills.Killed):
+                attempt(number * 1e-6)
+        assert attempt(number * 1e-6).code == 3
+    ledger, names = ledger_of(home), [job.name for job in jobs]
+    assert Counter(entry["job"] for entry in ledger.of("sent")) == dict.fromkeys(names, 1)
+    sent = [entry for entry in ledger.of("reserved") if entry["job"] in names]
+    made = Counter(tuple(run) for entry in sent for run in entry["runs"])
+    assert set(made.values()) == {1}
+    assert Counter((run["folder"], run["seed"]) for run in ledger.of("run")) == made
+    assert not ledger.open_reservations
+    assert ledger.spent == pytest.approx(len(names) * 7.09 * 100 / 3600, rel=0.01)
 
 
 def begun_job(self: Search) -> dict[str, Any]:

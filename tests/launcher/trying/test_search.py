@@ -28,7 +28,7 @@ from launcher.trying.refusal import Refused
 from launcher.trying.runs import FinishedRun, SeededRun
 from launcher.trying.scoring import Judge, Score
 from launcher.trying.search import Search
-from launcher.trying.start import begin
+from launcher.trying.start import begin_search
 from sm_nanogpt import InputError, Request, ServiceError
 
 LOCAL_RUNS = search.LocalRuns  # which makes real runs
@@ -434,7 +434,7 @@ def test_a_search_that_was_killed_while_it_began_is_begun_anew(
 
 def test_a_search_that_a_command_uses_is_not_begun_anew(cli, home, text_file, trained):
     request = Request(instance="local", preset="quick", data=str(text_file))
-    with begin("plays", request, Settings(home=home), 0.01, None, print).held(shared=True):
+    with begin_search("plays", request, Settings(home=home), 0.01, None, print).held(shared=True):
         again = cli("try", "start", "plays", "--text", text_file)
         assert again.failed(2, "there is a search plays")
     assert len(opened(home).ledger.entries) == 1
@@ -470,7 +470,7 @@ def test_begin_is_whole_or_nothing(home, text_file, trained, monkeypatch):
     monkeypatch.setattr(SearchLedger, "add", full)
     request = Request(instance="local", preset="quick", data=str(text_file))
     with pytest.raises((InputError, ServiceError), match="space"):
-        begin("plays", request, Settings(home=home), 0.01, None, print)
+        begin_search("plays", request, Settings(home=home), 0.01, None, print)
     assert not list((home / "tries").iterdir())
 
 
