@@ -134,11 +134,14 @@ def check_causal(
     scored = scored_windows(worker, encoded, nats)
     cuts = draw_cuts([window.positions for window in scored], n_cuts, chance)
     longest = max(len(window.ids) for window in scored)
-    min_length = longest if rounds_by_length(worker, longest) else 1
+    rounds = rounds_by_length(worker, longest)
     for cuts_of_pass in in_passes(cuts, chance):
-        for indices in worker.batches([max(min_length, cut.length) for cut in cuts_of_pass]):
+        lengths = [cut.length for cut in cuts_of_pass]
+        if rounds:
+            lengths = [worker.row_length(len(scored[cut.window].ids)) for cut in cuts_of_pass]
+        for indices in worker.batches(lengths, are_equal=rounds):
             batch = [cuts_of_pass[index] for index in indices]
-            difference = find_difference(worker, scored, batch, min_length)
+            difference = find_difference(worker, scored, batch, lengths[indices[0]])
             if difference is not None:
                 raise NotCausal(f"not causal: {reason(worker, encoded, difference)}")
         progress(len(cuts_of_pass))
@@ -166,13 +169,13 @@ def rounds_by_length(worker: Worker, longest: int) -> bool:
 
 
 def find_difference(
-    worker: Worker, scored: Sequence[ScoredWindow], cuts: Sequence[Cut], min_length: int
+    worker: Worker, scored: Sequence[ScoredWindow], cuts: Sequence[Cut], length: int
 ) -> float | None:
     """By how many nats the losses of one of these cuts differ; None if all agree to rounding.
 
-    The rows that the worker gets have min_length ids or more.
+    The rows that the worker gets have so many ids.
     """
-    logits = worker.logits(filled(cuts, scored, len(worker.tokenizer), min_length))
+    logits = worker.logits(filled(cuts, scored, len(worker.tokenizer), length))
     targets = [scored[cut.window].targets[: cut.length] for cut in cuts]
     for cut, losses in zip(cuts, nats_of(logits, targets), strict=True):
         expected = scored[cut.window].nats[: len(losses)]
@@ -184,14 +187,13 @@ def find_difference(
 
 
 def filled(
-    cuts: Sequence[Cut], scored: Sequence[ScoredWindow], vocabulary_size: int, min_length: int
+    cuts: Sequence[Cut], scored: Sequence[ScoredWindow], vocabulary_size: int, length: int
 ) -> Tensor:
-    """The ids of the cuts, int64 [n, T], with random ones after each.
+    """The ids of the cuts, int64 [n, length], with random ones after each.
 
     The first random id is never the token that follows in the text: a model that looks ahead would
     find it there.
     """
-    length = max(min_length, *(cut.length for cut in cuts))
     generator = torch.Generator().manual_seed(secrets.randbits(63))
     rows = torch.randint(vocabulary_size, (len(cuts), length), generator=generator)
     for row, cut in zip(rows, cuts, strict=True):

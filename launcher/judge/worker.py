@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from entry_point.errors import DataError
 from entry_point.files import open_standard_streams
@@ -42,6 +42,7 @@ LONGEST_LINE = 1 << 12  # bytes that are logged together
 # Limits of one pass: so many tokens stay in the cache (41k a second of `laptop`, twice as many
 # make 26k), and their logits take 64 MB.
 PASS_TOKENS, PASS_LOGITS = 1 << 12, 1 << 24
+ROW_STEP = 16  # rows that are scored have a multiple of it, or as many ids as the context
 PATIENCE = 600.0  # seconds by the clock that a model may take for an answer
 # Bytes of a problem, and of texts, that a model's process may send. A longer one is not read.
 LONGEST_PROBLEM, LONGEST_ANSWER = 1 << 16, 1 << 26
@@ -209,21 +210,35 @@ class Worker:
         logits = torch.frombuffer(bytearray(answer), dtype=torch.float32)
         return logits.view(*ids.shape, self.size)
 
-    def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the indices of the rows of each pass, by their lengths, the longest first."""
+    def row_length(self, n_ids: int) -> int:
+        """The length of the row in which a window of so many ids is scored."""
+        return min(self.block_size, ROW_STEP * math.ceil(n_ids / ROW_STEP))
+
+    def batches(self, lengths: Sequence[int], are_equal: bool = False) -> Iterator[list[int]]:
+        """Yield the indices of the rows of each pass, by their lengths, the longest first.
+
+        are_equal: the rows of a pass have the same length.
+        """
         pass_tokens = min(PASS_TOKENS, PASS_LOGITS // self.size)
         indices = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         while indices:
             longest = lengths[indices[0]]
-            n_rows = max(1, pass_tokens // longest)
-            yield indices[:n_rows]
-            indices = indices[n_rows:]
+            batch = indices[: max(1, pass_tokens // longest)]
+            if are_equal:
+                batch = [index for index in batch if lengths[index] == longest]
+            yield batch
+            indices = indices[len(batch) :]
 
     def passes(self, windows: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield the indices of some windows, and their logits, [n, T, size], padded to T."""
-        for indices in self.batches([len(window) for window in windows]):
-            rows = [windows[index] for index in indices]
-            yield indices, self.logits(pad_sequence(rows, batch_first=True))
+        """Yield the indices of some windows, and their logits, [n, T, size].
+
+        T is the row_length of each: a model that rounds by it can be asked for the same again.
+        """
+        lengths = [self.row_length(len(window)) for window in windows]
+        for indices in self.batches(lengths, are_equal=True):
+            length = lengths[indices[0]]
+            rows = [F.pad(windows[index], (0, length - len(windows[index]))) for index in indices]
+            yield indices, self.logits(torch.stack(rows))
 
     def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
         """Texts that continue prompts: messages of a conversation each, or None, for any text."""
