@@ -17,10 +17,10 @@ from launcher.forecast import table
 from launcher.job import Request, TrainingJob
 from launcher.launching.draft import with_training_folder
 from launcher.launching.expected import forecast_path
-from launcher.launching.texts import check_texts, find_texts
+from launcher.launching.texts import check_texts, find_texts, repeated_share
 from launcher.sagemaker.cost import Prices, rate
 from launcher.settings import Settings
-from launcher.text.channels import Channel, corpus_of
+from launcher.text.channels import Channel, Texts, corpus_of
 from launcher.text.corpus import known_upload
 
 if TYPE_CHECKING:  # they import torch
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 FIELDS = {"instance", "data", "validation", "entry_point"}  # of a request
 NEWEST = 200  # jobs that are asked for their speed
+MAX_REPEATED = 0.5  # share of a validation text
 
 
 def forecast(
@@ -58,6 +59,7 @@ def forecast(
         problem = why_not_forecast(channel)
         if problem:
             raise InputError(f"{channel.shown}: {problem}")
+    check_repeats(texts)
     assert path is not None
     corpus = corpus_of(texts, settings, begins_only=True)
     upload = texts["data"].upload
@@ -75,6 +77,15 @@ def why_not_forecast(channel: Channel) -> str:
     if channel.upload.chats:
         return "conversations are not forecast: the law is that of text"
     return ""
+
+
+def check_repeats(texts: Texts) -> None:
+    """Raise InputError if losses on the validation text would measure memory."""
+    share = repeated_share(texts)
+    if share is not None and share > MAX_REPEATED:
+        repeats = f"{share:.0%} of the validation text stands in the training text"
+        problem = f"no forecast: {repeats}, so losses measure memory"
+        raise InputError(f"{texts['data'].shown}: {problem}", "text-repeats")
 
 
 def known_instances(

@@ -309,6 +309,15 @@ def test_a_short_text_is_not_forecast(tmp_path):
         Forecaster(corpus(50_000), Source.packaged(), tmp_path / "kept.jsonl", print)
 
 
+def test_a_text_that_was_learned_before_is_not_forecast(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(forecast, "run_trials", constant(2.0))
+    words = random.Random(1).choices([f"w{number}" for number in range(9000)], k=15_000)
+    text = str(tmp_path / "twice.txt")
+    Path(text).write_text(" ".join(words * 2))
+    with pytest.raises(InputError, match="100% of the validation text stands in"):
+        forecasting.forecast(Request(data=text, instance="local"), load_settings())
+
+
 # -- through the whole -----------------------------------------------------------------------------
 
 
