@@ -390,12 +390,12 @@ def cloud(emulator, s3, monkeypatch):
 
 
 @pytest.fixture
-def submit(cloud, cli, text_file):
+def submit(cloud, cli, short_text_file):
     """Launches a job on SageMaker, whose script fails for a reason or writes a log."""
 
     def launch(*words: launching.Argument, **script: Any) -> launching.Ran:
         cloud.sagemaker.next_script = script
-        ran = cli("launch", "--instance", "ml.g5.12xlarge", "--data", text_file, words)
+        ran = cli("launch", "--instance", "ml.g5.12xlarge", "--data", short_text_file, words)
         assert ran.code == 0, ran.err
         return ran
 

@@ -202,10 +202,12 @@ def test_a_deletion_says_whose_job_it_is(cloud, cli, become, two):
 
 
 @pytest.fixture
-def sweep(cloud, cli, become, text_file):
+def sweep(cloud, cli, become, short_text_file):
     """The id of a sweep of grace, of two jobs that run."""
     become("grace")
-    first = cli("launch", "--instance", "ml.g5.12xlarge", "--data", text_file).good.out.strip()
+    first = cli(
+        "launch", "--instance", "ml.g5.12xlarge", "--data", short_text_file
+    ).good.out.strip()
     request = json.dumps(cloud.sagemaker.jobs[first].request)
     for number in (1, 2):
         cloud.sagemaker.CreateTrainingJob(json.loads(request.replace(first, f"{first}-{number}")))
@@ -238,11 +240,11 @@ def test_an_upload_that_colleagues_use_says_so(cloud, cli, become, two):
 
 
 @pytest.mark.parametrize("tokenizer", [(), ("--tokenizer", "bpe")])
-def test_an_upload_to_s3_records_who_sent_it(cloud, cli, become, text_file, tokenizer):
+def test_an_upload_to_s3_records_who_sent_it(cloud, cli, become, short_text_file, tokenizer):
     become("ada")
-    uri = cli("upload-data", text_file, tokenizer).good.out.strip()
+    uri = cli("upload-data", short_text_file, tokenizer).good.out.strip()
     become("grace")
-    assert cli("upload-data", text_file, tokenizer).good.out.strip() == uri
+    assert cli("upload-data", short_text_file, tokenizer).good.out.strip() == uri
     [upload] = json.loads(cli("data", "--json").out)
     assert upload["manifest"]["owner"] == "user/ada"
     ran = cli("delete", upload["name"])
@@ -250,11 +252,11 @@ def test_an_upload_to_s3_records_who_sent_it(cloud, cli, become, text_file, toke
     assert "uploaded by user/ada, used by 0 jobs:\n" in ran.err
 
 
-def test_an_upload_needs_no_answer_to_whose_it_is(cloud, cli, text_file, monkeypatch):
+def test_an_upload_needs_no_answer_to_whose_it_is(cloud, cli, short_text_file, monkeypatch):
     silent = Mock(side_effect=ServiceError("GetCallerIdentity: no answer"))
     with monkeypatch.context() as patched:
         patched.setattr("launcher.sagemaker.caller.caller_of", silent)
-        ran = cli("upload-data", text_file).good
+        ran = cli("upload-data", short_text_file).good
     assert "who uploaded is not recorded: GetCallerIdentity: no answer" in ran.err
     ran = cli("delete", ran.out.strip().rpartition("/")[2])
     assert "uploaded by nobody that is known, used by 0 jobs:\n" in ran.err
@@ -348,12 +350,12 @@ def test_an_odd_job_hides_no_other(cloud, cli, launch):
 @pytest.mark.parametrize(
     "name", ["latest", "sm-nanogpt-mine", "a b", "-a", "../a", "é", "a" * 64, ".a"]
 )
-def test_a_name_is_a_word_of_its_own(cli, text_file, name):
-    ran = cli("launch", "--instance", "local", "--data", text_file, "--name", name)
+def test_a_name_is_a_word_of_its_own(cli, short_text_file, name):
+    ran = cli("launch", "--instance", "local", "--data", short_text_file, "--name", name)
     assert ran.failed(2, "--name")
 
 
-def test_a_name_is_unique_among_the_callers_jobs(cloud, s3, cli, launch, text_file, tmp_path):
+def test_a_name_is_unique_among_the_callers_jobs(cloud, s3, cli, launch, short_text_file, tmp_path):
     job_id = launch("--name", "small.v2")
     cloud.sagemaker.search_lag = 500  # Search does not know it yet
     before = s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]
@@ -370,15 +372,15 @@ def test_a_name_is_unique_among_the_callers_jobs(cloud, s3, cli, launch, text_fi
 
 
 @pytest.mark.parametrize("tag", ["sm-nanogpt", "sm-nanogpt-owner", "sm-nanogpt-name"])
-def test_our_tags_are_not_for_users(cli, text_file, tag):
-    words = ("launch", "--instance", "ml.g5.12xlarge", "--data", str(text_file), "--tag")
+def test_our_tags_are_not_for_users(cli, short_text_file, tag):
+    words = ("launch", "--instance", "ml.g5.12xlarge", "--data", str(short_text_file), "--tag")
     assert cli(words, f"{tag}=user/grace").failed(2, f"--tag {tag}")
 
 
-def test_a_name_works_wherever_an_id_does(job, cli, text_file, tmp_path):
+def test_a_name_works_wherever_an_id_does(job, cli, short_text_file, tmp_path):
     named = copied(job, "sm-nanogpt-20200101-000000-abcdef", name="v1.0")
     (tmp_path / "v1.0").mkdir()  # a directory that is no model does not hide the job
-    assert cli("upload-data", text_file, "--tokenizer", "v1.0").good
+    assert cli("upload-data", short_text_file, "--tokenizer", "v1.0").good
     for words in ("status {}", "logs {}", "metrics {}", "report {} -o r.html", "sample {}"):
         assert cli(words.format("v1.0").split()).good, words
     assert cli("launch", "--resume", "v1.0", "--set", "max_steps=20").good
@@ -412,14 +414,14 @@ def failed(job, job_id):
     return job_id
 
 
-def test_for_a_model_latest_is_the_newest_that_has_one(job, cli, text_file):
+def test_for_a_model_latest_is_the_newest_that_has_one(job, cli, short_text_file):
     newer = failed(job, "sm-nanogpt-20990101-000000-abcdef")
     assert f"job:         {newer}\n" in cli("status", "latest").out
     said = f"{newer} is Failed and has no model; the newest other job is {job.job_id}"
     ran = cli("fetch-and-sample", "latest", "--max-new-tokens", "3").good
     assert said in ran.err
     assert f"/models/{job.job_id}/" in ran.err
-    how = ("--data", str(text_file), "--set", "max_steps=1", "--set", "eval_tokens=512")
+    how = ("--data", str(short_text_file), "--set", "max_steps=1", "--set", "eval_tokens=512")
     ran = cli("launch", "--instance", "local", "--init-from", "latest", how).good
     assert said in ran.err
     told = cli("status", ran.out.strip()).out

@@ -30,8 +30,8 @@ def held(job):
 # -- a job on this machine -------------------------------------------------------------------------
 
 
-def test_a_job_is_held_from_launch_to_its_end(home, text_file):
-    job = sm.launch(sm.Request(**TINY_JOB, name="first", data=str(text_file)))
+def test_a_job_is_held_from_launch_to_its_end(home, short_text_file):
+    job = sm.launch(sm.Request(**TINY_JOB, name="first", data=str(short_text_file)))
     assert (job.wait(), job.status, job.name) == (job, "Completed", "first")
     assert (job.cost, job.url) == (None, None)
     assert (str(job), repr(job)) == (job.id, f"Job(id='{job.id}')")
@@ -42,16 +42,16 @@ def test_a_job_is_held_from_launch_to_its_end(home, text_file):
     assert list(later.metrics()["step"])[-1] == 15
 
 
-def test_a_plan_is_submitted_once(home, text_file):
-    plan = sm.prepare(sm.Request(**TINY_JOB, data=str(text_file)))
+def test_a_plan_is_submitted_once(home, short_text_file):
+    plan = sm.prepare(sm.Request(**TINY_JOB, data=str(short_text_file)))
     job = plan.submit().wait()
     with pytest.raises(sm.InputError, match=f"{job.id} was submitted before"):
         plan.submit()
     assert (job.describe().status, job.model().is_dir()) == ("Completed", True)
 
 
-def test_a_sweep_gives_its_jobs_best_first(home, text_file):
-    request = sm.Request(**TINY_JOB, data=str(text_file))
+def test_a_sweep_gives_its_jobs_best_first(home, short_text_file):
+    request = sm.Request(**TINY_JOB, data=str(short_text_file))
     found = sm.sweep(request, {"learning_rate": np.array([1e-9, 0.01])}, parallel=2)
     losses = [job.metrics()["val_loss"].min() for job in found]
     assert losses == sorted(losses)
@@ -176,9 +176,9 @@ def test_jobs_reads_only_as_many_as_asked(held, job, monkeypatch):
     assert sm.jobs(name="nobody") == []
 
 
-def test_a_sweep_of_a_set_value_is_refused_with_dashes_too(home, text_file):
+def test_a_sweep_of_a_set_value_is_refused_with_dashes_too(home, short_text_file):
     given = {"learning-rate": 0.01}
-    request = sm.Request(instance="local", data=str(text_file), hyperparameters=given)
+    request = sm.Request(instance="local", data=str(short_text_file), hyperparameters=given)
     with pytest.raises(sm.InputError, match="given twice"):
         sm.sweep(request, {"learning-rate": [0.02, 0.03]})
 
@@ -199,11 +199,11 @@ def test_a_word_of_no_job_is_refused(held):
 
 
 @pytest.fixture
-def request_of(money, cloud, text_file, monkeypatch):
+def request_of(money, cloud, short_text_file, monkeypatch):
     """A request for 4 GPUs, of which two hours may cost more than 10 USD."""
     monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "10")
     return lambda **given: sm.Request(
-        **{"instance": "ml.g5.12xlarge", "data": str(text_file), "max_run": 7200, **given}
+        **{"instance": "ml.g5.12xlarge", "data": str(short_text_file), "max_run": 7200, **given}
     )
 
 
@@ -264,12 +264,12 @@ def test_importing_the_library_loads_no_torch(home):
     subprocess.run([sys.executable, "-c", words], check=True)
 
 
-def test_the_packages_example_prints_only_its_sample(home, tmp_path, text_file, capfd):
+def test_the_packages_example_prints_only_its_sample(home, tmp_path, short_text_file, capfd):
     lines = (sm.__doc__ or "").splitlines()
     example = "\n".join(line[4:] for line in lines if line.startswith("    "))
     small = f"preset='cpu', hyperparameters={TINY}"
     example = example.replace('preset="cpu"', small).replace("ROMEO:", "The ")
-    shutil.copy(text_file, tmp_path / "input.txt")
+    shutil.copy(short_text_file, tmp_path / "input.txt")
     exec(example, {})
     printed = capfd.readouterr()
     assert (printed.out[:4], len(printed.out), printed.err) == ("The ", 4 + 500 + 1, "")

@@ -111,8 +111,8 @@ def test_an_interrupted_deletion_leaves_the_job_listed(job, cli, monkeypatch):
     monkeypatch.undo()
 
 
-def test_a_job_on_sagemaker_loses_prefixes_and_entry(cloud, s3, cli, text_file):
-    launch = ("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file))
+def test_a_job_on_sagemaker_loses_prefixes_and_entry(cloud, s3, cli, short_text_file):
+    launch = ("launch", "--instance", "ml.g5.xlarge", "--data", str(short_text_file))
     gone, kept = cli(launch).out.strip(), cli(launch).out.strip()
     for job_id in (gone, kept):
         cli("wait", job_id)
@@ -124,8 +124,8 @@ def test_a_job_on_sagemaker_loses_prefixes_and_entry(cloud, s3, cli, text_file):
     assert [job["job_id"] for job in json.loads(cli("jobs", "--json").out)] == [kept]
 
 
-def test_a_job_with_a_warm_pool_keeps_its_files(cloud, s3, cli, text_file):
-    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--keep-alive", "600")
+def test_a_job_with_a_warm_pool_keeps_its_files(cloud, s3, cli, short_text_file):
+    words = ("--instance", "ml.g5.xlarge", "--data", str(short_text_file), "--keep-alive", "600")
     job_id = cli("launch", words).out.strip()
     cli("wait", job_id)
     before = storage.list_files(f"s3://{s3.bucket}")

@@ -91,11 +91,11 @@ def test_a_declined_deployment_leaves_nothing(account, cli, question, answer, to
     assert stacks() == []
 
 
-def test_a_failed_stack_tells_why_and_is_not_used(account, failed, cli, text_file):
+def test_a_failed_stack_tells_why_and_is_not_used(account, failed, cli, short_text_file):
     """The cause is the first resource that failed, and no cancellation of another one."""
     cause = "ROLLBACK_COMPLETE: Role: no such right"
     assert failed.failed(1, f"stack sm-nanogpt is {cause};")
-    shown, launched = cli("infra", "show"), cli(LAUNCH, "--data", text_file)
+    shown, launched = cli("infra", "show"), cli(LAUNCH, "--data", short_text_file)
     assert (cause in shown.err, "ROLLBACK_COMPLETE" in launched.error) == (True, True)
     for ran in (shown, launched):
         assert ran.failed(1, "`sm-nanogpt infra deploy`")
@@ -257,8 +257,8 @@ def user(deployed):
     iam.delete_user(UserName="ci")
 
 
-def test_destroy_keeps_the_bucket_with_its_texts(deployed, user, cli, text_file):
-    uri = cli("upload-data", text_file).out.strip()
+def test_destroy_keeps_the_bucket_with_its_texts(deployed, user, cli, short_text_file):
+    uri = cli("upload-data", short_text_file).out.strip()
     ran = cli("infra", "destroy", "--yes")
     bucket = deployed.store.split("/")[2]
     assert ran.code == 0
@@ -276,10 +276,10 @@ def test_destroy_keeps_the_bucket_with_its_texts(deployed, user, cli, text_file)
 
 
 def test_destroy_names_users_and_running_jobs(
-    deployed, user, emulator, cli, text_file, monkeypatch, question
+    deployed, user, emulator, cli, short_text_file, monkeypatch, question
 ):
     monkeypatch.setattr("sagemaker_service.LOOKS", math.inf)
-    job_id = cli(LAUNCH, "--data", text_file).out.strip()
+    job_id = cli(LAUNCH, "--data", short_text_file).out.strip()
     job = emulator.sagemaker.jobs[job_id]
     role = job.request["RoleArn"]
     for name, its_role, secondary in (
@@ -308,19 +308,19 @@ def test_destroy_ends_if_the_stack_is_already_deleted(deployed):
     assert last_seen_stack(load_settings(), "us-east-1") is None
 
 
-def test_the_stacks_key_stays_and_encrypts_the_model(account, cli, text_file):
+def test_the_stacks_key_stays_and_encrypts_the_model(account, cli, short_text_file):
     assert "kms key:" in cli("infra", "deploy", "--yes", "--kms").out
     again = cli("infra", "deploy", "--yes")
     assert ("nothing to change" in again.err, "kms key:" in again.out) == (True, True)
     key = json.loads(cli("infra", "show", "--json").out)["kms_key"]
     for words, used in (((), key), (("--kms-key", "mine"), "mine")):
-        ran = cli(LAUNCH, "--data", text_file, "--dry-run", words)
+        ran = cli(LAUNCH, "--data", short_text_file, "--dry-run", words)
         assert json.loads(ran.out)["OutputDataConfig"]["KmsKeyId"] == used
 
 
-def test_a_subnet_needs_a_role_that_may_join_a_vpc(account, cli, text_file):
+def test_a_subnet_needs_a_role_that_may_join_a_vpc(account, cli, short_text_file):
     subnet = ("--subnet", "subnet-1", "--security-group", "sg-1")
-    launch = (*LAUNCH, "--data", str(text_file), *subnet)
+    launch = (*LAUNCH, "--data", str(short_text_file), *subnet)
     cli("infra", "deploy", "--yes", "--kms")
     for words in ((), ("--dry-run",)):
         assert cli(launch, words).failed(2, "VPC; allow it with `sm-nanogpt infra")

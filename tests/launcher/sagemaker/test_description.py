@@ -18,11 +18,11 @@ from sm_nanogpt import JobDescription
 TWO = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge")
 
 
-def test_a_failed_job_shows_its_reason_and_its_last_lines(cloud, cli, text_file):
+def test_a_failed_job_shows_its_reason_and_its_last_lines(cloud, cli, short_text_file):
     log = [(0.1, "algo-1", f"{TAGGED}one"), (0.2, "algo-1", f"{TAGGED}DataError: no text")]
     reason = "AlgorithmError: DataError: no text [Exception]"
     cloud.sagemaker.next_script = {"reason": reason, "log": log}
-    ran = cli(LAUNCH, "--data", text_file, "--follow")
+    ran = cli(LAUNCH, "--data", short_text_file, "--follow")
     assert ran.code == 1
     assert "one" in ran.err.splitlines()
     assert "failed: DataError: no text;" in ran.error

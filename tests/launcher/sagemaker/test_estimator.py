@@ -141,11 +141,11 @@ def test_without_a_whole_version_2_the_sdk_is_not_used(lacking, monkeypatch, tmp
 
 @pytest.mark.usefixtures("cloud")
 def test_nothing_is_sent_if_the_sdk_would_send_another_request(
-    cloud, s3, cli, text_file, monkeypatch
+    cloud, s3, cli, short_text_file, monkeypatch
 ):
     other = {"TrainingJobName": "another", "StoppingCondition": {"MaxRuntimeInSeconds": 86_400}}
     monkeypatch.setattr(estimator, "create_request", lambda *_: other)
-    words = ("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file))
+    words = ("launch", "--instance", "ml.g5.xlarge", "--data", str(short_text_file))
     assert cli(words).failed(1, "StoppingCondition", "nothing was sent", "constraints.txt")
     assert not cloud.calls
     assert not s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]

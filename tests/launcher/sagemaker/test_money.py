@@ -20,13 +20,13 @@ from sm_nanogpt import InputError, jobs
 
 
 @pytest.fixture
-def launch(cloud, money, cli, text_file, monkeypatch):
+def launch(cloud, money, cli, short_text_file, monkeypatch):
     """Launches, on ml.g5.12xlarge unless other words say so, with settings from variables."""
 
     def run(words: str = "", **settings: str) -> Any:
         for name, value in settings.items():
             monkeypatch.setenv(f"SM_NANOGPT_{name.upper()}", value)
-        data = () if "--resume" in words else ("--data", str(text_file))
+        data = () if "--resume" in words else ("--data", str(short_text_file))
         return cli(LAUNCH, data, words.split())
 
     return run
@@ -101,19 +101,19 @@ def test_a_ceiling_must_be_an_amount_of_money(home, cli, monkeypatch, amount):
 
 
 @pytest.mark.parametrize("command", [LAUNCH, ("jobs",), (*LAUNCH, "--dry-run")])
-def test_an_unknown_region_names_the_nearest_one(cloud, cli, text_file, command):
-    data = ("--data", str(text_file)) if command[0] == "launch" else ()
+def test_an_unknown_region_names_the_nearest_one(cloud, cli, short_text_file, command):
+    data = ("--data", str(short_text_file)) if command[0] == "launch" else ()
     ran = cli("--region", "us-esat-1", command, data)
     assert ran.failed(2, "region us-esat-1: ", "us-east-1")
     assert not cloud.calls
 
 
-def test_a_local_job_does_not_mention_money(home, cli, text_file, monkeypatch):
+def test_a_local_job_does_not_mention_money(home, cli, short_text_file, monkeypatch):
     assert cli("launch", "--instance", "local", "--max-cost", "5").failed(
         2, "--max-cost: is for SageMaker"
     )
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
-    ran = cli(launching("--detach", data=text_file)).good
+    ran = cli(launching("--detach", data=short_text_file)).good
     assert "USD" not in ran.err + cli("status", ran.out.strip()).out
 
 

@@ -47,8 +47,8 @@ def test_a_dry_run_shows_the_request_without_credentials(dry):
     assert re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", request["TrainingJobName"])
 
 
-def test_a_dry_run_shows_the_request_that_a_launch_sends(cloud, cli, text_file):
-    words = (*LAUNCH, "--data", str(text_file), "--instance-count", "2", "--spot")
+def test_a_dry_run_shows_the_request_that_a_launch_sends(cloud, cli, short_text_file):
+    words = (*LAUNCH, "--data", str(short_text_file), "--instance-count", "2", "--spot")
     shown = json.loads(cli(words, "--dry-run").out)
     assert not cloud.calls
     assert cli(words).code == 0
@@ -173,8 +173,8 @@ def test_a_launch_warns_of_a_type_that_boto3_does_not_know(rehearse):
     assert noted == [True, False]
 
 
-def test_either_region_variable_of_aws_sets_the_region(home, cli, text_file, monkeypatch):
-    words = ("--store", "s3://bucket/x", *LAUNCH, "--data", str(text_file), "--dry-run")
+def test_either_region_variable_of_aws_sets_the_region(home, cli, short_text_file, monkeypatch):
+    words = ("--store", "s3://bucket/x", *LAUNCH, "--data", str(short_text_file), "--dry-run")
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         with monkeypatch.context() as context:
             context.setenv(name, "eu-west-1")
@@ -190,7 +190,7 @@ def facts(request: Any) -> tuple[Any, ...]:
 
 
 def test_options_override_what_the_configuration_prescribes(
-    home, rehearse, dry, text_file, monkeypatch
+    home, rehearse, dry, short_text_file, monkeypatch
 ):
     home.mkdir()
     (home / "config.toml").write_text("""\
@@ -207,7 +207,9 @@ tags = {team = "a", cost-center = "7"}
     request = dry(own.split(), "--tag", "team=b")
     other = {"Subnets": ["subnet-2"], "SecurityGroupIds": ["sg-2"]}
     assert facts(request) == (other, False, False, {"team": "b", "cost-center": "7"})
-    local = prepare(Request(instance="local", data=str(text_file)), load_settings(), TrackedJob).job
+    local = prepare(
+        Request(instance="local", data=str(short_text_file)), load_settings(), TrackedJob
+    ).job
     assert not local.network_isolation
     monkeypatch.setenv("SM_NANOGPT_SUBNETS", '["subnet-3"]')
     assert dry()["VpcConfig"]["Subnets"] == ["subnet-3"]
@@ -229,8 +231,8 @@ def test_an_invalid_prescribed_value_names_its_source(home, rehearse, config, fa
     assert rehearse().failed(2, fact)
 
 
-def test_a_missing_region_role_or_store_names_the_option(cloud, cli, text_file, monkeypatch):
-    words = (*LAUNCH, "--data", str(text_file))
+def test_a_missing_region_role_or_store_names_the_option(cloud, cli, short_text_file, monkeypatch):
+    words = (*LAUNCH, "--data", str(short_text_file))
     monkeypatch.delenv("SM_NANOGPT_ROLE")
     assert "--role" in cli(words).error
     assert "ARN" in cli("--role", "mine", words).error

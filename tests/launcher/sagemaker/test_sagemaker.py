@@ -41,22 +41,22 @@ def test_a_launch_names_the_job_and_stores_its_source(cloud, s3, submit):
     assert {n: sent[n] for n in sent if "/" not in n} == Source.packaged().files
 
 
-def test_the_suggested_launch_has_a_ceiling_and_works(cloud, cli, text_file):
-    line = cli("upload-data", text_file).err.splitlines()[-1]
+def test_the_suggested_launch_has_a_ceiling_and_works(cloud, cli, short_text_file):
+    line = cli("upload-data", short_text_file).err.splitlines()[-1]
     words = line.removeprefix("next: sm-nanogpt ").split()
     assert "--max-cost" in words
     assert cli(words).good.out.strip() in cloud.sagemaker.jobs
 
 
-def test_a_launch_without_an_instance_spends_nothing(cloud, cli, text_file):
-    assert cli("launch", "--data", text_file).failed(2, "--instance: ", "ml.g5.12xlarge")
+def test_a_launch_without_an_instance_spends_nothing(cloud, cli, short_text_file):
+    assert cli("launch", "--data", short_text_file).failed(2, "--instance: ", "ml.g5.12xlarge")
     assert cli("launch", "--sweep", "n_layer=1,2").failed(2, "--instance: ", "ml.g5.12xlarge")
     assert not cloud.sagemaker.jobs
 
 
-def test_suggested_commands_repeat_the_region(cloud, cli, text_file, monkeypatch):
+def test_suggested_commands_repeat_the_region(cloud, cli, short_text_file, monkeypatch):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
-    ran = cli("--region", "us-east-1", "upload-data", text_file)
+    ran = cli("--region", "us-east-1", "upload-data", short_text_file)
     assert "next: sm-nanogpt --region us-east-1 launch" in ran.err
     error = cli("--region", "us-east-1", "status", "nope").error
     assert "`sm-nanogpt --region us-east-1 " in error
@@ -75,10 +75,10 @@ def test_a_launch_in_a_notebook_takes_its_role(cloud, submit, tmp_path, monkeypa
     assert cloud.sagemaker.jobs[ran.out.strip()].request["RoleArn"] == ROLE
 
 
-def test_the_default_bucket_is_the_store(s3, submit, cli, text_file, monkeypatch):
+def test_the_default_bucket_is_the_store(s3, submit, cli, short_text_file, monkeypatch):
     monkeypatch.delenv("SM_NANOGPT_STORE")
     bucket = f"sagemaker-us-east-1-{ACCOUNT}"
-    assert cli(LAUNCH, "--data", text_file).failed(2, "no default bucket")
+    assert cli(LAUNCH, "--data", short_text_file).failed(2, "no default bucket")
     assert bucket not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
     s3.create_bucket(Bucket=bucket)
     assert f"store: s3://{bucket}/sm-nanogpt (" in submit().err
@@ -100,10 +100,10 @@ def test_the_default_bucket_must_belong_to_this_account(cloud):
     ("words", "tokens"), [((), ("--tokenizer", "bpe", "--vocab-size", "300")), (("--dry-run",), ())]
 )
 def test_a_launch_sends_a_newer_local_upload_to_s3(
-    cloud, s3, cli, text_file, tmp_path, monkeypatch, words, tokens
+    cloud, s3, cli, short_text_file, tmp_path, monkeypatch, words, tokens
 ):
     store = f"s3://{s3.bucket}/some/prefix"
-    assert cli("upload-data", text_file).out.startswith(store)
+    assert cli("upload-data", short_text_file).out.startswith(store)
     newer = tmp_path / "newer.txt"
     newer.write_text("Some other text.\n" * 1000)
     monkeypatch.delenv("SM_NANOGPT_STORE")
@@ -119,8 +119,8 @@ def test_a_launch_sends_a_newer_local_upload_to_s3(
     assert names == (set() if words else {path.name for path in near.iterdir()})
 
 
-def test_a_text_is_sent_without_objects_of_similar_names(cloud, s3, cli, text_file):
-    text, place = text_file.read_bytes(), f"s3://{s3.bucket}/corpus"
+def test_a_text_is_sent_without_objects_of_similar_names(cloud, s3, cli, short_text_file):
+    text, place = short_text_file.read_bytes(), f"s3://{s3.bucket}/corpus"
     s3.put_object(Bucket=s3.bucket, Key="corpus.txt", Body=text)
     s3.put_object(Bucket=s3.bucket, Key="other.txt", Body=text)
     words = (*LAUNCH, "--data", f"{place}.txt", "--validation", f"s3://{s3.bucket}/other.txt")
@@ -135,22 +135,22 @@ def test_a_text_is_sent_without_objects_of_similar_names(cloud, s3, cli, text_fi
     assert find_channel(f"{place}.txt", on_this_machine).uri == f"{place}.txt"
 
 
-def test_a_deleted_local_upload_is_not_replaced(cloud, s3, home, cli, text_file, monkeypatch):
-    cli("upload-data", text_file)  # the older one, on S3
+def test_a_deleted_local_upload_is_not_replaced(cloud, s3, home, cli, short_text_file, monkeypatch):
+    cli("upload-data", short_text_file)  # the older one, on S3
     monkeypatch.delenv("SM_NANOGPT_STORE")
-    cli("upload-data", text_file)
+    cli("upload-data", short_text_file)
     shutil.rmtree(home / "store")
     assert cli("--store", f"s3://{s3.bucket}/some/prefix", LAUNCH).failed(2, "--data")
     assert not cloud.sagemaker.jobs
 
 
-def test_a_launch_takes_no_upload_of_others(cloud, cli, text_file, tmp_path, monkeypatch):
+def test_a_launch_takes_no_upload_of_others(cloud, cli, short_text_file, tmp_path, monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SM_NANOGPT_HOME", str(tmp_path / "elsewhere"))
-        cli("upload-data", text_file)
+        cli("upload-data", short_text_file)
     for words in (LAUNCH, (*LAUNCH, "--dry-run")):
         assert cli(words).failed(2, "nothing was uploaded to", "from here", "--data")
-    ours = cli("upload-data", text_file).out.strip()
+    ours = cli("upload-data", short_text_file).out.strip()
     assert f"data: {ours} (" in cli(LAUNCH, "--dry-run").err  # without asking S3
 
 
@@ -215,13 +215,13 @@ def test_without_aws_local_jobs_are_listed(cloud, cli, job, monkeypatch):
     assert cli("status", job.job_id).code == 0
 
 
-def test_latest_is_the_job_launched_last_though_search_lags(cloud, cli, launch, text_file):
+def test_latest_is_the_job_launched_last_though_search_lags(cloud, cli, launch, short_text_file):
     first = launch()
     cloud.sagemaker.jobs[first].created -= 1000
     cloud.sagemaker.search_lag = 500
     last = launch()
     cloud.refuse["CreateTrainingJob"] = ("ResourceLimitExceeded", "no quota")
-    again = ("launch", "--instance", "ml.g5.12xlarge", "--data", str(text_file))
+    again = ("launch", "--instance", "ml.g5.12xlarge", "--data", str(short_text_file))
     assert cli(again).failed(1, "no quota")  # it does not replace the job before it
     assert [str(each) for each in jobs()] == [last, first]
     assert cli("stop", "latest").code == 0

@@ -74,10 +74,10 @@ def test_a_bug_is_not_blamed_on_the_network():
     ],
 )
 def test_a_launch_refused_by_aws_says_what_to_do(
-    cloud, cli, text_file, monkeypatch, key, words, fact
+    cloud, cli, short_text_file, monkeypatch, key, words, fact
 ):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
-    ran = cli(LAUNCH, words, "--data", text_file)
+    ran = cli(LAUNCH, words, "--data", short_text_file)
     assert (ran.code, ran.out) == (1, "")
     assert fact in ran.error
     assert not cloud.sagemaker.jobs
@@ -100,15 +100,15 @@ def login(cloud, home, monkeypatch):
 @pytest.mark.parametrize(
     ("crypto", "fact"), [(None, "awscrt is missing"), (object(), "renew them with `aws login`")]
 )
-def test_an_unusable_login_says_what_to_do(login, cli, text_file, monkeypatch, crypto, fact):
+def test_an_unusable_login_says_what_to_do(login, cli, short_text_file, monkeypatch, crypto, fact):
     for module in ("botocore", "aiobotocore"):  # of boto3 and of s3fs
         monkeypatch.setattr(f"{module}.credentials.EC", crypto)
-    for words in (("jobs",), ("upload-data", str(text_file))):
+    for words in (("jobs",), ("upload-data", str(short_text_file))):
         assert cli(words).failed(1, fact)
 
 
 @pytest.mark.parametrize("command", ["jobs", "upload-data"])
-def test_an_expired_login_is_renewed(cloud, login, cli, text_file, monkeypatch, command):
+def test_an_expired_login_is_renewed(cloud, login, cli, short_text_file, monkeypatch, command):
     """By boto3 and by s3fs, which need awscrt of versions that know how."""
     keys = {"accessKeyId": "testing", "secretAccessKey": "testing", "sessionToken": "testing"}
     expired = {**keys, "accountId": ACCOUNT, "expiresAt": "2026-01-01T00:00:00Z"}
@@ -119,13 +119,13 @@ def test_an_expired_login_is_renewed(cloud, login, cli, text_file, monkeypatch, 
     login.write_text(json.dumps({"accessToken": expired, **said}))
     answer = {"accessToken": keys, "tokenType": "t", "expiresIn": 900, "refreshToken": "r"}
     monkeypatch.setitem(cloud.credentials, "/v1/token", lambda: answer)
-    assert cli(command, [str(text_file)] * (command == "upload-data")).good
+    assert cli(command, [str(short_text_file)] * (command == "upload-data")).good
     assert json.loads(login.read_text())["accessToken"]["expiresAt"] > "2026-11"
 
 
-def test_a_dry_run_ignores_an_expired_login(login, home, text_file):
+def test_a_dry_run_ignores_an_expired_login(login, home, short_text_file):
     words = ("--region", "us-east-1", "--store", "s3://bucket", *LAUNCH, "--dry-run")
-    ran = launching.command(words, "--data", text_file, home=home)  # which imports the SDK
+    ran = launching.command(words, "--data", short_text_file, home=home)  # which imports the SDK
     assert (ran.code, "login" in ran.err) == (0, False)
 
 
@@ -289,15 +289,15 @@ def test_a_launch_is_retried_when_the_first_answer_is_lost(cloud, launch, monkey
 
 
 @pytest.mark.parametrize("lost", [None, (503, error_of("InternalFailure"))])
-def test_a_launch_without_an_answer_names_the_job(cli, text_file, outage, lost):
+def test_a_launch_without_an_answer_names_the_job(cli, short_text_file, outage, lost):
     outage.begin(1000, b"CreateTrainingJob", answer=lost)
-    ran = cli(LAUNCH, "--data", text_file)
+    ran = cli(LAUNCH, "--data", short_text_file)
     assert (ran.code, ran.out) == (1, "")
     (noted,) = last_launches(load_settings())
     assert f"`sm-nanogpt status {noted.job_id}`" in ran.error
 
 
-def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, text_file, monkeypatch):
+def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, short_text_file, monkeypatch):
     send = URLLib3Session.send
 
     def send_and_interrupt(session: Any, request: Any) -> Any:
@@ -307,7 +307,7 @@ def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, text_file,
         return answered
 
     monkeypatch.setattr(URLLib3Session, "send", send_and_interrupt)
-    ran = cli(LAUNCH, "--data", text_file)
+    ran = cli(LAUNCH, "--data", short_text_file)
     assert (ran.code, ran.out) == (1, "")
     (job_id,) = cloud.sagemaker.jobs
     told = ran.err.splitlines()[-1]
@@ -318,10 +318,12 @@ def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, text_file,
     assert [each.job_id for each in last_launches(load_settings())] == [job_id]
 
 
-def test_ctrl_c_after_a_launch_says_what_runs_and_its_cost(cloud, cli, text_file, monkeypatch):
+def test_ctrl_c_after_a_launch_says_what_runs_and_its_cost(
+    cloud, cli, short_text_file, monkeypatch
+):
     link = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("launcher.sagemaker.backend.SageMakerBackend.console_link", link)
-    ran = cli(LAUNCH, "--data", text_file)
+    ran = cli(LAUNCH, "--data", short_text_file)
     (job_id,) = cloud.sagemaker.jobs
     assert (ran.code, ran.out.strip()) == (1, job_id)
     last = ran.err.splitlines()[-1]
@@ -355,14 +357,14 @@ def test_without_a_region_local_jobs_are_listed(home, cli, job, monkeypatch):
     ids=["store", "data"],
 )
 def test_a_bucket_of_another_region_is_refused_before_an_upload(
-    cloud, s3, cli, text_file, monkeypatch, option, command
+    cloud, s3, cli, short_text_file, monkeypatch, option, command
 ):
     europe, bucket = boto3.client("s3", region_name="eu-west-1"), f"{s3.bucket}-eu"
     place = {"LocationConstraint": "eu-west-1"}
     europe.create_bucket(Bucket=bucket, CreateBucketConfiguration=place)
-    europe.put_object(Bucket=bucket, Key="text/input.txt", Body=text_file.read_bytes())
+    europe.put_object(Bucket=bucket, Key="text/input.txt", Body=short_text_file.read_bytes())
     there = f"s3://{bucket}/text"
-    words = ("--store", there, *command, str(text_file))
+    words = ("--store", there, *command, str(short_text_file))
     if option == "--data":
         words = (*LAUNCH, option, there)
     both = ("us-east-1", "set --region eu-west-1", f"or {option} to a bucket in us-east-1")

@@ -221,11 +221,13 @@ def test_a_refused_launch_names_no_job_and_leaves_no_files(cloud, s3, cli, stopp
     assert cli("stop", "latest").error.startswith(f"job {earlier} has already ended")
 
 
-def test_a_launch_refused_after_a_retry_leaves_no_files(cloud, s3, cli, text_file, monkeypatch):
+def test_a_launch_refused_after_a_retry_leaves_no_files(
+    cloud, s3, cli, short_text_file, monkeypatch
+):
     answers = [Refusal("ThrottlingException", "no"), Refusal("ResourceLimitExceeded", "no quota")]
     create = Mock(side_effect=answers)
     monkeypatch.setattr(cloud.sagemaker, "CreateTrainingJob", create)
-    ran = cli(LAUNCH, "--data", text_file)
+    ran = cli(LAUNCH, "--data", short_text_file)
     assert (ran.out, create.call_count) == ("", 2)
     assert ran.failed(1, "no quota")
     left = storage.list_files(f"s3://{s3.bucket}/some/prefix")

@@ -16,36 +16,39 @@ from launcher.text.corpus import last_upload
 NOBODY = "http://127.0.0.1:9"
 
 
-def test_an_upload_goes_to_the_stacks_store(account, deployed, cli, text_file):
-    ran = cli("upload-data", text_file)
+def test_an_upload_goes_to_the_stacks_store(account, deployed, cli, short_text_file):
+    ran = cli("upload-data", short_text_file)
     assert ran.out.startswith(deployed.store + "/data/")
     assert f"store: {deployed.store} (stack sm-nanogpt)" in ran.err
     assert account.described == 1
     assert last_upload(load_settings()) == ran.out.strip()
 
 
-def test_an_upload_stays_here_without_a_stack(account, cli, text_file, monkeypatch):
-    assert cli("upload-data", text_file).out.startswith("file:")
+def test_an_upload_stays_here_without_a_stack(account, cli, short_text_file, monkeypatch):
+    assert cli("upload-data", short_text_file).out.startswith("file:")
     monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
-    ran = cli("upload-data", text_file)
+    ran = cli("upload-data", short_text_file)
     assert (ran.code, ran.out[:5]) == (0, "file:")
     assert "could not look for a stack" in ran.err
 
 
-def test_naming_a_stack_uses_aws(home, cli, text_file):
-    ran = cli("--stack", "three", "upload-data", text_file)
+def test_naming_a_stack_uses_aws(home, cli, short_text_file):
+    ran = cli("--stack", "three", "upload-data", short_text_file)
     assert "could not look for a stack (no region" in ran.err
 
 
 @pytest.mark.parametrize("way", ["words", "environment", "file"])
 def test_a_named_stack_that_is_missing_is_an_error(
-    deployed, cli, home, text_file, monkeypatch, way
+    deployed, cli, home, short_text_file, monkeypatch, way
 ):
     (home / "config.toml").write_text('stack = "by-file"\n')
     if way != "file":
         monkeypatch.setenv("SM_NANOGPT_STACK", "by-environment")
     words = ("--stack", "by-words") if way == "words" else ()
-    for command in (("upload-data", str(text_file)), (*LAUNCH, "--data", str(text_file))):
+    for command in (
+        ("upload-data", str(short_text_file)),
+        (*LAUNCH, "--data", str(short_text_file)),
+    ):
         ran = cli(words, "--role", OWN_ROLE, command)
         assert ran.failed(1, f"no stack by-{way} in us-east-1")
         assert ran.out == ""
@@ -64,17 +67,17 @@ def test_the_stack_fills_what_the_settings_leave_open(account, deployed, monkeyp
     assert account.described == 0
 
 
-def test_another_store_is_without_the_stacks_role(deployed, cli, text_file):
-    ran = cli("--store", "s3://mine/prefix", LAUNCH, "--data", text_file)
+def test_another_store_is_without_the_stacks_role(deployed, cli, short_text_file):
+    ran = cli("--store", "s3://mine/prefix", LAUNCH, "--data", short_text_file)
     assert ran.failed(2, "no execution role")
     assert f"it can access only {deployed.store}" in ran.err
 
 
-def test_a_dry_run_uses_the_remembered_stack_offline(deployed, cli, text_file, monkeypatch):
+def test_a_dry_run_uses_the_remembered_stack_offline(deployed, cli, short_text_file, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    ran = cli(LAUNCH, "--data", text_file, "--dry-run")
+    ran = cli(LAUNCH, "--data", short_text_file, "--dry-run")
     request = json.loads(ran.out)
     assert request["RoleArn"] == deployed.role
     assert request["OutputDataConfig"]["S3OutputPath"].startswith(deployed.store)

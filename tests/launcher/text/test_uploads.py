@@ -20,9 +20,9 @@ from sm_nanogpt import InputError, ServiceError, upload_data, uploads
 
 
 @pytest.fixture
-def upload(cli, text_file):
+def upload(cli, short_text_file):
     """The URI of an upload on this machine."""
-    return cli("upload-data", text_file).good.out.strip()
+    return cli("upload-data", short_text_file).good.out.strip()
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def test_an_upload_that_a_running_job_reads_stays(cli, reader, upload, monkeypat
     assert corpus.find_upload(upload, Settings()) is not None
 
 
-def test_an_upload_goes_by_its_uri_and_only_there(cli, upload, text_file, tmp_path):
-    other = cli("--store", tmp_path / "other", "upload-data", text_file).out.strip()
+def test_an_upload_goes_by_its_uri_and_only_there(cli, upload, short_text_file, tmp_path):
+    other = cli("--store", tmp_path / "other", "upload-data", short_text_file).out.strip()
     ran = cli("--store", tmp_path / "other", "delete", f"{other}/", "--yes").good
     assert not files_of(other) and files_of(upload) and "--resume" not in ran.err
 
@@ -150,14 +150,14 @@ def test_delete_of_wrong_names_deletes_nothing(cli, job, upload, words):
     assert corpus.find_upload(upload, Settings()) is not None
 
 
-def test_uploads_on_s3_are_listed_and_deleted_too(cloud, s3, cli, home, launch, text_file):
+def test_uploads_on_s3_are_listed_and_deleted_too(cloud, s3, cli, home, launch, short_text_file):
     """Here and there, with a model for --init-from, whoever's job has read it."""
     job_id = launch()
     cli("wait", job_id)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SM_NANOGPT_STORE")
         patch.setattr("launcher.settings.Settings.reaches_aws", False)
-        here = cli("upload-data", text_file).good.out.strip()
+        here = cli("upload-data", short_text_file).good.out.strip()
     shutil.rmtree(home / "last-launched.json", ignore_errors=True)
     rows = json.loads(cli("data", "--json").good.out)
     there = f"s3://{s3.bucket}/some/prefix/data/{name_of(here)}"
@@ -168,8 +168,8 @@ def test_uploads_on_s3_are_listed_and_deleted_too(cloud, s3, cli, home, launch, 
     assert not [n for n in storage.list_files(f"s3://{s3.bucket}/some/prefix") if "data/" in n]
 
 
-def test_no_upload_on_s3_goes_while_its_jobs_are_unknown(cloud, s3, cli, text_file):
-    uri = cli("upload-data", text_file).good.out.strip()
+def test_no_upload_on_s3_goes_while_its_jobs_are_unknown(cloud, s3, cli, short_text_file):
+    uri = cli("upload-data", short_text_file).good.out.strip()
     cloud.refuse["Search"] = ("ThrottlingException", "later")
     listed = cli("data", "--json")
     assert listed.code == 1 and json.loads(listed.out)[0]["uri"] == uri
@@ -179,31 +179,31 @@ def test_no_upload_on_s3_goes_while_its_jobs_are_unknown(cloud, s3, cli, text_fi
     assert f"data: {uri}\n" in cli("launch", words, "--data", name_of(uri)).good.err
 
 
-def test_launch_takes_the_last_upload_and_names_it(cli, source, text_file):
+def test_launch_takes_the_last_upload_and_names_it(cli, source, short_text_file):
     cli("upload-data", source)
-    cli("upload-data", text_file)
+    cli("upload-data", short_text_file)
     last = cli("upload-data", source).out.strip()
     ran = cli(launching.launching("--detach"))
     assert f"data: {last} (the last upload)" in ran.err
 
 
-def test_a_shared_store_gives_this_machines_upload(tmp_path, s3, source, text_file):
+def test_a_shared_store_gives_this_machines_upload(tmp_path, s3, source, short_text_file):
     store = f"s3://{s3.bucket}/shared"
     mine, other = (Settings(home=tmp_path / name, store=store) for name in ("mine", "other"))
     theirs = upload_data(source, other).uri
     with pytest.raises(InputError, match=r"nothing was uploaded to .* from here"):
         last_upload(mine)
-    stayed = upload_data(text_file, mine.model_copy(update={"store": ""})).uri
+    stayed = upload_data(short_text_file, mine.model_copy(update={"store": ""})).uri
     assert last_upload(mine) == last_upload(mine.with_offline(True)) == stayed
-    ours = upload_data(text_file, mine).uri
+    ours = upload_data(short_text_file, mine).uri
     upload_data(source, other)
     assert last_upload(mine) == last_upload(mine.with_offline(True)) == ours
     assert last_upload(other) == theirs
 
 
-def test_an_upload_to_another_directory_is_not_taken(tmp_path, home, text_file):
+def test_an_upload_to_another_directory_is_not_taken(tmp_path, home, short_text_file):
     """Text stays in this machine's own store only where S3 cannot be asked."""
-    upload_data(text_file, Settings(home=home))
+    upload_data(short_text_file, Settings(home=home))
     other = Settings(home=home, store=str(tmp_path / "other"))
     for settings in (other, other.with_offline(True)):
         with pytest.raises(InputError, match=r"nothing was uploaded to .*other from here"):
@@ -228,9 +228,9 @@ def test_a_launch_without_an_upload_asks_for_one(home, cli, source):
     assert refused()
 
 
-def test_an_earlier_upload_is_named_by_uri_or_path(home, cli, source, text_file):
+def test_an_earlier_upload_is_named_by_uri_or_path(home, cli, source, short_text_file):
     earlier = cli("upload-data", source).out.strip()
-    last = cli("upload-data", text_file).out.strip()
+    last = cli("upload-data", short_text_file).out.strip()
     settings = launching.settings_of(home)
     for location in (earlier, str(stored(earlier))):
         assert find_channel(location, settings).uri == earlier

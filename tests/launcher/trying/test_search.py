@@ -68,8 +68,8 @@ def trained(monkeypatch, same_seeds):
 
 
 @pytest.fixture
-def started(cli, text_file, trained):
-    assert cli("try", "start", "plays", "--text", text_file, "--smallest-gain", "0.01").good
+def started(cli, short_text_file, trained):
+    assert cli("try", "start", "plays", "--text", short_text_file, "--smallest-gain", "0.01").good
     return cli
 
 
@@ -92,7 +92,8 @@ def test_a_note_of_any_bytes_is_kept_and_shown(started, tmp_path):
     assert "caf" in started("try", "log", "plays").good.out
 
 
-def test_the_judges_text_is_in_nothing_that_runs_read(started, home, text):
+def test_the_judges_text_is_in_nothing_that_runs_read(started, home, short_text_file):
+    text = short_text_file.read_text("utf-8")
     place = home / "tries" / "plays"
     judged = (place / "judge.txt").read_text()
     assert text.endswith(judged)
@@ -245,7 +246,9 @@ def test_a_folder_that_computes_before_the_judge_is_refused(started, home, tmp_p
     assert "takes 1.40x the time before the judge" in ran.out
 
 
-def test_a_folder_with_chosen_batches_is_no_better(cli, text_file, trained, tmp_path, monkeypatch):
+def test_a_folder_with_chosen_batches_is_no_better(
+    cli, short_text_file, trained, tmp_path, monkeypatch
+):
     """The base's losses follow the seed, as the order of its batches does."""
 
     def with_chosen_batches(self: Judge, model: Path, source: Source, *_: Any) -> Score:
@@ -255,7 +258,7 @@ def test_a_folder_with_chosen_batches_is_no_better(cli, text_file, trained, tmp_
         return Score(2.0 + order + weights, 3.0)
 
     monkeypatch.setattr(Judge, "score", with_chosen_batches)
-    assert cli("try", "start", "plays", "--text", text_file).good
+    assert cli("try", "start", "plays", "--text", short_text_file).good
     ran = cli("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays", "--json")
     assert ran.code == 3
     entry = json.loads(ran.out)
@@ -332,7 +335,9 @@ def test_wrong_words_are_told_in_one_line(started, words, problem):
     assert started("try", *words).failed(2, problem)
 
 
-def test_a_kill_at_any_moment_is_as_none(cli, home, text_file, trained, tmp_path, monkeypatch):
+def test_a_kill_at_any_moment_is_as_none(
+    cli, home, short_text_file, trained, tmp_path, monkeypatch
+):
     """The verdict comes after 20 kills; each leaves an intact ledger, and no process of a run."""
     monkeypatch.setattr(search, "LocalRuns", LOCAL_RUNS)
     noise = random.SystemRandom()  # not that of the process that is forked
@@ -344,7 +349,7 @@ def test_a_kill_at_any_moment_is_as_none(cli, home, text_file, trained, tmp_path
     mine, base = folder(tmp_path / "mine", 0.05), folder(tmp_path / "base", 0.0)
     for each in (mine, base):  # real runs that learn nothing
         (each / "train.py").write_text("import time\ntime.sleep(0.1)\n")
-    words = ("--text", str(text_file), "--smallest-gain", "0.01", "--entry-point", str(base))
+    words = ("--text", str(short_text_file), "--smallest-gain", "0.01", "--entry-point", str(base))
     assert cli("try", "start", "plays", words).good
     source, draw = Source.read(mine), random.Random(1)
     states = [opened(home).ledger.base, source.sha256]
@@ -415,9 +420,9 @@ def test_what_was_changed_afterwards_is_found(damage, found, started, home, tmp_
 
 
 def test_a_search_that_was_killed_while_it_began_is_begun_anew(
-    cli, home, text_file, trained, monkeypatch
+    cli, home, short_text_file, trained, monkeypatch
 ):
-    words = ("try", "start", "plays", "--text", str(text_file))
+    words = ("try", "start", "plays", "--text", str(short_text_file))
 
     def killed(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
         yield FinishedRun(runs[0], Path("0/1"), 10.0)
@@ -432,23 +437,23 @@ def test_a_search_that_was_killed_while_it_began_is_begun_anew(
     assert [path.name for path in (home / "tries").iterdir()] == ["plays"]
 
 
-def test_a_search_that_a_command_uses_is_not_begun_anew(cli, home, text_file, trained):
-    request = Request(instance="local", preset="quick", data=str(text_file))
+def test_a_search_that_a_command_uses_is_not_begun_anew(cli, home, short_text_file, trained):
+    request = Request(instance="local", preset="quick", data=str(short_text_file))
     with begin_search("plays", request, Settings(home=home), 0.01, None, print).held(shared=True):
-        again = cli("try", "start", "plays", "--text", text_file)
+        again = cli("try", "start", "plays", "--text", short_text_file)
         assert again.failed(2, "there is a search plays")
     assert len(opened(home).ledger.entries) == 1
 
 
 def test_a_base_that_does_not_train_leaves_no_name_taken(
-    cli, home, text_file, trained, monkeypatch
+    cli, home, short_text_file, trained, monkeypatch
 ):
     def failing(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
         yield FinishedRun(runs[0], Path("0/1"), 10.0)
         yield FinishedRun(runs[1], Path("0/2"), 10.0, "no memory")
 
     monkeypatch.setattr(Trained, "train", failing)
-    assert cli("try", "start", "plays", "--text", text_file).failed(1, "no memory")
+    assert cli("try", "start", "plays", "--text", short_text_file).failed(1, "no memory")
     assert [*(home / "tries").iterdir()] == []
 
 
@@ -463,12 +468,12 @@ def test_a_search_takes_text_whose_length_is_known(cli, home, tmp_path, trained)
     assert not (home / "tries" / "chats").exists()
 
 
-def test_begin_is_whole_or_nothing(home, text_file, trained, monkeypatch):
+def test_begin_is_whole_or_nothing(home, short_text_file, trained, monkeypatch):
     def full(self: SearchLedger, *args: Any, **facts: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(SearchLedger, "add", full)
-    request = Request(instance="local", preset="quick", data=str(text_file))
+    request = Request(instance="local", preset="quick", data=str(short_text_file))
     with pytest.raises((InputError, ServiceError), match="space"):
         begin_search("plays", request, Settings(home=home), 0.01, None, print)
     assert not list((home / "tries").iterdir())
