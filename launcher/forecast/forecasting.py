@@ -17,7 +17,7 @@ from launcher.forecast import table
 from launcher.job import Request, TrainingJob
 from launcher.launching.draft import with_training_folder
 from launcher.launching.expected import forecast_path
-from launcher.launching.texts import check_texts, find_texts, repeated_share
+from launcher.launching.texts import check_texts, find_texts, repeated_share_of
 from launcher.sagemaker.cost import Prices, rate
 from launcher.settings import Settings
 from launcher.text.channels import Channel, Texts, corpus_of
@@ -81,7 +81,7 @@ def why_not_forecast(channel: Channel) -> str:
 
 def check_repeats(texts: Texts) -> None:
     """Raise InputError if losses on the validation text would measure memory."""
-    share = repeated_share(texts)
+    share = repeated_share_of(texts)
     if share is not None and share > MAX_REPEATED:
         repeats = f"{share:.0%} of the validation text stands in the training text"
         problem = f"no forecast: {repeats}, so losses measure memory"
