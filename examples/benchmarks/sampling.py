@@ -85,9 +85,11 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         n_samples = args.samples if "at once" in side else 1
         of_each = [rate / n_samples for rate in side_rates]
         report.rows.append({"": side, "characters/s in all": side_rates, "of each": of_each})
-    for way, rate in looks.items():
+    for way, characters_per_second in looks.items():
         if way not in sides:
-            report.rows.append({"": f"{way} (one look)", "characters/s in all": [rate]})
+            report.rows.append(
+                {"": f"{way} (one look)", "characters/s in all": [characters_per_second]}
+            )
     if args.nanogpt:
         single, batched = list(sides)[2:]
         # Generating them one by one is one of the ways.

@@ -50,7 +50,9 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
             figures.append(pace(training, options, seconds).tokens_per_second)
         return figures
 
-    batches, contexts, changes_to_try = BATCHES, CONTEXTS, dict(CHANGES)
+    batches: tuple[int, ...] = BATCHES
+    contexts: tuple[int, ...] = CONTEXTS
+    changes_to_try = dict(CHANGES)
     if args.quick:
         batches, contexts = (4, 8), (32,)
         changes_to_try = {name: CHANGES[name] for name in ("dropout 0.2", "2 processes (DDP)")}
