@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,13 @@ from entry_point.files import open_standard_streams
 from entry_point.text import Tokenizer, read_json, read_tokenizer
 from launcher.errors import LauncherError, ServiceError
 from launcher.files.documents import Damaged, Document, parse
-from launcher.local.confine import Sandbox, confined, environment, warn_of_unprotected
+from launcher.local.confine import (
+    Sandbox,
+    confined,
+    environment,
+    lease,
+    warn_of_unprotected,
+)
 from launcher.local.process import END_SECONDS, Program, how_it_ended, python_command, remove
 from launcher.models.load import Training
 from launcher.settings import Settings
@@ -120,7 +127,7 @@ class Worker:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if self.silent else subprocess.PIPE,
             stderr=subprocess.DEVNULL if self.silent else subprocess.STDOUT,
-            pass_fds=[fd],
+            pass_fds=[fd, lease(os.getpid())],
         )
         pipe_of_process.close()
 

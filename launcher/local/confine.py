@@ -168,17 +168,29 @@ def environment(scratch: Path, **variables: str) -> dict[str, str]:
     return env
 
 
+@cache
+def lease(pid: int) -> int:
+    """Returns a descriptor that every confined program of this process, `pid`, inherits.
+
+    It is the end of a pipe whose other end this process alone holds: where there is nothing more to
+    read, this process has ended. A program looks at it before it begins, as its parent may end
+    while bwrap prepares the sandbox, which bwrap does not notice.
+    """
+    reader, _ = os.pipe()
+    return reader
+
+
 def confined(command: Sequence[str], sandbox: Sandbox) -> list[str]:
     """Returns the command by which this process, and no other, runs a command in a sandbox.
 
-    The program ends with this process.
+    The program inherits `lease`, and ends with this process.
     """
     is_wrapped = BUBBLEWRAP in layers()
     readable = [*sandbox.readable, *packages(), Path("/dev/urandom")]
     readable += [Path("/proc", name) for name in PROC_FILES]
     writable = [sandbox.writable, Path("/dev/null"), *sandbox.devices]
     limits = {
-        "parent": None if is_wrapped else os.getpid(),
+        "lease": lease(os.getpid()),
         "cpu_seconds": None,
         "listable": [str(LAUNCHER)] if LANDLOCK in layers() else None,
         "readable": [str(path) for path in readable if path.exists()],

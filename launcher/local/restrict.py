@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import sys
 
@@ -24,8 +25,10 @@ def main(limits: str, *command: str) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "linux":
         library.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if allowed["parent"] not in (None, os.getppid()):
+    lease = allowed["lease"]
+    if select.select([lease], [], [], 0)[0]:
         sys.exit("the process that started this one has ended")
+    os.close(lease)
     os.chdir(allowed["directory"])
     cpu_seconds = allowed["cpu_seconds"]
     if cpu_seconds is not None:

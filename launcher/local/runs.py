@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from entry_point.files import open_standard_streams
-from launcher.local.confine import Sandbox, confined, environment
+from launcher.local.confine import Sandbox, confined, environment, lease
 from launcher.local.gpus import find_gpu
 from launcher.local.process import Program, how_it_ended, remove
 from launcher.source import Source
@@ -191,4 +191,11 @@ def start(run: Run, code: Path, directory: Path, gpu: str | None, log: BinaryIO)
         sandbox = Sandbox([code, run.text], directory, device, cpu_seconds)
         command = confined(command, sandbox)
         env = environment(directory, **variables)
-    return Program(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    return Program(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=[lease(os.getpid())] if run.is_isolated else [],
+    )
