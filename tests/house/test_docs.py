@@ -212,7 +212,8 @@ def is_defined(body: list[ast.stmt], name: str) -> bool:
 
 def test_each_column_of_a_list_of_jobs_is_explained():
     explained = [name for cells in rows(ROOT / "docs/aws.md") for name in CODE.findall(cells[0])]
-    assert not set(columns_of([])) - set(explained)
+    missing = set(columns_of([])) - set(explained)
+    assert not missing, f"{missing}: the table of columns in docs/aws.md needs a row for each"
 
 
 def test_committed_notebooks_hold_no_output():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from judged_texts import documents, plain
 
 from launcher.judge import evaluate
-from launcher.judge.evaluation import Passage, margin, total
+from launcher.judge.evaluation import Evaluation, Passage, margin, total
 from launcher.judge.score import passages
 from launcher.judge.texts import Encoded, Text
 
@@ -23,6 +24,17 @@ def test_the_interval_covers_the_loss_of_the_whole():
         some = chance.choices(whole, k=60)
         covered += abs(total(some).bits_per_byte - truth) <= (margin(some) or 0.0)
     assert 0.90 <= covered / 500 <= 0.98
+
+
+def test_evaluations_that_are_kept_stay_readable():
+    required = set()
+    for field in dataclasses.fields(Evaluation):
+        has_factory = field.default_factory is not dataclasses.MISSING
+        if field.default is dataclasses.MISSING and not has_factory:
+            required.add(field.name)
+    assert required == {"model", "text", "size", "tokens", "bits_per_byte"}, (
+        "a new field needs a default, or evaluations of older versions are left out of reports"
+    )
 
 
 def test_few_parts_have_no_interval():
