@@ -243,9 +243,6 @@ class Passes:
         if self.reduce_dtype == torch.bfloat16:
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-            def send(
-                process_group: Any, bucket: Any
-            ) -> Any:  # by its own name, torch asks for NCCL
-                return default_hooks.bf16_compress_hook(process_group, bucket)
-
-            self.trained_net.register_comm_hook(None, send)
+            compress: Any = default_hooks.bf16_compress_hook
+            # By its own name, torch refuses the hook without NCCL.
+            self.trained_net.register_comm_hook(None, lambda _, bucket: compress(None, bucket))

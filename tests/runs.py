@@ -51,6 +51,8 @@ SMALL: dict[str, Any] = dict(
     device="cpu",
     precision="float32",
 )
+# A run that ends by a signal, or because a rank hangs for 5 seconds.
+ENDLESS: dict[str, Any] = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}
 
 
 def words(**values: Any) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import (
+    ENDLESS,
     SCRIPT,
     SMALL,
     Ended,
@@ -32,8 +33,6 @@ from entry_point.container import Container, Ranks
 from entry_point.distributed import Group
 from entry_point.errors import TrainingError
 from entry_point.processes import start_ranks
-
-ENDLESS = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch, tmp_path):

@@ -17,8 +17,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from launching import ENDLESS
 from runs import (
+    ENDLESS,
     edited_folder,
     ended,
     listening,
