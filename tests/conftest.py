@@ -164,6 +164,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def ctrl_c():
+    """Ctrl-C raises KeyboardInterrupt, whatever handler an earlier test or library has left."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
 def torch_for_the_next_test():
     """A test may leave more threads. The compiler counts how often it compiled a function, and
     refuses the ninth time."""

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from models import lively
-from trainings import EXACT, trainer_of
+from trainings import trainer_of
 
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config
@@ -22,8 +22,6 @@ from entry_point.errors import TrainingError
 from entry_point.model import GPT
 from entry_point.optim import window_length
 from launcher.models.load import own_model
-
-EXACT |= dict(max_steps=30, log_interval=1, eval_interval=5, checkpoint_seconds=3600)
 
 
 def test_short_windows_double_up_to_the_block_size(tmp_path):
