@@ -31,6 +31,17 @@ def gain_of(source: Source) -> float:
     return float(source.files.get("gain.py", b"0"))
 
 
+def edits_of(source: Source) -> str:
+    """What a folder has besides the packaged one.
+
+    Noise that is drawn from it stays as it is when the packaged folder changes.
+    """
+    packaged = Source.packaged().files
+    return repr(
+        [(name, text) for name, text in sorted(source.files.items()) if packaged.get(name) != text]
+    )
+
+
 def folder(path: Path, gain: float) -> Path:
     """A copy of the training folder that gains so much."""
     shutil.copytree(Path(entry_point.__file__).parent, path, dirs_exist_ok=True)

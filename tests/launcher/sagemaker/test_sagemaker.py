@@ -75,13 +75,20 @@ def test_a_launch_in_a_notebook_takes_its_role(cloud, submit, tmp_path, monkeypa
     assert cloud.sagemaker.jobs[ran.out.strip()].request["RoleArn"] == ROLE
 
 
-def test_the_default_bucket_is_the_store(s3, submit, cli, short_text_file, monkeypatch):
+def test_the_default_bucket_is_the_store(s3, submit, cli, short_text_file, monkeypatch, request):
     monkeypatch.delenv("SM_NANOGPT_STORE")
     bucket = f"sagemaker-us-east-1-{ACCOUNT}"
     assert cli(LAUNCH, "--data", short_text_file).failed(2, "no default bucket")
     assert bucket not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
     s3.create_bucket(Bucket=bucket)
+    request.addfinalizer(lambda: removed(s3, bucket))  # the buckets are those of all tests
     assert f"store: s3://{bucket}/sm-nanogpt (" in submit().err
+
+
+def removed(s3: Any, bucket: str) -> None:
+    for file in s3.list_objects_v2(Bucket=bucket).get("Contents", []):
+        s3.delete_object(Bucket=bucket, Key=file["Key"])
+    s3.delete_bucket(Bucket=bucket)
 
 
 def test_the_default_bucket_must_belong_to_this_account(cloud):

@@ -21,7 +21,7 @@ import kills
 import pytest
 from access import Refusal
 from kills import kill_at
-from searches import folder, gain_of
+from searches import edits_of, folder, gain_of
 
 from launcher.aws import OverQuota
 from launcher.errors import ServiceError
@@ -350,7 +350,7 @@ def jobs(cloud, s3, cli, text_file, monkeypatch, same_seeds):
             return {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
 
     def score(self: Judge, model: Path, source: Source, tested_below: float, limit: float) -> Score:
-        draw = random.Random(f"{source.sha256} {(model / 'seed').read_text()}")
+        draw = random.Random(f"{edits_of(source)} {(model / 'seed').read_text()}")
         return Score(2.0 - gain_of(source) + draw.gauss(0, 0.004), 3.0)
 
     monkeypatch.setattr(Judge, "score", score)

@@ -15,7 +15,7 @@ from typing import Any
 
 import launching
 import pytest
-from searches import folder, gain_of
+from searches import edits_of, folder, gain_of
 
 import entry_point
 from entry_point.config import Config
@@ -43,14 +43,6 @@ class Trained:
     def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
         for run in runs:
             yield FinishedRun(run, Path(f"{gain_of(run.source)}/{run.seed}"), 10.0)
-
-
-def edits_of(source: Source) -> str:
-    """What a folder has besides the packaged one, so that its noise is the same at each change."""
-    packaged = Source.packaged().files
-    return repr(
-        [(name, text) for name, text in sorted(source.files.items()) if packaged.get(name) != text]
-    )
 
 
 def score(self: Judge, model: Path, source: Source, tested_below: float, limit: float) -> Score:
@@ -253,7 +245,7 @@ def test_a_folder_with_chosen_batches_is_no_better(
 
     def with_chosen_batches(self: Judge, model: Path, source: Source, *_: Any) -> Score:
         is_chosen = "gain.py" in source.files
-        weights = random.Random(f"{source.sha256} {model.name}").gauss(0, 0.003)
+        weights = random.Random(f"{edits_of(source)} {model.name}").gauss(0, 0.003)
         order = -0.018 if is_chosen else random.Random(model.name).gauss(0, 0.014)
         return Score(2.0 + order + weights, 3.0)
 
