@@ -131,8 +131,7 @@ class TrackedJob:
         """
         backend, description = self.find()
         if description.is_running:
-            state = f"job {self.id} is {description.status}"
-            raise ServiceError(state, "job-is-running", job_id=self.id)
+            raise still_runs(description, self.settings)
         locations = [self.models_uri, *backend.directories(self.id)]
         problem = ""
         if description.has_open_pool(time.time()):  # AWS would refuse, after the files are gone
@@ -186,6 +185,14 @@ def other_owner(job: JobDescription, settings: Settings) -> str:
     """Who owns a job, if that is not the caller; '' for the caller's jobs and those of this
     machine."""
     return backend_for(job.instance, settings).other_owner(job)
+
+
+def still_runs(job: JobDescription, settings: Settings) -> ServiceError:
+    """The error for a running job that has to end first, with its owner if that is another user."""
+    problem = f"job {job.job_id} is {job.status}"
+    if owner := other_owner(job, settings):
+        problem += f", and belongs to {owner}"
+    return ServiceError(problem, "job-is-running", job_id=job.job_id)
 
 
 def check_yours(job: JobDescription, settings: Settings) -> None:

@@ -215,7 +215,7 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
     if unknown:
         raise InputError(f"there is no upload {min(unknown)}: `{command('data')}` lists them")
     for upload in uploads:
-        check_unused(upload)
+        check_unused(upload, settings)
         note(f"{upload.name}, {upload.kind}{uploaded_by(upload)}, {used_by(upload)}:")
         note(f"  {in_units(upload.size):>8}: {upload.uri}")
     if any(upload.jobs for upload in uploads):
@@ -227,10 +227,14 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
         note(f"deleted {upload.uri}: {in_units(upload.size)}")
 
 
-def check_unused(upload: Stored) -> None:
+def check_unused(upload: Stored, settings: Settings) -> None:
     """Raise ServiceError if a running job reads an upload."""
+    from launcher.tracking import TrackedJob, other_owner
+
     for job_id in upload.running:
-        problem = f"job {job_id} is reading {upload.name}"
+        owner = other_owner(TrackedJob(job_id, settings).find()[1], settings)
+        of_owner = f" of {owner}" if owner else ""
+        problem = f"job {job_id}{of_owner} is reading {upload.name}"
         raise ServiceError(problem, "job-is-running", job_id=job_id)
 
 

@@ -13,6 +13,7 @@ from launcher.instances import has_local_disks, types_of
 from launcher.job import JobDescription, Request, TrainingJob
 from launcher.settings import Settings
 from launcher.source import find_source
+from launcher.tracking import still_runs
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +47,10 @@ def find_earlier_job(request: Request, settings: Settings) -> EarlierJob | None:
             raise InputError("is for a new run, without resume", field=name, value=value)
 
     backend, description = find(request.resume, settings.with_offline(False))
-    state = f"job {request.resume} is {description.status}"
     if description.is_running:
-        raise ServiceError(state, "job-is-running", job_id=request.resume)
+        raise still_runs(description, settings.with_offline(False))
     if description.checkpoint_uri is None:
+        state = f"job {request.resume} is {description.status}"
         raise ServiceError(f"{state}, and left no checkpoint to resume from")
     return EarlierJob(backend.job(description.job_id), description)
 

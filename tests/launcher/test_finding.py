@@ -201,6 +201,19 @@ def test_a_deletion_says_whose_job_it_is(cloud, cli, become, two):
     assert cli("delete", two, "--yes").good
 
 
+def test_a_running_job_of_a_colleague_says_whose_it_is(cloud, cli, become, two):
+    become("ada")
+    [upload] = json.loads(cli("data", "--json").out)
+    own = "InProgress; stop it first"
+    of_grace = "InProgress, and belongs to user/grace; stop it first"
+    for command in (("delete", "--yes"), ("launch", "--resume")):
+        assert cli(*command, two[0]).failed(1, f"job {two[0]} is {own}")
+        assert cli(*command, two[1]).failed(1, f"job {two[1]} is {of_grace}")
+    assert cli("stop", two[0]).good
+    ran = cli("delete", upload["name"], "--yes")
+    assert ran.failed(1, f"job {two[1]} of user/grace is reading {upload['name']}; stop it")
+
+
 @pytest.fixture
 def sweep(cloud, cli, become, short_text_file):
     """The id of a sweep of grace, of two jobs that run."""
