@@ -1,8 +1,8 @@
 """A model as one HTML page, which computes by itself and asks nothing of any network.
 
-The page is model.html with engine.js, which reads the model from a block of text in the page:
-base64 of gzip of the length of a header (uint32), the header (JSON), and the tensors. The codes of
-quantized weights take a byte each there: gzip makes of them what they hold.
+The page is model.html, whose script is engine.js and model_page.js. It reads the model from a block
+of text in the page: base64 of gzip of the length of a header (uint32), the header (JSON), and the
+tensors. The codes of quantized weights take a byte each there: gzip makes of them what they hold.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from launcher.views.job_fields import data_name, texts_of
 
 TEMPLATE = Path(__file__).with_name("model.html")
 ENGINE = Path(__file__).with_name("engine.js")
+SCRIPT = Path(__file__).with_name("model_page.js")
 # White space as Unicode and Python's `regex` have it; JavaScript's \s has U+FEFF and lacks U+0085.
 SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # groups of flags are new in JavaScript
@@ -127,8 +128,9 @@ def page_of(
         ],
     }
     packed = pack(header, parameters)
-    script = ENGINE.read_text(encoding="utf-8")
-    page = TEMPLATE.read_text(encoding="utf-8").replace("/*engine*/", script)
+    page = TEMPLATE.read_text(encoding="utf-8")
+    page = page.replace("/*engine*/", ENGINE.read_text(encoding="utf-8"))
+    page = page.replace("/*page*/", SCRIPT.read_text(encoding="utf-8"))
     (inline,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
     policy = (
