@@ -36,7 +36,7 @@ def sibling(job: Finished, number: int, loss: float, **hyperparameters: Any) -> 
     return directory.name
 
 
-def copied(job, job_id, **values):
+def copy_job(job, job_id, **values):
     """A copy of a job with another id, and other values in its record."""
     place = job.home / "jobs" / job_id
     shutil.copytree(job.directory, place)

@@ -32,7 +32,7 @@ def documents(n: int, seed: int) -> list[Passage]:
     return found
 
 
-def said(*texts: str) -> dict[str, Any]:
+def chat_of(*texts: str) -> dict[str, Any]:
     roles = ("user", "assistant") * len(texts)
     pairs = zip(roles, texts, strict=False)
     return {"messages": [{"role": role, "content": text} for role, text in pairs]}

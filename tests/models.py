@@ -63,6 +63,6 @@ def some_model(directory: Path) -> Path:
     return directory
 
 
-def changed(**values: Any) -> Config:
+def small_config(**values: Any) -> Config:
     """The small configuration, with some values changed."""
     return dataclasses.replace(SMALL, **values)

@@ -54,7 +54,7 @@ FILES = {
     "open the machine's memory": "os.open('/dev/mem', os.O_RDONLY)",
     "open a virtual machine": "os.open('/dev/kvm', os.O_RDWR)",
     "open a GPU": "os.open('/dev/nvidiactl', os.O_RDWR)",
-    "open a disk of its making": "os.open(made('disk', stat.S_IFBLK), os.O_RDONLY)",
+    "open a disk of its making": "os.open(make_node('disk', stat.S_IFBLK), os.O_RDONLY)",
     "use a descriptor of its parent": "os.fstat(inherited)",
 }
 ATTRIBUTES = {
@@ -292,7 +292,7 @@ def names_for(facts: dict[str, Any]) -> dict[str, Any]:
     def call(name: str, *arguments: Any) -> int:
         return number(facts["calls"][name], *arguments)
 
-    def made(name: str, kind: int) -> Path:
+    def make_node(name: str, kind: int) -> Path:
         os.mknod(scratch / name, kind | 0o600, os.makedev(8, 0))
         return scratch / name
 
@@ -300,7 +300,13 @@ def names_for(facts: dict[str, Any]) -> dict[str, Any]:
     modules += [struct, subprocess, tempfile, threading, time]
     names: dict[str, Any] = {module.__name__: module for module in modules}
     names |= {"Path": Path, "libc": libc, "librt": librt, "buffer": buffer, "memory": memory}
-    names |= {"checked": checked, "number": number, "call": call, "made": made, "pair": pair}
+    names |= {
+        "checked": checked,
+        "number": number,
+        "call": call,
+        "make_node": make_node,
+        "pair": pair,
+    }
     return {**names, **facts["numbers"], **paths, "own": own}
 
 

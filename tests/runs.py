@@ -55,7 +55,7 @@ SMALL: dict[str, Any] = dict(
 ENDLESS: dict[str, Any] = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}
 
 
-def words(**values: Any) -> list[str]:
+def command_line(**values: Any) -> list[str]:
     """A command line, as the SageMaker toolkit writes it."""
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 

@@ -56,7 +56,7 @@ def tiny_folder(path: Path, *edits: tuple[str, str]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def begun(tmp_path_factory, text):
+def shared_search(tmp_path_factory, text):
     """A search of tiny runs, its folder, and a model of its base; it is shared."""
 
     def build(directory: Path) -> tuple[Path, Path, Path]:
@@ -88,7 +88,7 @@ def begun(tmp_path_factory, text):
         **dict(
             zip(
                 ("home", "base", "model"),
-                map(Path, launching.once(tmp_path_factory, "begun", build)),
+                map(Path, launching.once(tmp_path_factory, "shared_search", build)),
                 strict=True,
             )
         )
@@ -96,14 +96,14 @@ def begun(tmp_path_factory, text):
 
 
 @pytest.fixture
-def mine(begun, home, monkeypatch):
+def tiny_search(shared_search, home, monkeypatch):
     """That search in this test's own home."""
-    shutil.copytree(begun.home, home)
+    shutil.copytree(shared_search.home, home)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return Search("s", Settings(home=home), lambda line: None)
 
 
-def checked(folder: Path, mine: Search) -> None:
+def check_folder(folder: Path, tiny_search: Search) -> None:
     source = Source.read(folder)
-    keep(source, mine.settings)
-    mine.check(source)
+    keep(source, tiny_search.settings)
+    tiny_search.check(source)

@@ -14,12 +14,12 @@ import torch
 from launcher.models.chat import Chat, Message
 
 
-def asked(question: str, answer: Any) -> list[dict[str, Any]]:
+def exchange(question: str, answer: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def write_chats(path: Path, count: int = 200) -> Path:
-    chats = [asked(f"What is {n} + {n}?", str(2 * n)) for n in range(count)]
+    chats = [exchange(f"What is {n} + {n}?", str(2 * n)) for n in range(count)]
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     return path
 
@@ -40,17 +40,17 @@ STRANGE = (
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def said(*texts: Any, roles: str = "user assistant", to: str = "role content") -> list[Any]:
+def messages(*texts: Any, roles: str = "user assistant", to: str = "role content") -> list[Any]:
     """Messages of these texts, by turns from these roles."""
     who, what = to.split()
     return [{who: role, what: text} for role, text in zip(cycle(roles.split()), texts)]
 
 
-def ids_of(chat: Chat, *messages: Message) -> list[int]:
+def ids_of(chat: Chat, *turns: Message) -> list[int]:
     """Those of a whole conversation."""
     chat = copy(chat)
     chat.context_size = 1 << 30
-    return chat.fit(messages, 1).ids
+    return chat.fit(turns, 1).ids
 
 
 def tensor(ids: Iterable[int]) -> torch.Tensor:

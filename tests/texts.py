@@ -15,7 +15,7 @@ def stored(uri: str) -> Path:
     return path
 
 
-WORDS = "À l’heure où l’été s’éteint, «Noël» coûte 5 €. " * 60
+FRENCH = "À l’heure où l’été s’éteint, «Noël» coûte 5 €. " * 60
 
 
 def write_notes(folder: Path, count: int) -> Path:

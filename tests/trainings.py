@@ -17,13 +17,13 @@ from runs import (
     SCRIPT,
     SMALL,
     Ended,
+    command_line,
     environment,
     free_port,
     make_hosts,
     metrics,
     run,
     run_hosts,
-    words,
 )
 
 from entry_point.checkpoint import Checkpoints
@@ -39,7 +39,7 @@ ALONE = Ranks(0, 1, 0, 1, "hand")
 
 def small(**how: Any) -> list[str]:
     """The arguments of a small training, with some hyperparameters changed."""
-    return words(**{**SMALL, **how})
+    return command_line(**{**SMALL, **how})
 
 
 def trained(
@@ -111,7 +111,7 @@ OPEN_MPI = (
 )
 
 
-def told(*place: object, by: Sequence[str] = TORCHRUN) -> dict[str, str]:
+def rank_variables(*place: object, by: Sequence[str] = TORCHRUN) -> dict[str, str]:
     """What a launcher tells a process of its place."""
     return dict(zip(by, map(str, place), strict=True))
 

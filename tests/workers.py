@@ -18,12 +18,15 @@ class Fake(Worker):
     chats = False
     directory = Path("fake")
 
-    def __init__(self, vocabulary: str, logits: Any = None, said: Any = None) -> None:
-        self.tokenizer, self.block_size = tokenizer_of(vocabulary), 16
-        self.size, self.function, self.said = len(vocabulary), logits, said
+    def __init__(self, vocabulary: str, logits: Any = None, samples: Any = None) -> None:
+        self.tokenizer = tokenizer_of(vocabulary)
+        self.block_size = 16
+        self.size = len(vocabulary)
+        self.logits_function = logits
+        self.samples_function = samples
 
     def logits(self, ids: Tensor) -> Tensor:
-        return self.function(ids)
+        return self.logits_function(ids)
 
     def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
-        return self.said(prompts, **sampling)
+        return self.samples_function(prompts, **sampling)

@@ -14,7 +14,7 @@ import pytest
 import runs
 from container import Host, Job
 from launching import until
-from runs import SMALL, edited_folder, words
+from runs import SMALL, command_line, edited_folder
 
 from entry_point.cores import cores
 from launcher.sagemaker.description import shorten
@@ -111,7 +111,7 @@ def test_one_host_is_one_group_whose_metrics_are_read(finished):
 
 def test_two_hosts_have_the_losses_of_one_process(job, excerpt, tmp_path):
     (tmp_path / "input.txt").write_text(excerpt)
-    arguments = words(**SMALL, data=tmp_path / "input.txt", out=tmp_path / "out")
+    arguments = command_line(**SMALL, data=tmp_path / "input.txt", out=tmp_path / "out")
     assert runs.run(arguments, cwd=tmp_path).status == 0
     for name in ("mpirun", "torchrun"):
         rows = runs.metrics(job(name)[0].ml / "output/data")
@@ -163,7 +163,7 @@ def test_nccl_logs_only_warnings(job, name):
 def test_hyperparameters_reach_every_rank_as_they_are(job, name):
     """The new toolkit passes the line through a shell, unquoted."""
     hosts = job(name)
-    expected = words(**{name: ODD_VALUES[name] for name in sorted(ODD_VALUES)})
+    expected = command_line(**{name: ODD_VALUES[name] for name in sorted(ODD_VALUES)})
     assert "1e-05" in expected and "True" in expected
     assert [argv for _, argv in declared(hosts)] == [expected] * 4
     config = json.loads((hosts[0].model / "training.json").read_text())["config"]

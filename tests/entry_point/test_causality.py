@@ -12,7 +12,7 @@ import runs
 import torch
 import torch.nn.functional as F
 from edits import EDITS, HEAD, module_of
-from leaks import ALL, BLOCK, EMBEDDED, KERNEL, LAYERS, LEAKS, after, before
+from leaks import ALL, BLOCK, EMBEDDED, KERNEL, LAYERS, LEAKS, insert_after, insert_before
 from models import tokenizer_of
 from torch import Tensor
 
@@ -31,23 +31,25 @@ HONEST: dict[str, list[tuple[str, str]]] = {
         )
     ],
     "smear of the previous token": [
-        after(EMBEDDED, "x = x + 0.3 * F.pad(x, (0, 0, 1, -1))"),
+        insert_after(EMBEDDED, "x = x + 0.3 * F.pad(x, (0, 0, 1, -1))"),
     ],
     "convolution over the past": [
-        before(BLOCK, "x = x + F.avg_pool1d(F.pad(x.mT, (3, 0)), 4, 1).mT")
+        insert_before(BLOCK, "x = x + F.avg_pool1d(F.pad(x.mT, (3, 0)), 4, 1).mT")
     ],
     "long convolution": [  # by Fourier transforms, whose rounding moves earlier positions
-        before(
+        insert_before(
             BLOCK,
             "n = 2 * x.size(1); decay = torch.fft.rfft(0.8 ** torch.arange(n // 2), n)[:, None]; "
             "x = x + torch.fft.irfft(torch.fft.rfft(x, n, 1) * decay, n, 1)[:, : n // 2]",
         )
     ],
     "mean over the past": [
-        before(BLOCK, "x = x + x.cumsum(1) / torch.arange(1, x.size(1) + 1)[:, None]")
+        insert_before(BLOCK, "x = x + x.cumsum(1) / torch.arange(1, x.size(1) + 1)[:, None]")
     ],
     "masked columns": [(HEAD, f"{HEAD}\n        logits[..., 9:] = -torch.inf")],
-    "bfloat16": [before(LAYERS, "x, cos, sin = x.bfloat16(), cos.bfloat16(), sin.bfloat16()")],
+    "bfloat16": [
+        insert_before(LAYERS, "x, cos, sin = x.bfloat16(), cos.bfloat16(), sin.bfloat16()")
+    ],
     "layers in parallel": [("y = norm(x, self.mlp_norm)", "y = x")],
     "window of 8 tokens": [
         (KERNEL, f"q, k, v, {ALL}.tril().triu(-7), dropout"),
@@ -106,7 +108,9 @@ def test_a_mask_of_documents_that_looks_ahead_is_found(tmp_path):
 def test_a_run_says_that_its_model_looks_ahead(text_file, tmp_path):
     command = runs.edited_folder(tmp_path / "mine", LEAKS["shift"])
     end = runs.run(
-        runs.words(**launching.TINY, data=text_file, out="out"), cwd=tmp_path, command=command
+        runs.command_line(**launching.TINY, data=text_file, out="out"),
+        cwd=tmp_path,
+        command=command,
     )
     assert end.status == 0
     said = re.search("\nwarning: (not causal: .*; val_loss means nothing)\n", end.output)

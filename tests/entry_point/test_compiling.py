@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from runs import SMALL, edited_folder, environment, run, words
+from runs import SMALL, command_line, edited_folder, environment, run
 from trainings import furthest, losses_of, printed_losses, trainer_of
 
 from entry_point.config import Config
@@ -198,7 +198,9 @@ def test_ranks_go_on_together_if_one_cannot_compile(tmp_path, text_file):
         "dynamic=False, backend=lambda graph, _: graph.forward if self.group.rank == 0 else 1 / 0"
     )
     command = edited_folder(tmp_path / "train", ("dynamic=False", broken), tries)
-    arguments = words(**SMALL, data=text_file, processes=2, short_windows=0.5, hang_seconds=5)
+    arguments = command_line(
+        **SMALL, data=text_file, processes=2, short_windows=0.5, hang_seconds=5
+    )
     env = environment(NANOGPT_FAULT="0:7:hang")
     end = run(arguments, cwd=tmp_path, command=command, env=env)
     assert end.output.count("does not compile: ") == 1

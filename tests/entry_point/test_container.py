@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from trainings import OPEN_MPI, container, told
+from trainings import OPEN_MPI, container, rank_variables
 
 from entry_point import train
 from entry_point.command_line import Options
@@ -117,10 +117,16 @@ def test_two_runs_of_one_second_have_own_directories(monkeypatch):
 @pytest.mark.parametrize(
     "env, ranks",
     [
-        (told(5, 8, 1, 4), Ranks(5, 8, 1, 4, "torchrun")),
-        (told(5, 8, 1, 4, by=OPEN_MPI), Ranks(5, 8, 1, 4, "mpirun")),
-        ({**told(5, 8, 1, 4, by=OPEN_MPI), **told(4, 8, 0, 4)}, Ranks(4, 8, 0, 4, "torchrun")),
-        ({**told(5, 8, 1, 4, by=OPEN_MPI), "WORLD_SIZE": "8"}, Ranks(5, 8, 1, 4, "mpirun")),
+        (rank_variables(5, 8, 1, 4), Ranks(5, 8, 1, 4, "torchrun")),
+        (rank_variables(5, 8, 1, 4, by=OPEN_MPI), Ranks(5, 8, 1, 4, "mpirun")),
+        (
+            {**rank_variables(5, 8, 1, 4, by=OPEN_MPI), **rank_variables(4, 8, 0, 4)},
+            Ranks(4, 8, 0, 4, "torchrun"),
+        ),
+        (
+            {**rank_variables(5, 8, 1, 4, by=OPEN_MPI), "WORLD_SIZE": "8"},
+            Ranks(5, 8, 1, 4, "mpirun"),
+        ),
         ({"MASTER_ADDR": "algo-1", "MASTER_PORT": "7777"}, None),
         ({"WORLD_SIZE": "8"}, None),
     ],
@@ -133,9 +139,9 @@ def test_ranks_come_from_the_launcher(env, ranks):
 @pytest.mark.parametrize(
     "env, n_hosts, said",
     [
-        (told(5, 8, 1, 4), 3, "torchrun .* 8 with 4 .* 3 hosts"),
-        (told(5, 8, 1, 4, by=OPEN_MPI), 3, "mpirun .* 8 with 4 .* 3 hosts"),
-        (told(0, 4, 0, 4), 2, "torchrun .* 4 with 4 .* 2 hosts"),
+        (rank_variables(5, 8, 1, 4), 3, "torchrun .* 8 with 4 .* 3 hosts"),
+        (rank_variables(5, 8, 1, 4, by=OPEN_MPI), 3, "mpirun .* 8 with 4 .* 3 hosts"),
+        (rank_variables(0, 4, 0, 4), 2, "torchrun .* 4 with 4 .* 2 hosts"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, 1, "set LOCAL_RANK, LOCAL_WORLD_SIZE too"),  # as Slurm
     ],
 )

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import SMALL, lively
-from runs import metrics, run, words
+from runs import command_line, metrics, run
 from talks import tensor
 
 from entry_point.command_line import Options
@@ -154,18 +154,18 @@ def test_the_loss_is_transformers_loss_of_labels(directory):
 def test_a_tuning_resumes_to_the_same_bits(tuned, directory, tmp_path, processes):
     _, _, data = tuned
     values = dict(max_steps=8, eval_interval=8, batch_size=12, sample_length=0, device="cpu")
-    given_words = words(data=data, init_from=directory, processes=processes, **values)
+    given_words = command_line(data=data, init_from=directory, processes=processes, **values)
 
     def weights(out: Path) -> bytes:
         return (out / "model/model.safetensors").read_bytes()
 
     whole, half = tmp_path / "whole", tmp_path / "half"
-    ended = run([*given_words, *words(out=whole, checkpoint_seconds=0.001)], cwd=tmp_path)
+    ended = run([*given_words, *command_line(out=whole, checkpoint_seconds=0.001)], cwd=tmp_path)
     assert ended.status == 0, ended.output
     shutil.copytree(whole, half)
     shutil.rmtree(half / "model")
     max((half / "checkpoints").glob("checkpoint-*")).unlink()
-    ended = run(words(resume=half), cwd=tmp_path)
+    ended = run(command_line(resume=half), cwd=tmp_path)
     assert "resumed from the checkpoint of step 7" in ended.output
     assert weights(whole) == weights(half)
 
@@ -176,8 +176,13 @@ def test_any_number_of_ranks_has_the_losses_of_each_alone(tuned, directory, tmp_
     found = []
     for processes in (1, 2, 4):
         out = tmp_path / str(processes)
-        given_words = words(data=data, init_from=directory, device="cpu", sample_length=0, **values)
-        assert run([*given_words, *words(out=out, processes=processes)], cwd=tmp_path).status == 0
+        given_words = command_line(
+            data=data, init_from=directory, device="cpu", sample_length=0, **values
+        )
+        assert (
+            run([*given_words, *command_line(out=out, processes=processes)], cwd=tmp_path).status
+            == 0
+        )
         found.append(metrics(out / "output"))
     model, tokenizer = own_model(directory)
     end: Any = tokenizer.end

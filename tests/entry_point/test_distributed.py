@@ -19,15 +19,15 @@ from runs import (
     SCRIPT,
     SMALL,
     Ended,
+    command_line,
     edited_folder,
     environment,
     free_port,
     make_hosts,
     run,
     run_hosts,
-    words,
 )
-from trainings import container, told
+from trainings import container, rank_variables
 
 from entry_point.container import Container, Ranks
 from entry_point.distributed import Group
@@ -77,13 +77,13 @@ def test_a_group_error_omits_the_cpp_stack_trace(monkeypatch):
 def test_processes_that_no_launcher_started_are_refused(tmp_path, text_file):
     place = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT="0")
     env = place | {"MASTER_ADDR": "127.0.0.1"}
-    end = run(words(**SMALL, data=text_file, processes=4), cwd=tmp_path, env=env)
+    end = run(command_line(**SMALL, data=text_file, processes=4), cwd=tmp_path, env=env)
     assert (end.status, "processes=4, but torchrun started 1" in end.output) == (1, True)
 
 
 def test_hosts_started_alone_make_one_model(text, tmp_path):
     envs = make_hosts(tmp_path / "ml", text, n_hosts=2)
-    first, second = run_hosts(words(**SMALL), cwd=tmp_path, envs=envs)
+    first, second = run_hosts(command_line(**SMALL), cwd=tmp_path, envs=envs)
     assert (first.status, second.status) == (0, 0), first.output + second.output
     assert "running on 2 hosts x 1 CPU = 2 processes in one group" in first.output
     assert second.output == ""
@@ -93,7 +93,9 @@ def test_hosts_started_alone_make_one_model(text, tmp_path):
 
 def test_hosts_with_different_text_are_refused(text, tmp_path):
     texts = [text, text.replace("Python", "Pythons", 1)]
-    ends = run_hosts(words(**SMALL), cwd=tmp_path, envs=make_hosts(tmp_path / "ml", texts, 2))
+    ends = run_hosts(
+        command_line(**SMALL), cwd=tmp_path, envs=make_hosts(tmp_path / "ml", texts, 2)
+    )
     assert all(end.status for end in ends)
     assert re.match(r"ConfigError: the SHA-256 .* on rank 1 \(algo-2\)", ends[1].last_line)
     assert not list(tmp_path.rglob("model.safetensors"))
@@ -103,7 +105,7 @@ def test_ranks_that_would_train_apart_are_refused(text_file, tmp_path):
     """An error of the user, before the first step, that names the value."""
     fast = "return any(getattr(torch.cpu, test, lambda: False)() for test in tests)"
     unlike = edited_folder(tmp_path / "train", (fast, 'return os.environ["RANK"] == "0"'))
-    arguments = words(**{**SMALL, "precision": "auto"}, data=text_file, processes=2)
+    arguments = command_line(**{**SMALL, "precision": "auto"}, data=text_file, processes=2)
     end = run(arguments, cwd=tmp_path, command=unlike)
     assert end.status == 2
     said = r"ConfigError: precision is 'float32' on rank 1 \(.+\) and 'bfloat16' on rank 0; "
@@ -116,7 +118,7 @@ def test_replicas_whose_bits_differ_end_the_run(text_file, tmp_path):
     drift = "        if self.group.rank == 1 and self.step == 7:\n"
     drift += "            self.model.embed.weight.data[0, 0] += 1e-6\n"
     command = edited_folder(tmp_path / "train", (step, step + drift))
-    end = run(words(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=command)
+    end = run(command_line(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=command)
     assert end.status == 1
     said = "TrainingError: at step 10 the weights of rank 1 are not those of rank 0; the checkpoint"
     assert end.last_line.startswith(f"{said} of step 5 is kept; ")
@@ -125,8 +127,10 @@ def test_replicas_whose_bits_differ_end_the_run(text_file, tmp_path):
 def test_unequal_hosts_without_names_form_one_group(tmp_path, text_file):
     env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     places = [(0, 3, 0, 1), (1, 3, 0, 2), (2, 3, 1, 2)]
-    arguments = words(**{**SMALL, "max_steps": 1}, data=text_file, out="mine")
-    ends = run_hosts(arguments, cwd=tmp_path, envs=[{**env, **told(*place)} for place in places])
+    arguments = command_line(**{**SMALL, "max_steps": 1}, data=text_file, out="mine")
+    ends = run_hosts(
+        arguments, cwd=tmp_path, envs=[{**env, **rank_variables(*place)} for place in places]
+    )
     assert not any(end.status for end in ends), ends
     assert "running on 2 hosts x CPU = 3 processes in one group" in ends[0].output
 
@@ -139,7 +143,7 @@ def copy(text_file, tmp_path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
     def start(command: str, **values: Any) -> Ended:
-        small = words(data="input.txt", **{**SMALL, "max_steps": 3, **values})
+        small = command_line(data="input.txt", **{**SMALL, "max_steps": 3, **values})
         env = environment(PATH=path, NANOGPT_FAULT="1:2:kill")
         return run(["train.py", *small], cwd=tmp_path, env=env, command=command.split())
 
@@ -164,7 +168,7 @@ def test_a_run_that_torchrun_restarts_resumes(copy, tmp_path):
 
 def test_a_failed_rank_ends_the_job_with_its_reason(tmp_path, text_file):
     """At a step after which the other rank logs nothing more."""
-    endless = words(**ENDLESS, data=text_file, processes=2)
+    endless = command_line(**ENDLESS, data=text_file, processes=2)
     envs = [environment(NANOGPT_FAULT=fault) for fault in ("0:4:raise", "1:4:raise", "1:4:kill")]
     *raised, killed = run_hosts(endless, cwd=tmp_path, envs=envs)
     for end in raised:
@@ -177,7 +181,7 @@ def test_a_failed_rank_ends_the_job_with_its_reason(tmp_path, text_file):
 def test_running_out_of_memory_is_one_line_with_advice(text_file, tmp_path):
     bounded = ("bash", "-c", 'ulimit -v 6000000; exec "$@"', "bash", sys.executable, str(SCRIPT))
     much = {**SMALL, "batch_size": 100_000, "n_embd": 1024, "gradient_accumulation_steps": 1}
-    end = run(words(**much, data=text_file, processes=1), cwd=tmp_path, command=bounded)
+    end = run(command_line(**much, data=text_file, processes=1), cwd=tmp_path, command=bounded)
     assert end.status == 1
     assert re.match(r"TrainingError: .*gradient_accumulation_steps \(now 1\)", end.last_line)
     assert "can't allocate memory" in end.last_line

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from runs import SMALL, words
+from runs import SMALL, command_line
 
 from entry_point import train
 from entry_point.errors import DataError, TrainingError, failure_report, report_failure
@@ -56,4 +56,4 @@ def test_a_failure_is_one_line_for_the_toolkit(monkeypatch):
 def test_out_of_memory_has_one_name_on_every_device(monkeypatch, text_file, error):
     monkeypatch.setattr("entry_point.train.train", Mock(side_effect=error))
     with pytest.raises(TrainingError, match="gradient_accumulation_steps"):
-        train.main(words(**SMALL, data=text_file, processes=1))
+        train.main(command_line(**SMALL, data=text_file, processes=1))

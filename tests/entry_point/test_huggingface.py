@@ -15,7 +15,7 @@ import pytest
 import runs
 import torch
 from models import SMALL, characters, lively, tokenizer_of
-from runs import run, words
+from runs import command_line, run
 from tensors import assert_same
 
 from entry_point import train
@@ -37,7 +37,7 @@ def trained(text_file, tmp_path_factory):
     out = tmp_path_factory.mktemp("trained")
     steps = {"max_steps": STEPS, "eval_interval": STEPS, "log_interval": STEPS}
     how = {**runs.SMALL, **steps, "n_embd": 64}
-    end = run(words(**how, data=text_file, out=out), cwd=out)
+    end = run(command_line(**how, data=text_file, out=out), cwd=out)
     assert end.status == 0, end.output
     return out
 
@@ -65,7 +65,7 @@ def test_a_run_opens_only_regular_files(copied, text_file, tmp_path, put, name):
     file.unlink(missing_ok=True)
     put(file)
     data = data if name == "meta.json" else text_file
-    how = words(device="cpu", data=data, init_from=copied, out=tmp_path / "out")
+    how = command_line(device="cpu", data=data, init_from=copied, out=tmp_path / "out")
     with pytest.raises(TrainingError, match="not a regular file") as caught:
         train.main(how)
     assert name in str(caught.value)

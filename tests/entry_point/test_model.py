@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import SMALL, VOCABULARY_SIZE, changed, ids, lively
+from models import SMALL, VOCABULARY_SIZE, ids, lively, small_config
 
 from entry_point import kernels
 from entry_point.config import Config
@@ -92,7 +92,7 @@ def test_computing_the_loss_in_chunks_does_not_change_it(monkeypatch, dtype, tol
     found = []
     for at_once in (1 << 30, FEW):
         monkeypatch.setattr(AT_ONCE, at_once)
-        model = lively(changed(tie_embeddings=tied), dtype)
+        model = lively(small_config(tie_embeddings=tied), dtype)
         loss = model(x, y)
         (1024 * loss).backward()  # as by a scaler
         found.append([loss.detach(), *(gradient_of(p) / 1024 for p in model.parameters())])
@@ -129,7 +129,7 @@ def test_a_product_of_the_loss_has_a_multiple_of_64_columns(monkeypatch):
 
 def test_the_loss_in_chunks_is_compiled_as_one_graph(monkeypatch):
     monkeypatch.setattr(AT_ONCE, FEW)
-    x, y, model = ids(40, 8), ids(40, 8, seed=1), lively(changed(n_layer=1))
+    x, y, model = ids(40, 8), ids(40, 8, seed=1), lively(small_config(n_layer=1))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     names, weights = zip(*model.named_parameters(), strict=True)
     found, expected = (torch.autograd.grad(net(x, y), weights) for net in (compiled, model))
@@ -161,7 +161,7 @@ def test_an_evaluation_computes_no_gradients(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # each by another kernel
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_masked_attention_stops_at_the_end_of_a_document(dtype, dropout):
-    model = lively(changed(dropout=dropout), dtype).train()
+    model = lively(small_config(dropout=dropout), dtype).train()
     x = torch.tensor([[1, 2, 3, 0, 4, 5, 6, 7]])
     for place in range(3):
         other = x.clone()
@@ -188,7 +188,7 @@ def test_compiled_attention_within_documents_is_the_dense(monkeypatch, chats, n_
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     monkeypatch.setattr(kernels, "FLEX_DEVICE", "cpu")
     how = dict(n_layer=1, n_head=4, n_kv_head=n_kv_head, n_embd=64, block_size=128)
-    model, x, graphs = lively(changed(**how)).train(), ids(3, 128), []
+    model, x, graphs = lively(small_config(**how)).train(), ids(3, 128), []
     y = x.roll(-1, 1).masked_fill(x == 5, -100) if chats else x.roll(-1, 1)
 
     def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -209,7 +209,7 @@ def test_compiled_attention_within_documents_is_the_dense(monkeypatch, chats, n_
 @pytest.mark.parametrize("own_end", [False, True])
 def test_blocks_without_a_key_to_attend_are_skipped(monkeypatch, own_end):
     """And those with keys alone are computed without the mask."""
-    config, x = changed(n_embd=64, block_size=512), ids(2, 512).clamp_min(1)
+    config, x = small_config(n_embd=64, block_size=512), ids(2, 512).clamp_min(1)
     x[0, 130], x[1, [200, 300]] = 0, 0
     mask = kernels.document_mask(x, 0, own_end, config)
     monkeypatch.setattr(kernels, "FLEX_DEVICE", "cpu")
@@ -231,7 +231,7 @@ def test_blocks_without_a_key_to_attend_are_skipped(monkeypatch, own_end):
 def test_layers_computed_twice_have_the_same_gradients(dropout, dtype):
     found, layers = [], []
     for recompute in (False, True):
-        model = lively(changed(dropout=dropout, recompute=recompute), dtype).train()
+        model = lively(small_config(dropout=dropout, recompute=recompute), dtype).train()
         model.blocks[0].register_forward_pre_hook(lambda *_: layers.append(1))
         torch.manual_seed(1)
         loss = model(ids(12, 8), ids(12, 8, seed=1), end=0)
@@ -260,7 +260,7 @@ def test_the_number_of_parameters_matches_the_formula(tied, n_hidden):
 
 
 def test_a_tied_head_is_the_embedding():
-    model, x = lively(changed(tie_embeddings=True)), torch.tensor([[3]])
+    model, x = lively(small_config(tie_embeddings=True)), torch.tensor([[3]])
     assert model.head is None
     before = model(x)[0, 0, 7].item()
     with torch.no_grad():
@@ -282,7 +282,7 @@ def test_the_seed_determines_the_weights():
 
 
 def test_dropout_acts_only_in_training():
-    model, x = lively(changed(dropout=0.5)), ids(1, 8)
+    model, x = lively(small_config(dropout=0.5)), ids(1, 8)
     assert torch.equal(model(x), model(x))
     assert torch.equal(model(x), lively()(x))
     model.train()

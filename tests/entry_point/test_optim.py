@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SMALL, alone, changed, ids, lively, optimizer_of
+from models import SMALL, alone, ids, lively, optimizer_of, small_config
 
 from entry_point.config import Config
 from entry_point.optim import Muon, gradient_of, learning_rate_scale, orthogonalize, tall
@@ -109,7 +109,7 @@ def test_a_step_of_muon_needs_memory_for_one_slice(tmp_path, dtype, most):
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_weight_is_trained_and_every_state_has_a_name(optimizer, tied):
-    config = changed(optimizer=optimizer, tie_embeddings=tied)
+    config = small_config(optimizer=optimizer, tie_embeddings=tied)
     model = lively(config).train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     one = optimizer_of(model)
@@ -125,7 +125,7 @@ def test_every_weight_is_trained_and_every_state_has_a_name(optimizer, tied):
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_weight_decay_shrinks_only_the_matrices(optimizer):
-    config = changed(optimizer=optimizer, weight_decay=0.5)
+    config = small_config(optimizer=optimizer, weight_decay=0.5)
     model = lively(config)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
@@ -137,7 +137,7 @@ def test_weight_decay_shrinks_only_the_matrices(optimizer):
 
 
 def test_gradients_are_clipped_to_grad_clip():
-    config = changed(grad_clip=1e-3, optimizer="adamw")
+    config = small_config(grad_clip=1e-3, optimizer="adamw")
     model = lively(config)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -19,6 +19,7 @@ import pytest
 from launching import session_of, until
 from runs import (
     SCRIPT,
+    command_line,
     edited_folder,
     ended,
     environment,
@@ -29,7 +30,6 @@ from runs import (
     started,
     wait_for_file,
     wait_for_line,
-    words,
 )
 from trainings import (
     ALONE,
@@ -203,7 +203,7 @@ def test_a_killed_run_resumes_on_any_number_of_ranks(tmp_path, text_file):
     for ranks in (1, 2, 4):
         out = f"on {ranks}"
         shutil.copytree(tmp_path / "cut", tmp_path / out)
-        end = run(words(resume=out, processes=ranks), cwd=tmp_path)
+        end = run(command_line(resume=out, processes=ranks), cwd=tmp_path)
         assert "resumed from the checkpoint of step 6" in end.output
         losses, expected = (
             [row["train_loss"] for row in metrics(tmp_path / name / "output")]
@@ -233,7 +233,7 @@ def test_outside_sagemaker_only_resume_resumes_a_run(tmp_path, text_file):
     assert again.last_line.startswith("ConfigError: mine already holds a run; ")
     assert model.read_bytes() == before
 
-    resumed = run(words(resume="mine", max_steps=20), cwd=tmp_path)
+    resumed = run(command_line(resume="mine", max_steps=20), cwd=tmp_path)
     assert resumed.status == 0, resumed.output
     assert "= 3 processes in one group" in resumed.output
     assert steps_in(tmp_path / "mine/output") == [5, 10, 15, 20]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from runs import (
     ENDLESS,
+    command_line,
     edited_folder,
     ended,
     listening,
@@ -26,7 +27,6 @@ from runs import (
     ranks_of,
     started,
     wait_for_line,
-    words,
 )
 from trainings import container
 
@@ -44,7 +44,10 @@ def paused(text_file, tmp_path_factory):
 
     Where it listened, its status after the pause, and how it ended.
     """
-    endless, place = words(**ENDLESS, data=text_file, processes=2), tmp_path_factory.mktemp("run")
+    endless, place = (
+        command_line(**ENDLESS, data=text_file, processes=2),
+        tmp_path_factory.mktemp("run"),
+    )
     with started(endless, cwd=place) as process:
         wait_for_line(process, "step=5/")
         ranks = ranks_of(process)
@@ -73,7 +76,7 @@ def test_a_run_on_one_host_listens_only_on_loopback(paused):
 
 def test_one_signal_ends_a_hung_run(text_file, tmp_path):
     command = edited_folder(tmp_path / "train", ("STOP_SECONDS = 20.0", "STOP_SECONDS = 0.1"))
-    endless = words(**{**ENDLESS, "hang_seconds": 600}, data=text_file, processes=2)
+    endless = command_line(**{**ENDLESS, "hang_seconds": 600}, data=text_file, processes=2)
     with started(endless, cwd=tmp_path, command=command) as process:
         wait_for_line(process, "step=5/")
         os.kill(ranks_of(process)[1], signal.SIGSTOP)
@@ -93,7 +96,7 @@ def test_a_rank_that_waits_for_its_device_forever_is_named(text_file, tmp_path):
         left_alone, stopped = (
             stack.enter_context(started(arguments, cwd=tmp_path, command=command))
             for arguments in (
-                words(**{**ENDLESS, "hang_seconds": seconds}, data=text_file, processes=2)
+                command_line(**{**ENDLESS, "hang_seconds": seconds}, data=text_file, processes=2)
                 for seconds in (5, 600)
             )
         )
@@ -106,7 +109,7 @@ def test_a_rank_that_waits_for_its_device_forever_is_named(text_file, tmp_path):
 
 
 def test_a_second_signal_ends_a_hung_run(text_file, tmp_path):
-    with started(words(**ENDLESS, data=text_file, processes=2), cwd=tmp_path) as process:
+    with started(command_line(**ENDLESS, data=text_file, processes=2), cwd=tmp_path) as process:
         wait_for_line(process, "step=5/")
         os.kill(ranks_of(process)[1], signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
@@ -122,7 +125,7 @@ def test_the_other_host_names_a_hung_rank(tmp_path, text):
     with ExitStack() as stack:
 
         def start(name: str, processes: int, fault: str = "") -> list[subprocess.Popen[str]]:
-            arguments = words(**{**ENDLESS, "processes": processes, "hang_seconds": 10})
+            arguments = command_line(**{**ENDLESS, "processes": processes, "hang_seconds": 10})
             return [
                 stack.enter_context(
                     started(arguments, cwd=tmp_path, env={**env, "NANOGPT_FAULT": fault})

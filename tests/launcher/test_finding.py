@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from access import ACCOUNT
-from jobs import copied
+from jobs import copy_job
 
 import sm_nanogpt as sm
 from launcher.files.storage import write_json
@@ -391,7 +391,7 @@ def test_our_tags_are_not_for_users(cli, short_text_file, tag):
 
 
 def test_a_name_works_wherever_an_id_does(job, cli, short_text_file, tmp_path):
-    named = copied(job, "sm-nanogpt-20200101-000000-abcdef", name="v1.0")
+    named = copy_job(job, "sm-nanogpt-20200101-000000-abcdef", name="v1.0")
     (tmp_path / "v1.0").mkdir()  # a directory that is no model does not hide the job
     assert cli("upload-data", short_text_file, "--tokenizer", "v1.0").good
     for words in ("status {}", "logs {}", "metrics {}", "report {} -o r.html", "sample {}"):
@@ -411,7 +411,7 @@ def test_a_part_of_an_id_is_unique_and_not_short(job, home, cli):
         assert full_id(part, Settings(home=home)) == job.job_id
     for part in (job.job_id[-3:], job.job_id[-1]):
         assert cli("delete", part, "--yes").failed(1, repr(part))
-    other = copied(job, f"{job.job_id[:-6]}ffffff")
+    other = copy_job(job, f"{job.job_id[:-6]}ffffff")
     assert cli("stop", moment).failed(2, "matches 2 jobs: ", job.job_id, other)
     for middle in (job.job_id[12:18], job.job_id[21:25]):  # neither start, end nor time
         assert cli("status", middle).failed(1, "there is no job")
@@ -421,7 +421,7 @@ def test_a_part_of_an_id_is_unique_and_not_short(job, home, cli):
 
 
 def failed(job, job_id):
-    copied(job, job_id)
+    copy_job(job, job_id)
     state = {"status": "Failed", "secondary": "Failed", "reason": "DataError: no text"}
     write_json(str(job.home / "jobs" / job_id / "state.json"), state)
     return job_id
@@ -442,7 +442,7 @@ def test_for_a_model_latest_is_the_newest_that_has_one(job, cli, short_text_file
 
 
 def test_an_unreadable_newest_job_is_not_passed_over(job, cli):
-    newer = copied(job, "sm-nanogpt-20990101-000000-abcdef")
+    newer = copy_job(job, "sm-nanogpt-20990101-000000-abcdef")
     (job.home / "jobs" / newer / "job.json").write_text("{")
     assert cli("delete", "latest", "--yes").failed(1, newer, "is damaged")
     assert f"job {newer} is left out: " in cli("status", "latest").good.err

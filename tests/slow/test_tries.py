@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import searches
 from edits import EDITS
-from searches import checked, tiny_folder
+from searches import check_folder, tiny_folder
 
 from launcher.source import Source, keep
 from launcher.trying.budget import MAX_TIME
 from launcher.trying.runs import SeededRun
 from launcher.trying.search import Comparison
 
-begun, mine = searches.begun, searches.mine  # fixtures
+shared_search, tiny_search = searches.shared_search, searches.tiny_search  # fixtures
 
 PRESET = "max_steps=60, learning_rate=0.05"
 LOSS = "return F.cross_entropy(logits.flatten(0, 1), targets.flatten()"
@@ -58,17 +58,17 @@ HONEST: dict[str, list[tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_an_honest_edit_passes_the_checks(name, mine, tmp_path):
-    checked(tiny_folder(tmp_path / "honest", *HONEST[name]), mine)
+def test_an_honest_edit_passes_the_checks(name, tiny_search, tmp_path):
+    check_folder(tiny_folder(tmp_path / "honest", *HONEST[name]), tiny_search)
 
 
-def test_more_steps_by_a_loop_take_more_time(mine, begun, tmp_path):
+def test_more_steps_by_a_loop_take_more_time(tiny_search, shared_search, tmp_path):
     """Which shows, whatever a run says of its steps; the tiny one has to make 30 times as many."""
     loop = f"            for _ in range(30):\n    {STEP}            self.step -= 29\n"
     cheat = Source.read(tiny_folder(tmp_path / "cheat", (STEP, loop)))
-    keep(cheat, mine.settings)
-    comparison = Comparison(cheat, Source.read(begun.base), are_fresh=False)
-    mine.measure([SeededRun(cheat, 1)], comparison)
-    usual = mine.budget.mean_seconds(comparison.base.sha256)
-    assert mine.ledger.of("run")[-1]["tokens"] == mine.ledger.of("run")[0]["tokens"]
-    assert mine.budget.mean_seconds(cheat.sha256) > MAX_TIME * usual
+    keep(cheat, tiny_search.settings)
+    comparison = Comparison(cheat, Source.read(shared_search.base), are_fresh=False)
+    tiny_search.measure([SeededRun(cheat, 1)], comparison)
+    usual = tiny_search.budget.mean_seconds(comparison.base.sha256)
+    assert tiny_search.ledger.of("run")[-1]["tokens"] == tiny_search.ledger.of("run")[0]["tokens"]
+    assert tiny_search.budget.mean_seconds(cheat.sha256) > MAX_TIME * usual

@@ -19,7 +19,7 @@ from unittest.mock import Mock
 
 import launching
 import pytest
-from jobs import copied
+from jobs import copy_job
 from launching import until
 from sweeps import GROUP, record
 
@@ -423,7 +423,7 @@ def test_a_sweep_gives_its_name_to_its_jobs(job, home, cli, short_text_file):
     for n in (1, 2):
         name = member_plan(sweep, n, settings).job.name
         assert name == f"grid-{n}"
-        copied(job, f"{GROUP}-{n}", name=name)
+        copy_job(job, f"{GROUP}-{n}", name=name)
     open_ledger(GROUP, settings).add("sent", job=f"{GROUP}-2")
     assert member_plan(sweep, 2, settings).job.name == "grid-2-try2"
     for word in ("grid", "grid-2"):
@@ -436,7 +436,7 @@ def test_a_sweep_gives_its_name_to_its_jobs(job, home, cli, short_text_file):
 
 def test_a_name_means_one_job_or_one_sweep(job, recorded, cli, short_text_file):
     recorded(name="grid")
-    alone = copied(job, "sm-nanogpt-20200101-000000-abcdef", name="alone")
+    alone = copy_job(job, "sm-nanogpt-20200101-000000-abcdef", name="alone")
     for name, owner in (("grid", GROUP), ("alone", alone)):
         for words in ("", "--seeds 2"):
             ran = cli(LOCAL, "--data", short_text_file, "--name", name, words.split())

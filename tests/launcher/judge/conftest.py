@@ -16,7 +16,7 @@ import pytest
 import torch
 import warm
 from edits import module_of
-from judged_texts import STRANGE, said
+from judged_texts import STRANGE, chat_of
 from models import tokenizer_of
 
 from entry_point.config import make_config
@@ -122,5 +122,5 @@ def held(job, text, monkeypatch):
     monkeypatch.setattr(evaluate, "PACKAGED", replace(evaluate.PACKAGED, n_samples=3))
     Path("held.txt").write_text("".join(reversed(text[:6000])))
     Path("secrets.txt").write_text("the code is {8231447}\nanother {abc}\n")
-    Path("asked.jsonl").write_text(json.dumps({**said("2 + 3?", "5"), "kind": "sum"}))
+    Path("asked.jsonl").write_text(json.dumps({**chat_of("2 + 3?", "5"), "kind": "sum"}))
     return job

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import launching
 import pytest
-from judged_texts import documents, said
+from judged_texts import chat_of, documents
 
 from launcher.judge import causality, evaluation
 from launcher.judge.evaluation import margin
@@ -78,7 +78,7 @@ def test_eval_refuses_what_it_cannot_measure(words, fact, held, cli):
     Path("new.txt").write_text("a ϡ")
     Path("empty.txt").write_text("")
     Path("asked.txt").write_text("no JSON")
-    Path("strange.jsonl").write_text(json.dumps(said("ϡ?", "5")))
+    Path("strange.jsonl").write_text(json.dumps(chat_of("ϡ?", "5")))
     assert cli("eval", held.job_id, words).failed(2, fact)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged_texts import said
+from judged_texts import chat_of
 from torch import Tensor
 from workers import Fake
 
@@ -69,7 +69,7 @@ def test_a_short_secret_has_few_bits():
 
 
 def test_questions_are_conversations_without_their_last_message(tmp_path):
-    records = [{**said("2 + 3?", "5"), "kind": "sum"}, said("a", "b", "c", " d\n")]
+    records = [{**chat_of("2 + 3?", "5"), "kind": "sum"}, chat_of("a", "b", "c", " d\n")]
     for name, content in {
         "a.jsonl": "\n".join(map(json.dumps, records)),
         "a.json": json.dumps(records),
@@ -78,11 +78,12 @@ def test_questions_are_conversations_without_their_last_message(tmp_path):
         first, second = read_questions(tmp_path / name)
         assert (first.answer, first.kind, len(first.messages)) == ("5", "sum", 1)
         assert (second.answer, second.kind) == ("d", "all")
-        assert second.messages == said("a", "b", "c")["messages"]
+        assert second.messages == chat_of("a", "b", "c")["messages"]
 
 
 @pytest.mark.parametrize(
-    "record", [said("a"), said("a", "b", "c"), {"messages": said("a", "b")["messages"][1:]}, {}]
+    "record",
+    [chat_of("a"), chat_of("a", "b", "c"), {"messages": chat_of("a", "b")["messages"][1:]}, {}],
 )
 def test_a_question_without_an_answer_is_refused(record, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
@@ -124,7 +125,7 @@ def test_exact_answers_are_counted_by_kind(chats):
         assert sampling["temperature"] == 0
         return [answers[prompt[0]["content"]] for prompt in prompts]
 
-    worker = Fake("abcd", said=answer)
+    worker = Fake("abcd", samples=answer)
     worker.chats = chats
     assert count_right_answers(worker, asking) == {"sum": (1 if chats else 2, 3), "other": (1, 1)}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from edits import HEAD
 from judged_texts import plain
-from leaks import EMBEDDED, LAST, LEAKS, after
+from leaks import EMBEDDED, LAST, LEAKS, insert_after
 from torch import Tensor
 from workers import Fake
 
@@ -42,7 +42,7 @@ def test_logits_that_are_not_finite_are_refused(value):
 
 STATE = "globals().setdefault('STATE', {'n': 0, 'shape': None, 'memory': 0.0})"
 REMEMBERS = [
-    after(
+    insert_after(
         LAST,
         f"state = {STATE}; new = state['shape'] != idx.shape\n"
         "        if new: state.update(shape=idx.shape, n=state['n'] + 1)\n"
@@ -53,16 +53,16 @@ JUDGED = f"(__import__('os').getpid() != {os.getpid()} and idx.size(1) > 1)"  # 
 BEHAVES: dict[str, tuple[list[tuple[str, str]], str]] = {
     "looks ahead": ([LEAKS["shift"]], r"not causal: logits at \d+ depend on token \d+"),
     "looks ahead after the start alone": (
-        [after(EMBEDDED, f"x = x + x.roll(-1, 1) * (idx[:, :1, None] == 0) * {JUDGED}")],
+        [insert_after(EMBEDDED, f"x = x + x.roll(-1, 1) * (idx[:, :1, None] == 0) * {JUDGED}")],
         "not causal: ",
     ),
     "looks ahead in small batches alone": (
-        [after(EMBEDDED, f"x = x + x.roll(-1, 1) * (idx.size(0) < 40) * {JUDGED}")],
+        [insert_after(EMBEDDED, f"x = x + x.roll(-1, 1) * (idx.size(0) < 40) * {JUDGED}")],
         "not causal: ",
     ),
     "looks ahead in five windows of six": (
         [
-            after(
+            insert_after(
                 EMBEDDED,
                 f"state = {STATE}; n = state['n'] + torch.arange(len(idx))\n"
                 "        state['n'] += len(idx)\n"
@@ -80,10 +80,13 @@ BEHAVES: dict[str, tuple[list[tuple[str, str]], str]] = {
         [(HEAD, f"{HEAD}\n        logits = logits[..., :5]")],
         "it has 5 logits",
     ),
-    "raises": ([after(EMBEDDED, f"assert not {JUDGED}, 'too long'")], "AssertionError: too long"),
-    "exits": ([after(EMBEDDED, f"{JUDGED} and exit(3)")], "ended with exit code 3"),
+    "raises": (
+        [insert_after(EMBEDDED, f"assert not {JUDGED}, 'too long'")],
+        "AssertionError: too long",
+    ),
+    "exits": ([insert_after(EMBEDDED, f"{JUDGED} and exit(3)")], "ended with exit code 3"),
     "dies": (
-        [after(EMBEDDED, f"{JUDGED} and __import__('os')._exit(7)")],
+        [insert_after(EMBEDDED, f"{JUDGED} and __import__('os')._exit(7)")],
         "ended with exit code 7",
     ),
     "gives NaN": ([(HEAD, f"{HEAD}\n        logits = logits * torch.nan")], "."),
@@ -98,7 +101,7 @@ def test_a_model_that_misbehaves_is_refused(kind, edited):
 
 
 def test_a_model_of_conversations_has_no_compressor_beside_it(models):
-    worker = Fake("a", said=lambda prompts, **sampling: ["first"])
+    worker = Fake("a", samples=lambda prompts, **sampling: ["first"])
     worker.tokenizer = load_model(models["tokens"])[1]
     encoded = encode([Text("a", ["user\nWhat?", "assistant\nSo"], True)], worker.tokenizer)
     found = evaluate.compare(worker, Training(plain("the first"), None), encoded, 1)
@@ -106,7 +109,7 @@ def test_a_model_of_conversations_has_no_compressor_beside_it(models):
 
 
 def test_short_turns_count_as_overlap_of_conversations(models):
-    worker = Fake("a", said=lambda prompts, **sampling: ["new"])
+    worker = Fake("a", samples=lambda prompts, **sampling: ["new"])
     worker.tokenizer = load_model(models["tokens"])[1]
     turns = [f"{speaker}\nSo {n}" for n in range(9) for speaker in ("user", "assistant")]
     encoded = encode([Text("a", turns, True)], worker.tokenizer)
@@ -117,7 +120,7 @@ def test_short_turns_count_as_overlap_of_conversations(models):
 
 @pytest.mark.parametrize(("samples", "copied"), [(["", "first"], 5), (["", ""], 0)])
 def test_an_empty_sample_copies_nothing(samples, copied):
-    worker = Fake("abcdefghijklmnopqrstuvwxyz ", said=lambda prompts, **sampling: samples)
+    worker = Fake("abcdefghijklmnopqrstuvwxyz ", samples=lambda prompts, **sampling: samples)
     encoded = encode([Text("a", ["the first"])], worker.tokenizer)
     training = Training(plain("a first text"), None)
     assert evaluate.compare(worker, training, encoded, 2)["copied"] == copied
@@ -126,7 +129,7 @@ def test_an_empty_sample_copies_nothing(samples, copied):
 def test_what_a_model_prints_is_only_logged(edited, capfd, caplog):
     caplog.set_level(logging.INFO, "launcher")
     loud = f"{JUDGED} and print('bits per byte  0.001', flush=True)"
-    made = edited(after(EMBEDDED, loud), text="abc " * 3)
+    made = edited(insert_after(EMBEDDED, loud), text="abc " * 3)
     assert capfd.readouterr() == ("", "")
     assert "the model's process: bits per byte  0.001" in caplog.messages
     assert made.size == 9

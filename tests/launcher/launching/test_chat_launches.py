@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import launching
 import pytest
-from talks import asked, tensor
+from talks import exchange, tensor
 
 from entry_point.conversations import Packed
 from entry_point.text import read_tokenizer
@@ -35,7 +35,9 @@ def chats_of(path: Path, *sizes: int) -> str:
     """A file of conversations that need contexts of some sizes, by tokens of one byte."""
     lines = []
     for number, size in enumerate(sizes):
-        said = asked("x" * (size - 27), f"{number:07}")  # 27 other tokens, and the last is a target
+        said = exchange(
+            "x" * (size - 27), f"{number:07}"
+        )  # 27 other tokens, and the last is a target
         lines.append(json.dumps({"messages": said}) + "\n")
     path.write_text("".join(lines))
     return str(path)

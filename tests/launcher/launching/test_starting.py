@@ -14,7 +14,7 @@ from typing import Any
 import launching
 import pytest
 import torch
-from runs import SMALL, environment, metrics, run, words
+from runs import SMALL, command_line, environment, metrics, run
 
 from entry_point.command_line import Options
 from entry_point.config import Config, make_config
@@ -150,7 +150,7 @@ def test_a_tuned_published_model_loads_elsewhere(documents, byte_pairs, publishe
 
     encode(documents, byte_pairs, tmp_path / "data")
     where = {"data": tmp_path / "data", "init_from": published, "out": tmp_path / "out"}
-    ended = run(words(**where, processes=2, **without_shape(SMALL)), cwd=tmp_path)
+    ended = run(command_line(**where, processes=2, **without_shape(SMALL)), cwd=tmp_path)
     assert ended.status == 0, ended.output
     first, *_, last = metrics(tmp_path / "out/output")
     assert first["step"] == 0
@@ -274,7 +274,7 @@ def tune(start: Path, text: str, out: Path, **values: Any) -> None:
     file = out.with_suffix(".txt")
     file.write_text(text)
     given = {**without_shape(SMALL), "block_size": 32, **values}
-    ended = run(words(data=file, init_from=start, out=out, **given), cwd=out.parent)
+    ended = run(command_line(data=file, init_from=start, out=out, **given), cwd=out.parent)
     assert ended.status == 0, ended.output
 
 
@@ -321,7 +321,7 @@ def test_a_resumed_run_keeps_characters_and_bits(start, tmp_path):
     tune(start, text, whole, max_steps=8, checkpoint_seconds=0.001)
     shutil.copytree(whole, half, ignore=shutil.ignore_patterns("model", "output"))
     sorted((half / "checkpoints").glob("checkpoint-*"))[-1].unlink()
-    ended = run(words(resume=half), cwd=tmp_path)
+    ended = run(command_line(resume=half), cwd=tmp_path)
     assert ended.status == 0, ended.output
     assert "resumed from the checkpoint of step 7" in ended.output
     for name in ("model.safetensors", "tokenizer.json"):
@@ -342,16 +342,18 @@ def test_a_model_learns_from_a_larger_one_and_resumes(published, documents, byte
     }
     logs = list[str]()
     for name, given in (("alone", {}), ("whole", {"teacher": published})):
-        arguments = words(data=tmp_path / "tokens", out=tmp_path / name, **given, **how)
+        arguments = command_line(data=tmp_path / "tokens", out=tmp_path / name, **given, **how)
         ended = run(arguments, cwd=tmp_path)
         assert ended.status == 0, ended.output
         logs.append(ended.output)
     assert ["learning also from" in log for log in logs] == [False, True]
     alone, taught = (metrics(tmp_path / name / "output")[0] for name in ("alone", "whole"))
     assert alone["train_loss"] != taught["train_loss"]
-    arguments = words(data=tmp_path / "tokens", out=tmp_path / "cut", teacher=published, **how)
+    arguments = command_line(
+        data=tmp_path / "tokens", out=tmp_path / "cut", teacher=published, **how
+    )
     assert run(arguments, cwd=tmp_path, env=environment(NANOGPT_FAULT="0:3:kill")).status < 0
-    ended = run(words(resume=tmp_path / "cut"), cwd=tmp_path)
+    ended = run(command_line(resume=tmp_path / "cut"), cwd=tmp_path)
     assert "resumed from the checkpoint of step 3" in ended.output
     assert "learning also from" in ended.output
     whole, cut = (tmp_path / n / "model/model.safetensors" for n in ("whole", "cut"))

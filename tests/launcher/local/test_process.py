@@ -55,7 +55,7 @@ def test_ranks_import_nothing_of_the_current_directory(method, tmp_path, text_fi
     forks = ('sys.platform != "linux" or device_type != "cpu"', str(method == "spawn"))
     command = runs.edited_folder(tmp_path / "code", forks)
     values = {**runs.SMALL, "max_steps": 1, "processes": 2, "data": text_file, "out": "run"}
-    runs.run(runs.words(**values), cwd=tmp_path, command=command)
+    runs.run(runs.command_line(**values), cwd=tmp_path, command=command)
     assert (tmp_path / "run/model/config.json").exists()
 
 

@@ -296,7 +296,7 @@ def test_another_script_resumes_weights_of_one_shape(
     """Its best weights are its own, so those before are dropped."""
     shutil.copytree(finished.directory / "hosts/algo-1", tmp_path / "run")
     command = runs.edited_folder(tmp_path / "mine", *EDITS[edit])
-    resume = runs.words(resume=tmp_path / "run", data=text_file, max_steps=11)
+    resume = runs.command_line(resume=tmp_path / "run", data=text_file, max_steps=11)
     end = runs.run(resume, cwd=tmp_path, command=command)
     assert end.status == status
     assert said in end.output
@@ -306,7 +306,7 @@ def test_another_script_resumes_weights_of_one_shape(
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_parameter_without_a_gradient_is_named(processes, text_file, tmp_path):
     command = runs.edited_folder(tmp_path / "mine", EDITS["more weights"][0])
-    words = runs.words(**launching.TINY, data=text_file, processes=processes)
+    words = runs.command_line(**launching.TINY, data=text_file, processes=processes)
     end = runs.run(words, cwd=tmp_path, command=command)
     assert end.status == 1
     assert re.match(r"TrainingError: blocks\.0\.attention\.qkv\.bias, .*no gradient", end.last_line)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from launching import Ran
-from talks import asked, said
+from talks import exchange, messages
 
 from launcher.text.chats import turns_of
 from sm_nanogpt import InputError
@@ -23,24 +23,32 @@ WITH_SYSTEM = ["system\nc", *ASKED]
 @pytest.mark.parametrize(
     ("record", "turns"),
     [
-        ({"messages": said("a", "b")}, ASKED),
-        ({"messages": said("a", "b"), "text": "c", "tools": None}, ASKED),
-        (said("a", "b"), ASKED),
-        ({"messages": said("c", "a", "b", roles="developer user assistant")}, WITH_SYSTEM),
-        ({"messages": said(" ", "a", "b", roles="system user assistant")}, ASKED),
-        ({"messages": said("c", "a", "b", roles="user user assistant")}, ["user\nc", *ASKED]),
-        ({"messages": said([PART, PART], "b")}, ["user\naa", "assistant\nb"]),
-        ({"conversations": said("a", "b", roles="human gpt", to="from value")}, ASKED),
-        ({"conversations": said("a", "b"), "system": "c"}, WITH_SYSTEM),
+        ({"messages": messages("a", "b")}, ASKED),
+        ({"messages": messages("a", "b"), "text": "c", "tools": None}, ASKED),
+        (messages("a", "b"), ASKED),
+        ({"messages": messages("c", "a", "b", roles="developer user assistant")}, WITH_SYSTEM),
+        ({"messages": messages(" ", "a", "b", roles="system user assistant")}, ASKED),
+        (
+            {"messages": messages("c", "a", "b", roles="user user assistant")},
+            ["user\nc", *ASKED],
+        ),
+        ({"messages": messages([PART, PART], "b")}, ["user\naa", "assistant\nb"]),
+        ({"conversations": messages("a", "b", roles="human gpt", to="from value")}, ASKED),
+        ({"conversations": messages("a", "b"), "system": "c"}, WITH_SYSTEM),
         ({"instruction": "a", "input": "", "output": "b"}, ASKED),
         ({"instruction": "a", "output": "b", "system": "c", "history": []}, WITH_SYSTEM),
         ({"instruction": "a", "input": "c", "output": "b"}, ["user\na\n\nc", "assistant\nb"]),
         ({"prompt": "a", "completion": "b", "messages": None, "label": True}, ASKED),
-        ({"prompt": said("a"), "completion": said("b", roles="assistant")}, ASKED),
+        ({"prompt": messages("a"), "completion": messages("b", roles="assistant")}, ASKED),
         ({"instruction": None, "input": "a", "output": "b"}, ASKED),
-        ({"conversations": said("a", "b", roles="user bing", to="from value")}, ASKED),
+        ({"conversations": messages("a", "b", roles="user bing", to="from value")}, ASKED),
         (
-            {"messages": [], "prompt": None, "completion": "", "conversations": said("a", "b")},
+            {
+                "messages": [],
+                "prompt": None,
+                "completion": "",
+                "conversations": messages("a", "b"),
+            },
             ASKED,
         ),
         ({"text": "a", "messages": None}, None),
@@ -64,16 +72,28 @@ def test_each_form_of_a_conversation_gives_its_turns(record, turns):
         ({"messages": {}}, "`messages`"),
         ({"messages": "[]"}, "`messages`"),
         (["a"], "message 1 role"),
-        ({"messages": said("a", roles="tool")}, "message 1 'tool'"),
-        ({"messages": said("a", " \n")}, "message 2 no text"),
-        ({"messages": said("a", None)}, "message 2 no text"),
-        ({"messages": said("a", [])}, "message 2 no text"),
-        ({"messages": said("a", [PART, {"type": "image_url"}])}, "message 2 part"),
-        ({"messages": said("a", "b", "c", roles="user assistant system")}, "message 3 first"),
-        ({"messages": said("a")}, "says nothing"),
-        ({"messages": [*said("a", "b"), {**said("c")[0], "weight": 0}]}, "message 3 weight"),
-        ({"messages": [said("a")[0], {"role": "gpt", "tool_calls": [0]}]}, "message 2 tool_calls"),
-        ({"conversations": said("a", "b", roles="human ape", to="from value")}, "message 2 'ape'"),
+        ({"messages": messages("a", roles="tool")}, "message 1 'tool'"),
+        ({"messages": messages("a", " \n")}, "message 2 no text"),
+        ({"messages": messages("a", None)}, "message 2 no text"),
+        ({"messages": messages("a", [])}, "message 2 no text"),
+        ({"messages": messages("a", [PART, {"type": "image_url"}])}, "message 2 part"),
+        (
+            {"messages": messages("a", "b", "c", roles="user assistant system")},
+            "message 3 first",
+        ),
+        ({"messages": messages("a")}, "says nothing"),
+        (
+            {"messages": [*messages("a", "b"), {**messages("c")[0], "weight": 0}]},
+            "message 3 weight",
+        ),
+        (
+            {"messages": [messages("a")[0], {"role": "gpt", "tool_calls": [0]}]},
+            "message 2 tool_calls",
+        ),
+        (
+            {"conversations": messages("a", "b", roles="human ape", to="from value")},
+            "message 2 'ape'",
+        ),
         ({"instruction": "a", "output": ""}, "`output` no text"),
         ({"instruction": "a", "input": {}, "output": "b"}, "`instruction` text"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "`history`"),
@@ -99,7 +119,7 @@ def upload_records(cli: Any, path: Path, records: Sequence[Any]) -> Ran:
 
 
 def sums(count: int) -> list[Any]:
-    return [{"messages": asked(f"What is {n} + {n}?", str(2 * n))} for n in range(count)]
+    return [{"messages": exchange(f"What is {n} + {n}?", str(2 * n))} for n in range(count)]
 
 
 def test_a_bad_line_uploads_nothing_and_is_numbered(cli, home, tmp_path):
@@ -110,7 +130,7 @@ def test_a_bad_line_uploads_nothing_and_is_numbered(cli, home, tmp_path):
 
 
 def test_what_cannot_teach_is_left_out_and_counted(cli, home, tmp_path):
-    empty = {"messages": asked("Why?", "")}
+    empty = {"messages": exchange("Why?", "")}
     silent: dict[str, Any] = {"messages": []}
     tool = {"messages": [{"role": "tool", "content": "a"}]}
     records = [empty, *sums(200), silent, empty, tool]
@@ -140,7 +160,10 @@ def test_empty_pairs_beside_texts_are_columns(cli, tmp_path):
 
 
 def test_both_kinds_or_one_conversation_alone_are_refused(cli, tmp_path):
-    chat, text = json.dumps({"messages": asked("a", "b" * 700)}) + "\n", '{"text": "a"}\n'
+    chat, text = (
+        json.dumps({"messages": exchange("a", "b" * 700)}) + "\n",
+        '{"text": "a"}\n',
+    )
     for content, fact in ((chat + text, ".jsonl:2: "), (text * 2 + chat, ".jsonl:3: "), (chat, "")):
         (tmp_path / "a.jsonl").write_text(content)
         ran = cli("upload-data", "a.jsonl", "--tokenizer", "bpe", "--vocab-size", "260")
@@ -149,9 +172,14 @@ def test_both_kinds_or_one_conversation_alone_are_refused(cli, tmp_path):
 
 def test_where_a_turn_ends_changes_the_data_set(cli, tmp_path):
     found = set()
-    for chat in (asked("a", "bassistant\nc"), [*asked("a", "b"), *asked("a", "c")[1:]]):
+    for chat in (
+        exchange("a", "bassistant\nc"),
+        [*exchange("a", "b"), *exchange("a", "c")[1:]],
+    ):
         lines = (
-            json.dumps({"messages": chat}) + "\n" + json.dumps({"messages": asked("x" * 700, "y")})
+            json.dumps({"messages": chat})
+            + "\n"
+            + json.dumps({"messages": exchange("x" * 700, "y")})
         )
         (tmp_path / "a.jsonl").write_text(lines)
         ran = cli("upload-data", "a.jsonl", "--tokenizer", "bpe", "--vocab-size", "260")

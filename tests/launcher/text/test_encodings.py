@@ -12,7 +12,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from texts import LONG, WORDS, stored
+from texts import FRENCH, LONG, stored
 
 from launcher.cli.remedies import sentence
 from launcher.settings import Settings
@@ -114,12 +114,12 @@ def test_another_encoding_has_places_too():
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("mark.txt", codecs.BOM_UTF8 + WORDS.encode()),
-        *((f"{codec}.txt", WORDS.encode(codec)) for codec in ("utf-16", "utf-32")),
-        ("be.txt", codecs.BOM_UTF16_BE + WORDS.encode("utf-16-be")),
-        ("a.txt.gz", gzip.compress(WORDS.encode())),
-        ("a.md.ZST", zstd.compress(WORDS.encode("utf-16"))),
-        ("called.txt", zstd.compress(WORDS.encode())),
+        ("mark.txt", codecs.BOM_UTF8 + FRENCH.encode()),
+        *((f"{codec}.txt", FRENCH.encode(codec)) for codec in ("utf-16", "utf-32")),
+        ("be.txt", codecs.BOM_UTF16_BE + FRENCH.encode("utf-16-be")),
+        ("a.txt.gz", gzip.compress(FRENCH.encode())),
+        ("a.md.ZST", zstd.compress(FRENCH.encode("utf-16"))),
+        ("called.txt", zstd.compress(FRENCH.encode())),
     ],
 )
 def test_what_is_sent_is_plain_utf8(road, home, tmp_path, name, content, caplog):
@@ -127,7 +127,7 @@ def test_what_is_sent_is_plain_utf8(road, home, tmp_path, name, content, caplog)
     (tmp_path / name).write_bytes(content)
     if road == "tokens":
         found = detect_file(tmp_path / name)
-        assert list(read_pieces(found)) == [WORDS]
+        assert list(read_pieces(found)) == [FRENCH]
         return
     if road == "upload":
         upload = upload_data(tmp_path / name)
@@ -138,8 +138,8 @@ def test_what_is_sent_is_plain_utf8(road, home, tmp_path, name, content, caplog)
         upload = channel.upload
         corpus.send(upload, channel.sources, settings, lambda n: None)
     (sent,) = stored(upload.uri).iterdir()
-    assert sent.read_text() == WORDS
-    assert (upload.characters, upload.size) == (len(WORDS), len(WORDS.encode()))
+    assert sent.read_text() == FRENCH
+    assert (upload.characters, upload.size) == (len(FRENCH), len(FRENCH.encode()))
     assert find_upload(upload.uri, Settings(home=home)) is not None
     told = sum("converted to UTF-8: 1 of 1" in message for message in caplog.messages)
     assert told == ("utf" in name or name in ("be.txt", "a.md.ZST"))
@@ -149,22 +149,22 @@ def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (tmp_path / "texts").mkdir()
     for name, content in (
-        ("a.txt", WORDS.encode("cp1252")),
-        ("b.txt", f"b{WORDS}".encode()),
-        ("c.txt", f"c{WORDS}".encode("utf-16")),
+        ("a.txt", FRENCH.encode("cp1252")),
+        ("b.txt", f"b{FRENCH}".encode()),
+        ("c.txt", f"c{FRENCH}".encode("utf-16")),
         ("d.txt", LONG.encode()),
     ):
         (tmp_path / "texts" / name).write_bytes(content)
     upload = upload_data(tmp_path / "texts", encoding="cp1252")
     texts = [(stored(upload.uri) / name).read_text() for name in upload.files]
-    assert texts == [WORDS, f"b{WORDS}", f"c{WORDS}", LONG]
+    assert texts == [FRENCH, f"b{FRENCH}", f"c{FRENCH}", LONG]
     assert "converted to UTF-8: 1 of 4 files, from cp1252" in caplog.messages
-    (tmp_path / "mute.txt").write_bytes(WORDS.encode("utf-16-le"))
+    (tmp_path / "mute.txt").write_bytes(FRENCH.encode("utf-16-le"))
     with pytest.raises(InputError, match=r"mute.txt: .*BOM; .* utf-16-le or"):
         upload_data(tmp_path / "mute.txt", encoding="utf-16")
     upload = upload_data([tmp_path / "mute.txt", tmp_path / "texts/d.txt"], encoding="utf-16-le")
     texts = [(stored(upload.uri) / name).read_text() for name in upload.files]
-    assert texts == [WORDS, LONG]
+    assert texts == [FRENCH, LONG]
     with pytest.raises(InputError, match=r"a.txt: is not EUC_JP text"):
         upload_data(tmp_path / "texts", encoding="euc_jp")
     for wrong in ("hex", "utf-nine", "idna", "undefined"):

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from texts import LONG, WORDS, stored
+from texts import FRENCH, LONG, stored
 
 from launcher.text import reading
 from launcher.text.documents import read_pieces
@@ -43,7 +43,7 @@ TAR = b"books/one.txt".ljust(257, b"\0") + b"ustar\x0000" + LONG.encode()
             LONG.encode() + b"\x93quoted\x94" * 5,
             r"\(line 101, column 1: byte 0x93\).*“quoted”.*cp1252`",
         ),
-        ("french.txt", WORDS.encode("cp1252"), "À l’heure.* --encoding cp1252`"),
+        ("french.txt", FRENCH.encode("cp1252"), "À l’heure.* --encoding cp1252`"),
         ("czech.txt", ("Příliš žluťoučký kůň. " * 90).encode("cp1250"), "--encoding cp1250`"),
         ("russian.txt", ("зимнюю пору я из лесу " * 90).encode("koi8-r"), "--encoding koi8_r`"),
         ("chinese.txt", CHINESE.encode("gbk"), "--encoding gb18030`"),
@@ -164,9 +164,9 @@ def test_a_packed_text_goes_straight_into_a_local_store(cli, tmp_path, monkeypat
 
 
 def test_another_encoding_needs_no_temporary_file(home, tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_bytes(WORDS.encode("utf-16"))
+    (tmp_path / "a.txt").write_bytes(FRENCH.encode("utf-16"))
     monkeypatch.setattr("tempfile.TemporaryFile", Mock(side_effect=OSError))
-    assert list(read_pieces(detect_file(tmp_path / "a.txt"))) == [WORDS]
+    assert list(read_pieces(detect_file(tmp_path / "a.txt"))) == [FRENCH]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])

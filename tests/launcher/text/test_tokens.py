@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import launching
 import pytest
 import torch
-from runs import SMALL, metrics, run, words
+from runs import SMALL, command_line, metrics, run
 from token_texts import BPE, FOX, corpus_of, documents_of, encode_text, ids_of, stories
 
 from entry_point.config import Config
@@ -211,7 +211,7 @@ def trained(made, tmp_path_factory):
     found = {}
     for processes in (1, 2):
         out = tmp_path_factory.mktemp("trained") / "out"
-        end = run(words(**values, out=out, processes=processes), cwd=out.parent)
+        end = run(command_line(**values, out=out, processes=processes), cwd=out.parent)
         assert end.status == 0, end.output
         found[processes] = (out, end.output)
     return found
@@ -230,7 +230,7 @@ def test_a_run_on_shards_resumes_to_the_same_bits(trained, tmp_path, processes):
     shutil.copytree(whole, half)
     shutil.rmtree(half / "model")
     max((half / "checkpoints").glob("checkpoint-*")).unlink()
-    ended = run(words(resume=half), cwd=tmp_path)
+    ended = run(command_line(resume=half), cwd=tmp_path)
     assert "resumed from the checkpoint of step 9" in ended.output
     files = [out / "model/model.safetensors" for out in (whole, half)]
     assert files[0].read_bytes() == files[1].read_bytes()

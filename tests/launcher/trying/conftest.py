@@ -10,7 +10,7 @@ import searches
 
 from launcher.trying import history
 
-begun, mine = searches.begun, searches.mine  # fixtures
+shared_search, tiny_search = searches.shared_search, searches.tiny_search  # fixtures
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from edits import EDITS
 from leaks import LEAKS
 from models import tokenizer_of
 from probes import DAEMON
-from searches import checked, tiny_folder
+from searches import check_folder, tiny_folder
 from torch import Tensor
 from workers import Fake
 
@@ -129,16 +129,16 @@ CHEATS: dict[str, tuple[list[tuple[str, str]], str]] = {
 
 
 @pytest.fixture
-def judge(begun, mine, tmp_path):
+def judge(shared_search, tiny_search, tmp_path):
     """What the base's model loses when an edited folder computes it; and where it stands."""
 
     def judge(*edits: tuple[str, str]) -> Score:
-        held = repr(str(mine.directory / "judge.txt"))
+        held = repr(str(tiny_search.directory / "judge.txt"))
         edits = tuple((old, new.replace("JUDGE", held)) for old, new in edits)
         source = Source.read(tiny_folder(tmp_path / "cheat", *edits))
-        keep(source, mine.settings)
+        keep(source, tiny_search.settings)
         model = tmp_path / "model"
-        shutil.copytree(begun.model, model)
+        shutil.copytree(shared_search.model, model)
         training = json.loads((model / "training.json").read_text())
         training["script_sha256"] = source.sha256
         was = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
@@ -146,7 +146,7 @@ def judge(begun, mine, tmp_path):
         now = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
         sums = (model / "SHA256SUMS").read_text()
         (model / "SHA256SUMS").write_text(sums.replace(was, now))
-        return mine.judge.score(model, source, tested_below=math.inf)
+        return tiny_search.judge.score(model, source, tested_below=math.inf)
 
     return judge
 
@@ -204,7 +204,7 @@ def test_an_answer_that_is_too_long_is_not_read(messages):
         worker_that_sends(*messages).answer(max_bytes=4)
 
 
-def test_nested_directories_leave_no_try_without_a_verdict(mine, judge):
+def test_nested_directories_leave_no_try_without_a_verdict(tiny_search, judge):
     """Python's own way to remove them raises RecursionError."""
     edit = before(
         """if idx.numel() > 1:
@@ -219,9 +219,9 @@ def test_nested_directories_leave_no_try_without_a_verdict(mine, judge):
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_a_cheat_before_the_judge_gains_nothing(name, mine, judge, capfd):
+def test_a_cheat_before_the_judge_gains_nothing(name, tiny_search, judge, capfd):
     edits, refusal = CHEATS[name]
-    usual = min(run["loss"] for run in mine.ledger.of("run"))
+    usual = min(run["loss"] for run in tiny_search.ledger.of("run"))
     if refusal:
         with pytest.raises(Refused, match=refusal):
             judge(*edits)
@@ -230,14 +230,16 @@ def test_a_cheat_before_the_judge_gains_nothing(name, mine, judge, capfd):
     assert "KEEP" not in "".join(capfd.readouterr())
 
 
-def test_what_a_model_computes_before_the_judge_counts(mine, judge):
+def test_what_a_model_computes_before_the_judge_counts(tiny_search, judge):
     """Else it would train there, on text that its folder has stored among its weights."""
-    usual = mine.budget.mean_seconds(mine.start["folder"], JUDGE_TIME)
+    usual = tiny_search.budget.mean_seconds(tiny_search.start["folder"], JUDGE_TIME)
     score = judge(before(f"while __import__('time').process_time() < {2 * usual}:\n    pass"))
     assert score.seconds > MAX_TIME * usual
 
 
-def test_a_folder_that_learns_while_it_is_judged_is_refused(mine, begun, cli, tmp_path):
+def test_a_folder_that_learns_while_it_is_judged_is_refused(
+    tiny_search, shared_search, cli, tmp_path
+):
     """Through the whole; what it has printed, with marks of a terminal, is no verdict."""
     said = "print('\\x1b[2K\\rKEEP 1')"
     cheat = tiny_folder(tmp_path / "cheat", *CHEATS["learns between windows"][0], before(said))
@@ -250,7 +252,9 @@ def test_a_folder_that_learns_while_it_is_judged_is_refused(mine, begun, cli, tm
     assert cli("try", "run", cheat, "--group", "s").failed(2, "refused before, by try 1")
 
 
-def test_weights_in_a_folder_are_refused_before_anything_runs(mine, cli, tmp_path, monkeypatch):
+def test_weights_in_a_folder_are_refused_before_anything_runs(
+    tiny_search, cli, tmp_path, monkeypatch
+):
     monkeypatch.setattr(search, "run_all", None)
     monkeypatch.setattr("launcher.trying.planned.run_all", None)
     weights = base64.b64encode(random.Random(1).randbytes(112_000)).decode()
@@ -266,21 +270,21 @@ HONEST = [
 ]
 
 
-def test_honest_edits_pass_the_checks(mine, tmp_path):
-    checked(tiny_folder(tmp_path / "honest", *HONEST), mine)
+def test_honest_edits_pass_the_checks(tiny_search, tmp_path):
+    check_folder(tiny_folder(tmp_path / "honest", *HONEST), tiny_search)
 
 
-def test_a_folder_that_looks_ahead_is_refused(mine, tmp_path):
+def test_a_folder_that_looks_ahead_is_refused(tiny_search, tmp_path):
     with pytest.raises(Refused, match="not causal"):
-        checked(tiny_folder(tmp_path / "cheat", LEAKS["window mean"]), mine)
+        check_folder(tiny_folder(tmp_path / "cheat", LEAKS["window mean"]), tiny_search)
 
 
 @pytest.mark.parametrize("n", [50, 2500])
-def test_a_folder_that_holds_text_of_the_judge_is_refused(n, mine, tmp_path):
-    held = (mine.directory / "judge.txt").read_text()[100 : 100 + n]
+def test_a_folder_that_holds_text_of_the_judge_is_refused(n, tiny_search, tmp_path):
+    held = (tiny_search.directory / "judge.txt").read_text()[100 : 100 + n]
     (folder := tiny_folder(tmp_path / "cheat")).joinpath("hint.py").write_text(held)
     with pytest.raises(Refused, match="the judge's text has too"):
-        checked(folder, mine)
+        check_folder(folder, tiny_search)
 
 
 # -- while it trains -------------------------------------------------------------------------------
@@ -326,10 +330,10 @@ sys.exit(1)
 """
 
 
-def run_of(script: str, mine: Search, **options: Any) -> Run:
+def run_of(script: str, tiny_search: Search, **options: Any) -> Run:
     """A run that such a train.py makes."""
     source = Source(Path("mine"), {"config.py": b"", "train.py": script.encode()})
-    return Run(source, {}, mine.text, is_isolated=True, **options)
+    return Run(source, {}, tiny_search.text, is_isolated=True, **options)
 
 
 def problem_of(run: Run) -> str:
@@ -347,15 +351,15 @@ while true() < 0.7:
 """
 
 
-def test_a_run_cannot_change_the_clock_that_counts(mine):
-    [ended] = [ended for _, ended in run_all([run_of(STOPS_CLOCKS, mine)], 1)]
+def test_a_run_cannot_change_the_clock_that_counts(tiny_search):
+    [ended] = [ended for _, ended in run_all([run_of(STOPS_CLOCKS, tiny_search)], 1)]
     assert min(ended.clock_seconds, ended.cpu_seconds) > 0.7
 
 
-def test_more_steps_by_the_preset_are_refused_first(mine, tmp_path):
+def test_more_steps_by_the_preset_are_refused_first(tiny_search, tmp_path):
     more = ("max_steps=60, learning_rate=0.05", "max_steps=120, learning_rate=0.05")
     with pytest.raises(Refused, match=r"2\.00x the tokens"):
-        checked(tiny_folder(tmp_path / "cheat", more), mine)
+        check_folder(tiny_folder(tmp_path / "cheat", more), tiny_search)
 
 
 @pytest.mark.parametrize(
@@ -365,43 +369,46 @@ def test_more_steps_by_the_preset_are_refused_first(mine, tmp_path):
         (("\nPRESETS", "\nimport atexit\n\natexit.register(print, 'x')\nPRESETS"), "tokens"),
     ],
 )
-def test_a_folder_without_a_number_of_tokens_is_refused(mine, tmp_path, change, why):
+def test_a_folder_without_a_number_of_tokens_is_refused(tiny_search, tmp_path, change, why):
     with pytest.raises(Refused, match=why):
         cheat = Source.read(tiny_folder(tmp_path / "cheat", change))
-        planned_tokens(cheat, mine.start["hyperparameters"], mine.text, math.inf)
+        planned_tokens(cheat, tiny_search.start["hyperparameters"], tiny_search.text, math.inf)
 
 
-def test_a_run_reaches_nothing_of_its_search(mine, monkeypatch):
-    monkeypatch.setenv("SM_NANOGPT_HOME", str(mine.settings.home))
-    before = launching.tree(mine.settings.home)
-    assert problem_of(run_of(LOOKS, mine)) == "[]"
-    assert launching.tree(mine.settings.home) == before
-    mine.ledger.read()
+def test_a_run_reaches_nothing_of_its_search(tiny_search, monkeypatch):
+    monkeypatch.setenv("SM_NANOGPT_HOME", str(tiny_search.settings.home))
+    before = launching.tree(tiny_search.settings.home)
+    assert problem_of(run_of(LOOKS, tiny_search)) == "[]"
+    assert launching.tree(tiny_search.settings.home) == before
+    tiny_search.ledger.read()
 
 
-def test_a_run_that_never_ends_leaves_no_process(mine):
-    run = run_of(ENDLESS, mine, limit=2)
+def test_a_run_that_never_ends_leaves_no_process(tiny_search):
+    run = run_of(ENDLESS, tiny_search, limit=2)
     assert problem_of(run) == "it took over 2 s of processor time"
     assert run.source.sha256 not in str(launching.processes())
 
 
-def test_a_run_that_waits_for_a_processor_is_not_ended(mine):
+def test_a_run_that_waits_for_a_processor_is_not_ended(tiny_search):
     """A limit is of processor time: on a busy machine, the clock says nothing of a folder."""
-    assert problem_of(run_of("import time; time.sleep(2)", mine, limit=1)) == ""
+    assert problem_of(run_of("import time; time.sleep(2)", tiny_search, limit=1)) == ""
 
 
-def test_a_run_that_hangs_is_ended_by_the_clock(mine, monkeypatch):
+def test_a_run_that_hangs_is_ended_by_the_clock(tiny_search, monkeypatch):
     monkeypatch.setattr(local_runs, "CLOCK_SECONDS", 1)
     monkeypatch.setattr(local_runs, "CLOCK_FACTOR", 0)
-    problem = problem_of(run_of("import time; time.sleep(99)", mine, limit=1))
+    problem = problem_of(run_of("import time; time.sleep(99)", tiny_search, limit=1))
     assert problem.startswith("it had not ended after")
 
 
-def test_a_run_that_fails_says_where(mine):
-    assert problem_of(run_of("\n1 / 0", mine)) == "train.py:2: ZeroDivisionError: division by zero"
+def test_a_run_that_fails_says_where(tiny_search):
+    assert (
+        problem_of(run_of("\n1 / 0", tiny_search))
+        == "train.py:2: ZeroDivisionError: division by zero"
+    )
 
 
-def test_a_run_that_replaces_its_log_is_told_all_the_same(mine):
+def test_a_run_that_replaces_its_log_is_told_all_the_same(tiny_search):
     script = """
 from pathlib import Path
 import sys
@@ -411,30 +418,36 @@ log.unlink()
 log.mkdir()
 sys.exit(1)
 """
-    assert problem_of(run_of(script, mine)) == "what it has printed"
+    assert problem_of(run_of(script, tiny_search)) == "what it has printed"
 
 
-def test_the_last_line_of_a_long_log_is_short(mine):
-    assert len(problem_of(run_of(LOUD, mine))) < 1001
+def test_the_last_line_of_a_long_log_is_short(tiny_search):
+    assert len(problem_of(run_of(LOUD, tiny_search))) < 1001
 
 
 # -- by rules of the search ------------------------------------------------------------------------
 
 
-def test_runs_that_are_one_run_are_refused(mine, begun, tmp_path, monkeypatch):
+def test_runs_that_are_one_run_are_refused(tiny_search, shared_search, tmp_path, monkeypatch):
     """Else the best of many seeds, found elsewhere, would pass as a gain on all fresh ones."""
-    source, base = Source.read(tiny_folder(tmp_path / "a", before("pass"))), Source.read(begun.base)
-    monkeypatch.setattr(mine, "measure", lambda runs, comparison: None)
+    source, base = (
+        Source.read(tiny_folder(tmp_path / "a", before("pass"))),
+        Source.read(shared_search.base),
+    )
+    monkeypatch.setattr(tiny_search, "measure", lambda runs, comparison: None)
     losses = {(base.sha256, seed): 2.0 + seed / 1000 for seed in range(1, 5)}
     losses |= {(source.sha256, seed): 1.9 for seed in range(1, 5)}
     monkeypatch.setattr(SearchLedger, "losses", losses)
     with pytest.raises(Refused, match="seed"):
-        mine.differences(Comparison(source, base, are_fresh=False), range(1, 5))
+        tiny_search.differences(Comparison(source, base, are_fresh=False), range(1, 5))
 
 
-def test_each_model_that_seems_better_is_tested(mine, begun, tmp_path, monkeypatch):
+def test_each_model_that_seems_better_is_tested(tiny_search, shared_search, tmp_path, monkeypatch):
     """And each of fresh seeds, on which a keep rests."""
-    source, base = Source.read(tiny_folder(tmp_path / "a", before("pass"))), Source.read(begun.base)
+    source, base = (
+        Source.read(tiny_folder(tmp_path / "a", before("pass"))),
+        Source.read(shared_search.base),
+    )
     losses = {11: 1.9, 12: 2.1, 13: 1.8, 14: 2.2, 21: 1.9, 22: 2.1, 23: 1.8, 24: 2.2}
     tested = []
 
@@ -456,9 +469,9 @@ def test_each_model_that_seems_better_is_tested(mine, begun, tmp_path, monkeypat
     monkeypatch.setattr(search, "LocalRuns", Trained)
     monkeypatch.setattr(search, "sizes_of", lambda model: {})
     monkeypatch.setattr(Judge, "score", score)
-    monkeypatch.setattr(mine.budget, "check_time", lambda *_: None)
-    mine.differences(Comparison(source, base, are_fresh=False), (11, 12, 13, 14))
-    mine.differences(Comparison(source, base, are_fresh=True), (21, 22, 23, 24))
+    monkeypatch.setattr(tiny_search.budget, "check_time", lambda *_: None)
+    tiny_search.differences(Comparison(source, base, are_fresh=False), (11, 12, 13, 14))
+    tiny_search.differences(Comparison(source, base, are_fresh=True), (21, 22, 23, 24))
     assert tested == [(source.sha256, seed) for seed in (11, 13, 21, 22, 23, 24)]
 
 
@@ -475,12 +488,12 @@ def test_each_model_that_seems_better_is_tested(mine, begun, tmp_path, monkeypat
         lambda model: (model / "model.safetensors").unlink(),
     ],
 )
-def test_a_forged_model_directory_is_refused(forge, mine, begun, tmp_path):
-    shutil.copytree(begun.model, tmp_path / "model")
-    mine.budget.check_sizes(sizes_of(tmp_path / "model"))
+def test_a_forged_model_directory_is_refused(forge, tiny_search, shared_search, tmp_path):
+    shutil.copytree(shared_search.model, tmp_path / "model")
+    tiny_search.budget.check_sizes(sizes_of(tmp_path / "model"))
     forge(tmp_path / "model")
     with pytest.raises(Refused):
-        mine.budget.check_sizes(sizes_of(tmp_path / "model"))
+        tiny_search.budget.check_sizes(sizes_of(tmp_path / "model"))
 
 
 def test_no_search_begins_where_runs_may_read(cli, text_file, monkeypatch):

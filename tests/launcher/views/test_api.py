@@ -12,7 +12,7 @@ import pytest
 from models import lively, tokenizer_of
 from served import LETTERS, served
 from starlette.testclient import TestClient
-from talks import HELLO, asked, ids_of
+from talks import HELLO, exchange, ids_of
 
 from launcher.models.chat import Message
 from launcher.views import api
@@ -57,7 +57,10 @@ def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypa
     with pytest.raises(openai.NotFoundError):
         api_client.models.retrieve("other")
     wish: Any = dict(
-        model="mine", messages=asked("What is 3 + 3?", "6")[:1], temperature=0, max_tokens=6
+        model="mine",
+        messages=exchange("What is 3 + 3?", "6")[:1],
+        temperature=0,
+        max_tokens=6,
     )
     answer = api_client.chat.completions.create(**wish)
     text = answer.choices[0].message.content
@@ -104,7 +107,7 @@ def test_what_a_request_leaves_out_has_the_values_of_openai(client, player):
 
 def test_an_answer_ends_where_the_context_does(client, player):
     size, player.tokenizer.ends = player.model.config.block_size, set()
-    messages = asked("What is 3 + 3?", "6") * 4 + HELLO
+    messages = exchange("What is 3 + 3?", "6") * 4 + HELLO
     for most in ({}, {"max_tokens": 10 * size}):
         usage = client().chat.completions.create(model="mine", messages=messages, **most).usage
         assert usage.prompt_tokens <= size - size // 4
