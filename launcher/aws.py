@@ -103,15 +103,19 @@ def make_client(session: Any, service: str, region: str, attempts: int | None = 
     return client
 
 
+# Regions that AWS opened after the boto3 of constraints.txt. Endpoints follow from the names.
+NEWER_REGIONS = ("me-west-1", "sa-west-1")
+
+
 def check_region(session: Any) -> str:
     """Returns the region of a session. Raises InputError if it has none, or SageMaker is not there.
 
-    What is there is what boto3 knows, as this calls nothing.
+    This calls nothing: it asks boto3 in which regions SageMaker is.
     """
     region = str(session.region_name or "")
     if not region:
         raise InputError("no region is set", "no-region")
-    regions: list[str] = []
+    regions = [*NEWER_REGIONS]
     for partition in session.get_available_partitions():
         regions += session.get_available_regions("sagemaker", partition)
     if region not in regions:

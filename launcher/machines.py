@@ -92,6 +92,7 @@ class Image:
     repository: str
     python: str
     cuda: str  # of the image for GPUs
+    commercial_only: bool = False  # True if China and GovCloud have no copy of it
 
     @property
     def minor(self) -> str:
@@ -116,7 +117,7 @@ IMAGES = (
     Image("2.11.0", "pytorch", "3.12", "13.0"),
     Image("2.12.1", "pytorch", "3.12", "13.0"),
     Image("2.13.0", "pytorch", "3.12", "13.3"),
-    Image("2.14.0", "pytorch", "3.12", "13.3"),
+    Image("2.14.0", "pytorch", "3.12", "13.3", commercial_only=True),
 )
 
 # The accounts whose registries hold these images, by region; those of the SDK's version 2.257.7
@@ -148,6 +149,8 @@ REGISTRIES = {
     "442386744353": "us-gov-west-1",
 }
 
+OTHER_PARTITIONS = ("cn-", "us-gov-")  # the beginnings of the names of their regions
+
 # The newest image with CUDA 13.0, which needs driver 580 or later on the host; a job cannot choose
 # its host's. AWS does not publish the drivers of its training hosts, but releases an image with
 # CUDA 13.0 after training jobs on ml.g5.12xlarge and ml.g6.12xlarge with NCCL; CUDA 13.3 is tested
@@ -174,6 +177,9 @@ def find_image(version: str) -> Image:
 def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
     """The URI of AWS's image. Raises InputError if there is none of this version or region."""
     image = find_image(pytorch_version)
+    if image.commercial_only and region.startswith(OTHER_PARTITIONS):
+        missing = f"AWS has no image of PyTorch {image.version} in {region}"
+        raise InputError(missing, "other-image", "pytorch_version", pytorch_version)
     for account, regions in REGISTRIES.items():
         if region in regions.split():
             suffix = ".cn" if region.startswith("cn-") else ""

@@ -73,7 +73,16 @@ def test_torchrun_is_the_default_where_pytorchddp_is_refused():
 )
 def test_images_come_from_the_registry_of_the_region(region, registry):
     for image in IMAGES:
+        if image.commercial_only and region == "cn-north-1":
+            continue
         uri = machines.training_image(region, image.version, True)
         assert uri == f"{registry}/{image.name(gpu=True)}"
     with pytest.raises(InputError, match="known in eu-nowhere-1"):
         machines.training_image("eu-nowhere-1", DEFAULT_VERSION, True)
+
+
+@pytest.mark.parametrize("region", ["cn-northwest-1", "us-gov-west-1"])
+def test_an_image_that_a_partition_lacks_is_refused(region):
+    with pytest.raises(InputError, match=rf"pytorch_version=2\.14: .* no image .* in {region}"):
+        machines.training_image(region, "2.14", True)
+    assert machines.training_image(region, DEFAULT_VERSION, True)

@@ -1,0 +1,19 @@
+"""In which regions SageMaker is, as far as is known here."""
+
+from __future__ import annotations
+
+import boto3
+import pytest
+
+from launcher.aws import check_region
+from sm_nanogpt import InputError
+
+
+@pytest.mark.parametrize("region", ["us-east-1", "eusc-de-east-1", "me-west-1", "sa-west-1"])
+def test_a_region_with_sagemaker_is_accepted(region):
+    assert check_region(boto3.Session(region_name=region)) == region
+
+
+def test_a_misspelled_region_is_refused_with_a_near_one():
+    with pytest.raises(InputError, match=r"did you mean .*us-east-1"):
+        check_region(boto3.Session(region_name="us-east1"))
