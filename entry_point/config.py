@@ -174,6 +174,13 @@ class Config:
     checkpoint_seconds: float = hyperparameter(
         0.0, "seconds between checkpoints; evaluations write one too (0: 60 or more)", 0, 10**9
     )
+    moments: int = hyperparameter(
+        8,
+        "models kept to show how it learned, from step 0 to the last (0: none; none over 5 million"
+        " parameters)",
+        0,
+        100,
+    )
 
     hang_seconds: float = hyperparameter(
         150.0, "fail after this long, and 5 steps, without progress", 5, 1800, group="machine"

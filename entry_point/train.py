@@ -27,6 +27,7 @@ To change                                                   open
     the metrics of the log, and what else it says           metrics.py, report.py
     what is learned of conversations                        conversations.py
     what a checkpoint holds, when one is due                checkpoint.py
+    which steps' weights show how it learned                moments.py
     the model directory for transformers                    huggingface.py, qwen3.py
     how it is found out that a model looks ahead            causality.py
 

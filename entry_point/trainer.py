@@ -28,6 +28,7 @@ from .errors import ConfigError, TrainingError, counted, log
 from .faults import Fault, read_fault
 from .metrics import StepTimer, best_lines, metric_line
 from .model import GPT
+from .moments import MAX_PARAMETERS, Moments, moments_before, take_moments, write_moments
 from .optim import Optimizer, learning_rate_scale
 from .passes import Passes
 from .report import choices_line, data_lines, dtype_name, sample_lines
@@ -89,6 +90,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         batches = Batches(corpus.train, config, device)
         self.passes = Passes(self.model, self.optimizer, self.scaler, batches, group, self.end)
+        self.moments = Moments(config, self.passes.n_parameters)
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -104,6 +106,8 @@ class Trainer:
         while self.step < self.config.total_steps:
             if self.generation > 0 and self.step % self.config.max_steps == 0:
                 self.begin_generation()
+            if self.is_main:
+                self.moments.keep(self.step, self.model.state_dict())
             # Long steps have enough time.
             self.group.allow_seconds(5 * max(self.timer.last, self.timer.measured))
             if fault is not None and self.step == fault.step:
@@ -199,6 +203,7 @@ class Trainer:
         new_model.init_weights(derive_seed(self.config.seed, "generation", self.generation))
         if self.is_main:
             best = self.best if self.best_step is not None else self.model.state_dict()
+            self.moments.weights = self.moments_of_best()
             self.teacher.load_state_dict(best)
             if self.container.init_from is not None:
                 huggingface.load_pretrained(new_model, self.container.init_from)
@@ -244,6 +249,8 @@ class Trainer:
             log(choices_line(self.passes))
             for line in data_lines(self.corpus, self.passes.n_parameters):
                 log(line)
+            if self.moments.is_too_large:
+                log(f"moments: none, as the model has over {MAX_PARAMETERS:,} parameters")
 
     def log_metrics(self, evaluates: bool) -> None:
         """The metric line of the steps since the last; takes the weights if they are the best."""
@@ -311,6 +318,12 @@ class Trainer:
         """A copy of the weights."""
         weights = self.model.state_dict()
         return {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
+
+    def moments_of_best(self) -> dict[int, dict[str, Tensor]]:
+        """The moments on the way to the best model."""
+        if self.best_step is None:
+            return {}
+        return moments_before(self.moments.weights, self.best_step, self.config.max_steps)
 
     def check_loss(self, loss: float) -> None:
         self.check_finite(math.isfinite(loss), f"the loss is {loss},")
@@ -408,6 +421,7 @@ class Trainer:
         if self.is_main:
             for name, tensor in self.best.items():
                 tensors[f"best.{name}"] = tensor
+            tensors |= self.moments.tensors()
             self.checkpoints.save(tensors, self.state(loss_sum), self.gather(tensors))
         else:
             for _ in self.gather(tensors):
@@ -470,6 +484,7 @@ class Trainer:
         del state["tokenizer"]  # other ranks need neither, and both may be large
         for name in [name for name in saved if name.startswith("best.")]:
             self.best[name.removeprefix("best.")] = saved.pop(name)
+        self.moments.weights = take_moments(saved)
         huggingface.load_tensors(live, saved)
         return {name: saved[name] if t.is_meta else t for name, t in live.items()}
 
@@ -523,6 +538,7 @@ class Trainer:
             difference, leak = huggingface.write_artefact(
                 model_dir, best, self.corpus.tokenizer, training, self.corpus.is_chat
             )
+            write_moments(model_dir, self.moments_of_best())
         with self.checkpoints.writing(output_dir):
             output_dir.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self.checkpoints.curve, output_dir / "metrics.jsonl")

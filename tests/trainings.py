@@ -67,10 +67,17 @@ EXACT |= dict(max_steps=30, log_interval=1, eval_interval=5, checkpoint_seconds=
 
 
 def assert_same_end(one: Path, other: Path) -> None:
-    """Both trainings ended with the same bits: artefact, weights, optimizer state and curve."""
+    """Both trainings ended with the same bits.
+
+    These are of the artefact with its moments, the weights, the optimizer's state, and the curve.
+    """
     models = [host / "model/model.safetensors" for host in (one, other)]
     # Of unequal bytes pytest would look for the difference, for minutes.
     assert filecmp.cmp(models[0], models[1], shallow=False)
+    moments = [sorted((host / "model/moments").iterdir()) for host in (one, other)]
+    assert [path.name for path in moments[0]] == [path.name for path in moments[1]]
+    for ours_path, theirs_path in zip(*moments, strict=True):
+        assert filecmp.cmp(ours_path, theirs_path, shallow=False)
     ours, theirs = (Checkpoints(host / "checkpoints").load_latest() for host in (one, other))
     assert ours is not None and theirs is not None
     assert ours[0].keys() == theirs[0].keys()

@@ -26,6 +26,7 @@ from entry_point.device import has_fast_bfloat16
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from entry_point.files import file_sha256, read_file
 from entry_point.model import GPT
+from entry_point.moments import moments_before, take_moments, write_moments
 from entry_point.qwen3 import qwen3_config
 from entry_point.text import Tokenizer, read_json, read_tokenizer
 from launcher.errors import InputError, ServiceError
@@ -271,4 +272,6 @@ def export_checkpoint(
         tokenizer = huggingface_module.Tokenizer(state.tokenizer, state.end_of_text)
         model = huggingface_module.with_weights(config, len(tokenizer), weights)
         huggingface_module.write_artefact(model_dir, model, tokenizer, training, state.chats)
+    moments = moments_before(take_moments(dict(tensors)), state.step, config.max_steps)
+    write_moments(model_dir, moments)
     return state.step

@@ -47,7 +47,8 @@ def archive_of(job: Finished) -> Path:
 
 def members_of(archive: Path) -> list[Member]:
     with tarfile.open(archive) as tar:
-        return [regular(member.name, tar.extractfile(member).read()) for member in tar]  # type: ignore[union-attr]
+        files = [member for member in tar if member.isfile()]
+        return [regular(file.name, tar.extractfile(file).read()) for file in files]  # type: ignore[union-attr]
 
 
 def regular(name: str, content: bytes = b"") -> Member:
@@ -112,7 +113,7 @@ def fetched(monkeypatch):
 def test_an_archive_is_fetched_once_until_it_changes(job, fetched):
     first = fetch_model(job.job_id)
     assert first.parent == job.home / "models" / job.job_id
-    assert {path.name for path in first.iterdir()} == {*MODEL_FILES, "SHA256SUMS"}
+    assert {path.name for path in first.iterdir()} == {*MODEL_FILES, "SHA256SUMS", "moments"}
     assert sum(fetched) == archive_of(job).stat().st_size
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=first, check=True)
 
@@ -372,6 +373,9 @@ def test_a_failed_job_is_sampled_from_its_last_checkpoint(job, cli, fetched):
     fetched.clear()
     place = fetch_model(job.job_id)
     assert (place.name, fetched) == ("step-00000010", [])
+    steps = [path.name for path in sorted((place / "moments").iterdir())]
+    assert steps[0] == "step-00000000.safetensors"
+    assert len(steps) == 7
 
 
 def test_only_the_newest_intact_checkpoint_is_downloaded(job, fetched):

@@ -1,0 +1,104 @@
+"""The copies of the weights that show how a model has learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs import SMALL
+from trainings import ALONE, trainer_of
+
+from entry_point import moments
+from entry_point.moments import moment_steps, moments_before
+from entry_point.safetensors_file import read_safetensors
+
+
+def files(directory: Path) -> dict[int, Path]:
+    paths = (directory / "model/moments").glob("*")
+    return {int(path.stem.removeprefix("step-")): path for path in paths}
+
+
+@pytest.mark.parametrize(
+    "n_moments, n_steps, steps",
+    [
+        (8, 2000, [0, 6, 47, 157, 373, 729, 1259]),
+        (8, 3, [0, 1, 2]),
+        (2, 2000, [0]),
+        (1, 2000, []),
+        (0, 2000, []),
+    ],
+)
+def test_moments_lie_closer_at_the_beginning(n_moments, n_steps, steps):
+    assert moment_steps(n_moments, n_steps) == steps
+
+
+def test_a_run_keeps_its_weights_of_each_moment(tmp_path):
+    trainer = trainer_of(tmp_path, moments=4)
+    assert trainer.run()
+    assert trainer.best_step is not None
+    paths = files(tmp_path)
+    assert sorted(paths) == [step for step in (0, 1, 3) if step < trainer.best_step]
+
+    again = trainer_of(tmp_path / "again")
+    while again.step < max(paths):
+        again.train_step()
+    tensors, metadata = read_safetensors(paths[again.step], sealed=True)
+    assert metadata["step"] == str(again.step)
+    for name, tensor in again.model.state_dict().items():
+        assert torch.equal(tensors[name], tensor.bfloat16())
+
+
+def test_moments_change_no_bit_of_the_model(tmp_path):
+    for count in (0, 8):
+        assert trainer_of(tmp_path / str(count), moments=count).run()
+    kept, plain = (tmp_path / str(count) / "model" for count in (8, 0))
+    weights = [(model / "model.safetensors").read_bytes() for model in (kept, plain)]
+    assert weights[0] == weights[1]
+    assert not (plain / "moments").exists()
+
+
+def test_a_stopped_run_keeps_the_moments_before(tmp_path):
+    assert trainer_of(tmp_path / "calm").run()
+    stopped = trainer_of(tmp_path / "cut")
+    stopped.stop_signal = 15
+    assert not stopped.run()
+    assert trainer_of(tmp_path / "cut").run()
+    calm, cut = files(tmp_path / "calm"), files(tmp_path / "cut")
+    assert calm.keys() == cut.keys()
+    for step, path in calm.items():
+        assert path.read_bytes() == cut[step].read_bytes()
+
+
+def test_a_longer_run_drops_moments_that_are_not_its_own(tmp_path):
+    assert trainer_of(tmp_path).run()
+    stale = tmp_path / "model/moments/step-00000099.safetensors"
+    stale.write_bytes(b"")
+    assert trainer_of(tmp_path, max_steps=SMALL["max_steps"] + 5).run()
+    assert not stale.exists()
+    assert files(tmp_path)
+
+
+def test_a_large_model_keeps_no_moments(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(moments, "MAX_PARAMETERS", 1000)
+    trainer = trainer_of(tmp_path)
+    trainer.introduce(ALONE)
+    assert "moments: none, as the model has over" in capsys.readouterr().out
+    assert trainer.run()
+    assert not files(tmp_path)
+
+
+def test_the_moments_are_of_the_best_generation(tmp_path):
+    trainer = trainer_of(tmp_path, generations=2, moments=4)
+    assert trainer.run()
+    assert trainer.best_step is not None
+    first = 0 if trainer.best_step <= 10 else 10
+    assert files(tmp_path)
+    assert all(first <= step < trainer.best_step for step in files(tmp_path))
+
+
+def test_moments_of_other_generations_are_not_on_the_way():
+    kept: dict[int, dict[str, torch.Tensor]] = {0: {}, 5: {}, 10: {}, 15: {}, 20: {}}
+    assert list(moments_before(kept, 20, max_steps=10)) == [10, 15]
+    assert list(moments_before(kept, 7, max_steps=10)) == [0, 5]
+    assert not moments_before(kept, 0, max_steps=10)
