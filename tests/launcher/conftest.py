@@ -47,11 +47,11 @@ def document(tokenizer):
 @pytest.fixture
 def rehearse(home, cli, text_file):
     """A dry run, in an environment without credentials or network."""
-    place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
-    return lambda *words: cli(place, LAUNCH, "--data", text_file, "--dry-run", words)
+    location = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
+    return lambda *arguments: cli(location, LAUNCH, "--data", text_file, "--dry-run", arguments)
 
 
 @pytest.fixture
 def dry(rehearse):
     """The request that a dry run shows."""
-    return lambda *words: json.loads(rehearse(words).good.out)
+    return lambda *arguments: json.loads(rehearse(arguments).good.out)

@@ -154,8 +154,8 @@ def elsewhere(home, monkeypatch):
 
 @pytest.fixture
 def job_id(elsewhere, cli, text_file):
-    words = ("--name", "afar", "--set", "max_steps=10", "--data", str(text_file))
-    return cli("launch", "--instance", "elsewhere", *words).good.out.strip()
+    arguments = ("--name", "afar", "--set", "max_steps=10", "--data", str(text_file))
+    return cli("launch", "--instance", "elsewhere", *arguments).good.out.strip()
 
 
 def test_a_third_backend_needs_its_file_and_a_row_alone(job_id, elsewhere, cli):
@@ -175,8 +175,8 @@ def test_a_model_of_a_third_backend_is_fetched(job_id, elsewhere, cli, job):
     archive = elsewhere.directory(job_id) / "model.tar.gz"
     shutil.copy(job.directory / "output" / "model.tar.gz", archive)
     (archive.parent / "status").write_text("Completed")
-    words = ("--max-new-tokens", "5", "--seed", "1")
-    assert cli("fetch-and-sample", job_id, *words).good.out
+    arguments = ("--max-new-tokens", "5", "--seed", "1")
+    assert cli("fetch-and-sample", job_id, *arguments).good.out
 
 
 def test_a_sweep_runs_on_a_third_backend(elsewhere, cli, text_file, monkeypatch):
@@ -188,12 +188,12 @@ def test_a_sweep_runs_on_a_third_backend(elsewhere, cli, text_file, monkeypatch)
         return job and replace(job, status="Completed", metrics={"best_loss": 2.0})
 
     monkeypatch.setattr(ElsewhereBackend, "describe", ended)
-    words = ("--data", str(text_file), "--set", "max_steps=10", "--seeds", "2")
-    ran = cli("launch", "--instance", "elsewhere", *words)
+    arguments = ("--data", str(text_file), "--set", "max_steps=10", "--seeds", "2")
+    ran = cli("launch", "--instance", "elsewhere", *arguments)
     assert "1     2.0000" in ran.good.err
     assert len(json.loads(cli("jobs", "--group", ran.out.strip(), "--json").good.out)) == 2
 
 
 def test_a_field_that_a_third_backend_lacks_is_refused(elsewhere, cli, text_file):
-    words = ("--instance", "elsewhere", "--data", str(text_file), "--spot")
-    assert cli("launch", *words).failed(2, "means nothing elsewhere")
+    arguments = ("--instance", "elsewhere", "--data", str(text_file), "--spot")
+    assert cli("launch", *arguments).failed(2, "means nothing elsewhere")

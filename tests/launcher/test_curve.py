@@ -93,10 +93,10 @@ def test_a_hostile_line_of_a_log_takes_no_time():
     "row", [{"step": 7.5}, {"step": 7, "\x1b[2J": 1}, {"step": 7, "a" * 99: 1}]
 )
 def test_an_odd_row_of_a_curve_is_left_out(job, cli, row):
-    before = cli("metrics", job.job_id).out
+    metrics_before = cli("metrics", job.job_id).out
     with (job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
-    assert cli("metrics", job.job_id).out == before
+    assert cli("metrics", job.job_id).out == metrics_before
     assert cli("jobs").code == 0
 
 
@@ -128,10 +128,10 @@ def test_a_followed_job_has_a_bar_and_then_its_curve(job, monkeypatch, capsys):
     lines = (job.directory / "logs/job.log").read_text().splitlines()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert list(following(iter(lines), TrackedJob(job.job_id))) == lines
-    told = capsys.readouterr().err
-    assert "100% |" in told
-    assert "step 10/10, best loss " in told
-    assert "val_loss:\n" in told
+    printed = capsys.readouterr().err
+    assert "100% |" in printed
+    assert "step 10/10, best loss " in printed
+    assert "val_loss:\n" in printed
 
 
 def test_without_a_terminal_nothing_is_added(job, capsys):
@@ -143,12 +143,12 @@ def test_status_takes_the_newest_values_from_the_log(cloud, s3, cli, text_file):
     lines = ["step=5/10 val_loss=2.5 bits_per_byte=3.5", "step=6/10 tokens_per_second=100"]
     log = [(-2, "algo-1", f"{TAGGED}{line}") for line in lines]
     cloud.sagemaker.next_script = {"log": log}
-    words = ("--instance", "ml.g5.xlarge", "--set", "max_steps=10", "--data", str(text_file))
-    job_id = cli("launch", words).out.strip()
-    told = " ".join(cli("status", job_id).out.split())
+    arguments = ("--instance", "ml.g5.xlarge", "--set", "max_steps=10", "--data", str(text_file))
+    job_id = cli("launch", arguments).out.strip()
+    status = " ".join(cli("status", job_id).out.split())
     for field in ("step: 6/10", "best loss: 2.5000", "bits/byte: 3.5", "tokens/s: 100"):
-        assert field in told
-    assert "time left: " in told
+        assert field in status
+    assert "time left: " in status
     assert json.loads(cli("status", job_id, "--json").out)["metrics"]["step"] == 6
 
 

@@ -30,32 +30,34 @@ STACK = Stack("sm-nanogpt", "CREATE_COMPLETE", "", ROLE, None, "")
 @pytest.fixture
 def stacks(monkeypatch):
     """The stack that is found, if there is one in here."""
-    found: list[Stack] = []
+    listed: list[Stack] = []
     for module in (doctor, stack):
-        monkeypatch.setattr(module, "find_stack", lambda settings, session: next(iter(found), None))
-    return found
+        monkeypatch.setattr(
+            module, "find_stack", lambda settings, session: next(iter(listed), None)
+        )
+    return listed
 
 
 @pytest.fixture
 def examined(cloud, stacks, cli):
     """What doctor finds, by check; without the training, which takes long."""
 
-    def run(*words: str) -> dict[str, tuple[str, str]]:
-        ran = cli("doctor", "--no-train", "--json", words or GPU)
-        found = json.loads(ran.out)
-        assert (ran.code == 1) == any(f["result"] == FAILURE for f in found), ran.err
-        return {f["check"]: (f["result"], f["text"]) for f in found}
+    def run(*arguments: str) -> dict[str, tuple[str, str]]:
+        ran = cli("doctor", "--no-train", "--json", arguments or GPU)
+        checks = json.loads(ran.out)
+        assert (ran.code == 1) == any(f["result"] == FAILURE for f in checks), ran.err
+        return {f["check"]: (f["result"], f["text"]) for f in checks}
 
     return run
 
 
 def test_doctor_reports_a_healthy_account_as_healthy(examined, s3):
-    found = examined()
-    assert {result for result, _ in found.values()} == {OK}, found
-    assert found["credentials"][1] == "arn:aws:iam::123456789012:root, in us-east-1"
-    assert found["role"][1] == ROLE
-    assert found["quota"][1] == "'ml.g5.12xlarge for training job usage' is 4"
-    assert "7.09 USD an hour" in found["price"][1]
+    checks = examined()
+    assert {result for result, _ in checks.values()} == {OK}, checks
+    assert checks["credentials"][1] == "arn:aws:iam::123456789012:root, in us-east-1"
+    assert checks["role"][1] == ROLE
+    assert checks["quota"][1] == "'ml.g5.12xlarge for training job usage' is 4"
+    assert "7.09 USD an hour" in checks["price"][1]
     assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == 0
 
 
@@ -70,9 +72,9 @@ def test_each_finding_is_a_line_and_failures_exit_1(cloud, stacks, cli, monkeypa
 
 
 def test_without_an_instance_doctor_names_usable_gpus(cloud, stacks, cli, money):
-    named = cli("doctor", "--no-train").good.out
-    assert "quota:          4 x ml.g5.12xlarge, 4 x ml.g5.xlarge, 2 x ml.p3.8xlarge\n" in named
-    assert "price" not in named
+    printed = cli("doctor", "--no-train").good.out
+    assert "quota:          4 x ml.g5.12xlarge, 4 x ml.g5.xlarge, 2 x ml.p3.8xlarge\n" in printed
+    assert "price" not in printed
     money.quotas = {"ml.m5.xlarge": (15, 0, 0), "ml.g5.xlarge": (0, 4, 0)}
     assert re.search("warning  quota: .* --instance ml.m5.xlarge", cli("doctor", "--no-train").out)
 
@@ -103,13 +105,13 @@ def test_what_confines_a_folder_is_checked(layers, result, fact, home, monkeypat
 
 
 def test_a_bucket_of_another_region_is_a_failure(examined, s3, monkeypatch):
-    europe, place = boto3.client("s3", region_name="eu-west-1"), f"{s3.bucket}-eu"
+    europe, bucket = boto3.client("s3", region_name="eu-west-1"), f"{s3.bucket}-eu"
     where = {"LocationConstraint": "eu-west-1"}
-    europe.create_bucket(Bucket=place, CreateBucketConfiguration=where)
-    monkeypatch.setenv("SM_NANOGPT_STORE", f"s3://{place}/nanogpt")
+    europe.create_bucket(Bucket=bucket, CreateBucketConfiguration=where)
+    monkeypatch.setenv("SM_NANOGPT_STORE", f"s3://{bucket}/nanogpt")
     result, text = examined()["store"]
     assert (result, "set --region eu-west-1" in text) == (FAILURE, True)
-    assert europe.list_objects_v2(Bucket=place)["KeyCount"] == 0
+    assert europe.list_objects_v2(Bucket=bucket)["KeyCount"] == 0
 
 
 def test_a_missing_profile_is_a_finding(home, cli):
@@ -171,10 +173,10 @@ def test_a_failed_trial_run_says_why(home, cold, monkeypatch):
 def test_missing_credentials_skip_dependent_checks(examined, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    found = examined()
-    assert found["credentials"][0] == FAILURE
-    assert "no AWS credentials" in found["credentials"][1]
-    assert list(found) == ["credentials"]
+    checks = examined()
+    assert checks["credentials"][0] == FAILURE
+    assert "no AWS credentials" in checks["credentials"][1]
+    assert list(checks) == ["credentials"]
 
 
 def test_the_stack_provides_store_and_role(examined, stacks, s3, monkeypatch):
@@ -184,14 +186,18 @@ def test_the_stack_provides_store_and_role(examined, stacks, s3, monkeypatch):
     assert "infra deploy" in without["stack"][1]
     assert (without["role"][0], without["store"][0]) == (FAILURE, FAILURE)
     stacks.append(replace(STACK, store=f"s3://{s3.bucket}/nanogpt"))
-    found = examined()
-    assert found["stack"] == (OK, "sm-nanogpt is CREATE_COMPLETE")
-    assert found["role"] == (OK, ROLE)
-    assert found["store"] == (OK, f"s3://{s3.bucket}/nanogpt is writable")
+    checks = examined()
+    assert checks["stack"] == (OK, "sm-nanogpt is CREATE_COMPLETE")
+    assert checks["role"] == (OK, ROLE)
+    assert checks["store"] == (OK, f"s3://{s3.bucket}/nanogpt is writable")
     assert not storage.list_files(f"s3://{s3.bucket}/nanogpt/data")
     stacks[0] = replace(stacks[0], status="ROLLBACK_COMPLETE")
-    result, said = examined()["stack"]
-    assert (result, "ROLLBACK_COMPLETE" in said, "infra show" in said) == (WARNING, True, True)
+    result, message = examined()["stack"]
+    assert (result, "ROLLBACK_COMPLETE" in message, "infra show" in message) == (
+        WARNING,
+        True,
+        True,
+    )
 
 
 def test_the_role_of_a_sagemaker_notebook_is_found(cloud, tmp_path, monkeypatch):
@@ -207,28 +213,28 @@ def test_the_role_of_a_sagemaker_notebook_is_found(cloud, tmp_path, monkeypatch)
 )
 def test_a_store_that_cannot_be_used_fails(examined, monkeypatch, store, fact):
     monkeypatch.setenv("SM_NANOGPT_STORE", store)
-    result, said = examined()["store"]
-    assert (result, fact in said) == (FAILURE, True), said
+    result, message = examined()["store"]
+    assert (result, fact in message) == (FAILURE, True), message
 
 
 def test_a_terminated_trial_run_leaves_nothing(home, tmp_path):
-    place = tmp_path / "temporary"
-    place.mkdir()
-    words = ("doctor", "--instance", "local")
-    with launching.started(words, home=home, env={"TMPDIR": str(place)}) as process:
-        launching.until(lambda: launching.processes_below(place))
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    arguments = ("doctor", "--instance", "local")
+    with launching.started(arguments, home=home, env={"TMPDIR": str(directory)}) as process:
+        launching.until(lambda: launching.processes_below(directory))
         process.terminate()
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (1, "interrupted\n")
-    assert not launching.processes_below(place)
-    assert not list(place.glob("sm-nanogpt-doctor-*"))
+    assert not launching.processes_below(directory)
+    assert not list(directory.glob("sm-nanogpt-doctor-*"))
 
 
 def test_a_quota_of_zero_fails_and_an_unknown_one_warns(examined, money):
     money.quotas["ml.g5.12xlarge"] = (0, 0, 0)
-    result, said = examined()["quota"]
-    assert (result, "request an increase" in said) == (FAILURE, True)
-    assert "launch --instance ml.m5.xlarge" in said
+    result, message = examined()["quota"]
+    assert (result, "request an increase" in message) == (FAILURE, True)
+    assert "launch --instance ml.m5.xlarge" in message
     money.refuse["ListServiceQuotas"] = ("AccessDeniedException", "no")
-    result, said = examined()["quota"]
-    assert (result, "not allowed" in said) == (WARNING, True)
+    result, message = examined()["quota"]
+    assert (result, "not allowed" in message) == (WARNING, True)

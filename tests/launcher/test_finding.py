@@ -91,8 +91,8 @@ def two(cloud, become, launch):
     return adas, launch("--name", "baseline")  # a name is hers alone
 
 
-def listed(cli, *words):
-    return [job["job_id"] for job in json.loads(cli("jobs", "--json", words).out)]
+def listed(cli, *arguments):
+    return [job["job_id"] for job in json.loads(cli("jobs", "--json", arguments).out)]
 
 
 def test_each_caller_lists_own_jobs_and_on_request_all(cli, become, two):
@@ -107,7 +107,7 @@ def test_each_caller_lists_own_jobs_and_on_request_all(cli, become, two):
 
 
 @pytest.mark.parametrize(
-    "found, merged",
+    "pages, merged",
     [
         ("", "5b"),
         ("6c 5a", "6c 5b 5a"),
@@ -117,28 +117,28 @@ def test_each_caller_lists_own_jobs_and_on_request_all(cli, become, two):
         ("6c 6d", "6c 6d 5b"),
     ],
 )
-def test_the_last_job_stands_once_at_its_time(found, merged):
+def test_the_last_job_stands_once_at_its_time(pages, merged):
     """Each job is here the second of its launch and the end of its id."""
     of = "sm-nanogpt-20261126-00000{}".format
-    raw = [{"TrainingJobName": of(f"{job[0]}-{job[1]}")} for job in found.split()]
+    raw = [{"TrainingJobName": of(f"{job[0]}-{job[1]}")} for job in pages.split()]
     last = {"TrainingJobName": of("5-b")}
     jobs = with_last(raw, last["TrainingJobName"], iter([last]))
     assert [job["TrainingJobName"] for job in jobs] == [of("-".join(job)) for job in merged.split()]
 
 
-@pytest.mark.parametrize("word", ["latest", "baseline", "{time}", "{end}"])
-def test_a_word_never_means_a_colleagues_job(cloud, cli, become, two, word):
+@pytest.mark.parametrize("reference", ["latest", "baseline", "{time}", "{end}"])
+def test_a_word_never_means_a_colleagues_job(cloud, cli, become, two, reference):
     adas, graces = two
-    word = word.format(time=graces[20:26], end=graces[-6:])
+    reference = reference.format(time=graces[20:26], end=graces[-6:])
     become("ada")
-    ran = cli("stop", word)
+    ran = cli("stop", reference)
     assert not cloud.sagemaker.jobs[graces].stopping.is_set()
-    if word in ("latest", "baseline") or adas[20:26] == word:
-        name = "" if word == "baseline" else " (baseline)"
-        assert f"{word} is job {adas}{name}\n" in ran.good.err
+    if reference in ("latest", "baseline") or adas[20:26] == reference:
+        name = "" if reference == "baseline" else " (baseline)"
+        assert f"{reference} is job {adas}{name}\n" in ran.good.err
         assert cloud.sagemaker.jobs[adas].stopping.is_set()
     else:
-        assert ran.failed(1, f"there is no job {word!r}")
+        assert ran.failed(1, f"there is no job {reference!r}")
 
 
 def test_a_whole_id_means_a_colleagues_job(cloud, cli, become, two):
@@ -294,13 +294,13 @@ def test_latest_of_each_is_deleted_and_resumed(cloud, s3, cli, become, two):
         key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
         s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
         cloud.sagemaker.jobs[job_id].stop()
-    for caller, own in zip(("ada", "grace"), two, strict=True):
+    for caller, own_job in zip(("ada", "grace"), two, strict=True):
         become(caller)
-        cli("wait", own)
+        cli("wait", own_job)
         ran = cli("launch", "--resume", "latest").good
         newer = ran.out.strip()
-        assert f"latest is job {own} (baseline)\n" in ran.err
-        assert f"settings:    baby resumes {own}\n" in cli("status", newer).out
+        assert f"latest is job {own_job} (baseline)\n" in ran.err
+        assert f"settings:    baby resumes {own_job}\n" in cli("status", newer).out
         cli("stop", newer)
         ran = cli("delete", "latest", "--yes").good
         assert f"latest is job {newer}\n" in ran.err
@@ -316,15 +316,15 @@ def test_a_job_in_another_region_is_not_forgotten(cloud, cli, launch):
     request = request.replace(f'"{caller.owner}"', '"nobody"')
     cloud.sagemaker.CreateTrainingJob(json.loads(request))
     remember_launch(LaunchedJob(caller, "eu-west-1", later), load_settings())
-    told = cli("status", "latest").good
-    assert f"job:         {job_id}\n" in told.out
-    assert f"{later} was launched after {job_id}, in eu-west-1" in told.err
-    for words in (
+    ran = cli("status", "latest").good
+    assert f"job:         {job_id}\n" in ran.out
+    assert f"{later} was launched after {job_id}, in eu-west-1" in ran.err
+    for arguments in (
         ("stop", "latest"),
         ("delete", "latest", "--yes"),
         ("launch", "--resume", "latest"),
     ):
-        assert cli(words).failed(2, later, "--region eu-west-1")
+        assert cli(arguments).failed(2, later, "--region eu-west-1")
     cloud.sagemaker.search_lag = 500
     assert listed(cli) == [job_id]  # by the note of this region
     del cloud.sagemaker.jobs[later]  # from another machine
@@ -338,23 +338,23 @@ def test_latest_reads_one_page(cloud, cli, launch):
         another = f"sm-nanogpt-20200101-00000{n}-abcdef"
         cloud.sagemaker.CreateTrainingJob(json.loads(request.replace(ids[0], another)))
         cloud.sagemaker.jobs[another].created = 1e9 + n
-    for words, answer in (
+    for arguments, answer in (
         (("jobs", "--json", "--limit", "3"), 1),
         (("status", "latest"), 1),
         (("jobs", "--json"), 4),
     ):
         cloud.calls.clear()
-        assert cli(words).good
+        assert cli(arguments).good
         assert [operation for operation, _ in cloud.calls].count("Search") == answer
 
 
 def test_an_odd_job_hides_no_other(cloud, cli, launch):
-    odd, other = launch(), launch()
-    cloud.sagemaker.jobs[odd].request["HyperParameters"]["n_layer"] = "four"  # no JSON
+    strange, other = launch(), launch()
+    cloud.sagemaker.jobs[strange].request["HyperParameters"]["n_layer"] = "four"  # no JSON
     ran = cli("jobs", "--json").good
     assert [job["job_id"] for job in json.loads(ran.out)] == [other]
-    assert f"job {odd} is left out: " in ran.err
-    assert cli("status", odd).failed(1, odd, "JSONDecodeError")
+    assert f"job {strange} is left out: " in ran.err
+    assert cli("status", strange).failed(1, strange, "JSONDecodeError")
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -371,13 +371,13 @@ def test_a_name_is_a_word_of_its_own(cli, short_text_file, name):
 def test_a_name_is_unique_among_the_callers_jobs(cloud, s3, cli, launch, short_text_file, tmp_path):
     job_id = launch("--name", "small.v2")
     cloud.sagemaker.search_lag = 500  # Search does not know it yet
-    before = s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]
+    n_keys = s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]
     other = tmp_path / "other.txt"
     other.write_text("Another text.\n" * 1000)
     again = ("--data", str(other), "--name", "small.v2")
     for instance in ("ml.g5.12xlarge", "local"):
         assert cli("launch", "--instance", instance, again).failed(2, job_id, "small.v2")
-    assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == before
+    assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == n_keys
     assert cli("stop", "small.v2").good
     assert "name:        small.v2\nsettings:    baby\n" in cli("status", job_id).out
     assert cli("delete", "small.v2", "--yes").good
@@ -386,20 +386,20 @@ def test_a_name_is_unique_among_the_callers_jobs(cloud, s3, cli, launch, short_t
 
 @pytest.mark.parametrize("tag", ["sm-nanogpt", "sm-nanogpt-owner", "sm-nanogpt-name"])
 def test_our_tags_are_not_for_users(cli, short_text_file, tag):
-    words = ("launch", "--instance", "ml.g5.12xlarge", "--data", str(short_text_file), "--tag")
-    assert cli(words, f"{tag}=user/grace").failed(2, f"--tag {tag}")
+    arguments = ("launch", "--instance", "ml.g5.12xlarge", "--data", str(short_text_file), "--tag")
+    assert cli(arguments, f"{tag}=user/grace").failed(2, f"--tag {tag}")
 
 
 def test_a_name_works_wherever_an_id_does(job, cli, short_text_file, tmp_path):
-    named = copy_job(job, "sm-nanogpt-20200101-000000-abcdef", name="v1.0")
+    copy = copy_job(job, "sm-nanogpt-20200101-000000-abcdef", name="v1.0")
     (tmp_path / "v1.0").mkdir()  # a directory that is no model does not hide the job
     assert cli("upload-data", short_text_file, "--tokenizer", "v1.0").good
-    for words in ("status {}", "logs {}", "metrics {}", "report {} -o r.html", "sample {}"):
-        assert cli(words.format("v1.0").split()).good, words
+    for arguments in ("status {}", "logs {}", "metrics {}", "report {} -o r.html", "sample {}"):
+        assert cli(arguments.format("v1.0").split()).good, arguments
     assert cli("launch", "--resume", "v1.0", "--set", "max_steps=20").good
-    assert f"resumes {named}" in cli("status", "latest").out
+    assert f"resumes {copy}" in cli("status", "latest").out
     assert cli("delete", "v1.0", "--yes").good
-    assert not (job.home / "jobs" / named).exists()
+    assert not (job.home / "jobs" / copy).exists()
 
 
 # -- parts of ids ----------------------------------------------------------------------------------
@@ -430,15 +430,15 @@ def failed(job, job_id):
 def test_for_a_model_latest_is_the_newest_that_has_one(job, cli, short_text_file):
     newer = failed(job, "sm-nanogpt-20990101-000000-abcdef")
     assert f"job:         {newer}\n" in cli("status", "latest").out
-    said = f"{newer} is Failed and has no model; the newest other job is {job.job_id}"
+    message = f"{newer} is Failed and has no model; the newest other job is {job.job_id}"
     ran = cli("fetch-and-sample", "latest", "--max-new-tokens", "3").good
-    assert said in ran.err
+    assert message in ran.err
     assert f"/models/{job.job_id}/" in ran.err
-    how = ("--data", str(short_text_file), "--set", "max_steps=1", "--set", "eval_tokens=512")
-    ran = cli("launch", "--instance", "local", "--init-from", "latest", how).good
-    assert said in ran.err
-    told = cli("status", ran.out.strip()).out
-    assert f"settings:    max_steps=1 eval_tokens=512 from {job.job_id}\n" in told
+    options = ("--data", str(short_text_file), "--set", "max_steps=1", "--set", "eval_tokens=512")
+    ran = cli("launch", "--instance", "local", "--init-from", "latest", options).good
+    assert message in ran.err
+    status = cli("status", ran.out.strip()).out
+    assert f"settings:    max_steps=1 eval_tokens=512 from {job.job_id}\n" in status
 
 
 def test_an_unreadable_newest_job_is_not_passed_over(job, cli):
@@ -474,9 +474,9 @@ def test_after_a_deletion_others_may_be_on_sagemaker(two, cli, monkeypatch):
 def test_local_jobs_need_no_aws_to_be_read(job, cli, unreachable, monkeypatch):
     monkeypatch.setattr("launcher.aws.aws_session", None)  # nothing asks
     monkeypatch.setattr("launcher.sagemaker.backend.aws_session", None)
-    for word in ("latest", job.job_id[-6:]):
-        ran = cli("fetch-and-sample", word, "--max-new-tokens", "3").good
-        assert ("SageMaker was not asked" in ran.err) == (word == "latest")
+    for name in ("latest", job.job_id[-6:]):
+        ran = cli("fetch-and-sample", name, "--max-new-tokens", "3").good
+        assert ("SageMaker was not asked" in ran.err) == (name == "latest")
     directory = ran.err.splitlines()[-1].removeprefix("model: ")
     shutil.copytree(directory, "mymodel")
     assert cli("fetch-and-sample", "mymodel", "--max-new-tokens", "3").good
@@ -491,8 +491,8 @@ def test_a_job_is_changed_only_if_no_other_can_be_meant(job, cli, unreachable):
         LaunchedJob(caller, "us-east-1", "sm-nanogpt-20200101-000000-abcdef"), load_settings()
     )
     assert f"latest is {job.job_id}; " in cli("status", "latest").good.err
-    for words in (("stop", "latest"), ("delete", job.job_id[-6:], "--yes")):
-        assert cli(words).failed(1, "cannot resolve", "to a full job id")
+    for arguments in (("stop", "latest"), ("delete", job.job_id[-6:], "--yes")):
+        assert cli(arguments).failed(1, "cannot resolve", "to a full job id")
     remember_launch(
         LaunchedJob(caller, "us-east-1", "sm-nanogpt-20990101-000000-abcdef"), load_settings()
     )
@@ -501,13 +501,13 @@ def test_a_job_is_changed_only_if_no_other_can_be_meant(job, cli, unreachable):
 
 def test_a_mistake_is_told_before_a_job_is_looked_for(job, cli, home, unreachable, monkeypatch):
     monkeypatch.setattr("launcher.finding.full_id", None)
-    for words in (
+    for arguments in (
         "logs latest --tail x",
         "logs latest --raw --tial",
         "play latest --cors localhost",
         "fetch-and-sample latest --prompt=",
         "launch --resume latest --init-from latest --set n_layer",
     ):
-        assert cli(words.split()).code == 2, words
+        assert cli(arguments.split()).code == 2, arguments
     for command in ("status", "play", "delete --group latest", "launch --resume"):
         assert cli(command.split(), "latest", "--help").good

@@ -31,12 +31,12 @@ def refusal(**values: object) -> str:
 
 def with_fields(folder: Path, **defaults: object) -> Path:
     """A copy of the training folder with more hyperparameters."""
-    place = "    device: str = hyper"
+    line = "    device: str = hyper"
     fields = [
         f'    {name}: {type(value).__name__} = hyperparameter({value!r}, "", group="data")\n'
         for name, value in defaults.items()
     ]
-    return launching.edited(folder, (place, "".join(fields) + place))
+    return launching.edited(folder, (line, "".join(fields) + line))
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_empty_hyperparameters_are_omitted():
 
 
 def test_every_hyperparameter_is_sent():
-    sent = sendable_hyperparameters(
+    hyperparameters = sendable_hyperparameters(
         Request(instance="local", preset="baby", hyperparameters={"n_layer": "2"})
     )
-    assert sent == asdict(make_config({"n_layer": 2}, "baby"))
+    assert hyperparameters == asdict(make_config({"n_layer": 2}, "baby"))
 
 
 def test_unsendable_defaults_are_left_to_the_script(tmp_path):
@@ -82,8 +82,8 @@ def test_values_that_a_shell_executes_are_refused(tmp_path):
 
 
 def test_argv_is_formatted_like_the_toolkits():
-    words = command_line({"n_layer": 2, "learning_rate": 1e-5, "tie_embeddings": True})
-    assert words == ["--learning_rate", "1e-05", "--n_layer", "2", "--tie_embeddings", "True"]
+    argv = command_line({"n_layer": 2, "learning_rate": 1e-5, "tie_embeddings": True})
+    assert argv == ["--learning_rate", "1e-05", "--n_layer", "2", "--tie_embeddings", "True"]
 
 
 def test_assignments_split_at_the_first_equals_sign():
@@ -94,12 +94,12 @@ def test_assignments_split_at_the_first_equals_sign():
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [("n_layer",), ("n_layer=",), ("=3",), ("n_layer=1", "n_layer=2"), ("n_layer=1", "n-layer=1")],
 )
-def test_an_invalid_or_repeated_assignment_is_refused(words):
+def test_an_invalid_or_repeated_assignment_is_refused(arguments):
     with pytest.raises(InputError, match="--set"):
-        parse_assignments(None, click.Option(["--set"]), words)
+        parse_assignments(None, click.Option(["--set"]), arguments)
 
 
 def test_an_assignment_without_a_value_says_that_it_is_empty():
@@ -118,7 +118,7 @@ def test_a_new_field_is_for_sagemaker_by_default():
 
 
 @pytest.mark.parametrize(
-    ("values", "named", "limit"),
+    ("values", "value", "limit"),
     [
         ({"instances": 2}, "instances=2", "no such field"),
         ({"instance_count": 0}, "instance_count=0", "at least 1"),
@@ -133,11 +133,11 @@ def test_a_new_field_is_for_sagemaker_by_default():
         ({"preset": "fast"}, "preset=fast", "one of auto, "),
     ],
 )
-def test_an_invalid_field_names_its_value_and_limit(values, named, limit):
-    name, _, said = refusal(**values).partition(": ")
-    assert name == named
-    assert limit in said
-    assert "\n" not in said
+def test_an_invalid_field_names_its_value_and_limit(values, value, limit):
+    name, _, reason = refusal(**values).partition(": ")
+    assert name == value
+    assert limit in reason
+    assert "\n" not in reason
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_an_edited_copy_runs_once_and_prints_nothing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("arguments", "fact"),
     [
         (["--set", "n_layr=2"], "did you mean n_layer?"),
         (["--set", "n_layer"], "must be name=value"),
@@ -248,7 +248,7 @@ def test_an_edited_copy_runs_once_and_prints_nothing(tmp_path, capsys):
         (["--nonsense"], "--nonsense"),
     ],
 )
-def test_invalid_options_send_and_start_nothing(home, cli, text_file, tmp_path, words, named):
+def test_invalid_options_send_and_start_nothing(home, cli, text_file, tmp_path, arguments, fact):
     for name, content in {
         "unknown": b"n_layr = 2",
         "table": b"[model]\nn_layer = 1",
@@ -256,9 +256,9 @@ def test_invalid_options_send_and_start_nothing(home, cli, text_file, tmp_path, 
         "latin": b"n_layer = '\xe9'",
     }.items():
         (tmp_path / f"{name}.toml").write_bytes(content)
-    ran = cli("launch", "--instance", "local", "--data", text_file, words)
+    ran = cli("launch", "--instance", "local", "--data", text_file, arguments)
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
-    assert named in ran.error
+    assert fact in ran.error
     assert not home.exists() or launching.tree(home) == set()
 
 

@@ -52,11 +52,11 @@ def test_a_plan_is_submitted_once(home, short_text_file):
 
 def test_a_sweep_gives_its_jobs_best_first(home, short_text_file):
     request = sm.Request(**TINY_JOB, data=str(short_text_file))
-    found = sm.sweep(request, {"learning_rate": np.array([1e-9, 0.01])}, parallel=2)
-    losses = [job.metrics()["val_loss"].min() for job in found]
+    jobs = sm.sweep(request, {"learning_rate": np.array([1e-9, 0.01])}, parallel=2)
+    losses = [job.metrics()["val_loss"].min() for job in jobs]
     assert losses == sorted(losses)
-    assert found[0].describe().hyperparameters["learning_rate"] == 0.01
-    assert {*found} == {*sm.jobs()}
+    assert jobs[0].describe().hyperparameters["learning_rate"] == 0.01
+    assert {*jobs} == {*sm.jobs()}
 
 
 def test_a_job_gives_its_log_curve_model_and_text(held):
@@ -177,8 +177,10 @@ def test_jobs_reads_only_as_many_as_asked(held, job, monkeypatch):
 
 
 def test_a_sweep_of_a_set_value_is_refused_with_dashes_too(home, short_text_file):
-    given = {"learning-rate": 0.01}
-    request = sm.Request(instance="local", data=str(short_text_file), hyperparameters=given)
+    hyperparameters = {"learning-rate": 0.01}
+    request = sm.Request(
+        instance="local", data=str(short_text_file), hyperparameters=hyperparameters
+    )
     with pytest.raises(sm.InputError, match="given twice"):
         sm.sweep(request, {"learning-rate": [0.02, 0.03]})
 
@@ -202,8 +204,8 @@ def test_a_word_of_no_job_is_refused(held):
 def request_of(money, cloud, short_text_file, monkeypatch):
     """A request for 4 GPUs, of which two hours may cost more than 10 USD."""
     monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "10")
-    return lambda **given: sm.Request(
-        **{"instance": "ml.g5.12xlarge", "data": str(short_text_file), "max_run": 7200, **given}
+    return lambda **fields: sm.Request(
+        **{"instance": "ml.g5.12xlarge", "data": str(short_text_file), "max_run": 7200, **fields}
     )
 
 
@@ -220,15 +222,15 @@ def test_a_plan_shows_the_request_and_cost_first(cloud, request_of):
 
 
 @pytest.mark.parametrize(
-    ("given", "worst"), [({}, 15.4), ({"instance": "ml.p4d.24xlarge"}, math.inf)]
+    ("fields", "worst"), [({}, 15.4), ({"instance": "ml.p4d.24xlarge"}, math.inf)]
 )
-def test_a_costly_launch_needs_consent(cloud, request_of, given, worst):
+def test_a_costly_launch_needs_consent(cloud, request_of, fields, worst):
     with pytest.raises(sm.Unconfirmed) as caught:
-        sm.launch(request_of(**given))
+        sm.launch(request_of(**fields))
     assert caught.value.worst_cost == pytest.approx(worst, abs=0.1)
     assert caught.value.limit == 10
     assert not cloud.sagemaker.jobs
-    assert sm.launch(request_of(**given), confirmed=True).id in cloud.sagemaker.jobs
+    assert sm.launch(request_of(**fields), confirmed=True).id in cloud.sagemaker.jobs
 
 
 def test_a_costly_sweep_needs_consent(cloud, request_of):
@@ -260,8 +262,8 @@ def test_each_name_is_given_and_documented(home):
 
 
 def test_importing_the_library_loads_no_torch(home):
-    words = "import sm_nanogpt, sys; sm_nanogpt.upload_data; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", words], check=True)
+    code = "import sm_nanogpt, sys; sm_nanogpt.upload_data; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_packages_example_prints_only_its_sample(home, tmp_path, short_text_file, capfd):

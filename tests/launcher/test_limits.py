@@ -20,7 +20,7 @@ def many(option: str, n: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "fact"),
+    ("arguments", "fact"),
     [
         ("--max-wait 100", "--max-wait: is for spot"),
         ("--spot --max-wait 100", "--max-wait 100: must be at least the time limit, 3600"),
@@ -59,8 +59,8 @@ def many(option: str, n: int) -> str:
         ("--preset auto --data s3://bucket/some --dry-run", "preset=auto and a size need"),
     ],
 )
-def test_a_request_aws_would_refuse_is_not_sent(cloud, s3, cli, text_file, words, fact):
-    assert cli(LAUNCH, "--data", text_file, shlex.split(words)).failed(2, fact)
+def test_a_request_aws_would_refuse_is_not_sent(cloud, s3, cli, text_file, arguments, fact):
+    assert cli(LAUNCH, "--data", text_file, shlex.split(arguments)).failed(2, fact)
     assert not cloud.calls
     assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
 
@@ -71,7 +71,7 @@ def words_of(option: str, n: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "fact"),
+    ("arguments", "fact"),
     [
         (f"{words_of('--subnet', 17)} --security-group sg", "--subnet: has 17 entries"),
         (f"--subnet a {words_of('--security-group', 6)}", "--security-group: has 6 entries"),
@@ -88,8 +88,8 @@ def words_of(option: str, n: int) -> str:
         (f"--validation s3://bucket/some/prefixes/{'x' * 1024}", "--validation s3://bucket/some"),
     ],
 )
-def test_a_dry_run_refuses_what_aws_would(rehearse, words, fact):
-    ran = rehearse(shlex.split(words))
+def test_a_dry_run_refuses_what_aws_would(rehearse, arguments, fact):
+    ran = rehearse(shlex.split(arguments))
     assert ran.failed(2, fact, "SageMaker takes at most")
     assert ran.out == ""
 
@@ -108,8 +108,8 @@ def test_a_setting_that_aws_would_refuse_is_named(rehearse, monkeypatch, variabl
 
 
 def test_a_store_whose_keys_would_be_too_long_is_named(home, cli, text_file):
-    place = ("--region", "us-east-1", "--store", f"s3://bucket/{'x' * 980}")
-    ran = cli(place, LAUNCH, "--data", text_file, "--dry-run")
+    location = ("--region", "us-east-1", "--store", f"s3://bucket/{'x' * 980}")
+    ran = cli(location, LAUNCH, "--data", text_file, "--dry-run")
     assert ran.failed(2, "--store s3://bucket/xxx", "SageMaker takes at most 1,024")
 
 
@@ -130,8 +130,8 @@ def test_a_value_that_is_not_utf8_says_so(rehearse):
 
 
 def test_what_an_edited_folder_sends_too_much_of_is_named(rehearse, tmp_path):
-    more = "".join(f'    more_{n}: int = hyperparameter(0, "one more")\n' for n in range(100))
-    folder = edited(tmp_path / "edited", ("    seed: int = h", f"{more}    seed: int = h"))
+    fields = "".join(f'    more_{n}: int = hyperparameter(0, "one more")\n' for n in range(100))
+    folder = edited(tmp_path / "edited", ("    seed: int = h", f"{fields}    seed: int = h"))
     assert rehearse("--entry-point", folder).failed(2, "HyperParameters has 1")
 
 

@@ -18,16 +18,16 @@ def write_config(home: Path, text: str | bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "place"),
+    ("variable", "expected"),
     [(None, ".sm-nanogpt"), ("", ".sm-nanogpt"), ("some/where", "some/where"), ("~/far", "far")],
 )
-def test_home_is_below_the_users_home_or_as_named(home, monkeypatch, variable, place):
+def test_home_is_below_the_users_home_or_as_named(home, monkeypatch, variable, expected):
     """A relative one is below the working directory, which is the user's home here."""
     if variable is None:
         monkeypatch.delenv("SM_NANOGPT_HOME")
     else:
         monkeypatch.setenv("SM_NANOGPT_HOME", variable)
-    assert load_settings().home == home.parent / place
+    assert load_settings().home == home.parent / expected
 
 
 @pytest.fixture(params=["no HOME", "an empty HOME"])
@@ -113,11 +113,11 @@ def test_an_unusable_setting_error_names_its_source(
     assert ran.error.endswith(end)
 
 
-@pytest.mark.parametrize("given", [{"store": "rel"}, {"max_cost": -1}, {"stroe": "s3://bucket"}])
-def test_settings_of_a_program_are_checked_like_a_request(home, given):
-    (name, value), *_ = given.items()
+@pytest.mark.parametrize("fields", [{"store": "rel"}, {"max_cost": -1}, {"stroe": "s3://bucket"}])
+def test_settings_of_a_program_are_checked_like_a_request(home, fields):
+    (name, value), *_ = fields.items()
     with pytest.raises(InputError) as caught:
-        Settings(**given)
+        Settings(**fields)
     assert (caught.value.field, caught.value.value) == (name, value)
 
 
@@ -136,23 +136,23 @@ NO_STORES = ["s3://", "s3:///prefix", "s3:bucket", "s3://Bad_Bucket!/x", "arn:aw
 NO_STORES += ["s3://bucket//prefix", "s3://bucket/some//prefix"]  # SageMaker cannot read these
 
 
-@pytest.mark.parametrize("word", [*NO_STORES, "file://relative", "file:x", "gs://bucket/x"])
+@pytest.mark.parametrize("location", [*NO_STORES, "file://relative", "file:x", "gs://bucket/x"])
 @pytest.mark.parametrize("source", ["option", "variable", "file", "data"])
 def test_an_invalid_location_is_refused_from_any_source(
-    home, cli, text_file, monkeypatch, source, word
+    home, cli, text_file, monkeypatch, source, location
 ):
-    words = ["upload-data", str(text_file)]
+    arguments = ["upload-data", str(text_file)]
     if source == "option":
-        words = ["--store", word, *words]
+        arguments = ["--store", location, *arguments]
     elif source == "variable":
-        monkeypatch.setenv("SM_NANOGPT_STORE", word)
+        monkeypatch.setenv("SM_NANOGPT_STORE", location)
     elif source == "file":
-        write_config(home, f"store = '{word}'")
+        write_config(home, f"store = '{location}'")
     else:
-        words = ["launch", "--instance", "local", "--data", word]
-    ran = cli(words)
+        arguments = ["launch", "--instance", "local", "--data", location]
+    ran = cli(arguments)
     assert (ran.code, ran.out) == (2, "")
-    assert word in ran.error
+    assert location in ran.error
     assert len(ran.error.replace(str(home), "~")) < 150
     assert {path.name for path in home.parent.iterdir()} <= {"home"}
 

@@ -54,9 +54,9 @@ def test_a_value_of_another_library_becomes_pythons(value, expected):
     ],
 )
 def test_a_sweep_takes_any_sequence_of_values(values, expected):
-    taken = listed("x", values)
-    assert taken == expected
-    assert [type(value) for value in taken] == [type(value) for value in expected]
+    plain_values = listed("x", values)
+    assert plain_values == expected
+    assert [type(value) for value in plain_values] == [type(value) for value in expected]
 
 
 def test_columns_of_pandas_are_taken_as_lists():
@@ -111,8 +111,8 @@ def test_the_home_directory_of_a_path_is_found(home, short_text_file):
 
 
 def test_values_need_no_numpy():
-    words = "import sys; sys.modules['numpy'] = None; from launcher.values import plain; plain([1])"
-    subprocess.run([sys.executable, "-c", words], check=True)
+    code = "import sys; sys.modules['numpy'] = None; from launcher.values import plain; plain([1])"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def local(**fields: Any) -> sm.Plan:

@@ -43,9 +43,13 @@ def test_a_prompt_is_answered_as_in_a_chat(cli, tuned, directory, chat, monkeypa
 
 def test_a_conversation_is_kept(chat, directory):
     first, second = chat("Hi?", "What is 3 + 3?").out.removesuffix("\n").split("\n---\n")
-    said = [Message("user", "Hi?"), Message("assistant", first), Message("user", "What is 3 + 3?")]
+    messages = [
+        Message("user", "Hi?"),
+        Message("assistant", first),
+        Message("user", "What is 3 + 3?"),
+    ]
     loaded = load_model(directory)
-    pieces = stream_samples(*loaded, *prompt_and_limit(*loaded, said, 6), temperature=0)
+    pieces = stream_samples(*loaded, *prompt_and_limit(*loaded, messages, 6), temperature=0)
     assert second == "".join(piece for (piece,) in pieces)
 
 
@@ -142,9 +146,9 @@ def test_ctrl_c_while_typing_drops_the_line(capsys, monkeypatch):
     assert capsys.readouterr().out == "\nb\n\n"
 
 
-def in_a_terminal(*words: str) -> tuple[int, int]:
+def in_a_terminal(*arguments: str) -> tuple[int, int]:
     """The pid of a command, and the end of its terminal at which a person sits."""
-    command = [*launching.PROGRAM, *words]
+    command = [*launching.PROGRAM, *arguments]
     child, terminal = pty.fork()
     if child == 0:
         launching.hear_hangup()
@@ -156,10 +160,10 @@ def in_a_terminal(*words: str) -> tuple[int, int]:
 def test_a_signal_ends_the_chat_at_its_prompt(job, sign):
     child, terminal = in_a_terminal("chat", str(job.directory / "hosts/algo-1/model"))
     try:
-        seen = b""
-        while not seen.endswith(b"> "):
-            assert select.select([terminal], [], [], 60)[0], seen
-            seen += os.read(terminal, 1 << 16)
+        printed = b""
+        while not printed.endswith(b"> "):
+            assert select.select([terminal], [], [], 60)[0], printed
+            printed += os.read(terminal, 1 << 16)
         deadline = time.monotonic() + 20
         while not os.waitpid(child, os.WNOHANG)[0]:
             assert time.monotonic() < deadline
@@ -177,18 +181,18 @@ def test_a_pseudo_terminal_streams_stops_and_ends(job):
     """The model continues without an end, until Ctrl-C; Ctrl-D then ends the command."""
     model = str(job.directory / "hosts/algo-1/model")
     child, terminal = in_a_terminal("chat", model, "--max-new-tokens", "100000000")
-    seen = ""
+    printed = ""
 
     def read() -> None:
-        nonlocal seen
-        assert select.select([terminal], [], [], 60)[0], seen
-        seen += os.read(terminal, 1 << 16).decode(errors="replace")
+        nonlocal printed
+        assert select.select([terminal], [], [], 60)[0], printed
+        printed += os.read(terminal, 1 << 16).decode(errors="replace")
 
     def until(text: str) -> None:
-        nonlocal seen
-        while text not in seen:
+        nonlocal printed
+        while text not in printed:
             read()
-        seen = seen.partition(text)[2]
+        printed = printed.partition(text)[2]
 
     def press(keys: bytes) -> None:
         """Again, if nothing comes: Python misses a Ctrl-C just before it waits for a key."""
@@ -202,7 +206,7 @@ def test_a_pseudo_terminal_streams_stops_and_ends(job):
         until("> ")
         press(b"The \n")
         until("The \r\nThe ")  # what is typed, and its continuation
-        while len(seen) < 200:
+        while len(printed) < 200:
             read()
         press(b"\x03")
         until("\r\n> ")

@@ -31,12 +31,12 @@ GROUP = "sm-nanogpt-20260101-000000-abcdef"
 
 def word_options(command: str) -> list[str]:
     """The options of a command, or of all, that take a word of any kind."""
-    found: Any = commands.cli
+    group: Any = commands.cli
     for name in command.split():
-        found = found.commands[name]
-    options = [o for o in found.params if isinstance(o, click.Option) and not o.is_flag]
-    words = [o for o in options if o.type is click.STRING]
-    return [o.opts[0] for o in words if o.metavar != "KEY=VALUE"]  # those say what they miss
+        group = group.commands[name]
+    options = [o for o in group.params if isinstance(o, click.Option) and not o.is_flag]
+    text_options = [o for o in options if o.type is click.STRING]
+    return [o.opts[0] for o in text_options if o.metavar != "KEY=VALUE"]  # those say what they miss
 
 
 def test_an_option_that_is_a_hyperparameter_names_set(cli):
@@ -48,21 +48,21 @@ def test_a_text_behind_launch_is_told_where_it_goes(cli):
 
 
 def test_the_help_shows_three_commands_and_groups_all(cli):
-    told = cli("--help").out
-    example = told.partition("Options:")[0]
+    output = cli("--help").out
+    example = output.partition("Options:")[0]
     three = ("upload-data", "launch", "fetch-and-sample")
     positions = [example.index(f"sm-nanogpt {command}") for command in three]
     assert positions == sorted(positions)
-    sections = re.findall(r"^[A-Z].*:\n((?:  [a-z].*\n)+)", told, re.MULTILINE)
+    sections = re.findall(r"^[A-Z].*:\n((?:  [a-z].*\n)+)", output, re.MULTILINE)
     names = [re.findall(r"^  (\S+)", section, re.MULTILINE) for section in sections]
     assert sorted(itertools.chain(*names)) == sorted(commands.cli.commands)
     assert max(map(len, names)) <= 8
 
 
 def test_the_help_of_launch_ends_with_sagemaker_options(cli):
-    named = re.findall(r"^  (--[\w-]+)", cli("launch", "--help").out, re.MULTILINE)
+    options = re.findall(r"^  (--[\w-]+)", cli("launch", "--help").out, re.MULTILINE)
     fields = Request.model_fields.keys() - COMMON_FIELDS
-    assert set(named[named.index("--launcher") :]) == {*map(option, fields)}
+    assert set(options[options.index("--launcher") :]) == {*map(option, fields)}
 
 
 def test_without_a_command_help_is_an_error(cli):
@@ -79,16 +79,16 @@ def test_the_version_goes_to_stdout(cli):
 # -- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("words", "code"), [("frobnicate", 2), ("status nope", 1)])
-def test_a_process_exits_with_the_code_of_its_error(words, code, home):
-    ran = launching.command(words.split(), home=home)
+@pytest.mark.parametrize(("arguments", "code"), [("frobnicate", 2), ("status nope", 1)])
+def test_a_process_exits_with_the_code_of_its_error(arguments, code, home):
+    ran = launching.command(arguments.split(), home=home)
     assert (ran.code, ran.out) == (code, "")
     assert ran.err.count("\n") == 1
     assert ran.error
 
 
 @pytest.mark.parametrize(
-    ("words", "command"),
+    ("arguments", "command"),
     [
         ("frobnicate", ""),
         ("--nonsense", ""),
@@ -104,8 +104,8 @@ def test_a_process_exits_with_the_code_of_its_error(words, code, home):
         ("fetch-and-sample some-job --top-k a", " fetch-and-sample"),
     ],
 )
-def test_wrong_arguments_name_the_help_to_read(cli, words, command):
-    ran = cli(words.split())
+def test_wrong_arguments_name_the_help_to_read(cli, arguments, command):
+    ran = cli(arguments.split())
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert re.search(rf"[^.]; `sm-nanogpt{command} --help` shows what there is$", ran.error)
 
@@ -116,7 +116,7 @@ ARGUMENTS = {"": ["jobs"], **{name: ["some-job"] for name in NAMED}}
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("arguments", "name"),
     [
         (["upload-data", ""], "upload-data"),
         (["jobs", "--group="], "--group="),
@@ -127,29 +127,29 @@ ARGUMENTS = {"": ["jobs"], **{name: ["some-job"] for name in NAMED}}
         ),
     ],
 )
-def test_an_empty_argument_does_not_mean_the_default(cli, home, text_file, words, named):
+def test_an_empty_argument_does_not_mean_the_default(cli, home, text_file, arguments, name):
     (home.parent / "input.txt").write_bytes(text_file.read_bytes())
-    ran = cli(words)
+    ran = cli(arguments)
     assert (ran.code, ran.out) == (2, "")
-    assert ran.error.startswith(f"what follows {named} is empty")
+    assert ran.error.startswith(f"what follows {name} is empty")
     assert not home.exists()
 
 
 @pytest.mark.parametrize("command", ["launch", "infra", "infra deploy"])
 @pytest.mark.parametrize("option", ["--store", "--region", "--profile", "--role"])
 def test_a_misplaced_global_option_says_where_it_goes(cli, command, option):
-    for words in ((option, "word"), (f"{option}=word",)):
-        ran = cli(command.split(), words)
+    for arguments in ((option, "word"), (f"{option}=word",)):
+        ran = cli(command.split(), arguments)
         assert ran.code == 2
         start = f"{option} goes before the command: sm-nanogpt {option} "
         assert re.fullmatch(rf"{start}[A-Z]+ {command} \.\.\.", ran.error)
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [(("status", "nope"), 1), (("upload-data", "missing.txt"), 2)]
+    ("arguments", "code"), [(("status", "nope"), 1), (("upload-data", "missing.txt"), 2)]
 )
-def test_debug_shows_the_traceback(cli, words, code):
-    ran = cli("--debug", words)
+def test_debug_shows_the_traceback(cli, arguments, code):
+    ran = cli("--debug", arguments)
     assert (ran.code, "Traceback" in ran.err) == (code, True)
     assert ran.err.splitlines()[-1].startswith("error: ")
 
@@ -159,7 +159,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    ("words", "failing", "error", "said"),
+    ("arguments", "failing", "error", "message"),
     [
         ("jobs", "with_costs", RuntimeError("no luck"), CRASH.format("RuntimeError: no luck")),
         ("jobs", "with_costs", OSError(5, "broken"), CRASH.format("OSError: [Errno 5] broken")),
@@ -176,11 +176,11 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
     ],
 )
 def test_an_error_within_a_command_is_one_line(
-    home, capsys, monkeypatch, words, failing, error, said
+    home, capsys, monkeypatch, arguments, failing, error, message
 ):
     monkeypatch.setattr(f"launcher.tracking.{failing}", Mock(side_effect=error))
-    assert commands.run(words.split()) == 1
-    assert capsys.readouterr().err == f"{said}\n"
+    assert commands.run(arguments.split()) == 1
+    assert capsys.readouterr().err == f"{message}\n"
 
 
 @pytest.mark.parametrize(
@@ -197,13 +197,13 @@ def test_a_signal_ends_a_command_unless_it_is_ignored(cli, monkeypatch, sign, ha
         time.sleep(0.05)
         return []
 
-    before = signal.signal(sign, handler)
+    earlier_handler = signal.signal(sign, handler)
     try:
         monkeypatch.setattr("launcher.tracking.with_costs", signalled)
         ran = cli("jobs")
         assert signal.getsignal(sign) is handler
     finally:
-        signal.signal(sign, before)
+        signal.signal(sign, earlier_handler)
     assert (ran.code, ran.err == "interrupted\n") == (code, code == 1)
 
 
@@ -219,8 +219,8 @@ def test_a_launch_prints_only_the_job_id_on_stdout(finished):
 
 
 def test_a_closed_stdout_is_refused_before_the_start(home, text_file):
-    words = [*launching.PROGRAM, *launching.launching("--detach", data=text_file)]
-    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *words]
+    command = [*launching.PROGRAM, *launching.launching("--detach", data=text_file)]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     env = launching.environment(home)
     ran = subprocess.run(closed, env=env, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
@@ -259,30 +259,34 @@ def test_a_package_that_hides_the_training_folder_is_refused(home, name, code):
     package = home.parent / name
     package.mkdir()
     (package / "__init__.py").touch()
-    words = [sys.executable, "-c", "import launcher"]
-    done = subprocess.run(words, cwd=home.parent, capture_output=True, text=True)
+    command = [sys.executable, "-c", "import launcher"]
+    done = subprocess.run(command, cwd=home.parent, capture_output=True, text=True)
     assert (done.returncode, str(package) in done.stderr) == (code, code == 1)
 
 
 def test_hyperparameters_lists_those_of_the_script(cli, tmp_path):
-    told = cli("hyperparameters").out
-    listed = {line.split()[0] for line in told.splitlines() if "; " in line}
+    output = cli("hyperparameters").out
+    listed = {line.split()[0] for line in output.splitlines() if "; " in line}
     assert listed == {field.name for field in fields(Config)}
     assert (
         "; a number from 0 to 1e+37 (default: 0, which means 0.02 with muon, 0.001 with adamw)\n"
-        in told
+        in output
     )
-    assert "(0: all); a whole number, at least 0 (default: 32768)\n" in told
-    kept = {line.split()[0] for line in told.splitlines() if "; --resume keeps it" in line}
-    assert kept == {field.name for field in fields(Config) if field.metadata["kept_on_resume"]}
+    assert "(0: all); a whole number, at least 0 (default: 32768)\n" in output
+    kept_on_resume = {
+        line.split()[0] for line in output.splitlines() if "; --resume keeps it" in line
+    }
+    assert kept_on_resume == {
+        field.name for field in fields(Config) if field.metadata["kept_on_resume"]
+    }
     edited = launching.edited(tmp_path / "my", ('"a set of hyper', '"one set of hyper'))
     assert cli("hyperparameters", "--entry-point", edited).code == 0
 
 
 def test_a_suggestion_repeats_the_options_before_a_command():
-    given = {"store": "s3://words", "region": "us-east-1", "profile": "of mine", "role": ""}
-    with click.Context(commands.cli, obj=given):
-        said = "--store s3://words --region us-east-1 --profile 'of mine'"
-        assert command("status", "ID") == f"sm-nanogpt {said} status ID"
+    options = {"store": "s3://words", "region": "us-east-1", "profile": "of mine", "role": ""}
+    with click.Context(commands.cli, obj=options):
+        shown = "--store s3://words --region us-east-1 --profile 'of mine'"
+        assert command("status", "ID") == f"sm-nanogpt {shown} status ID"
     with click.Context(commands.cli, obj={}):
         assert command("status", "ID") == "sm-nanogpt status ID"

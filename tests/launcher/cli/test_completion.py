@@ -72,16 +72,16 @@ def test_each_shell_gets_its_script(shell, monkeypatch, capsys):
 )
 def test_a_tab_completes_a_command(shell, lines, quick, tmp_path):
     """As documented: source the script in an interactive shell, then type and press Tab."""
-    words = shell.split()
-    if not shutil.which(words[0]):
-        pytest.skip(f"{words[0]} is not installed")
+    command = shell.split()
+    if not shutil.which(command[0]):
+        pytest.skip(f"{command[0]} is not installed")
     program = tmp_path / "sm-nanogpt"
     program.write_text(f'#!/bin/sh\nexec {shlex.join(launching.PROGRAM)} "$@"\n')
     program.chmod(0o755)
     settings = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TERM": "dumb"}
     child, terminal = pty.fork()
     if child == 0:
-        os.execvpe(words[0], words, settings)
+        os.execvpe(command[0], command, settings)
     try:
         os.write(terminal, lines.encode() + b"\n")
         os.write(terminal, b"echo rea''dy\n")

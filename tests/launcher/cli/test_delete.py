@@ -49,22 +49,22 @@ def test_delete_of_a_sweep_takes_all_tries_and_its_record(job, home, cli):
     assert (ran.code, "JOB-ID" in ran.error) == (2, True)
 
 
-@pytest.mark.parametrize("kept", ["jobs", "models"])
-def test_delete_does_not_follow_a_link(job, cli, tmp_path, kept):
-    elsewhere, place = tmp_path / "elsewhere", job.home / kept / job.job_id
+@pytest.mark.parametrize("room", ["jobs", "models"])
+def test_delete_does_not_follow_a_link(job, cli, tmp_path, room):
+    elsewhere, link = tmp_path / "elsewhere", job.home / room / job.job_id
     shutil.copytree(job.directory, elsewhere)
-    shutil.rmtree(place, ignore_errors=True)
-    place.parent.mkdir(exist_ok=True)
-    place.symlink_to(elsewhere)
-    before = tree(elsewhere)
+    shutil.rmtree(link, ignore_errors=True)
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(elsewhere)
+    files_before = tree(elsewhere)
     ran = cli("delete", job.job_id, "--yes")
-    assert (ran.code, f"{place} is a link" in ran.error) == (1, True)
-    assert tree(elsewhere) == before
-    place.unlink()
-    if kept == "models":  # a link among the files of a job
+    assert (ran.code, f"{link} is a link" in ran.error) == (1, True)
+    assert tree(elsewhere) == files_before
+    link.unlink()
+    if room == "models":  # a link among the files of a job
         (job.directory / "link").symlink_to(elsewhere)
         assert cli("delete", job.job_id, "--yes").code == 0
-        assert tree(elsewhere) == before
+        assert tree(elsewhere) == files_before
 
 
 def test_delete_asks_first(job, cli, monkeypatch):
@@ -97,11 +97,11 @@ def test_a_running_job_is_not_deleted(job, cli, monkeypatch):
 
 
 def test_an_interrupted_deletion_leaves_the_job_listed(job, cli, monkeypatch):
-    rmtree, seen = shutil.rmtree, list[Path]()
+    rmtree, removed = shutil.rmtree, list[Path]()
 
     def interrupted(path: Path) -> None:
-        seen.append(path)
-        if len(seen) == 3:
+        removed.append(path)
+        if len(removed) == 3:
             raise KeyboardInterrupt
         rmtree(path)
 
@@ -113,25 +113,32 @@ def test_an_interrupted_deletion_leaves_the_job_listed(job, cli, monkeypatch):
 
 def test_a_job_on_sagemaker_loses_prefixes_and_entry(cloud, s3, cli, short_text_file):
     launch = ("launch", "--instance", "ml.g5.xlarge", "--data", str(short_text_file))
-    gone, kept = cli(launch).out.strip(), cli(launch).out.strip()
-    for job_id in (gone, kept):
+    gone, other = cli(launch).out.strip(), cli(launch).out.strip()
+    for job_id in (gone, other):
         cli("wait", job_id)
         storage.write_bytes(f"s3://{s3.bucket}/some/prefix/checkpoints/{job_id}/a", b"a")
     ran = cli("delete", gone, "--yes")
     assert ran.code == 0, ran.err
     names = storage.list_files(f"s3://{s3.bucket}/some/prefix")
-    assert {name.split("/")[1] for name in names if not name.startswith("data/")} == {kept}
-    assert [job["job_id"] for job in json.loads(cli("jobs", "--json").out)] == [kept]
+    assert {name.split("/")[1] for name in names if not name.startswith("data/")} == {other}
+    assert [job["job_id"] for job in json.loads(cli("jobs", "--json").out)] == [other]
 
 
 def test_a_job_with_a_warm_pool_keeps_its_files(cloud, s3, cli, short_text_file):
-    words = ("--instance", "ml.g5.xlarge", "--data", str(short_text_file), "--keep-alive", "600")
-    job_id = cli("launch", words).out.strip()
+    arguments = (
+        "--instance",
+        "ml.g5.xlarge",
+        "--data",
+        str(short_text_file),
+        "--keep-alive",
+        "600",
+    )
+    job_id = cli("launch", arguments).out.strip()
     cli("wait", job_id)
-    before = storage.list_files(f"s3://{s3.bucket}")
+    files_before = storage.list_files(f"s3://{s3.bucket}")
     ran = cli("delete", job_id, "--yes")
     assert (ran.code, "warm pool" in ran.error) == (1, True)
-    assert storage.list_files(f"s3://{s3.bucket}") == before
+    assert storage.list_files(f"s3://{s3.bucket}") == files_before
     cloud.sagemaker.jobs[job_id].rate = 1e6  # the pool has ended
     assert cli("delete", job_id, "--yes").code == 0
 

@@ -66,32 +66,32 @@ values = st.sampled_from(ODD) | st.recursive(
 ).map(json.dumps)
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
+def items_within(value: Any) -> Iterator[tuple[Any, Any]]:
     """Each part of a document, as what holds it and its key there."""
     keys = range(len(value)) if isinstance(value, list) else value
     for key in keys if isinstance(value, list | dict) else ():
         yield value, key
-        yield from places(value[key])
+        yield from items_within(value[key])
 
 
 @st.composite
-def hostile(draw: st.DrawFn, good: Any) -> bytes:
+def hostile(draw: st.DrawFn, document: Any) -> bytes:
     """JSON that is like `good`, with a part that is odd or missing."""
-    whole = [copy.deepcopy(good)]
-    holder, key = draw(st.sampled_from(list(places(whole))))
-    odd = draw(values | st.none())
-    if odd is None:
+    whole = [copy.deepcopy(document)]
+    holder, key = draw(st.sampled_from(list(items_within(whole))))
+    value = draw(values | st.none())
+    if value is None:
         del holder[key]
     else:
         holder[key] = "\x01"
     content = json.dumps(whole[0]) if whole else ""
-    return content.replace(MARK, str(odd)).encode()
+    return content.replace(MARK, str(value)).encode()
 
 
-def each(test: Callable[[bytes], None], good: Any) -> None:
-    """Runs a test with the good document, and with many hostile ones."""
-    test(json.dumps(good).encode())
-    quickly(given(hostile(good) | st.binary(max_size=20))(test))()
+def try_variants(test: Callable[[bytes], None], document: Any) -> None:
+    """Runs a test with the document, and with many hostile ones."""
+    test(json.dumps(document).encode())
+    quickly(given(hostile(document) | st.binary(max_size=20))(test))()
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def read(path: Path) -> Any:
 )
 def test_a_job_with_a_hostile_document_is_handled(job, name, capsys):
     backend, path = LocalBackend(settings_of(job.home)), job.directory / name
-    good = json.loads(path.read_text().splitlines()[0]) if name.endswith("l") else read(path)
+    document = json.loads(path.read_text().splitlines()[0]) if name.endswith("l") else read(path)
     lines = path.read_bytes() if name.endswith("l") else b""
 
     def show(content: bytes) -> None:
@@ -127,17 +127,17 @@ def test_a_job_with_a_hostile_document_is_handled(job, name, capsys):
             json.dumps(vars(described), allow_nan=False)
             backend.job(job.job_id).config(1)
 
-    each(show, good)
+    try_variants(show, document)
 
 
 def test_an_invalid_line_of_a_curve_hides_no_job(job, cli):
     path = job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
-    before = cli("jobs").out
+    listed = cli("jobs").out
     for line in ("null", "[]", '{"step": null}', '{"val_loss": "x"}', "[" * DEEP):
         with path.open("a") as file:
             file.write(f"{line}\n")
         ran = cli("jobs")
-        assert (ran.code, ran.out, ran.err) == (0, before, "")
+        assert (ran.code, ran.out, ran.err) == (0, listed, "")
 
 
 # -- texts ----------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def upload(home, short_text_file):
 def test_a_hostile_record_of_an_upload_is_handled(home, upload, name):
     settings = settings_of(home)
     (path,) = home.glob(name)
-    good = read(path)
+    document = read(path)
 
     def look(content: bytes) -> None:
         path.write_bytes(content)
@@ -161,7 +161,7 @@ def test_a_hostile_record_of_an_upload_is_handled(home, upload, name):
         with our_errors():
             check_texts({"data": find_channel(upload.uri, settings)}, SMALL)
 
-    each(look, good)
+    try_variants(look, document)
 
 
 # -- what was learnt from AWS ---------------------------------------------------------------------
@@ -171,13 +171,13 @@ STACK = {"name": "n", "status": "s", "store": "s3://abc", "role": "r", "kms_key"
 
 
 @pytest.mark.parametrize(
-    ("name", "good"),
+    ("name", "document"),
     [
         ("stacks.json", {"us-east-1//sm-nanogpt": {**STACK, "policy": "p", "vpc": False}}),
         ("prices.json", {"us-east-1": {"ml.g5.xlarge": {"per_hour": 1.5, "day": "2026-11-01"}}}),
     ],
 )
-def test_a_hostile_cache_is_ignored(home, name, good):
+def test_a_hostile_cache_is_ignored(home, name, document):
     home.mkdir()
     settings = Settings(home=home, region="us-east-1").with_offline(True)
 
@@ -188,22 +188,20 @@ def test_a_hostile_cache_is_ignored(home, name, good):
         assert price is not None
         cost.usd(cost.worst_case(price.per_hour, 3600))
 
-    each(look, good)
+    try_variants(look, document)
 
 
 # -- what was submitted, and how ------------------------------------------------------------------
 
 
 def test_a_hostile_record_in_a_store_is_handled(home):
-    asked = TrainingJob(
-        instance="ml.g5.xlarge", data="s3://abc/d", max_cost=5, hyperparameters=TINY
-    )
+    job = TrainingJob(instance="ml.g5.xlarge", data="s3://abc/d", max_cost=5, hyperparameters=TINY)
 
     def look(content: bytes) -> None:
         with our_errors():
             parse(content, TrainingJob, "job.json").config(1)
 
-    each(look, asked.model_dump(mode="json", exclude_defaults=True))
+    try_variants(look, job.model_dump(mode="json", exclude_defaults=True))
 
 
 TOML = (
@@ -239,7 +237,7 @@ def test_a_model_with_a_hostile_document_is_refused(tmp_path, name):
         with our_errors():
             own_model(tmp_path)
 
-    each(load, read(path))
+    try_variants(load, read(path))
 
 
 def test_a_checkpoint_with_a_hostile_state_is_refused(job, tmp_path):
@@ -258,7 +256,7 @@ def test_a_checkpoint_with_a_hostile_state_is_refused(job, tmp_path):
         with our_errors():
             export_checkpoint(read_checkpoint(tmp_path / "checkpoints"), tmp_path / "model")
 
-    each(load, state)
+    try_variants(load, state)
 
 
 # -- size, and what is no file --------------------------------------------------------------------

@@ -70,11 +70,11 @@ def library(tmp_path_factory):
 def on_such_a_disk(library, home):
     """Runs a command in a home whose file system refuses some calls with these errors."""
 
-    def run(*words, **refused):
+    def run(*arguments, **refused):
         calls = " ".join(f"{name}={error}" for name, error in refused.items())
         with patch.object(launching.warm, "replacing", lambda start: subprocess):
             environment = {"LD_PRELOAD": str(library), "REFUSED": calls}
-            return launching.command(words, home=home, env=environment)
+            return launching.command(arguments, home=home, env=environment)
 
     return run
 

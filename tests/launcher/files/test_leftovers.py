@@ -48,11 +48,11 @@ def wait():
 
 
 @contextmanager
-def writing(what: str, home: Path) -> Iterator[subprocess.Popen[str]]:
+def writing(kind: str, home: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that writes something temporary into a home."""
     (home / "store/data").mkdir(parents=True)
     process = subprocess.Popen(
-        [sys.executable, "-c", START + WRITES[what], str(home)],
+        [sys.executable, "-c", START + WRITES[kind], str(home)],
         env={**os.environ, "PYTHONPATH": str(runs.SCRIPT.parents[1])},
         stdout=subprocess.PIPE,
         text=True,
@@ -70,12 +70,12 @@ def files_in(home: Path) -> set[str]:
     return {path.name for path in home.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("what", WRITES)
-def test_what_a_running_command_uses_stays(what, home):
-    with writing(what, home):
-        before = launching.tree(home)
+@pytest.mark.parametrize("kind", WRITES)
+def test_what_a_running_command_uses_stays(kind, home):
+    with writing(kind, home):
+        files_before = launching.tree(home)
         remove_all_leftovers(Settings(home=home))
-        assert launching.tree(home) == before
+        assert launching.tree(home) == files_before
 
 
 def test_a_file_stays_until_it_has_its_name(tmp_path, monkeypatch):
@@ -92,9 +92,9 @@ def test_a_file_stays_until_it_has_its_name(tmp_path, monkeypatch):
     assert (tmp_path / "text.txt").read_bytes() == b"x"
 
 
-@pytest.mark.parametrize("what", WRITES)
-def test_what_a_killed_command_left_is_removed(what, home):
-    with writing(what, home) as process:
+@pytest.mark.parametrize("kind", WRITES)
+def test_what_a_killed_command_left_is_removed(kind, home):
+    with writing(kind, home) as process:
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert files_in(home)
@@ -102,15 +102,15 @@ def test_what_a_killed_command_left_is_removed(what, home):
         assert not files_in(home)
 
 
-@pytest.mark.parametrize("what", WRITES)
-def test_without_locks_nothing_is_removed(what, home, monkeypatch):
-    with writing(what, home) as process:
+@pytest.mark.parametrize("kind", WRITES)
+def test_without_locks_nothing_is_removed(kind, home, monkeypatch):
+    with writing(kind, home) as process:
         process.kill()
         process.wait()
-        before = launching.tree(home)
+        files_before = launching.tree(home)
         monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(37, "No locks available")))
         remove_all_leftovers(Settings(home=home))
-        assert launching.tree(home) == before
+        assert launching.tree(home) == files_before
 
 
 def test_the_next_command_of_a_kind_removes_what_is_left(home):

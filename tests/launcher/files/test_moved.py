@@ -27,9 +27,9 @@ def moved(home, text_file, tmp_path):
     return Settings(home=home.rename(tmp_path / "a new place, 100 %"))
 
 
-def run_tiny(home: Path, *words: str, **values: Any) -> str:
+def run_tiny(home: Path, *arguments: str, **values: Any) -> str:
     """Run the tiny job; its id."""
-    return launching.command(launching.launching(*words, **values), home=home).good.out.strip()
+    return launching.command(launching.launching(*arguments, **values), home=home).good.out.strip()
 
 
 @pytest.mark.parametrize(

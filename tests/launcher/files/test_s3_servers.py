@@ -86,21 +86,21 @@ def store(request, home, monkeypatch, tmp_path):
 def test_a_file_of_many_parts_comes_back(store, tmp_path):
     source = tmp_path / "large.bin"
     source.write_bytes(os.urandom(1 << 20) * (SIZE >> 20) + os.urandom(SIZE % (1 << 20)))
-    sent, fetched = Expecting(), Expecting()
-    storage.write_file(source, storage.join(store, "large.bin"), sent)
-    assert sum(sent) == source.stat().st_size
-    assert len(sent) > 2
-    (there,) = storage.fetch(storage.join(store, "large.bin"), tmp_path / "back", fetched)
-    assert there.read_bytes() == source.read_bytes()
+    upload, fetched = Expecting(), Expecting()
+    storage.write_file(source, storage.join(store, "large.bin"), upload)
+    assert sum(upload) == source.stat().st_size
+    assert len(upload) > 2
+    (file,) = storage.fetch(storage.join(store, "large.bin"), tmp_path / "back", fetched)
+    assert file.read_bytes() == source.read_bytes()
     assert sum(fetched) == fetched.expected == source.stat().st_size
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_a_file_comes_back_under_its_name(store, tmp_path, name):
-    source, place = tmp_path / "source", storage.join(store, name)
+    source, uri = tmp_path / "source", storage.join(store, name)
     source.write_bytes(b"content")
-    storage.write_file(source, storage.join(place, f"{name}.txt"))
-    (copy,) = storage.fetch(place, tmp_path / "back")
+    storage.write_file(source, storage.join(uri, f"{name}.txt"))
+    (copy,) = storage.fetch(uri, tmp_path / "back")
     assert copy == tmp_path / "back" / f"{name}.txt"
     assert copy.read_bytes() == b"content"
 
@@ -133,19 +133,19 @@ def test_an_uploaded_text_is_not_sent_again(store, text_file, cli):
 
 
 def test_the_manifest_of_many_files_is_written_last(store, home, tmp_path, monkeypatch):
-    write, there = storage.write_json, list[int]()
+    write, file_counts = storage.write_json, list[int]()
 
-    def record(uri: str, *rest: Any) -> None:
+    def record(uri: str, *args: Any) -> None:
         if uri.startswith(store) and uri.endswith(".json"):
-            there.append(len(storage.list_files(uri.removesuffix(".json"))))
-        write(uri, *rest)
+            file_counts.append(len(storage.list_files(uri.removesuffix(".json"))))
+        write(uri, *args)
 
     (tmp_path / "notes").mkdir()
     for number in range(50):
         (tmp_path / f"notes/{number}.txt").write_text(f"Note {number} of many small ones.")
     monkeypatch.setattr(storage, "write_json", record)
     upload = upload_data(tmp_path / "notes", Settings(home=home, store=store))
-    assert there == [50] == [len(upload.files)]
+    assert file_counts == [50] == [len(upload.files)]
 
 
 def test_an_interrupted_write_keeps_the_old_file(store, tmp_path):

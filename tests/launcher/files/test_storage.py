@@ -24,8 +24,8 @@ from sm_nanogpt import InputError, ServiceError, upload_data
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_reported_as_this_machines(code):
-    told = pytest.raises(ServiceError, match="s3://bucket/key: this machine's disk is full")
-    with told, storage.reported("s3://bucket/key"):
+    full_disk = pytest.raises(ServiceError, match="s3://bucket/key: this machine's disk is full")
+    with full_disk, storage.reported("s3://bucket/key"):
         raise OSError(code, os.strerror(code))
 
 
@@ -107,7 +107,7 @@ def keys(s3: Any) -> list[str]:
 
 
 def test_an_upload_goes_to_s3_below_the_prefix_once(s3, emulator, cli, text_file):
-    def sent() -> list[str]:
+    def uploaded_keys() -> list[str]:
         """Names of what was put into the store since this was last asked."""
         accesses = [each for each in emulator.accesses if "/some/prefix/data/" in each.resource]
         put = [each.resource for each in accesses if each.action == "s3:PutObject"]
@@ -119,9 +119,9 @@ def test_an_upload_goes_to_s3_below_the_prefix_once(s3, emulator, cli, text_file
     key, name = uri.removeprefix(f"s3://{s3.bucket}/"), uri.rpartition("/")[2]
     stored = s3.get_object(Bucket=s3.bucket, Key=f"{key}/input.txt")["Body"].read()
     assert stored == text_file.read_bytes()
-    assert set(sent()) == {f"{name}/input.txt", f"{name}.json"}
+    assert set(uploaded_keys()) == {f"{name}/input.txt", f"{name}.json"}
     assert cli("upload-data", text_file).out.strip() == uri
-    assert sent() == []
+    assert uploaded_keys() == []
 
 
 def test_an_empty_object_of_s3_is_read_as_an_empty_file(s3):
@@ -146,9 +146,9 @@ def test_a_download_altered_on_its_way_is_refused(s3, tmp_path, monkeypatch, arr
 
 def test_a_missing_bucket_is_named_and_not_created(s3, home, text_file):
     # A process of its own, as what is left open complains when the interpreter ends.
-    words = ("--store", "s3://no-such-bucket-here/x", "upload-data", str(text_file))
+    arguments = ("--store", "s3://no-such-bucket-here/x", "upload-data", str(text_file))
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    ran = launching.command(words, home=home, env=env)
+    ran = launching.command(arguments, home=home, env=env)
     assert (ran.code, ran.err.count("\n")) == (1, 1)
     assert "no-such-bucket-here" in ran.error
     assert "no-such-bucket-here" not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
@@ -174,8 +174,8 @@ def test_s3_uses_our_settings_and_not_those_of_fsspec(home, monkeypatch):
     others = {"endpoint_url": "http://elsewhere", "profile": "other", "client_kwargs": {"a": "b"}}
     monkeypatch.setitem(fsspec.config.conf, "s3", others)
     fsspec_had = dict(fsspec.config.conf)
-    near, far = load_settings(region="us-east-1"), load_settings(region="eu-west-1")
-    for settings in (near, far, near):
+    american, far = load_settings(region="us-east-1"), load_settings(region="eu-west-1")
+    for settings in (american, far, american):
         fs, _ = storage.locate("s3://bucket/key", settings).file_system
         assert fs.client_kwargs == {"region_name": settings.region}
         assert fs.endpoint_url is None
@@ -219,13 +219,13 @@ def test_writes_are_encrypted_with_the_kms_key(s3, emulator, tmp_path, monkeypat
     (tmp_path / "file").write_bytes(b"text")
     storage.write_bytes(f"s3://{s3.bucket}/document", b"text")
     storage.write_file(tmp_path / "file", f"s3://{s3.bucket}/file")
-    sent = [each.action for each in emulator.accesses if each.resource.endswith("/document")]
-    assert sent == ["s3:PutObject"]
+    actions = [each.action for each in emulator.accesses if each.resource.endswith("/document")]
+    assert actions == ["s3:PutObject"]
     for key in ("document", "file"):
-        there = s3.get_object(Bucket=s3.bucket, Key=key)
-        assert there["Body"].read() == b"text"
-        assert there["ServerSideEncryption"] == "aws:kms"
-        assert there["SSEKMSKeyId"].endswith("alias/mine")
+        stored = s3.get_object(Bucket=s3.bucket, Key=key)
+        assert stored["Body"].read() == b"text"
+        assert stored["ServerSideEncryption"] == "aws:kms"
+        assert stored["SSEKMSKeyId"].endswith("alias/mine")
 
 
 def test_a_whole_bucket_may_be_the_text(s3, emulator, text_file):

@@ -45,9 +45,9 @@ def true_loss(run: Run) -> float:
 
 
 def corpus(n: int = 200_000) -> Corpus:
-    words = "law of a text is what its pilots say and no more than that\n"
+    sentence = "law of a text is what its pilots say and no more than that\n"
     random.seed(1)
-    text = " ".join(random.choices(words.split(" "), k=n // 3))[:n]
+    text = " ".join(random.choices(sentence.split(" "), k=n // 3))[:n]
     tokenizer = Tokenizer(character_tokenizer("".join(sorted(set(text)))))
     index = {word.decode(): id for id, word in enumerate(tokenizer.words)}
     ids = torch.tensor([index[c] for c in text], dtype=torch.uint8)
@@ -89,9 +89,9 @@ def test_a_law_foretells_the_runs_of_its_text():
     runs = [
         Run(p, d, u) for p in (10**5, 3 * 10**5) for d in (10**5, 10**6) for u in (10**5, 10**6)
     ]
-    known = [Run(r.parameters, r.tokens, r.unique, true_loss(r)) for r in runs]
+    ended = [Run(r.parameters, r.tokens, r.unique, true_loss(r)) for r in runs]
     large = Run(2 * 10**6, 10**7, 10**6)
-    [(loss, deviation)] = LAW.of_text(known).losses([large])
+    [(loss, deviation)] = LAW.of_text(ended).losses([large])
     assert loss == pytest.approx(true_loss(large), rel=0.01)
     assert abs(math.log(loss / true_loss(large))) < 2 * deviation
 
@@ -117,20 +117,20 @@ def test_the_shipped_law_is_a_law():
 
 @pytest.mark.parametrize("tokens", [100_000, 10**6, 10**10])
 def test_pilots_read_the_text_and_parts_of_it(tokens):
-    found = pilots_of(tokens)
-    assert max(unique for _, unique in found) == min(tokens, pilots.WRITTEN)
-    assert min(unique for _, unique in found) >= tokens // 8 or tokens > pilots.LARGEST
-    assert found == sorted(found, reverse=True)
+    planned = pilots_of(tokens)
+    assert max(unique for _, unique in planned) == min(tokens, pilots.WRITTEN)
+    assert min(unique for _, unique in planned) >= tokens // 8 or tokens > pilots.LARGEST
+    assert planned == sorted(planned, reverse=True)
 
 
-@pytest.mark.parametrize("wanted", [12_500, 50_000, 99_999])
-def test_a_part_is_drawn_from_all_over_the_text(wanted):
+@pytest.mark.parametrize("limit", [12_500, 50_000, 99_999])
+def test_a_part_is_drawn_from_all_over_the_text(limit):
     ids = torch.arange(100_000, dtype=torch.int32)
-    found = draw_ids(ids, wanted)
-    assert wanted * 0.7 <= len(found) <= wanted
-    assert len(found.unique()) == len(found)
-    if len(found) > 5000:
-        assert found.min() < 10_000 < 80_000 < found.max()
+    part = draw_ids(ids, limit)
+    assert limit * 0.7 <= len(part) <= limit
+    assert len(part.unique()) == len(part)
+    if len(part) > 5000:
+        assert part.min() < 10_000 < 80_000 < part.max()
 
 
 def test_a_part_is_written_as_a_run_reads_it(tmp_path):
@@ -138,38 +138,38 @@ def test_a_part_is_written_as_a_run_reads_it(tmp_path):
     parts = draw_ids(whole.train, 50_000), draw_ids(whole.val, pilots.WRITTEN)
     write_ids(tmp_path / "text", whole.tokenizer, *parts)
     values: Any = Config()
-    found = read_tokens(tmp_path / "text", values)
-    assert found.tokenizer.words == whole.tokenizer.words
-    assert read_windows(found.val, torch.tensor([0]), 99).equal(
+    part = read_tokens(tmp_path / "text", values)
+    assert part.tokenizer.words == whole.tokenizer.words
+    assert read_windows(part.val, torch.tensor([0]), 99).equal(
         read_windows(whole.val, torch.tensor([0]), 99).short()
     )
-    assert len(found.train) <= 50_000 < len(whole.train)
+    assert len(part.train) <= 50_000 < len(whole.train)
 
 
 # -- the forecast ----------------------------------------------------------------------------------
 
 
 def test_a_forecast_is_near_the_truth_and_names_the_lowest(forecaster):
-    made = forecaster.forecast("text", [], None)
-    for row in made.rows:
+    table = forecaster.forecast("text", [], None)
+    for row in table.rows:
         truth = true_loss(forecaster.run_of(row.size, forecaster.tokens))
         assert row.expected.low < truth < row.expected.high
         assert row.bits_per_byte == pytest.approx(2 * row.expected.loss)
         run = forecaster.run_of(row.size, forecaster.tokens)
         seconds = 5 + 1e-12 * run.parameters * run.tokens
         assert row.seconds["local"] == pytest.approx(seconds, rel=0.1)
-    assert made.best == best_size(made.rows)
-    assert made.twice_text.low < made.twice_text.nats < 0
-    assert made.twice_text.nats < made.twice_text.high
+    assert table.best == best_size(table.rows)
+    assert table.twice_text.low < table.twice_text.nats < 0
+    assert table.twice_text.nats < table.twice_text.high
 
 
 def test_runs_that_ended_are_not_run_again(forecaster, monkeypatch):
-    made = forecaster.forecast("text", [], None)
+    table = forecaster.forecast("text", [], None)
     monkeypatch.setattr(
-        forecast, "run_trials", lambda trials, *rest: iter([(t, 0) for t in trials])
+        forecast, "run_trials", lambda trials, *args: iter([(t, 0) for t in trials])
     )
     again = Forecaster(forecaster.corpus, forecaster.source, forecaster.ledger.path, print)
-    assert again.forecast("text", [], None) == made
+    assert again.forecast("text", [], None) == table
 
 
 def test_times_of_a_busy_machine_are_marked_until_it_is_quiet(forecaster, monkeypatch):
@@ -191,8 +191,8 @@ def test_a_program_that_starts_meanwhile_is_noticed(forecaster, monkeypatch):
 
 
 def test_an_interruption_keeps_the_pilots_that_ended(forecaster, monkeypatch):
-    def interrupted(trials: Sequence[Trial], *rest: Any) -> Iterator[tuple[Trial, Pilot]]:
-        yield from obedient(trials[:3], *rest)
+    def interrupted(trials: Sequence[Trial], *args: Any) -> Iterator[tuple[Trial, Pilot]]:
+        yield from obedient(trials[:3], *args)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(forecast, "run_trials", interrupted)
@@ -205,9 +205,9 @@ def test_an_interruption_keeps_the_pilots_that_ended(forecaster, monkeypatch):
 def test_a_forecast_from_a_beginning_is_for_the_whole(tmp_path, lawful):
     path = tmp_path / "kept.jsonl"
     whole = Forecaster(corpus(), Source.packaged(), path, print, n_tokens=5_000_000)
-    made = whole.forecast("text", [], None)
-    assert made.tokens == 5_000_000
-    assert made.rows[0].readings < 10
+    table = whole.forecast("text", [], None)
+    assert table.tokens == 5_000_000
+    assert table.rows[0].readings < 10
 
 
 def test_a_pilot_is_kept_before_it_is_reported(tmp_path, lawful):
@@ -224,8 +224,8 @@ def test_a_forecast_survives_a_kill_at_every_write(tmp_path, lawful, monkeypatch
     """What was written is not run again, and the forecast is the same."""
     n_runs = Counter[str]()
 
-    def counted(trials: Sequence[Trial], *rest: Any) -> Iterator[tuple[Trial, Pilot]]:
-        for trial, pilot in obedient(trials, *rest):
+    def counted(trials: Sequence[Trial], *args: Any) -> Iterator[tuple[Trial, Pilot]]:
+        for trial, pilot in obedient(trials, *args):
             n_runs["all"] += 1
             yield trial, pilot
 
@@ -248,16 +248,16 @@ def test_a_forecast_survives_a_kill_at_every_write(tmp_path, lawful, monkeypatch
 
 
 def test_money_and_ceiling_go_by_the_speeds_that_are_known(forecaster):
-    places = [InstanceType("ml.a", 1e12, 100.0, 0.001), InstanceType("ml.b", None, 0.0, 0.001)]
-    made = forecaster.forecast("text", places, 0.8)
-    for row in made.rows:
+    instances = [InstanceType("ml.a", 1e12, 100.0, 0.001), InstanceType("ml.b", None, 0.0, 0.001)]
+    table = forecaster.forecast("text", instances, 0.8)
+    for row in table.rows:
         assert row.seconds["ml.a"] > 100
         assert row.dollars["ml.a"] == pytest.approx(0.001 * row.seconds["ml.a"])
         assert row.seconds["ml.b"] is row.dollars["ml.b"] is None
-    assert made.affordable is not None
-    paid = {row.size: (row.dollars["ml.a"] or 0) + 0.6 for row in made.rows}
-    assert paid[made.affordable] <= 0.8 < paid[max(paid)]
-    assert "ml.b" in made.notes[1]
+    assert table.affordable is not None
+    paid = {row.size: (row.dollars["ml.a"] or 0) + 0.6 for row in table.rows}
+    assert paid[table.affordable] <= 0.8 < paid[max(paid)]
+    assert "ml.b" in table.notes[1]
 
 
 def test_a_larger_size_that_is_no_better_is_not_named():
@@ -272,14 +272,14 @@ def test_a_larger_size_that_is_no_better_is_not_named():
     assert best_size([]) is None
 
 
-def noisy(trials: Sequence[Trial], *rest: Any) -> Iterator[tuple[Trial, Pilot]]:
-    for n, (trial, pilot) in enumerate(obedient(trials, *rest)):
+def noisy(trials: Sequence[Trial], *args: Any) -> Iterator[tuple[Trial, Pilot]]:
+    for n, (trial, pilot) in enumerate(obedient(trials, *args)):
         yield trial, pilot.model_copy(update={"loss": pilot.loss * (1.2 if n % 2 else 0.8)})
 
 
 def constant(loss: float) -> Any:
-    def run(trials: Sequence[Trial], *rest: Any) -> Iterator[tuple[Trial, Pilot]]:
-        for trial, pilot in obedient(trials, *rest):
+    def run(trials: Sequence[Trial], *args: Any) -> Iterator[tuple[Trial, Pilot]]:
+        for trial, pilot in obedient(trials, *args):
             yield trial, pilot.model_copy(update={"loss": loss})
 
     return run
@@ -311,9 +311,9 @@ def test_a_short_text_is_not_forecast(tmp_path):
 
 def test_a_text_that_was_learned_before_is_not_forecast(home, tmp_path, monkeypatch):
     monkeypatch.setattr(forecast, "run_trials", constant(2.0))
-    words = random.Random(1).choices([f"w{number}" for number in range(9000)], k=15_000)
+    drawn_words = random.Random(1).choices([f"w{number}" for number in range(9000)], k=15_000)
     text = str(tmp_path / "twice.txt")
-    Path(text).write_text(" ".join(words * 2))
+    Path(text).write_text(" ".join(drawn_words * 2))
     with pytest.raises(InputError, match="100% of the validation text stands in"):
         forecasting.forecast(Request(data=text, instance="local"), load_settings())
 
@@ -331,27 +331,27 @@ def test_the_fetch_of_a_whole_upload_has_a_bar(text_file, home, monkeypatch):
 
 @pytest.fixture
 def text_here(tmp_path, text):
-    place = tmp_path / "text.txt"
-    place.write_text(text[:150_000], encoding="utf-8", newline="")
-    return str(place)
+    path = tmp_path / "text.txt"
+    path.write_text(text[:150_000], encoding="utf-8", newline="")
+    return str(path)
 
 
 def test_a_job_keeps_what_was_forecast_for_its_size(cli, lawful, text_here, home):
     assert cli("upload-data", text_here).code == 0
-    told = cli("launch", "--forecast", "--json")
-    assert told.code == 0, told.err
-    made = json.loads(told.out)
-    row = made["rows"][0]
+    ran = cli("launch", "--forecast", "--json")
+    assert ran.code == 0, ran.err
+    table = json.loads(ran.out)
+    row = table["rows"][0]
     size = ["--size", f"{row['size']:g}", "--detach"]
     launched = cli("launch", "--instance", "local", size)
     changed = cli("launch", "--instance", "local", size, "--set", "max_steps=7")
     assert (launched.code, changed.code) == (0, 0)
-    for each in (launched, changed):
-        cli("stop", each.out.strip())
-    found = job_of(launched.out.strip()).forecast
-    assert found is not None
-    assert found.loss == row["expected"]["loss"]
-    assert str(found) in cli("status", launched.out.strip()).out
+    for job in (launched, changed):
+        cli("stop", job.out.strip())
+    expected = job_of(launched.out.strip()).forecast
+    assert expected is not None
+    assert expected.loss == row["expected"]["loss"]
+    assert str(expected) in cli("status", launched.out.strip()).out
     assert job_of(changed.out.strip()).forecast is None
 
 
@@ -361,28 +361,28 @@ def test_a_resumed_job_keeps_size_and_forecast(cli, home, job):
     record["job"] |= {"summary": "size 2", "expected": expected}
     (job.directory / "job.json").write_text(json.dumps(record))
     (job.directory / "output" / "model.tar.gz").unlink()  # so that it is resumed as it was
-    for words, kept in ((), True), (("--set", "max_steps=12"), False):
-        resumed = cli("launch", "--resume", job.job_id, words).good.out.strip()
-        found = job_of(resumed).describe()
-        assert (found.expected is not None) is kept
-        assert (found.summary or "").startswith("size 2 resumes") is kept
+    for arguments, is_kept in ((), True), (("--set", "max_steps=12"), False):
+        resumed = cli("launch", "--resume", job.job_id, arguments).good.out.strip()
+        described = job_of(resumed).describe()
+        assert (described.expected is not None) is is_kept
+        assert (described.summary or "").startswith("size 2 resumes") is is_kept
 
 
 def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):
-    told = cli("launch", "--forecast", "--data", text_here)
-    assert told.code == 0, told.err
-    assert "twice the text" in told.out
-    size = told.out.partition(": size ")[2].partition("\n")[0]
+    ran = cli("launch", "--forecast", "--data", text_here)
+    assert ran.code == 0, ran.err
+    assert "twice the text" in ran.out
+    size = ran.out.partition(": size ")[2].partition("\n")[0]
     next_line = f"next: sm-nanogpt launch --instance local --data {text_here} --size {size}"
-    assert told.err.splitlines()[-1] == next_line
+    assert ran.err.splitlines()[-1] == next_line
 
 
 def test_a_ceiling_counts_on_the_types_that_are_known(cli, lawful, text_here, monkeypatch):
-    places = [
+    instances = [
         InstanceType("ml.dear", 1e12, 100.0, 0.1),
         InstanceType("ml.cheap", 1e12, 100.0, 0.001),
     ]
-    monkeypatch.setattr(forecasting, "known_instances", lambda *_: places)
+    monkeypatch.setattr(forecasting, "known_instances", lambda *_: instances)
     ran = cli("launch", "--forecast", "--data", text_here, "--max-cost", "5").good
     assert "the lowest below 5.00 USD: size " in ran.out
     assert ran.err.splitlines()[-1].startswith("next: sm-nanogpt launch --instance ml.cheap ")
@@ -402,7 +402,7 @@ def test_a_column_of_doubtful_times_has_a_star(cli, lawful, text_here, monkeypat
 
 
 @pytest.mark.parametrize(
-    "words, problem",
+    "arguments, problem",
     [
         (["--size", "3"], "--size"),
         (["--set", "max_steps=7"], "--set"),
@@ -413,28 +413,28 @@ def test_a_column_of_doubtful_times_has_a_star(cli, lawful, text_here, monkeypat
         (["--data", "nowhere"], "nowhere"),
     ],
 )
-def test_a_forecast_takes_no_other_options(cli, words, problem):
-    told = cli("launch", "--forecast", words)
-    assert told.code == 2
-    assert problem in told.error
+def test_a_forecast_takes_no_other_options(cli, arguments, problem):
+    ran = cli("launch", "--forecast", arguments)
+    assert ran.code == 2
+    assert problem in ran.error
 
 
 def test_pilots_are_complete_runs(tmp_path, monkeypatch):
     """Real processes: one that ends well, and one that fails, after which none goes on."""
     whole, values = corpus(), {"max_steps": 3, "batch_size": 2, "block_size": 32, "n_layer": 1}
-    good = Trial("good", values, 50_000)
-    [(_, made)] = pilots.run_trials([good], whole, Source.packaged(), 1)
-    assert 0 < made.loss < 5
-    assert 0 < made.step_seconds < made.seconds
-    bad = Trial("bad", {**values, "block_size": 1 << 17}, 50_000)
+    short = Trial("good", values, 50_000)
+    [(_, pilot)] = pilots.run_trials([short], whole, Source.packaged(), 1)
+    assert 0 < pilot.loss < 5
+    assert 0 < pilot.step_seconds < pilot.seconds
+    impossible = Trial("bad", {**values, "block_size": 1 << 17}, 50_000)
     with pytest.raises(ServiceError, match=r"bad.*block_size"):
-        list(pilots.run_trials([bad, good], whole, Source.packaged(), 2))
+        list(pilots.run_trials([impossible, short], whole, Source.packaged(), 2))
 
 
 def test_a_damaged_file_of_pilots_is_none(tmp_path):
-    place = tmp_path / "kept.jsonl"
-    place.write_text("{")
-    assert recall(place, 2.0) is None
+    path = tmp_path / "kept.jsonl"
+    path.write_text("{")
+    assert recall(path, 2.0) is None
 
 
 # -- what jobs elsewhere tell ----------------------------------------------------------------------
@@ -472,21 +472,21 @@ def test_own_jobs_tell_the_speed_of_an_instance(forecaster, monkeypatch, home):
     read = list[str]()
     monkeypatch.setattr(forecasting, "known_upload", lambda uri, settings: read.append(uri))
     request = Request(instance="ml.g6.xlarge")
-    unknown, known = forecasting.known_instances(request, forecaster, load_settings())
+    unknown, measured = forecasting.known_instances(request, forecaster, load_settings())
     assert (unknown.name, unknown.flops) == ("ml.g6.xlarge", None)
-    assert (known.name, known.job_id) == ("ml.g5.xlarge", jobs[4].job_id)
+    assert (measured.name, measured.job_id) == ("ml.g5.xlarge", jobs[4].job_id)
     assert read == [jobs[4].data]  # of no job that tells nothing
-    assert known.seconds(forecaster.work(3.0)) == pytest.approx(
+    assert measured.seconds(forecaster.work(3.0)) == pytest.approx(
         60 + 0.01 * forecaster.config_of(3.0, forecaster.tokens).max_steps, rel=0.01
     )
 
 
 def test_sizes_that_are_far_from_the_pilots_are_left_out(forecaster):
-    made = forecaster.forecast("text", [], None)
-    assert made.rows[-1].size < forecast.SIZES[-1]
-    assert "40 times" in made.notes[-1]
-    [far] = [n for n in forecast.SIZES if n > made.rows[-1].size][:1]
-    work = [forecaster.run_of(n, forecaster.tokens) for n in (far, made.rows[-1].size)]
+    table = forecaster.forecast("text", [], None)
+    assert table.rows[-1].size < forecast.SIZES[-1]
+    assert "40 times" in table.notes[-1]
+    [far] = [n for n in forecast.SIZES if n > table.rows[-1].size][:1]
+    work = [forecaster.run_of(n, forecaster.tokens) for n in (far, table.rows[-1].size)]
     assert work[0].parameters * work[0].tokens > work[1].parameters * work[1].tokens
 
 
@@ -495,9 +495,9 @@ def test_conversations_are_not_forecast(cli, tmp_path):
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "no"}]}
         for n in range(200)
     ]
-    place = tmp_path / "chats.jsonl"
-    place.write_text("\n".join(map(json.dumps, chats)))
-    assert cli("upload-data", place, "--tokenizer", "bpe").code == 0
-    told = cli("launch", "--forecast")
-    assert told.code == 2
-    assert "conversations" in told.error
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, chats)))
+    assert cli("upload-data", path, "--tokenizer", "bpe").code == 0
+    ran = cli("launch", "--forecast")
+    assert ran.code == 2
+    assert "conversations" in ran.error

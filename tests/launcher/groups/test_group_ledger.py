@@ -89,8 +89,8 @@ def test_a_group_without_a_ceiling_reserves_what_it_likes(tmp_path):
 @pytest.mark.parametrize("is_torn", [True, False])
 def test_a_sweep_survives_a_kill_at_every_write(cloud, cli, text_file, home, is_torn):
     """No job is lost, started twice, or paid twice; the ceiling holds for all."""
-    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.6")
-    launch = partial(cli, "launch", *words, "--max-run", "60", "--sweep", "n_layer=1,2")
+    arguments = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.6")
+    launch = partial(cli, "launch", *arguments, "--max-run", "60", "--sweep", "n_layer=1,2")
     settings = Settings(home=home)
     for number in range(1, 8):  # asked, and reserved, sent and settled of two jobs
         cloud.sagemaker.jobs.clear()
@@ -121,8 +121,8 @@ def test_a_sweep_survives_a_kill_at_every_write(cloud, cli, text_file, home, is_
 
 def test_eight_short_jobs_spend_what_the_first_ones_left(cloud, cli, text_file):
     """Each may cost 0.26 USD, and costs a few cents; together they may cost 2.06 USD."""
-    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--seeds", "8")
-    assert cli("launch", words, "--max-cost", "0.9", "--parallel", "3").good
+    arguments = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--seeds", "8")
+    assert cli("launch", arguments, "--max-cost", "0.9", "--parallel", "3").good
     jobs = cloud.sagemaker.jobs.values()
     assert [job.status for job in jobs] == ["Completed"] * 8
     limits = {job.request["StoppingCondition"]["MaxRuntimeInSeconds"] for job in jobs}
@@ -131,11 +131,11 @@ def test_eight_short_jobs_spend_what_the_first_ones_left(cloud, cli, text_file):
 
 def test_a_used_up_ceiling_does_not_leave_running_jobs(cloud, cli, text_file, home):
     """A member that was never started is at the ceiling; the command waits for the others."""
-    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.3")
+    arguments = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.3")
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, 3, is_torn=False)  # one job was sent
         with pytest.raises(Killed):
-            cli("launch", words, "--max-run", "60", "--sweep", "n_layer=1,2")
+            cli("launch", arguments, "--max-run", "60", "--sweep", "n_layer=1,2")
     [job_id] = cloud.sagemaker.jobs
     group = group_of(job_id)
     ledger = open_ledger(group, Settings(home=home))
@@ -147,8 +147,8 @@ def test_a_used_up_ceiling_does_not_leave_running_jobs(cloud, cli, text_file, ho
 
 
 def test_deleted_jobs_still_count_for_the_ceiling(cloud, cli, text_file, home):
-    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.6")
-    ran = cli("launch", words, "--max-run", "60", "--sweep", "n_layer=1,2").good
+    arguments = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.6")
+    ran = cli("launch", arguments, "--max-run", "60", "--sweep", "n_layer=1,2").good
     group = ran.out.strip()
     spent = open_ledger(group, Settings(home=home)).spent
     assert cli("delete", f"{group}-1", "--yes").good
@@ -162,8 +162,8 @@ def files_below(path: Path) -> list[str]:
 
 
 def test_a_deleted_sweep_leaves_no_file(cloud, cli, text_file, home):
-    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file))
-    group = cli("launch", words, "--sweep", "n_layer=1,2").good.out.strip()
+    arguments = ("--instance", "ml.g5.xlarge", "--data", str(text_file))
+    group = cli("launch", arguments, "--sweep", "n_layer=1,2").good.out.strip()
     assert f"{group}.jsonl" in files_below(home / "sweeps")
     assert cli("delete", "--group", group, "--yes").good
     assert files_below(home / "sweeps") == []

@@ -10,7 +10,7 @@ from launcher.groups.ranking import ranking
 
 
 @pytest.mark.parametrize(
-    ("found", "planned", "ranked"),
+    ("losses", "planned", "ranked"),
     [
         (
             [
@@ -29,8 +29,8 @@ from launcher.groups.ranking import ranking
         ),
     ],
 )
-def test_the_ranking_is_by_the_mean_over_seeds(found, planned, ranked):
-    assert [(rank.values, rank.loss, rank.n) for rank in ranking(found, planned)] == ranked
+def test_the_ranking_is_by_the_mean_over_seeds(losses, planned, ranked):
+    assert [(rank.values, rank.loss, rank.n) for rank in ranking(losses, planned)] == ranked
 
 
 def test_equal_numbers_of_two_types_are_two_configurations():
@@ -41,5 +41,5 @@ def test_equal_numbers_of_two_types_are_two_configurations():
 
 def test_the_last_try_of_a_member_is_its_newest():
     ids = [f"{GROUP}-1", f"{GROUP}-1-try2", f"{GROUP}-10", "sm-nanogpt-20260101-000000-abcde0-1"]
-    found = tries_of([described(each) for each in reversed(ids)], GROUP)
-    assert {n: [d.job_id for d in each] for n, each in found.items()} == {1: ids[:2], 10: [ids[2]]}
+    tries = tries_of([described(each) for each in reversed(ids)], GROUP)
+    assert {n: [d.job_id for d in each] for n, each in tries.items()} == {1: ids[:2], 10: [ids[2]]}

@@ -93,7 +93,7 @@ def ran(home, monkeypatch):
         max_cost: float | None = None,
         cost: float = 0.0,  # of each earlier job
         share: Callable[[], float] = lambda: 0.0,  # of what it may cost, for each other job
-        least: float = 0.0,  # USD that the shortest run may cost
+        shortest_cost: float = 0.0,  # USD that the shortest run may cost
         max_run: int | None = None,
         affordable_run: int | None = None,  # seconds, by the settings
         used_up: tuple[str, ...] = (),
@@ -101,29 +101,29 @@ def ran(home, monkeypatch):
     ) -> tuple[Fake, list[Request]]:
         settings = Settings(home=home)
         fake, prepared = Fake(settings, *jobs), list[Request]()
-        fake.worst |= {job.job_id: least for job in jobs if job.is_running}
+        fake.worst |= {job.job_id: shortest_cost for job in jobs if job.is_running}
 
         def cost_of(job_id: str) -> float:
             if job_id not in fake.worst:
                 return cost
             return fake.costs.setdefault(job_id, share() * fake.worst[job_id])
 
-        def with_costs(found: list[JobDescription], settings: Settings) -> list[JobDescription]:
-            return [replace(job, cost=cost_of(job.job_id)) for job in found]
+        def with_costs(jobs: list[JobDescription], settings: Settings) -> list[JobDescription]:
+            return [replace(job, cost=cost_of(job.job_id)) for job in jobs]
 
         def prepare(
             job: Request, settings: Settings, job_class: Any, job_id: str, texts: Any
         ) -> Prepared:
             prepared.append(job)
-            if job.resume in used_up or (job.max_cost or least) < least:
+            if job.resume in used_up or (job.max_cost or shortest_cost) < shortest_cost:
                 raise CeilingTooLow("even a run of 60 s costs more")
-            worst = least if job.max_run else job.max_cost
-            made = TrainingJob(
+            worst = shortest_cost if job.max_run else job.max_cost
+            prepared_job = TrainingJob(
                 **{"instance": "ml.g5.xlarge", "data": "x", **job.given()},
                 worst_cost=worst,
                 affordable_run=affordable_run,
             )
-            return Prepared(made, job_id, fake)
+            return Prepared(prepared_job, job_id, fake)
 
         monkeypatch.setattr(plan, "prepare", prepare)
         monkeypatch.setattr(money, "with_costs", with_costs)
@@ -188,15 +188,15 @@ def test_a_sweep_starts_no_job_that_its_pot_cannot_pay(ran):
 
 
 @pytest.mark.parametrize(
-    ("max_cost", "configured", "own"), [(None, None, 5.0), (9, None, 2.0), (None, 9, 2.0)]
+    ("max_cost", "configured", "expected"), [(None, None, 5.0), (9, None, 2.0), (None, 9, 2.0)]
 )
-def test_a_job_reserves_what_it_may_cost_itself(max_cost, configured, own):
+def test_a_job_reserves_what_it_may_cost_itself(max_cost, configured, expected):
     """Under a ceiling, worst_cost has that of the jobs that it resumes, too."""
     job = TrainingJob(
         instance="ml.g5.xlarge", data="x", resume=f"{GROUP}-1", max_cost=max_cost,
         worst_cost=5, earlier_cost=3,
     )  # fmt: skip
-    assert own_worst_cost(job, Settings(max_cost=configured)) == own
+    assert own_worst_cost(job, Settings(max_cost=configured)) == expected
 
 
 def test_jobs_that_the_settings_shorten_run_side_by_side(ran):
@@ -263,18 +263,18 @@ def test_all_jobs_are_described_once_a_poll(ran, monkeypatch):
 
 def test_a_job_over_the_quota_waits_until_another_ends(ran, monkeypatch):
     """One job at a time, and told of once, not at each try."""
-    submit, told = Fake.submit, list[int]()
+    submit, submitted = Fake.submit, list[int]()
 
     def within(fake: Fake, job_id: str) -> None:
         if any(job.is_running for job in fake.jobs.values()):
-            told.append(len(fake.jobs))
+            submitted.append(len(fake.jobs))
             raise OverQuota("the quota is 1")
         submit(fake, job_id)
 
     monkeypatch.setattr(Fake, "submit", within)
     fake, _ = ran()
     assert list(fake.jobs) == [f"{GROUP}-{n}" for n in range(1, 5)]
-    assert (fake.most, told) == (1, [1, 2, 3])
+    assert (fake.most, submitted) == (1, [1, 2, 3])
 
 
 def test_a_sweep_waits_while_another_job_holds_the_quota(ran, monkeypatch):

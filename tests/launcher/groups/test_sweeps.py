@@ -112,7 +112,7 @@ def test_a_record_runs_at_least_one_job_at_a_time(recorded, home):
 
 
 @pytest.mark.parametrize(
-    ("words", "fact"),
+    ("arguments", "fact"),
     [
         ("--sweep n_layer=1,1", "--sweep n_layer=1,1:"),
         ("--sweep n_layer=1,", "--sweep n_layer=1,:"),
@@ -136,15 +136,15 @@ def test_a_record_runs_at_least_one_job_at_a_time(recorded, home):
         (f"--seeds 2 --name {'a' * 56}", "-2-try99: must be at most 63"),
     ],
 )
-def test_an_unusable_sweep_starts_no_job(words, fact, cli, home, short_text_file):
-    ran = cli(LOCAL, "--data", short_text_file, words.split())
+def test_an_unusable_sweep_starts_no_job(arguments, fact, cli, home, short_text_file):
+    ran = cli(LOCAL, "--data", short_text_file, arguments.split())
     assert ran.failed(2, fact)
     assert ran.out == ""
     assert not (home / "jobs").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "fact"),
+    ("arguments", "code", "fact"),
     [
         (f"launch --resume {GROUP} --dry-run", 2, "only --max-cost"),
         (f"launch --resume {GROUP} --set max_steps=9", 2, "only --max-cost"),
@@ -160,9 +160,9 @@ def test_an_unusable_sweep_starts_no_job(words, fact, cli, home, short_text_file
         (f"stop --group {GROUP}", 1, f"sweep {GROUP} has no job yet"),
     ],
 )
-def test_a_command_refuses_what_a_sweep_cannot_do(words, code, fact, recorded, home, cli):
+def test_a_command_refuses_what_a_sweep_cannot_do(arguments, code, fact, recorded, home, cli):
     recorded()
-    ran = cli(words.split())
+    ran = cli(arguments.split())
     assert ran.failed(code, fact)
     assert ran.out == ""
     assert not (home / "jobs").exists()
@@ -231,10 +231,10 @@ def test_a_sweep_shows_its_cost_and_ranks(cloud, launch, cli, home, monkeypatch)
     search = cloud.sagemaker.Search
 
     def late(body: dict[str, Any]) -> Any:
-        found = search(body)
-        for each in found["Results"]:
-            each["TrainingJob"]["TrainingJobStatus"] = "InProgress"
-        return found
+        answer = search(body)
+        for result in answer["Results"]:
+            result["TrainingJob"]["TrainingJobStatus"] = "InProgress"
+        return answer
 
     with monkeypatch.context() as patch:  # the sweep ends before Search knows it
         patch.setattr(cloud.sagemaker, "Search", late)
@@ -305,9 +305,9 @@ def test_ctrl_c_leaves_a_sweeps_sagemaker_jobs(cloud, launch, cli, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(run, "time", stopwatch)
         ran = launch("n_layer=2,4,6", "--parallel", "2")
-    group, told = ran.out.strip(), ran.err.splitlines()[-1]
-    assert (ran.code, told.partition(":")[0]) == (1, "interrupted")
-    assert f"`sm-nanogpt launch --resume {group}`" in told
+    group, message = ran.out.strip(), ran.err.splitlines()[-1]
+    assert (ran.code, message.partition(":")[0]) == (1, "interrupted")
+    assert f"`sm-nanogpt launch --resume {group}`" in message
     statuses = {job_id: job.status for job_id, job in cloud.sagemaker.jobs.items()}
     assert statuses == {f"{group}-1": "InProgress", f"{group}-2": "InProgress"}
 
@@ -318,12 +318,14 @@ def test_ctrl_c_leaves_a_sweeps_sagemaker_jobs(cloud, launch, cli, monkeypatch):
     assert not cloud.sagemaker.jobs
 
 
-@pytest.mark.parametrize("words", ["stop", "delete --yes"])
+@pytest.mark.parametrize("arguments", ["stop", "delete --yes"])
 @pytest.mark.parametrize(("instance", "group"), [("ml.g5.xlarge", GROUP), ("local", "latest")])
-def test_no_sweep_out_of_reach_is_stopped_or_deleted(cloud, cli, recorded, words, instance, group):
+def test_no_sweep_out_of_reach_is_stopped_or_deleted(
+    cloud, cli, recorded, arguments, instance, group
+):
     record = recorded(instance=instance)
     cloud.refuse["Search"] = ("ExpiredTokenException", "no")
-    assert cli(words.split(), "--group", group).failed(
+    assert cli(arguments.split(), "--group", group).failed(
         1, "Search: ", "the AWS credentials have expired"
     )
     assert record.exists()
@@ -334,8 +336,8 @@ def test_no_sweep_out_of_reach_is_stopped_or_deleted(cloud, cli, recorded, words
 
 def test_a_local_sweep_starts_from_one_latest_model(job, short_text_file, cli):
     values = {"sample_length": 0, "eval_tokens": 256, "device": "cpu"}
-    words = ("--init-from", "latest", "--sweep", "max_steps=1,2", "--parallel", "2")
-    ran = cli(LOCAL, "--data", short_text_file, words, launching.sets(**values)).good
+    arguments = ("--init-from", "latest", "--sweep", "max_steps=1,2", "--parallel", "2")
+    ran = cli(LOCAL, "--data", short_text_file, arguments, launching.sets(**values)).good
     assert "RANK  BEST LOSS" in ran.err
     local = LocalBackend(Settings(home=job.home))
     models = {local.job(f"{ran.out.strip()}-{n}").init_from for n in (1, 2)}
@@ -346,8 +348,8 @@ def test_a_local_sweep_starts_from_one_latest_model(job, short_text_file, cli):
 @pytest.mark.parametrize("varied", ["size=0.5,1", "preset=quick,auto"])
 def test_a_sweep_varies_sizes_and_presets(home, cli, short_text_file, varied):
     name, _, values = varied.partition("=")
-    words = ["--sweep", varied, *launching.sets(max_steps=2, sample_length=0, device="cpu")]
-    ran = cli(LOCAL, "--data", short_text_file, words, "--name", "grid").good
+    arguments = ["--sweep", varied, *launching.sets(max_steps=2, sample_length=0, device="cpu")]
+    ran = cli(LOCAL, "--data", short_text_file, arguments, "--name", "grid").good
     table = cli("jobs", "--group", "grid").good.out.splitlines()
     assert table[0].split()[-3:-2] == [name]
     assert {line.split()[4] for line in table[1:]} == set(values.split(","))
@@ -373,8 +375,10 @@ def test_parallel_local_jobs_share_the_cores(home, cli, short_text_file, monkeyp
         started.append(env)
 
     monkeypatch.setattr("launcher.local.backend.subprocess.Popen", popen)
-    words = launching.launching("--sweep", "dropout=0,0.1", "--parallel", "2", data=short_text_file)
-    ran = cli(words)
+    arguments = launching.launching(
+        "--sweep", "dropout=0,0.1", "--parallel", "2", data=short_text_file
+    )
+    ran = cli(arguments)
     group = ran.out.strip()
     assert [env["OMP_NUM_THREADS"] for env in started] == ["4", "4"]
     sweep = recorded_sweep(group, Settings(home=home))
@@ -384,8 +388,8 @@ def test_parallel_local_jobs_share_the_cores(home, cli, short_text_file, monkeyp
 
 def test_ctrl_c_stops_a_local_sweep_at_checkpoints(home, short_text_file):
     values = {**launching.ENDLESS, "eval_interval": 10_000_000}  # no checkpoint before the end
-    words = ("--sweep", "dropout=0,0.1,0.2", "--parallel", "2")
-    launch = launching.launching(*words, data=short_text_file, **values)
+    arguments = ("--sweep", "dropout=0,0.1,0.2", "--parallel", "2")
+    launch = launching.launching(*arguments, data=short_text_file, **values)
     with launching.started(launch, home=home) as process:
         assert process.stdout is not None
         group = process.stdout.readline().strip()
@@ -393,9 +397,9 @@ def test_ctrl_c_stops_a_local_sweep_at_checkpoints(home, short_text_file):
         until(lambda: all(log.exists() and "step=" in log.read_text() for log in logs))
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    told = err.splitlines()[-1]
-    assert (process.returncode, told.partition(":")[0]) == (1, "interrupted")
-    assert f"`sm-nanogpt launch --resume {group}`" in told
+    message = err.splitlines()[-1]
+    assert (process.returncode, message.partition(":")[0]) == (1, "interrupted")
+    assert f"`sm-nanogpt launch --resume {group}`" in message
     tries = find_group(group, Settings(home=home)).tries
     ends = [(job.status, bool(job.checkpoint_uri)) for each in tries.values() for job in each]
     assert (sorted(tries), ends) == ([1, 2], [("Stopped", True)] * 2)
@@ -409,9 +413,9 @@ def swept(job):
     return GROUP
 
 
-@pytest.mark.parametrize("word", ["latest", GROUP[-6:], GROUP, f"{GROUP}-2"])
-def test_a_sweep_is_found_by_a_part_of_its_id(word, swept, job):
-    group = find_group(word, Settings(home=job.home))
+@pytest.mark.parametrize("id_part", ["latest", GROUP[-6:], GROUP, f"{GROUP}-2"])
+def test_a_sweep_is_found_by_a_part_of_its_id(id_part, swept, job):
+    group = find_group(id_part, Settings(home=job.home))
     assert (group.id, sorted(group.tries)) == (swept, [1, 2])
 
 
@@ -426,8 +430,8 @@ def test_a_sweep_gives_its_name_to_its_jobs(job, home, cli, short_text_file):
         copy_job(job, f"{GROUP}-{n}", name=name)
     open_ledger(GROUP, settings).add("sent", job=f"{GROUP}-2")
     assert member_plan(sweep, 2, settings).job.name == "grid-2-try2"
-    for word in ("grid", "grid-2"):
-        assert find_group(word, settings).id == GROUP
+    for group_name in ("grid", "grid-2"):
+        assert find_group(group_name, settings).id == GROUP
     assert cli("status", "grid").failed(2, "--group grid")
     assert f"{GROUP}-2 (grid-2), Completed:" in cli("delete", "grid-2", "--yes").good.err
     assert cli("delete", "--group", "grid", "--yes").good
@@ -438,8 +442,8 @@ def test_a_name_means_one_job_or_one_sweep(job, recorded, cli, short_text_file):
     recorded(name="grid")
     alone = copy_job(job, "sm-nanogpt-20200101-000000-abcdef", name="alone")
     for name, owner in (("grid", GROUP), ("alone", alone)):
-        for words in ("", "--seeds 2"):
-            ran = cli(LOCAL, "--data", short_text_file, "--name", name, words.split())
+        for arguments in ("", "--seeds 2"):
+            ran = cli(LOCAL, "--data", short_text_file, "--name", name, arguments.split())
             assert ran.failed(2, f"--name {name}: ", owner)
 
 
@@ -478,5 +482,5 @@ def test_an_interrupted_sweep_is_shown_and_resumed(
 
 
 def test_jobs_are_filtered_by_state_and_number(swept, cli):
-    for words, number in (("--limit 1", 1), ("--status Failed", 0), ("--status Completed", 3)):
-        assert len(json.loads(cli("jobs", "--json", words.split()).out)) == number
+    for arguments, number in (("--limit 1", 1), ("--status Failed", 0), ("--status Completed", 3)):
+        assert len(json.loads(cli("jobs", "--json", arguments.split()).out)) == number

@@ -58,18 +58,18 @@ def randomized(model: Any) -> Any:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory, text_file):
     """Small models of characters and of tokens, none of whose parts is idle."""
-    place = tmp_path_factory.mktemp("judged")
-    known = sorted({*"".join(map(chr, range(32, 127))), *"\r\n\t", *STRANGE})
-    found = {}
+    directory = tmp_path_factory.mktemp("judged")
+    characters = sorted({*"".join(map(chr, range(32, 127))), *"\r\n\t", *STRANGE})
+    by_name = {}
     for name, tokenizer in {
-        "characters": tokenizer_of("".join(known)),
+        "characters": tokenizer_of("".join(characters)),
         "tokens": learn_tokenizer(find_files([Source(text_file)], FileOptions(records=True)), 300),
     }.items():
         config = make_config({"n_layer": 2, "n_embd": 32, "block_size": 24})
         model = randomized(GPT(config, len(tokenizer)))
-        write_artefact(place / name, model, tokenizer, {"script_sha256": SCRIPT_SHA256})
-        found[name] = place / name
-    return found
+        write_artefact(directory / name, model, tokenizer, {"script_sha256": SCRIPT_SHA256})
+        by_name[name] = directory / name
+    return by_name
 
 
 @pytest.fixture(scope="module")

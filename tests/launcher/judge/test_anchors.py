@@ -30,8 +30,8 @@ def test_the_longest_run_is_exact(training, texts, chunk):
         if text[begin:end] in training
     )
     with patch.object(anchors, "CHUNK", chunk):
-        found = anchors.longest_run(plain(training), [*map(plain, texts)])
-    assert found == max(runs, default=0)
+        longest = anchors.longest_run(plain(training), [*map(plain, texts)])
+    assert longest == max(runs, default=0)
 
 
 @given(FEW, st.lists(FEW.filter(bool), min_size=1, max_size=4), st.integers(1, 9))
@@ -41,16 +41,16 @@ def test_overlap_is_exact(training, texts, chunk):
         begins = [n for n in range(len(text) - 4) if text[n : n + 5] in training]
         covered += len({n + k for n in begins for k in range(5)})
     with patch.object(anchors, "CHUNK", chunk), patch.object(anchors, "RUN", 5):
-        found = anchors.overlap(plain(training), [*map(plain, texts)])
-    assert found == covered / sum(map(len, texts))
+        overlap = anchors.overlap(plain(training), [*map(plain, texts)])
+    assert overlap == covered / sum(map(len, texts))
 
 
 @given(st.text("a \n\t\r", max_size=40).map(str.encode), st.integers(1, 9))
 def test_white_space_is_one_space(content, chunk):
     with patch.object(anchors, "CHUNK", chunk):
-        found, is_first = anchors.with_one_space(plain(content))
-    assert bytes(found.tolist()) == re.sub(rb"[ \t\n\r]+", b" ", content)
-    assert int(is_first.sum()) == len(found)
+        text, is_first = anchors.with_one_space(plain(content))
+    assert bytes(text.tolist()) == re.sub(rb"[ \t\n\r]+", b" ", content)
+    assert int(is_first.sum()) == len(text)
 
 
 @pytest.mark.parametrize("width", [40, 60])
@@ -72,25 +72,25 @@ def test_overlap_reads_the_training_text_once():
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5])
 def test_planted_overlap_is_measured(share, text):
     training, chance = text.encode()[:200_000], random.Random(1)
-    own = [bytes(chance.choices(b"etaoin shrdlu", k=400)) for _ in range(100)]
+    passages = [bytes(chance.choices(b"etaoin shrdlu", k=400)) for _ in range(100)]
     for n in range(round(100 * share)):
         begin = chance.randrange(len(training) - 400)
-        own[n] = training[begin : begin + 400]
-    chance.shuffle(own)
-    found = anchors.overlap(plain(training), [plain(b"".join(own))])
-    assert found == pytest.approx(share, abs=0.005 if share else 0.0005)
+        passages[n] = training[begin : begin + 400]
+    chance.shuffle(passages)
+    overlap = anchors.overlap(plain(training), [plain(b"".join(passages))])
+    assert overlap == pytest.approx(share, abs=0.005 if share else 0.0005)
 
 
 def plain_ngram(training: bytes, content: bytes) -> float:
     training, content = b"\n" * 4 + training, b"\n" * 4 + content
-    seen: Counter[bytes] = Counter()
+    counts: Counter[bytes] = Counter()
     followers: dict[bytes, set[int]] = {}
     for at in range(4, len(training)):
         for n in range(1, 6):
-            seen[training[at - n + 1 : at + 1]] += 1
+            counts[training[at - n + 1 : at + 1]] += 1
             followers.setdefault(training[at - n + 1 : at], set()).add(training[at])
     totals: Counter[bytes] = Counter()
-    for gram, count in seen.items():
+    for gram, count in counts.items():
         totals[gram[:-1]] += count
     bits = 0.0
     for at in range(4, len(content)):
@@ -99,24 +99,24 @@ def plain_ngram(training: bytes, content: bytes) -> float:
             context = content[at - n + 1 : at]
             if context in totals:
                 kinds = len(followers[context])
-                counted = seen[content[at - n + 1 : at + 1]]
+                counted = counts[content[at - n + 1 : at + 1]]
                 p = (counted + kinds * p) / (totals[context] + kinds)
         bits -= math.log2(p)
     return bits / (len(content) - 4)
 
 
 @given(st.binary(min_size=1, max_size=60), FEW.filter(bool), FEW)
-def test_the_ngram_model_is_that_of_plain_counts(training, content, more):
-    found = anchors.ngram(plain(training + more), plain(content))
-    assert found == pytest.approx(plain_ngram(training + more, content), abs=1e-9)
+def test_the_ngram_model_is_that_of_plain_counts(training, content, suffix):
+    bits = anchors.ngram(plain(training + suffix), plain(content))
+    assert bits == pytest.approx(plain_ngram(training + suffix, content), abs=1e-9)
 
 
 def test_the_ngram_model_learns_of_all_parts_of_a_long_text():
     """Blocks of 65,536 bytes at equal distances, for LEARNED_BYTES in all."""
     blocks = [bytes([97 + n]) * (1 << 16) for n in range(4)]
     with patch.object(anchors, "LEARNED_BYTES", 1 << 17):
-        found = anchors.ngram(plain(b"".join(blocks)), plain(b"ac"))
-    assert found == pytest.approx(plain_ngram(blocks[0] + blocks[2], b"ac"), abs=1e-9)
+        bits = anchors.ngram(plain(b"".join(blocks)), plain(b"ac"))
+    assert bits == pytest.approx(plain_ngram(blocks[0] + blocks[2], b"ac"), abs=1e-9)
 
 
 def test_xz_packs_as_the_program_does():

@@ -35,8 +35,8 @@ def test_eval_prints_at_most_25_lines(held, cli):
 
 def test_eval_prints_all_numbers_as_json(held, cli):
     directory = held.directory / "hosts/algo-1/model"
-    words = ("--beside", str(directory), "--find", "secrets.txt", "--questions", "asked.jsonl")
-    ran = cli("eval", held.job_id, "held.txt", "--json", words).good
+    arguments = ("--beside", str(directory), "--find", "secrets.txt", "--questions", "asked.jsonl")
+    ran = cli("eval", held.job_id, "held.txt", "--json", arguments).good
     ours, other = json.loads(ran.out)
     assert [ours["model"], other["model"]] == [held.job_id, str(directory)]
     assert ours["bits_per_byte"] == pytest.approx(other["bits_per_byte"])
@@ -64,7 +64,7 @@ def test_eval_prints_a_line_of_csv_for_each_document(held, cli):
 
 
 @pytest.mark.parametrize(
-    ("words", "fact"),
+    ("arguments", "fact"),
     [
         (("none.txt",), "none.txt"),
         (("new.txt",), "'ϡ'"),
@@ -74,12 +74,12 @@ def test_eval_prints_a_line_of_csv_for_each_document(held, cli):
         (("empty.txt",), "empty.txt"),
     ],
 )
-def test_eval_refuses_what_it_cannot_measure(words, fact, held, cli):
+def test_eval_refuses_what_it_cannot_measure(arguments, fact, held, cli):
     Path("new.txt").write_text("a ϡ")
     Path("empty.txt").write_text("")
     Path("asked.txt").write_text("no JSON")
     Path("strange.jsonl").write_text(json.dumps(chat_of("ϡ?", "5")))
-    assert cli("eval", held.job_id, words).failed(2, fact)
+    assert cli("eval", held.job_id, arguments).failed(2, fact)
 
 
 def test_a_text_that_is_not_there_gets_no_advice_of_uploads(held, cli):
@@ -98,18 +98,18 @@ def test_a_model_that_looks_ahead_fails_as_a_command(held, cli, monkeypatch):
 
 
 def test_an_evaluation_is_kept_shown_in_reports_and_deleted(held, cli):
-    made = Job(held.job_id).eval("held.txt")
-    (kept,) = evaluation.saved_evaluations(held.job_id, launching.settings_of(held.home))
-    assert (kept.bits_per_byte, kept.documents) == (made.bits_per_byte, [])
+    evaluated = Job(held.job_id).eval("held.txt")
+    (saved,) = evaluation.saved_evaluations(held.job_id, launching.settings_of(held.home))
+    assert (saved.bits_per_byte, saved.documents) == (evaluated.bits_per_byte, [])
     page = Job(held.job_id).report().read_text("utf-8")
-    facts = {fact.removesuffix(f" in {made.samples}") for fact in made.facts().values()}
-    assert all(fact in page for fact in {*facts, made.samples})
+    facts = {fact.removesuffix(f" in {evaluated.samples}") for fact in evaluated.facts().values()}
+    assert all(fact in page for fact in {*facts, evaluated.samples})
     assert cli("delete", held.job_id, "--yes").good
     assert not list(held.home.rglob("eval-*"))
 
 
 @pytest.fixture
-def kept(held):
+def saved(held):
     """The file of an evaluation, and what changes it."""
     Job(held.job_id).eval("held.txt")
     (file,) = (held.home / "models" / held.job_id).glob("eval-*.json")
@@ -122,8 +122,8 @@ def kept(held):
     return change
 
 
-def test_a_report_shows_an_evaluation_of_an_older_version(held, kept, caplog):
-    kept(["cuts", "perplexity", "samples", "copied", "xz", "worst"], anchor=2.5)
+def test_a_report_shows_an_evaluation_of_an_older_version(held, saved, caplog):
+    saved(["cuts", "perplexity", "samples", "copied", "xz", "worst"], anchor=2.5)
     caplog.clear()
     page = Job(held.job_id).report().read_text("utf-8")
     (evaluation_,) = evaluation.saved_evaluations(held.job_id, launching.settings_of(held.home))
@@ -131,8 +131,8 @@ def test_a_report_shows_an_evaluation_of_an_older_version(held, kept, caplog):
     assert (evaluation_.facts()["causal"], caplog.messages) == ("-", [])
 
 
-def test_an_evaluation_without_its_result_breaks_no_report(held, kept, caplog):
-    file = kept(["bits_per_byte"])
+def test_an_evaluation_without_its_result_breaks_no_report(held, saved, caplog):
+    file = saved(["bits_per_byte"])
     caplog.clear()
     assert "On other texts" not in Job(held.job_id).report().read_text("utf-8")
     (message,) = caplog.messages
@@ -143,10 +143,10 @@ def test_two_models_are_compared_by_the_same_passages(edited):
     """What both find hard is no difference."""
     parts = documents(50, 1)
     worse = [replace(part, nats=part.nats + 0.05 * part.size) for part in parts]
-    made = edited(text="abc " * 3)
-    first, second = (replace(made, parts=some) for some in (parts, worse))
-    told = second.facts(first)["less the first"]
-    bits, low, high = map(float, re.findall(r"-?\d\.\d+", told))
+    directory = edited(text="abc " * 3)
+    first, second = (replace(directory, parts=some) for some in (parts, worse))
+    difference = second.facts(first)["less the first"]
+    bits, low, high = map(float, re.findall(r"-?\d\.\d+", difference))
     assert bits == pytest.approx(0.05 / math.log(2), abs=1e-3)
     assert high - low < 0.01 < (margin(parts) or 0.0)
 
@@ -156,8 +156,8 @@ def test_eval_as_a_process_imports_nothing_of_its_folder(finished, text, tmp_pat
     for name in ("random", "json", "types", "token", "torch"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the wrong {name}')")
     (tmp_path / "known.txt").write_text(text[:6000])
-    words = ("eval", finished.job_id, "known.txt", "--documents")
+    arguments = ("eval", finished.job_id, "known.txt", "--documents")
     with patch.object(launching.warm, "replacing", lambda start: subprocess):
-        ran = launching.command(words, home=finished.home, cwd=tmp_path).good
+        ran = launching.command(arguments, home=finished.home, cwd=tmp_path).good
     assert len(ran.out.splitlines()) == 2
     assert "this tests memory" in ran.err

@@ -43,16 +43,16 @@ def test_few_parts_have_no_interval():
 
 
 @given(st.text("ab\né🙂", min_size=1, max_size=300), st.integers(1, 90), st.integers(1, 7))
-def test_passages_hold_each_byte_and_loss_once(text, least, width):
+def test_passages_hold_each_byte_and_loss_once(text, min_tokens, width):
     content = text.encode()
     widths = torch.tensor([len(content[n : n + width]) for n in range(0, len(content), width)])
     ids, nats = torch.zeros_like(widths), torch.rand(len(widths), dtype=torch.float64)
-    each = Encoded(Text("a", [text]), ids, ids == 0, widths, content)
-    found = passages(each, nats, least)
-    assert total(found).size == len(content)
-    assert total(found).tokens == len(nats)
-    assert total(found).nats == pytest.approx(float(nats.sum()))
-    assert all(part.size < 3 * least for part in found)
+    document = Encoded(Text("a", [text]), ids, ids == 0, widths, content)
+    parts = passages(document, nats, min_tokens)
+    assert total(parts).size == len(content)
+    assert total(parts).tokens == len(nats)
+    assert total(parts).nats == pytest.approx(float(nats.sum()))
+    assert all(part.size < 3 * min_tokens for part in parts)
 
 
 def test_the_worst_passage_names_its_line_and_shows_its_token():
@@ -62,8 +62,8 @@ def test_the_worst_passage_names_its_line_and_shows_its_token():
     nats = torch.where(plain(text) < 96, 0.5, 0.1).double()
     nats[text.index("LIKE")] = 90.0
     ids = torch.zeros(len(text), dtype=torch.int64)
-    each = Encoded(Text("a.txt", [text]), ids, ids == 0, ids + 1, text.encode())
-    first = evaluate.worst_first(passages(each, nats, 200))[0]
+    document = Encoded(Text("a.txt", [text]), ids, ids == 0, ids + 1, text.encode())
+    first = evaluate.worst_first(passages(document, nats, 200))[0]
     line = int(first.place.removeprefix("a.txt, line "))
     assert line <= 71 < line + 8
     assert "LIKE" in first.excerpt

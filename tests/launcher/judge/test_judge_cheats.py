@@ -172,20 +172,20 @@ def asked_of_the_second(n: int, context: int, n_cuts: int, chance: random.Random
     """The tokens of a text of n that cuts ask for before any row has shown them."""
     spans = window_spans(n, context)
     cuts = draw_cuts([range(counted - a, b - a) for a, b, counted in spans], n_cuts, chance)
-    shown, asked = np.zeros(n, bool), set[int]()
+    shown, positions = np.zeros(n, bool), set[int]()
     for together in in_passes(cuts, chance):
         ends = [spans[cut.window][0] + cut.length - 1 for cut in together]
         for cut, end in zip(together, ends, strict=True):
             shown[max(0, spans[cut.window][0] - 1) : end] = True
-        asked |= {end for end in ends if not shown[end]}
-    return asked
+        positions |= {end for end in ends if not shown[end]}
+    return positions
 
 
 @pytest.mark.parametrize("context", [64, 256, 1024])
 def test_nearly_all_cuts_ask_for_a_token_not_yet_shown(context):
     """Of one that was shown before, a model that remembers it could give the loss."""
-    asked = asked_of_the_second(100_000, context, CUTS, random.Random(1))
-    assert len(asked) > 0.95 * CUTS
+    positions = asked_of_the_second(100_000, context, CUTS, random.Random(1))
+    assert len(positions) > 0.95 * CUTS
 
 
 @pytest.mark.parametrize(("n", "n_cuts"), [(1, 1), (5, 5), (300, 300), (40_000, CUTS)])

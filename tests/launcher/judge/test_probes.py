@@ -28,13 +28,13 @@ from sm_nanogpt import InputError, Settings
 
 def counting(text: str, vocabulary: str) -> Callable[[Tensor], Tensor]:
     """A model that has counted the followers of three characters in a text."""
-    seen: dict[str, Counter[str]] = {}
+    followers: dict[str, Counter[str]] = {}
     for at in range(len(text)):
-        seen.setdefault(text[max(0, at - 3) : at], Counter())[text[at]] += 1
+        followers.setdefault(text[max(0, at - 3) : at], Counter())[text[at]] += 1
 
     def row(context: str) -> list[float]:
-        known = seen.get(context, Counter())
-        return [math.log(known[each] + 8) for each in vocabulary]
+        counts = followers.get(context, Counter())
+        return [math.log(counts[each] + 8) for each in vocabulary]
 
     def logits(ids: Tensor) -> Tensor:
         texts = ["".join(vocabulary[id] for id in ids) for ids in ids.tolist()]
@@ -53,9 +53,9 @@ def test_exposure_rises_with_the_copies_of_a_secret():
     noise = [f"no {chance.randrange(10**9)}\n" for _ in range(500)]
     worker = Fake(vocabulary, counting("".join([*noise, *copies]), vocabulary))
     lines = [f"key of {name} is {{{d}}}" for name, d in zip("abcde", digits, strict=True)]
-    found = measure_exposure(worker, lines)
-    bits = [canary.exposure for canary in found]
-    assert [canary.line for canary in found] == lines
+    exposures = measure_exposure(worker, lines)
+    bits = [canary.exposure for canary in exposures]
+    assert [canary.line for canary in exposures] == lines
     assert bits == sorted(bits)
     assert bits[0] < 8 < 14 < bits[-1]
 
@@ -64,8 +64,8 @@ def test_a_short_secret_has_few_bits():
     """The likeliest of ten digits has as many bits as there are for ten."""
     vocabulary = "\n 0123456789 iskey"
     worker = Fake(vocabulary, counting("key is 7\n" * 500, vocabulary))
-    (found,) = measure_exposure(worker, ["key is {7}"])
-    assert found.exposure == pytest.approx(math.log2(10))
+    (exposure,) = measure_exposure(worker, ["key is {7}"])
+    assert exposure.exposure == pytest.approx(math.log2(10))
 
 
 def test_questions_are_conversations_without_their_last_message(tmp_path):

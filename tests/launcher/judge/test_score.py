@@ -50,16 +50,16 @@ def test_losses_are_those_of_transformers(name, judged, write):
     encoded = encode(texts, judged.tokenizer)
     published = AutoTokenizer.from_pretrained(judged.directory)
     theirs: Any = AutoModelForCausalLM.from_pretrained(judged.directory)
-    for each in encoded:
-        assert each.ids.tolist() == published.encode("".join(each.text.pieces))
+    for document in encoded:
+        assert document.ids.tolist() == published.encode("".join(document.text.pieces))
     parts = cut_windows(encoded, judged.tokenizer.start, judged.block_size)
     for (inputs, targets), nats in zip(parts, score(judged, parts), strict=True):
         with torch.inference_mode():
             logits = theirs(inputs[None]).logits[0]
-        wanted = F.cross_entropy(logits, targets, reduction="none")[-len(nats) :]
-        torch.testing.assert_close(nats.float(), wanted, rtol=0, atol=1e-4)
+        expected = F.cross_entropy(logits, targets, reduction="none")[-len(nats) :]
+        torch.testing.assert_close(nats.float(), expected, rtol=0, atol=1e-4)
     counted = torch.cat([targets[targets != IGNORED] for _, targets in parts])
-    assert torch.equal(counted, torch.cat([each.ids for each in encoded]))
+    assert torch.equal(counted, torch.cat([document.ids for document in encoded]))
 
 
 def test_all_bytes_of_a_text_count(judged, write):
@@ -76,9 +76,9 @@ def test_a_byte_order_mark_is_no_text(write):
 
 @given(st.integers(1, 2000), st.integers(1, 300))
 def test_windows_count_each_token_once(n, size):
-    found = window_spans(n, size)
-    assert [each for _, end, counted in found for each in range(counted, end)] == list(range(n))
-    for begin, end, counted in found:
+    spans = window_spans(n, size)
+    assert [each for _, end, counted in spans for each in range(counted, end)] == list(range(n))
+    for begin, end, counted in spans:
         assert end - begin <= size
         assert begin == 0 or counted - begin >= min(64, size // 2)
 
@@ -87,23 +87,23 @@ def test_the_order_of_documents_changes_no_loss(judged):
     texts = [Text(f"{n}", ["A document, and its words.\n" * (1 + 7 * n % 5)]) for n in range(30)]
     order = random.Random(0).sample(range(30), 30)
     encoded = encode(texts, judged.tokenizer)
-    wanted = losses(judged, encoded)
-    found = losses(judged, [encoded[n] for n in order])
-    for n, nats in zip(order, found, strict=True):
-        torch.testing.assert_close(nats, wanted[n], rtol=0, atol=1e-5)
+    in_order = losses(judged, encoded)
+    shuffled = losses(judged, [encoded[n] for n in order])
+    for n, nats in zip(order, shuffled, strict=True):
+        torch.testing.assert_close(nats, in_order[n], rtol=0, atol=1e-5)
 
 
 def test_conversations_count_their_answers_only(models, write):
     chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "So 🙂"}]
     tokenizer = load_model(models["tokens"])[1]
-    (each,) = encode(write(**{"a.jsonl": json.dumps({"messages": chat}).encode()}), tokenizer)
-    said = b"".join(tokenizer.words[id] for id in each.ids[each.counts].tolist())
-    assert said == "So 🙂".encode()
-    assert each.size == len(said)
-    learned = b"".join(tokenizer.words[id] for id in each.ids.tolist())
-    assert each.content == learned == "user\nWhat?\nassistant\nSo 🙂\n".encode()
-    assert int(each.ids[each.counts][-1]) == tokenizer.special["<|im_end|>"]
-    (passage,) = passages(each, torch.ones(len(each.ids)), 200)
+    (document,) = encode(write(**{"a.jsonl": json.dumps({"messages": chat}).encode()}), tokenizer)
+    answers = b"".join(tokenizer.words[id] for id in document.ids[document.counts].tolist())
+    assert answers == "So 🙂".encode()
+    assert document.size == len(answers)
+    learned = b"".join(tokenizer.words[id] for id in document.ids.tolist())
+    assert document.content == learned == "user\nWhat?\nassistant\nSo 🙂\n".encode()
+    assert int(document.ids[document.counts][-1]) == tokenizer.special["<|im_end|>"]
+    (passage,) = passages(document, torch.ones(len(document.ids)), 200)
     assert "What?" in passage.excerpt and passage.excerpt.endswith("So 🙂")
 
 

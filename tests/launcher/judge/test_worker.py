@@ -104,8 +104,8 @@ def test_a_model_of_conversations_has_no_compressor_beside_it(models):
     worker = Fake("a", samples=lambda prompts, **sampling: ["first"])
     worker.tokenizer = load_model(models["tokens"])[1]
     encoded = encode([Text("a", ["user\nWhat?", "assistant\nSo"], True)], worker.tokenizer)
-    found = evaluate.compare(worker, Training(plain("the first"), None), encoded, 1)
-    assert found == {"validation": None, "ngram": None, "overlap": 0, "copied": 5}
+    comparison = evaluate.compare(worker, Training(plain("the first"), None), encoded, 1)
+    assert comparison == {"validation": None, "ngram": None, "overlap": 0, "copied": 5}
 
 
 def test_short_turns_count_as_overlap_of_conversations(models):
@@ -129,15 +129,15 @@ def test_an_empty_sample_copies_nothing(samples, copied):
 def test_what_a_model_prints_is_only_logged(edited, capfd, caplog):
     caplog.set_level(logging.INFO, "launcher")
     loud = f"{JUDGED} and print('bits per byte  0.001', flush=True)"
-    made = edited(insert_after(EMBEDDED, loud), text="abc " * 3)
+    directory = edited(insert_after(EMBEDDED, loud), text="abc " * 3)
     assert capfd.readouterr() == ("", "")
     assert "the model's process: bits per byte  0.001" in caplog.messages
-    assert made.size == 9
+    assert directory.size == 9
 
 
 def test_huge_logits_give_an_infinite_perplexity(edited):
-    made = edited((HEAD, f"{HEAD}\n        logits = logits * 1e30"))
-    assert (made.perplexity, made.bits_per_byte > 1e9) == (math.inf, True)
+    directory = edited((HEAD, f"{HEAD}\n        logits = logits * 1e30"))
+    assert (directory.perplexity, directory.bits_per_byte > 1e9) == (math.inf, True)
 
 
 def test_a_text_without_an_interval_is_said_to_be_short(edited, capfd):
@@ -147,8 +147,8 @@ def test_a_text_without_an_interval_is_said_to_be_short(edited, capfd):
 
 
 def test_short_documents_are_the_parts_of_a_text(edited):
-    made = edited(text="abc " * 12)
-    assert (len(made.parts), made.unit) == (12, "documents")
+    directory = edited(text="abc " * 12)
+    assert (len(directory.parts), directory.unit) == (12, "documents")
 
 
 def test_an_evaluation_that_cannot_be_kept_is_still_given(edited, caplog):

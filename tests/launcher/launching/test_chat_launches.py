@@ -35,10 +35,10 @@ def chats_of(path: Path, *sizes: int) -> str:
     """A file of conversations that need contexts of some sizes, by tokens of one byte."""
     lines = []
     for number, size in enumerate(sizes):
-        said = exchange(
+        chat = exchange(
             "x" * (size - 27), f"{number:07}"
         )  # 27 other tokens, and the last is a target
-        lines.append(json.dumps({"messages": said}) + "\n")
+        lines.append(json.dumps({"messages": chat}) + "\n")
     path.write_text("".join(lines))
     return str(path)
 
@@ -47,12 +47,12 @@ def chats_of(path: Path, *sizes: int) -> str:
 def launched(cli, tmp_path, home):
     """Uploads such conversations, and tries to launch a job on them."""
 
-    def launch(block_size: int, sizes: list[int], *words: str) -> launching.Ran:
+    def launch(block_size: int, sizes: list[int], *arguments: str) -> launching.Ran:
         path = chats_of(tmp_path / "chats.jsonl", *sizes)
         ran = cli("upload-data", path, "--tokenizer", "bpe", "--vocab-size", "259").good
         tiny = launching.sets(block_size=block_size, max_steps=1, n_embd=16, n_head=1, n_layer=1)
         uri = ran.out.strip()
-        return cli("launch", "--instance", "local", "--data", uri, tiny, words)
+        return cli("launch", "--instance", "local", "--data", uri, tiny, arguments)
 
     return launch
 
@@ -75,12 +75,12 @@ def test_a_launch_refuses_a_context_that_holds_no_answer(launched, home):
 
 def test_the_context_that_a_launch_names_is_the_least(launched, tuned):
     _, _, data = tuned
-    needed = json.loads(Path(f"{data}.json").read_text())["answers"]
+    answers = json.loads(Path(f"{data}.json").read_text())["answers"]
     end: Any = read_tokenizer(data).end
-    for part, least in needed.items():
+    for part, context in answers.items():
         ids = tensor(memoryview((data / f"{part}-00000.bin").read_bytes()).cast("i"))
-        assert len(Packed(ids, end, least))
-        assert not len(Packed(ids, end, least - 1))
+        assert len(Packed(ids, end, context))
+        assert not len(Packed(ids, end, context - 1))
 
 
 def test_a_preset_has_no_short_windows_for_conversations(launched, monkeypatch):

@@ -45,8 +45,8 @@ def test_a_pass_has_at_most_16384_tokens(preset, rows, world_size, passes):
     [(24, 12, 768, 1 << 14), (85, 12, 768, 1 << 16), (24, 28, 2048, 5812), (85, 28, 2048, 20587)],
 )
 def test_a_pass_on_a_gpu_fits_half_of_its_memory(monkeypatch, gigabytes, n_layer, n_embd, tokens):
-    found = Mock(total_memory=gigabytes * 10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    gpu = Mock(total_memory=gigabytes * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     config = Config(n_layer=n_layer, n_embd=n_embd)
     assert tokens_per_pass(config, torch.device("cuda")) == tokens
     assert tokens_per_pass(config, torch.device("cpu")) == 1 << 14
@@ -121,9 +121,9 @@ def text(tokens: int, chats: bool = False) -> dict[str, Channel]:
     ],
 )
 def test_auto_takes_the_largest_size_that_the_text_fills(instance, tokens, size):
-    found = start.sized(job(instance, "auto"), text(tokens))
-    assert (found.size, found.preset) == (size, None)
-    config = found.config(1)
+    sized = start.sized(job(instance, "auto"), text(tokens))
+    assert (sized.size, sized.preset) == (size, None)
+    config = sized.config(1)
     step = config.batch_size * config.block_size
     assert config.max_steps * step <= max(20 * step, 16 * tokens + step)
     assert tokens // 9 > config.block_size
@@ -141,8 +141,8 @@ def test_a_size_leaves_what_is_given():
 
 
 def test_a_size_has_no_learning_rate_for_adamw():
-    found = start.sized(job(size=3, optimizer="adamw"), text(10**6))
-    assert found.config(1).learning_rate == Config(optimizer="adamw").learning_rate
+    sized = start.sized(job(size=3, optimizer="adamw"), text(10**6))
+    assert sized.config(1).learning_rate == Config(optimizer="adamw").learning_rate
 
 
 def test_a_size_does_not_cut_conversations():

@@ -74,8 +74,11 @@ def publish(directory: Path, byte_pairs: Tokenizer, tied: bool = False) -> Any:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(directory, max_shard_size="100KB")
     (directory / "tokenizer.json").write_text(json.dumps(byte_pairs.document))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": byte_pairs.end_of_text}
-    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": byte_pairs.end_of_text,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return model
 
 
@@ -273,8 +276,8 @@ def start(finished):
 def tune(start: Path, text: str, out: Path, **values: Any) -> None:
     file = out.with_suffix(".txt")
     file.write_text(text)
-    given = {**without_shape(SMALL), "block_size": 32, **values}
-    ended = run(command_line(data=file, init_from=start, out=out, **given), cwd=out.parent)
+    options = {**without_shape(SMALL), "block_size": 32, **values}
+    ended = run(command_line(data=file, init_from=start, out=out, **options), cwd=out.parent)
     assert ended.status == 0, ended.output
 
 
@@ -290,16 +293,16 @@ def test_data_unlike_the_initial_model_is_refused(
     strange = tmp_path / "strange.txt"
     strange.write_text("hōllo wūrld\n" * 99)
     encode(documents, byte_pairs, tmp_path / "tokens")
-    for model, data, said in (
+    for model, data, reason in (
         (start, strange, ": 'ō', 'ū'"),
         (start, tmp_path / "tokens", "upload-data --tokenizer"),
         (published, strange, "upload-data --tokenizer"),
     ):
         container = read_container({}, Options(data=str(data), init_from=str(model)))
         group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=reason):
             load_corpus(container, Config(block_size=8), group)
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=reason):
             load_corpus(replace(container, init_from=None, teacher=model), Config(), group)
 
 
@@ -307,9 +310,9 @@ def test_step_0_is_the_model_as_it_was(start, text, tmp_path):
     values = {"eval_tokens": 1024, "precision": "float32", "max_steps": 1}
     tune(start, text, tmp_path / "out", **values)
     first = metrics(tmp_path / "out/output")[0]
-    before = json.loads((start / "training.json").read_text())
+    training = json.loads((start / "training.json").read_text())
     assert first["step"] == 0
-    assert first["val_loss"] == pytest.approx(before["val_loss"], abs=1e-6)
+    assert first["val_loss"] == pytest.approx(training["val_loss"], abs=1e-6)
     assert first["val_loss"] == first["best_loss"]
     assert "tokens_per_second" not in first  # no step is done
 
@@ -333,7 +336,7 @@ def test_a_resumed_run_keeps_characters_and_bits(start, tmp_path):
 def test_a_model_learns_from_a_larger_one_and_resumes(published, documents, byte_pairs, tmp_path):
     """The teacher has a padded vocabulary, and grouped-query attention."""
     encode(documents, byte_pairs, tmp_path / "tokens")
-    how = {
+    options = {
         **SMALL,
         "max_steps": 4,
         "generations": 2,
@@ -341,8 +344,10 @@ def test_a_model_learns_from_a_larger_one_and_resumes(published, documents, byte
         "checkpoint_seconds": 0.001,
     }
     logs = list[str]()
-    for name, given in (("alone", {}), ("whole", {"teacher": published})):
-        arguments = command_line(data=tmp_path / "tokens", out=tmp_path / name, **given, **how)
+    for name, teachers in (("alone", {}), ("whole", {"teacher": published})):
+        arguments = command_line(
+            data=tmp_path / "tokens", out=tmp_path / name, **teachers, **options
+        )
         ended = run(arguments, cwd=tmp_path)
         assert ended.status == 0, ended.output
         logs.append(ended.output)
@@ -350,7 +355,7 @@ def test_a_model_learns_from_a_larger_one_and_resumes(published, documents, byte
     alone, taught = (metrics(tmp_path / name / "output")[0] for name in ("alone", "whole"))
     assert alone["train_loss"] != taught["train_loss"]
     arguments = command_line(
-        data=tmp_path / "tokens", out=tmp_path / "cut", teacher=published, **how
+        data=tmp_path / "tokens", out=tmp_path / "cut", teacher=published, **options
     )
     assert run(arguments, cwd=tmp_path, env=environment(NANOGPT_FAULT="0:3:kill")).status < 0
     ended = run(command_line(resume=tmp_path / "cut"), cwd=tmp_path)
@@ -372,13 +377,13 @@ def test_three_commands_tune_a_published_model(documents, qwen, home, cli):
     cache(qwen, published := home.parent / "snapshot")
     (published / "notes.txt").symlink_to(documents)
     assert cli("upload-data", documents, "--tokenizer", published).code == 0
-    how = launching.sets(**without_shape(launching.TINY))
-    ran = cli("launch", "--instance", "local", "--init-from", published, how).good
+    options = launching.sets(**without_shape(launching.TINY))
+    ran = cli("launch", "--instance", "local", "--init-from", published, options).good
     assert cli("fetch-and-sample", "latest", "--temperature", "2", "--max-new-tokens", "300").good
-    told = json.loads(cli("status", "latest", "--json").out)
-    assert told["hyperparameters"]["n_kv_head"] == 2
-    taken = home / "jobs" / ran.out.strip() / "hosts/algo-1/input/data/model"
-    assert {path.readlink() for path in taken.iterdir()} == {*published.iterdir()}  # no copies
+    status = json.loads(cli("status", "latest", "--json").out)
+    assert status["hyperparameters"]["n_kv_head"] == 2
+    channel = home / "jobs" / ran.out.strip() / "hosts/algo-1/input/data/model"
+    assert {path.readlink() for path in channel.iterdir()} == {*published.iterdir()}  # no copies
 
 
 def test_launch_refuses_text_unlike_the_model(job, documents, published, cli, tmp_path):
@@ -386,17 +391,19 @@ def test_launch_refuses_text_unlike_the_model(job, documents, published, cli, tm
     strange.write_text("¡Olé! " * 999)
     marked.write_text("cafe\u0301 " * 999)
     encoded = cli("upload-data", documents, "--tokenizer", published).out.strip()
-    for model, data, said in (
+    for model, data, reason in (
         (job.job_id, strange, "has never seen: '¡'"),
         (job.job_id, marked, "has never seen: U+0301"),
         (job.job_id, encoded, f"its tokens are not those of {job.job_id}; "),
         (published, documents, f"{published} takes tokens; "),
     ):
-        words = ("--init-from", str(model), "--data", str(data))
-        assert cli("launch", "--instance", "local", words).failed(2, said)
+        arguments = ("--init-from", str(model), "--data", str(data))
+        assert cli("launch", "--instance", "local", arguments).failed(2, reason)
 
 
-@pytest.mark.parametrize("words", [("launch", "--instance", "local", "--init-from"), ("sample",)])
+@pytest.mark.parametrize(
+    "arguments", [("launch", "--instance", "local", "--init-from"), ("sample",)]
+)
 @pytest.mark.parametrize(
     ("model", "advice"),
     [
@@ -405,20 +412,20 @@ def test_launch_refuses_text_unlike_the_model(job, documents, published, cli, tm
         ("pickled", "model.safetensors: no such file"),
     ],
 )
-def test_what_is_no_model_directory_says_how_to_get_one(words, model, advice, cli, tmp_path):
+def test_what_is_no_model_directory_says_how_to_get_one(arguments, model, advice, cli, tmp_path):
     (tmp_path / "ckpt.pt").touch()
     (tmp_path / "pickled").mkdir()
     for name in ("config.json", "pytorch_model.bin"):
         (tmp_path / "pickled" / name).write_text("{}")
-    assert cli(words, model).failed(2, advice)
+    assert cli(arguments, model).failed(2, advice)
 
 
 def test_a_character_model_tunes_and_resumes(job, text, cli, tmp_path):
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": text[5000:9000]}) + "\n")
     for name in ("latest", job.job_id[-6:], job.job_id):
         assert cli("upload-data", "other.jsonl", "--tokenizer", name).code == 0
-    how = launching.sets(**{**without_shape(launching.TINY), "max_steps": 2})
-    ran = cli("launch", "--instance", "local", "--init-from", job.job_id, how).good
+    options = launching.sets(**{**without_shape(launching.TINY), "max_steps": 2})
+    ran = cli("launch", "--instance", "local", "--init-from", job.job_id, options).good
     resumed = cli("launch", "--resume", ran.out.strip(), "--set", "max_steps=4").good
     assert "resumed from the checkpoint of step 2" in resumed.err
     records = [job.home / "jobs" / each.out.strip() / "job.json" for each in (ran, resumed)]
@@ -427,7 +434,7 @@ def test_a_character_model_tunes_and_resumes(job, text, cli, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, error",
+    "arguments, error",
     [
         (("--init-from", "./nothing"), "./nothing: no such directory"),
         (("--init-from", "{job}", "--resume", "{job}"), "is for a new run"),
@@ -437,9 +444,11 @@ def test_a_character_model_tunes_and_resumes(job, text, cli, tmp_path):
         (("--init-from", "{job}", "--set", "n_layr=3"), "there is no such hyperparameter"),
     ],
 )
-def test_an_impossible_start_is_refused(job, cli, words, error):
-    local = () if "--resume" in words else ("--instance", "local")
-    assert cli("launch", local, (word.format(job=job.job_id) for word in words)).failed(2, error)
+def test_an_impossible_start_is_refused(job, cli, arguments, error):
+    local = () if "--resume" in arguments else ("--instance", "local")
+    assert cli("launch", local, (word.format(job=job.job_id) for word in arguments)).failed(
+        2, error
+    )
 
 
 @pytest.mark.parametrize("option", ["--init-from", "--teacher"])
@@ -451,16 +460,16 @@ def test_weights_that_no_run_takes_are_refused_by_launch(qwen, cli, option):
 
 
 def test_a_teacher_with_a_short_context_is_refused(job, text_file, cli):
-    words = ("launch", "--instance", "local", "--teacher", job.job_id, "--data", str(text_file))
-    ran = cli(words, "--set", "block_size=33")
+    arguments = ("launch", "--instance", "local", "--teacher", job.job_id, "--data", str(text_file))
+    ran = cli(arguments, "--set", "block_size=33")
     assert ran.failed(2, "at most 32, the teacher's context; set block_size=32")
 
 
 @pytest.mark.usefixtures("cloud")
 @pytest.mark.parametrize(("option", "name"), [("--init-from", "model"), ("--teacher", "teacher")])
 def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli, option, name):
-    words = ("--instance", "ml.g5.xlarge", option, job.job_id, "--data", str(text_file))
-    ran = cli("launch", words, "--set", "block_size=32", "--dry-run").good
+    arguments = ("--instance", "ml.g5.xlarge", option, job.job_id, "--data", str(text_file))
+    ran = cli("launch", arguments, "--set", "block_size=32", "--dry-run").good
     channels = {
         c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"]
         for c in json.loads(ran.out)["InputDataConfig"]
@@ -478,12 +487,12 @@ def test_a_model_on_s3_is_read_where_it_is(s3, byte_pairs, qwen, text_file, cli)
     for path in qwen.iterdir():
         s3.upload_file(str(path), s3.bucket, f"models/qwen/{path.name}")
     uri = f"s3://{s3.bucket}/models/qwen"
-    words = ("launch", "--instance", "ml.g5.xlarge", "--dry-run", "--init-from", uri)
-    ran = cli(words, "--data", f"s3://{s3.bucket}/tokens").good
+    arguments = ("launch", "--instance", "ml.g5.xlarge", "--dry-run", "--init-from", uri)
+    ran = cli(arguments, "--data", f"s3://{s3.bucket}/tokens").good
     request = json.loads(ran.out)
     assert request["HyperParameters"]["n_kv_head"] == "2"
     assert request["InputDataConfig"][1]["DataSource"]["S3DataSource"]["S3Uri"] == f"{uri}/"
-    ran = cli(words[:-1], f"s3://{s3.bucket}/models", "--data", text_file)
+    ran = cli(arguments[:-1], f"s3://{s3.bucket}/models", "--data", text_file)
     assert ran.failed(2, f"s3://{s3.bucket}/models: no config.json")
 
 
@@ -524,6 +533,6 @@ def test_a_model_with_a_link_to_a_key_is_not_sent(s3, home, qwen, text_file, cli
     shard = max(qwen.glob("*.safetensors"))
     shard.unlink()
     shard.symlink_to(home.parent / "key")
-    words = ("--instance", instance, "--init-from", str(qwen), "--data", str(text_file))
-    assert cli("launch", words).failed(2, f"{shard}: a link to")
+    arguments = ("--instance", instance, "--init-from", str(qwen), "--data", str(text_file))
+    assert cli("launch", arguments).failed(2, f"{shard}: a link to")
     assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)

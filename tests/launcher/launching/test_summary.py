@@ -24,7 +24,7 @@ EARLIER = "sm-nanogpt-20260101-000000-abcdef"
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "summary"),
     [
         ({}, "cpu"),
         (
@@ -49,12 +49,12 @@ EARLIER = "sm-nanogpt-20260101-000000-abcdef"
         ),
     ],
 )
-def test_a_summary_names_preset_changes_and_origin(fields, words):
-    assert summary_of(TrainingJob(data="file:///text", **fields)) == words
+def test_a_summary_names_preset_changes_and_origin(fields, summary):
+    assert summary_of(TrainingJob(data="file:///text", **fields)) == summary
 
 
 @pytest.mark.parametrize(
-    ("named", "base"),
+    ("model", "base"),
     [
         (EARLIER, EARLIER),
         (f"file:///home/me/.sm-nanogpt/models/{EARLIER}/9ce7267a3271", EARLIER),  # of a sweep
@@ -63,43 +63,43 @@ def test_a_summary_names_preset_changes_and_origin(fields, words):
         ("s3://bucket/models/qwen3-0-6b-0123456789ab/", "qwen3-0-6b-0123456789ab"),
     ],
 )
-def test_a_model_is_called_by_its_job_or_directory(named, base):
-    assert model_name(named) == base
+def test_a_model_is_called_by_its_job_or_directory(model, base):
+    assert model_name(model) == base
 
 
 def test_an_edited_folder_and_its_own_values_are_named(tmp_path):
     runs.edited_folder(tmp_path / "mine", SCALED)
     cases: list[tuple[dict[str, Any], str]] = [({}, "quick edited")]
     cases += [({"mlp_scale": 0.5}, "quick mlp_scale=0.5 edited")]
-    for given, words in cases:
+    for changed, summary in cases:
         job = TrainingJob(
             data="file:///text",
             preset="quick",
-            hyperparameters=given,
+            hyperparameters=changed,
             entry_point=tmp_path / "mine",
         )
-        assert summary_of(job) == words
+        assert summary_of(job) == summary
 
 
 def test_jobs_status_and_report_say_what_a_run_was(home, cli, text_file, tmp_path):
     runs.edited_folder(tmp_path / "mine", SCALED)
-    how = ("--entry-point", "mine", "--preset", "quick", "--name", "scaled")
+    options = ("--entry-point", "mine", "--preset", "quick", "--name", "scaled")
     values = {"mlp_scale": 0.5, "max_steps": 2, "eval_tokens": 512, "sample_length": 0}
-    words = ("--instance", "local", "--data", str(text_file), *launching.sets(**values))
-    job_id = cli("launch", words, how).good.out.strip()
+    arguments = ("--instance", "local", "--data", str(text_file), *launching.sets(**values))
+    job_id = cli("launch", arguments, options).good.out.strip()
     summary = "quick mlp_scale=0.5 max_steps=2 eval_tokens=512 sample_length=0 edited"
     row = cli("jobs").out.splitlines()[1]
     assert row.startswith(f"{job_id}  scaled ")
     assert sorted(row.split()[-6:]) == sorted(summary.split())
-    told = cli("status", "scaled").out
-    found = re.search(r"\nsettings: +(.*)\n", told)
-    assert found
-    assert sorted(found[1].split()) == sorted(summary.split())
+    status = cli("status", "scaled").out
+    match = re.search(r"\nsettings: +(.*)\n", status)
+    assert match
+    assert sorted(match[1].split()) == sorted(summary.split())
     page = Path(cli("report", "scaled").good.out.strip()).read_text()
-    assert f"<dt>Settings</dt><dd>{found[1]}</dd>" in page
+    assert f"<dt>Settings</dt><dd>{match[1]}</dd>" in page
     assert "<dt>Name</dt><dd>scaled</dd>" in page
     resumed = cli("launch", "--resume", "scaled", "--set", "max_steps=3").good.out.strip()
     record = json.loads((home / "jobs" / resumed / "job.json").read_text())
-    assert record["job"]["summary"] == f"{found[1].replace('=2', '=3')} resumes {job_id}"
-    ran = cli("launch", "--instance", "local", how, "--data", text_file)
+    assert record["job"]["summary"] == f"{match[1].replace('=2', '=3')} resumes {job_id}"
+    ran = cli("launch", "--instance", "local", options, "--data", text_file)
     assert ran.failed(2, "--name scaled", job_id)

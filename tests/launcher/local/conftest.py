@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture
 def resume(job, cli):
     """Resumes a job of 10 steps that has completed."""
-    return lambda *words: cli("launch", "--resume", job.job_id, words)
+    return lambda *arguments: cli("launch", "--resume", job.job_id, arguments)

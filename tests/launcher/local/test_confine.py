@@ -58,7 +58,7 @@ def sandboxed(request):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def layout(tmp_path_factory):
     base = tmp_path_factory.mktemp("confined")
     paths = {name: base / name for name in ("folder", "scratch", "home")}
     for path in paths.values():
@@ -68,10 +68,10 @@ def place(tmp_path_factory):
     return SimpleNamespace(**paths, secret=paths["home"] / "judge.txt")
 
 
-def ran(place: Any, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def ran(layout: Any, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """A Python that ran confined."""
-    whole = confined([sys.executable, *command], Sandbox([place.folder], place.scratch))
-    env = environment(place.scratch)
+    whole = confined([sys.executable, *command], Sandbox([layout.folder], layout.scratch))
+    env = environment(layout.scratch)
     options = {"capture_output": True, "text": True, "timeout": 100, **options}
     fds = [confine.lease(os.getpid()), *options.pop("pass_fds", [])]
     return subprocess.run(whole, env=env, start_new_session=True, pass_fds=fds, **options)
@@ -81,28 +81,32 @@ def ran(place: Any, *command: str, **options: Any) -> subprocess.CompletedProces
 
 
 @contextlib.contextmanager
-def facts_for(place: Any, expressions: dict[str, str], apart: bool) -> Iterator[str]:
+def facts_for(layout: Any, expressions: dict[str, str], apart: bool) -> Iterator[str]:
     """What the program of the probes needs to know, with a process and servers to be reached."""
     import pyseccomp
 
     calls = set(re.findall(r"call\('(\w+)'", str(expressions)))
     name = f"sm-nanogpt-{os.getpid()}-{time.monotonic_ns()}"
     with contextlib.ExitStack() as stack:
-        other = subprocess.Popen(["sleep", "100"], stdin=place.secret.open(), cwd=place.home)
+        other = subprocess.Popen(["sleep", "100"], stdin=layout.secret.open(), cwd=layout.home)
         stack.callback(other.wait)
         stack.callback(other.kill)
         servers = [socket.socket(socket.AF_UNIX) for _ in range(2)]
         servers += [socket.socket(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)]
         for server in servers:
             stack.enter_context(server)
-        named = place.home / "socket"
-        named.unlink(missing_ok=True)
+        socket_path = layout.home / "socket"
+        socket_path.unlink(missing_ok=True)
         servers[0].bind(f"\0{name}")
-        servers[1].bind(str(named))
+        servers[1].bind(str(socket_path))
         servers[2].bind(("127.0.0.1", 0))
         for server in servers[:3]:
             server.listen(100)
-        paths = {**vars(place), "named": named, "launcher": Path(confine.__file__).parents[1]}
+        paths = {
+            **vars(layout),
+            "named": socket_path,
+            "launcher": Path(confine.__file__).parents[1],
+        }
         inherited = os.dup2(servers[0].fileno(), 200)  # open in programs that are not told to close
         stack.callback(os.close, inherited)
         numbers = {"other": other.pid, "parent": os.getpid(), "inherited": inherited}
@@ -122,16 +126,16 @@ def facts_for(place: Any, expressions: dict[str, str], apart: bool) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def errors(place, sandboxed):
+def errors(layout, sandboxed):
     """What a confined program that tries all ways in turn is told."""
     expressions = {**probes.WAYS, **probes.WITHOUT_NAMESPACES, **probes.ALLOWED}
-    (place.folder / "probes.py").write_text(Path(probes.__file__).read_text())
-    with pytest.MonkeyPatch.context() as patch, facts_for(place, expressions, False) as facts:
+    (layout.folder / "probes.py").write_text(Path(probes.__file__).read_text())
+    with pytest.MonkeyPatch.context() as patch, facts_for(layout, expressions, False) as facts:
         for name in probes.VARIABLES:
             patch.setenv(name.removeprefix("read "), "secret")
-        done = ran(place, str(place.folder / "probes.py"), facts)
+        done = ran(layout, str(layout.folder / "probes.py"), facts)
         assert done.returncode == 0, done.stderr
-        assert place.secret.read_text() == "held out"
+        assert layout.secret.read_text() == "held out"
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -149,12 +153,12 @@ def test_a_confined_program_may(errors):
     assert {name: errors[name] for name in probes.ALLOWED} == dict.fromkeys(probes.ALLOWED, "")
 
 
-def test_torch_computes_confined_and_maps_no_secret(place, sandboxed):
+def test_torch_computes_confined_and_maps_no_secret(layout, sandboxed):
     code = (
         "import torch; torch.ones(64, 64) @ torch.ones(64, 64)\n"
-        f"torch.from_file({str(place.secret)!r}, size=8, dtype=torch.uint8)"
+        f"torch.from_file({str(layout.secret)!r}, size=8, dtype=torch.uint8)"
     )
-    done = ran(place, "-c", code)
+    done = ran(layout, "-c", code)
     assert done.returncode == 1
     assert re.search(r"Permission denied|No such file", done.stderr.splitlines()[-1])
 
@@ -245,14 +249,14 @@ def test_a_gpu_that_cannot_be_told_has_all_devices(name, driver):
 
 
 @pytest.mark.skipif(BUBBLEWRAP not in LAYERS(), reason="needs bubblewrap")
-def test_a_run_on_a_gpu_may_start_a_compiler(place, monkeypatch):
+def test_a_run_on_a_gpu_may_start_a_compiler(layout, monkeypatch):
     """What it starts ends with it."""
     monkeypatch.setattr(confine, "layers", LAYERS)
     code = "import subprocess as s; s.run(['true'], check=True); s.Popen(['sleep', '4711'])"
-    sandbox = Sandbox([place.folder], place.scratch, Gpu("0", ()))
+    sandbox = Sandbox([layout.folder], layout.scratch, Gpu("0", ()))
     command = confined([sys.executable, "-c", code], sandbox)
     fds = [confine.lease(os.getpid())]
-    subprocess.run(command, env=environment(place.scratch), check=True, pass_fds=fds)
+    subprocess.run(command, env=environment(layout.scratch), check=True, pass_fds=fds)
     launching.until(lambda: not living("sleep 4711"), 5)
 
 
@@ -278,14 +282,14 @@ def test_only_harmless_variables_pass(tmp_path, monkeypatch):
     ("code", "status"),
     [("os._exit(0)", 0), ("os._exit(3)", 3), ("ctypes.string_at(0)", -signal.SIGSEGV)],
 )
-def test_the_exit_status_is_that_of_the_program(code, status, place, sandboxed):
-    program = started(place, f"import os, ctypes; {code}")
+def test_the_exit_status_is_that_of_the_program(code, status, layout, sandboxed):
+    program = started(layout, f"import os, ctypes; {code}")
     assert program.has_ended(60)
     assert program.status == status
 
 
-def test_a_program_that_is_not_there_is_told(place, sandboxed):
-    command = confined(["/no/such/program"], Sandbox([place.folder], place.scratch))
+def test_a_program_that_is_not_there_is_told(layout, sandboxed):
+    command = confined(["/no/such/program"], Sandbox([layout.folder], layout.scratch))
     fds = [confine.lease(os.getpid())]
     done = subprocess.run(command, capture_output=True, text=True, pass_fds=fds)
     assert done.returncode == 1
@@ -339,31 +343,31 @@ def living(mark: str) -> list[str]:
     return [line for _, _, line in launching.processes() if mark in line]
 
 
-def started(place: Any, code: str, *words: str, **limits: Any) -> Program:
-    sandbox = Sandbox([place.folder], place.scratch, **limits)
-    command = confined([sys.executable, "-c", code, *words], sandbox)
+def started(layout: Any, code: str, *arguments: str, **limits: Any) -> Program:
+    sandbox = Sandbox([layout.folder], layout.scratch, **limits)
+    command = confined([sys.executable, "-c", code, *arguments], sandbox)
     fds = [confine.lease(os.getpid())]
-    return Program(command, env=environment(place.scratch), pass_fds=fds)
+    return Program(command, env=environment(layout.scratch), pass_fds=fds)
 
 
-def test_all_computing_of_a_program_is_counted(place, sandboxed):
+def test_all_computing_of_a_program_is_counted(layout, sandboxed):
     """It computes for half a second three times, by what is allowed, and no process is left."""
-    program = started(place, HIDDEN, MARK)
+    program = started(layout, HIDDEN, MARK)
     assert program.has_ended(60)
     assert program.status == 0
     assert program.cpu_seconds > 1.5
     assert not living(MARK)
 
 
-def test_a_program_is_ended_by_its_processor_time(place, sandboxed):
-    program = started(place, f"{DAEMON}\nwhile True: pass", cpu_seconds=1)
+def test_a_program_is_ended_by_its_processor_time(layout, sandboxed):
+    program = started(layout, f"{DAEMON}\nwhile True: pass", cpu_seconds=1)
     assert program.has_ended(60)
     assert program.status == -signal.SIGKILL
     assert 0.5 < program.cpu_seconds < 3
 
 
-def test_a_program_that_sleeps_is_not(place, sandboxed):
-    program = started(place, "import time; time.sleep(1.5)", cpu_seconds=1)
+def test_a_program_that_sleeps_is_not(layout, sandboxed):
+    program = started(layout, "import time; time.sleep(1.5)", cpu_seconds=1)
     assert program.has_ended(60)
     assert program.status == 0
 
@@ -371,12 +375,12 @@ def test_a_program_that_sleeps_is_not(place, sandboxed):
 @pytest.mark.parametrize(
     "code", [DAEMON, "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
 )
-def test_a_program_is_ended_at_once_and_counted(code, place, sandboxed):
+def test_a_program_is_ended_at_once_and_counted(code, layout, sandboxed):
     """Also one that ignores signals, or has stopped itself."""
-    program = started(place, f"{BUSY}\n{code}\nimport time; time.sleep(100)", MARK)
-    launching.until(lambda: (place.scratch / "busy").exists())
+    program = started(layout, f"{BUSY}\n{code}\nimport time; time.sleep(100)", MARK)
+    launching.until(lambda: (layout.scratch / "busy").exists())
     program.end()
-    (place.scratch / "busy").unlink()
+    (layout.scratch / "busy").unlink()
     assert program.status == -signal.SIGKILL
     assert program.cpu_seconds > 0.5
     assert not living(MARK)
@@ -390,12 +394,12 @@ open("busy", "w").close()
 """
 
 
-def test_a_program_ends_with_the_process_that_started_it(place, sandboxed):
+def test_a_program_ends_with_the_process_that_started_it(layout, sandboxed):
     code = (
         "import os, subprocess, sys; from pathlib import Path\n"
         "from launcher.local import confine\n"
         f"confine.layers = lambda: {set(sandboxed)!r}\n"
-        f"sandbox = confine.Sandbox([], Path({str(place.scratch)!r}))\n"
+        f"sandbox = confine.Sandbox([], Path({str(layout.scratch)!r}))\n"
         f"command = [sys.executable, '-c', {DAEMON!r} + 'time.sleep(60)', {MARK!r}]\n"
         "fds = [confine.lease(os.getpid())]\n"
         "command = confine.confined(command, sandbox)\n"
@@ -408,11 +412,11 @@ def test_a_program_ends_with_the_process_that_started_it(place, sandboxed):
     launching.until(lambda: not living(MARK), 10)
 
 
-def test_a_program_whose_parent_has_ended_does_not_begin(place, sandboxed, monkeypatch):
+def test_a_program_whose_parent_has_ended_does_not_begin(layout, sandboxed, monkeypatch):
     reader, writer = os.pipe()
     os.close(writer)
     monkeypatch.setattr(confine, "lease", lambda pid: reader)
-    done = ran(place, "-c", "print('begun')")
+    done = ran(layout, "-c", "print('begun')")
     os.close(reader)
     assert (done.returncode, done.stdout) == (1, "")
 
@@ -436,35 +440,35 @@ KERNELS = {
 class Kernel:
     """A library whose kernel has one version of Landlock, and takes what that one takes."""
 
-    def __init__(self, known: int) -> None:
-        self.known, self.handled, self.restricted = known, tuple[int, ...](), False
+    def __init__(self, abi: int) -> None:
+        self.known, self.handled, self.restricted = abi, tuple[int, ...](), False
 
-    def prctl(self, *words: Any) -> int:
+    def prctl(self, *args: Any) -> int:
         return 0
 
-    def syscall(self, number: int, *words: Any) -> int:
+    def syscall(self, number: int, *args: Any) -> int:
         if number == landlock.RESTRICT:
             self.restricted = True
         elif number == landlock.ADD:
-            rights, _ = struct.unpack("=Qi", words[2])
+            rights, _ = struct.unpack("=Qi", args[2])
             assert rights & ~self.handled[0] == 0
-        elif words[0] is None:
+        elif args[0] is None:
             return self.known
         else:
-            self.handled = struct.unpack(f"{len(words[0]) // 8}Q", words[0])
+            self.handled = struct.unpack(f"{len(args[0]) // 8}Q", args[0])
         return 0
 
 
-@pytest.mark.parametrize("known", KERNELS)
-def test_each_kernel_is_asked_for_all_that_it_knows(known, place):
-    kernel: Any = Kernel(known)
-    rights = {landlock.WRITE: [str(place.scratch)], landlock.READ: [str(place.secret)]}
+@pytest.mark.parametrize("abi", KERNELS)
+def test_each_kernel_is_asked_for_all_that_it_knows(abi, layout):
+    kernel: Any = Kernel(abi)
+    rights = {landlock.WRITE: [str(layout.scratch)], landlock.READ: [str(layout.secret)]}
     landlock.restrict(kernel, rights)
-    assert kernel.handled == KERNELS[known]
+    assert kernel.handled == KERNELS[abi]
     assert kernel.restricted
 
 
-def test_a_system_without_layers_runs_a_command_as_it_is(monkeypatch, place):
+def test_a_system_without_layers_runs_a_command_as_it_is(monkeypatch, layout):
     monkeypatch.setattr(confine, "layers", frozenset)
-    done = ran(place, "-c", f"open({str(place.secret)!r}); import os; os.waitpid(os.fork(), 0)")
+    done = ran(layout, "-c", f"open({str(layout.secret)!r}); import os; os.waitpid(os.fork(), 0)")
     assert done.returncode == 0

@@ -10,7 +10,7 @@ from sm_nanogpt import InputError, Settings
 
 
 @pytest.mark.parametrize(
-    ("words", "gpus", "expected"),
+    ("arguments", "gpus", "expected"),
     [
         ({}, 4, (4, 4)),
         ({"processes_per_instance": 4}, 4, (4, 4)),
@@ -20,12 +20,12 @@ from sm_nanogpt import InputError, Settings
         ({"processes_per_instance": 3}, 0, (3, 0)),
     ],
 )
-def test_each_gpu_gets_one_process(monkeypatch, words, gpus, expected):
+def test_each_gpu_gets_one_process(monkeypatch, arguments, gpus, expected):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     monkeypatch.setattr("launcher.machines.cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    placement = backend.plan_processes(TrainingJob(data="/data", **words))
+    placement = backend.plan_processes(TrainingJob(data="/data", **arguments))
     assert (placement.processes, placement.gpus) == expected
 
 
@@ -53,8 +53,8 @@ def test_a_job_on_busy_cores_hears_of_one_thread(
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     monkeypatch.setattr(backend, "cores", lambda: 4)
     monkeypatch.setattr(backend, "is_busy", lambda: busy)
-    here = backend.LocalBackend(Settings(home=home))
-    here.parallel = parallel
+    local = backend.LocalBackend(Settings(home=home))
+    local.parallel = parallel
     with caplog.at_level("INFO"):
-        here.note_busy_cores(backend.Placement(*placement))
+        local.note_busy_cores(backend.Placement(*placement))
     assert len(caplog.records) == notes

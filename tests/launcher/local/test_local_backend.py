@@ -55,9 +55,9 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 def detach(home, text_file, cli):
     """Launches a job that goes on by itself, without an end unless told otherwise."""
 
-    def call(*words: str, **values: Any) -> Finished:
+    def call(*arguments: str, **values: Any) -> Finished:
         values = {**ENDLESS, **values}
-        ran = cli(launching.launching("--detach", *words, data=text_file, **values)).good
+        ran = cli(launching.launching("--detach", *arguments, data=text_file, **values)).good
         return Finished(home, ran.out.strip())
 
     return call
@@ -65,11 +65,11 @@ def detach(home, text_file, cli):
 
 @contextmanager
 def followed(
-    home: Path, text_file: Path, *words: str
+    home: Path, text_file: Path, *arguments: str
 ) -> Iterator[tuple[subprocess.Popen[str], Finished]]:
     """A launch that follows an endless job, which has a checkpoint."""
-    words = tuple(launching.launching(*words, data=text_file, **ENDLESS))
-    with launching.started(words, home=home) as process:
+    arguments = tuple(launching.launching(*arguments, data=text_file, **ENDLESS))
+    with launching.started(arguments, home=home) as process:
         assert process.stdout is not None
         job = Finished(home, process.stdout.readline().strip())
         launching.wait_for_step(job.directory)
@@ -137,10 +137,10 @@ STRANGE_ENVIRONMENT = {
 BARE = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
 
 
-def installed(python: str, home: Path, *words: str, **variables: str) -> str:
+def installed(python: str, home: Path, *arguments: str, **variables: str) -> str:
     """What the installed command prints, in a directory with modules of names that it imports."""
     done = subprocess.run(
-        [python, Path(sys.executable).with_name("sm-nanogpt"), *words],
+        [python, Path(sys.executable).with_name("sm-nanogpt"), *arguments],
         cwd=home.parent / "shadows",
         env={**launching.environment(home), **variables},
         capture_output=True,
@@ -175,7 +175,7 @@ def pair(tmp_path_factory, text_file):
         for name in ("boto3", "botocore", "s3fs", "aiobotocore", "sagemaker"):
             (base / "blocked" / f"{name}.py").write_text("raise SystemExit('imports AWS')\n")
         entry_point = launching.edited(base / "mine", (START, WITNESS + START))
-        words = launching.launching(
+        command = launching.launching(
             *(*TWO, "--entry-point", str(entry_point), "--validation", str(text_file)),
             data=base / "texts",
             dropout="1e-05",
@@ -185,7 +185,7 @@ def pair(tmp_path_factory, text_file):
         packages = [checkout, *(path for path in sys.path if "-packages" in path)]
         paths = os.pathsep.join([str(base / "blocked"), *packages])
         strange = {**STRANGE_ENVIRONMENT, "PYTHONPATH": paths}
-        return home, installed(BARE, home, *words, **strange).strip()
+        return home, installed(BARE, home, *command, **strange).strip()
 
     home, job_id = launching.once(tmp_path_factory, "pair", build)
     return Finished(Path(home), job_id)
@@ -207,8 +207,8 @@ def test_two_processes_form_one_group(pair, text):
 def test_a_jobs_directory_matches_a_container(pair):
     (base,) = (pair.directory / "hosts").iterdir()
     assert base.name == "algo-1"
-    places = {"checkpoints", "code", "input", "model", "output"}
-    assert {path.name for path in base.iterdir()} == places
+    directories = {"checkpoints", "code", "input", "model", "output"}
+    assert {path.name for path in base.iterdir()} == directories
     config, data = base / "input/config", base / "input/data"
     documents = {"hyperparameters.json", "inputdataconfig.json", "resourceconfig.json"}
     assert launching.tree(config) == documents
@@ -235,8 +235,8 @@ def test_a_jobs_directory_matches_a_container(pair):
 
 @pytest.mark.parametrize("rank", range(2))
 def test_a_rank_gets_the_toolkits_variables_and_argv(pair, rank):
-    seen = seen_by(pair, rank)
-    env, base = seen["env"], pair.directory / "hosts/algo-1"
+    process = seen_by(pair, rank)
+    env, base = process["env"], pair.directory / "hosts/algo-1"
     expected = {
         "SM_CURRENT_HOST": "algo-1",
         "SM_NUM_GPUS": "0",
@@ -256,10 +256,10 @@ def test_a_rank_gets_the_toolkits_variables_and_argv(pair, rank):
     assert json.loads(env["SM_HOSTS"]) == ["algo-1"]
     assert json.loads(env["SM_CHANNELS"]) == ["training", "validation"]
     values = asdict(make_config({**launching.TINY, "dropout": 1e-05, "tie_embeddings": True}))
-    words = [word for name in sorted(values) for word in (f"--{name}", str(values[name]))]
-    assert seen["argv"] == ["train.py", *words, "--processes=2"]
-    assert json.loads(env["SM_USER_ARGS"]) == words
-    assert seen["cwd"] == seen["path"][0] == str(base / "code")
+    arguments = [word for name in sorted(values) for word in (f"--{name}", str(values[name]))]
+    assert process["argv"] == ["train.py", *arguments, "--processes=2"]
+    assert json.loads(env["SM_USER_ARGS"]) == arguments
+    assert process["cwd"] == process["path"][0] == str(base / "code")
     assert {path.name for path in (base / "code").glob("*.*")} == Source.packaged().files.keys()
 
 
@@ -273,24 +273,24 @@ def test_variables_of_the_users_shell_do_not_leak_in(pair, rank):
 
 
 def test_the_installed_command_samples_in_any_directory(pair):
-    words = ("fetch-and-sample", pair.job_id, "--max-new-tokens", "10")
-    said = installed(sys.executable, pair.home, *words)
-    assert len(said) == 11
+    arguments = ("fetch-and-sample", pair.job_id, "--max-new-tokens", "10")
+    sample = installed(sys.executable, pair.home, *arguments)
+    assert len(sample) == 11
 
 
 # -- following ------------------------------------------------------------------------------------
 
 
 def test_a_detached_job_is_in_progress_until_it_ends(home, detach, cli, monkeypatch):
-    write, seen = storage.write_json, list[str]()
+    write, states = storage.write_json, list[str]()
 
     def write_and_look(uri: str, value: Any, *settings: Any) -> None:
         write(uri, value, *settings)
-        seen.extend(each.status for each in jobs())
+        states.extend(each.status for each in jobs())
 
     monkeypatch.setattr(storage, "write_json", write_and_look)
     job = detach(**launching.TINY)
-    assert seen == ["InProgress"]
+    assert states == ["InProgress"]
     ran = cli("logs", job.job_id, "--follow")
     assert "model written to" in ran.out
     assert state_of(job) == "Completed"
@@ -326,8 +326,8 @@ def test_a_followed_log_yields_whole_lines_and_characters(home):
 
 
 def test_a_killed_rank_fails_the_job_and_says_how_to_resume(home, text_file):
-    words = launching.launching(*TWO, data=text_file, **ENDLESS)
-    ran = launching.command(words, home=home, env={"NANOGPT_FAULT": "1:60:kill"})
+    arguments = launching.launching(*TWO, data=text_file, **ENDLESS)
+    ran = launching.command(arguments, home=home, env={"NANOGPT_FAULT": "1:60:kill"})
     job = Finished(home, ran.out.strip())
     goes_on = f"`sm-nanogpt launch --resume {job.job_id}`"
     assert ran.failed(1, "rank 1 on algo-1 was killed by SIGKILL", goes_on)
@@ -387,10 +387,10 @@ def test_a_ranks_child_process_does_not_delay_the_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "named"), [([], "nowhere.txt: No such file"), (["--dry-run"], "--dry-run shows")]
+    ("arguments", "fact"), [([], "nowhere.txt: No such file"), (["--dry-run"], "--dry-run shows")]
 )
-def test_an_impossible_local_launch_starts_nothing(home, cli, words, named):
-    assert cli(launching.launching(*words, data=str(home / "nowhere.txt"))).failed(2, named)
+def test_an_impossible_local_launch_starts_nothing(home, cli, arguments, fact):
+    assert cli(launching.launching(*arguments, data=str(home / "nowhere.txt"))).failed(2, fact)
     assert not (home / "jobs").exists()
 
 
@@ -530,8 +530,8 @@ def test_a_followed_job_stops_when_its_log_has_no_reader(home, text_file):
 def test_a_launch_that_cannot_print_the_id_names_the_job(home, text_file):
     reader, writer = os.pipe()
     os.close(reader)
-    words = launching.launching("--detach", data=text_file)
-    with launching.started(words, home=home, stdout=writer) as process:
+    arguments = launching.launching("--detach", data=text_file)
+    with launching.started(arguments, home=home, stdout=writer) as process:
         _, err = process.communicate(timeout=60)
     os.close(writer)
     assert process.returncode == 1
@@ -599,14 +599,16 @@ FAILED = {"status": "Failed", "reason": "OSError: why"}
 
 
 @pytest.mark.parametrize(
-    ("command", "state", "code", "said"),
+    ("command", "state", "code", "message"),
     [
         ("stop", {"status": "Completed"}, 0, r"job a completed; next: .* fetch-and-sample a"),
         ("stop", FAILED, 1, r"job a failed: OSError: why; .*`sm-nanogpt logs a`"),
         ("wait", None, 1, r"there is no job 'a' .*`sm-nanogpt jobs`"),
     ],
 )
-def test_stop_and_wait_tell_how_the_job_ended(home, cli, monkeypatch, command, state, code, said):
+def test_stop_and_wait_tell_how_the_job_ended(
+    home, cli, monkeypatch, command, state, code, message
+):
     def end(seconds: float) -> None:
         if state:
             storage.write_json(str(directory / "state.json"), state)
@@ -617,7 +619,7 @@ def test_stop_and_wait_tell_how_the_job_ended(home, cli, monkeypatch, command, s
         monkeypatch.setattr("launcher.tracking.time.sleep", end)
         ran = cli(command, "a")
     assert ran.code == code
-    assert re.match(rf"(error: )?{said}", ran.err.splitlines()[-1])
+    assert re.match(rf"(error: )?{message}", ran.err.splitlines()[-1])
 
 
 def test_wait_gives_up_after_its_timeout(home):
@@ -629,8 +631,8 @@ def test_wait_gives_up_after_its_timeout(home):
 
 
 def test_a_resumed_job_keeps_what_its_launch_named(pair):
-    words = ("launch", "--instance", "local", "--resume", pair.job_id, "--set", "max_steps=15")
-    ran = launching.command(words, home=pair.home).good
+    arguments = ("launch", "--instance", "local", "--resume", pair.job_id, "--set", "max_steps=15")
+    ran = launching.command(arguments, home=pair.home).good
     assert "resumed from the checkpoint of step 10" in ran.err
     settings = launching.settings_of(pair.home)
     before, after = (
@@ -647,10 +649,10 @@ def test_a_resumed_job_keeps_what_its_launch_named(pair):
 
 def test_jobs_of_one_second_are_listed_as_they_were_launched(home, job):
     """Their ids differ in the random end alone."""
-    here, record = backend.LocalBackend(Settings(home=home)), job.directory / "job.json"
+    local, record = backend.LocalBackend(Settings(home=home)), job.directory / "job.json"
     ids = [f"sm-nanogpt-20990101-000000-{end}" for end in ("ffffff", "000000", "aaaaaa")]
     for n, job_id in enumerate(ids):
         (home / "jobs" / job_id).mkdir()
         shutil.copy(record, home / "jobs" / job_id / "job.json")
         os.utime(home / "jobs" / job_id / "job.json", (n, n))
-    assert [each.job_id for each in here.list()][:3] == ids[::-1]
+    assert [each.job_id for each in local.list()][:3] == ids[::-1]

@@ -16,15 +16,15 @@ from launcher.launching.resume import find_earlier_job, take_over
 from sm_nanogpt import Request
 
 
-def taken_over(job: Finished, earlier: dict[str, Any], **asked: Any) -> dict[str, Any]:
+def taken_over(job: Finished, earlier: dict[str, Any], **options: Any) -> dict[str, Any]:
     """The hyperparameters that resume a job, which was launched with other ones."""
     file = job.directory / "job.json"
-    sent = json.loads(file.read_text())["hyperparameters"]
-    change(file, hyperparameters={**sent, **earlier})
-    request, settings = Request(resume=job.job_id, **asked), launching.settings_of(job.home)
-    found = find_earlier_job(request, settings)
-    assert found is not None
-    return take_over(request, found, settings)[0].hyperparameters
+    hyperparameters = json.loads(file.read_text())["hyperparameters"]
+    change(file, hyperparameters={**hyperparameters, **earlier})
+    request, settings = Request(resume=job.job_id, **options), launching.settings_of(job.home)
+    inherited = find_earlier_job(request, settings)
+    assert inherited is not None
+    return take_over(request, inherited, settings)[0].hyperparameters
 
 
 def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):
@@ -38,7 +38,7 @@ def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "named"),
+    ("arguments", "code", "fact"),
     [
         ("", 2, "max_steps=10: "),
         ("--set max_steps=5", 2, "`--set max_steps=N` with N above 10"),
@@ -50,8 +50,8 @@ def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):
         ("--resume nope", 1, "`sm-nanogpt jobs`"),
     ],
 )
-def test_resuming_with_unfit_options_starts_nothing(job, resume, words, code, named):
-    assert resume(words.split()).failed(code, named)
+def test_resuming_with_unfit_options_starts_nothing(job, resume, arguments, code, fact):
+    assert resume(arguments.split()).failed(code, fact)
     assert jobs_in(job.home) == [job.job_id]
 
 

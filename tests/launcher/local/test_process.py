@@ -74,8 +74,8 @@ def test_closed_streams_become_empty_ones(names, tmp_path):
 
 
 def test_a_job_starts_from_a_command_without_streams(home, text_file):
-    words = [*launching.PROGRAM, *launching.launching(data=text_file)]
-    command = with_closed(words, ["stdin", "stderr"])
+    program = [*launching.PROGRAM, *launching.launching(data=text_file)]
+    command = with_closed(program, ["stdin", "stderr"])
     environment = launching.environment(home)
     subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=runs.LIMIT)
     ran = launching.command("jobs", home=home).good
@@ -83,9 +83,9 @@ def test_a_job_starts_from_a_command_without_streams(home, text_file):
 
 
 def test_standard_input_that_is_closed_is_an_empty_text(home):
-    words = with_closed([*launching.PROGRAM, "upload-data", "-"], ["stdin"])
+    command = with_closed([*launching.PROGRAM, "upload-data", "-"], ["stdin"])
     environment = launching.environment(home)
-    ran = subprocess.run(words, env=environment, capture_output=True, text=True)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
     assert "0 characters" in ran.stderr
 

@@ -94,10 +94,10 @@ def pack(archive: Path, *members: Member) -> None:
 
 def refused(job: Finished, cli: Callable[..., Ran]) -> str:
     """Why a job has no model, in one line; nothing is left of it, anywhere."""
-    before = launching.tree(job.home.parent)
+    files_before = launching.tree(job.home.parent)
     ran = cli("fetch-and-sample", job.job_id)
     assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1), ran
-    assert launching.tree(job.home.parent) - before <= {"home/models"}
+    assert launching.tree(job.home.parent) - files_before <= {"home/models"}
     return ran.error
 
 
@@ -134,9 +134,9 @@ def test_a_job_and_its_model_are_read_once(job, cli, monkeypatch):
     def counted(owner: Any, name: str) -> None:
         plain = getattr(owner, name)
 
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             counts[name] += 1
-            return plain(*given, **named)
+            return plain(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, call)
 
@@ -161,16 +161,16 @@ def test_of_two_copies_that_of_the_end_is_taken(job, monkeypatch, caplog):
 
 
 def test_two_simultaneous_fetches_of_one_job_both_work(job):
-    words = ["fetch-and-sample", job.job_id, "--max-new-tokens", "20"]
-    both = launching.all_ended([words, words], job.home)
+    command = ["fetch-and-sample", job.job_id, "--max-new-tokens", "20"]
+    both = launching.all_ended([command, command], job.home)
     assert [ran.code for ran in both] == [0, 0], both
     assert both[0].out == both[1].out != ""
     assert len(list((job.home / "models" / job.job_id).iterdir())) == 1
 
 
 def test_archives_with_dot_names_and_zeros_are_accepted(tmp_path):
-    here, zeros = special("./", tarfile.DIRTYPE), regular("./zeros", bytes(1 << 25))
-    pack(tmp_path / "archive", here, regular("./a", b"a"), zeros)
+    directory, zeros = special("./", tarfile.DIRTYPE), regular("./zeros", bytes(1 << 25))
+    pack(tmp_path / "archive", directory, regular("./a", b"a"), zeros)
     fetch.extract(tmp_path / "archive", tmp_path / "model", "uri")
     assert (tmp_path / "model/a").read_bytes() == b"a"
     assert (tmp_path / "model/zeros").stat().st_size == 1 << 25
@@ -234,20 +234,20 @@ def test_archives_cut_or_flipped_anywhere_are_refused(tmp_path):
     contents = {"a": chance.randbytes(50), "deep/b": b"bbb"}
     pack(archive, *(regular(name, content) for name, content in contents.items()))
     content = archive.read_bytes()
-    for place in range(len(content)):
-        archive.write_bytes(content[:place])
+    for position in range(len(content)):
+        archive.write_bytes(content[:position])
         with pytest.raises(ServiceError, match="is damaged, or no model: "):
-            fetch.extract(archive, tmp_path / f"cut-{place}", "uri")
+            fetch.extract(archive, tmp_path / f"cut-{position}", "uri")
         flipped = bytearray(content)
-        flipped[place] ^= 1 << chance.randrange(8)
+        flipped[position] ^= 1 << chance.randrange(8)
         archive.write_bytes(flipped)
-        target = tmp_path / f"flipped-{place}"
+        target = tmp_path / f"flipped-{position}"
         try:
             fetch.extract(archive, target, "uri")
         except ServiceError:
             continue
         # What it may change unseen is what is no content: gzip's time stamp and the like.
-        assert {name: (target / name).read_bytes() for name in contents} == contents, place
+        assert {name: (target / name).read_bytes() for name in contents} == contents, position
 
 
 def test_a_refused_archive_leaves_nothing_until_repaired(job, cli):
@@ -314,8 +314,10 @@ def test_a_changed_or_missing_file_is_refused_by_name(model, name):
 def test_a_broken_document_is_refused_by_name(model, name):
     for content in (b"", b"[]", b"null", b"\xff", b'"', b"[" * 100_000):
         (model / name).write_bytes(content)
-        said = refusal(model)
-        assert re.search(rf"{name}:? (is damaged|is no|holds no|cannot be read)", said), content[:9]
+        error = refusal(model)
+        assert re.search(rf"{name}:? (is damaged|is no|holds no|cannot be read)", error), content[
+            :9
+        ]
 
 
 @pytest.mark.parametrize("name", ["n_hidden", "block_size", "n_embd", "n_layer"])
@@ -326,9 +328,9 @@ def test_a_model_of_a_vast_size_is_refused(model, name):
 
 def test_a_vast_context_takes_no_memory(model, cli):
     training = json.loads((model / "training.json").read_text())
-    made = make_config({**training["config"], "block_size": 1 << 17})
+    config = make_config({**training["config"], "block_size": 1 << 17})
     size = json.loads((model / "config.json").read_text())["vocab_size"]
-    (model / "config.json").write_text(json.dumps(qwen3_config(made, size)))
+    (model / "config.json").write_text(json.dumps(qwen3_config(config, size)))
     change_training(model, block_size=1 << 17)
     write_sums(model)
     assert cli("fetch-and-sample", model, "--max-new-tokens", "5").good
@@ -371,9 +373,9 @@ def test_a_failed_job_is_sampled_from_its_last_checkpoint(job, cli, fetched):
     assert (ran.code, len(ran.out)) == (0, 21)
     assert "is Failed; this is its last checkpoint, step-00000010" in ran.err
     fetched.clear()
-    place = fetch_model(job.job_id)
-    assert (place.name, fetched) == ("step-00000010", [])
-    steps = [path.name for path in sorted((place / "moments").iterdir())]
+    directory = fetch_model(job.job_id)
+    assert (directory.name, fetched) == ("step-00000010", [])
+    steps = [path.name for path in sorted((directory / "moments").iterdir())]
     assert steps[0] == "step-00000000.safetensors"
     assert len(steps) == 7
 
@@ -393,18 +395,18 @@ def test_only_the_newest_intact_checkpoint_is_downloaded(job, fetched):
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         ({"status": "Failed", "reason": "ValueError: of no use"}, "Failed: ValueError: of no use"),
         ({"status": "Stopped"}, "Stopped; it left neither a model nor a checkpoint"),
     ],
 )
-def test_a_job_without_a_checkpoint_gives_its_state(job, cli, state, said):
+def test_a_job_without_a_checkpoint_gives_its_state(job, cli, state, message):
     shutil.rmtree(end_as(job, **state))
     error = refused(job, cli)
-    assert f"is {said}" in error
-    for told in (error, cli("status", job.job_id).err):
-        assert f"`sm-nanogpt logs {job.job_id}`" in told
+    assert f"is {message}" in error
+    for error_output in (error, cli("status", job.job_id).err):
+        assert f"`sm-nanogpt logs {job.job_id}`" in error_output
 
 
 def test_a_damaged_checkpoint_is_skipped_or_refused(job, cli):

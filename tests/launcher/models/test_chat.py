@@ -57,10 +57,10 @@ def test_a_full_context_keeps_the_instruction_and_some_room(directory):
 
 
 def test_a_tokenizer_without_turns_is_refused(cli, tmp_path, text_file):
-    made = Path(
+    directory = Path(
         cli("upload-data", text_file, "--tokenizer", "bpe", "--vocab-size", "300").out[7:-1]
     )
-    document = json.loads((made / "tokenizer.json").read_text())
+    document = json.loads((directory / "tokenizer.json").read_text())
     document["added_tokens"] = [t for t in document["added_tokens"] if t["content"] != TURN]
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     path = write_chats(tmp_path / "chats.jsonl")
@@ -86,10 +86,12 @@ def test_ids_are_those_of_apply_chat_template(directory):
     chat, draw = Chat(*load_model(directory)), random.Random(1)
     for _ in range(200):
         roles = ["system"] * draw.randrange(2) + ["user", "assistant"] * draw.randint(1, 4)
-        said = [Message(role, "".join(draw.choices(STRANGE, k=3))) for role in roles]
-        documents = [vars(message) for message in said]
-        wanted = theirs.apply_chat_template(documents, add_generation_prompt=True, return_dict=True)
-        assert ids_of(chat, *said) == wanted["input_ids"]
+        messages = [Message(role, "".join(draw.choices(STRANGE, k=3))) for role in roles]
+        documents = [vars(message) for message in messages]
+        expected = theirs.apply_chat_template(
+            documents, add_generation_prompt=True, return_dict=True
+        )
+        assert ids_of(chat, *messages) == expected["input_ids"]
 
 
 def test_only_answers_are_learned(directory):

@@ -45,8 +45,8 @@ def finished_edited(tmp_path_factory, text_file):
     def build(directory: Path) -> tuple[Path, str]:
         home, edits = directory / "home", [edit for edits in EDITS.values() for edit in edits]
         script = launching.edited(directory / "mine", *edits)
-        words = launching.launching("--entry-point", str(script), data=text_file)
-        ran = launching.command(words, home=home).good
+        command = launching.launching("--entry-point", str(script), data=text_file)
+        ran = launching.command(command, home=home).good
         shutil.rmtree(script)
         return home, ran.out.strip()
 
@@ -98,17 +98,17 @@ def greedy(model: Any, vocabulary: str, prompt: str, n: int) -> str:
 
 def test_an_edited_model_is_sampled_as_it_was_trained(edited, cli):
     """With its weights as the run trained them, which its checkpoint holds."""
-    module, place = module_of(edited.directory / "code"), edited.directory / "hosts/algo-1"
-    training = json.loads((place / "model/training.json").read_text())
-    loaded = Checkpoints(place / "checkpoints").load_latest()
+    module, host = module_of(edited.directory / "code"), edited.directory / "hosts/algo-1"
+    training = json.loads((host / "model/training.json").read_text())
+    loaded = Checkpoints(host / "checkpoints").load_latest()
     assert loaded is not None
     tensors, state = loaded
     assert state["best_step"] == training["step"]
     best = {k[5:]: tensor for k, tensor in tensors.items() if k.startswith("best.")}
     tokenizer = module.Tokenizer(state["tokenizer"])
     model = module.with_weights(module.make_config(training["config"]), len(tokenizer), best)
-    words = ("--prompt", "The ", "--max-new-tokens", "60", "--temperature", "0")
-    ran = cli("fetch-and-sample", edited.job_id, words).good
+    arguments = ("--prompt", "The ", "--max-new-tokens", "60", "--temperature", "0")
+    ran = cli("fetch-and-sample", edited.job_id, arguments).good
     assert ran.out == greedy(model, characters(tokenizer), "The ", 60)
     assert "sampling with the edited" in ran.err
 
@@ -132,11 +132,11 @@ def test_an_edited_model_names_its_script_and_why(finished_edited):
 
 
 def test_tuning_an_edited_model_needs_its_script(edited, cli, text_file):
-    how = launching.sets(max_steps=2, device="cpu", batch_size=4)
-    words = ["launch", "--instance", "local", "--init-from", edited.job_id, *how]
-    words += ["--data", str(text_file)]
-    assert cli(words).failed(2, "--entry-point DIR")
-    tuned = cli(words, "--entry-point", edited.directory / "code").good
+    options = launching.sets(max_steps=2, device="cpu", batch_size=4)
+    command = ["launch", "--instance", "local", "--init-from", edited.job_id, *options]
+    command += ["--data", str(text_file)]
+    assert cli(command).failed(2, "--entry-point DIR")
+    tuned = cli(command, "--entry-point", edited.directory / "code").good
     assert "step=0/2 val_loss=" in tuned.err
 
 
@@ -144,12 +144,12 @@ def test_an_edited_model_needs_its_own_script(edited, cli, tmp_path):
     other, mine = launching.edited(tmp_path / "other", *EDITS["no QK-norm"]), tmp_path / "own"
     (edited.directory / "code").rename(mine)
     shutil.rmtree(edited.home / "sources")
-    words = ("fetch-and-sample", edited.job_id)
-    assert cli(words, "--entry-point", other).failed(2, f"{other} is another")
-    assert cli(words).failed(2, "--entry-point DIR")
+    command = ("fetch-and-sample", edited.job_id)
+    assert cli(command, "--entry-point", other).failed(2, f"{other} is another")
+    assert cli(command).failed(2, "--entry-point DIR")
     with pytest.raises(InputError, match="not on this machine"):
         load_model(edited.directory / "hosts/algo-1/model")
-    ran = cli(words, "--entry-point", mine).good
+    ran = cli(command, "--entry-point", mine).good
     assert f"model: {Job(edited.job_id).model(mine)}\n" in ran.err
 
 
@@ -159,11 +159,11 @@ def test_a_stopped_job_is_exported_by_its_script(edited, cli):
     directory = fetch_model(edited.job_id)
     assert directory.name == "step-00000010"
     settings = launching.settings_of(edited.home)
-    kept = settings.home / "sources" / module_of(edited.directory / "code").SCRIPT_SHA256
+    source = settings.home / "sources" / module_of(edited.directory / "code").SCRIPT_SHA256
     model, _ = load_model(directory, settings)
-    assert type(model) is module_of(kept).GPT
+    assert type(model) is module_of(source).GPT
     assert cli("fetch-and-sample", edited.job_id).good
-    shutil.rmtree(kept)
+    shutil.rmtree(source)
     shutil.rmtree(edited.home / "models")
     assert cli("fetch-and-sample", edited.job_id).code == 2
 
@@ -173,18 +173,26 @@ def test_a_stopped_job_is_exported_by_its_script(edited, cli):
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_each_edit_is_sampled_and_started_from(edit, write, cli, tmp_path):
-    made = write(*EDITS[edit], **({"softcap": 3.0} if edit == "hyperparameter" else {}))
-    assert made.why
-    words = ("--prompt", "abc", "--max-new-tokens", "60", "--temperature", "0")
-    ran = cli("fetch-and-sample", made.directory, "--entry-point", made.folder, words)
-    assert ran.out == greedy(made.model, VOCABULARY, "abc", 60), ran.err
-    config = made.module.make_config(made.module.starting_values(made.directory, {}))
-    started = made.module.GPT(config, len(VOCABULARY)).eval()
-    made.module.load_pretrained(started, made.directory)
+    model_directory = write(*EDITS[edit], **({"softcap": 3.0} if edit == "hyperparameter" else {}))
+    assert model_directory.why
+    arguments = ("--prompt", "abc", "--max-new-tokens", "60", "--temperature", "0")
+    ran = cli(
+        "fetch-and-sample",
+        model_directory.directory,
+        "--entry-point",
+        model_directory.folder,
+        arguments,
+    )
+    assert ran.out == greedy(model_directory.model, VOCABULARY, "abc", 60), ran.err
+    config = model_directory.module.make_config(
+        model_directory.module.starting_values(model_directory.directory, {})
+    )
+    started = model_directory.module.GPT(config, len(VOCABULARY)).eval()
+    model_directory.module.load_pretrained(started, model_directory.directory)
     ids = torch.arange(11)[None]
-    assert torch.equal(started(ids), made.model(ids))
-    with pytest.raises(ConfigError, match=made.module.SCRIPT_SHA256[:12]):
-        starting_values(made.directory, {})
+    assert torch.equal(started(ids), model_directory.model(ids))
+    with pytest.raises(ConfigError, match=model_directory.module.SCRIPT_SHA256[:12]):
+        starting_values(model_directory.directory, {})
 
 
 OF_KERNELS = ("QUERIES_AT_ONCE = 256", "QUERIES_AT_ONCE = 128")
@@ -198,9 +206,9 @@ OF_WIDTH = ("8 * round(self.n_embd / 3)", "4 * self.n_embd")
 )
 def test_the_package_computes_the_same_model_alone(edit, packaged, write, home):
     """As it is faster, and only then, if the folder is there."""
-    made = write(edit)
-    keep(Source.read(made.folder), launching.settings_of(home))
-    assert isinstance(load_model(made.directory)[0], GPT) is packaged
+    directory = write(edit)
+    keep(Source.read(directory.folder), launching.settings_of(home))
+    assert isinstance(load_model(directory.directory)[0], GPT) is packaged
 
 
 @pytest.mark.parametrize(("edit", "of_model"), [(OF_KERNELS, True), (OF_SCHEDULE, False)])
@@ -227,9 +235,9 @@ def test_the_package_computes_qwen3_without_the_folder(edit, of_model, write, ca
     ],
 )
 def test_models_unlike_qwen3_are_marked_edited(edit, why, write):
-    made = write(edit)
-    assert why in made.why
-    config = json.loads((made.directory / "config.json").read_text())
+    directory = write(edit)
+    assert why in directory.why
+    config = json.loads((directory.directory / "config.json").read_text())
     assert config["model_type"] == "sm-nanogpt-edited"
 
 
@@ -239,27 +247,27 @@ OTHER_ACTIVATION = (ACTIVATION, "activation = staticmethod(F.gelu)")
 def test_an_activation_known_to_qwen3_stays_loadable(write):
     import transformers
 
-    made = write(OTHER_ACTIVATION)
-    assert made.why == ""
-    assert json.loads((made.directory / "config.json").read_text())["hidden_act"] == "gelu"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(made.directory)
+    directory = write(OTHER_ACTIVATION)
+    assert directory.why == ""
+    assert json.loads((directory.directory / "config.json").read_text())["hidden_act"] == "gelu"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory.directory)
     ids = torch.arange(11)[None]
     with torch.inference_mode():
         expected = theirs(ids).logits
-        torch.testing.assert_close(expected, made.model(ids), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(expected, directory.model(ids), atol=1e-4, rtol=1e-4)
 
 
 def test_another_activation_needs_its_script(write, cli):
     directory = str(write(OTHER_ACTIVATION).directory)
-    for words in (["launch", "--instance", "local", "--init-from"], ["fetch-and-sample"]):
-        assert cli(words, directory).failed(2, "--entry-point DIR")
+    for command in (["launch", "--instance", "local", "--init-from"], ["fetch-and-sample"]):
+        assert cli(command, directory).failed(2, "--entry-point DIR")
 
 
 def exported(tmp_path: Path) -> str:
-    words = "".join(map(chr, range(1000, 6000)))
-    model = GPT(Config(), len(words)).eval()
+    characters = "".join(map(chr, range(1000, 6000)))
+    model = GPT(Config(), len(characters)).eval()
     model.init_weights(1)
-    return write_artefact(tmp_path / "model", model, tokenizer_of(words), {})[0]
+    return write_artefact(tmp_path / "model", model, tokenizer_of(characters), {})[0]
 
 
 def test_an_export_is_checked_by_ids_of_the_whole_vocabulary(tmp_path, monkeypatch):
@@ -284,14 +292,14 @@ def test_out_of_memory_is_not_called_edited(tmp_path, monkeypatch, error):
 
 
 @pytest.mark.parametrize(
-    ("edit", "status", "said"),
+    ("edit", "status", "message"),
     [
         ("activation", 0, "note: another script wrote it"),
         ("more weights", 1, "attention.out.bias is nothing in the checkpoint"),
     ],
 )
 def test_another_script_resumes_weights_of_one_shape(
-    edit, status, said, finished, text_file, tmp_path
+    edit, status, message, finished, text_file, tmp_path
 ):
     """Its best weights are its own, so those before are dropped."""
     shutil.copytree(finished.directory / "hosts/algo-1", tmp_path / "run")
@@ -299,15 +307,15 @@ def test_another_script_resumes_weights_of_one_shape(
     resume = runs.command_line(resume=tmp_path / "run", data=text_file, max_steps=11)
     end = runs.run(resume, cwd=tmp_path, command=command)
     assert end.status == status
-    assert said in end.output
+    assert message in end.output
     assert ("at step 11\n" in end.output) is (status == 0)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_parameter_without_a_gradient_is_named(processes, text_file, tmp_path):
     command = runs.edited_folder(tmp_path / "mine", EDITS["more weights"][0])
-    words = runs.command_line(**launching.TINY, data=text_file, processes=processes)
-    end = runs.run(words, cwd=tmp_path, command=command)
+    arguments = runs.command_line(**launching.TINY, data=text_file, processes=processes)
+    end = runs.run(arguments, cwd=tmp_path, command=command)
     assert end.status == 1
     assert re.match(r"TrainingError: blocks\.0\.attention\.qkv\.bias, .*no gradient", end.last_line)
 
@@ -346,9 +354,9 @@ def test_a_third_optimizer_tunes_and_trains(third_optimizer, tmp_path):
     assert config.learning_rate == 0.3
     model = module("model").GPT(config, len(VOCABULARY))
     model(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])).backward()
-    before = model.embed.weight.detach().clone()
+    weights_before = model.embed.weight.detach().clone()
     module("optim").Optimizer(model, config, alone()).step(1.0)
-    assert not torch.equal(model.embed.weight, before)
+    assert not torch.equal(model.embed.weight, weights_before)
 
 
 def test_a_frozen_parameter_is_left_as_it_is():
@@ -357,10 +365,10 @@ def test_a_frozen_parameter_is_left_as_it_is():
     model.embed.weight.requires_grad_(False)
     dict(model.named_parameters())["blocks.0.mlp.down.weight"].requires_grad_(False)
     optimizer = optimizer_of(model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights_before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])).backward()
     optimizer.step(1.0)
-    same = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    same = {name for name, p in model.named_parameters() if torch.equal(p, weights_before[name])}
     assert {"embed.weight", "blocks.0.mlp.down.weight"} <= same
     assert "head.weight" not in same
 

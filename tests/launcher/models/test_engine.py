@@ -42,10 +42,10 @@ def test_decoding_with_a_cache_equals_a_forward_pass(prefill, batch_size):
     model, x = lively(), ids(batch_size, 8)
     with torch.inference_mode():
         cache = KeyValueCache(model, batch_size, 8)
-        found = [forward(model, x[:, :prefill], cache)]
-        found += [forward(model, x[:, i : i + 1], cache) for i in range(prefill, 8)]
+        logits = [forward(model, x[:, :prefill], cache)]
+        logits += [forward(model, x[:, i : i + 1], cache) for i in range(prefill, 8)]
         expected = model(x)[:, prefill - 1 :]
-        torch.testing.assert_close(torch.stack(found, dim=1), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.stack(logits, dim=1), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("batch_size", [1, FEW_SEQUENCES + 1])
@@ -75,15 +75,15 @@ def test_sliding_past_the_context_equals_transformers(tmp_path, tied):
     model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
     assert write_artefact(tmp_path, model, tokenizer_of("abcdefghijk"), {})[0] == ""
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    seen = set()
+    all_ids = set()
     for seed in range(3):
         prompt = ids(1, 5, seed=seed)
         with torch.inference_mode():
             expected = theirs.generate(prompt, max_new_tokens=40, do_sample=False)[0, 5:].tolist()
-        found = [int(i) for i in engine.generate(model, prompt, 40, temperature=0)]
-        assert found == expected
-        seen |= set(expected)
-    assert len(seen) > 2
+        ids_of_engine = [int(i) for i in engine.generate(model, prompt, 40, temperature=0)]
+        assert ids_of_engine == expected
+        all_ids |= set(expected)
+    assert len(all_ids) > 2
 
 
 # -- packed weights --------------------------------------------------------------------------------
@@ -98,11 +98,11 @@ def test_greedy_ids_equal_the_plain_loops_in_float32(shape, batch_size, monkeypa
     config = dataclasses.replace(SMALL, **{"n_embd": 32, "block_size": 64, **shape})
     x = ids(batch_size, 4)
     plain = torch.stack(list(plainly(lively(config), x, 60, temperature=0)))
-    for least in (0, engine.MIN_PACKED_PARAMETERS):
-        monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", least)
+    for min_packed in (0, engine.MIN_PACKED_PARAMETERS):
+        monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", min_packed)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             ours = torch.stack(list(engine.generate(lively(config, dtype), x, 60, temperature=0)))
-            assert torch.equal(ours, plain), (least, dtype)
+            assert torch.equal(ours, plain), (min_packed, dtype)
 
 
 @pytest.mark.usefixtures("products")
@@ -121,8 +121,10 @@ def test_a_sampling_copy_equals_the_model(n_embd, batch_size, dtype, tolerance):
 def test_only_the_matrices_of_large_models_are_packed(monkeypatch):
     model = lively()
     both = {engine.PackedLinear, Linear}
-    for more, packed in ((0, True), (1, False)):
-        monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", model.config.matrix_parameters + more)
+    for margin, packed in ((0, True), (1, False)):
+        monkeypatch.setattr(
+            engine, "MIN_PACKED_PARAMETERS", model.config.matrix_parameters + margin
+        )
         copy = engine.sampling_copy(model, 1, torch.float32)
         kinds = {type(part) for part in copy.blocks.modules()} & both
         assert kinds == {engine.PackedLinear if packed else Linear}
@@ -156,13 +158,13 @@ def test_top_k_keeps_the_k_most_likely():
 
 
 @pytest.mark.parametrize(
-    "top_p, kept", [(0.01, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4), (1.0, 4)]
+    "top_p, n_kept", [(0.01, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4), (1.0, 4)]
 )
-def test_top_p_keeps_the_fewest_likely_enough(top_p, kept):
+def test_top_p_keeps_the_fewest_likely_enough(top_p, n_kept):
     p = logits_to_probabilities(LOGITS, 1.0, top_p=top_p)
-    assert (p > 0).sum(dim=-1).tolist() == [kept, kept]
+    assert (p > 0).sum(dim=-1).tolist() == [n_kept, n_kept]
     torch.testing.assert_close(p.sum(dim=-1), torch.ones(2))
-    assert bool((p[0, :kept] > 0).all()) and bool((p[1, 4 - kept :] > 0).all())
+    assert bool((p[0, :n_kept] > 0).all()) and bool((p[1, 4 - n_kept :] > 0).all())
 
 
 def test_temperature_sharpens_and_flattens():
@@ -173,11 +175,11 @@ def test_temperature_sharpens_and_flattens():
 
 def test_generating_does_not_change_the_model(generate):
     model = lively(dtype=torch.bfloat16).train()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights_before = {name: p.detach().clone() for name, p in model.named_parameters()}
     list(generate(model, ids(1, 3), 5))
     assert model.training
     for name, parameter in model.named_parameters():
-        assert parameter.requires_grad and torch.equal(parameter, before[name])
+        assert parameter.requires_grad and torch.equal(parameter, weights_before[name])
 
 
 def test_ids_are_drawn_as_often_as_they_are_likely(generate):
@@ -186,12 +188,12 @@ def test_ids_are_drawn_as_often_as_they_are_likely(generate):
     (drawn,) = generate(model, prompt.expand(n, -1), 1, temperature=2.0)
     with torch.inference_mode():
         expected = logits_to_probabilities(model(prompt)[:, -1], 2.0)[0]
-    found = drawn.bincount(minlength=VOCABULARY_SIZE) / n
-    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
+    frequencies = drawn.bincount(minlength=VOCABULARY_SIZE) / n
+    torch.testing.assert_close(frequencies, expected, atol=0.02, rtol=0)
 
 
-def drawn(generate: Generate, **how: Any) -> list[int]:
-    return [int(i) for i in generate(lively(), ids(1, 3), 40, **how)]
+def drawn(generate: Generate, **options: Any) -> list[int]:
+    return [int(i) for i in generate(lively(), ids(1, 3), 40, **options)]
 
 
 def test_the_seed_alone_decides_what_is_drawn(generate):

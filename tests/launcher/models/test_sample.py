@@ -20,8 +20,8 @@ from sm_nanogpt import InputError, Job, load_model, stream_samples
 def say(job, cli):
     """fetch-and-sample of a job, 60 characters unless told otherwise."""
 
-    def call(*words: str) -> Ran:
-        return cli("fetch-and-sample", job.job_id, "--max-new-tokens", "60", words)
+    def call(*arguments: str) -> Ran:
+        return cli("fetch-and-sample", job.job_id, "--max-new-tokens", "60", arguments)
 
     return call
 
@@ -33,14 +33,14 @@ def test_stdout_holds_only_the_text(say):
     assert ran.out.endswith("\n")
 
 
-@pytest.mark.parametrize("words", [(), ("--json",)])
-def test_a_sample_begins_with_a_word(job, say, monkeypatch, words):
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_sample_begins_with_a_word(job, say, monkeypatch, options):
     pieces = [["\n", "\r\n"], ["\n\n", "b"], ["a", "\n"], ["\n", "c"]]
     monkeypatch.setattr("launcher.models.sample.stream_samples", lambda *_, **__: iter(pieces))
     texts = ["a\n", "b\nc"]
     printed = "\n---\n".join(texts) + "\n"
-    ran = say("--num-samples", "2", *words).good
-    assert texts == json.loads(ran.out) if words else ran.out == printed
+    ran = say("--num-samples", "2", *options).good
+    assert texts == json.loads(ran.out) if options else ran.out == printed
     assert say("--num-samples", "2", "--prompt", "T").good.out.startswith("T\n\n\na")
 
 
@@ -90,7 +90,7 @@ def test_only_the_end_of_a_long_prompt_counts(job):
 
 
 @pytest.mark.parametrize(
-    ("option", "named"),
+    ("option", "name"),
     [
         ("--prompt=The ☃ and the \x07", "'\\x07', '☃'"),
         ("--prompt=", "--prompt= is empty"),
@@ -108,10 +108,10 @@ def test_only_the_end_of_a_long_prompt_counts(job):
         (f"--seed={2**63}", f"--seed {2**63}: must be"),
     ],
 )
-def test_an_impossible_wish_is_refused_by_name(say, option, named):
+def test_an_impossible_wish_is_refused_by_name(say, option, name):
     ran = say(option)
     assert (ran.code, ran.out) == (2, "")
-    assert named in ran.error
+    assert name in ran.error
 
 
 def test_the_library_refuses_an_impossible_wish(job):
@@ -126,8 +126,8 @@ def test_the_library_refuses_an_impossible_wish(job):
 
 def test_text_streams_until_its_reader_leaves(job):
     # So long that it would take minutes to make.
-    words = ("fetch-and-sample", job.job_id, "--max-new-tokens", "1000000")
-    with launching.started(words, home=job.home) as process:
+    command = ("fetch-and-sample", job.job_id, "--max-new-tokens", "1000000")
+    with launching.started(command, home=job.home) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert len(process.stdout.read(10)) == 10
@@ -141,15 +141,15 @@ def test_text_streams_until_its_reader_leaves(job):
 def test_a_directory_without_a_model_is_refused(cli, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").touch()
-    for place in ("empty", "./nowhere", "a.txt"):
-        ran = cli("sample", place)
-        assert ran.failed(2, place)
+    for directory in ("empty", "./nowhere", "a.txt"):
+        ran = cli("sample", directory)
+        assert ran.failed(2, directory)
         assert "directory" in ran.error
 
 
 def test_a_job_is_sampled_once_it_has_stopped(home, text_file, cli):
-    words = launching.launching("--detach", data=text_file, **launching.ENDLESS)
-    job_id = cli(words).out.strip()
+    command = launching.launching("--detach", data=text_file, **launching.ENDLESS)
+    job_id = cli(command).out.strip()
     launching.wait_for_step(home / "jobs" / job_id)
     ran = cli("fetch-and-sample", job_id)
     assert ran.code == 1
@@ -168,8 +168,8 @@ def test_a_job_is_sampled_once_it_has_stopped(home, text_file, cli):
 
 def test_sample_takes_a_directory_of_an_edited_model(home, text_file, cli):
     script = launching.edited(home.parent / "my", *EDITS["activation"])
-    words = launching.launching("--entry-point", str(script), data=text_file, sample_length=0)
-    job_id = cli(words).out.strip()
+    command = launching.launching("--entry-point", str(script), data=text_file, sample_length=0)
+    job_id = cli(command).out.strip()
     of_job = cli("fetch-and-sample", job_id, "--max-new-tokens", "20")
     (directory,) = re.findall(r"^model: (.+)$", of_job.err, re.MULTILINE)
     moved = Path(directory).rename(home.parent / "my model")

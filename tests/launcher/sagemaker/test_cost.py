@@ -24,11 +24,11 @@ from sm_nanogpt import InputError, Settings
 
 
 @pytest.mark.parametrize(
-    ("amount", "said"),
+    ("amount", "shown"),
     [(0, "0.00 USD"), (0.001, "0.01 USD"), (7.09, "7.09 USD"), (1234.561, "1,234.57 USD")],
 )
-def test_amounts_are_rounded_up_to_the_cent(amount, said):
-    assert usd(amount) == said
+def test_amounts_are_rounded_up_to_the_cent(amount, shown):
+    assert usd(amount) == shown
 
 
 @pytest.mark.parametrize("amount", [1.5, 5.0, 99.99])
@@ -52,7 +52,7 @@ def test_cost_counts_each_host_and_each_billed_disk():
 
 
 @pytest.mark.parametrize(
-    ("known", "seconds"),
+    ("facts", "seconds"),
     [
         ({}, 0),
         ({"started": 100.0}, 800),
@@ -67,16 +67,16 @@ def test_cost_counts_each_host_and_each_billed_disk():
         ({"started": 100.0, "ended": 300.0, "keep_alive": 600, "status": "Failed"}, 200),
     ],
 )
-def test_cost_counts_seconds_that_are_or_may_be_billed(known, seconds):
-    assert description(**known).billed_seconds(now=900.0) == seconds
+def test_cost_counts_seconds_that_are_or_may_be_billed(facts, seconds):
+    assert description(**facts).billed_seconds(now=900.0) == seconds
 
 
 def test_a_disk_adds_to_the_price_of_a_type(caplog):
     prices = {"ml.r5d.large": Price(1.0, "A"), "ml.r5.large": Price(0.9, "B")}
-    known = SimpleNamespace(of=prices.get, region="us-east-1")
+    price_list = SimpleNamespace(of=prices.get, region="us-east-1")
     two = job(instance=",".join(prices), volume_size=1000)
     caplog.set_level("INFO", "launcher")
-    ready = afford(two, Settings(), cast("Prices", known), 0.0)
+    ready = afford(two, Settings(), cast("Prices", price_list), 0.0)
     price, cost = caplog.messages
     assert ready.instance == two.instance
     assert price == "price: 0.90 USD an hour, by B (ml.r5.large, the most expensive)"
@@ -85,8 +85,8 @@ def test_a_disk_adds_to_the_price_of_a_type(caplog):
 
 def test_advice_after_a_time_limit_names_the_ceiling():
     """A job that resumes it takes the ceiling over, so that --max-run alone gives no more time."""
-    told = explain(description(status="Stopped", failure_reason="MaxRuntimeExceeded"), Settings())
-    assert "raise --max-run, or --max-cost" in told
+    advice = explain(description(status="Stopped", failure_reason="MaxRuntimeExceeded"), Settings())
+    assert "raise --max-run, or --max-cost" in advice
 
 
 OWN = "the ceiling of 5.00 USD"
@@ -100,11 +100,11 @@ def limited(tmp_path, caplog):
 
     def run(values: dict[str, Any], inherited: str, configured: float | None) -> Any:
         settings = offline(tmp_path, max_cost=configured)
-        asked = job(**values)
-        asked._inherited = frozenset(inherited.split())
-        spent = 100 * HOURLY / 3600 if asked.resume else 0.0
+        request = job(**values)
+        request._inherited = frozenset(inherited.split())
+        spent = 100 * HOURLY / 3600 if request.resume else 0.0
         caplog.set_level("INFO", "launcher")
-        ready = afford(asked, settings, Prices(settings), spent)
+        ready = afford(request, settings, Prices(settings), spent)
         return ready.time_limit, caplog.messages[-1]
 
     return run
@@ -139,10 +139,10 @@ def limited(tmp_path, caplog):
 def test_the_smallest_limit_holds_and_a_ceiling_is_named(
     limited, values, inherited, configured, seconds, source
 ):
-    limit, said = limited(values, inherited, configured)
+    limit, message = limited(values, inherited, configured)
     assert limit == seconds
-    assert (source in said) if source else f"for {seconds} s" in said
-    assert f"{seconds} s" in said
+    assert (source in message) if source else f"for {seconds} s" in message
+    assert f"{seconds} s" in message
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def question(monkeypatch):
 
 
 def buckets() -> list[str]:
-    found = boto3.client("s3").list_buckets()["Buckets"]
-    return [bucket["Name"] for bucket in found if bucket["Name"].startswith("sm-nanogpt-bucket")]
+    listed = boto3.client("s3").list_buckets()["Buckets"]
+    return [bucket["Name"] for bucket in listed if bucket["Name"].startswith("sm-nanogpt-bucket")]
 
 
 def stacks() -> list[Any]:
@@ -56,8 +56,8 @@ def test_deploy_shows_its_changes_and_repeats_none(account, cli):
     dry = cli("infra", "deploy", "--dry-run")
     assert (dry.code, stacks()) == (0, [])
     ran = cli("infra", "deploy", "--yes").good
-    for told in (dry.err, ran.err):
-        assert "add      AWS::IAM::Role Role" in told
+    for printed in (dry.err, ran.err):
+        assert "add      AWS::IAM::Role Role" in printed
     outputs = dict(line.split(":", 1) for line in ran.out.splitlines())
     assert outputs["store"].strip() == f"s3://{buckets()[-1]}/nanogpt"
     assert outputs["role"].strip().startswith("arn:aws:iam::123456789012:role/")
@@ -81,13 +81,13 @@ def test_without_a_terminal_yes_is_needed(account, cli):
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [([False], "not confirmed"), (click.Abort, "interrupted"), (KeyboardInterrupt, "interrupted")],
 )
-def test_a_declined_deployment_leaves_nothing(account, cli, question, answer, told):
+def test_a_declined_deployment_leaves_nothing(account, cli, question, answer, message):
     question.side_effect = answer
     ran = cli("infra", "deploy")
-    assert (ran.code, ran.err.splitlines()[-1].startswith(told)) == (1, True)
+    assert (ran.code, ran.err.splitlines()[-1].startswith(message)) == (1, True)
     assert stacks() == []
 
 
@@ -104,19 +104,21 @@ def test_a_failed_stack_tells_why_and_is_not_used(account, failed, cli, short_te
 
 
 def test_a_failed_deployment_leaves_no_bucket_or_key(account, cli):
-    kms, before = boto3.client("kms"), buckets()
+    kms, buckets_before = boto3.client("kms"), buckets()
     keys = kms.list_keys()["Keys"]
     account.refuse["Role"] = "no"
     assert cli("infra", "deploy", "--yes", "--kms").code == 1
     name = stacks()[0]["StackId"]
     events = boto3.client("cloudformation").describe_stack_events(StackName=name)["StackEvents"]
-    made = {each["LogicalResourceId"] for each in events if "COMPLETE" in each["ResourceStatus"]}
-    assert "Key" in made
-    assert (buckets(), kms.list_keys()["Keys"]) == (before, keys)
+    resources = {
+        each["LogicalResourceId"] for each in events if "COMPLETE" in each["ResourceStatus"]
+    }
+    assert "Key" in resources
+    assert (buckets(), kms.list_keys()["Keys"]) == (buckets_before, keys)
 
 
 @pytest.mark.parametrize(
-    ("words", "answers", "code", "status"),
+    ("arguments", "answers", "code", "status"),
     [
         (["--dry-run"], [], 0, "ROLLBACK_COMPLETE"),
         ([], [False], 1, "ROLLBACK_COMPLETE"),
@@ -124,13 +126,15 @@ def test_a_failed_deployment_leaves_no_bucket_or_key(account, cli):
         (["--yes"], [], 0, "CREATE_COMPLETE"),
     ],
 )
-def test_a_failed_stack_is_replaced_if_agreed(failed, cli, question, words, answers, code, status):
+def test_a_failed_stack_is_replaced_if_agreed(
+    failed, cli, question, arguments, answers, code, status
+):
     question.side_effect = answers
-    ran = cli("infra", "deploy", words)
+    ran = cli("infra", "deploy", arguments)
     assert (ran.code, "ROLLBACK_COMPLETE" in ran.err) == (code, True)
     assert (statuses(), question.call_count) == ([status], len(answers))
-    asked = "Delete stack sm-nanogpt in account 123456789012, us-east-1?"
-    assert not answers or question.call_args_list[0].args[0] == asked
+    prompt = "Delete stack sm-nanogpt in account 123456789012, us-east-1?"
+    assert not answers or question.call_args_list[0].args[0] == prompt
 
 
 @pytest.mark.parametrize("status", ["CREATE_COMPLETE", "ROLLBACK_COMPLETE"])
@@ -138,8 +142,8 @@ def test_a_failed_stack_is_replaced_if_agreed(failed, cli, question, words, answ
 def test_another_projects_stack_is_left_alone(account, cli, command, status):
     template = json.dumps({"Resources": {"Theirs": {"Type": "AWS::S3::Bucket"}}})
     client = boto3.client("cloudformation")
-    made = client.create_stack(StackName="theirs", TemplateBody=template)
-    account.set_status(made["StackId"], status)
+    created = client.create_stack(StackName="theirs", TemplateBody=template)
+    account.set_status(created["StackId"], status)
     ran = cli("--stack", "theirs", "infra", command, ["--yes"] * (command != "show"))
     assert ran.failed(2, f"theirs is {status} and does not belong", "--stack")
     assert statuses() == [status]
@@ -156,14 +160,14 @@ def test_an_interrupted_deployment_continues(account, cli, monkeypatch):
 @pytest.fixture
 def pending(account):
     """The id of a change set that somebody else has not executed yet."""
-    made = boto3.client("cloudformation").create_change_set(
+    change_set = boto3.client("cloudformation").create_change_set(
         StackName="sm-nanogpt",
         ChangeSetName="pending",
         ChangeSetType="CREATE",
         TemplateBody=deploy.TEMPLATE.read_text(),
         Capabilities=["CAPABILITY_IAM"],
     )
-    return str(made["Id"])
+    return str(change_set["Id"])
 
 
 def test_a_leftover_change_set_does_not_block_deploy(pending, cli):
@@ -189,7 +193,7 @@ def test_two_stacks_have_nothing_in_common(deployed, cli):
 
 
 @pytest.mark.parametrize(
-    ("words", "fact"),
+    ("arguments", "fact"),
     [
         ("infra deploy --yes", "--region"),
         ("--stack my_stack infra show", "--stack my_stack: must match"),
@@ -197,19 +201,19 @@ def test_two_stacks_have_nothing_in_common(deployed, cli):
         ("--profile nope infra destroy", "profile (nope)"),
     ],
 )
-def test_infra_refuses_unusable_settings(account, cli, monkeypatch, words, fact):
+def test_infra_refuses_unusable_settings(account, cli, monkeypatch, arguments, fact):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
-    assert cli(words.split()).failed(2, fact)
+    assert cli(arguments.split()).failed(2, fact)
 
 
 def test_a_role_keeps_its_boundary_and_path(account, cli):
     boundary = "arn:aws:iam::123456789012:policy/bound"
-    for words in (["--permissions-boundary", boundary, "--role-path", "/teams/ml/"], ["--vpc"]):
-        assert cli("infra", "deploy", "--yes", words).code == 0
+    for arguments in (["--permissions-boundary", boundary, "--role-path", "/teams/ml/"], ["--vpc"]):
+        assert cli("infra", "deploy", "--yes", arguments).code == 0
         role = json.loads(cli("infra", "show", "--json").out)["role"]
         assert ":role/teams/ml/" in role
-        found = boto3.client("iam").get_role(RoleName=role.rpartition("/")[2])["Role"]
-        assert found["PermissionsBoundary"]["PermissionsBoundaryArn"] == boundary
+        deployed_role = boto3.client("iam").get_role(RoleName=role.rpartition("/")[2])["Role"]
+        assert deployed_role["PermissionsBoundary"]["PermissionsBoundaryArn"] == boundary
 
 
 # -- show and destroy ------------------------------------------------------------------------------
@@ -262,11 +266,11 @@ def test_destroy_keeps_the_bucket_with_its_texts(deployed, user, cli, short_text
     ran = cli("infra", "destroy", "--yes")
     bucket = deployed.store.split("/")[2]
     assert ran.code == 0
-    for told in (
+    for message in (
         f"keep     the bucket; to delete it: aws s3 rb --force s3://{bucket}",
         "detached the launcher policy from user ci",
     ):
-        assert told in ran.err
+        assert message in ran.err
     assert cli("infra", "show").code == 1
     assert last_seen_stack(load_settings(), "us-east-1") is None
     objects = boto3.client("s3").list_objects_v2(Bucket=bucket)["Contents"]
@@ -313,8 +317,8 @@ def test_the_stacks_key_stays_and_encrypts_the_model(account, cli, short_text_fi
     again = cli("infra", "deploy", "--yes")
     assert ("nothing to change" in again.err, "kms key:" in again.out) == (True, True)
     key = json.loads(cli("infra", "show", "--json").out)["kms_key"]
-    for words, used in (((), key), (("--kms-key", "mine"), "mine")):
-        ran = cli(LAUNCH, "--data", short_text_file, "--dry-run", words)
+    for arguments, used in (((), key), (("--kms-key", "mine"), "mine")):
+        ran = cli(LAUNCH, "--data", short_text_file, "--dry-run", arguments)
         assert json.loads(ran.out)["OutputDataConfig"]["KmsKeyId"] == used
 
 
@@ -322,8 +326,8 @@ def test_a_subnet_needs_a_role_that_may_join_a_vpc(account, cli, short_text_file
     subnet = ("--subnet", "subnet-1", "--security-group", "sg-1")
     launch = (*LAUNCH, "--data", str(short_text_file), *subnet)
     cli("infra", "deploy", "--yes", "--kms")
-    for words in ((), ("--dry-run",)):
-        assert cli(launch, words).failed(2, "VPC; allow it with `sm-nanogpt infra")
+    for arguments in ((), ("--dry-run",)):
+        assert cli(launch, arguments).failed(2, "VPC; allow it with `sm-nanogpt infra")
     assert cli("--role", OWN_ROLE, launch, "--dry-run").code == 0
     ran = cli("infra", "deploy", "--yes", "--vpc")
     assert ("kms key:" in ran.out, "vpc:" in ran.out) == (True, True)

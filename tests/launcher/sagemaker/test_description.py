@@ -26,9 +26,9 @@ def test_a_failed_job_shows_its_reason_and_its_last_lines(cloud, cli, short_text
     assert ran.code == 1
     assert "one" in ran.err.splitlines()
     assert "failed: DataError: no text;" in ran.error
-    told = cli("status", ran.out.strip()).out
-    assert "state:       Failed" in told
-    assert told.endswith("  one\n  DataError: no text\n")
+    output = cli("status", ran.out.strip()).out
+    assert "state:       Failed" in output
+    assert output.endswith("  one\n  DataError: no text\n")
 
 
 def described(**values: Any) -> JobDescription:
@@ -37,13 +37,13 @@ def described(**values: Any) -> JobDescription:
     return describe_job({**raw, "TrainingJobStatus": "Failed", **values}, None)
 
 
-def wrapped(said: str) -> str:
+def wrapped(message: str) -> str:
     """What the toolkit makes of an error."""
-    return f"AlgorithmError: ExecuteUserScriptError:\nExitCode 1\n{said}\nCommand, exit code: 1"
+    return f"AlgorithmError: ExecuteUserScriptError:\nExitCode 1\n{message}\nCommand, exit code: 1"
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("message", "reason"),
     [
         (wrapped('ErrorMessage "DataError: no text [Exception]\n ----"'), "DataError: no text"),
         (wrapped('ErrorMessage "DataError: no text"'), "DataError: no text"),
@@ -55,17 +55,17 @@ def wrapped(said: str) -> str:
         ("AlgorithmError: OSError: no disk, exit code: 1", "OSError: no disk"),
     ],
 )
-def test_a_job_reports_the_scripts_own_failure(said, reason):
-    assert described(FailureReason=said).failure_reason == reason
+def test_a_job_reports_the_scripts_own_failure(message, reason):
+    assert described(FailureReason=message).failure_reason == reason
 
 
 def test_an_interruption_is_a_reason_once_the_job_has_ended():
-    for state, second, told in (
+    for state, second, message in (
         ("InProgress", "Interrupted", None),
         ("Stopped", "MaxWaitTimeExceeded", "reclaimed"),
     ):
         values = {"TrainingJobStatus": state, "SecondaryStatus": second}
-        assert described(**values, FailureReason="reclaimed").failure_reason == told
+        assert described(**values, FailureReason="reclaimed").failure_reason == message
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_status_shows_all_types_until_one_is_chosen(cloud, cli, launch):
     assert [job["instance"] for job in json.loads(cli("jobs", "--json").out)] == ["ml.g6.12xlarge"]
 
 
-@pytest.mark.parametrize("words", ["wait {}", "logs {} --follow"])
-def test_a_pending_job_says_why_and_ends_after_a_day(cloud, cli, launch, monkeypatch, words):
+@pytest.mark.parametrize("arguments", ["wait {}", "logs {} --follow"])
+def test_a_pending_job_says_why_and_ends_after_a_day(cloud, cli, launch, monkeypatch, arguments):
     describe, looks = cloud.sagemaker.DescribeTrainingJob, iter(range(1000))
 
     def described(body: dict[str, Any]) -> Any:
@@ -105,7 +105,7 @@ def test_a_pending_job_says_why_and_ends_after_a_day(cloud, cli, launch, monkeyp
     monkeypatch.setattr(cloud.sagemaker, "DescribeTrainingJob", described)
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
     job_id = launch()
-    ran = cli(words.format(job_id).split())
+    ran = cli(arguments.format(job_id).split())
     assert ran.err.count(f"job {job_id} is InProgress (Pending): Insufficient capacity error") == 1
     assert cli("wait", job_id).failed(1, "--instance TYPE,TYPE")
     assert "reason:      CapacityError: " in cli("status", job_id).out

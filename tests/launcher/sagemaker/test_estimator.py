@@ -30,9 +30,9 @@ def test_a_launch_does_not_change_the_callers_sdk(dry, monkeypatch, caplog):
     loggers = [logging.getLogger(name) for name in (None, "sagemaker", "sagemaker.config")]
     for logger in loggers:
         caplog.set_level(logging.DEBUG, logger.name)
-    before = estimator.TensorBoardApp, dict(os.environ)
+    state_before = estimator.TensorBoardApp, dict(os.environ)
     dry()
-    assert (estimator.TensorBoardApp, dict(os.environ)) == before
+    assert (estimator.TensorBoardApp, dict(os.environ)) == state_before
     assert [logger.level for logger in loggers] == [logging.DEBUG] * 3
     assert utils.validate_sagemaker_config is mine
 
@@ -145,7 +145,7 @@ def test_nothing_is_sent_if_the_sdk_would_send_another_request(
 ):
     other = {"TrainingJobName": "another", "StoppingCondition": {"MaxRuntimeInSeconds": 86_400}}
     monkeypatch.setattr(estimator, "create_request", lambda *_: other)
-    words = ("launch", "--instance", "ml.g5.xlarge", "--data", str(short_text_file))
-    assert cli(words).failed(1, "StoppingCondition", "nothing was sent", "constraints.txt")
+    arguments = ("launch", "--instance", "ml.g5.xlarge", "--data", str(short_text_file))
+    assert cli(arguments).failed(1, "StoppingCondition", "nothing was sent", "constraints.txt")
     assert not cloud.calls
     assert not s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]

@@ -16,13 +16,13 @@ def test_logs_of_all_hosts_are_merged_by_time_until_the_end(cli, launch):
     lines = [(at, f"algo-{1 + i % 2}", f"line {i}") for i, at in enumerate(times)]
     job_id = launch("--instance-count", "2", log=lines)
     ran = cli("logs", job_id, "--follow", "--raw").good
-    said, told = [f"{host}: {line}" for _, host, line in lines], ran.out.splitlines()
-    assert told[:10] == said[:10]
-    assert sorted(told) == sorted(said)
+    expected, printed = [f"{host}: {line}" for _, host, line in lines], ran.out.splitlines()
+    assert printed[:10] == expected[:10]
+    assert sorted(printed) == sorted(expected)
     for host in ("algo-1", "algo-2"):  # each in its order
-        own = [line for line in said if line.startswith(host)]
-        assert [line for line in told if line.startswith(host)] == own
-    assert cli("logs", job_id, "--raw").out.splitlines() == said
+        of_host = [line for line in expected if line.startswith(host)]
+        assert [line for line in printed if line.startswith(host)] == of_host
+    assert cli("logs", job_id, "--raw").out.splitlines() == expected
 
 
 CHATTER = "2026-11-23 05:54:51,090 sagemaker-training-toolkit "
@@ -89,8 +89,8 @@ def test_the_end_of_a_long_log_is_not_read_from_its_head(cloud, cli, launch, tag
     cli("wait", job_id)
     checkpoints = cloud.sagemaker.jobs[job_id].request["CheckpointConfig"]["S3Uri"]
     storage.write_bytes(f"{checkpoints}metrics-00000001.jsonl", b'{"step": 1}\n')
-    for words in (("logs", job_id, "--tail", "3"), ("status", job_id)):
+    for arguments in (("logs", job_id, "--tail", "3"), ("status", job_id)):
         cloud.calls.clear()
-        assert "step=299" in cli(words).good.out
-        asked = [operation for operation, _ in cloud.calls if operation == "GetLogEvents"]
-        assert len(asked) < 40  # of a hundred pages
+        assert "step=299" in cli(arguments).good.out
+        requests = [operation for operation, _ in cloud.calls if operation == "GetLogEvents"]
+        assert len(requests) < 40  # of a hundred pages

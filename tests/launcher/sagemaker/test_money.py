@@ -23,11 +23,11 @@ from sm_nanogpt import InputError, jobs
 def launch(cloud, money, cli, short_text_file, monkeypatch):
     """Launches, on ml.g5.12xlarge unless other words say so, with settings from variables."""
 
-    def run(words: str = "", **settings: str) -> Any:
+    def run(arguments: str = "", **settings: str) -> Any:
         for name, value in settings.items():
             monkeypatch.setenv(f"SM_NANOGPT_{name.upper()}", value)
-        data = () if "--resume" in words else ("--data", str(short_text_file))
-        return cli(LAUNCH, data, words.split())
+        data = () if "--resume" in arguments else ("--data", str(short_text_file))
+        return cli(LAUNCH, data, arguments.split())
 
     return run
 
@@ -41,7 +41,7 @@ def limit(service: Any, job_id: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("words", "above", "asks"),
+    ("arguments", "above", "asks"),
     [
         ("", "", False),
         ("", "8", True),
@@ -50,11 +50,11 @@ def limit(service: Any, job_id: str) -> int:
         ("--max-run 7200 --dry-run", "", False),
     ],
 )
-def test_a_launch_asks_before_it_costs_much(cloud, launch, s3, monkeypatch, words, above, asks):
+def test_a_launch_asks_before_it_costs_much(cloud, launch, s3, monkeypatch, arguments, above, asks):
     confirm = Mock(return_value=False)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("click.confirm", confirm)
-    ran = launch(words, ask_above=above)
+    ran = launch(arguments, ask_above=above)
     assert (confirm.called, ran.code) == (asks, int(asks))
     if asks:
         assert ran.out == ""
@@ -64,7 +64,7 @@ def test_a_launch_asks_before_it_costs_much(cloud, launch, s3, monkeypatch, word
 
 
 @pytest.mark.parametrize(
-    ("words", "settings", "facts"),
+    ("arguments", "settings", "facts"),
     [
         ("--max-run 7200", {"ask_above": ""}, "--yes, --max-cost"),
         (f"--instance {P4D}", {"ask_above": ""}, "--yes, --max-cost"),
@@ -72,8 +72,8 @@ def test_a_launch_asks_before_it_costs_much(cloud, launch, s3, monkeypatch, word
         ("--max-cost 1", {}, "the ceiling of 1.00 USD is too low"),
     ],
 )
-def test_a_launch_that_may_cost_too_much_is_refused(cloud, launch, s3, words, settings, facts):
-    ran = launch(words, **settings)
+def test_a_launch_that_may_cost_too_much_is_refused(cloud, launch, s3, arguments, settings, facts):
+    ran = launch(arguments, **settings)
     assert ran.failed(2, *facts.split(", "))
     assert ran.out == ""
     assert not cloud.sagemaker.jobs
@@ -81,15 +81,15 @@ def test_a_launch_that_may_cost_too_much_is_refused(cloud, launch, s3, words, se
 
 
 @pytest.mark.parametrize(
-    ("words", "settings"),
+    ("arguments", "settings"),
     [
         ("--max-run 5000 --max-cost 12", {"ask_above": "", "max_cost": "12"}),
         ("--max-run 5000", {"ask_above": "", "max_cost": "12"}),
     ],
 )
-def test_a_launch_within_its_limits_is_sent(cloud, launch, words, settings):
-    ran = launch(words, **settings).good
-    assert ("--dry-run" in words) or ran.out.strip() in cloud.sagemaker.jobs
+def test_a_launch_within_its_limits_is_sent(cloud, launch, arguments, settings):
+    ran = launch(arguments, **settings).good
+    assert ("--dry-run" in arguments) or ran.out.strip() in cloud.sagemaker.jobs
     assert "the most expensive" not in ran.err  # of one type
 
 
@@ -161,8 +161,8 @@ def test_a_launch_continues_without_a_price_list(launch, money, answer, why):
 def stopped(cloud, s3, launch, cli):
     """Launches a job and stops it; it is billed for 100 s, 0.197 USD, and has a checkpoint."""
 
-    def run(words: str = "", **settings: str) -> str:
-        job_id = str(launch(words, **settings).good.out.strip())
+    def run(arguments: str = "", **settings: str) -> str:
+        job_id = str(launch(arguments, **settings).good.out.strip())
         key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
         s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
         cli("stop", job_id)  # unless it has ended already
@@ -209,8 +209,8 @@ def test_the_earlier_cost_is_the_jobs_and_its_records(tmp_path, record, expected
     prices = Prices(offline(tmp_path))
     hour = description(started=0.0, ended=3600.0)
     hour = replace(hour, instance=record.get("instance", hour.instance))
-    found = earlier_cost(job(**record), hour, prices)
-    assert found == (expected and pytest.approx(expected))
+    cost = earlier_cost(job(**record), hour, prices)
+    assert cost == (expected and pytest.approx(expected))
 
 
 def test_an_unknown_cost_stops_only_a_job_with_a_ceiling(tmp_path, caplog):
@@ -226,8 +226,8 @@ def test_an_unknown_cost_stops_only_a_job_with_a_ceiling(tmp_path, caplog):
 def test_disks_and_warm_pools_of_the_chain_count(stopped, launch, cli):
     cpu = "--instance ml.m5.xlarge --volume-size 16384 --keep-alive 3600"
     first = stopped(f"{cpu} --set n_layer=1")  # 100 s and 3600 s, at 0.23 USD and 6.06 for disks
-    told = cli("status", first).out
-    assert "cost:        6.47 USD so far, including all 3600 s of its warm pool" in told
+    output = cli("status", first).out
+    assert "cost:        6.47 USD so far, including all 3600 s of its warm pool" in output
     cost = json.loads(cli("status", first, "--json").out)["cost"]
     assert cost == pytest.approx(6.4646, abs=1e-4)
     assert "6.47 USD" in cli("jobs").out
@@ -252,23 +252,23 @@ def test_status_shows_the_cost_so_far_and_at_the_end(launch, cli, monkeypatch):
     assert re.search(so_far, cli("status", job_id).out)
     assert cli("stop", job_id).code == 0
     assert "cost:        0.40 USD, at 7.09 USD per instance and hour" in cli("status", job_id).out
-    told = json.loads(cli("status", job_id, "--json").out)
-    assert told["cost"] == pytest.approx(2 * 100 * HOURLY / 3600)
-    assert told["price"]["per_hour"] == HOURLY
+    status = json.loads(cli("status", job_id, "--json").out)
+    assert status["cost"] == pytest.approx(2 * 100 * HOURLY / 3600)
+    assert status["price"]["per_hour"] == HOURLY
     TrackedJob(job_id).wait_for_end()
-    assert TrackedJob(job_id).describe().cost == jobs()[0].cost == told["cost"]
+    assert TrackedJob(job_id).describe().cost == jobs()[0].cost == status["cost"]
 
 
 @pytest.mark.parametrize(
-    ("words", "exhausted", "cost"),
+    ("arguments", "exhausted", "cost"),
     [
         (f"--instance {TWO}", {"ml.g5.12xlarge"}, 100 * 5.752 / 3600),  # of the chosen type
         ("--spot", set(), 30 * HOURLY / 3600),  # of the seconds that are billed
     ],
 )
-def test_cost_is_of_the_machine_and_seconds_used(cloud, launch, cli, words, exhausted, cost):
+def test_cost_is_of_the_machine_and_seconds_used(cloud, launch, cli, arguments, exhausted, cost):
     cloud.sagemaker.exhausted = exhausted
-    job_id = launch(words).out.strip()
+    job_id = launch(arguments).out.strip()
     assert cli("wait", job_id).code == 0
     assert json.loads(cli("status", job_id, "--json").out)["cost"] == pytest.approx(cost)
 

@@ -63,8 +63,8 @@ def test_the_price_list_is_requested_once_a_week(service, home):
 def test_an_old_price_counts_if_there_is_no_other(service, home, offline):
     service.refuse["GetProducts"] = ("AccessDeniedException", "no")
     day = keep(home, 6.0, 80)
-    found = prices(offline=offline).of("ml.g5.12xlarge")
-    assert found == Price(6.0, f"AWS's price list of {day}")
+    price = prices(offline=offline).of("ml.g5.12xlarge")
+    assert price == Price(6.0, f"AWS's price list of {day}")
 
 
 def test_a_type_without_a_price_is_not_remembered(service, home):
@@ -86,18 +86,18 @@ def test_without_an_answer_the_table_is_used(service, answer, why):
         service.refuse["GetProducts"] = ("AccessDeniedException", "no")
     else:
         service.instead["GetProducts"] = answer
-    known = prices()
-    assert known.of("ml.g5.12xlarge") == TABLE
-    assert known.trouble.startswith(f"could not ask AWS's price list: {why}")
-    assert known.of("ml.p5.48xlarge") is None
+    price_list = prices()
+    assert price_list.of("ml.g5.12xlarge") == TABLE
+    assert price_list.trouble.startswith(f"could not ask AWS's price list: {why}")
+    assert price_list.of("ml.p5.48xlarge") is None
     assert service.operations() == ["GetProducts"]  # once is enough
 
 
 @pytest.mark.parametrize("region", ["cn-north-1", "us-gov-west-1"])
 def test_a_partition_without_a_price_list_makes_no_request(service, region):
-    known = prices(region)
-    assert known.of("ml.g5.12xlarge") is None
-    assert f"{region} (partition aws-" in known.trouble
+    price_list = prices(region)
+    assert price_list.of("ml.g5.12xlarge") is None
+    assert f"{region} (partition aws-" in price_list.trouble
     assert service.operations() == []
 
 

@@ -36,50 +36,50 @@ def test_a_dry_run_shows_the_request_without_credentials(dry):
     assert part(request, IMAGE) == uri(DEFAULT_VERSION)
     assert request["AlgorithmSpecification"]["MetricDefinitions"] == metric_definitions()
     # S3 knows no directories: without the slash, GROUP-1 would begin GROUP-10.
-    place = f"s3://bucket/some/prefix/checkpoints/{request['TrainingJobName']}/"
-    assert request["CheckpointConfig"]["S3Uri"] == place
+    checkpoints = f"s3://bucket/some/prefix/checkpoints/{request['TrainingJobName']}/"
+    assert request["CheckpointConfig"]["S3Uri"] == checkpoints
     assert request["ProfilerConfig"] == {"DisableProfiler": True}
     assert "DebugHookConfig" not in request
     assert "ROLE-NOT-KNOWN-YET" in request["RoleArn"]
-    places = re.findall(r"s3://[^\"\\]+", json.dumps(request))
-    assert len(places) == 4  # data, source, checkpoints, output
-    assert all(place.startswith("s3://bucket/some/prefix/") for place in places), places
+    uris = re.findall(r"s3://[^\"\\]+", json.dumps(request))
+    assert len(uris) == 4  # data, source, checkpoints, output
+    assert all(checkpoints.startswith("s3://bucket/some/prefix/") for checkpoints in uris), uris
     assert re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", request["TrainingJobName"])
 
 
 def test_a_dry_run_shows_the_request_that_a_launch_sends(cloud, cli, short_text_file):
-    words = (*LAUNCH, "--data", str(short_text_file), "--instance-count", "2", "--spot")
-    shown = json.loads(cli(words, "--dry-run").out)
+    arguments = (*LAUNCH, "--data", str(short_text_file), "--instance-count", "2", "--spot")
+    shown = json.loads(cli(arguments, "--dry-run").out)
     assert not cloud.calls
-    assert cli(words).code == 0
-    ((operation, sent),) = cloud.calls
+    assert cli(arguments).code == 0
+    ((operation, sent_request),) = cloud.calls
     assert operation == "CreateTrainingJob"
     one, other = (
         re.sub(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}", "JOB", json.dumps(request, sort_keys=True))
-        for request in (sent, shown)
+        for request in (sent_request, shown)
     )
     assert one == other.replace("OWNER-NOT-KNOWN-YET", "root")
 
 
-@pytest.mark.parametrize("words", ["", "--preset auto", "--sweep learning_rate=0.01,0.02"])
-def test_a_dry_run_reads_and_makes_each_thing_once(rehearse, monkeypatch, words):
+@pytest.mark.parametrize("arguments", ["", "--preset auto", "--sweep learning_rate=0.01,0.02"])
+def test_a_dry_run_reads_and_makes_each_thing_once(rehearse, monkeypatch, arguments):
     done: list[str] = []
 
-    def counted(place: Any, name: str, what: Callable[..., object]) -> None:
-        original = getattr(place, name)
+    def counted(owner: Any, name: str, function: Callable[..., object]) -> None:
+        original = getattr(owner, name)
 
-        def count(*given: Any, **named: Any) -> Any:
-            done.append(f"{name} {what(*given, **named)}")
-            return original(*given, **named)
+        def count(*args: Any, **kwargs: Any) -> Any:
+            done.append(f"{name} {function(*args, **kwargs)}")
+            return original(*args, **kwargs)
 
-        monkeypatch.setattr(place, name, count)
+        monkeypatch.setattr(owner, name, count)
 
     counted(source, "read_file", lambda path, *_: path)
     counted(boto3.Session, "__init__", lambda *_, **__: "")
-    counted(config, "make_config", lambda *given: given)
+    counted(config, "make_config", lambda *args: args)
     counted(corpus, "survey_upload", lambda name, *_: name)
     Source.packaged.cache_clear()
-    assert rehearse(words.split()).code == 0
+    assert rehearse(arguments.split()).code == 0
     assert Counter(done).most_common(1)[0][1] == 1, Counter(done)
     assert {each.split()[0] for each in done} == {
         "read_file",
@@ -113,7 +113,7 @@ RUNTIME, WAIT, PENDING = (
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         ("", {PENDING: 86_400, BY_MPI: "true", MPI: '"--NCCL_DEBUG WARN"'}),
         (
@@ -162,8 +162,8 @@ RUNTIME, WAIT, PENDING = (
         (f"{SEVERAL} --launcher torchrun", {TOOLKITS_TYPE: None}),
     ],
 )
-def test_each_option_is_in_the_request(dry, words, expected):
-    request = dry(shlex.split(words))
+def test_each_option_is_in_the_request(dry, arguments, expected):
+    request = dry(shlex.split(arguments))
     assert {path: part(request, path) for path in expected} == expected
 
 
@@ -174,11 +174,11 @@ def test_a_launch_warns_of_a_type_that_boto3_does_not_know(rehearse):
 
 
 def test_either_region_variable_of_aws_sets_the_region(home, cli, short_text_file, monkeypatch):
-    words = ("--store", "s3://bucket/x", *LAUNCH, "--data", str(short_text_file), "--dry-run")
+    arguments = ("--store", "s3://bucket/x", *LAUNCH, "--data", str(short_text_file), "--dry-run")
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         with monkeypatch.context() as context:
             context.setenv(name, "eu-west-1")
-            assert ".eu-west-1." in cli(words).out
+            assert ".eu-west-1." in cli(arguments).out
 
 
 def facts(request: Any) -> tuple[Any, ...]:
@@ -203,8 +203,8 @@ tags = {team = "a", cost-center = "7"}
     ran = rehearse()
     assert "configured: encrypt_traffic, network_isolation, security_group_ids, " in ran.err
     assert facts(json.loads(ran.out)) == (NETWORK, True, True, {"team": "a", "cost-center": "7"})
-    own = "--subnet subnet-2 --security-group sg-2 --no-encrypt-traffic --no-network-isolation"
-    request = dry(own.split(), "--tag", "team=b")
+    options = "--subnet subnet-2 --security-group sg-2 --no-encrypt-traffic --no-network-isolation"
+    request = dry(options.split(), "--tag", "team=b")
     other = {"Subnets": ["subnet-2"], "SecurityGroupIds": ["sg-2"]}
     assert facts(request) == (other, False, False, {"team": "b", "cost-center": "7"})
     local = prepare(
@@ -232,14 +232,14 @@ def test_an_invalid_prescribed_value_names_its_source(home, rehearse, config, fa
 
 
 def test_a_missing_region_role_or_store_names_the_option(cloud, cli, short_text_file, monkeypatch):
-    words = (*LAUNCH, "--data", str(short_text_file))
+    arguments = (*LAUNCH, "--data", str(short_text_file))
     monkeypatch.delenv("SM_NANOGPT_ROLE")
-    assert "--role" in cli(words).error
-    assert "ARN" in cli("--role", "mine", words).error
+    assert "--role" in cli(arguments).error
+    assert "ARN" in cli("--role", "mine", arguments).error
     monkeypatch.delenv("AWS_DEFAULT_REGION")
-    assert "--region" in cli(words).error
+    assert "--region" in cli(arguments).error
     monkeypatch.delenv("SM_NANOGPT_STORE")
-    assert "--store" in cli("--region", "us-east-1", words, "--dry-run").error
+    assert "--store" in cli("--region", "us-east-1", arguments, "--dry-run").error
 
 
 @pytest.mark.parametrize(

@@ -36,16 +36,16 @@ def test_a_launch_names_the_job_and_stores_its_source(cloud, s3, submit):
     key = f"some/prefix/jobs/{job_id}/source/sourcedir.tar.gz"
     archive = s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read()
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        sent = {n: file.read() for n in tar.getnames() if (file := tar.extractfile(n))}
-    assert {n for n in sent if "/" in n} == {"mpi4py/__init__.py", "mpi4py/__main__.py"}
-    assert {n: sent[n] for n in sent if "/" not in n} == Source.packaged().files
+        files = {n: file.read() for n in tar.getnames() if (file := tar.extractfile(n))}
+    assert {n for n in files if "/" in n} == {"mpi4py/__init__.py", "mpi4py/__main__.py"}
+    assert {n: files[n] for n in files if "/" not in n} == Source.packaged().files
 
 
 def test_the_suggested_launch_has_a_ceiling_and_works(cloud, cli, short_text_file):
     line = cli("upload-data", short_text_file).err.splitlines()[-1]
-    words = line.removeprefix("next: sm-nanogpt ").split()
-    assert "--max-cost" in words
-    assert cli(words).good.out.strip() in cloud.sagemaker.jobs
+    arguments = line.removeprefix("next: sm-nanogpt ").split()
+    assert "--max-cost" in arguments
+    assert cli(arguments).good.out.strip() in cloud.sagemaker.jobs
 
 
 def test_a_launch_without_an_instance_spends_nothing(cloud, cli, short_text_file):
@@ -104,42 +104,43 @@ def test_the_default_bucket_must_belong_to_this_account(cloud):
 
 
 @pytest.mark.parametrize(
-    ("words", "tokens"), [((), ("--tokenizer", "bpe", "--vocab-size", "300")), (("--dry-run",), ())]
+    ("arguments", "tokens"),
+    [((), ("--tokenizer", "bpe", "--vocab-size", "300")), (("--dry-run",), ())],
 )
 def test_a_launch_sends_a_newer_local_upload_to_s3(
-    cloud, s3, cli, short_text_file, tmp_path, monkeypatch, words, tokens
+    cloud, s3, cli, short_text_file, tmp_path, monkeypatch, arguments, tokens
 ):
     store = f"s3://{s3.bucket}/some/prefix"
     assert cli("upload-data", short_text_file).out.startswith(store)
     newer = tmp_path / "newer.txt"
     newer.write_text("Some other text.\n" * 1000)
     monkeypatch.delenv("SM_NANOGPT_STORE")
-    near = local_path(cli("upload-data", newer, tokens).out.strip())
-    assert near is not None
-    ran = cli("--store", store, LAUNCH, words).good
-    place = f"{store}/data/{near.name}"
-    assert f"data: {place} (the last upload, {near.as_uri()})" in ran.err
-    request = json.loads(ran.out) if words else cloud.sagemaker.jobs[ran.out.strip()].request
-    assert request["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"] == f"{place}/"
-    there = s3.list_objects_v2(Bucket=s3.bucket, Prefix=f"some/prefix/data/{near.name}/")
-    names = {each["Key"].rsplit("/", 1)[-1] for each in there.get("Contents", [])}
-    assert names == (set() if words else {path.name for path in near.iterdir()})
+    local = local_path(cli("upload-data", newer, tokens).out.strip())
+    assert local is not None
+    ran = cli("--store", store, LAUNCH, arguments).good
+    uri = f"{store}/data/{local.name}"
+    assert f"data: {uri} (the last upload, {local.as_uri()})" in ran.err
+    request = json.loads(ran.out) if arguments else cloud.sagemaker.jobs[ran.out.strip()].request
+    assert request["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"] == f"{uri}/"
+    listing = s3.list_objects_v2(Bucket=s3.bucket, Prefix=f"some/prefix/data/{local.name}/")
+    names = {each["Key"].rsplit("/", 1)[-1] for each in listing.get("Contents", [])}
+    assert names == (set() if arguments else {path.name for path in local.iterdir()})
 
 
 def test_a_text_is_sent_without_objects_of_similar_names(cloud, s3, cli, short_text_file):
-    text, place = short_text_file.read_bytes(), f"s3://{s3.bucket}/corpus"
+    text, uri = short_text_file.read_bytes(), f"s3://{s3.bucket}/corpus"
     s3.put_object(Bucket=s3.bucket, Key="corpus.txt", Body=text)
     s3.put_object(Bucket=s3.bucket, Key="other.txt", Body=text)
-    words = (*LAUNCH, "--data", f"{place}.txt", "--validation", f"s3://{s3.bucket}/other.txt")
-    assert cli(words).good
+    arguments = (*LAUNCH, "--data", f"{uri}.txt", "--validation", f"s3://{s3.bucket}/other.txt")
+    assert cli(arguments).good
     s3.put_object(Bucket=s3.bucket, Key="corpus/input.txt", Body=text)
     for key in ("other.txt/old.txt", "corpus.txt.bak"):
         s3.put_object(Bucket=s3.bucket, Key=key, Body=text)
-        assert cli(words).failed(2, f"s3://{s3.bucket}/{key}")
-    assert cli(LAUNCH, "--data", f"{place}/").good
+        assert cli(arguments).failed(2, f"s3://{s3.bucket}/{key}")
+    assert cli(LAUNCH, "--data", f"{uri}/").good
     assert len(cloud.sagemaker.jobs) == 2
     on_this_machine = load_settings().model_copy(update={"store": ""})
-    assert find_channel(f"{place}.txt", on_this_machine).uri == f"{place}.txt"
+    assert find_channel(f"{uri}.txt", on_this_machine).uri == f"{uri}.txt"
 
 
 def test_a_deleted_local_upload_is_not_replaced(cloud, s3, home, cli, short_text_file, monkeypatch):
@@ -155,8 +156,8 @@ def test_a_launch_takes_no_upload_of_others(cloud, cli, short_text_file, tmp_pat
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SM_NANOGPT_HOME", str(tmp_path / "elsewhere"))
         cli("upload-data", short_text_file)
-    for words in (LAUNCH, (*LAUNCH, "--dry-run")):
-        assert cli(words).failed(2, "nothing was uploaded to", "from here", "--data")
+    for arguments in (LAUNCH, (*LAUNCH, "--dry-run")):
+        assert cli(arguments).failed(2, "nothing was uploaded to", "from here", "--data")
     ours = cli("upload-data", short_text_file).out.strip()
     assert f"data: {ours} (" in cli(LAUNCH, "--dry-run").err  # without asking S3
 
@@ -170,9 +171,9 @@ def test_status_tells_the_states_times_and_numbers(cli, launch, monkeypatch):
     assert (empty.code, empty.out) == (0, "")
     assert re.fullmatch(r"[^\n]* InProgress \(\w+\); --raw [^\n]*\n", empty.err)
     assert cli("wait", job_id).code == 0
-    told = cli("status", job_id).out
+    output = cli("status", job_id).out
     for fact in ("state:       Completed", "30 s, 70% saved by spot", "1.5000", "1000/1000"):
-        assert fact in told
+        assert fact in output
     assert json.loads(cli("status", job_id, "--json").out)["billable_seconds"] == 30
 
 

@@ -66,7 +66,7 @@ def test_a_bug_is_not_blamed_on_the_network():
 
 
 @pytest.mark.parametrize(
-    ("key", "words", "fact"),
+    ("key", "arguments", "fact"),
     [
         ("EXPIRED", (), "have expired"),
         ("WRONG", (), "AWS_PROFILE or the keys"),
@@ -74,10 +74,10 @@ def test_a_bug_is_not_blamed_on_the_network():
     ],
 )
 def test_a_launch_refused_by_aws_says_what_to_do(
-    cloud, cli, short_text_file, monkeypatch, key, words, fact
+    cloud, cli, short_text_file, monkeypatch, key, arguments, fact
 ):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
-    ran = cli(LAUNCH, words, "--data", short_text_file)
+    ran = cli(LAUNCH, arguments, "--data", short_text_file)
     assert (ran.code, ran.out) == (1, "")
     assert fact in ran.error
     assert not cloud.sagemaker.jobs
@@ -103,8 +103,8 @@ def login(cloud, home, monkeypatch):
 def test_an_unusable_login_says_what_to_do(login, cli, short_text_file, monkeypatch, crypto, fact):
     for module in ("botocore", "aiobotocore"):  # of boto3 and of s3fs
         monkeypatch.setattr(f"{module}.credentials.EC", crypto)
-    for words in (("jobs",), ("upload-data", str(short_text_file))):
-        assert cli(words).failed(1, fact)
+    for arguments in (("jobs",), ("upload-data", str(short_text_file))):
+        assert cli(arguments).failed(1, fact)
 
 
 @pytest.mark.parametrize("command", ["jobs", "upload-data"])
@@ -115,8 +115,8 @@ def test_an_expired_login_is_renewed(cloud, login, cli, short_text_file, monkeyp
     key = ec.generate_private_key(ec.SECP256R1()).private_bytes(
         Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()
     )
-    said = {"dpopKey": key.decode(), "clientId": "cli", "refreshToken": "r"}
-    login.write_text(json.dumps({"accessToken": expired, **said}))
+    token = {"dpopKey": key.decode(), "clientId": "cli", "refreshToken": "r"}
+    login.write_text(json.dumps({"accessToken": expired, **token}))
     answer = {"accessToken": keys, "tokenType": "t", "expiresIn": 900, "refreshToken": "r"}
     monkeypatch.setitem(cloud.credentials, "/v1/token", lambda: answer)
     assert cli(command, [str(short_text_file)] * (command == "upload-data")).good
@@ -124,8 +124,10 @@ def test_an_expired_login_is_renewed(cloud, login, cli, short_text_file, monkeyp
 
 
 def test_a_dry_run_ignores_an_expired_login(login, home, short_text_file):
-    words = ("--region", "us-east-1", "--store", "s3://bucket", *LAUNCH, "--dry-run")
-    ran = launching.command(words, "--data", short_text_file, home=home)  # which imports the SDK
+    arguments = ("--region", "us-east-1", "--store", "s3://bucket", *LAUNCH, "--dry-run")
+    ran = launching.command(
+        arguments, "--data", short_text_file, home=home
+    )  # which imports the SDK
     assert (ran.code, "login" in ran.err) == (0, False)
 
 
@@ -162,11 +164,11 @@ class Outage:
         self,
         length: int,
         operation: bytes = b"Training",
-        after: int = 0,
+        n_calls: int = 0,
         answer: tuple[int, bytes] | None = None,
     ) -> None:
         """Loses `length` requests for an operation, after some that still get through."""
-        self.operation, self.before, self.length, self.lost = operation, after, length, 0
+        self.operation, self.before, self.length, self.lost = operation, n_calls, length, 0
         self.answer = answer
 
 
@@ -195,7 +197,7 @@ def test_an_outage_is_distinguished_from_a_refusal(outage, lost, temporary):
 
 
 @pytest.mark.parametrize(
-    ("words", "operation"),
+    ("arguments", "operation"),
     [
         ("wait {}", b"DescribeTrainingJob"),
         ("logs {} --follow --raw", b"DescribeTrainingJob"),
@@ -203,14 +205,14 @@ def test_an_outage_is_distinguished_from_a_refusal(outage, lost, temporary):
         ("logs {} --follow --raw", b"GetLogEvents"),
     ],
 )
-def test_following_survives_an_outage_and_misses_no_line(cli, launch, outage, words, operation):
+def test_following_survives_an_outage_and_misses_no_line(cli, launch, outage, arguments, operation):
     lines = [(0.05 * i, "algo-1", f"line {i}") for i in range(10)]
     job_id = launch(log=lines)
     outage.begin(3, operation, after=1)
-    ran = cli(words.format(job_id).split()).good
+    ran = cli(arguments.format(job_id).split()).good
     assert outage.lost == 3
     assert ran.err.count("; retrying") == 1
-    if words.startswith("logs"):
+    if arguments.startswith("logs"):
         assert ran.out.splitlines() == [f"{host}: {line}" for _, host, line in lines]
 
 
@@ -220,19 +222,19 @@ def test_a_refusal_or_a_long_outage_ends_only_the_following(
 ):
     monkeypatch.setattr("launcher.aws.PATIENCE_SECONDS", 0.3)
     job_id = launch()
-    for words in (("wait", job_id), ("logs", job_id, "--follow")):
+    for arguments in (("wait", job_id), ("logs", job_id, "--follow")):
         outage.begin(1000, b"DescribeTrainingJob", after=1, answer=lost)
         again = f"`sm-nanogpt logs {job_id} --follow`"
-        assert cli(words).failed(1, fact, "continues and is billed", again)
+        assert cli(arguments).failed(1, fact, "continues and is billed", again)
         assert (outage.lost == 1) == (lost is not None)  # what AWS refuses is not asked again
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
 
 
 @pytest.mark.parametrize(("lost", "fact"), [(None, "the network"), (DENIED, "not allowed")])
 def test_a_first_request_that_fails_is_not_repeated(cli, outage, lost, fact):
-    for words in ("status", "logs", "stop", "wait", "logs --follow"):
+    for arguments in ("status", "logs", "stop", "wait", "logs --follow"):
         outage.begin(1000, answer=lost)
-        ran = cli(words.split(), "some-job")
+        ran = cli(arguments.split(), "some-job")
         assert ran.failed(1, fact)
         assert (ran.err.count("\n"), outage.lost) == (1, 1)
 
@@ -273,18 +275,18 @@ def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(monkeypatch):
 
 def test_a_launch_is_retried_when_the_first_answer_is_lost(cloud, launch, monkeypatch):
     create = cloud.sagemaker.CreateTrainingJob
-    asked: list[str] = []
+    requests: list[str] = []
 
     def lose_the_first_answer(body: dict[str, Any]) -> Any:
-        asked.append(body["TrainingJobName"])
+        requests.append(body["TrainingJobName"])
         answered = create(body)
-        if len(asked) == 1:
+        if len(requests) == 1:
             raise Refusal("InternalFailure", "no answer", 503)
         return answered
 
     monkeypatch.setattr(cloud.sagemaker, "CreateTrainingJob", lose_the_first_answer)
     job_id = launch()
-    assert asked == [job_id] * 2
+    assert requests == [job_id] * 2
     assert list(cloud.sagemaker.jobs) == [job_id]
 
 
@@ -310,11 +312,11 @@ def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, short_text
     ran = cli(LAUNCH, "--data", short_text_file)
     assert (ran.code, ran.out) == (1, "")
     (job_id,) = cloud.sagemaker.jobs
-    told = ran.err.splitlines()[-1]
-    assert told.startswith("interrupted: ")
+    message = ran.err.splitlines()[-1]
+    assert message.startswith("interrupted: ")
     for command in ("status", "stop"):
-        assert f"`sm-nanogpt {command} {job_id}`" in told
-    assert "it costs at most 8" in told
+        assert f"`sm-nanogpt {command} {job_id}`" in message
+    assert "it costs at most 8" in message
     assert [each.job_id for each in last_launches(load_settings())] == [job_id]
 
 
@@ -342,11 +344,11 @@ def test_without_a_region_local_jobs_are_listed(home, cli, job, monkeypatch):
     ran = cli("jobs")
     assert (ran.code, job.job_id in ran.out) == (2, True)  # as where a region is misspelt
     assert ran.error.startswith("jobs on SageMaker are not listed: no region ")
-    for words, fact in (
+    for arguments, fact in (
         (("status", "nope"), "no region is set; set --region"),
         (("launch", "--instance", "ml.g5.xlarge"), "no region is set; set --region"),
     ):
-        assert cli(words).failed(2, fact)
+        assert cli(arguments).failed(2, fact)
     with pytest.raises(InputError, match=r"^no region is set$"):
         prepare(Request(instance="ml.g5.xlarge", data="s3://bucket/text"))
 
@@ -360,17 +362,17 @@ def test_a_bucket_of_another_region_is_refused_before_an_upload(
     cloud, s3, cli, short_text_file, monkeypatch, option, command
 ):
     europe, bucket = boto3.client("s3", region_name="eu-west-1"), f"{s3.bucket}-eu"
-    place = {"LocationConstraint": "eu-west-1"}
-    europe.create_bucket(Bucket=bucket, CreateBucketConfiguration=place)
+    region = {"LocationConstraint": "eu-west-1"}
+    europe.create_bucket(Bucket=bucket, CreateBucketConfiguration=region)
     europe.put_object(Bucket=bucket, Key="text/input.txt", Body=short_text_file.read_bytes())
-    there = f"s3://{bucket}/text"
-    words = ("--store", there, *command, str(short_text_file))
+    uri = f"s3://{bucket}/text"
+    arguments = ("--store", uri, *command, str(short_text_file))
     if option == "--data":
-        words = (*LAUNCH, option, there)
+        arguments = (*LAUNCH, option, uri)
     both = ("us-east-1", "set --region eu-west-1", f"or {option} to a bucket in us-east-1")
-    assert cli(words).failed(2, there, *both)
+    assert cli(arguments).failed(2, uri, *both)
     for client, name, n in ((europe, bucket, 1), (s3, s3.bucket, 0)):
         assert client.list_objects_v2(Bucket=name)["KeyCount"] == n
     if option == "--store":
         monkeypatch.setattr("sagemaker_service.REGION", "eu-west-1")
-        assert cli("--region", "eu-west-1", words).code == 0
+        assert cli("--region", "eu-west-1", arguments).code == 0

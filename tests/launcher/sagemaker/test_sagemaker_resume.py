@@ -26,8 +26,8 @@ OLD_IMAGE = f"763104351884.dkr.ecr.us-east-1.amazonaws.com/{find_image('2.8').na
 def stopped(s3, cli, launch):
     """Launches a job and stops it; it has a checkpoint."""
 
-    def start(*words: str) -> str:
-        job_id = str(launch(words))
+    def start(*arguments: str) -> str:
+        job_id = str(launch(arguments))
         s3.put_object(Bucket=s3.bucket, Key=CHECKPOINT.format(job_id), Body=b"x")
         assert cli("stop", job_id).code == 0
         return job_id
@@ -39,8 +39,8 @@ def stopped(s3, cli, launch):
 def resume(cli):
     """The request that a dry run of a resumed job shows."""
 
-    def shown(job_id: str, *words: str) -> Any:
-        return json.loads(cli("launch", "--resume", job_id, "--dry-run", words).good.out)
+    def shown(job_id: str, *arguments: str) -> Any:
+        return json.loads(cli("launch", "--resume", job_id, "--dry-run", arguments).good.out)
 
     return shown
 
@@ -48,8 +48,8 @@ def resume(cli):
 def test_a_resumed_job_starts_from_the_earlier_jobs_checkpoint(cloud, s3, cli, stopped):
     earlier = stopped()
     other = ("--store", f"s3://{s3.bucket}/other")  # than that of the earlier job
-    for place, prefix in (((), "some/prefix"), (other, "other")):
-        ran = cli(place, LAUNCH, "--resume", earlier, "--set", "max_steps=6000").good
+    for store, prefix in (((), "some/prefix"), (other, "other")):
+        ran = cli(store, LAUNCH, "--resume", earlier, "--set", "max_steps=6000").good
         resumed = ran.out.strip()
         key = CHECKPOINT.format(resumed).replace("some/prefix", prefix)
         assert s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read() == b"x"
@@ -70,7 +70,7 @@ BOTH = [{"InstanceType": "ml.g5.12xlarge"}, {"InstanceType": "ml.g6.12xlarge"}]
 
 
 @pytest.mark.parametrize(
-    ("before", "resumed"),
+    ("options", "resumed"),
     [
         (
             "--network-isolation --keep-alive 600 --image-uri mine:1",
@@ -100,10 +100,10 @@ BOTH = [{"InstanceType": "ml.g5.12xlarge"}, {"InstanceType": "ml.g6.12xlarge"}]
         (TWO, {"": {PREFERENCES: BOTH}, "--instance ml.g6.xlarge --spot": {TYPE: "ml.g6.xlarge"}}),
     ],
 )
-def test_a_resumed_job_keeps_the_options_that_still_fit(stopped, resume, before, resumed):
-    earlier = stopped(*before.split())
-    for after, expected in resumed.items():
-        request = resume(earlier, after.split())
+def test_a_resumed_job_keeps_the_options_that_still_fit(stopped, resume, options, resumed):
+    earlier = stopped(*options.split())
+    for changes, expected in resumed.items():
+        request = resume(earlier, changes.split())
         assert {path: part(request, path) for path in expected} == expected
 
 
@@ -166,8 +166,8 @@ def test_a_resumed_job_runs_the_script_of_its_launch_by_default(s3, home, cli, s
     first = stopped("--entry-point", str(mine))
     shutil.rmtree(mine)
     ran = cli("launch", "--resume", first).good
-    sent = [s3.get_object(**archive(name))["Body"].read() for name in (first, ran.out.strip())]
-    assert sent[0] == sent[1]
+    archives = [s3.get_object(**archive(name))["Body"].read() for name in (first, ran.out.strip())]
+    assert archives[0] == archives[1]
     shutil.rmtree(home / "sources")  # as on another machine
     assert cli("launch", "--resume", first).failed(2, "--entry-point DIR")
     other = launching.edited(tmp_path / "other", ("of initial weights", "of another"))
@@ -183,8 +183,8 @@ def test_code_from_the_store_does_not_run_on_this_machine(s3, cli, stopped, tmp_
     archive = source_archive(Source(tmp_path, {"train.py": evil}), "torchrun")
     s3.put_object(Bucket=s3.bucket, Key=key, Body=archive)
     (tmp_path / "fetched.py").write_bytes(evil)  # a path from the store is not taken either
-    places = {"data": "s3://bucket/text", "entry_point": str(tmp_path / "fetched.py")}
-    record = json.dumps({"instance": "ml.g5.12xlarge", **places})
+    fields = {"data": "s3://bucket/text", "entry_point": str(tmp_path / "fetched.py")}
+    record = json.dumps({"instance": "ml.g5.12xlarge", **fields})
     s3.put_object(Bucket=s3.bucket, Key=f"some/prefix/jobs/{first}/job.json", Body=record.encode())
     assert cli("launch", "--resume", first).code == 2
     assert cli("launch", "--resume", first, "--dry-run").code == 2
@@ -211,13 +211,13 @@ def test_machines_and_ceilings_are_not_read_from_the_store(s3, cli, stopped, res
 @pytest.mark.parametrize("code", ["ValidationException", "ResourceInUse"])
 def test_a_refused_launch_names_no_job_and_leaves_no_files(cloud, s3, cli, stopped, code):
     earlier = stopped()
-    before = storage.list_files(f"s3://{s3.bucket}")
+    files_before = storage.list_files(f"s3://{s3.bucket}")
     cloud.refuse["CreateTrainingJob"] = (code, "no such luck")
     ran = cli("launch", "--resume", earlier)
     assert (ran.code, ran.out) == (1, "")
     assert ran.error.endswith(f"no such luck ({code})")
-    left = storage.list_files(f"s3://{s3.bucket}").keys() - before.keys()
-    assert bool(left) == (code == "ResourceInUse")  # they belong to the job of that name
+    files_left = storage.list_files(f"s3://{s3.bucket}").keys() - files_before.keys()
+    assert bool(files_left) == (code == "ResourceInUse")  # they belong to the job of that name
     assert cli("stop", "latest").error.startswith(f"job {earlier} has already ended")
 
 
@@ -230,16 +230,16 @@ def test_a_launch_refused_after_a_retry_leaves_no_files(
     ran = cli(LAUNCH, "--data", short_text_file)
     assert (ran.out, create.call_count) == ("", 2)
     assert ran.failed(1, "no quota")
-    left = storage.list_files(f"s3://{s3.bucket}/some/prefix")
-    assert not [name for name in left if not name.startswith("data/")]
+    files_left = storage.list_files(f"s3://{s3.bucket}/some/prefix")
+    assert not [name for name in files_left if not name.startswith("data/")]
 
 
 def test_a_resumed_job_without_checkpoints_leaves_no_files(s3, cli, stopped, monkeypatch):
     earlier = stopped()
-    before = storage.list_files(f"s3://{s3.bucket}")
+    files_before = storage.list_files(f"s3://{s3.bucket}")
     monkeypatch.setattr(storage, "copy", lambda *_: 0)
     assert cli("launch", "--resume", earlier).failed(1, f"job {earlier} has no checkpoints")
-    assert storage.list_files(f"s3://{s3.bucket}") == before
+    assert storage.list_files(f"s3://{s3.bucket}") == files_before
 
 
 def test_a_model_is_fetched_at_the_end_and_again_if_changed(cloud, s3, cli, launch, finished):
@@ -269,7 +269,7 @@ def fetched(s3, cli, launch, finished):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said"),
+    ("trouble", "message"),
     [
         ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "Could not connect to the endpoint URL"),
         ({"AWS_ACCESS_KEY_ID": ""}, "Unable to locate credentials"),
@@ -278,12 +278,12 @@ def fetched(s3, cli, launch, finished):
     ],
     ids=["network", "credentials", "region", "profile"],
 )
-def test_a_fetched_model_is_used_without_aws(cli, fetched, monkeypatch, trouble, said):
+def test_a_fetched_model_is_used_without_aws(cli, fetched, monkeypatch, trouble, message):
     for name, value in trouble.items():
         monkeypatch.setenv(name, value)
     ran = cli("fetch-and-sample", fetched, "--max-new-tokens", "5").good
     (line,) = [line for line in ran.err.splitlines() if "copy of its model on this machine" in line]
-    assert said in line
+    assert message in line
 
 
 def test_an_expired_login_hides_no_fetched_model(cloud, cli, fetched, monkeypatch):

@@ -44,12 +44,12 @@ def test_a_named_stack_that_is_missing_is_an_error(
     (home / "config.toml").write_text('stack = "by-file"\n')
     if way != "file":
         monkeypatch.setenv("SM_NANOGPT_STACK", "by-environment")
-    words = ("--stack", "by-words") if way == "words" else ()
+    arguments = ("--stack", "by-words") if way == "words" else ()
     for command in (
         ("upload-data", str(short_text_file)),
         (*LAUNCH, "--data", str(short_text_file)),
     ):
-        ran = cli(words, "--role", OWN_ROLE, command)
+        ran = cli(arguments, "--role", OWN_ROLE, command)
         assert ran.failed(1, f"no stack by-{way} in us-east-1")
         assert ran.out == ""
 

@@ -25,8 +25,8 @@ def test_the_template_matches_the_launcher():
 
 def policy_of(role: str) -> Any:
     """What a role may do."""
-    found = dict(RoleName=role.rpartition("/")[2], PolicyName="training-job")
-    return scanned(boto3.client("iam").get_role_policy(**found)["PolicyDocument"])
+    names = dict(RoleName=role.rpartition("/")[2], PolicyName="training-job")
+    return scanned(boto3.client("iam").get_role_policy(**names)["PolicyDocument"])
 
 
 def scanned(policy: dict[str, Any]) -> Any:
@@ -61,19 +61,19 @@ def test_the_policies_are_narrow(account):
     """The scanner sees no weakness; only actions without resources apply to everything; and a role
     deletes only checkpoints."""
     stack = deploy_stack(kms=True)
-    found = boto3.client("iam").get_policy_version(PolicyArn=stack.policy, VersionId="v1")
-    launcher = scanned(found["PolicyVersion"]["Document"])
+    version = boto3.client("iam").get_policy_version(PolicyArn=stack.policy, VersionId="v1")
+    launcher = scanned(version["PolicyVersion"]["Document"])
     role = policy_of(stack.role)
     assert wide(role) == {"cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"}
-    known = {"pricing:GetProducts", "sagemaker:Search", "servicequotas:ListServiceQuotas"}
-    assert wide(launcher) == known
-    places = [
+    wildcards = {"pricing:GetProducts", "sagemaker:Search", "servicequotas:ListServiceQuotas"}
+    assert wide(launcher) == wildcards
+    resources = [
         resource
         for statement in role.statements
         if any(action in ("s3:DeleteObject", "s3:*") for action in statement.actions)
         for resource in statement.resources
     ]
-    assert [place.partition("/")[2] for place in places] == ["nanogpt/checkpoints/*"]
+    assert [place.partition("/")[2] for place in resources] == ["nanogpt/checkpoints/*"]
     for document in (role, launcher):
         weaknesses = (
             document.contains_statement_using_not_action,

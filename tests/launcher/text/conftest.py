@@ -9,7 +9,7 @@ from token_texts import encode_text
 
 
 @pytest.fixture(scope="session")
-def made(documents, tokenizer, tmp_path_factory):
+def token_upload(documents, tokenizer, tmp_path_factory):
     """The upload of these documents."""
     return encode_text(documents, tokenizer, tmp_path_factory.mktemp("made"))
 

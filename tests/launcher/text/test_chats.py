@@ -171,7 +171,7 @@ def test_both_kinds_or_one_conversation_alone_are_refused(cli, tmp_path):
 
 
 def test_where_a_turn_ends_changes_the_data_set(cli, tmp_path):
-    found = set()
+    hashes = set()
     for chat in (
         exchange("a", "bassistant\nc"),
         [*exchange("a", "b"), *exchange("a", "c")[1:]],
@@ -184,5 +184,5 @@ def test_where_a_turn_ends_changes_the_data_set(cli, tmp_path):
         (tmp_path / "a.jsonl").write_text(lines)
         ran = cli("upload-data", "a.jsonl", "--tokenizer", "bpe", "--vocab-size", "260")
         assert ran.code == 0, ran.err
-        found.add(ran.out)
-    assert len(found) == 2
+        hashes.add(ran.out)
+    assert len(hashes) == 2

@@ -20,7 +20,7 @@ from sm_nanogpt import InputError, upload_data
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("arguments", "reason"),
     [
         ("missing.txt", "`sm-nanogpt upload-data` takes tiny Shakespeare"),
         ("a.txt --vocab-size 500", "--vocab-size 500: needs the tokenizer bpe"),
@@ -29,10 +29,10 @@ from sm_nanogpt import InputError, upload_data
         ("a.txt --column Review", "--column Review: is for records, and a.txt is plain text"),
     ],
 )
-def test_upload_data_refuses_what_it_cannot_take(words, reason, cli, tmp_path):
+def test_upload_data_refuses_what_it_cannot_take(arguments, reason, cli, tmp_path):
     (tmp_path / "a.txt").write_text(LONG)
     (tmp_path / "short.txt").write_text("some words\n")
-    assert cli("upload-data", words.split()).failed(2, reason)
+    assert cli("upload-data", arguments.split()).failed(2, reason)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_the_suggested_launch_fits_a_short_text(cli, source, times, preset):
 def test_a_text_that_changes_meanwhile_is_refused(home, cli, source, monkeypatch):
     write = storage.write_file
 
-    def write_late(path: Path, *rest: Any) -> None:
+    def write_late(path: Path, *args: Any) -> None:
         path.write_bytes(path.read_bytes() + b"more")
-        write(path, *rest)
+        write(path, *args)
 
     monkeypatch.setattr(storage, "write_file", write_late)
     assert cli("upload-data", source).failed(2, "the text changed")
@@ -82,15 +82,15 @@ def test_an_upload_prints_only_its_uri(cli, source):
     assert re.fullmatch(r"file:///\S+/store/data/fox-[0-9a-f]{12}\n", ran.out)
     assert (stored(ran.out.strip()) / "fox.txt").read_text() == LONG
     assert "1 file, 4,500 bytes, 4,500 characters, 30 distinct" in ran.err
-    told = json.loads(cli("upload-data", source, "--json").out)
+    printed = json.loads(cli("upload-data", source, "--json").out)
     shown = (ran.out.strip(), False, 4500, 4500)
-    assert tuple(told[key] for key in ("uri", "uploaded", "size", "characters")) == shown
+    assert tuple(printed[key] for key in ("uri", "uploaded", "size", "characters")) == shown
 
 
 def test_only_a_changed_or_damaged_text_is_sent_again(home, source):
-    sent: list[int] = []
-    first, second = upload_data(source), upload_data(source, progress=sent.append)
-    assert (second.uri, second.uploaded, sent) == (first.uri, False, [])
+    sizes: list[int] = []
+    first, second = upload_data(source), upload_data(source, progress=sizes.append)
+    assert (second.uri, second.uploaded, sizes) == (first.uri, False, [])
     storage.write_bytes(f"{first.uri}/fox.txt", b"cut")
     assert upload_data(source).uploaded
     assert (stored(first.uri) / "fox.txt").read_text() == LONG
@@ -145,8 +145,8 @@ def test_a_prefix_without_a_manifest_is_not_an_upload(home, source):
 
 
 def test_two_simultaneous_uploads_both_work(home, source):
-    words = ["upload-data", str(source)]
-    both = launching.all_ended([words, words], home)
+    command = ["upload-data", str(source)]
+    both = launching.all_ended([command, command], home)
     assert [ran.code for ran in both] == [0, 0], both
     assert both[0].out == both[1].out
     uri = both[0].out.strip()

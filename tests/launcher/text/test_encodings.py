@@ -126,8 +126,8 @@ def test_what_is_sent_is_plain_utf8(road, home, tmp_path, name, content, caplog)
     caplog.set_level(logging.INFO)
     (tmp_path / name).write_bytes(content)
     if road == "tokens":
-        found = detect_file(tmp_path / name)
-        assert list(read_pieces(found)) == [FRENCH]
+        file = detect_file(tmp_path / name)
+        assert list(read_pieces(file)) == [FRENCH]
         return
     if road == "upload":
         upload = upload_data(tmp_path / name)
@@ -137,12 +137,12 @@ def test_what_is_sent_is_plain_utf8(road, home, tmp_path, name, content, caplog)
         assert channel.upload is not None
         upload = channel.upload
         corpus.send(upload, channel.sources, settings, lambda n: None)
-    (sent,) = stored(upload.uri).iterdir()
-    assert sent.read_text() == FRENCH
+    (stored_file,) = stored(upload.uri).iterdir()
+    assert stored_file.read_text() == FRENCH
     assert (upload.characters, upload.size) == (len(FRENCH), len(FRENCH.encode()))
     assert find_upload(upload.uri, Settings(home=home)) is not None
-    told = sum("converted to UTF-8: 1 of 1" in message for message in caplog.messages)
-    assert told == ("utf" in name or name in ("be.txt", "a.md.ZST"))
+    n_told = sum("converted to UTF-8: 1 of 1" in message for message in caplog.messages)
+    assert n_told == ("utf" in name or name in ("be.txt", "a.md.ZST"))
 
 
 def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
@@ -174,7 +174,7 @@ def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
 
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize(
-    ("odd", "what"),
+    ("characters", "warning"),
     [
         ("\x92", "U+0080 to U+009F"),
         ("\ufffd", "U+FFFD"),
@@ -186,9 +186,9 @@ def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
         ("\r\n é’\xa0", ""),
     ],
 )
-def test_odd_characters_are_warned_about(home, tmp_path, caplog, odd, what, tokens):
-    (tmp_path / "odd.txt").write_text(LONG + odd + LONG, newline="")
-    how: dict[str, Any] = {"tokenizer": "bpe", "vocab_size": 300} if tokens else {}
-    upload_data(tmp_path / "odd.txt", **how)
+def test_odd_characters_are_warned_about(home, tmp_path, caplog, characters, warning, tokens):
+    (tmp_path / "odd.txt").write_text(LONG + characters + LONG, newline="")
+    options: dict[str, Any] = {"tokenizer": "bpe", "vocab_size": 300} if tokens else {}
+    upload_data(tmp_path / "odd.txt", **options)
     warned = [m for m in caplog.messages if "odd.txt: has " in m]
-    assert [what in message for message in warned] == [True] * (what != "")
+    assert [warning in message for message in warned] == [True] * (warning != "")

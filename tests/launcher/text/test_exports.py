@@ -53,11 +53,11 @@ def read(path: Path, column: str = "text") -> list[str]:
             command = re.search(r"`(jq .*) FILE > RECORDS.jsonl`", str(error))
             if not command:
                 raise
-        made = subprocess.run(
+        converted = subprocess.run(
             f"{command[1]} {path}", shell=True, check=True, capture_output=True, text=True
         )
         path = path.with_name(f"made-{path.stem}.jsonl")
-        path.write_text(made.stdout)
+        path.write_text(converted.stdout)
     raise AssertionError("the commands lead nowhere")
 
 

@@ -21,11 +21,11 @@ from launcher.text.first_text import first_text
 @pytest.fixture
 def shakespeare(monkeypatch):
     """A public home of Shakespeare on loopback; yields what was asked of it."""
-    asked: list[str] = []
+    addresses: list[str] = []
 
     class Home(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            addresses.append(self.path)
             self.send_response(200)
             self.send_header("Content-Length", str(len(LONG)))
             self.end_headers()
@@ -40,7 +40,7 @@ def shakespeare(monkeypatch):
         url = f"http://127.0.0.1:{server.server_port}/input.txt"
         monkeypatch.setattr("launcher.text.first_text.SHAKESPEARE_URL", url)
         monkeypatch.setattr("launcher.text.first_text.SHAKESPEARE_SHA256", sha256)
-        yield asked
+        yield addresses
         server.shutdown()
 
 

@@ -88,7 +88,7 @@ def test_what_is_not_text_is_refused_by_name(refusal, tmp_path, name, content, r
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "what"),
+    ("name", "content", "kind"),
     [
         *((name, b'{"text": "a"}\n', "JSON lines") for name in ("A.JSONL", "a.ndjson")),
         ("a.json", b'{"text": "a"}\n', "JSON"),
@@ -98,11 +98,11 @@ def test_what_is_not_text_is_refused_by_name(refusal, tmp_path, name, content, r
         ("table.txt", b"PAR1", "Parquet"),
     ],
 )
-def test_records_are_sent_to_a_tokenizer(refusal, tmp_path, name, content, what):
+def test_records_are_sent_to_a_tokenizer(refusal, tmp_path, name, content, kind):
     (tmp_path / "only").mkdir()
     path = tmp_path / "only" / name
     path.write_bytes(content)
-    assert f"only/{name}: is {what}, " in (error := refusal(f"only/{name}"))
+    assert f"only/{name}: is {kind}, " in (error := refusal(f"only/{name}"))
     assert re.search(rf"`sm-nanogpt upload-data \S*only/{name} --tokenizer bpe`", error)
     if path.suffix != ".txt":
         assert "only: no text is there; 1 file left out: 1 ." in (error := refusal("only"))

@@ -53,23 +53,23 @@ WRITE: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
 def read(name: str, content: bytes, column: str = "text") -> list[tuple[str, bool, list[str]]]:
     """The place of each document, whether it is a conversation, and its pieces."""
     file, suffix = io.BytesIO(content), Path(name).suffix
-    found = {
+    texts = {
         ".jsonl": lambda: records.read_json_lines(file, name),
         ".json": lambda: records.read_json_array(file, name),
         ".csv": lambda: records.read_table(file, name),
         ".tsv": lambda: records.read_table(file, name),
         ".parquet": lambda: records.read_parquet(file, name, column),
     }[suffix]()
-    documents = [records.document_of(record, position, column) for position, record in found]
+    documents = [records.document_of(record, position, column) for position, record in texts]
     return [(each.position, each.is_chat, [*each.pieces]) for each in documents]
 
 
 @pytest.mark.parametrize("name", WRITE)
 def test_each_format_holds_the_same_documents(name):
     rows = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
-    found = read(name, WRITE[name](rows))
-    assert ["".join(pieces) for _, _, pieces in found] == TEXTS
-    assert not any(is_chat for _, is_chat, _ in found)
+    documents = read(name, WRITE[name](rows))
+    assert ["".join(pieces) for _, _, pieces in documents] == TEXTS
+    assert not any(is_chat for _, is_chat, _ in documents)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ def test_conversations_are_in_each_format_that_nests(name):
 
 def test_a_named_column_comes_before_a_conversation():
     row = {"prompt": "a", "completion": "b", "body": "c", "chosen": CHAT}
-    for column, found in (
+    for column, expected in (
         ("text", (True, ["user\na", "assistant\nb"])),
         ("body", (False, ["c"])),
         ("chosen", (True, ["user\na\n", 'assistant\nb "c"'])),
     ):
         for name in ("a.jsonl", "a.parquet"):
-            assert read(name, WRITE[name]([row]), column) == [(found_at(name), *found)]
+            assert read(name, WRITE[name]([row]), column) == [(found_at(name), *expected)]
 
 
 def found_at(name: str) -> str:
@@ -245,30 +245,30 @@ def test_a_long_file_is_not_in_memory_as_a_whole(name, tmp_path):
     (tmp_path / name).write_bytes(WRITE[name](rows))
     with (tmp_path / name).open("rb") as file:
         tracemalloc.start()
-        found = {
+        n_texts = {
             "a.csv": lambda: records.read_table(file, name),
             "a.parquet": lambda: records.read_parquet(file, name),
         }[name]()
-        assert sum(1 for _ in found) == len(rows)
+        assert sum(1 for _ in n_texts) == len(rows)
         assert tracemalloc.get_traced_memory()[1] < 8e6
         tracemalloc.stop()
 
 
 def ids(cli: Callable[..., Any], path: Path, *options: str) -> list[bytes]:
     """The ids that an upload of a file makes, of train and of val."""
-    made = cli("upload-data", path, "--tokenizer", "bpe", "--vocab-size", "300", options).good
-    directory = Path(made.out.strip().removeprefix("file://"))
+    upload = cli("upload-data", path, "--tokenizer", "bpe", "--vocab-size", "300", options).good
+    directory = Path(upload.out.strip().removeprefix("file://"))
     return [(directory / f"{part}-00000.bin").read_bytes() for part in ("train", "val")]
 
 
 def test_each_format_of_documents_gives_the_same_ids(cli, tmp_path):
     texts = [f"{text[:2000]} {number}" for text in TEXTS for number in range(9)]
-    found = []
+    all_ids = []
     for name, write in WRITE.items():
         for column in ("text", "body"):
             (tmp_path / name).write_bytes(write([{"id": 1, column: text} for text in texts]))
-            found.append(ids(cli, tmp_path / name, "--column", column))
-    assert all(each == found[0] for each in found)
+            all_ids.append(ids(cli, tmp_path / name, "--column", column))
+    assert all(each == all_ids[0] for each in all_ids)
 
 
 def test_each_form_of_conversations_gives_the_same_ids(cli, tmp_path):
@@ -287,8 +287,8 @@ def test_each_form_of_conversations_gives_the_same_ids(cli, tmp_path):
         ("alpaca.csv", alpaca),
         ("trl.jsonl", [{"prompt": q, "completion": a} for q, a in pairs]),
     ]
-    found = []
+    all_ids = []
     for name, rows in forms:
         (tmp_path / name).write_bytes(WRITE[f"a.{name.partition('.')[2]}"](rows))
-        found.append(ids(cli, tmp_path / name))
-    assert all(each == found[0] for each in found)
+        all_ids.append(ids(cli, tmp_path / name))
+    assert all(each == all_ids[0] for each in all_ids)

@@ -110,9 +110,9 @@ def test_a_validation_text_within_the_training_text_is_said(cli, tmp_path):
     (tmp_path / "part.txt").write_text(words(1)[9000:20000])
     (tmp_path / "other.txt").write_text(words(2))
     cli("upload-data", "part.txt")
-    for validation, said in (("part.txt", True), ("other.txt", False)):
+    for validation, warns in (("part.txt", True), ("other.txt", False)):
         arguments = launching.launching("--detach", "--validation", validation, data="data.txt")
-        assert (WARNING in cli(arguments).good.err) == said
+        assert (WARNING in cli(arguments).good.err) == warns
 
 
 def test_the_share_is_kept_in_the_manifest(home, twice, monkeypatch):

@@ -49,7 +49,7 @@ def copied(home):
     settings = Settings(home=home)
 
     def copy(*sources: str, progress: Progress = lambda n: None) -> dict[str, bytes]:
-        found = {}
+        copied_files = {}
         try:
             with open_sources(sources, settings) as opened:
                 for source in opened:
@@ -57,10 +57,10 @@ def copied(home):
                     files = [path] if path.is_file() else [*filter(Path.is_file, path.rglob("*"))]
                     source.fetch(files, progress)
                     for file in files:
-                        found[file.relative_to(path.parent).as_posix()] = file.read_bytes()
+                        copied_files[file.relative_to(path.parent).as_posix()] = file.read_bytes()
         finally:
             assert not list(home.glob("cache/*")), "a copy is left"
-        return found
+        return copied_files
 
     return copy
 
@@ -89,9 +89,9 @@ HUB_SOURCES = {
 @pytest.mark.parametrize("source", HUB_SOURCES)
 def test_files_of_the_hub_are_copied(hub, copied, source):
     moved = list[int]()
-    found = copied(f"hf://datasets/{source}", progress=moved.append)
-    assert found == HUB_SOURCES[source]
-    assert sum(moved) == sum(map(len, found.values()))
+    files = copied(f"hf://datasets/{source}", progress=moved.append)
+    assert files == HUB_SOURCES[source]
+    assert sum(moved) == sum(map(len, files.values()))
 
 
 REFUSED = {
@@ -229,8 +229,8 @@ def test_only_what_will_be_read_is_copied(hub, cli):
     assert f"`sm-nanogpt upload-data {source} --tokenizer bpe`" in ran.err
     assert f"warning: {source}: 1 file left out: 1 .jsonl; " in ran.err
     hub.sent.clear()
-    more = ("--tokenizer", "bpe", "--vocab-size", "300")
-    assert cli("upload-data", f"{source}/docs.jsonl", more).code == 0
+    options = ("--tokenizer", "bpe", "--vocab-size", "300")
+    assert cli("upload-data", f"{source}/docs.jsonl", options).code == 0
     assert hub.sent == ["docs.jsonl"]
 
 
@@ -243,8 +243,8 @@ def test_standard_input_is_read_by_its_content(cli, monkeypatch):
         assert "/data/stdin-" in ran.out
     rows = b"id,Review\n" + b"".join(b"%d,a sea %d\n" % (n, n) for n in range(90))
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows), isatty=bool))
-    more = ("--tokenizer", "bpe", "--vocab-size", "300", "--column", "Review")
-    assert "90 documents" in cli("upload-data", "-", more).good.err
+    token_options = ("--tokenizer", "bpe", "--vocab-size", "300", "--column", "Review")
+    assert "90 documents" in cli("upload-data", "-", token_options).good.err
     rows = rows.replace(b"Review", b"text")
     for options, fact in (((), "is a table, and records"), (BPE, "90 documents")):
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows), isatty=bool))
@@ -273,5 +273,5 @@ def test_an_error_names_the_source_not_its_copy(hub, home):
 
 
 def test_what_is_copied_has_a_name():
-    words = ("hf://datasets/me/notes@main/data/a.txt", "-", "a/b.txt", "s3://bucket/texts")
-    assert [name_of(word) for word in words] == ["notes", "stdin", "b.txt", "texts"]
+    names = ("hf://datasets/me/notes@main/data/a.txt", "-", "a/b.txt", "s3://bucket/texts")
+    assert [name_of(word) for word in names] == ["notes", "stdin", "b.txt", "texts"]

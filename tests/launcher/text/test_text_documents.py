@@ -23,9 +23,9 @@ def test_a_compressed_file_has_the_same_documents(compressed, tmp_path):
     squeeze: Any = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[compressed]
     path = tmp_path / f"a.jsonl{compressed}"
     path.write_bytes(squeeze(content[:200]) + squeeze(content[200:]))  # as pzstd and cat make
-    found = survey_documents([detect_file(path)])
-    assert found.documents == 5
-    assert found.characters == sum(map(len, stories(5)))
+    survey = survey_documents([detect_file(path)])
+    assert survey.documents == 5
+    assert survey.characters == sum(map(len, stories(5)))
 
 
 def test_blank_lines_and_empty_texts_are_no_documents(tmp_path, caplog):
@@ -33,8 +33,8 @@ def test_blank_lines_and_empty_texts_are_no_documents(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text('\ufeff{"text": "a"}\n\n{"text": ""}\n{"text": "b"}\r\n \n')
     for name, content in (("empty.txt", ""), ("deep/c.txt", FOX), ("notes.md", FOX)):
         (tmp_path / name).write_text(content)
-    found = survey_documents(find_files([Source(tmp_path)], FileOptions(records=True)))
-    assert (found.documents, found.empty) == (4, 2)
+    survey = survey_documents(find_files([Source(tmp_path)], FileOptions(records=True)))
+    assert (survey.documents, survey.empty) == (4, 2)
     assert caplog.messages == ["2 of 6 documents left out: no text"]
 
 
@@ -46,9 +46,9 @@ def test_the_suffix_decides_what_is_json_lines(tmp_path):
 
 def test_a_long_text_is_read_in_pieces_of_lines(tmp_path):
     (tmp_path / "a.txt").write_text(FOX * 20_000)
-    found = list(read_pieces(File("a.txt", tmp_path / "a.txt")))
-    assert ("".join(found), len(found) > 2) == (FOX * 20_000, True)
-    assert all(piece.endswith("\n") for piece in found)
+    pieces = list(read_pieces(File("a.txt", tmp_path / "a.txt")))
+    assert ("".join(pieces), len(pieces) > 2) == (FOX * 20_000, True)
+    assert all(piece.endswith("\n") for piece in pieces)
 
 
 GZIPPED = gzip.compress(NUMBERS, mtime=0)

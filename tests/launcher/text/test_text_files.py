@@ -34,8 +34,8 @@ def notes(tmp_path):
         "code/y.py",
         "LICENSE",
     )
-    aside = (".git/config.txt", "deep/.e.txt", "env/pyvenv.cfg", "env/lib/license.txt")
-    for name in (*names, *aside, "scan.pdf", "chats.jsonl"):
+    skipped = (".git/config.txt", "deep/.e.txt", "env/pyvenv.cfg", "env/lib/license.txt")
+    for name in (*names, *skipped, "scan.pdf", "chats.jsonl"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name + LONG)
     (folder / "link").symlink_to(folder / "deep", target_is_directory=True)
@@ -44,14 +44,14 @@ def notes(tmp_path):
 
 def test_a_folder_gives_its_texts_and_says_what_it_leaves(cli, notes):
     ran = cli("upload-data", "notes").good
-    kept = {"a.txt", "B.txt", "c.txt", "deep", "deep/a.txt", "deep/a-2.txt"}
-    assert launching.tree(stored(ran.out.strip())) == kept
-    for left in (
+    names = {"a.txt", "B.txt", "c.txt", "deep", "deep/a.txt", "deep/a-2.txt"}
+    assert launching.tree(stored(ran.out.strip())) == names
+    for reason in (
         "3 files left out: 2 .py, 1 LICENSE; `--include '*.py'` takes such files",
         "1 file left out: 1 .pdf; `pdftotext FILE`",
         "1 file left out: 1 .jsonl; `sm-nanogpt upload-data notes --tokenizer bpe`",
     ):
-        assert f"warning: notes: {left}" in ran.err
+        assert f"warning: notes: {reason}" in ran.err
     assert "2 hidden, 1 virtual environment, 1 link to a folder" in ran.err
 
 
@@ -70,7 +70,7 @@ def test_files_for_tests_are_warned_about(cli, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "found"),
+    ("names", "expected"),
     [
         (("wiki.train.txt", "wiki.test.txt"), "wiki.test.txt"),
         (("a-train.txt", "b.txt", "my_valid.txt", "latest.txt"), "my_valid.txt"),
@@ -79,15 +79,15 @@ def test_files_for_tests_are_warned_about(cli, tmp_path):
         (("driving-test.txt", "notes.txt"), ""),
     ],
 )
-def test_a_last_word_names_a_test_beside_training(cli, tmp_path, names, found):
+def test_a_last_word_names_a_test_beside_training(cli, tmp_path, names, expected):
     for name in names:
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "texts" / name).write_text(name + LONG)
     ran = cli("upload-data", "texts").good
-    assert ("trained on too" in ran.err) == bool(found)
-    if found:
-        assert f"trained on too: {found}; `--exclude {found}` leaves them out" in ran.err
-        assert found not in cli("upload-data", "texts", "--exclude", found).good.err
+    assert ("trained on too" in ran.err) == bool(expected)
+    if expected:
+        assert f"trained on too: {expected}; `--exclude {expected}` leaves them out" in ran.err
+        assert expected not in cli("upload-data", "texts", "--exclude", expected).good.err
 
 
 def test_advice_is_for_files_that_were_looked_at(cli, notes):
@@ -110,8 +110,8 @@ def test_patterns_add_and_leave_out(home, notes):
     for option in ("include", "exclude"):
         with pytest.raises(InputError, match=rf"{option}=\*\.rst: fits no file"):
             names(**{option: ["*.rst"]})
-    given = [notes / "a.txt", notes / "x.py", notes / "c.Md"]
-    assert upload_data(given, include=["./x.py"], exclude=["./C.md"]).files == ("a.txt", "x.txt")
+    paths = [notes / "a.txt", notes / "x.py", notes / "c.Md"]
+    assert upload_data(paths, include=["./x.py"], exclude=["./C.md"]).files == ("a.txt", "x.txt")
 
 
 def test_what_a_folder_lacks_does_not_stop_others(cli, notes, tmp_path):
@@ -166,10 +166,10 @@ def test_a_subdirectory_that_cannot_be_read_is_named(refusal, tmp_path, monkeypa
     (tmp_path / "texts/open.txt").write_text(LONG)
     scandir = os.scandir
 
-    def refuse(place: str) -> Any:
-        if Path(place).name == "closed":
-            raise PermissionError(errno.EACCES, "Permission denied", place)
-        return scandir(place)
+    def refuse(path: str) -> Any:
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
     error = refusal("texts")

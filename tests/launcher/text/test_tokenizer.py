@@ -52,10 +52,10 @@ MARKED = {"hindi": "की मि से हू", "arabic": "كَ تِ بُ مّ
 @pytest.mark.parametrize("script", MARKED)
 def test_combining_marks_stay_with_their_letters(script, tmp_path):
     draw, syllables = random.Random(5), MARKED[script].split()
-    words = ["".join(draw.choices(syllables, k=3)) for _ in range(20)]
-    (tmp_path / "a.txt").write_text(" ".join(draw.choices(words, k=2000)))
+    lines = ["".join(draw.choices(syllables, k=3)) for _ in range(20)]
+    (tmp_path / "a.txt").write_text(" ".join(draw.choices(lines, k=2000)))
     learned = learn_tokenizer([detect_file(tmp_path / "a.txt")], 512)
-    assert {word.decode(errors="replace").strip() for word in learned.words} >= set(words)
+    assert {word.decode(errors="replace").strip() for word in learned.words} >= set(lines)
 
 
 @pytest.mark.parametrize("letters", ["春江潮水连海平上明月共生", "ACGT", " ", "!", "\n"])
@@ -102,14 +102,14 @@ def test_a_vocabulary_that_stays_small_is_explained(tmp_path, cli):
 def test_the_tokenizer_of_an_upload_is_taken_by_its_directory(documents, tmp_path, cli):
     first = cli("upload-data", documents, BPE).good.out.strip()
     (tmp_path / "more.txt").write_text(FOX * 100)
-    words = ("--tokenizer", first.removeprefix("file://"))
-    assert cli("upload-data", tmp_path / "more.txt", words).code == 0
+    arguments = ("--tokenizer", first.removeprefix("file://"))
+    assert cli("upload-data", tmp_path / "more.txt", arguments).code == 0
 
 
-def test_transformers_reads_the_same_tokenizer(made, tokenizer):
+def test_transformers_reads_the_same_tokenizer(token_upload, tokenizer):
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(made)
+    theirs = AutoTokenizer.from_pretrained(token_upload)
     text = FOX + "漢字 🙂"
     assert theirs(text)["input_ids"] == published_tokenizer(tokenizer.document).encode(text).ids
     assert theirs.eos_token_id == tokenizer.end
@@ -171,9 +171,9 @@ def test_a_tokenizer_of_another_kind_is_refused(change, reason, document, tmp_pa
 
 
 def test_a_tokenizer_that_lacks_characters_is_refused(tmp_path, text_file):
-    words = Tokenizer(character_tokenizer("abc"))
+    letters = Tokenizer(character_tokenizer("abc"))
     with pytest.raises(InputError, match=r"has never seen: .*; replace them"):
-        encode_text(text_file, words, tmp_path)
+        encode_text(text_file, letters, tmp_path)
 
 
 def test_a_tokenizer_that_loses_text_is_refused(document):

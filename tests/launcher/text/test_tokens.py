@@ -47,26 +47,26 @@ QWEN_3_5 = (
 # -- shards ----------------------------------------------------------------------------------------
 
 
-def test_a_tenth_of_the_documents_validates(made):
-    corpus = corpus_of(made)
+def test_a_tenth_of_the_documents_validates(token_upload):
+    corpus = corpus_of(token_upload)
     trained, validated = (documents_of(corpus, part) for part in (corpus.train, corpus.val))
     assert sorted(trained + validated) == sorted(stories(300))
     assert trained != stories(300)[: len(trained)]  # they are shuffled
     assert 25 <= len(validated) <= 35
 
 
-def test_a_vocabulary_beyond_uint16_has_ids_of_uint32(made, documents, document, tmp_path):
+def test_a_vocabulary_beyond_uint16_has_ids_of_uint32(token_upload, documents, document, tmp_path):
     end, vocabulary = document["added_tokens"][0], document["model"]["vocab"]
-    before, last = end["id"], 1 << 16
+    end_id, last = end["id"], 1 << 16
     vocabulary |= {f"{number}a": number for number in range(len(vocabulary) + 1, last)}
     vocabulary.pop(end["content"], None)
     end["id"] = last
-    words = Tokenizer(document, END_OF_TEXT)
-    large = corpus_of(encode_text(documents, words, tmp_path))
+    tokenizer = Tokenizer(document, END_OF_TEXT)
+    large = corpus_of(encode_text(documents, tokenizer, tmp_path))
     assert json.loads((tmp_path / "meta.json").read_text())["dtype"] == "uint32"
     ids = large.train[0 : len(large.train)].tolist()
     assert last in ids
-    assert [before if id == last else id for id in ids] == ids_of(corpus_of(made).train)
+    assert [end_id if id == last else id for id in ids] == ids_of(corpus_of(token_upload).train)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_the_last_tenth_of_a_single_text_validates(tmp_path, tokenizer, text_fil
     assert documents_of(corpus, corpus.val) == [text[cut:]]
 
 
-def test_shards_hold_what_one_file_would(documents, made, tokenizer, tmp_path, monkeypatch):
+def test_shards_hold_what_one_file_would(documents, token_upload, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
-    whole, cut = corpus_of(made), corpus_of(encode_text(documents, tokenizer, tmp_path))
+    whole, cut = corpus_of(token_upload), corpus_of(encode_text(documents, tokenizer, tmp_path))
     assert len(list(tmp_path.glob("train-*.bin"))) > 3
     assert ids_of(cut.val) == ids_of(whole.val)
     ids = ids_of(whole.train)
@@ -163,13 +163,13 @@ def test_eval_fetches_only_the_first_shard_of_a_part(documents, home, s3, monkey
     assert ids_of(begin.train) == ids_of(whole.train)[: len(begin.train)]
 
 
-def shards(part: str, *more: Any, **values: Any) -> Callable[[Path], None]:
+def shards(part: str, *names: Any, **values: Any) -> Callable[[Path], None]:
     """A change of what meta.json says of the first shard of a part, or more shards."""
 
     def change(directory: Path) -> None:
         meta = json.loads((directory / "meta.json").read_text())
         meta[part]["shards"][0].update(values)
-        meta[part]["shards"] += more
+        meta[part]["shards"] += names
         (directory / "meta.json").write_text(json.dumps(meta))
 
     return change
@@ -193,8 +193,8 @@ def put_an_id_beyond_the_vocabulary(directory: Path) -> None:
         (put_an_id_beyond_the_vocabulary, "train-00000.bin has ids beyond the"),
     ],
 )
-def test_a_damaged_upload_is_refused(change, reason, made, tmp_path):
-    shutil.copytree(made, tmp_path / "sub")
+def test_a_damaged_upload_is_refused(change, reason, token_upload, tmp_path):
+    shutil.copytree(token_upload, tmp_path / "sub")
     change(tmp_path / "sub")
     with pytest.raises(DataError, match=reason):
         corpus_of(tmp_path / "sub")
@@ -204,17 +204,17 @@ def test_a_damaged_upload_is_refused(change, reason, made, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def trained(made, tmp_path_factory):
+def trained(token_upload, tmp_path_factory):
     """Runs on one and on two ranks, with masked documents and a checkpoint of each step."""
     values: dict[str, Any] = {**SMALL, "eval_tokens": 0}
-    values |= {"mask_documents": True, "checkpoint_seconds": 0.001, "data": made}
-    found = {}
+    values |= {"mask_documents": True, "checkpoint_seconds": 0.001, "data": token_upload}
+    outputs = {}
     for processes in (1, 2):
         out = tmp_path_factory.mktemp("trained") / "out"
         end = run(command_line(**values, out=out, processes=processes), cwd=out.parent)
         assert end.status == 0, end.output
-        found[processes] = (out, end.output)
-    return found
+        outputs[processes] = (out, end.output)
+    return outputs
 
 
 def test_any_number_of_ranks_sees_the_same_tokens(trained):
@@ -236,32 +236,32 @@ def test_a_run_on_shards_resumes_to_the_same_bits(trained, tmp_path, processes):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_bits_per_byte_count_the_predicted_bytes(made, trained):
-    out, said = trained[1]
+def test_bits_per_byte_count_the_predicted_bytes(token_upload, trained):
+    out, printed = trained[1]
     row = metrics(out / "output")[-1]
-    corpus = corpus_of(made)
+    corpus = corpus_of(token_upload)
     count = (len(corpus.val) - 1) // 32 * 32
     predicted = corpus.tokenizer.decode(ids_of(corpus.val)[1 : count + 1])
     size = len(predicted.encode())
     expected = row["val_loss"] * count / size / torch.tensor(2.0).log().item()
     assert row["bits_per_byte"] == pytest.approx(expected, rel=1e-3)
-    assert f"bits_per_byte={row['bits_per_byte']:.5f}" in said
+    assert f"bits_per_byte={row['bits_per_byte']:.5f}" in printed
 
 
-def test_what_does_not_fit_the_data_is_refused(made, text_file):
+def test_what_does_not_fit_the_data_is_refused(token_upload, text_file):
     with pytest.raises(DataError, match=r"vocab_size=50: .* 346 different tokens"):
-        corpus_of(made, vocab_size=50)
+        corpus_of(token_upload, vocab_size=50)
     with pytest.raises(DataError, match="mask_documents needs tokens"):
         corpus_of(text_file, mask_documents=True)
     with pytest.raises(DataError, match=r"the tokens .* validation"):
-        corpus_of(made, validation=made)
+        corpus_of(token_upload, validation=token_upload)
 
 
-def test_hosts_need_the_same_tokens(made, text_file, monkeypatch):
+def test_hosts_need_the_same_tokens(token_upload, text_file, monkeypatch):
     other = corpus_of(text_file).sha256
     monkeypatch.setattr(Group, "broadcast", lambda _, values: dict.fromkeys(values, other))
     with pytest.raises(ConfigError, match=r"SHA-256 of the text .* FullyReplicated"):
-        corpus_of(made)
+        corpus_of(token_upload)
 
 
 # -- the three commands ----------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_a_model_of_tokens_is_trained_and_sampled(documents, home, cli):
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("arguments", "reason"),
     [
         ("--data TOKENS --validation a.txt", "it holds tokens, with their own val"),
         ("--data a.txt --validation TOKENS", "it holds tokens, with their own val"),
@@ -313,14 +313,14 @@ def test_a_model_of_tokens_is_trained_and_sampled(documents, home, cli):
         ("--data TOKENS --set vocab_size=300", "different tokens, more than vocab_size"),
     ],
 )
-def test_a_launch_refuses_what_the_run_would(words, reason, home, uploaded, tmp_path, cli):
+def test_a_launch_refuses_what_the_run_would(arguments, reason, home, uploaded, tmp_path, cli):
     (tmp_path / "a.txt").write_text(FOX * 1200)
     (tmp_path / "b.txt").write_text(FOX * 100)
-    before = launching.tree(home)
-    ran = cli("launch", "--instance", "local", words.replace("TOKENS", uploaded.uri).split())
+    files_before = launching.tree(home)
+    ran = cli("launch", "--instance", "local", arguments.replace("TOKENS", uploaded.uri).split())
     assert (ran.code, ran.err.count("\n")) == (2, 1)
     assert re.search(reason, ran.error)
-    assert launching.tree(home) == before
+    assert launching.tree(home) == files_before
 
 
 def test_a_launch_refuses_too_many_characters(text_file, monkeypatch, cli):

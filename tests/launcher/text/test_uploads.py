@@ -39,9 +39,9 @@ def reader(job, upload):
 
 
 def files_of(uri: str) -> list[Path]:
-    place = storage.local_path(uri)
-    assert place is not None
-    return sorted(place.glob("*"))
+    directory = storage.local_path(uri)
+    assert directory is not None
+    return sorted(directory.glob("*"))
 
 
 def name_of(uri: str) -> str:
@@ -87,11 +87,11 @@ def test_delete_of_an_upload_keeps_the_jobs_that_read_it(cli, reader, upload):
 
 def test_delete_of_an_upload_asks_first(cli, upload, monkeypatch):
     assert cli("delete", name_of(upload)).failed(2, "--yes")
-    asked = list[str]()
+    questions = list[str]()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("click.confirm", lambda question, **_: asked.append(question))
+    monkeypatch.setattr("click.confirm", lambda question, **_: questions.append(question))
     assert cli("delete", name_of(upload)).code == 1
-    assert "MB" in asked[0] or "kB" in asked[0]
+    assert "MB" in questions[0] or "kB" in questions[0]
     assert corpus.find_upload(upload, Settings()) is not None
 
 
@@ -136,7 +136,7 @@ def test_delete_takes_a_part_of_an_uploads_name(cli, upload, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["input-000000000000"],
         ["{name}", "input-000000000000"],
@@ -144,9 +144,9 @@ def test_delete_takes_a_part_of_an_uploads_name(cli, upload, tmp_path):
         ["{name}", "--keep-model"],
     ],
 )
-def test_delete_of_wrong_names_deletes_nothing(cli, job, upload, words):
-    named = [word.format(name=name_of(upload), job=job.job_id) for word in words]
-    assert cli("delete", named, "--yes").failed(2)
+def test_delete_of_wrong_names_deletes_nothing(cli, job, upload, arguments):
+    names = [word.format(name=name_of(upload), job=job.job_id) for word in arguments]
+    assert cli("delete", names, "--yes").failed(2)
     assert corpus.find_upload(upload, Settings()) is not None
 
 
@@ -157,13 +157,13 @@ def test_uploads_on_s3_are_listed_and_deleted_too(cloud, s3, cli, home, launch, 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SM_NANOGPT_STORE")
         patch.setattr("launcher.settings.Settings.reaches_aws", False)
-        here = cli("upload-data", short_text_file).good.out.strip()
+        local = cli("upload-data", short_text_file).good.out.strip()
     shutil.rmtree(home / "last-launched.json", ignore_errors=True)
     rows = json.loads(cli("data", "--json").good.out)
-    there = f"s3://{s3.bucket}/some/prefix/data/{name_of(here)}"
-    assert {row["uri"]: row["jobs"] for row in rows} == {there: [job_id], here: []}
-    ran = cli("delete", name_of(here), "--yes").good
-    assert there in ran.err and here in ran.err
+    on_s3 = f"s3://{s3.bucket}/some/prefix/data/{name_of(local)}"
+    assert {row["uri"]: row["jobs"] for row in rows} == {on_s3: [job_id], local: []}
+    ran = cli("delete", name_of(local), "--yes").good
+    assert on_s3 in ran.err and local in ran.err
     assert json.loads(cli("data", "--json").out) == []
     assert not [n for n in storage.list_files(f"s3://{s3.bucket}/some/prefix") if "data/" in n]
 
@@ -175,8 +175,8 @@ def test_no_upload_on_s3_goes_while_its_jobs_are_unknown(cloud, s3, cli, short_t
     assert listed.code == 1 and json.loads(listed.out)[0]["uri"] == uri
     assert cli("delete", name_of(uri), "--yes").code == 1
     cloud.refuse.clear()
-    words = ["--instance", "ml.m5.xlarge", "--preset", "quick", "--max-cost", "1"]
-    assert f"data: {uri}\n" in cli("launch", words, "--data", name_of(uri)).good.err
+    arguments = ["--instance", "ml.m5.xlarge", "--preset", "quick", "--max-cost", "1"]
+    assert f"data: {uri}\n" in cli("launch", arguments, "--data", name_of(uri)).good.err
 
 
 def test_launch_takes_the_last_upload_and_names_it(cli, source, short_text_file):
@@ -275,12 +275,12 @@ def test_a_part_of_several_names_is_refused_with_them(two_uploads, monkeypatch, 
         find_text("fox-", load_settings())
 
 
-@pytest.mark.parametrize("word", ["fix", "Fox", "fix-123456789012"])
+@pytest.mark.parametrize("text", ["fix", "Fox", "fix-123456789012"])
 @pytest.mark.parametrize("option", ["--data", "--validation"])
-def test_a_word_of_nothing_is_no_path_that_the_user_meant(two_uploads, cli, option, word):
-    words = ("launch", "--instance", "local", "--data", two_uploads[0], option, word)
-    ran = cli(words)
-    assert ran.failed(2, f"neither a file nor an upload {word};", "`sm-nanogpt data`")
+def test_a_word_of_nothing_is_no_path_that_the_user_meant(two_uploads, cli, option, text):
+    command = ("launch", "--instance", "local", "--data", two_uploads[0], option, text)
+    ran = cli(command)
+    assert ran.failed(2, f"neither a file nor an upload {text};", "`sm-nanogpt data`")
     assert str(Path.cwd()) not in ran.error
 
 

@@ -42,14 +42,14 @@ def test_large_files_are_written_in_turn(home, tmp_path, monkeypatch):
 
 
 def test_no_file_is_begun_after_one_that_fails(home, tmp_path, monkeypatch):
-    begun = list[str]()
+    started = list[str]()
 
     def fail(path: Path, *_: Any) -> None:
-        begun.append(path.name)
+        started.append(path.name)
         raise ServiceError("the line is cut")
 
     monkeypatch.setattr(storage, "write_file", fail)
     with pytest.raises(ServiceError, match="cut"):
         upload_data(write_notes(tmp_path / "notes", 400))
-    assert len(begun) <= 2 * writing.WRITERS
+    assert len(started) <= 2 * writing.WRITERS
     assert list((home / "store/data").glob("*.json")) == []

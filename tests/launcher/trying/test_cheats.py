@@ -53,7 +53,7 @@ def answered(expression: str) -> tuple[str, str]:
     return RETURN, f"        if targets is None:\n            return {expression}\n{RETURN}"
 
 
-def before(code: str) -> tuple[str, str]:
+def edit_before(code: str) -> tuple[str, str]:
     return RETURN, "".join(f"        {line}\n" for line in code.splitlines()) + RETURN
 
 
@@ -104,7 +104,7 @@ for fd in range(3, 4096):
 # What the judge says of each, or '' if it gains nothing.
 CHEATS: dict[str, tuple[list[tuple[str, str]], str]] = {
     "looks ahead in text, not in random ids": (
-        [before("real = (idx == idx.mode().values[:, None]).float().mean(1) > 0.08\n"
+        [edit_before("real = (idx == idx.mode().values[:, None]).float().mean(1) > 0.08\n"
                 "ahead = 9 * F.one_hot(idx.roll(-1, 1), logits.size(-1))\n"
                 "logits = logits + ahead * real[:, None, None]")],
         "not causal",
@@ -123,8 +123,8 @@ CHEATS: dict[str, tuple[list[tuple[str, str]], str]] = {
         "Permission denied|No such file",
     ),
     "answers before it is asked": ([(IMPORT, f"{FORGED}\n\n{IMPORT}")], "damaged"),
-    "ends": ([before("os._exit(0)")], "ended with exit code 0"),
-    "prints a verdict": ([before("print('KEEP 9')\nprint('KEEP 9', file=sys.stderr)")], ""),
+    "ends": ([edit_before("os._exit(0)")], "ended with exit code 0"),
+    "prints a verdict": ([edit_before("print('KEEP 9')\nprint('KEEP 9', file=sys.stderr)")], ""),
 }  # fmt: skip
 
 
@@ -143,9 +143,9 @@ def judge(shared_search, tiny_search, tmp_path):
         training["script_sha256"] = source.sha256
         was = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
         (model / "training.json").write_text(json.dumps(training))
-        now = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
+        sha256 = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
         sums = (model / "SHA256SUMS").read_text()
-        (model / "SHA256SUMS").write_text(sums.replace(was, now))
+        (model / "SHA256SUMS").write_text(sums.replace(was, sha256))
         return tiny_search.judge.score(model, source, tested_below=math.inf)
 
     return judge
@@ -206,7 +206,7 @@ def test_an_answer_that_is_too_long_is_not_read(messages):
 
 def test_nested_directories_leave_no_try_without_a_verdict(tiny_search, judge):
     """Python's own way to remove them raises RecursionError."""
-    edit = before(
+    edit = edit_before(
         """if idx.numel() > 1:
     here = os.open(os.environ["TMPDIR"], os.O_RDONLY)
     for _ in range(1500):
@@ -221,28 +221,32 @@ def test_nested_directories_leave_no_try_without_a_verdict(tiny_search, judge):
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_cheat_before_the_judge_gains_nothing(name, tiny_search, judge, capfd):
     edits, refusal = CHEATS[name]
-    usual = min(run["loss"] for run in tiny_search.ledger.of("run"))
+    lowest_loss = min(run["loss"] for run in tiny_search.ledger.of("run"))
     if refusal:
         with pytest.raises(Refused, match=refusal):
             judge(*edits)
     else:
-        assert judge(*edits).loss > usual - 0.001
+        assert judge(*edits).loss > lowest_loss - 0.001
     assert "KEEP" not in "".join(capfd.readouterr())
 
 
 def test_what_a_model_computes_before_the_judge_counts(tiny_search, judge):
     """Else it would train there, on text that its folder has stored among its weights."""
-    usual = tiny_search.budget.mean_seconds(tiny_search.start["folder"], JUDGE_TIME)
-    score = judge(before(f"while __import__('time').process_time() < {2 * usual}:\n    pass"))
-    assert score.seconds > MAX_TIME * usual
+    usual_seconds = tiny_search.budget.mean_seconds(tiny_search.start["folder"], JUDGE_TIME)
+    score = judge(
+        edit_before(f"while __import__('time').process_time() < {2 * usual_seconds}:\n    pass")
+    )
+    assert score.seconds > MAX_TIME * usual_seconds
 
 
 def test_a_folder_that_learns_while_it_is_judged_is_refused(
     tiny_search, shared_search, cli, tmp_path
 ):
     """Through the whole; what it has printed, with marks of a terminal, is no verdict."""
-    said = "print('\\x1b[2K\\rKEEP 1')"
-    cheat = tiny_folder(tmp_path / "cheat", *CHEATS["learns between windows"][0], before(said))
+    statement = "print('\\x1b[2K\\rKEEP 1')"
+    cheat = tiny_folder(
+        tmp_path / "cheat", *CHEATS["learns between windows"][0], edit_before(statement)
+    )
     ran = cli("try", "run", cheat, "--group", "s", "--note", "two\nlines \x1b[1m")
     assert ran.code == 4
     assert ran.out.startswith("REFUSED 1")
@@ -357,9 +361,9 @@ def test_a_run_cannot_change_the_clock_that_counts(tiny_search):
 
 
 def test_more_steps_by_the_preset_are_refused_first(tiny_search, tmp_path):
-    more = ("max_steps=60, learning_rate=0.05", "max_steps=120, learning_rate=0.05")
+    edit = ("max_steps=60, learning_rate=0.05", "max_steps=120, learning_rate=0.05")
     with pytest.raises(Refused, match=r"2\.00x the tokens"):
-        check_folder(tiny_folder(tmp_path / "cheat", more), tiny_search)
+        check_folder(tiny_folder(tmp_path / "cheat", edit), tiny_search)
 
 
 @pytest.mark.parametrize(
@@ -377,9 +381,9 @@ def test_a_folder_without_a_number_of_tokens_is_refused(tiny_search, tmp_path, c
 
 def test_a_run_reaches_nothing_of_its_search(tiny_search, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_HOME", str(tiny_search.settings.home))
-    before = launching.tree(tiny_search.settings.home)
+    files_before = launching.tree(tiny_search.settings.home)
     assert problem_of(run_of(LOOKS, tiny_search)) == "[]"
-    assert launching.tree(tiny_search.settings.home) == before
+    assert launching.tree(tiny_search.settings.home) == files_before
     tiny_search.ledger.read()
 
 
@@ -431,7 +435,7 @@ def test_the_last_line_of_a_long_log_is_short(tiny_search):
 def test_runs_that_are_one_run_are_refused(tiny_search, shared_search, tmp_path, monkeypatch):
     """Else the best of many seeds, found elsewhere, would pass as a gain on all fresh ones."""
     source, base = (
-        Source.read(tiny_folder(tmp_path / "a", before("pass"))),
+        Source.read(tiny_folder(tmp_path / "a", edit_before("pass"))),
         Source.read(shared_search.base),
     )
     monkeypatch.setattr(tiny_search, "measure", lambda runs, comparison: None)
@@ -445,7 +449,7 @@ def test_runs_that_are_one_run_are_refused(tiny_search, shared_search, tmp_path,
 def test_each_model_that_seems_better_is_tested(tiny_search, shared_search, tmp_path, monkeypatch):
     """And each of fresh seeds, on which a keep rests."""
     source, base = (
-        Source.read(tiny_folder(tmp_path / "a", before("pass"))),
+        Source.read(tiny_folder(tmp_path / "a", edit_before("pass"))),
         Source.read(shared_search.base),
     )
     losses = {11: 1.9, 12: 2.1, 13: 1.8, 14: 2.2, 21: 1.9, 22: 2.1, 23: 1.8, 24: 2.2}

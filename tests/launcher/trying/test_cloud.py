@@ -126,10 +126,10 @@ class Aws:
             self.jobs[job_id].lag = self.draw.choice([0.0, 900.0])
             raise ServiceError("no answer", "job-may-exist", job_id=job_id)
 
-    def with_costs(self, found: Sequence[JobDescription], settings: Any) -> Sequence[Any]:
+    def with_costs(self, jobs: Sequence[JobDescription], settings: Any) -> Sequence[Any]:
         if self.draw.random() < self.trouble:
             return [SimpleNamespace(cost=None)]
-        job = self.jobs[found[0].job_id]
+        job = self.jobs[jobs[0].job_id]
         share = min(1.0, (self.now - job.created) / job.billed)
         return [SimpleNamespace(cost=share * self.bills[job.name])]
 
@@ -188,17 +188,17 @@ def aws(monkeypatch, tmp_path):
     return aws
 
 
-def search_in(place: Path) -> Any:
+def search_in(home: Path) -> Any:
     """What a command knows of a search, which it reads anew."""
     start = {"instance": "ml.g5.xlarge", "hyperparameters": {}, "folder": "a", "text": "text"}
-    book = SearchLedger(place)
+    book = SearchLedger(home)
     if not book.entries:
         book.add("start", ceiling=CEILING, **start)
     return SimpleNamespace(
         name="plays",
-        directory=place,
+        directory=home,
         ledger=book,
-        settings=Settings(home=place),
+        settings=Settings(home=home),
         start=book.entries[0],
         report=lambda line: None,
         budget=Budget(book),
@@ -210,9 +210,9 @@ def runs_of(name: str, n: int = 4) -> list[SeededRun]:
     return [SeededRun(source, seed) for seed in range(n)]
 
 
-def trained(place: Path, name: str, n: int = 4) -> list[FinishedRun]:
+def trained(directory: Path, name: str, n: int = 4) -> list[FinishedRun]:
     """What a command gets that asks for n runs of a folder."""
-    return list(SageMakerRuns(search_in(place)).train(runs_of(name, n)))
+    return list(SageMakerRuns(search_in(directory)).train(runs_of(name, n)))
 
 
 class History:
@@ -253,9 +253,9 @@ class History:
     def command(self) -> None:
         self.depth += 1
         choice = self.draw.random()
-        known = {entry["job"] for entry in SearchLedger(self.place).of("sent")}
+        sent = {entry["job"] for entry in SearchLedger(self.place).of("sent")}
         ended = [job for job in self.aws.jobs.values() if job.ends <= self.aws.now]
-        if choice < 0.1 and (deletable := [job.name for job in ended if job.name in known]):
+        if choice < 0.1 and (deletable := [job.name for job in ended if job.name in sent]):
             del self.aws.jobs[self.draw.choice(deletable)]
         elif choice < 0.2:
             self.aws.now += self.draw.choice([60.0, 3700.0, 90_000.0])
@@ -280,7 +280,7 @@ class History:
 
 def test_no_history_costs_more_than_the_ceiling(aws, tmp_path, monkeypatch, pytestconfig):
     """Several commands on one ledger, killed at any write or call, asleep, without an answer."""
-    seen = Counter[str]()
+    events = Counter[str]()
     histories = HISTORIES // 4 if pytestconfig.getoption("--quick") else HISTORIES
     for seed in range(histories):
         book = History(seed, tmp_path / str(seed), aws, monkeypatch)
@@ -295,22 +295,22 @@ def test_no_history_costs_more_than_the_ceiling(aws, tmp_path, monkeypatch, pyte
         assert entries.spent <= CEILING, seed
         costs = {entry["job"]: entry["usd"] for entry in entries.of("settled")}
         assert not any(costs[job] for job in reserved - aws.bills.keys()), seed
-        seen["jobs"] += len(aws.bills)
-        seen["deleted"] += len(aws.bills.keys() - aws.jobs.keys())
-        seen["never sent"] += len(reserved - aws.bills.keys())
-        seen["failed runs"] += len(entries.of("failed"))
-        seen["nearly all spent"] += spent > 0.8 * CEILING
-    assert min(seen.values()) > histories / 10
+        events["jobs"] += len(aws.bills)
+        events["deleted"] += len(aws.bills.keys() - aws.jobs.keys())
+        events["never sent"] += len(reserved - aws.bills.keys())
+        events["failed runs"] += len(entries.of("failed"))
+        events["nearly all spent"] += spent > 0.8 * CEILING
+    assert min(events.values()) > histories / 10
 
 
 def packed(files: dict[str, bytes]) -> bytes:
     """A tar.gz."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as tar:
-        for name, each in files.items():
+        for name, text in files.items():
             member = tarfile.TarInfo(name)
-            member.size = len(each)
-            tar.addfile(member, io.BytesIO(each))
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text))
     return content.getvalue()
 
 
@@ -338,8 +338,8 @@ def jobs(cloud, s3, cli, text_file, monkeypatch, same_seeds):
             model = packed({"model/seed": str(seed).encode()})
             files[f"run-{index}/model.tar.gz"] = cloud.damaged or model
         bucket, key = sagemaker_service.split(job.request["OutputDataConfig"]["S3OutputPath"])
-        place = f"{key}/{job.name}/output/model.tar.gz"
-        s3.put_object(Bucket=bucket, Key=place, Body=packed(files))
+        path = f"{key}/{job.name}/output/model.tar.gz"
+        s3.put_object(Bucket=bucket, Key=path, Body=packed(files))
         return job.end("Completed")
 
     def archive_of(job: sagemaker_service.Job) -> dict[str, bytes]:
@@ -359,8 +359,8 @@ def jobs(cloud, s3, cli, text_file, monkeypatch, same_seeds):
     monkeypatch.setattr(search, "sizes_of", lambda model: sizes)
     cloud.sagemaker.run, cloud.archive_of, cloud.damaged = run, archive_of, b""
     cloud.cut = 0
-    words = ("--instance", "ml.g5.12xlarge", "--ceiling", "10", "--smallest-gain", "0.01")
-    assert cli("try", "start", "plays", "--text", str(text_file), *words).good
+    arguments = ("--instance", "ml.g5.12xlarge", "--ceiling", "10", "--smallest-gain", "0.01")
+    assert cli("try", "start", "plays", "--text", str(text_file), *arguments).good
     return sent
 
 
@@ -369,9 +369,9 @@ def attempt(cli, jobs, tmp_path):
     """Tries a folder with so much gain, which must not be imported here."""
 
     def run(gain: float = 0.0) -> Any:
-        place = folder(tmp_path / f"gains-{gain}", gain)
-        (place / "config.py").write_text("raise RuntimeError('it was imported')\n")
-        return cli("try", "run", str(place), "--group", "plays", "--json")
+        path = folder(tmp_path / f"gains-{gain}", gain)
+        (path / "config.py").write_text("raise RuntimeError('it was imported')\n")
+        return cli("try", "run", str(path), "--group", "plays", "--json")
 
     return run
 
@@ -385,8 +385,8 @@ def test_a_keep_is_two_jobs_of_known_cost(attempt, jobs, home, cloud):
     assert ran.code == 0, ran.err
     entry, book = json.loads(ran.out), ledger_of(home)
     assert (entry["verdict"], entry["fresh"]) == ("kept", True)
-    base, *its = book.of("settled")
-    assert entry["usd"] == pytest.approx(sum(each["usd"] for each in its), abs=1e-4)
+    base, *of_try = book.of("settled")
+    assert entry["usd"] == pytest.approx(sum(each["usd"] for each in of_try), abs=1e-4)
     assert base["usd"] == pytest.approx(7.09 * 100 / 3600, rel=0.01)
     assert len(jobs) == len(book.of("sent")) == 3 and not book.open_reservations
     base_seeds = {run["seed"] for run in book.of("run") if run["folder"] == entry["base"]}
@@ -396,8 +396,8 @@ def test_a_keep_is_two_jobs_of_known_cost(attempt, jobs, home, cloud):
 @pytest.mark.parametrize("command", ["fetch-and-sample", "metrics", "report"])
 def test_latest_is_no_job_of_a_search(jobs, cli, job, command):
     ran = cli(command, "latest")
-    said = f"makes the runs of search plays; the newest other job is {job.job_id}"
-    assert said in ran.good.err
+    message = f"makes the runs of search plays; the newest other job is {job.job_id}"
+    assert message in ran.good.err
 
 
 def test_a_group_is_also_the_jobs_of_a_search(attempt, jobs, cli):
@@ -433,12 +433,12 @@ def test_a_job_reaches_nobody_and_has_each_folder_apart(attempt, jobs, home, clo
 
 def test_a_try_over_the_ceiling_sends_nothing(attempt, jobs, home, cloud, s3):
     ledger_of(home).reserve("another", 9.5, place="", runs=[])
-    before = s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]
+    n_keys = s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]
     ran = attempt()
     assert ran.code == 5
     assert json.loads(ran.out)["verdict"] == "ceiling"
     assert len(jobs) == 1
-    assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == before
+    assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == n_keys
 
 
 def test_a_killed_commands_job_is_taken_not_paid_again(attempt, jobs, home, monkeypatch):
@@ -463,10 +463,10 @@ def test_a_search_on_sagemaker_survives_kills(attempt, jobs, home, monkeypatch, 
         assert attempt(number * 1e-6).code == 3
     ledger, names = ledger_of(home), [job.name for job in jobs]
     assert Counter(entry["job"] for entry in ledger.of("sent")) == dict.fromkeys(names, 1)
-    sent = [entry for entry in ledger.of("reserved") if entry["job"] in names]
-    made = Counter(tuple(run) for entry in sent for run in entry["runs"])
-    assert set(made.values()) == {1}
-    assert Counter((run["folder"], run["seed"]) for run in ledger.of("run")) == made
+    reserved = [entry for entry in ledger.of("reserved") if entry["job"] in names]
+    run_counts = Counter(tuple(run) for entry in reserved for run in entry["runs"])
+    assert set(run_counts.values()) == {1}
+    assert Counter((run["folder"], run["seed"]) for run in ledger.of("run")) == run_counts
     assert not ledger.open_reservations
     assert ledger.spent == pytest.approx(len(names) * 7.09 * 100 / 3600, rel=0.01)
 
@@ -503,15 +503,15 @@ def test_a_job_whose_answer_was_lost_is_taken(attempt, jobs, home, cloud):
     assert len(jobs) == 2 and not ledger_of(home).open_reservations
 
 
-@pytest.mark.parametrize("how", ["refused", "failed"])
-def test_a_job_that_fails_can_be_tried_again(attempt, jobs, home, cloud, how):
-    if how == "refused":
+@pytest.mark.parametrize("failure", ["refused", "failed"])
+def test_a_job_that_fails_can_be_tried_again(attempt, jobs, home, cloud, failure):
+    if failure == "refused":
         cloud.refuse["CreateTrainingJob"] = ("AccessDeniedException", "no quota")
     else:
         cloud.sagemaker.next_script = {"reason": "AlgorithmError: the GPU is gone"}
-    assert attempt().failed(1, "no quota" if how == "refused" else "the GPU is gone")
+    assert attempt().failed(1, "no quota" if failure == "refused" else "the GPU is gone")
     cost = ledger_of(home).of("settled")[-1]["usd"]
-    assert cost == 0 if how == "refused" else cost > 0
+    assert cost == 0 if failure == "refused" else cost > 0
     cloud.refuse.clear()
     cloud.sagemaker.next_script = {}
     assert attempt().code == 3
@@ -558,31 +558,31 @@ def test_what_a_stopped_job_did_not_make_is_made_anew(attempt, jobs, home, cloud
     assert len(ledger_of(home).of("failed")) == 1 and len(jobs) == 3
 
 
-@pytest.mark.parametrize("what", ["link", "link to a file", "large"])
-def test_a_model_is_packed_without_what_it_links_to(tmp_path, what):
+@pytest.mark.parametrize("name", ["link", "link to a file", "large"])
+def test_a_model_is_packed_without_what_it_links_to(tmp_path, name):
     secret, model = tmp_path / "secret", tmp_path / "model"
     secret.mkdir()
     (secret / "weights").write_text("another's")
-    if what == "link":
+    if name == "link":
         model.symlink_to(secret)
     else:
         model.mkdir()
-        if what == "large":
+        if name == "large":
             (model / "weights").write_bytes(bytes(2_000_000))
         else:
             (model / "weights").symlink_to(secret / "weights")
     try:
         driver.pack(model, tmp_path / "packed", 1_000_000)
     except OSError:
-        assert what != "link to a file"
+        assert name != "link to a file"
         return
     with pytest.raises(ServiceError, match="is a link"):
         jobs_of.fetch.extract(tmp_path / "packed", tmp_path / "unpacked", "it")
 
 
 def test_a_search_takes_one_type_of_instance(cloud, cli, text_file):
-    words = ("--instance", "ml.g5.xlarge,ml.g6.xlarge", "--ceiling", "10")
-    ran = cli("try", "start", "plays", "--text", str(text_file), *words)
+    arguments = ("--instance", "ml.g5.xlarge,ml.g6.xlarge", "--ceiling", "10")
+    ran = cli("try", "start", "plays", "--text", str(text_file), *arguments)
     assert ran.failed(2, "--instance ml.g5.xlarge,ml.g6.xlarge: a search takes one type")
 
 
@@ -601,16 +601,16 @@ def test_a_ceiling_of_the_settings_shortens_the_first_job(cloud, cli, text_file,
 
 @pytest.mark.parametrize("refusal", ["settings", "ceiling", "quota", "denied"])
 def test_a_search_that_is_refused_leaves_nothing(cloud, cli, text_file, monkeypatch, home, refusal):
-    words = [*STARTS, "--text", str(text_file)]
+    arguments = [*STARTS, "--text", str(text_file)]
     if refusal == "settings":
         monkeypatch.setenv("SM_NANOGPT_MAX_COST", "1")
     elif refusal == "ceiling":
-        words[-3] = "0.01"
+        arguments[-3] = "0.01"
     elif refusal == "quota":
         cloud.sagemaker.quota["ml.g5.12xlarge for training job usage"] = 0
     else:
         cloud.refuse["CreateTrainingJob"] = ("AccessDeniedException", "not you")
-    assert cli(*words).code == (2 if refusal in ("settings", "ceiling") else 1)
+    assert cli(*arguments).code == (2 if refusal in ("settings", "ceiling") else 1)
     assert [*(home / "tries").iterdir()] == []
     assert not cloud.sagemaker.jobs
 
@@ -628,25 +628,25 @@ def test_a_refused_start_keeps_what_another_command_reserved(
 
 
 def test_a_command_that_waited_writes_to_no_removed_search(tmp_path, monkeypatch):
-    place = tmp_path / "plays"
-    place.mkdir()
-    book = SearchLedger(place)
+    directory = tmp_path / "plays"
+    directory.mkdir()
+    book = SearchLedger(directory)
     book.add("start", ceiling=CEILING)
 
     def removed_meanwhile(file: Any) -> None:
-        place.rename(tmp_path / "old")
-        place.mkdir()
-        (place / "ledger.lock").touch()
+        directory.rename(tmp_path / "old")
+        directory.mkdir()
+        (directory / "ledger.lock").touch()
 
     monkeypatch.setattr(ledger.locks, "lock", removed_meanwhile)
     with pytest.raises(ServiceError, match="was removed"):
         book.reserve("a-job", 1.0)
-    assert not (place / "ledger.jsonl").exists()
+    assert not (directory / "ledger.jsonl").exists()
 
 
 def test_without_a_price_nothing_is_sent(cloud, cli, text_file, s3):
-    words = ("--instance", "ml.g5.48xlarge", "--ceiling", "10")
-    ran = cli("try", "start", "plays", "--text", str(text_file), *words)
+    arguments = ("--instance", "ml.g5.48xlarge", "--ceiling", "10")
+    ran = cli("try", "start", "plays", "--text", str(text_file), *arguments)
     assert ran.failed(2, "the price of ml.g5.48xlarge is unknown")
     assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == 0
 

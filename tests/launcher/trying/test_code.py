@@ -116,8 +116,8 @@ def test_a_copy_may_begin_and_end_with_a_space():
 @pytest.mark.parametrize("n", [50, 160])
 def test_text_of_the_judge_is_refused_by_file_and_line(n):
     source = with_files(hint_py=f"a = 1\nb = 2\nTEXT = '{TEXT[:n]}'\n")
-    said = rf"hint\.py:3 has {n} bytes that the judge's text has too: '{TEXT[:50]}'"
-    with pytest.raises(Refused, match=said):
+    message = rf"hint\.py:3 has {n} bytes that the judge's text has too: '{TEXT[:50]}'"
+    with pytest.raises(Refused, match=message):
         check_code(source, FIRST, f"...{TEXT}".encode())
 
 

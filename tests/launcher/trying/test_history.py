@@ -19,7 +19,7 @@ CEILING = 10.0
 
 
 @pytest.fixture
-def place(tmp_path):
+def directory(tmp_path):
     ledger = SearchLedger(tmp_path)
     ledger.add("start", folder="a", ceiling=CEILING, note="naïve – café")
     for n in range(5):
@@ -27,57 +27,57 @@ def place(tmp_path):
     return tmp_path
 
 
-def file_of(place: Path) -> Path:
-    return place / "ledger.jsonl"
+def file_of(directory: Path) -> Path:
+    return directory / "ledger.jsonl"
 
 
-def test_any_edited_byte_but_the_last_lines_is_found(place):
-    content = file_of(place).read_bytes()
+def test_any_edited_byte_but_the_last_lines_is_found(directory):
+    content = file_of(directory).read_bytes()
     last = content.rindex(b"\n", 0, -1) + 1
     for at in range(last):
         for byte in {content[at] ^ 1, ord("\n"), ord(" ")} - {content[at]}:
-            file_of(place).write_bytes(content[:at] + bytes([byte]) + content[at + 1 :])
+            file_of(directory).write_bytes(content[:at] + bytes([byte]) + content[at + 1 :])
             with pytest.raises(ServiceError, match="was changed after it was written"):
-                SearchLedger(place)
+                SearchLedger(directory)
 
 
-def test_a_note_of_any_bytes_is_kept(place):
+def test_a_note_of_any_bytes_is_kept(directory):
     note = os.fsdecode(b"caf\xe9 \xf0\x9f\x8c\x8d")  # as a command gets an argument
-    SearchLedger(place).add("try", number=1, note=note)
-    assert SearchLedger(place).of("try")[0]["note"] == note
+    SearchLedger(directory).add("try", number=1, note=note)
+    assert SearchLedger(directory).of("try")[0]["note"] == note
 
 
 @pytest.mark.parametrize("change", ["removed", "doubled", "swapped"])
-def test_lines_that_moved_are_found(place, change):
-    lines = file_of(place).read_bytes().splitlines(keepends=True)
+def test_lines_that_moved_are_found(directory, change):
+    lines = file_of(directory).read_bytes().splitlines(keepends=True)
     changed = {
         "removed": lines[:2] + lines[3:],
         "doubled": [*lines[:3], *lines[2:]],
         "swapped": [*lines[:2], lines[3], lines[2], *lines[4:]],
     }
-    file_of(place).write_bytes(b"".join(changed[change]))
+    file_of(directory).write_bytes(b"".join(changed[change]))
     with pytest.raises(ServiceError, match="was changed after it was written"):
-        SearchLedger(place)
+        SearchLedger(directory)
 
 
-def test_a_line_cut_anywhere_counts_for_nothing(place):
-    content = file_of(place).read_bytes()
+def test_a_line_cut_anywhere_counts_for_nothing(directory):
+    content = file_of(directory).read_bytes()
     begin = content.rindex(b"\n", 0, -1) + 1
     for end in range(begin, len(content)):
-        file_of(place).write_bytes(content[:end])
-        ledger = SearchLedger(place)
+        file_of(directory).write_bytes(content[:end])
+        ledger = SearchLedger(directory)
         assert len(ledger.entries) == 5
         ledger.add("try", verdict="kept")
-        assert [entry["kind"] for entry in SearchLedger(place).entries][-1] == "try"
-        assert len(file_of(place).read_bytes().splitlines()) == 6
+        assert [entry["kind"] for entry in SearchLedger(directory).entries][-1] == "try"
+        assert len(file_of(directory).read_bytes().splitlines()) == 6
 
 
-def test_a_long_torn_line_leaves_nothing_behind(place):
-    with file_of(place).open("ab") as file:
+def test_a_long_torn_line_leaves_nothing_behind(directory):
+    with file_of(directory).open("ab") as file:
         file.write(b'{"previous": "' + b"x" * 10_000)
-    SearchLedger(place).add("fresh", n=4)
-    assert all(map(json.loads, file_of(place).read_bytes().splitlines()))
-    assert len(SearchLedger(place).entries) == 7
+    SearchLedger(directory).add("fresh", n=4)
+    assert all(map(json.loads, file_of(directory).read_bytes().splitlines()))
+    assert len(SearchLedger(directory).entries) == 7
 
 
 def test_nobody_can_foresee_a_seed(tmp_path):
@@ -91,22 +91,22 @@ def test_a_seed_that_is_used_is_not_drawn_again(monkeypatch):
     assert draw_seeds(2, used={8}) == [7, 9]
 
 
-def test_seeds_are_drawn_once_and_only_those_that_lack(place):
-    seeds = SearchLedger(place).seeds("fresh pairs", 4)
-    assert SearchLedger(place).seeds("fresh pairs", 4) == seeds
-    assert SearchLedger(place).seeds("fresh pairs", 8)[:4] == seeds
-    drawn = [entry["seeds"] for entry in SearchLedger(place).of("seeds")]
+def test_seeds_are_drawn_once_and_only_those_that_lack(directory):
+    seeds = SearchLedger(directory).seeds("fresh pairs", 4)
+    assert SearchLedger(directory).seeds("fresh pairs", 4) == seeds
+    assert SearchLedger(directory).seeds("fresh pairs", 8)[:4] == seeds
+    drawn = [entry["seeds"] for entry in SearchLedger(directory).of("seeds")]
     assert [len(each) for each in drawn] == [4, 4]
 
 
-def add_many(place: Path, who: int) -> None:
-    ledger = SearchLedger(place)
+def add_many(directory: Path, who: int) -> None:
+    ledger = SearchLedger(directory)
     for n in range(20):
         ledger.add("run", folder=str(who), seed=n)
 
 
-def reserve_many(place: Path, who: int) -> None:
-    ledger = SearchLedger(place)
+def reserve_many(directory: Path, who: int) -> None:
+    ledger = SearchLedger(directory)
     for n in range(20):
         try:
             ledger.reserve(f"{who}-{n}", 1.0, runs=[])
@@ -116,9 +116,9 @@ def reserve_many(place: Path, who: int) -> None:
             ledger.settle_all(lambda entry: 0.25 if entry["job"].startswith(f"{who}-") else None)
 
 
-def at_once(what: Callable[[Path, int], None], place: Path) -> None:
+def at_once(work: Callable[[Path, int], None], directory: Path) -> None:
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=what, args=(place, who)) for who in range(4)]
+    workers = [context.Process(target=work, args=(directory, who)) for who in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -126,16 +126,16 @@ def at_once(what: Callable[[Path, int], None], place: Path) -> None:
         assert worker.exitcode == 0
 
 
-def test_entries_of_several_processes_are_all_there(place):
-    at_once(add_many, place)
-    entries = SearchLedger(place).of("run")[5:]
+def test_entries_of_several_processes_are_all_there(directory):
+    at_once(add_many, directory)
+    entries = SearchLedger(directory).of("run")[5:]
     for who in range(4):
         assert [e["seed"] for e in entries if e["folder"] == str(who)] == [*range(20)]
 
 
-def test_several_processes_reserve_no_more_than_the_ceiling(place):
-    at_once(reserve_many, place)
-    ledger, held = SearchLedger(place), dict[str, float]()
+def test_several_processes_reserve_no_more_than_the_ceiling(directory):
+    at_once(reserve_many, directory)
+    ledger, held = SearchLedger(directory), dict[str, float]()
     for entry in ledger.entries:
         if entry["kind"] in ("reserved", "settled"):
             held[entry["job"]] = entry["usd"]

@@ -21,22 +21,22 @@ def attempt(
 
     base: the noise of the base's first runs, which tries share.
     """
-    most, used = rule.pairs_for(smallest_gain, DEVIATION / rule.PAIRED), [0, 0]
+    max_pairs, used = rule.pairs_for(smallest_gain, DEVIATION / rule.PAIRED), [0, 0]
     spread = DEVIATION / 2**0.5
-    luck = base or [draw.gauss(0, spread) for _ in range(most)]
-    own = [draw.gauss(-gain, spread) for _ in range(most)]
+    luck = base or [draw.gauss(0, spread) for _ in range(max_pairs)]
+    folder_noise = [draw.gauss(-gain, spread) for _ in range(max_pairs)]
 
     def shared(n: int) -> list[float]:
         used[0] = n
-        return [a - b for a, b in zip(own[:n], luck, strict=False)]
+        return [a - b for a, b in zip(folder_noise[:n], luck, strict=False)]
 
     def fresh(n: int) -> list[float]:
         used[1] = n
         return [draw.gauss(-gain, DEVIATION) for _ in range(n)]
 
-    looks = [n for n in rule.LOOKS if n <= most]
-    verdict, found, _ = rule.decide(shared, fresh, looks, smallest_gain)
-    return verdict == "kept", sum(used), abs(fmean(found) + gain) < rule.half(found)
+    looks = [n for n in rule.LOOKS if n <= max_pairs]
+    verdict, differences, _ = rule.decide(shared, fresh, looks, smallest_gain)
+    return verdict == "kept", sum(used), abs(fmean(differences) + gain) < rule.half(differences)
 
 
 def test_what_changes_nothing_is_hardly_ever_kept():
@@ -44,15 +44,15 @@ def test_what_changes_nothing_is_hardly_ever_kept():
     draw = random.Random(1)
     for _ in range(5):
         base = [draw.gauss(0.004, DEVIATION / 2**0.5) for _ in range(rule.LOOKS[-1])]
-        kept = sum(attempt(draw, 0.0, base)[0] for _ in range(400))
-        assert kept <= 8
+        n_kept = sum(attempt(draw, 0.0, base)[0] for _ in range(400))
+        assert n_kept <= 8
 
 
-@pytest.mark.parametrize(("gain", "found"), [(0.008, 0.8), (0.01, 0.95), (0.02, 0.99)])
-def test_a_change_that_gains_is_found(gain, found):
+@pytest.mark.parametrize(("gain", "min_share"), [(0.008, 0.8), (0.01, 0.95), (0.02, 0.99)])
+def test_a_change_that_gains_is_found(gain, min_share):
     draw = random.Random(2)
     tries = [attempt(draw, gain) for _ in range(1000)]
-    assert fmean(kept for kept, _, _ in tries) >= found
+    assert fmean(kept for kept, _, _ in tries) >= min_share
     assert fmean(inside for kept, _, inside in tries if kept) > 0.9
 
 
@@ -69,20 +69,20 @@ def losses_of(draw: random.Random, order: float, weights: float, n: int) -> tupl
 def test_a_gain_by_chosen_batches_is_luck(gain):
     """Their order is the same for all seeds: the best of many that somebody tried."""
     draw = random.Random(4)
-    found = [rule.may_be_luck(gain, *losses_of(draw, 0.0, 0.0064, 36)) for _ in range(500)]
-    assert fmean(found) > 0.8
+    verdicts = [rule.may_be_luck(gain, *losses_of(draw, 0.0, 0.0064, 36)) for _ in range(500)]
+    assert fmean(verdicts) > 0.8
 
 
-@pytest.mark.parametrize(("bad", "worse"), [(12, 0.05), (12, 0.15)])
-def test_a_few_bad_seeds_do_not_hide_chosen_batches(bad, worse):
+@pytest.mark.parametrize(("every", "worse"), [(12, 0.05), (12, 0.15)])
+def test_a_few_bad_seeds_do_not_hide_chosen_batches(every, worse):
     """A folder trains worse for one seed of so many, so that its losses deviate like the base's."""
     draw = random.Random(7)
-    found = []
+    verdicts = []
     for _ in range(500):
         losses, base_losses = losses_of(draw, 0.0, 0.0064, 36)
-        losses[::bad] = [loss + worse for loss in losses[::bad]]
-        found.append(rule.may_be_luck(0.035, losses, base_losses))
-    assert fmean(found) > 0.8
+        losses[::every] = [loss + worse for loss in losses[::every]]
+        verdicts.append(rule.may_be_luck(0.035, losses, base_losses))
+    assert fmean(verdicts) > 0.8
 
 
 def test_more_than_the_luckiest_order_gains_is_no_luck():
@@ -98,8 +98,8 @@ def test_more_than_the_luckiest_order_gains_is_no_luck():
 def test_an_honest_change_is_no_luck(order, weights):
     """Averaged weights halve the spread, and larger batches have another order."""
     draw = random.Random(6)
-    found = [rule.may_be_luck(0.01, *losses_of(draw, order, weights, 36)) for _ in range(500)]
-    assert fmean(found) < 0.02
+    verdicts = [rule.may_be_luck(0.01, *losses_of(draw, order, weights, 36)) for _ in range(500)]
+    assert fmean(verdicts) < 0.02
 
 
 def test_a_hopeless_change_costs_few_pairs():
@@ -108,6 +108,6 @@ def test_a_hopeless_change_costs_few_pairs():
 
 
 def test_smaller_gains_need_more_pairs():
-    needed = [rule.pairs_for(gain, DEVIATION / rule.PAIRED) for gain in (0.05, 0.015, 0.005, 0.001)]
-    assert needed == sorted(needed)
-    assert needed[0] < needed[-1] == rule.LOOKS[-1]
+    pairs = [rule.pairs_for(gain, DEVIATION / rule.PAIRED) for gain in (0.05, 0.015, 0.005, 0.001)]
+    assert pairs == sorted(pairs)
+    assert pairs[0] < pairs[-1] == rule.LOOKS[-1]

@@ -86,10 +86,10 @@ def test_a_note_of_any_bytes_is_kept_and_shown(started, tmp_path):
 
 def test_the_judges_text_is_in_nothing_that_runs_read(started, home, short_text_file):
     text = short_text_file.read_text("utf-8")
-    place = home / "tries" / "plays"
-    judged = (place / "judge.txt").read_text()
+    directory = home / "tries" / "plays"
+    judged = (directory / "judge.txt").read_text()
     assert text.endswith(judged)
-    read = read_tokens(place / "text", Config())
+    read = read_tokens(directory / "text", Config())
     for part in (read.train, read.val):
         assert read.tokenizer.decode(unsigned(part[0 : len(part)]).tolist()) in text[: -len(judged)]
     assert len(read.train) + len(read.val) + len(judged) == len(text)
@@ -124,17 +124,17 @@ def test_what_a_try_changed_is_shown_whatever_hides_it(started, tmp_path, hidden
     tried = folder(tmp_path / "a", 0.0)
     (tried / "extra.py").write_bytes(os.fsencode(f"{line}\n"))
     started("try", "run", str(tried), "--group", "plays")
-    told = started("try", "show", "1", "--group", "plays").good.out
-    assert f"+a = 1  # {ascii(characters)[1:-1]} ok\n" in told
-    assert all(map(str.isprintable, told.splitlines()))
+    output = started("try", "show", "1", "--group", "plays").good.out
+    assert f"+a = 1  # {ascii(characters)[1:-1]} ok\n" in output
+    assert all(map(str.isprintable, output.splitlines()))
 
 
 @pytest.mark.parametrize("gain", [0.0, -0.05])
 def test_a_folder_that_gains_nothing_is_not_kept(started, home, tmp_path, gain):
-    before = opened(home).ledger.base
+    base_before = opened(home).ledger.base
     ran = started("try", "run", str(folder(tmp_path / "a", gain)), "--group", "plays")
     assert ran.code == 3
-    assert opened(home).ledger.base == before
+    assert opened(home).ledger.base == base_before
 
 
 def test_a_kept_gain_is_told_by_fresh_seeds_alone(started, home, tmp_path):
@@ -178,12 +178,12 @@ def test_each_use_of_seeds_has_its_own(started, home):
     assert ledger.seeds("b", 8) == b
 
 
-@pytest.mark.parametrize(("name", "most"), [("parameters", 110), ("tokens", 1000)])
-def test_the_budget_is_that_of_the_first_folder(started, home, tmp_path, monkeypatch, name, most):
-    found = {"parameters": 100, "tokens": 1000}
-    monkeypatch.setattr(search, "sizes_of", lambda model: found)
-    for n, fits in ((most, True), (most + 1, False)):
-        found[name] = n
+@pytest.mark.parametrize(("name", "limit"), [("parameters", 110), ("tokens", 1000)])
+def test_the_budget_is_that_of_the_first_folder(started, home, tmp_path, monkeypatch, name, limit):
+    sizes = {"parameters": 100, "tokens": 1000}
+    monkeypatch.setattr(search, "sizes_of", lambda model: sizes)
+    for n, fits in ((limit, True), (limit + 1, False)):
+        sizes[name] = n
         source = Source.read(folder(tmp_path / str(n), 0.001 * n))
         assert (opened(home).attempt(source, "")["verdict"] == "refused") is not fits
 
@@ -228,9 +228,9 @@ def test_a_machine_that_is_busy_by_now_refuses_nobody(started, home, tmp_path, m
 
 def test_a_folder_that_computes_before_the_judge_is_refused(started, home, tmp_path, monkeypatch):
     def slow_score(self: Judge, model: Path, source: Source, *args: Any) -> Score:
-        usual = score(self, model, source, *args)
+        scored = score(self, model, source, *args)
         factor = 1.4 if "gain.py" in source.files else 1.0
-        return Score(usual.loss, factor * usual.seconds)
+        return Score(scored.loss, factor * scored.seconds)
 
     monkeypatch.setattr(Judge, "score", slow_score)
     ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
@@ -290,28 +290,28 @@ def test_the_gain_of_all_kept_tries_is_measured_anew(started, home, tmp_path):
     assert started("try", "log", "plays", "--gain", "8").failed(2, "nothing was kept")
     for name, gain in (("a", 0.03), ("b", 0.06)):
         started("try", "run", str(folder(tmp_path / name, gain)), "--group", "plays")
-    told = started("try", "log", "plays", "--gain", "8").good
+    ran = started("try", "log", "plays", "--gain", "8").good
     [entry] = opened(home).ledger.of("gain")
     assert entry["low"] < -0.06 < entry["high"]
-    assert f"{entry['mean']:+.4f}" in told.out
+    assert f"{entry['mean']:+.4f}" in ran.out
 
 
 def test_the_log_lists_each_try(started, tmp_path):
     for name, gain in (("a", 0.05), ("b", 0.0)):
-        words = ("--group", "plays", "--note", f"idea {name}")
-        started("try", "run", str(folder(tmp_path / name, gain)), *words)
-    told = started("try", "log", "plays", "--verify").good
-    assert [line.split()[:2] for line in told.out.splitlines()[1:]] == [
+        arguments = ("--group", "plays", "--note", f"idea {name}")
+        started("try", "run", str(folder(tmp_path / name, gain)), *arguments)
+    ran = started("try", "log", "plays", "--verify").good
+    assert [line.split()[:2] for line in ran.out.splitlines()[1:]] == [
         ["1", "kept"],
         ["2", "no"],
     ]
-    assert "idea b" in told.out
+    assert "idea b" in ran.out
     entries = json.loads(started("try", "log", "plays", "--json").good.out)
     assert [entry["note"] for entry in entries] == ["idea a", "idea b"]
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("arguments", "problem"),
     [
         (("start", "plays"), "there is a search plays"),
         (("start", "a/b"), "letters"),
@@ -323,8 +323,8 @@ def test_the_log_lists_each_try(started, tmp_path):
         (("run", "nowhere", "--group", "plays"), "nowhere"),
     ],
 )
-def test_wrong_words_are_told_in_one_line(started, words, problem):
-    assert started("try", *words).failed(2, problem)
+def test_wrong_words_are_told_in_one_line(started, arguments, problem):
+    assert started("try", *arguments).failed(2, problem)
 
 
 def test_a_kill_at_any_moment_is_as_none(
@@ -339,10 +339,17 @@ def test_a_kill_at_any_moment_is_as_none(
     monkeypatch.setattr(search, "MAX_TIME", 100.0)  # of a tenth of a second
     monkeypatch.setattr(search, "CLEARLY_SLOW", 100.0)
     mine, base = folder(tmp_path / "mine", 0.05), folder(tmp_path / "base", 0.0)
-    for each in (mine, base):  # real runs that learn nothing
-        (each / "train.py").write_text("import time\ntime.sleep(0.1)\n")
-    words = ("--text", str(short_text_file), "--smallest-gain", "0.01", "--entry-point", str(base))
-    assert cli("try", "start", "plays", words).good
+    for path in (mine, base):  # real runs that learn nothing
+        (path / "train.py").write_text("import time\ntime.sleep(0.1)\n")
+    arguments = (
+        "--text",
+        str(short_text_file),
+        "--smallest-gain",
+        "0.01",
+        "--entry-point",
+        str(base),
+    )
+    assert cli("try", "start", "plays", arguments).good
     source, draw = Source.read(mine), random.Random(1)
     states = [opened(home).ledger.base, source.sha256]
     for _ in range(20):
@@ -374,16 +381,16 @@ def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
 def of_lines(change: Callable[[list[bytes]], object]) -> Callable[[Path], None]:
     """A change of the ledger's lines."""
 
-    def damage(place: Path) -> None:
-        lines = (place / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    def damage(directory: Path) -> None:
+        lines = (directory / "ledger.jsonl").read_bytes().splitlines(keepends=True)
         change(lines)
-        (place / "ledger.jsonl").write_bytes(b"".join(lines))
+        (directory / "ledger.jsonl").write_bytes(b"".join(lines))
 
     return damage
 
 
 @pytest.mark.parametrize(
-    ("damage", "found"),
+    ("damage", "fact"),
     [
         (of_lines(lambda lines: lines.insert(3, lines[3])), "entry 5"),
         (of_lines(lambda lines: lines.pop(3)), "entry 4"),
@@ -393,28 +400,31 @@ def of_lines(change: Callable[[list[bytes]], object]) -> Callable[[Path], None]:
             "entry 4",
         ),
         (of_lines(lambda lines: lines.insert(2, b"{}\n")), "entry 3"),
-        (lambda place: edit(place / "judge.txt", lambda text: text[1:]), "judge.txt"),
-        (lambda place: edit(place / "text" / "train.bin", lambda ids: ids[::-1]), "text"),
-        (lambda place: edit(place / "text" / "tokenizer.json", lambda text: text + b" "), "text"),
+        (lambda directory: edit(directory / "judge.txt", lambda text: text[1:]), "judge.txt"),
+        (lambda directory: edit(directory / "text" / "train.bin", lambda ids: ids[::-1]), "text"),
         (
-            lambda place: edit(
-                next((place.parents[1] / "sources").glob("*/gain.py")), lambda code: code + b"#"
+            lambda directory: edit(directory / "text" / "tokenizer.json", lambda text: text + b" "),
+            "text",
+        ),
+        (
+            lambda directory: edit(
+                next((directory.parents[1] / "sources").glob("*/gain.py")), lambda code: code + b"#"
             ),
             "sources",
         ),
     ],
 )
-def test_what_was_changed_afterwards_is_found(damage, found, started, home, tmp_path):
+def test_what_was_changed_afterwards_is_found(damage, fact, started, home, tmp_path):
     started("try", "run", str(folder(tmp_path / "a", 0.0)), "--group", "plays")
     assert started("try", "log", "plays", "--verify").good
     damage(home / "tries" / "plays")
-    assert started("try", "log", "plays", "--verify").failed(1, found, "was changed")
+    assert started("try", "log", "plays", "--verify").failed(1, fact, "was changed")
 
 
 def test_a_search_that_was_killed_while_it_began_is_begun_anew(
     cli, home, short_text_file, trained, monkeypatch
 ):
-    words = ("try", "start", "plays", "--text", str(short_text_file))
+    command = ("try", "start", "plays", "--text", str(short_text_file))
 
     def killed(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
         yield FinishedRun(runs[0], Path("0/1"), 10.0)
@@ -422,9 +432,9 @@ def test_a_search_that_was_killed_while_it_began_is_begun_anew(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trained, "train", killed)
-        assert "goes on with what has ended" in cli(words).err
+        assert "goes on with what has ended" in cli(command).err
     assert len(opened(home).ledger.of("run")) == 1
-    assert cli(words).good
+    assert cli(command).good
     assert len(opened(home).ledger.of("run")) == search.BASE_SEEDS
     assert [path.name for path in (home / "tries").iterdir()] == ["plays"]
 
@@ -472,13 +482,16 @@ def test_begin_is_whole_or_nothing(home, short_text_file, trained, monkeypatch):
 
 
 def test_a_folder_that_is_known_is_no_try(started, home, tmp_path):
-    words = ("--group", "plays")
+    arguments = ("--group", "plays")
     first = Path(entry_point.__file__).parent
-    assert started("try", "run", str(first), *words).failed(2, "began with")
-    for name, gain, said in (("a", 0.0, "tried before: try 1"), ("b", 0.05, "tried before: try 2")):
-        place = str(folder(tmp_path / name, gain))
-        started("try", "run", place, *words)
-        assert started("try", "run", place, *words).failed(2, said)
+    assert started("try", "run", str(first), *arguments).failed(2, "began with")
+    for name, gain, reason in (
+        ("a", 0.0, "tried before: try 1"),
+        ("b", 0.05, "tried before: try 2"),
+    ):
+        path = str(folder(tmp_path / name, gain))
+        started("try", "run", path, *arguments)
+        assert started("try", "run", path, *arguments).failed(2, reason)
     assert len(opened(home).ledger.of("try")) == 2
 
 
@@ -490,9 +503,9 @@ def test_a_folder_that_looked_ahead_is_no_try_again(started, home, tmp_path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(Search, "check", looks_ahead)
-        words = ("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
-        assert started(*words).code == 4
-    assert started(*words).failed(2, "refused before, by try 1: not causal")
+        command = ("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+        assert started(*command).code == 4
+    assert started(*command).failed(2, "refused before, by try 1: not causal")
     assert len(opened(home).ledger.of("try")) == 1
 
 
@@ -501,19 +514,19 @@ def test_a_folder_that_was_refused_begins_anew(started, home, tmp_path, monkeypa
     scores = Judge.score
     judged = list[int]()
 
-    def unlucky(self: Judge, *words: Any) -> Score:
+    def unlucky(self: Judge, *args: Any) -> Score:
         judged.append(len(judged))
         if len(judged) == 3:
             raise Refused("ended with exit code 1")
-        return scores(self, *words)
+        return scores(self, *args)
 
-    words = ("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    command = ("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
     with monkeypatch.context() as patch:
         patch.setattr(Judge, "score", unlucky)
-        assert started(*words).code == 4
+        assert started(*command).code == 4
     sha256 = Source.read(tmp_path / "a").sha256
     assert opened(home).ledger.runs_of(sha256) == []
-    assert started(*words).code == 0
+    assert started(*command).code == 0
     entries = [run for run in opened(home).ledger.of("run") if run["folder"] == sha256]
     n_again = len(opened(home).ledger.runs_of(sha256))
     assert len(entries) == len(judged) - 1 + n_again

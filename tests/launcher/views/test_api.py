@@ -72,10 +72,10 @@ def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypa
     newer = api_client.chat.completions.create(**wish, max_completion_tokens=1)
     assert newer.usage == short.usage
     parts = [{"type": "text", "text": text} for text in ("What is ", "3 + 3?")]
-    said = [{"role": "developer", "content": "Hi"}, {"role": "user", "content": parts}]
-    told = api_client.chat.completions.create(**{**wish, "messages": said})
+    conversation = [{"role": "developer", "content": "Hi"}, {"role": "user", "content": parts}]
+    completion = api_client.chat.completions.create(**{**wish, "messages": conversation})
     messages = [Message("system", "Hi"), Message("user", "What is 3 + 3?")]
-    assert told.usage.prompt_tokens == len(ids_of(player.chat, *messages))
+    assert completion.usage.prompt_tokens == len(ids_of(player.chat, *messages))
     chunks = [
         *api_client.chat.completions.create(
             **wish, stream=True, stream_options={"include_usage": True}
@@ -108,8 +108,8 @@ def test_what_a_request_leaves_out_has_the_values_of_openai(client, player):
 def test_an_answer_ends_where_the_context_does(client, player):
     size, player.tokenizer.ends = player.model.config.block_size, set()
     messages = exchange("What is 3 + 3?", "6") * 4 + HELLO
-    for most in ({}, {"max_tokens": 10 * size}):
-        usage = client().chat.completions.create(model="mine", messages=messages, **most).usage
+    for limit in ({}, {"max_tokens": 10 * size}):
+        usage = client().chat.completions.create(model="mine", messages=messages, **limit).usage
         assert usage.prompt_tokens <= size - size // 4
         assert usage.total_tokens == size
     usage = client().completions.create(model="mine", prompt="a " * size, max_tokens=1).usage
@@ -164,7 +164,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content: must be text"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content: must be text"),
@@ -177,13 +177,13 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ({"presence_penalty": 0.5}, "presence_penalty: not supported here"),
     ],
 )
-def test_a_refusal_is_a_sentence_of_our_own(client, changes, said, openai):
+def test_a_refusal_is_a_sentence_of_our_own(client, changes, message, openai):
     api = client().completions if "prompt" in changes else client().chat.completions
     asks = {} if "prompt" in changes else {"messages": HELLO}
     with pytest.raises(openai.BadRequestError) as error:
         api.create(model="mine", **{**asks, **changes})
     body: Any = error.value.body
-    assert body["message"].startswith(said)
+    assert body["message"].startswith(message)
 
 
 def test_a_message_beyond_the_context_has_the_code_of_openai(client, openai):
@@ -217,11 +217,11 @@ def test_a_base_url_without_v1_is_told(client, openai):
 @pytest.fixture
 def ask(player):
     """Asks the API of two models, one of which is that of a job with a name."""
-    named = replace(player, name="named", job_id="sm-nanogpt-20261128-182734-6306f7")
+    named_player = replace(player, name="named", job_id="sm-nanogpt-20261128-182734-6306f7")
     other = replace(player, name="/models/other")
     http = {
         number: TestClient(make_app(players, "t", api.routes(players)))
-        for number, players in {1: [named], 2: [named, other]}.items()
+        for number, players in {1: [named_player], 2: [named_player, other]}.items()
     }
 
     def ask(path: str, body: Any = None, models: int = 2) -> Any:

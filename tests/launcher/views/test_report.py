@@ -25,8 +25,8 @@ from launcher.views.report import Report, Run, compare
 def text_of(cli):
     """The page about some jobs."""
 
-    def write(*words: str) -> str:
-        ran = cli("report", words)
+    def write(*arguments: str) -> str:
+        ran = cli("report", arguments)
         assert ran.code == 0, ran.err
         return Path(ran.out.strip()).read_text("utf-8")
 
@@ -34,9 +34,9 @@ def text_of(cli):
 
 
 def data_of(text: str) -> dict[str, Any]:
-    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text)
-    assert found
-    return dict(json.loads(found[1]))
+    match = re.search(r'<script id="data" type="application/json">(.*?)</script>', text)
+    assert match
+    return dict(json.loads(match[1]))
 
 
 def test_a_report_replaces_the_one_before_and_opens(job, cli, monkeypatch):
@@ -146,8 +146,8 @@ def test_what_is_set_besides_a_size_is_a_difference():
 
 def test_several_seeds_have_a_mean_and_a_spread():
     settings = [(0.1, 1, 2.0), (0.1, 2, 3.0), (0.2, 1, 2.25), (0.2, 2, 2.5)]
-    made = (made_up(f"{p}{n}", "characters", loss, 1, dropout=p, seed=n) for p, n, loss in settings)
-    text = page(compare([*made]))
+    runs = (made_up(f"{p}{n}", "characters", loss, 1, dropout=p, seed=n) for p, n, loss in settings)
+    text = page(compare([*runs]))
     table = text[text.index("Over the seeds") :].partition("</table>")[0]
     cells = " ".join(re.findall(r"<td[^>]*>([^<]*)</td>", table))
     assert cells == "0.2 2.3750 2.2500 2.5000 2 0.1 2.5000 2.0000 3.0000 2"
