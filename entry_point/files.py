@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import stat
 import sys
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from .errors import DataError
 
 LARGEST_TEXT = 2 * 10**9  # bytes; each rank holds the characters of a text in memory
 TOO_MUCH_TEXT = "over 2 GB of characters; make tokens of them: upload-data --tokenizer bpe"
@@ -36,6 +39,23 @@ def read_file(path: Path, largest: int) -> bytes:
     """The content of a regular file. Raises OSError, also if it has more than `largest` bytes."""
     with open_file(path) as file:
         return check_size(file.read(largest + 1), largest, path)
+
+
+LARGEST_JSON = 1 << 25  # bytes; a tokenizer of 150,000 ids has a third of that
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises DataError."""
+    try:
+        document = json.loads(read_file(path, LARGEST_JSON))
+        problem = "" if isinstance(document, dict) else "holds no JSON object"
+    except OSError as error:
+        problem = str(error.strerror)
+    except (ValueError, RecursionError) as error:
+        problem = f"is no JSON: {error}"
+    if problem:
+        raise DataError(f"{path}: {problem}")
+    return document
 
 
 def check_size(content: bytes, largest: int, name: object) -> bytes:

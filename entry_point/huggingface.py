@@ -18,12 +18,12 @@ from .causality import leak_of
 from .config import Config, has_tuned_rates, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
 from .errors import ConfigError, DataError, FormatError, TrainingError, is_out_of_memory
-from .files import file_sha256, replacing
+from .files import file_sha256, read_json, replacing
 from .kernels import NORM_EPS
 from .model import GPT, activation_name
 from .qwen3 import check_export, qwen3_config, qwen3_weights
 from .safetensors_file import read_safetensors, write_safetensors
-from .text import Tokenizer, read_json
+from .text import Tokenizer
 
 MODEL_FILES = (
     "config.json",

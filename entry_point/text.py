@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from .config import Config
 from .container import Container
 from .conversations import END_OF_TURN, Packed
 from .errors import DataError, counted
-from .files import LARGEST_TEXT, TOO_MUCH_TEXT, file_sha256, open_file, read_file
+from .files import LARGEST_TEXT, TOO_MUCH_TEXT, file_sha256, open_file, read_json
 
 if TYPE_CHECKING:
     from .distributed import Group
@@ -403,20 +402,3 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     if isinstance(end_of_text, dict):
         end_of_text = end_of_text["content"]
     return Tokenizer(read_json(directory / "tokenizer.json"), end_of_text)
-
-
-LARGEST_JSON = 1 << 25  # bytes; a tokenizer of 150,000 ids has a third of that
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises DataError."""
-    try:
-        document = json.loads(read_file(path, LARGEST_JSON))
-        problem = "" if isinstance(document, dict) else "holds no JSON object"
-    except OSError as error:
-        problem = str(error.strerror)
-    except (ValueError, RecursionError) as error:
-        problem = f"is no JSON: {error}"
-    if problem:
-        raise DataError(f"{path}: {problem}")
-    return document

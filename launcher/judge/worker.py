@@ -27,8 +27,8 @@ from pydantic import Field
 from torch import Tensor
 
 from entry_point.errors import DataError
-from entry_point.files import open_standard_streams
-from entry_point.text import Tokenizer, read_json, read_tokenizer
+from entry_point.files import open_standard_streams, read_json
+from entry_point.text import Tokenizer, read_tokenizer
 from launcher.errors import LauncherError, ServiceError
 from launcher.files.documents import Damaged, Document, parse
 from launcher.local.confine import (

@@ -24,11 +24,11 @@ from entry_point.config import Config, make_config
 from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, TURN
 from entry_point.device import has_fast_bfloat16
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
-from entry_point.files import file_sha256, read_file
+from entry_point.files import file_sha256, read_file, read_json
 from entry_point.model import GPT
 from entry_point.moments import moments_before, take_moments, write_moments
 from entry_point.qwen3 import qwen3_config
-from entry_point.text import Tokenizer, read_json, read_tokenizer
+from entry_point.text import Tokenizer, read_tokenizer
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import MAX_BYTES, Count, Damaged, Document, Scalar, parse
 from launcher.files.storage import path_of

@@ -14,7 +14,8 @@ from typing import Any
 
 from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.errors import DataError
-from entry_point.text import Tokenizer, read_json
+from entry_point.files import read_json
+from entry_point.text import Tokenizer
 from launcher.errors import InputError
 from launcher.files.models import is_path
 from launcher.files.progress import Progress, expect, no_progress

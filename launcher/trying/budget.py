@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from entry_point.files import open_file
+from entry_point.files import open_file, read_json
 from entry_point.safetensors_file import LARGEST_HEADER, read_header
-from entry_point.text import read_json
 from launcher.curve import total_steps
 from launcher.trying.history import SearchLedger
 from launcher.trying.refusal import Refused

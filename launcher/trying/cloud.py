@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from entry_point.text import read_json
+from entry_point.files import read_json
 from launcher.aws import OverQuota
 from launcher.errors import InputError, LauncherError, ServiceError
 from launcher.files import locks, storage

@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from entry_point.cores import cores
-from entry_point.text import Tokenizer, read_json
+from entry_point.files import read_json
+from entry_point.text import Tokenizer
 from launcher.backends import backend_class
 from launcher.errors import InputError, ServiceError
 from launcher.files import locks, storage
