@@ -8,13 +8,15 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from .errors import DataError
+
+T = TypeVar("T")
 
 LARGEST_TEXT = 2 * 10**9  # bytes; each rank holds the characters of a text in memory
 TOO_MUCH_TEXT = "over 2 GB of characters; make tokens of them: upload-data --tokenizer bpe"
@@ -56,6 +58,25 @@ def read_json(path: Path) -> dict[str, Any]:
     if problem:
         raise DataError(f"{path}: {problem}")
     return document
+
+
+JSON_TYPES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    int: "a whole number",
+    bool: "true or false",
+}
+
+
+def member(document: Any, name: str, kind: type[T]) -> T:
+    """The value of a name in a JSON object. Raises ValueError unless it is of a type of JSON."""
+    if not isinstance(document, Mapping) or name not in document:
+        raise ValueError(f"{name} is missing")
+    value = document[name]
+    if type(value) is not kind:
+        raise ValueError(f"{name} is {json.dumps(value)[:40]}, and not {JSON_TYPES[kind]}")
+    return value
 
 
 def check_size(content: bytes, largest: int, name: object) -> bytes:

@@ -18,7 +18,7 @@ from .causality import leak_of
 from .config import Config, has_tuned_rates, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
 from .errors import ConfigError, DataError, FormatError, TrainingError, is_out_of_memory
-from .files import file_sha256, read_json, replacing
+from .files import file_sha256, member, read_json, replacing
 from .kernels import NORM_EPS
 from .model import GPT, activation_name
 from .qwen3 import check_export, qwen3_config, qwen3_weights
@@ -212,8 +212,8 @@ def starting_values(directory: Path, requested: Mapping[str, Any]) -> dict[str, 
     """
     try:
         shape, suggested = read_shape(directory)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{directory / 'config.json'} is of another kind: {error!r}") from None
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{directory / 'training.json'} is of another kind: {error}") from None
     values = {}
     for name, value in requested.items():
         if value not in (None, ""):
@@ -237,7 +237,8 @@ def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     document = with_rope_values(read_json(directory / "config.json"))
     training_json = directory / "training.json"  # of ours; others have none
     training = read_json(training_json) if training_json.exists() else {"config": {}}
-    suggested = {"mask_documents": training["config"].get("mask_documents", False)}
+    config = member(training, "config", dict)
+    suggested = {"mask_documents": config.get("mask_documents", False)}
     if document.get("model_type") == EDITED:
         return shape_of_edited(training), suggested
 
@@ -246,12 +247,12 @@ def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if document.get("use_sliding_window") and document.get("sliding_window"):
         longest = min(longest, positions(document, "sliding_window"))
     suggested["block_size"] = min(longest, 1024)
-    return shape_of_qwen3(document, training["config"]), suggested
+    return shape_of_qwen3(document, config), suggested
 
 
 def shape_of_edited(training: Mapping[str, Any]) -> dict[str, Any]:
     """The shape of a model that an edited script trained. Raises ConfigError for another script."""
-    script = training["script_sha256"]
+    script = member(training, "script_sha256", str)
     if script != SCRIPT_SHA256:
         raise ConfigError(
             f"an edited script trained the initial model (SHA-256 {script[:12]}...), which is not"
@@ -265,23 +266,33 @@ def shape_of_qwen3(document: Mapping[str, Any], trained: Mapping[str, Any]) -> d
     """The shape of a model by its config.json and, if it is ours, the config that trained it."""
     # config.json cannot say that norms have no weights.
     norm_weights = trained.get("norm_weights", False) if trained else True
-    return {
-        "n_layer": document["num_hidden_layers"],
-        "n_head": document["num_attention_heads"],
-        "n_kv_head": document["num_key_value_heads"],
-        "head_dim": document["head_dim"],
-        "n_embd": document["hidden_size"],
-        "n_hidden": document["intermediate_size"],
-        "tie_embeddings": document["tie_word_embeddings"],
-        "norm_weights": norm_weights,
-        "rope_theta": document["rope_theta"],
-        "vocab_size": document["vocab_size"],
+    names = {
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_kv_head": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "n_embd": "hidden_size",
+        "n_hidden": "intermediate_size",
+        "tie_embeddings": "tie_word_embeddings",
+        "rope_theta": "rope_theta",
+        "vocab_size": "vocab_size",
     }
+    shape = {"norm_weights": norm_weights}
+    for hyperparameter, name in names.items():
+        if document.get(name) is None:  # which would be this script's default
+            raise ConfigError(f"config.json has no {name}")
+        shape[hyperparameter] = document[name]
+    return shape
 
 
 def with_rope_values(document: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with all values side by side: some versions nest those of rotary positions."""
+    """config.json with all values side by side: some versions nest those of rotary positions.
+
+    Raises ConfigError if those are no object.
+    """
     rope = document.get("rope_scaling") or document.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"config.json: {rope!r} are no values of rotary positions")
     defaults = {"model_type": None, "rope_type": rope.get("type", "default")}
     return {**defaults, **rope, **document}
 
@@ -306,7 +317,7 @@ def check_computable(document: Mapping[str, Any]) -> None:
 
 def positions(document: Mapping[str, Any], name: str) -> int:
     """A number of positions in config.json. Raises ConfigError unless it is a whole one, over 0."""
-    value = document[name]
+    value: Any = document.get(name)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 1 <= value < math.inf or value != int(value):
         raise ConfigError(f"config.json: {name}={value!r}: must be a whole number, at least 1")

@@ -18,7 +18,7 @@ from .config import Config
 from .container import Container
 from .conversations import END_OF_TURN, Packed
 from .errors import DataError, counted
-from .files import LARGEST_TEXT, TOO_MUCH_TEXT, file_sha256, open_file, read_json
+from .files import LARGEST_TEXT, TOO_MUCH_TEXT, file_sha256, member, open_file, read_json
 
 if TYPE_CHECKING:
     from .distributed import Group
@@ -299,26 +299,15 @@ class Tokenizer:
         self.chats = chats
         self.special: dict[str, int] = {}  # ids of tokens that stand for no text
         try:
-            model = document["model"]
-            self.unit = {"WordLevel": "characters", "BPE": "tokens"}[model["type"]]
-            if self.unit == "characters":
-                words = {id: word.encode() for word, id in model["vocab"].items()}
-            else:
-                words = words_of_bytes(model["vocab"])
-            for token in document["added_tokens"]:
-                if token["special"]:
-                    self.special[token["content"]] = token["id"]
-                    words[token["id"]] = b""
-                else:
-                    words[token["id"]] = token["content"].encode()
-            are_shared = len(set(model["vocab"].values())) < len(model["vocab"])
-            check_ids(words, are_shared)
+            self.unit, words = self.read_words(document)
             self.words = [words.get(id, b"") for id in range(max(words) + 1)]
-            self.end = self.special[end_of_text] if end_of_text is not None else None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if end_of_text is not None and end_of_text not in self.special:
+                raise ValueError(f"it has no special token {end_of_text!r}, the end of a text")
+        except ValueError as error:
             kinds = "BPE over bytes, or of characters"
-            raise DataError(f"tokenizer.json is no tokenizer of {kinds}: {error!r}") from None
+            raise DataError(f"tokenizer.json is no tokenizer of {kinds}: {error}") from None
 
+        self.end = None if end_of_text is None else self.special[end_of_text]
         self.ends = {self.end, self.special.get(END_OF_TURN) if chats else None}  # of a text
         if self.end is not None:
             self.start = self.end
@@ -326,6 +315,34 @@ class Tokenizer:
             self.start = self.words.index(b"\n")
         else:
             self.start = 0
+
+    def read_words(self, document: Mapping[str, Any]) -> tuple[str, dict[int, bytes]]:
+        """What an id stands for, and the bytes of each id. Raises ValueError."""
+        model = member(document, "model", dict)
+        vocab = member(model, "vocab", dict)
+        tokens = member(document, "added_tokens", list)
+        check_ids(vocab.values())
+        check_ids(member(token, "id", int) for token in tokens)
+        if len(set(vocab.values())) < len(vocab):
+            raise ValueError("two words have the same id")
+
+        kind = member(model, "type", str)
+        if kind == "WordLevel":
+            unit, words = "characters", {id: word.encode() for word, id in vocab.items()}
+        elif kind == "BPE":
+            unit, words = "tokens", words_of_bytes(vocab)
+        else:
+            raise ValueError(f"it is of the type {kind}")
+        for token in tokens:
+            id, content = token["id"], member(token, "content", str)
+            if member(token, "special", bool):
+                self.special[content] = id
+                words[id] = b""
+            else:
+                words[id] = content.encode()
+        if not words:
+            raise ValueError("its vocabulary is empty")
+        return unit, words
 
     def __len__(self) -> int:
         return len(self.words)
@@ -351,10 +368,8 @@ def words_of_bytes(vocab: Mapping[str, int]) -> dict[int, bytes]:
 LARGEST_VOCABULARY = 1 << 21  # ids; there are 1.1 million characters
 
 
-def check_ids(ids: Iterable[Any], are_shared: bool) -> None:
-    """Raises ValueError unless all are whole numbers below LARGEST_VOCABULARY, each of one word."""
-    if are_shared:
-        raise ValueError("two words have the same id")
+def check_ids(ids: Iterable[Any]) -> None:
+    """Raises ValueError unless all are whole numbers below LARGEST_VOCABULARY."""
     for id in ids:
         if type(id) is not int or not 0 <= id < LARGEST_VOCABULARY:
             raise ValueError(f"the id {id!r} is no whole number from 0 to {LARGEST_VOCABULARY - 1}")
@@ -400,5 +415,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of the model in a directory. Raises DataError."""
     end_of_text = read_json(directory / "tokenizer_config.json").get("eos_token")
     if isinstance(end_of_text, dict):
-        end_of_text = end_of_text["content"]
+        end_of_text = end_of_text.get("content")
+    if not isinstance(end_of_text, str | None):
+        raise DataError(f"{directory / 'tokenizer_config.json'}: eos_token is no string")
     return Tokenizer(read_json(directory / "tokenizer.json"), end_of_text)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from entry_point.cores import cores
+from entry_point.files import member
 from launcher.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,41 +49,51 @@ def published_tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
         check_document(document)
         tokenizer = Tokenizer.from_str(json.dumps(encoding_parts(document)))
     except Exception as error:  # the library raises no class of its own
-        raise InputError(f"tokenizer.json: {error}") from None
+        raise InputError(f"tokenizer.json {error}") from None
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def check_document(document: Mapping[str, Any]) -> None:
-    """Raises ValueError if encoding by this tokenizer.json may change a text.
-
-    Raises KeyError or TypeError if it has another form.
-    """
-    if document["pre_tokenizer"] is None:
+    """Raises ValueError if encoding by this tokenizer.json may change a text, or its form is
+    another one."""
+    if document.get("pre_tokenizer") is None:
         raise ValueError("has no pre_tokenizer, which splits a text")
     steps = splitting_steps(document)
     if not steps:
         raise ValueError("has a pre_tokenizer without steps")
-    model = document["model"]
+    model = member(document, "model", dict)
+    vocab = member(model, "vocab", dict)
     unknown_token = model.get("unk_token")
-    if unknown_token is not None and unknown_token not in model["vocab"]:
+    if unknown_token is not None and unknown_token not in vocab:
         raise ValueError(f"has the unk_token {unknown_token!r}, which its vocabulary lacks")
-    normalizer = document["normalizer"]
+    normalizer = document.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}):
-        raise ValueError(f"has a normalizer, {normalizer['type']}, that may change the text")
+        kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
+        raise ValueError(f"has a normalizer, {kind}, that may change the text")
     for step in steps:
-        is_known = step["type"] in ("ByteLevel", "Digits")
-        if step["type"] == "Split":
-            is_known = step["pattern"]["Regex"] in PATTERNS
-        if not is_known:
+        if not is_known_step(step):
             raise ValueError(f"splits text in an unknown way: {json.dumps(step)}")
 
 
+def is_known_step(step: Any) -> bool:
+    """Returns True if a step splits a text at the edges of words or digits, as BPE here does."""
+    if not isinstance(step, dict):
+        return False
+    pattern = step.get("pattern")
+    if step.get("type") == "Split":
+        return isinstance(pattern, dict) and pattern.get("Regex") in PATTERNS
+    return step.get("type") in ("ByteLevel", "Digits")
+
+
 def splitting_steps(document: Mapping[str, Any]) -> list[Any]:
-    """Returns the steps by which a tokenizer.json splits a text before it merges bytes."""
+    """Returns the steps by which a tokenizer.json splits a text before it merges bytes.
+
+    Raises ValueError if they are no list.
+    """
     pre_tokenizer = document["pre_tokenizer"]
-    if pre_tokenizer["type"] == "Sequence":
-        return list(pre_tokenizer["pretokenizers"])
+    if isinstance(pre_tokenizer, dict) and pre_tokenizer.get("type") == "Sequence":
+        return member(pre_tokenizer, "pretokenizers", list)
     return [pre_tokenizer]
 
 
@@ -90,7 +101,7 @@ def encoding_parts(document: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a tokenizer.json that decide how a text is encoded."""
     parts: dict[str, Any] = {"version": "1.0"}
     for name in ("added_tokens", "normalizer", "pre_tokenizer"):
-        parts[name] = document[name]
+        parts[name] = document.get(name)
     model = {}
     for name in ("type", "vocab", "merges", "ignore_merges", "unk_token"):
         if document["model"].get(name) is not None:

@@ -59,29 +59,33 @@ def open_tokenizer(path: Path) -> Tokenizer:
         config = read_json(config_file) if config_file.exists() else {}
     except DataError as error:
         raise InputError(str(error)) from None
+    model = document.get("model")
+    if isinstance(model, dict):
+        model.setdefault("type", "BPE")  # GPT-2's own file has none
     try:
-        document["model"].setdefault("type", "BPE")  # GPT-2's own file has none
-        end = end_of_text_in(document, config)
-        tokenizer = Tokenizer(document, end)
+        tokenizer = Tokenizer(document)
         published_tokenizer(document)
-    except (DataError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{file}: not a tokenizer of BPE over bytes: {error}") from None
+        end = end_of_text_in(tokenizer, config)
+        if end is not None:
+            tokenizer = Tokenizer(document, end)
+    except (DataError, InputError) as error:
+        problem = str(error).removeprefix("tokenizer.json ")
+        raise InputError(f"{file}: {problem}") from None
     if end is None and tokenizer.unit != "characters":
         problem = "no token for the end of a text; name one as eos_token in tokenizer_config.json"
         raise InputError(f"{file}: {problem}")
     return tokenizer
 
 
-def end_of_text_in(document: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+def end_of_text_in(tokenizer: Tokenizer, config: Mapping[str, Any]) -> str | None:
     """The token that ends a text: that of tokenizer_config.json, or one with a usual name."""
     end = config.get("eos_token")
     if isinstance(end, dict):
         end = end.get("content")
     if isinstance(end, str):
         return end
-    special = [token["content"] for token in document["added_tokens"] if token["special"]]
     for name in USUAL_ENDS:
-        if name in special:
+        if name in tokenizer.special:
             return name
     return None
 

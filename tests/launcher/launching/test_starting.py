@@ -188,6 +188,10 @@ def test_a_tuned_published_model_loads_elsewhere(documents, byte_pairs, publishe
         ({"max_position_embeddings": "many"}, "max_position_embeddings='many'"),
         ({"max_position_embeddings": True}, "max_position_embeddings=True"),
         ({"use_sliding_window": True, "sliding_window": -1}, "sliding_window=-1"),
+        ({"max_position_embeddings": None}, "max_position_embeddings=None"),
+        ({"vocab_size": None}, "config.json has no vocab_size"),
+        ({"num_attention_heads": None}, "config.json has no num_attention_heads"),
+        ({"rope_parameters": "none"}, "config.json: 'none' are no values of rotary positions"),
     ],
 )
 def test_unsupported_model_features_are_named(published, tmp_path, values, refused):
