@@ -85,6 +85,15 @@ HTML = Format(
     is_text=True,
     advice="`pandoc -f html -t plain -o {text} {path}` makes text of it",
 )
+XML = Format(
+    "XML",
+    ".xml .rss .atom .svg",
+    magic=rb"(\xef\xbb\xbf)?\s*<\?xml\b",
+    is_text=True,
+    advice='`python -c "import sys, xml.etree.ElementTree as e;'
+    " print(*e.parse(sys.argv[1]).getroot().itertext(), sep='')\" {path} > {text}`"
+    " makes text of it",
+)
 NOTEBOOK = Format(
     "a notebook",
     ".ipynb",
@@ -98,20 +107,23 @@ TAR = Format(
     advice="unpack it: `tar -xf {path}`",
 )
 REFUSED = (
-    HTML,
+    HTML,  # before XML, with which a page may begin
+    XML,
     NOTEBOOK,
     Format(
         "an Arrow file",
         ".arrow",
-        advice='`python -c "import datasets as d;'
-        " d.Dataset.from_file('{path}').to_parquet('{stem}.parquet')\"` makes Parquet of it",
+        advice='`python -c "import sys, datasets as d;'
+        ' d.Dataset.from_file(sys.argv[1]).to_parquet(sys.argv[2])" {path} {stem}.parquet`'
+        " makes Parquet of it",
     ),
     Format(
         "a Feather file",
         ".feather",
         magic=rb"ARROW1|FEA1",
-        advice='`python -c "import pandas as p;'
-        " p.read_feather('{path}').to_parquet('{stem}.parquet')\"` makes Parquet of it",
+        advice='`python -c "import sys, pandas as p;'
+        ' p.read_feather(sys.argv[1]).to_parquet(sys.argv[2])" {path} {stem}.parquet`'
+        " makes Parquet of it",
     ),
     TAR,
     Format(
@@ -122,7 +134,7 @@ REFUSED = (
     ),
     Format(
         "a document",
-        ".docx .odt .epub .rtf",
+        ".docx .odt .epub .fb2 .rtf",
         magic=rb"\{\\rtf",
         advice="`pandoc -t plain -o {text} {path}` makes text of it",
     ),

@@ -8,6 +8,8 @@ import gzip
 import json
 import re
 import stat
+import subprocess
+import sys
 from typing import Any
 from unittest.mock import Mock
 
@@ -69,8 +71,12 @@ TAR = b"books/one.txt".ljust(257, b"\0") + b"ustar\x0000" + LONG.encode()
         ("page.txt", b"\n<!doctype HTML>" + LONG.encode(), r"an HTML page; .* -o page-plain.txt "),
         ("page.md", codecs.BOM_UTF8 + b'<?xml version="1.0"?><html>', "is an HTML page; "),
         ("page.html.gz", gzip.compress(b"<html>"), r"`gunzip -k \S*` unpacks it; then `pandoc"),
+        ("feed.rss", b"<rss>", r"is XML; `python -c .* \S*feed.rss > feed.txt` makes"),
+        ("dump.txt", b'\n<?xml version="1.0"?><dump>', "is XML; .* > dump-plain.txt`"),
+        ("plan.svg", b"<svg>", "is XML; "),
+        ("book.fb2", b'<?xml version="1.0"?>', "is a document; `pandoc"),
         ("a.ipynb", b"{}", "is a notebook; `jupyter nbconvert "),
-        ("a.arrow", b"\xff" * 4, "is an Arrow file; `python -c "),
+        ("a b.arrow", b"\xff" * 4, "is an Arrow file; `python -c .* 'a b'.parquet`"),
         ("a.bin", b"ARROW1\0\0", "is a Feather file; `python -c "),
         ("texts/state.json", b"{}", "no text is there"),
         ("a.parquet.gz", gzip.compress(b"PAR1"), r"is Parquet; `gunzip -k \S*` unpacks it"),
@@ -122,6 +128,15 @@ def test_a_saved_data_set_is_known_by_its_files(refusal, tmp_path, names):
     for name in names:
         (tmp_path / "texts/saved" / name).write_text("{}")
     assert "load_from_disk('" in refusal("texts")
+
+
+def test_what_the_refusal_of_xml_advises_makes_text(refusal, tmp_path):
+    (tmp_path / "a dump.xml").write_text(f"<dump><p>{LONG}</p> caf\u00e9</dump>")
+    advice = re.search("`(.*)`", refusal("a dump.xml"))
+    assert advice
+    command = advice[1].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert (tmp_path / "a dump.txt").read_text() == f"{LONG} caf\u00e9\n"
 
 
 def test_a_page_is_text_for_who_includes_it(home, tmp_path):
