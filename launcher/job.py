@@ -17,12 +17,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, 
 from launcher.backends import backend_class
 from launcher.curve import total_steps
 from launcher.errors import InputError, ServiceError, about, must_be
-from launcher.files.documents import Document, Number, Scalar
+from launcher.files.documents import Bytes, Document, Number, Scalar
 from launcher.files.moved import text_id
 from launcher.instances import types_of
 from launcher.machines import DEFAULT_VERSION
 from launcher.source import Source
-from launcher.values import plain
+from launcher.values import megabytes, plain
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class TrainingRequest(BaseModel):
     validation: str | None = None
     preset: str | None = None
     size: Annotated[float, Field(ge=0.25, le=16)] | None = None  # in place of a preset
+    fit: Bytes | None = None  # in place of a size: what the model's page may have
     hyperparameters: dict[Hyperparameter, Scalar] = Field(default_factory=dict)
     entry_point: Path | None = None  # training folder; None: that of this package
     init_from: str | None = None  # model to start from: job id, directory or URI
@@ -148,6 +149,10 @@ class Request(TrainingRequest):
             if self.size is not None and name in given:
                 too = f"{name} sets the size of the model too; give one of the two"
                 yield "size", f"{self.size:g}", too
+        for name in ("size", "preset", "resume", "init_from"):
+            if self.fit is not None and name in given:
+                too = f"{name} sets the size of the model too; give one of the two"
+                yield "fit", megabytes(self.fit), too
         if self.preset == "auto" and self.init_from is not None:
             yield "preset", "auto", "is for a new model, without init_from"
         if self.name is not None and not NAME.fullmatch(self.name):
@@ -236,6 +241,7 @@ class TrainingJob(Request):
     base: str | None = None  # the model of init_from, as people call it: a job's id, or a name
     summary: str = ""  # as summary.summary_of says
     expected: Expected | None = None  # what was forecast for it
+    page_limit: Bytes | None = None  # what its page may have, as `fit` asked
     spot: bool = False
     volume_size: Gibibytes = 50
     input_mode: InputMode = "File"
@@ -285,7 +291,8 @@ class TrainingJob(Request):
 
 
 # What a backend other than SageMaker records of a job.
-COMMON_FIELDS = {*TrainingRequest.model_fields, "source_sha256", "base", "summary", "expected"}
+RECORDED_FIELDS = ("source_sha256", "base", "summary", "expected", "page_limit")
+COMMON_FIELDS = {*TrainingRequest.model_fields, *RECORDED_FIELDS}
 
 
 # -- how it stands ---------------------------------------------------------------------------------
@@ -332,6 +339,7 @@ class JobDescription:
     summary: str | None = None  # as summary.summary_of says
     search: str | None = None
     expected: Expected | None = None  # what was forecast for it
+    page_limit: int | None = None  # bytes that its page may have
     inputs: dict[str, str] = field(default_factory=dict)
     failure_reason: str | None = None
     started: float | None = None

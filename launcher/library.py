@@ -197,7 +197,8 @@ class Job(TrackedJob):
         model, tokenizer = self._loaded
         corpus = training_corpus(self.id, self.model(), self.settings, UNMEASURED)
         job = self.describe()
-        save_page(model, tokenizer, corpus, file, job.name or self.id, card_of(job), bits)
+        title = job.name or self.id
+        save_page(model, tokenizer, corpus, file, title, card_of(job), bits, job.page_limit)
         return file
 
     def delete(self, keep_model: bool = False, *, confirmed: bool = False) -> None:

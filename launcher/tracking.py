@@ -59,7 +59,13 @@ class TrackedJob:
         except ServiceError as error:
             logger.info(f"name and settings are not known: {error}")
             return description
-        return replace(description, name=job.name, summary=job.summary, expected=job.expected)
+        return replace(
+            description,
+            name=job.name,
+            summary=job.summary,
+            expected=job.expected,
+            page_limit=job.page_limit,
+        )
 
     def logs(
         self, follow: bool = False, tail: int | None = None, raw: bool = False

@@ -9,6 +9,15 @@ from numbers import Integral, Real
 from typing import Any
 
 PLAIN = (str, int, float, bool, type(None))
+BYTE_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+}
 
 
 def plain(value: Any) -> Any:
@@ -41,6 +50,24 @@ def plain(value: Any) -> Any:
 def is_utf8(text: str) -> bool:
     """False if a text has lone surrogates, as Python decodes an argument that is not UTF-8."""
     return text.isascii() or not re.search("[\ud800-\udfff]", text)
+
+
+def parse_bytes(value: object) -> object:
+    """The bytes of a text such as 250kB, 1 MB or 1.5MiB; any other value is returned as it is.
+
+    Raises ValueError if a text is no number of bytes.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?((?:[kmg]i?)?)b?", value.strip().lower())
+    if match is None:
+        raise ValueError("must be a number of bytes, such as 250kB or 1MB")
+    return int(float(match[1]) * BYTE_UNITS[match[2]])
+
+
+def megabytes(n_bytes: int) -> str:
+    """`0.25 MB`"""
+    return f"{n_bytes / 1e6:.2f} MB"
 
 
 def counted(n: int, noun: str) -> str:

@@ -57,6 +57,11 @@ if TYPE_CHECKING:
     type=float,
 )
 @valued(
+    "--fit BYTES",
+    "In place of a size: the largest one whose page, as `play --save` writes it, has at most so"
+    " many bytes, such as 250kB or 1MB.",
+)
+@valued(
     "--set assignments KEY=VALUE", "Set a hyperparameter; `sm-nanogpt hyperparameters` lists them."
 )
 @valued("--config config_file FILE", "TOML file of hyperparameters.", type=click.Path())

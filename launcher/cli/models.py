@@ -19,6 +19,7 @@ from launcher.cli.options import JSON, MODEL, Command, JobParameter, settings_of
 from launcher.cli.remedies import command, sentence
 from launcher.cli.show import note, print_json, print_text
 from launcher.errors import InputError, LauncherError, Terminated
+from launcher.values import megabytes
 
 if TYPE_CHECKING:
     from entry_point.model import GPT
@@ -287,11 +288,14 @@ def save_model(model: str, path: Path, bits: int | None, entry_point: Path | Non
     title = job.name or job.job_id if job else model
     corpus = training_corpus(model, directory, settings, UNMEASURED)
     card = card_of(job) if job else {"settings": about(directory)}
-    page = save_page(loaded, tokenizer, corpus, path, title, card, bits)
+    limit = job.page_limit if job else None
+    page = save_page(loaded, tokenizer, corpus, path, title, card, bits, limit)
     note(f"weights: {page.rounding}")
     if page.copied is not None:
         note(f"copies: the longest run of its samples that its text has too is {page.copied} bytes")
-    note(f"size: {page.size / 1e6:.2f} MB; whoever has the file has the model")
+    if limit is not None and page.size > limit:
+        note(f"--bits {bits}: more than the {megabytes(limit)} for which the job was launched")
+    note(f"size: {megabytes(page.size)}; whoever has the file has the model")
     print_text(f"{page.path}\n", nl=False)
 
 

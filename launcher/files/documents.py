@@ -14,10 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from entry_point.files import read_file
 from launcher.errors import InputError, ServiceError, must_be
+from launcher.values import parse_bytes
 
 T = TypeVar("T")
 
@@ -26,6 +27,7 @@ T = TypeVar("T")
 MAX_BYTES = 1 << 21
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, le=10**12)]  # or as 1MB
 Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch: to 9999
 Integer = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Number = Integer | Annotated[float, Field(allow_inf_nan=False)]

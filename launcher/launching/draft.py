@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from launcher.aws import Offline
 from launcher.backends import Backend, backend_class, backend_for
@@ -12,13 +14,16 @@ from launcher.finding import Listing, remote_launches
 from launcher.instances import looks_like_gpu
 from launcher.job import Expected, Request, TrainingJob
 from launcher.launching import start
-from launcher.launching.expected import forecast_path, recall
+from launcher.launching.expected import ExpectedSize, expected_of, forecast_path, recall
 from launcher.launching.names import recorded_group
 from launcher.launching.resume import EarlierJob, find_earlier_job, take_over
 from launcher.launching.summary import summary_of
 from launcher.launching.texts import find_texts
 from launcher.settings import Settings
 from launcher.text.channels import Texts
+
+if TYPE_CHECKING:  # it imports torch
+    from launcher.launching.fitting import Fit
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +37,7 @@ class Draft:
 
     original is the request as the user made it. models are those that the run starts from and
     learns from, by the fields init_from and teacher; base is the name of the first. backend has the
-    settings with the job's store and role.
+    settings with the job's store and role. twice_fit is the size for twice the bytes of `fit`.
     """
 
     original: Request
@@ -42,6 +47,7 @@ class Draft:
     earlier: EarlierJob | None = None
     models: dict[str, start.InitialModel] = field(default_factory=dict)
     base: str | None = None
+    twice_fit: Fit | None = None
     backend: Backend = field(init=False)
     job: TrainingJob = field(init=False)
 
@@ -85,9 +91,10 @@ class Draft:
         request = self.request
         has_gpu = looks_like_gpu(request.instance or "")
         continues = self.original.resume is not None or self.original.init_from is not None
-        if has_gpu and request.preset is None and request.size is None and not continues:
+        has_size = request.size is not None or request.fit is not None
+        if has_gpu and request.preset is None and not has_size and not continues:
             self.request = request.model_copy(update={"preset": "baby"})
-        if self.request.preset != "auto" and self.request.size is None:
+        if self.request.preset != "auto" and not has_size:
             self.request.config(1)  # finds a mistake before a long text is read
 
     def find_texts(self) -> None:
@@ -98,8 +105,18 @@ class Draft:
     def choose_size(self) -> None:
         """Set the hyperparameters that depend on the text."""
         with about("data", self.request.data):
+            if self.request.fit is not None:
+                self.fit_page(self.request.fit)
             self.request = start.sized(self.request, self.texts)
         self.request = start.with_whole_windows(self.request, self.texts["data"])
+
+    def fit_page(self, page_limit: int) -> None:
+        """Set the size by the bytes that the page of the model may have."""
+        from launcher.launching.fitting import fit_sizes  # it imports torch
+
+        fit, self.twice_fit = fit_sizes(self.request, self.texts, [page_limit, 2 * page_limit])
+        logger.info(f"fit: {fit}")
+        self.request = self.request.model_copy(update={"size": fit.size, "fit": None})
 
     def make_job(self) -> None:
         """Set where the texts are, and what starts the processes on the instance type."""
@@ -115,16 +132,47 @@ class Draft:
         self.job._source = self.request._source
 
     def describe_job(self) -> None:
-        """Add the summary, and the loss that was forecast."""
+        """Add the summary, the bytes of the page, and the loss that was forecast."""
         summary = summary_of(self.job, self.original.hyperparameters.keys())
-        expected = forecast_loss(self.job, self.texts, self.backend.settings)
+        page_limit = self.original.fit
+        expected = None
+        if is_run_of_size(self.job, self.texts):
+            rows = forecast_rows(self.job, self.texts, self.backend.settings)
+            expected = expected_of(self.job.size or 0, rows)
+            if page_limit is not None:
+                self.log_forecast(expected, rows)
+        elif page_limit is not None:
+            logger.info("no loss is forecast for a run that differs from that of its size")
         if self.earlier is not None:
             earlier = self.earlier.job
             if self.job.config(1) == earlier.config(1):  # it is the same run
                 expected = earlier.expected
                 if earlier.summary.startswith("size "):
                     summary = f"{earlier.summary} resumes {self.request.resume}"
-        self.job = self.job.model_copy(update={"summary": summary, "expected": expected})
+            page_limit = earlier.page_limit
+        update = {"summary": summary, "expected": expected, "page_limit": page_limit}
+        self.job = self.job.model_copy(update=update)
+
+    def log_forecast(self, expected: Expected | None, rows: list[ExpectedSize]) -> None:
+        """Log the loss that is forecast, and that of a page with twice the bytes."""
+        if not rows:
+            data = shlex.quote(self.texts["data"].shown)
+            extra = {"code": "forecast-first", "data": data}
+            logger.info("no loss is forecast for this text", extra=extra)
+            return
+        if expected is None:
+            logger.info(f"the forecast has no loss for size {self.job.size:g}")
+            return
+        assert self.twice_fit is not None
+        twice = self.twice_fit.size
+        twice_expected = expected_of(twice, rows)
+        if twice == self.job.size:
+            gain = "twice the file gives nothing more"
+        elif twice_expected is None:
+            gain = f"twice the file is size {twice:g}, for which nothing is forecast"
+        else:
+            gain = f"twice the file, size {twice:g}: {twice_expected.loss:.3f}"
+        logger.info(f"forecast: loss {expected}; {gain}")
 
 
 def fill(request: Request, settings: Settings, texts: Texts | None = None) -> Draft:
@@ -197,15 +245,18 @@ def with_training_folder(request: Request) -> Request:
     return request
 
 
-def forecast_loss(job: TrainingJob, texts: Texts, settings: Settings) -> Expected | None:
-    """The loss that was forecast for a job's size on its texts, if the job is that run."""
+def is_run_of_size(job: TrainingJob, texts: Texts) -> bool:
+    """True if a job has the hyperparameters of its size and nothing else, as a forecast has it."""
     if job.size is None or job.teacher is not None:
-        return None
-    path = forecast_path(job, texts, settings)
-    if path is None:
-        return None
+        return False
     with job.source.running():
         sizes = job.source.module("sizes")
-        expected = sizes.hyperparameters_for_size(job.size, *start.text_length(texts))
+        of_size = sizes.hyperparameters_for_size(job.size, *start.text_length(texts))
     values = {name: value for name, value in job.hyperparameters.items() if name != "seed"}
-    return recall(path, job.size) if values == expected else None
+    return bool(values == of_size)
+
+
+def forecast_rows(job: TrainingJob, texts: Texts, settings: Settings) -> list[ExpectedSize]:
+    """The losses that were forecast for the texts of a job, by size; [] if none were."""
+    path = forecast_path(job, texts, settings)
+    return [] if path is None else recall(path)

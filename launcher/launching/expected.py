@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from launcher.errors import ServiceError
@@ -38,17 +40,35 @@ def forecast_path(request: Request, texts: Texts, settings: Settings) -> Path | 
     return settings.home / "forecasts" / f"{digest[:24]}.jsonl"
 
 
-def recall(path: Path, size: float) -> Expected | None:
-    """The loss that the last forecast has for a size. One that is damaged is reported."""
+def recall(path: Path) -> list[ExpectedSize]:
+    """The rows of the last forecast, by size; [] if there is none. A damaged one is reported."""
     try:
         forecasts = Ledger(path).of("forecast")
         if not forecasts:
-            return None
+            return []
         forecast = parse(forecasts[-1], ForecastRows, path)
     except ServiceError as error:
         logger.info(f"no forecast is kept with the job: {error}")
-        return None
-    for row in forecast.rows:
+        return []
+    return sorted(forecast.rows, key=lambda row: row.size)
+
+
+def expected_of(size: float, rows: Sequence[ExpectedSize]) -> Expected | None:
+    """The loss of a size, by its row or between its neighbors' rows; None outside of them."""
+    for row in rows:
         if row.size == size:
             return row.expected
+    for smaller, larger in pairwise(rows):
+        if smaller.size < size < larger.size:
+            share = (size - smaller.size) / (larger.size - smaller.size)
+            return between(smaller.expected, larger.expected, share)
     return None
+
+
+def between(start: Expected, end: Expected, share: float) -> Expected:
+    """The losses at a share of the way from one to another."""
+    return Expected(
+        loss=start.loss + share * (end.loss - start.loss),
+        low=start.low + share * (end.low - start.low),
+        high=start.high + share * (end.high - start.high),
+    )

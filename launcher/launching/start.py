@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,33 +150,51 @@ def sized(request: Request, texts: Texts) -> Request:
     """The request with the hyperparameters of its size; preset=auto chooses the size."""
     if request.preset != "auto" and request.size is None:
         return request
+    n_tokens, _ = text_length(texts)
+    size = size_by_text(request, n_tokens) if request.size is None else request.size
+    logger.info(f"size: {size:g}, for {n_tokens:,} tokens of text")
+    if not has_tuned_rates(request):
+        logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
+    return with_size(request, size, texts)
+
+
+def with_size(request: Request, size: float, texts: Texts) -> Request:
+    """The request with the hyperparameters of a size, but for those that it sets itself."""
     n_tokens, is_of_chats = text_length(texts)
-    size = largest_size(request, n_tokens) if request.size is None else request.size
     n_ranks = backend_class(request.instance or "").count_ranks(request)
     with request.source.running():
         sizes = request.source.module("sizes")
         values = sizes.hyperparameters_for_size(size, n_tokens, is_of_chats, n_ranks)
-        config = request.source.module("config")
-        has_rates = config.has_tuned_rates(request.hyperparameters.get("optimizer"))
-    logger.info(f"size: {size:g}, for {n_tokens:,} tokens of text")
-    if not has_rates:
-        logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
+    if not has_tuned_rates(request):
         del values["learning_rate"], values["weight_decay"]
     values |= request.hyperparameters
     return request.model_copy(update={"preset": None, "size": size, "hyperparameters": values})
 
 
-def largest_size(request: Request, n_tokens: int) -> float:
-    """The largest size for which a text has the tokens, if it is read as often as it may be; on a
-    CPU at most LARGEST_ON_CPU."""
+def has_tuned_rates(request: Request) -> bool:
+    """True if the rates of sizes are for the optimizer of a request."""
+    with request.source.running():
+        config = request.source.module("config")
+        return bool(config.has_tuned_rates(request.hyperparameters.get("optimizer")))
+
+
+def size_by_text(request: Request, n_tokens: int) -> float:
+    """The largest size that a text is long enough for; on a CPU at most LARGEST_ON_CPU."""
     has_gpus = backend_class(request.instance or "").has_gpus(request)
     limit = SIZES[-1] if has_gpus else LARGEST_ON_CPU
-    largest = SIZES[0]
+    sizes = [size for size in SIZES if size <= limit]
+    return largest_readable(sizes, request, n_tokens)
+
+
+def largest_readable(sizes: Sequence[float], request: Request, n_tokens: int) -> float:
+    """The largest of these sizes for which a text has the tokens, if it is read as often as it may
+    be; the first if none has. The sizes rise."""
+    largest = sizes[0]
     with request.source.running():
-        sizes = request.source.module("sizes")
-        readable = sizes.MOST_READINGS * n_tokens
-        for size in SIZES:
-            if size <= limit and sizes.tokens_worth_training(size) <= readable:
+        dial = request.source.module("sizes")
+        readable = dial.MOST_READINGS * n_tokens
+        for size in sizes:
+            if dial.tokens_worth_training(size) <= readable:
                 largest = size
     return largest
 

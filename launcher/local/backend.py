@@ -241,6 +241,7 @@ class LocalBackend(Backend):
             name=job.name,
             summary=job.summary,
             expected=job.expected,
+            page_limit=job.page_limit,
             inputs=job.channels,
             failure_reason=state.reason,
             started=state.started,

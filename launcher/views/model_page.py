@@ -10,10 +10,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,13 @@ from launcher.judge.rounding import Rounding, round_weights
 from launcher.judge.texts import TRAINING_BYTES
 from launcher.models.encoder import pattern_of
 from launcher.models.load import is_edited
-from launcher.models.quantization import GROUP, Quantized, with_quantized_weights
+from launcher.models.quantization import BITS, GROUP, Quantized, with_quantized_weights
 from launcher.models.sample import stream_samples
 from launcher.text.ids import content_of
+from launcher.values import megabytes
 from launcher.views.job_fields import data_name, texts_of
+
+logger = logging.getLogger(__name__)
 
 TEMPLATE = Path(__file__).with_name("model.html")
 ENGINE = Path(__file__).with_name("engine.js")
@@ -43,6 +47,7 @@ SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # groups of flags are new in JavaScript
 
 SAMPLES, SAMPLE_TOKENS = 100, 500  # in which copies of the training text are looked for
+COPIES_BYTES = 200  # what the card's line of copies adds to a page, and more
 UNMEASURED = "neither the cost of rounding nor copies are measured"  # without its text
 GZIP = 31  # its header and its largest window, as zlib counts
 ANY_CHARACTER = "[^]"  # in JavaScript
@@ -67,23 +72,57 @@ def save_page(
     title: str,
     card: Mapping[str, str],
     bits: int | None = None,
+    limit: int | None = None,
 ) -> SavedPage:
     """Write a model as one HTML page; `corpus` is the text that it has learned from.
 
-    Raises InputError if an edited folder computes the model, its tokenizer is of a kind that the
-    page does not know, or the file cannot be written.
+    limit is what the page may have, in bytes: to stay below it, the weights may have fewer bits
+    than they should, unless `bits` says how many. Raises InputError if an edited folder computes
+    the model, its tokenizer is of a kind that the page does not know, it cannot be so small, or the
+    file cannot be written.
     """
     if is_edited(model):
         raise InputError("an edited folder computes this model, which a page cannot")
+
+    def write(rounding: Rounding, copies: str = "") -> bytes:
+        facts = {**card, "weights": str(rounding), "copies": copies}
+        facts = {label: text for label, text in facts.items() if text}
+        return page_of(model, rounding.parameters, tokenizer, title, facts).encode()
+
     rounding = round_weights(model, corpus, bits)
-    rounded = with_quantized_weights(model, rounding.parameters)
-    copied = longest_copy(rounded, tokenizer, corpus) if corpus else None
-    card = {**card, "weights": str(rounding)}
-    if copied is not None:
-        card["copies"] = f"at most {copied} bytes in a row of {SAMPLES} samples stand in its text"
-    content = page_of(rounded, rounding.parameters, tokenizer, title, card).encode()
+    if limit is not None and bits is None:
+        rounding = round_within(limit, rounding, model, corpus, write)
+    copied, copies = None, ""
+    if corpus is not None:
+        rounded = with_quantized_weights(model, rounding.parameters)
+        copied = longest_copy(rounded, tokenizer, corpus)
+        copies = f"at most {copied} bytes in a row of {SAMPLES} samples stand in its text"
+    content = write(rounding, copies)
     write_bytes(str(path), content)
     return SavedPage(path, len(content), rounding, copied)
+
+
+def round_within(
+    limit: int,
+    rounding: Rounding,
+    model: GPT,
+    corpus: Corpus | None,
+    write: Callable[[Rounding], bytes],
+) -> Rounding:
+    """The weights as they are rounded, or in fewer bits, so that their page stays below a limit.
+
+    `write` makes the page. Raises InputError if the fewest bits are too many.
+    """
+    size = len(write(rounding)) + COPIES_BYTES
+    while size > limit:
+        excess = f"with {rounding.bits} bits a weight the page has {megabytes(size)}"
+        if rounding.bits == min(BITS):
+            problem = f"{excess}, and its job was launched for {megabytes(limit)}"
+            raise InputError(problem, "bits-over-limit")
+        logger.info(f"{excess}, and its job was launched for {megabytes(limit)}: fewer bits")
+        rounding = round_weights(model, corpus, rounding.bits - 1)
+        size = len(write(rounding)) + COPIES_BYTES
+    return rounding
 
 
 def card_of(job: JobDescription) -> dict[str, str]:

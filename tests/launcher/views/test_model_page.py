@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import copy_job
 from models import lively, tokenizer_of
 from playwright._impl._driver import compute_driver_executable
 
@@ -220,3 +221,48 @@ def test_a_model_of_an_edited_folder_has_no_page(tmp_path):
 def test_a_job_in_python_writes_its_page(job, home):
     path = Job(job.job_id).page("model.html")
     assert path.read_text().startswith("<!doctype html>")
+
+
+# -- in at most so many bytes ----------------------------------------------------------------------
+
+
+def save(tmp_path: Path, **options: Any) -> tuple[int, int]:
+    """The bits of a page's weights, and its bytes."""
+    model = lively(Config(n_layer=2, n_head=2, n_embd=64, block_size=8))
+    page = save_page(model, LETTERS, None, tmp_path / "a.html", "a model", {}, **options)
+    assert page.size == (tmp_path / "a.html").stat().st_size
+    return page.rounding.bits, page.size
+
+
+def test_a_page_takes_fewer_bits_to_stay_within_its_limit(tmp_path, caplog):
+    caplog.set_level("INFO")
+    bits, size = save(tmp_path)
+    assert save(tmp_path, limit=size + 1000) == (bits, size)
+    assert not caplog.text
+    fewer, smaller = save(tmp_path, limit=size - 3000)
+    assert fewer < bits
+    assert smaller <= size - 3000
+    assert "fewer bits" in caplog.text
+
+
+def test_a_page_that_no_bits_make_small_is_refused(tmp_path):
+    with pytest.raises(InputError, match="with 4 bits a weight the page has"):
+        save(tmp_path, limit=10_000)
+    assert not list(tmp_path.iterdir())
+
+
+def test_bits_that_are_asked_for_go_over_the_limit(tmp_path):
+    bits, size = save(tmp_path, limit=10_000, bits=6)
+    assert bits == 6
+    assert size > 10_000
+
+
+def test_play_saves_a_page_within_the_limit_of_its_job(job, cli, home):
+    limit = 1_500_000
+    name = copy_job(job, f"{job.job_id}-2", page_limit=limit)
+    assert "launched for" not in cli("play", name, "--save", "a.html").good.err
+    copy_job(job, f"{job.job_id}-3", page_limit=10_000)
+    refused = cli("play", f"{job.job_id}-3", "--save", "b.html")
+    assert refused.failed(2, "its job was launched for 0.01 MB; --bits 4 writes it all the same")
+    forced = cli("play", f"{job.job_id}-3", "--save", "b.html", "--bits", "4").good
+    assert "more than the 0.01 MB for which the job was launched" in forced.err

@@ -1,0 +1,89 @@
+"""The size of a new model by the bytes of the page that it can be saved as."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.errors import InputError
+from launcher.job import Request
+from launcher.launching import start
+from launcher.models.quantization import GROUP, HEAD_BITS
+from launcher.text.channels import Texts
+from launcher.values import megabytes
+
+SIZES = [n / 20 for n in range(5, 321)]  # as fine as the width of a model follows its size
+PLANNED_BITS = 5  # of a weight: of most models, the fewest that cost little
+SCALE_BITS = 16  # of a group of weights
+NORM_BITS = 32  # of a weight of a norm
+# Bytes before base64, as compressed: measured on texts of 65 and 2,000 characters, and of up to
+# 8,192 tokens.
+BYTES_PER_CHARACTER = 3
+BYTES_PER_TOKEN = 10
+EMPTY_PAGE = 40_000  # bytes of a page without its model, and to spare
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The size that a page of some bytes may have; is_by_text says that a larger one would fit, for
+    which the text is too short."""
+
+    size: float
+    page_bytes: int
+    is_by_text: bool = False
+
+    def __str__(self) -> str:
+        page = f"size {self.size:g}, whose page has about {megabytes(self.page_bytes)}"
+        return f"{page}; the text is too short for a larger one" if self.is_by_text else page
+
+
+def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> list[Fit]:
+    """For each number of bytes, the largest size whose page has at most so many, and for which the
+    text is long enough.
+
+    Raises InputError if there is none, or a page cannot compute the model.
+    """
+    if not request.source.is_packaged:
+        problem = "an edited folder computes this model, which a page cannot"
+        raise InputError(problem, field="fit", value=megabytes(page_limits[0]))
+    pages = {}
+    for size in SIZES:
+        config = start.with_size(request, size, texts).config(1)
+        pages[size] = page_bytes(config, texts)
+    n_tokens, _ = start.text_length(texts)
+    fits = []
+    for page_limit in page_limits:
+        fitting = [size for size in SIZES if pages[size] <= page_limit]
+        if not fitting:
+            problem = f"the page of the smallest size has {megabytes(pages[SIZES[0]])}"
+            raise InputError(problem, field="fit", value=megabytes(page_limit))
+        size = start.largest_readable(fitting, request, n_tokens)
+        fits.append(Fit(size, pages[size], is_by_text=size < fitting[-1]))
+    return fits
+
+
+def page_bytes(config: Any, texts: Texts) -> int:
+    """The bytes of the page of a model, rounded to PLANNED_BITS; hardly ever it has more."""
+    n_rows, row_bytes = vocabulary_of(texts)
+    embedding = (config.vocab_size or n_rows) * config.n_embd
+    n_embeddings = 1 if config.tie_embeddings else 2
+    n_weights = config.matrix_parameters + n_embeddings * embedding
+    n_norms = (4 * config.n_layer + 1) * config.n_embd if config.norm_weights else 0
+    bits = (PLANNED_BITS + SCALE_BITS / GROUP) * n_weights
+    bits += HEAD_BITS * embedding + NORM_BITS * n_norms
+    model_bytes = bits / 8 + row_bytes * n_rows
+    return EMPTY_PAGE + round(model_bytes * 4 / 3)  # base64 writes four bytes for three
+
+
+def vocabulary_of(texts: Texts) -> tuple[int, int]:
+    """How many characters or tokens texts have, and the bytes of one in a page."""
+    upload = texts["data"].upload
+    assert upload is not None  # or text_length would have raised
+    if upload.train_tokens:
+        return upload.vocabulary_size, BYTES_PER_TOKEN
+    characters = set[str]()
+    for channel in texts.values():
+        if channel.upload is not None:
+            characters.update(channel.upload.vocabulary)
+    return max(len(characters), upload.vocabulary_size), BYTES_PER_CHARACTER

@@ -1,0 +1,183 @@
+"""`--fit`: the size whose page is just below so many bytes, and the loss of its forecast."""
+
+from __future__ import annotations
+
+import json
+import string
+from typing import Any
+
+import pytest
+import torch
+from models import tokenizer_of
+
+from entry_point.config import Config
+from entry_point.model import GPT
+from launcher.job import Expected, Request
+from launcher.launching import start
+from launcher.launching.expected import ExpectedSize, expected_of
+from launcher.launching.fitting import EMPTY_PAGE, fit_sizes
+from launcher.models.quantization import quantize_model
+from launcher.text.channels import Channel
+from launcher.text.corpus import Upload
+from launcher.views.model_page import page_of
+from sm_nanogpt import InputError
+
+CHARACTERS = (string.ascii_letters + string.punctuation)[:65]
+LETTERS = tokenizer_of(CHARACTERS)
+MEGABYTE = 10**6
+
+
+def text(n_characters: int = 10**7) -> dict[str, Channel]:
+    upload = Upload(
+        "file:///data",
+        0,
+        "",
+        (),
+        characters=n_characters,
+        vocabulary=CHARACTERS,
+        vocabulary_size=len(CHARACTERS),
+    )
+    return {"data": Channel("text", "file:///data", upload, [])}
+
+
+def request(**fields: Any) -> Request:
+    return Request(instance="local", **fields)
+
+
+def normal_model(config: Config) -> GPT:
+    """A model whose weights have a normal distribution: those of a trained one compress better."""
+    model = GPT(config, len(LETTERS))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def saved_bytes(size: float) -> int:
+    """The bytes of the page of a size, with room for all that a page may say of its job."""
+    config = start.with_size(request(), size, text()).config(1)
+    model = normal_model(config)
+    card = {"data": "x" * 100, "settings": "y" * 100}
+    return len(page_of(model, quantize_model(model, 5), LETTERS, "a model", card).encode())
+
+
+@pytest.mark.parametrize("page_limit", [MEGABYTE // 8, MEGABYTE // 4, MEGABYTE])
+def test_the_page_of_a_fitted_size_is_just_below(page_limit):
+    [fit] = fit_sizes(request(), text(), [page_limit])
+    size = saved_bytes(fit.size)
+    assert size <= fit.page_bytes <= page_limit
+    assert saved_bytes(fit.size + 0.1) > page_limit  # a width is a step of up to 16 columns
+
+
+def test_a_page_without_its_model_is_as_small_as_planned():
+    page = page_of(normal_model(Config()), {}, LETTERS, "a model", {"settings": "x" * 500})
+    assert len(page.encode()) < EMPTY_PAGE
+
+
+def test_more_rows_and_layers_leave_less_width():
+    texts = text()
+    [plain] = fit_sizes(request(), texts, [MEGABYTE])
+    [deep] = fit_sizes(request(hyperparameters={"n_layer": 12}), texts, [MEGABYTE])
+    [wide] = fit_sizes(request(hyperparameters={"vocab_size": 1 << 12}), texts, [MEGABYTE])
+    assert max(deep.size, wide.size) < plain.size
+    assert max(fit.page_bytes for fit in (plain, deep, wide)) <= MEGABYTE
+
+
+def test_a_short_text_gets_a_smaller_size():
+    fit, twice = fit_sizes(request(), text(100_000), [MEGABYTE, 2 * MEGABYTE])
+    [by_page] = fit_sizes(request(), text(), [MEGABYTE])
+    assert fit.size == twice.size < by_page.size
+    assert "too short for a larger one" in str(fit)
+    assert "short" not in str(by_page)
+
+
+@pytest.mark.parametrize(
+    "typed, n_bytes",
+    [("250kB", 250_000), ("1 MB", 10**6), ("0.5mb", 500_000), ("1MiB", 1 << 20), ("70000", 70_000)],
+)
+def test_bytes_are_a_number_with_a_unit(typed, n_bytes):
+    assert request(fit=typed).fit == n_bytes
+
+
+@pytest.mark.parametrize(
+    "fields, problem",
+    [
+        ({"fit": "1 tome"}, "must be a number of bytes"),
+        ({"fit": "0kB"}, "must be more than 0"),
+        ({"size": 2}, "size sets the size of the model too"),
+        ({"preset": "cpu"}, "preset sets the size of the model too"),
+        ({"init_from": "somewhere"}, "init_from sets the size of the model too"),
+        ({"resume": "latest"}, "resume sets the size of the model too"),
+    ],
+)
+def test_a_fit_goes_with_nothing_that_sets_a_size(fields, problem):
+    with pytest.raises(InputError, match=problem):
+        request(**{"fit": "1MB", **fields})
+
+
+def test_a_page_smaller_than_the_smallest_is_refused():
+    with pytest.raises(InputError, match=r"the page of the smallest size has 0\.05 MB"):
+        fit_sizes(request(), text(), [20_000])
+
+
+def test_an_edited_folder_fits_no_page(tmp_path, cli, text_file):
+    assert cli("copy-script", "edited").code == 0
+    with (tmp_path / "edited" / "model.py").open("a") as model:
+        model.write("# edited\n")
+    local = ["launch", "--instance", "local", "--data", text_file]
+    ran = cli(local, "--entry-point", "edited", "--fit", "1MB")
+    assert ran.failed(2, "an edited folder computes this model")
+
+
+# -- what is said of it ----------------------------------------------------------------------------
+
+
+def rows(*losses: float) -> list[ExpectedSize]:
+    expected = [Expected(loss=loss, low=loss - 0.1, high=loss + 0.1) for loss in losses]
+    return [ExpectedSize(size=n, expected=value) for n, value in enumerate(expected, 1)]
+
+
+@pytest.mark.parametrize(
+    "size, loss", [(1, 2.0), (1.5, 1.75), (2, 1.5), (2.25, 1.4), (0.95, None), (3.05, None)]
+)
+def test_a_size_between_two_has_a_loss_between(size, loss):
+    expected = expected_of(size, rows(2.0, 1.5, 1.1))
+    assert (expected and expected.loss) == (loss and pytest.approx(loss))
+
+
+def test_a_forecast_of_one_size_is_for_that_alone():
+    assert expected_of(1, rows(2.0)) is not None
+    assert expected_of(1.5, rows(2.0)) is None
+    assert expected_of(1, []) is None
+
+
+def test_a_launch_names_the_command_that_forecasts(rehearse):
+    ran = rehearse("--instance", "ml.g5.xlarge", "--fit", "250kB").good
+    assert "fit: size " in ran.err
+    assert "launch --forecast --data " in ran.err
+
+
+def test_a_launch_says_what_twice_the_file_gives(rehearse, monkeypatch):
+    from launcher.launching import draft
+
+    monkeypatch.setattr(draft, "recall", lambda path: rows(2.0, 1.5, 1.1))
+
+    def launch(*options: str) -> str:
+        err: str = rehearse("--instance", "ml.g5.xlarge", options).good.err
+        return err
+
+    assert "twice the file, size " in launch("--fit", "250kB")
+    assert "the forecast has no loss for size" in launch("--fit", "60kB")
+    changed = launch("--fit", "250kB", "--set", "max_steps=7")
+    assert "no loss is forecast for a run that differs" in changed
+
+
+def test_a_job_remembers_what_its_page_may_have(cli, text_file, home):
+    local = ["launch", "--instance", "local", "--data", text_file, "--detach"]
+    job_id = cli(local, "--set", "max_steps=1", "--fit", "70kB").good.out.strip()
+    cli("stop", job_id)
+    record = json.loads((home / "jobs" / job_id / "job.json").read_text())["job"]
+    assert record["page_limit"] == 70_000
+    assert record["fit"] is None
+    assert record["size"] == pytest.approx(0.5, abs=0.2)
