@@ -74,11 +74,17 @@ def leak_of(tmp_path):
     return leak_of
 
 
+def positions_of(leak: str) -> tuple[int, int]:
+    """The position of the logits, and that of the token on which they depend."""
+    match = re.fullmatch(r"logits at (\d+) depend on token (\d+) \(by .+\)", leak)
+    assert match is not None, leak
+    return int(match[1]), int(match[2])
+
+
 @pytest.mark.parametrize("edit", LEAKS)
 def test_a_model_that_looks_ahead_is_found(edit, leak_of):
-    found = re.fullmatch(r"logits at (\d+) depend on token (\d+) \(by .+\)", leak_of(LEAKS[edit]))
-    assert found is not None
-    assert int(found[2]) > int(found[1])
+    position, source = positions_of(leak_of(LEAKS[edit]))
+    assert source > position
 
 
 @pytest.mark.parametrize("edit", HONEST)
@@ -93,45 +99,48 @@ def test_the_packaged_model_has_no_leak(values, leak_of):
 
 def test_a_mask_of_documents_that_looks_ahead_is_found(tmp_path):
     """In the mask that a run of the config trains and evaluates with."""
-    folder = launching.edited(
-        tmp_path / "mine", ("documents[:, None, None, :]).tril()", "documents[:, None, None, :])")
-    )
-    module, tokenizer = module_of(folder), tokenizer_of("abcdefghijk")
-    for masks in (False, True):
-        model = module.GPT(module.make_config({"mask_documents": masks}), len(tokenizer)).eval()
+    masks = "documents[:, None, None, :])"
+    folder = launching.edited(tmp_path / "mine", (f"{masks}.tril()", masks))
+    module = module_of(folder)
+    tokenizer = tokenizer_of("abcdefghijk")
+    tokenizer.end = 3
+    for masks_documents in (False, True):
+        config = module.make_config({"mask_documents": masks_documents})
+        model = module.GPT(config, len(tokenizer)).eval()
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
-        tokenizer.end = 3
-        assert bool(module.leak_of(model, tokenizer, False)) is masks
+        assert bool(module.leak_of(model, tokenizer, False)) is masks_documents
 
 
 def test_a_run_says_that_its_model_looks_ahead(text_file, tmp_path):
     command = runs.edited_folder(tmp_path / "mine", LEAKS["shift"])
-    end = runs.run(
-        runs.command_line(**launching.TINY, data=text_file, out="out"),
-        cwd=tmp_path,
-        command=command,
-    )
+    arguments = runs.command_line(**launching.TINY, data=text_file, out="out")
+    end = runs.run(arguments, cwd=tmp_path, command=command)
     assert end.status == 0
-    said = re.search("\nwarning: (not causal: .*; val_loss means nothing)\n", end.output)
+    (leak,) = re.findall("\nwarning: (not causal: .*; val_loss means nothing)\n", end.output)
     training = json.loads((tmp_path / "out/model/training.json").read_text())
-    assert said is not None
-    assert (training["causal"], training["leak"]) == (False, said[1])
-    early = re.search(r"warning: at step (\d+), not causal: ", end.output)
-    assert early is not None and int(early[1]) == 5  # of 10
+    assert training["causal"] is False
+    assert training["leak"] == leak
+    steps = re.findall(r"warning: at step (\d+), not causal: ", end.output)
+    assert steps == ["5"]  # of 10
 
 
 def next_at(distance: int) -> Any:
-    """A model that knows the token so many places ahead, near the end of the window none."""
-    return lambda ids: 3.0 * F.one_hot(F.pad(ids, (0, distance))[:, distance:], V).float()
+    """A model that knows the token at this distance ahead, near the end of the window none."""
+
+    def logits(ids: Tensor) -> Tensor:
+        later_ids = F.pad(ids, (0, distance))[:, distance:]
+        return 3.0 * F.one_hot(later_ids, V).float()
+
+    return logits
 
 
 @pytest.mark.parametrize("distance", [1, 2, 40])
 def test_a_leak_names_the_position_and_its_source(distance):
     leak = find_leak(next_at(distance), torch.randint(V, (4, 64)), V, seed=3, n_cuts=64)
-    found = re.fullmatch(r"logits at (\d+) depend on token (\d+) \(by 3\)", leak)
-    assert found is not None
-    assert int(found[2]) == int(found[1]) + distance
+    position, source = positions_of(leak)
+    assert source == position + distance
+    assert leak.endswith(" (by 3)")
 
 
 def uncertain(ids: Tensor) -> Tensor:
@@ -139,7 +148,8 @@ def uncertain(ids: Tensor) -> Tensor:
 
 
 def of_batch(ids: Tensor) -> Tensor:
-    return F.one_hot(ids, V).float() + ids.float().mean(0)[:, None] * torch.arange(V)
+    batch_means = ids.float().mean(0)[:, None]
+    return F.one_hot(ids, V).float() + batch_means * torch.arange(V)
 
 
 @pytest.mark.parametrize("model", [uncertain, of_batch])
@@ -150,9 +160,8 @@ def test_a_leak_of_no_later_token_says_so(model):
 
 def test_nan_counts_as_moved():
     def model(ids: Tensor) -> Tensor:
-        return (
-            F.one_hot(ids, V).float() * torch.where(ids.roll(-1, 1) == 3, torch.nan, 1)[..., None]
-        )
+        factors = torch.where(ids.roll(-1, 1) == 3, torch.nan, 1)
+        return F.one_hot(ids, V).float() * factors[..., None]
 
     assert find_leak(model, torch.randint(V, (4, 16)), V, seed=3, n_cuts=64)
 

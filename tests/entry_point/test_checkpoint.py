@@ -50,7 +50,8 @@ def test_a_checkpoint_gives_back_what_was_saved(checkpoints):
     loaded = checkpoints.load_latest()
     assert loaded is not None
     assert_same(loaded[0], TENSORS)
-    assert loaded[1] == checkpoints.latest_state() == state_of(7)
+    assert loaded[1] == state_of(7)
+    assert checkpoints.latest_state() == state_of(7)
 
 
 def test_pruning_keeps_the_last_two_checkpoints(checkpoints):
@@ -60,7 +61,7 @@ def test_pruning_keeps_the_last_two_checkpoints(checkpoints):
         (checkpoints.directory / name).write_text("mine")
     save(checkpoints, 20)
     save(checkpoints, 30)
-    assert names(checkpoints) == sorted({"checkpoint-00000020", "checkpoint-00000030", *others})
+    assert set(names(checkpoints)) == {"checkpoint-00000020", "checkpoint-00000030"} | others
     assert checkpoints.steps() == [30, 20]
 
 
@@ -82,7 +83,8 @@ def test_a_broken_checkpoint_is_passed_over(checkpoints, capsys):
     save(checkpoints, 20)
     spoil(checkpoints.path(20))
     loaded = checkpoints.load_latest()
-    assert loaded is not None and loaded[1]["step"] == 10
+    assert loaded is not None
+    assert loaded[1]["step"] == 10
     assert "checkpoint of step 20 is skipped" in capsys.readouterr().out
     save(checkpoints, 25)
     assert checkpoints.steps() == [25, 10]
@@ -128,12 +130,12 @@ def test_an_unreadable_checkpoint_is_skipped(checkpoints):
 
 
 def test_resume_may_change_length_and_schedule():
-    now = state_of(0, max_steps=9999, learning_rate=0.5, dropout=0.3, log_interval=1)
-    check_resumable(state_of(7), now)
+    new_state = state_of(0, max_steps=9999, learning_rate=0.5, dropout=0.3, log_interval=1)
+    check_resumable(state_of(7), new_state)
 
 
 @pytest.mark.parametrize(
-    "config, said",
+    "config, message",
     [
         ({"n_layer": 5}, "n_layer (from 4 to 5)"),
         ({"n_embd": 64}, "n_embd (from 128 to 64)"),
@@ -145,18 +147,19 @@ def test_resume_may_change_length_and_schedule():
         ({"validation_fraction": 0.2}, "validation_fraction (from 0.1 to 0.2)"),
     ],
 )
-def test_the_values_that_define_a_run_may_not_change(config, said):
-    with pytest.raises(ConfigError, match=f" {re.escape(said)};"):
+def test_the_values_that_define_a_run_may_not_change(config, message):
+    with pytest.raises(ConfigError, match=f" {re.escape(message)};"):
         check_resumable(state_of(7), state_of(0, **config))
 
 
 def test_of_model_and_data_only_two_values_may_change():
-    group, free = "", list[str]()
+    group = ""
+    changeable = []
     for field in dataclasses.fields(Config):
         group = field.metadata["group"] or group
         if group in ("model", "data") and not field.metadata["kept_on_resume"]:
-            free.append(field.name)
-    assert free == ["dropout", "gradient_accumulation_steps"]
+            changeable.append(field.name)
+    assert changeable == ["dropout", "gradient_accumulation_steps"]
 
 
 def test_the_text_of_a_run_may_not_change():
@@ -165,23 +168,23 @@ def test_the_text_of_a_run_may_not_change():
 
 
 def test_new_hyperparameters_resume_as_defaults():
-    before = state_of(7)
-    del before["config"]["mask_documents"]
-    check_resumable(before, state_of(0))
+    old_state = state_of(7)
+    del old_state["config"]["mask_documents"]
+    check_resumable(old_state, state_of(0))
     with pytest.raises(ConfigError, match="mask_documents"):
-        check_resumable(before, state_of(0, mask_documents=True))
+        check_resumable(old_state, state_of(0, mask_documents=True))
 
 
 def test_a_full_disk_keeps_the_earlier_checkpoints(checkpoints, monkeypatch):
     """The limit on the size of a file stands for the end of the disk."""
     save(checkpoints, 10)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(TrainingError, match=r"checkpoint-00000020\.\w+: File too large"):
             save(checkpoints, 20)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(TrainingError, match=r"checkpoint-00000020\.\w+: Input/output error"):
         save(checkpoints, 20)

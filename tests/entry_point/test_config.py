@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from runs import SCRIPT, environment
+from runs import SCRIPT, command_line, environment
 
 from entry_point.checkpoint import Checkpoints
 from entry_point.command_line import OPTIONS, Options
@@ -33,7 +33,7 @@ def config_of(*argv: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    "words, values",
+    "arguments, values",
     [
         ("--tie_embeddings True", {"tie_embeddings": True}),
         ("--tie_embeddings true", {"tie_embeddings": True}),
@@ -47,13 +47,15 @@ def config_of(*argv: str) -> Config:
         ("--n-layer=3", {"n_layer": 3}),
     ],
 )
-def test_words_are_read_as_typed_values(words, values):
-    assert config_of(*words.split()) == Config(**values)
+def test_words_are_read_as_typed_values(arguments, values):
+    assert config_of(*arguments.split()) == Config(**values)
 
 
 def test_an_empty_value_means_the_default():
-    empty = [word for f in (*FIELDS, *OPTIONS) for word in (f"--{f.name}", "")]
-    assert parse_argv(empty) == (Config(), Options())
+    arguments = []
+    for field in [*FIELDS, *OPTIONS]:
+        arguments += [f"--{field.name}", ""]
+    assert parse_argv(arguments) == (Config(), Options())
 
 
 def test_typed_values_are_taken_as_they_are():
@@ -64,15 +66,14 @@ def test_typed_values_are_taken_as_they_are():
 def test_every_value_survives_its_way_through_argv():
     others = dict(learning_rate=1e-5, tie_embeddings=True, seed=2**40)
     config = Config(**{**PRESETS["baby"], **others})
-    argv = [w for k, v in dataclasses.asdict(config).items() for w in (f"--{k}", str(v))]
-    assert config_of(*argv) == config
+    assert config_of(*command_line(**dataclasses.asdict(config))) == config
 
 
 # -- errors name the name, the value, what is allowed, and the nearest that is ---------------------
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "arguments, message",
     [
         ("--n_layers 8", r"^--n_layers: .* n_layer\?$"),
         ("--learning-rat 0.1", r"^--learning-rat: .* learning_rate\?$"),
@@ -91,9 +92,9 @@ def test_every_value_survives_its_way_through_argv():
         ("--resume run --out there", "--resume .* leave out .*--out"),
     ],
 )
-def test_words_that_cannot_be_read_are_refused(words, said):
-    with pytest.raises(ConfigError, match=said):
-        parse_argv(words.split())
+def test_words_that_cannot_be_read_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_argv(arguments.split())
 
 
 @pytest.mark.parametrize(
@@ -114,16 +115,16 @@ def test_words_that_cannot_be_read_are_refused(words, said):
 )
 def test_an_impossible_value_is_refused(name, allowed, values):
     for value in values:
-        said = re.escape(f"{name}={value!r}: must be ")
-        with pytest.raises(ConfigError, match=f"^{said}.*{re.escape(allowed)}$"):
+        message = re.escape(f"{name}={value!r}: must be ")
+        with pytest.raises(ConfigError, match=f"^{message}.*{re.escape(allowed)}$"):
             make_config({name: value})
 
 
 def test_both_ends_of_a_range_are_allowed():
-    for f in FIELDS:
-        for end in (f.metadata["minimum"], f.metadata["maximum"]):
+    for field in FIELDS:
+        for end in (field.metadata["minimum"], field.metadata["maximum"]):
             if math.isfinite(end):
-                assert read_value(f, end) == end
+                assert read_value(field, end) == end
 
 
 def test_the_smallest_run_is_allowed():
@@ -132,7 +133,7 @@ def test_the_smallest_run_is_allowed():
 
 
 @pytest.mark.parametrize(
-    "values, said",
+    "values, message",
     [
         ({"batchsize": "12"}, r"^batchsize='12': .* batch_size\?$"),
         ({"lr": "1"}, r"^lr='1': .* learning_rate\?$"),  # initials
@@ -144,8 +145,8 @@ def test_the_smallest_run_is_allowed():
         ({"block_size": 60, "short_windows": 0.5}, "block_size=60 .*block_size=56 or 64$"),
     ],
 )
-def test_values_that_do_not_fit_are_refused(values, said):
-    with pytest.raises(ConfigError, match=said):
+def test_values_that_do_not_fit_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
         make_config(values)
 
 
@@ -168,8 +169,8 @@ def test_an_indivisible_batch_names_the_nearest(batch_size, passes, world_size, 
     ],
 )
 def test_a_slip_names_one_hyperparameter_else_up_to_three(name, meant):
-    known = ["lambda_", "n__layer", "eval_tokens", "short_windows"]
-    assert nearest_name(name, known) == f", did you mean {meant}?"
+    names = ["lambda_", "n__layer", "eval_tokens", "short_windows"]
+    assert nearest_name(name, names) == f", did you mean {meant}?"
 
 
 # -- presets and the dataclass itself --------------------------------------------------------------
@@ -189,7 +190,9 @@ def test_a_preset_evaluates_twice_or_more(preset):
 
 def test_values_override_the_preset_which_overrides_the_base():
     config = make_config({"n_layer": "2"}, "baby", {"n_embd": 12, "seed": 5})
-    assert (config.n_layer, config.n_embd, config.seed) == (2, 384, 5)
+    assert config.n_layer == 2
+    assert config.n_embd == 384
+    assert config.seed == 5
 
 
 def test_the_default_learning_rate_depends_on_the_optimizer():
@@ -226,14 +229,16 @@ def checkpoints(tmp_path):
 def test_resuming_takes_missing_values_from_the_checkpoint(tmp_path, checkpoints):
     save(checkpoints, 5, n_layer=7, max_steps=50)
     config, options = parse_argv(["--resume", str(tmp_path), "--max_steps", "80"])
-    assert (config.n_layer, config.max_steps, options.data) == (7, 80, "/a.txt")
+    assert config.n_layer == 7
+    assert config.max_steps == 80
+    assert options.data == "/a.txt"
 
 
 def test_resuming_needs_an_intact_checkpoint(tmp_path, checkpoints):
     resume = ["--resume", str(tmp_path)]
 
-    def assert_refused(said: str, error: type[TrainingError] = ConfigError) -> None:
-        with pytest.raises(error, match=said):
+    def assert_refused(message: str, error: type[TrainingError] = ConfigError) -> None:
+        with pytest.raises(error, match=message):
             parse_argv(resume)
 
     assert_refused(f"--resume: there is no checkpoint in {tmp_path}")
@@ -251,12 +256,9 @@ def test_resuming_needs_an_intact_checkpoint(tmp_path, checkpoints):
 # -- the file as a whole ---------------------------------------------------------------------------
 
 
-def ran(*words: str, **how: Any) -> tuple[int, str, str]:
-    """Exit status, output, and errors of Python with these words."""
-    done = subprocess.run(
-        [sys.executable, *words], **how, capture_output=True, text=True, timeout=60
-    )
-    return done.returncode, done.stdout, done.stderr
+def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, **options, capture_output=True, text=True, timeout=60)
 
 
 def test_importing_does_nothing(tmp_path):
@@ -272,7 +274,10 @@ def test_importing_does_nothing(tmp_path):
     )
     env = environment(PYTHONDONTWRITEBYTECODE="1", SM_HOSTS="broken", RANK="7", WORLD_SIZE="9")
     env.pop("GOMP_SPINCOUNT", None)  # as importing it in this process would have left it
-    assert ran("-c", probe, cwd=tmp_path, env=env) == (0, "", "")
+    ended = run_python("-c", probe, cwd=tmp_path, env=env)
+    assert ended.returncode == 0
+    assert ended.stdout == ""
+    assert ended.stderr == ""
     assert not list(tmp_path.iterdir())
 
 
@@ -293,18 +298,20 @@ def test_help_explains_commands_and_hyperparameters(monkeypatch, capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert "torchrun --nproc_per_node 4 train.py --data input.txt" in out
-    for f in FIELDS:
-        (line,) = re.findall(rf"^  --{f.name} .*", out, re.MULTILINE)
-        text, zero, _ = f.metadata["help"].partition(" (0: ")
+    for field in FIELDS:
+        (line,) = re.findall(rf"^  --{field.name} .*", out, re.MULTILINE)
+        text, zero, _ = field.metadata["help"].partition(" (0: ")
         assert text in line
-        if zero and not f.default:
+        if zero and not field.default:
             assert "(default: 0, which means " in line
         else:
-            assert f"(default: {f.default!r})" in line
+            assert f"(default: {field.default!r})" in line
 
 
 def test_train_py_alone_asks_for_its_folder(tmp_path):
     shutil.copy(SCRIPT, tmp_path)
-    status, out, err = ran(str(tmp_path / "train.py"), "--help")
-    assert (status, out, len(err.splitlines())) == (2, "", 1)
-    assert "copy the whole folder" in err
+    ended = run_python(str(tmp_path / "train.py"), "--help")
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert "copy the whole folder" in line

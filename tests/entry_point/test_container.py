@@ -23,7 +23,7 @@ def read(base: Path, **env: str) -> Container:
 
 def test_the_variables_set_the_directories(base, tmp_path):
     (tmp_path / "val").mkdir()
-    found = read(
+    host = read(
         base,
         SM_HOSTS='["a", "b", "c"]',
         SM_CURRENT_HOST="c",
@@ -32,7 +32,7 @@ def test_the_variables_set_the_directories(base, tmp_path):
         SM_MODEL_DIR="/somewhere/model",
         SM_OUTPUT_DATA_DIR="/somewhere/output",
     )
-    assert found == container(
+    assert host == container(
         base,
         hosts=("a", "b", "c"),
         current_host="c",
@@ -91,10 +91,10 @@ def test_a_missing_training_channel_names_the_others(base):
 
 def test_a_named_file_overrides_the_container(base):
     env = {"SAGEMAKER_BASE_DIR": str(base)}
-    found = read_container(env, Options(data="input.txt", out="here"))
-    assert not found.inside
-    assert found.training == Path("input.txt").absolute()
-    assert found.checkpoint_dir == Path("here/checkpoints")
+    host = read_container(env, Options(data="input.txt", out="here"))
+    assert not host.inside
+    assert host.training == Path("input.txt").absolute()
+    assert host.checkpoint_dir == Path("here/checkpoints")
 
 
 @pytest.mark.parametrize("name", ["data", "resume", "out", "validation", "init_from"])
@@ -107,11 +107,11 @@ def test_a_sagemaker_job_refuses_path_options(base, name):
 
 def test_two_runs_of_one_second_have_own_directories(monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda _: "now")
-    places = []
+    directories = []
     for pid in (1, 2):
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
-        places.append(read_container({}, Options(data="input.txt")).model_dir)
-    assert places == [Path("runs/now-1/model"), Path("runs/now-2/model")]
+        directories.append(read_container({}, Options(data="input.txt")).model_dir)
+    assert directories == [Path("runs/now-1/model"), Path("runs/now-2/model")]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_ranks_come_from_the_launcher(env, ranks):
 
 
 @pytest.mark.parametrize(
-    "env, n_hosts, said",
+    "env, n_hosts, message",
     [
         (rank_variables(5, 8, 1, 4), 3, "torchrun .* 8 with 4 .* 3 hosts"),
         (rank_variables(5, 8, 1, 4, by=OPEN_MPI), 3, "mpirun .* 8 with 4 .* 3 hosts"),
@@ -145,8 +145,8 @@ def test_ranks_come_from_the_launcher(env, ranks):
         ({"RANK": "1", "WORLD_SIZE": "2"}, 1, "set LOCAL_RANK, LOCAL_WORLD_SIZE too"),  # as Slurm
     ],
 )
-def test_impossible_ranks_are_refused(env, n_hosts, said):
-    with pytest.raises(TrainingError, match=said):
+def test_impossible_ranks_are_refused(env, n_hosts, message):
+    with pytest.raises(TrainingError, match=message):
         read_ranks(env, n_hosts)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -34,34 +33,45 @@ END = 99
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=30))
 def test_rows_hold_whole_conversations_once(lengths):
-    """Each has a question and an answer of so many ids."""
-    chats = [[~n] * question + [n] * answer for n, (question, answer) in enumerate(lengths)]
-    packed = Packed(tensor(id for chat in chats for id in (*chat, ~END)), END, block_size=9)
-    kept = [id for row in packed.rows.tolist() for id in row if id != ~END]
-    assert kept == [id for chat in chats if len(chat) <= 10 for id in chat]
-    assert packed.learned.tolist() == [
-        sum(id >= 0 for id in row[1:]) for row in packed.rows.tolist()
-    ]
-    assert packed.n_cut == packed.n_dropped == sum(len(chat) > 10 for chat in chats)
+    """Each has a question and an answer of these numbers of ids."""
+    ids: list[int] = []
+    fitting_ids: list[int] = []
+    n_long = 0
+    for number, (n_question, n_answer) in enumerate(lengths):
+        chat = [~number] * n_question + [number] * n_answer
+        ids += [*chat, ~END]
+        if len(chat) <= 10:
+            fitting_ids += chat
+        else:
+            n_long += 1
+
+    packed = Packed(tensor(ids), END, block_size=9)
+
+    packed_ids = packed.rows.flatten().tolist()
+    assert [id for id in packed_ids if id != ~END] == fitting_ids
+    assert torch.equal(packed.learned, (packed.rows[:, 1:] >= 0).sum(dim=1))
+    assert packed.n_cut == n_long
+    assert packed.n_dropped == n_long
 
 
 def test_a_long_conversation_ends_with_an_answer_that_fits():
     packed = Packed(tensor([~1, 2, 2, ~3, ~3, 4, 4, 4, ~END]), END, block_size=5)
     assert packed.rows.tolist() == [[~1, 2, 2, ~END, ~END, ~END]]
-    assert (packed.n_cut, packed.n_dropped) == (1, 0)
+    assert packed.n_cut == 1
+    assert packed.n_dropped == 0
     assert packed.question() == [1]
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"block_size": 128, "short_windows": 0.5}, "short_windows would cut conversations"),
         ({"block_size": 4}, "no training conversation has an answer within block_size=4"),
     ],
 )
-def test_conversations_that_cannot_be_packed_are_refused(tuned, values, said):
+def test_conversations_that_cannot_be_packed_are_refused(tuned, values, message):
     container = read_container({}, Options(data=str(tuned[2])))
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         load_corpus(container, Config(**values), Mock())
 
 
@@ -70,34 +80,38 @@ def test_conversations_that_cannot_be_packed_are_refused(tuned, values, said):
 def test_means_of_passes_make_the_mean_of_the_batch(seed):
     """On any number of ranks."""
     chance = random.Random(seed)
-    chats = [[~1] + [2] * chance.randint(1, 8) + [~END] for _ in range(24)]
-    packed = Packed(tensor(id for chat in chats for id in chat), END, block_size=9)
+    ids: list[int] = []
+    for _ in range(24):
+        ids += [~1] + [2] * chance.randint(1, 8) + [~END]
+    packed = Packed(tensor(ids), END, block_size=9)
     starts = torch.arange(12) * 10 % len(packed)
     losses = torch.rand(12, 9, generator=torch.Generator().manual_seed(seed))
     learned = packed.rows[starts // 10][:, 1:] >= 0
-    wanted = float(losses[learned].mean())
+    expected = float(losses[learned].mean())
     for world_size, passes in ((1, 1), (2, 3), (4, 1), (3, 2), (1, 5), (2, 4)):
         total = 0.0
         for rank in range(world_size):
             weights = packed.loss_weights(starts, rank, world_size, passes)
-            own = zip(
-                losses.chunk(world_size)[rank].tensor_split(passes),
-                learned.chunk(world_size)[rank].tensor_split(passes),
-                weights,
-                strict=True,
-            )
-            total += sum(float(part[known].mean()) * weight for part, known, weight in own) / passes
-        assert total / world_size == pytest.approx(wanted, rel=1e-5)
+            losses_of_passes = losses.chunk(world_size)[rank].tensor_split(passes)
+            learned_of_passes = learned.chunk(world_size)[rank].tensor_split(passes)
+            for number in range(passes):
+                mean = losses_of_passes[number][learned_of_passes[number]].mean()
+                total += float(mean) * weights[number] / passes
+        assert total / world_size == pytest.approx(expected, rel=1e-5)
 
 
 def test_conversations_in_a_row_do_not_see_each_other():
-    first, second = [1, 2, 3], [4, 5, 6, 7]
-    model, end = lively(), 9
-    row = torch.tensor([[*first, end, *second]])
-    together = model(row, end=end, chats=True)[0]
-    torch.testing.assert_close(together[: len(first)], model(torch.tensor([first]))[0])
-    alone = model(torch.tensor([second]))[0]
-    torch.testing.assert_close(together[len(first) + 1 :], alone, atol=1e-5, rtol=1e-5)
+    model = lively()
+    first = torch.tensor([[1, 2, 3]])
+    second = torch.tensor([[4, 5, 6, 7]])
+    end = torch.tensor([[9]])
+    together = model(torch.cat((first, end, second), dim=1), end=9, chats=True)[0]
+    torch.testing.assert_close(together[:3], model(first)[0])
+    torch.testing.assert_close(together[4:], model(second)[0], atol=1e-5, rtol=1e-5)
+
+
+def ids_in(content: bytes) -> torch.Tensor:
+    return tensor(memoryview(content).cast("i"))
 
 
 @torch.no_grad()
@@ -113,29 +127,33 @@ def loss_of_each_alone(model, ids, end):
 
 
 def test_an_evaluation_in_chunks_is_the_mean_of_each_alone():
-    model, end, config = lively(), 9, replace(SMALL, eval_tokens=0)
-    long, short = [~1, ~2, *range(3, 9), ~end], [~4, 5, 6, ~end]
+    model = lively()
+    config = replace(SMALL, eval_tokens=0)
+    end = 9
+    long = [~1, ~2, 3, 4, 5, 6, 7, 8, ~end]
+    short = [~4, 5, 6, ~end]
     ids = tensor([*long * 1024, *short * 2048])  # two short ones a row, 1024 rows a chunk
     group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), Mock())
     loss = evaluate(model, Packed(ids, end, config.block_size), config, group, end)
-    wanted = loss_of_each_alone(model, tensor([*long, *short * 2]), end)
-    assert loss == pytest.approx(wanted, rel=1e-4)
+    expected = loss_of_each_alone(model, tensor([*long, *short * 2]), end)
+    assert loss == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("at_once", [1 << 26, 1])
 def test_a_masked_loss_and_its_gradients_are_torchs(monkeypatch, at_once):
     monkeypatch.setattr("entry_point.kernels.LOGITS_AT_ONCE", at_once)
-    model, x = lively(), torch.randint(9, (40, 8), generator=torch.Generator().manual_seed(0))
+    model = lively()
+    x = torch.randint(9, (40, 8), generator=torch.Generator().manual_seed(0))
     y = x.roll(-1, 1).masked_fill(torch.arange(8) % 3 > 0, IGNORED)
     loss = model(x, y, chats=True)
     loss.backward()
-    found = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
-    wanted = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100)
-    wanted.backward()
-    torch.testing.assert_close(loss, wanted)
-    for one, other in zip(found, model.parameters(), strict=True):
-        torch.testing.assert_close(one, other.grad)
+    expected = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
 
 
 def test_the_loss_is_transformers_loss_of_labels(directory):
@@ -143,7 +161,7 @@ def test_the_loss_is_transformers_loss_of_labels(directory):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
     model, tokenizer = own_model(directory)
     turns = Chat(model, tokenizer).encoder.encode(["user\nWhat is 3?", "assistant\n6"])
-    ids = torch.tensor([id for turn in turns for id in memoryview(turn).cast("i")])
+    ids = ids_in(b"".join(turns))
     x = torch.where(ids < 0, ~ids, ids)[None].long()
     labels = x.masked_fill(ids < 0, IGNORED)
     ours = model(x[:, :-1], labels[:, 1:], end=tokenizer.end, chats=True)
@@ -153,51 +171,60 @@ def test_the_loss_is_transformers_loss_of_labels(directory):
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_a_tuning_resumes_to_the_same_bits(tuned, directory, tmp_path, processes):
     _, _, data = tuned
-    values = dict(max_steps=8, eval_interval=8, batch_size=12, sample_length=0, device="cpu")
-    given_words = command_line(data=data, init_from=directory, processes=processes, **values)
-
-    def weights(out: Path) -> bytes:
-        return (out / "model/model.safetensors").read_bytes()
-
-    whole, half = tmp_path / "whole", tmp_path / "half"
-    ended = run([*given_words, *command_line(out=whole, checkpoint_seconds=0.001)], cwd=tmp_path)
+    whole = tmp_path / "whole"
+    half = tmp_path / "half"
+    arguments = command_line(
+        data=data,
+        init_from=directory,
+        out=whole,
+        max_steps=8,
+        eval_interval=8,
+        batch_size=12,
+        sample_length=0,
+        device="cpu",
+        processes=processes,
+        checkpoint_seconds=0.001,
+    )
+    ended = run(arguments, cwd=tmp_path)
     assert ended.status == 0, ended.output
+
     shutil.copytree(whole, half)
     shutil.rmtree(half / "model")
     max((half / "checkpoints").glob("checkpoint-*")).unlink()
     ended = run(command_line(resume=half), cwd=tmp_path)
+
     assert "resumed from the checkpoint of step 7" in ended.output
-    assert weights(whole) == weights(half)
+    weights = [(out / "model/model.safetensors").read_bytes() for out in (whole, half)]
+    assert weights[0] == weights[1]
 
 
 def test_any_number_of_ranks_has_the_losses_of_each_alone(tuned, directory, tmp_path):
     _, _, data = tuned
-    values = dict(max_steps=6, eval_interval=1, log_interval=1, batch_size=12, precision="float32")
-    found = []
+    values: dict[str, Any] = dict(max_steps=6, eval_interval=1, log_interval=1, batch_size=12)
+    values |= dict(sample_length=0, device="cpu", precision="float32")
+    curves = []
     for processes in (1, 2, 4):
         out = tmp_path / str(processes)
-        given_words = command_line(
-            data=data, init_from=directory, device="cpu", sample_length=0, **values
-        )
-        assert (
-            run([*given_words, *command_line(out=out, processes=processes)], cwd=tmp_path).status
-            == 0
-        )
-        found.append(metrics(out / "output"))
+        arguments = command_line(data=data, init_from=directory, out=out, **values)
+        ended = run([*arguments, *command_line(processes=processes)], cwd=tmp_path)
+        assert ended.status == 0, ended.output
+        curves.append(metrics(out / "output"))
+
     model, tokenizer = own_model(directory)
     end: Any = tokenizer.end
-    train, val = (
-        tensor(memoryview((data / f"{part}-00000.bin").read_bytes()).cast("i"))
-        for part in ("train", "val")
-    )
+    train_ids = ids_in((data / "train-00000.bin").read_bytes())
+    val_ids = ids_in((data / "val-00000.bin").read_bytes())
     config = Config(block_size=model.config.block_size, batch_size=12)
-    packed = Packed(train, end, config.block_size)
+    packed = Packed(train_ids, end, config.block_size)
     starts = Batches(packed, config, torch.device("cpu")).window_starts(0)
     batch = F.pad(packed.rows[starts // (config.block_size + 1)], (0, 1), value=~end)
-    parts = (val, batch.flatten())
-    validated, trained = (loss_of_each_alone(model, ids, end) for ids in parts)
-    for rows in found:
-        losses = [row["val_loss"] for row in rows]
-        assert losses[0] == found[0][0]["val_loss"]  # of the same weights
-        assert losses == pytest.approx([row["val_loss"] for row in found[0]], rel=1e-4)
-        assert (losses[0], rows[1]["train_loss"]) == pytest.approx((validated, trained), rel=1e-5)
+    val_loss = loss_of_each_alone(model, val_ids, end)
+    train_loss = loss_of_each_alone(model, batch.flatten(), end)
+
+    val_losses_alone = [row["val_loss"] for row in curves[0]]
+    for rows in curves:
+        val_losses = [row["val_loss"] for row in rows]
+        assert val_losses[0] == val_losses_alone[0]  # of the same weights
+        assert val_losses[0] == pytest.approx(val_loss, rel=1e-5)
+        assert val_losses == pytest.approx(val_losses_alone, rel=1e-4)
+        assert rows[1]["train_loss"] == pytest.approx(train_loss, rel=1e-5)

@@ -26,33 +26,36 @@ def pools(request, monkeypatch):
 
 
 def batches(n: int, **hyperparameters: Any) -> Batches:
-    """Over a text whose ids are their own places, so that a window shows where it is from."""
+    """Over a text whose ids are their positions, so that a window shows where it is from."""
     config = Config(**{"block_size": 8, "batch_size": 4, **hyperparameters})
     return Batches(torch.arange(n, dtype=torch.int32), config, torch.device("cpu"))
 
 
 def test_a_batch_is_a_function_of_seed_and_step_alone(pools):
-    forward, backward = batches(10_000), batches(10_000)
-    there = [forward.rows(step, 0, 1)[0] for step in range(100)]
+    one = batches(10_000)
+    inputs = [one.rows(step, 0, 1)[0] for step in range(100)]
     torch.manual_seed(2)
-    back = [backward.rows(step, 0, 1)[0] for step in reversed(range(100))][::-1]
-    assert all(torch.equal(a, b) for a, b in zip(there, back, strict=True))
-    others = [*there[1:], batches(10_000, seed=1).rows(0, 0, 1)[0]]
-    assert not any(torch.equal(there[0], other) for other in others)
+    other = batches(10_000)
+    for step in reversed(range(100)):
+        assert torch.equal(other.rows(step, 0, 1)[0], inputs[step])
+    for step in range(1, 100):
+        assert not torch.equal(inputs[0], inputs[step])
+    of_another_seed, _ = batches(10_000, seed=1).rows(0, 0, 1)
+    assert not torch.equal(inputs[0], of_another_seed)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_slices_of_the_ranks_are_the_global_batch(pools, world_size):
     b = batches(1000)
     for step in (0, 1, 50):
-        whole = b.rows(step, 0, 1)
+        x, y = b.rows(step, 0, 1)
         parts = [b.rows(step, rank, world_size) for rank in range(world_size)]
-        for one, cut in zip(whole, zip(*parts, strict=True), strict=True):
-            assert torch.equal(one, torch.cat(cut))
+        assert torch.equal(x, torch.cat([part_x for part_x, _ in parts]))
+        assert torch.equal(y, torch.cat([part_y for _, part_y in parts]))
 
 
 def epoch_of(b: Batches, epoch: int) -> list[int]:
-    """The first places of its windows, in their order, by a batch size of 1."""
+    """The positions at which its windows begin, in their order, by a batch size of 1."""
     steps = range(epoch * b.windows_per_epoch, (epoch + 1) * b.windows_per_epoch)
     return [int(b.rows(step, 0, 1)[0][0, 0]) for step in steps]
 
@@ -61,10 +64,10 @@ def epoch_of(b: Batches, epoch: int) -> list[int]:
 def test_an_epoch_has_each_window_once(pools, n):
     b = batches(n, batch_size=1)
     for epoch in range(5):
-        seen = epoch_of(b, epoch)
-        first = min(seen)
-        assert sorted(seen) == [*range(first, first + 8 * len(seen), 8)]
-        assert 8 * len(seen) >= n - 16
+        starts = epoch_of(b, epoch)
+        first = min(starts)
+        assert sorted(starts) == [*range(first, first + 8 * len(starts), 8)]
+        assert 8 * len(starts) >= n - 16
 
 
 def test_a_text_of_one_pool_is_shuffled_as_a_whole():
@@ -84,7 +87,7 @@ def test_a_longer_text_is_read_in_few_places_at_a_time(monkeypatch):
     orders = [epoch_of(b, epoch) for epoch in range(2)]
     for order in orders:
         for at in range(0, 999, 40):
-            pool = [place // 8 for place in order[at : at + 40]]
+            pool = [start // 8 for start in order[at : at + 40]]
             breaks = sum(b - a > 1 for a, b in itertools.pairwise(sorted(pool)))
             assert breaks <= 4  # a piece may cross the end of the text
             assert sorted(pool) != pool
@@ -100,7 +103,7 @@ def test_epochs_cut_the_text_at_other_places(pools):
 @pytest.mark.parametrize("n", [9, 10, 17, 30, 100])
 def test_targets_are_the_inputs_shifted_by_one(pools, n):
     b = batches(n)
-    seen: set[int] = set()
+    ids_trained_on: set[int] = set()
     for step in range(100):
         x, y = b.rows(step, 0, 1)
         assert x.shape == y.shape == (4, 8)
@@ -108,10 +111,10 @@ def test_targets_are_the_inputs_shifted_by_one(pools, n):
         assert torch.equal(x[:, 1:], y[:, :-1])
         assert torch.equal(y, x + 1)
         assert int(y.max()) < n
-        seen.update(x.flatten().tolist())
+        ids_trained_on.update(x.flatten().tolist())
     # All but the last few characters are trained on.
-    assert seen == set(range(len(seen)))
-    assert n - len(seen) <= b.block_size
+    assert ids_trained_on == set(range(len(ids_trained_on)))
+    assert n - len(ids_trained_on) <= b.block_size
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -126,11 +129,13 @@ def shards_of(n: int, **hyperparameters: Any) -> Batches:
 
 
 def test_the_next_step_is_read_while_one_computes(monkeypatch):
-    in_memory, b, begun = batches(1000), shards_of(1000), Queue[int]()
+    in_memory = batches(1000)
+    b = shards_of(1000)
     read = b.read
+    steps_read: Queue[int] = Queue()
 
     def spy(step: int, *where: int) -> Any:
-        begun.put(step)
+        steps_read.put(step)
         return read(step, *where)
 
     monkeypatch.setattr(b, "read", spy)
@@ -139,25 +144,31 @@ def test_the_next_step_is_read_while_one_computes(monkeypatch):
         x, y = b.rows(step, 0, 1)
         assert all(map(torch.equal, (x, y), in_memory.rows(step, 0, 1)))
         # The step has its batch, and does not ask for another.
-        assert [begun.get(timeout=60) for _ in reads] == reads
-    assert begun.empty()
+        assert [steps_read.get(timeout=60) for _ in reads] == reads
+    assert steps_read.empty()
 
 
 def test_an_error_of_the_disk_is_raised_in_the_step_it_hits(monkeypatch):
     b = shards_of(1000)
     read = b.read
-    monkeypatch.setattr(b, "read", lambda step, *where: read(step if step < 2 else 1 // 0, *where))
+
+    def read_or_fail(step: int, *where: int) -> Any:
+        if step == 2:
+            raise OSError("disk")
+        return read(step, *where)
+
+    monkeypatch.setattr(b, "read", read_or_fail)
     b.rows(0, 0, 1)
     b.rows(1, 0, 1)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(OSError, match="disk"):
         b.rows(2, 0, 1)
 
 
 def test_only_a_step_on_shards_starts_a_thread():
     """Ranks are forked before."""
-    before = set(threading.enumerate())
+    threads = set(threading.enumerate())
     batches(1000).rows(0, 0, 1)
     b = shards_of(1000)
-    assert not set(threading.enumerate()) - before
+    assert not set(threading.enumerate()) - threads
     b.rows(0, 0, 1)
-    assert len(set(threading.enumerate()) - before) == 1
+    assert len(set(threading.enumerate()) - threads) == 1

@@ -19,9 +19,11 @@ from entry_point.errors import DataError, TrainingError
 
 @pytest.mark.parametrize("hosts, machine", [(2, "2 CPU"), (3, "CPU")], ids=["equal", "unequal"])
 def test_the_first_line_counts_hosts_and_processes(hosts, machine):
-    said = f"running on {hosts} hosts x {machine} = 4 processes in one group (launched by torchrun;"
+    message = (
+        f"running on {hosts} hosts x {machine} = 4 processes in one group (launched by torchrun;"
+    )
     ranks = Ranks(0, 4, 0, 2, "torchrun")
-    assert machine_line(torch.device("cpu"), ranks, hosts).startswith(said)
+    assert machine_line(torch.device("cpu"), ranks, hosts).startswith(message)
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "device, counted, seen, said",
+    "device, n_counted, n_visible, message",
     [
         ("auto", 4, 0, "4 GPUs .* sees 0"),
         ("auto", 4, 1, "4 GPUs .* sees 1"),
@@ -44,18 +46,19 @@ def gpus(monkeypatch):
         ("mps", None, 1, "device=mps, .* no such GPU"),
     ],
 )
-def test_a_missing_device_is_refused(gpus, device, counted, seen, said):
-    gpus(seen)
-    with pytest.raises(TrainingError, match=said):
-        choose_device(Config(device=device), container(num_gpus=counted), 1)
+def test_a_missing_device_is_refused(gpus, device, n_counted, n_visible, message):
+    gpus(n_visible)
+    with pytest.raises(TrainingError, match=message):
+        choose_device(Config(device=device), container(num_gpus=n_counted), 1)
 
 
 def test_mps_is_not_shared(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    options, here = Options(processes=2), container(num_gpus=0)
-    assert local_processes(Config(), here, options) == 2  # on the CPU
+    options = Options(processes=2)
+    host = container(num_gpus=0)
+    assert local_processes(Config(), host, options) == 2  # on the CPU
     with pytest.raises(TrainingError, match="mps is one device; 2 processes"):
-        local_processes(Config(device="mps"), here, options)
+        local_processes(Config(device="mps"), host, options)
 
 
 def test_device_cpu_asks_for_no_gpu(monkeypatch):
@@ -76,10 +79,10 @@ def test_each_gpu_gets_a_process(gpus, monkeypatch):
         train.train(Config(), Options(), host, Ranks(0, 2, 0, 2, "train.py"))
 
 
-@pytest.mark.parametrize("asked, before, processes", [(0, 0, 1), (3, 0, 3), (0, 3, 3), (2, 3, 2)])
-def test_the_processes_option_sets_the_cpu_processes(gpus, asked, before, processes):
+@pytest.mark.parametrize("option, earlier, processes", [(0, 0, 1), (3, 0, 3), (0, 3, 3), (2, 3, 2)])
+def test_the_processes_option_sets_the_cpu_processes(gpus, option, earlier, processes):
     gpus(0)
-    options = Options(processes=asked, processes_before=before)
+    options = Options(processes=option, processes_before=earlier)
     assert local_processes(Config(), container(num_gpus=0), options) == processes
 
 

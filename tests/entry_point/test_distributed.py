@@ -36,8 +36,8 @@ from entry_point.processes import start_ranks
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch, tmp_path):
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "localhost")
         monkeypatch.setenv("MASTER_PORT", str(port))
         container = Container(
@@ -64,27 +64,30 @@ def test_ranks_do_not_outlive_a_parent_without_a_store(monkeypatch, tmp_path, er
 
 
 def test_a_group_error_omits_the_cpp_stack_trace(monkeypatch):
-    said = "NCCL error\nLast error:\nconnect to host failed\n"
-    error = RuntimeError(f"{said}Exception raised from x at y.cpp:9 (most recent call first):\n...")
+    message = "NCCL error\nLast error:\nconnect to host failed\n"
+    error = RuntimeError(
+        f"{message}Exception raised from x at y.cpp:9 (most recent call first):\n..."
+    )
     monkeypatch.setattr("entry_point.distributed.connect", lambda *_, **__: dist.HashStore())
     monkeypatch.setattr("entry_point.distributed.wait_for_all", lambda *_: [])
     monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=error))
     with pytest.raises(TrainingError) as caught:
         Group(Ranks(0, 2, 0, 2, "hand"), torch.device("cpu"), container())
-    assert f"{said} (GLOO_" in str(caught.value)
+    assert f"{message} (GLOO_" in str(caught.value)
 
 
 def test_processes_that_no_launcher_started_are_refused(tmp_path, text_file):
-    place = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT="0")
-    env = place | {"MASTER_ADDR": "127.0.0.1"}
+    env = {**rank_variables(0, 1, 0, 1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     end = run(command_line(**SMALL, data=text_file, processes=4), cwd=tmp_path, env=env)
-    assert (end.status, "processes=4, but torchrun started 1" in end.output) == (1, True)
+    assert end.status == 1
+    assert "processes=4, but torchrun started 1" in end.output
 
 
 def test_hosts_started_alone_make_one_model(text, tmp_path):
     envs = make_hosts(tmp_path / "ml", text, n_hosts=2)
     first, second = run_hosts(command_line(**SMALL), cwd=tmp_path, envs=envs)
-    assert (first.status, second.status) == (0, 0), first.output + second.output
+    assert first.status == 0, first.output
+    assert second.status == 0, second.output
     assert "running on 2 hosts x 1 CPU = 2 processes in one group" in first.output
     assert second.output == ""
     models = [p.relative_to(tmp_path / "ml") for p in tmp_path.rglob("model.safetensors")]
@@ -93,9 +96,8 @@ def test_hosts_started_alone_make_one_model(text, tmp_path):
 
 def test_hosts_with_different_text_are_refused(text, tmp_path):
     texts = [text, text.replace("Python", "Pythons", 1)]
-    ends = run_hosts(
-        command_line(**SMALL), cwd=tmp_path, envs=make_hosts(tmp_path / "ml", texts, 2)
-    )
+    envs = make_hosts(tmp_path / "ml", texts, n_hosts=2)
+    ends = run_hosts(command_line(**SMALL), cwd=tmp_path, envs=envs)
     assert all(end.status for end in ends)
     assert re.match(r"ConfigError: the SHA-256 .* on rank 1 \(algo-2\)", ends[1].last_line)
     assert not list(tmp_path.rglob("model.safetensors"))
@@ -108,8 +110,8 @@ def test_ranks_that_would_train_apart_are_refused(text_file, tmp_path):
     arguments = command_line(**{**SMALL, "precision": "auto"}, data=text_file, processes=2)
     end = run(arguments, cwd=tmp_path, command=unlike)
     assert end.status == 2
-    said = r"ConfigError: precision is 'float32' on rank 1 \(.+\) and 'bfloat16' on rank 0; "
-    assert re.match(said, end.last_line)
+    message = r"ConfigError: precision is 'float32' on rank 1 \(.+\) and 'bfloat16' on rank 0; "
+    assert re.match(message, end.last_line)
     assert "train_loss" not in end.output
 
 
@@ -120,17 +122,21 @@ def test_replicas_whose_bits_differ_end_the_run(text_file, tmp_path):
     command = edited_folder(tmp_path / "train", (step, step + drift))
     end = run(command_line(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=command)
     assert end.status == 1
-    said = "TrainingError: at step 10 the weights of rank 1 are not those of rank 0; the checkpoint"
-    assert end.last_line.startswith(f"{said} of step 5 is kept; ")
+    message = (
+        "TrainingError: at step 10 the weights of rank 1 are not those of rank 0; the checkpoint"
+    )
+    assert end.last_line.startswith(f"{message} of step 5 is kept; ")
 
 
 def test_unequal_hosts_without_names_form_one_group(tmp_path, text_file):
     env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    places = [(0, 3, 0, 1), (1, 3, 0, 2), (2, 3, 1, 2)]
+    envs = [
+        env | rank_variables(0, 3, 0, 1),
+        env | rank_variables(1, 3, 0, 2),
+        env | rank_variables(2, 3, 1, 2),
+    ]
     arguments = command_line(**{**SMALL, "max_steps": 1}, data=text_file, out="mine")
-    ends = run_hosts(
-        arguments, cwd=tmp_path, envs=[{**env, **rank_variables(*place)} for place in places]
-    )
+    ends = run_hosts(arguments, cwd=tmp_path, envs=envs)
     assert not any(end.status for end in ends), ends
     assert "running on 2 hosts x CPU = 3 processes in one group" in ends[0].output
 
@@ -170,8 +176,8 @@ def test_a_failed_rank_ends_the_job_with_its_reason(tmp_path, text_file):
     """At a step after which the other rank logs nothing more."""
     endless = command_line(**ENDLESS, data=text_file, processes=2)
     envs = [environment(NANOGPT_FAULT=fault) for fault in ("0:4:raise", "1:4:raise", "1:4:kill")]
-    *raised, killed = run_hosts(endless, cwd=tmp_path, envs=envs)
-    for end in raised:
+    first_raised, second_raised, killed = run_hosts(endless, cwd=tmp_path, envs=envs)
+    for end in (first_raised, second_raised):
         assert end.status == 1
         assert end.last_line.startswith("OSError: NANOGPT_FAULT asked")
     assert killed.status == 137

@@ -32,10 +32,9 @@ def test_mapped_tensors_are_in_the_memory_of_the_file(tmp_path):
     file = tmp_path / "a.safetensors"
     write_safetensors(file, {"a": torch.ones(3), "b": torch.ones(2, 5)}, {})
     tensors, _ = read_safetensors(file, mapped=True)
-    places = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-    assert len(places) == 1
-    sizes = {tensor.untyped_storage().nbytes() for tensor in tensors.values()}
-    assert sizes == {file.stat().st_size}
+    one, other = (tensor.untyped_storage() for tensor in tensors.values())
+    assert one.data_ptr() == other.data_ptr()
+    assert one.nbytes() == file.stat().st_size
 
 
 def test_tensors_at_odd_bytes_are_mapped_too(tmp_path):
@@ -50,15 +49,17 @@ def test_tensors_at_odd_bytes_are_mapped_too(tmp_path):
 
 @pytest.mark.parametrize("tensors", [TENSORS, {}], ids=["of all types", "none"])
 def test_both_libraries_read_what_either_wrote(tmp_path, tensors):
-    ours, theirs, metadata = tmp_path / "ours", tmp_path / "theirs", {"a": "é🙂"}
+    ours = tmp_path / "ours"
+    theirs = tmp_path / "theirs"
+    metadata = {"a": "é🙂"}
     write_safetensors(ours, tensors, metadata)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     safetensors.torch.save_file(contiguous, theirs, metadata)
     for path in (ours, theirs):
         for mapped in (False, True):
-            read, found = read_safetensors(path, mapped=mapped)
+            read, metadata_read = read_safetensors(path, mapped=mapped)
             assert_same(read, tensors)
-            assert found == metadata
+            assert metadata_read == metadata
     assert_same(safetensors.torch.load_file(ours), tensors)
     with safetensors.safe_open(ours, "pt") as opened:
         assert opened.metadata().items() >= metadata.items()
@@ -119,9 +120,11 @@ HEADERS = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_every_damage_is_a_format_error(file, damage):
-    whole, (reason, change) = file.read_bytes(), DAMAGES[damage]
-    file.write_bytes(change(whole))
-    assert file.read_bytes() != whole
+    reason, change = DAMAGES[damage]
+    whole = file.read_bytes()
+    damaged = change(whole)
+    assert damaged != whole
+    file.write_bytes(damaged)
     with pytest.raises(FormatError, match=f"damaged: .*{reason}"):
         read_safetensors(file)
 
@@ -187,24 +190,28 @@ def test_a_curve_may_exceed_the_official_limit(tmp_path):
 
 
 def test_a_write_syncs_file_before_directory(tmp_path, monkeypatch):
-    place, synced = tmp_path / "a.safetensors", []
+    path = tmp_path / "a.safetensors"
+    syncs = []  # (is it the directory?, does the file exist?)
 
-    def note(fd: int) -> None:
-        synced.append(("directory" if Path(f"/dev/fd/{fd}").is_dir() else "file", place.exists()))
+    def record_sync(fd: int) -> None:
+        is_directory = Path(f"/dev/fd/{fd}").is_dir()
+        syncs.append((is_directory, path.exists()))
 
-    monkeypatch.setattr(os, "fsync", note)
-    write_safetensors(place, TENSORS, {})
-    assert synced == [("file", False), ("directory", True)]
+    monkeypatch.setattr(os, "fsync", record_sync)
+    write_safetensors(path, TENSORS, {})
+    assert syncs == [(False, False), (True, True)]
 
 
 def test_tensors_are_written_one_by_one(tmp_path):
     """At most two at once: the next is on its way when the last may still be in memory."""
-    given: list[weakref.ref[torch.Tensor]] = []
+    references: list[weakref.ref[torch.Tensor]] = []
 
     def contents() -> Iterator[torch.Tensor]:
         for tensor in TENSORS.values():
-            given.append(weakref.ref(content := tensor.clone()))
-            assert sum(reference() is not None for reference in given) <= 2
+            content = tensor.clone()
+            references.append(weakref.ref(content))
+            n_living = sum(reference() is not None for reference in references)
+            assert n_living <= 2
             yield content
 
     described = {name: tensor.to("meta") for name, tensor in TENSORS.items()}

@@ -62,14 +62,14 @@ def test_ranks_resume_a_curve_of_11_mb_and_their_scale(tmp_path, text_file):
 
 
 def test_gradients_in_float16_are_clipped_as_in_float32(tmp_path):
-    states = []
+    states = {}
     for precision in ("float32", "float16"):
-        how = dict(precision=precision, max_steps=1, grad_clip=0.01)
-        trainer = trainer_of(tmp_path / precision, **how)
+        trainer = trainer_of(tmp_path / precision, precision=precision, max_steps=1, grad_clip=0.01)
         assert trainer.run()
-        states.append(trainer.optimizer.state())
-    for name, exact in states[0].items():
-        assert float((states[1][name] - exact).norm()) <= 0.02 * float(exact.norm()), name
+        states[precision] = trainer.optimizer.state()
+    for name, exact in states["float32"].items():
+        error = states["float16"][name] - exact
+        assert float(error.norm()) <= 0.02 * float(exact.norm()), name
 
 
 def test_a_run_may_be_resumed_in_another_precision(tmp_path):

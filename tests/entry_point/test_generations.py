@@ -29,7 +29,7 @@ THREE = dict(max_steps=10, generations=3, eval_interval=5)
 
 
 @pytest.fixture
-def told():
+def logits_and_teacher():
     """Logits of a model, as x @ weight.T; of its teacher; and targets, two of them ignored."""
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(n, 8, generator=generator) for n in (300, 70))
@@ -39,31 +39,35 @@ def told():
     return x.requires_grad_(), weight.requires_grad_(), teacher, targets
 
 
-def test_the_loss_is_of_the_targets_and_of_the_teacher(told):
-    x, weight, teacher, targets = told
-    logits, learned = x @ weight.T, targets >= 0
+def test_the_loss_is_of_the_targets_and_of_the_teacher(logits_and_teacher):
+    x, weight, teacher, targets = logits_and_teacher
+    logits = x @ weight.T
+    learned = targets >= 0
     p = (teacher / 2).softmax(-1)[learned]
     soft = -(p * logits.log_softmax(-1)[learned]).sum(-1).mean()
     hard = F.cross_entropy(logits, targets, ignore_index=IGNORED)
-    found = taught_loss(logits, targets, teacher, 0.3, 2.0)
-    assert torch.allclose(found, 0.3 * soft + 0.7 * hard)
+    loss = taught_loss(logits, targets, teacher, 0.3, 2.0)
+    assert torch.allclose(loss, 0.3 * soft + 0.7 * hard)
 
 
-def test_the_loss_in_chunks_has_the_gradients_of_the_whole(told, monkeypatch):
-    x, weight, teacher, targets = told
+def test_the_loss_in_chunks_has_the_gradients_of_the_whole(logits_and_teacher, monkeypatch):
+    x, weight, teacher, targets = logits_and_teacher
     whole = taught_loss(x @ weight.T, targets, teacher, 0.5, 1.2)
-    wanted = torch.autograd.grad(whole, (x, weight))
+    expected = torch.autograd.grad(whole, (x, weight))
     monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 16 * 128 * 128)
-    found = ChunkedLoss.apply(x, weight, targets, True, teacher, 0.5, 1.2)
-    assert torch.allclose(found, whole)
-    for a, b in zip(torch.autograd.grad(found, (x, weight)), wanted, strict=True):
-        assert torch.allclose(a, b, atol=1e-7)
+    chunked = ChunkedLoss.apply(x, weight, targets, True, teacher, 0.5, 1.2)
+    assert torch.allclose(chunked, whole)
+    dx, dweight = torch.autograd.grad(chunked, (x, weight))
+    assert torch.allclose(dx, expected[0], atol=1e-7)
+    assert torch.allclose(dweight, expected[1], atol=1e-7)
 
 
 def test_what_is_learned_are_probabilities():
-    p = mixed_targets(torch.randn(5, 7), torch.tensor([0, 1, 6, 3, IGNORED]), 0.5, 1.2)
+    targets = torch.tensor([0, 1, 6, 3, IGNORED])
+    p = mixed_targets(torch.randn(5, 7), targets, 0.5, 1.2)
     assert torch.allclose(p.sum(-1), torch.ones(5))
-    assert bool((p[range(4), [0, 1, 6, 3]] >= 0.5).all())
+    p_of_targets = p[:4].gather(-1, targets[:4, None])
+    assert bool((p_of_targets >= 0.5).all())
 
 
 # -- a generation ----------------------------------------------------------------------------------
@@ -93,11 +97,11 @@ def test_a_teacher_is_not_trained(tmp_path):
     trainer.step = THREE["max_steps"]
     trainer.begin_generation()
     assert trainer.teacher is not None
-    before = [tensor.clone() for tensor in trainer.teacher.parameters()]
+    weights = [weight.clone() for weight in trainer.teacher.parameters()]
     trainer.train_step()
-    for one, other in zip(trainer.teacher.parameters(), before, strict=True):
-        assert torch.equal(one, other)
-        assert one.grad is None
+    for parameter, weight in zip(trainer.teacher.parameters(), weights, strict=True):
+        assert torch.equal(parameter, weight)
+        assert parameter.grad is None
 
 
 def test_each_generation_has_the_whole_schedule():
@@ -108,7 +112,8 @@ def test_each_generation_has_the_whole_schedule():
 
 
 def test_passes_with_a_teacher_are_replayed_as_executed(tmp_path, cuda):
-    eager, trainer = (trainer_of(tmp_path / name, **THREE) for name in ("eager", "recorded"))
+    eager = trainer_of(tmp_path / "eager", **THREE)
+    trainer = trainer_of(tmp_path / "recorded", **THREE)
     trainer.passes.uses_graphs = True
     trainer.passes.warm_up()
     plain = dict(trainer.passes.graphs)
@@ -127,23 +132,20 @@ def test_passes_with_a_teacher_are_replayed_as_executed(tmp_path, cuda):
         assert torch.equal(a, b)
 
 
-def test_a_generation_begins_with_a_graph_for_each_length(
-    tmp_path,
-    monkeypatch,
-    graphs,
-):
+def test_a_generation_begins_with_a_graph_for_each_length(tmp_path, monkeypatch, graphs):
     lengths = dict(short_windows=0.5, max_steps=8, generations=2, eval_interval=8)
     trainer = trainer_of(tmp_path, n_layer=1, compile="on", **lengths)
-    seen, begin = list[int](), trainer.begin_generation
+    begin = trainer.begin_generation
+    n_graphs: list[int] = []
 
-    def begun() -> None:
-        seen.append(len(graphs))
+    def begin_and_count() -> None:
+        n_graphs.append(len(graphs))
         begin()
-        seen.append(len(graphs))
+        n_graphs.append(len(graphs))
 
-    monkeypatch.setattr(trainer, "begin_generation", begun)
+    monkeypatch.setattr(trainer, "begin_generation", begin_and_count)
     assert trainer.run()
-    assert seen == [4, 12]  # of the model, then of the teacher and of the model that it teaches
+    assert n_graphs == [4, 12]  # of the model, then of the teacher and of the model that it teaches
     assert len(graphs) == 12
 
 
@@ -152,41 +154,40 @@ def test_a_generation_begins_with_a_graph_for_each_length(
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_interrupted_generations_end_with_the_same_bits(tmp_path, text, n_ranks):
-    how = {**EXACT, **THREE, "processes": n_ranks}
-    trained(tmp_path, make_hosts(tmp_path / "calm", text)[0], **how)
+    values = {**EXACT, **THREE, "processes": n_ranks}
+    trained(tmp_path, make_hosts(tmp_path / "calm", text)[0], **values)
     env = make_hosts(tmp_path / "cut", text)[0]
     for line in ("step=7/30", "step=17/30", "step=23/30"):  # one of each generation
-        with started(small(**how), cwd=tmp_path, env=env) as process:
+        with started(small(**values), cwd=tmp_path, env=env) as process:
             wait_for_line(process, line)
             kill(process)
-    with started(small(**how), cwd=tmp_path, env=env) as process:
+    with started(small(**values), cwd=tmp_path, env=env) as process:
         wait_for_line(process, "step=26/30")
         process.send_signal(SIGTERM)
         assert ended(process).status == 128 + SIGTERM
-    trained(tmp_path, env, **how)
+    trained(tmp_path, env, **values)
     assert_same_end(tmp_path / "cut/algo-1", tmp_path / "calm/algo-1")
 
 
 def test_generations_do_not_depend_on_processes(tmp_path, text):
-    how = dict(generations=2, max_steps=15, log_interval=1, eval_interval=15)
-    one, two = (
-        [row["train_loss"] for row in metrics(out)]
-        for n in (1, 2)
-        for out in [tmp_path / str(n) / "algo-1/output/data"]
-        if trained(tmp_path, make_hosts(tmp_path / str(n), text)[0], processes=n, **how)
-    )
-    assert len(one) == 30
-    assert two == pytest.approx(one, rel=1e-4)
+    values = dict(generations=2, max_steps=15, log_interval=1, eval_interval=15)
+    losses = {}
+    for processes in (1, 2):
+        base = tmp_path / str(processes)
+        trained(tmp_path, make_hosts(base, text)[0], processes=processes, **values)
+        rows = metrics(base / "algo-1/output/data")
+        losses[processes] = [row["train_loss"] for row in rows]
+    assert len(losses[1]) == 30
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_a_resumed_run_keeps_its_generations():
-    now = dataclasses.asdict(Config(max_steps=10, generations=2))
-    for other in ({"max_steps": 20}, {"generations": 3}):
-        with pytest.raises(ConfigError, match=next(iter(other))):
-            check_resumable(
-                {"config": now, "corpus_sha256": ""},
-                {"config": {**now, **other}, "corpus_sha256": ""},
-            )
+    config = dataclasses.asdict(Config(max_steps=10, generations=2))
+    state = {"config": config, "corpus_sha256": ""}
+    with pytest.raises(ConfigError, match="max_steps"):
+        check_resumable(state, {**state, "config": {**config, "max_steps": 20}})
+    with pytest.raises(ConfigError, match="generations"):
+        check_resumable(state, {**state, "config": {**config, "generations": 3}})
 
 
 def test_progress_is_that_of_all_generations():
@@ -206,16 +207,16 @@ def test_generations_on_a_text_read_seldom_are_warned_about(caplog):
 
 def test_a_model_of_a_generation_is_that_of_its_seed(tmp_path):
     """The models of a run differ, and are the same in the next run of the seed."""
-    first, again = (trainer_of(tmp_path / name, **THREE) for name in "ab")
-    seen = list[torch.Tensor]()
+    first = trainer_of(tmp_path / "first", **THREE)
+    again = trainer_of(tmp_path / "again", **THREE)
+    weights: list[torch.Tensor] = []
     for step in (10, 20):
         for trainer in (first, again):
             trainer.step = step
             trainer.begin_generation()
-        one, other = (t.model.embed.weight.detach().clone() for t in (first, again))
-        assert torch.equal(one, other)
-        seen.append(one)
+        assert torch.equal(first.model.embed.weight, again.model.embed.weight)
+        weights.append(first.model.embed.weight.detach().clone())
     fresh = GPT(first.config, 11)
     fresh.init_weights(first.config.seed)
-    assert not torch.equal(seen[0], seen[1])
-    assert not torch.equal(seen[0], fresh.embed.weight)
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], fresh.embed.weight)

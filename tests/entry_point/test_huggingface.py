@@ -36,8 +36,8 @@ def trained(text_file, tmp_path_factory):
     """The model directory of a short training on a text with tabs, emoji and other scripts."""
     out = tmp_path_factory.mktemp("trained")
     steps = {"max_steps": STEPS, "eval_interval": STEPS, "log_interval": STEPS}
-    how = {**runs.SMALL, **steps, "n_embd": 64}
-    end = run(command_line(**how, data=text_file, out=out), cwd=out)
+    values = {**runs.SMALL, **steps, "n_embd": 64}
+    end = run(command_line(**values, data=text_file, out=out), cwd=out)
     assert end.status == 0, end.output
     return out
 
@@ -48,7 +48,7 @@ def artefact(trained):
 
 
 @pytest.fixture
-def copied(artefact, tmp_path):
+def model_copy(artefact, tmp_path):
     shutil.copytree(artefact, tmp_path / "model")
     return tmp_path / "model"
 
@@ -57,17 +57,19 @@ def copied(artefact, tmp_path):
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer.json", "model.safetensors", "meta.json"]
 )
-def test_a_run_opens_only_regular_files(copied, text_file, tmp_path, put, name):
+def test_a_run_opens_only_regular_files(model_copy, text_file, tmp_path, put, name):
     """This holds for its initial model and for its data: a pipe or a device would never end."""
-    data = tmp_path / "data"
-    data.mkdir()
-    file = (data if name == "meta.json" else copied) / name
+    data = text_file
+    file = model_copy / name
+    if name == "meta.json":
+        data = tmp_path / "data"
+        data.mkdir()
+        file = data / name
     file.unlink(missing_ok=True)
     put(file)
-    data = data if name == "meta.json" else text_file
-    how = command_line(device="cpu", data=data, init_from=copied, out=tmp_path / "out")
+    arguments = command_line(device="cpu", data=data, init_from=model_copy, out=tmp_path / "out")
     with pytest.raises(TrainingError, match="not a regular file") as caught:
-        train.main(how)
+        train.main(arguments)
     assert name in str(caught.value)
 
 
@@ -127,9 +129,9 @@ def test_the_artefact_says_what_it_was_trained_with(artefact, trained):
 def test_a_model_is_read_back_as_it_was_written(tied, tmp_path):
     model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
     write_artefact(tmp_path, model, tokenizer_of("abcdefghijk"), {"script_sha256": SCRIPT_SHA256})
-    found, tokenizer = own_model(tmp_path)
+    read_back, tokenizer = own_model(tmp_path)
     assert characters(tokenizer) == "abcdefghijk"
-    assert_same(dict(found.named_parameters()), dict(model.named_parameters()))
+    assert_same(dict(read_back.named_parameters()), dict(model.named_parameters()))
 
 
 def test_an_unknown_or_missing_weight_is_not_exported():
@@ -155,31 +157,32 @@ def change_json(directory: Path, name: str, change: Callable[[Any], object]) -> 
     write_sums(directory)
 
 
-Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
-
-
-EMBEDDING, MORE = "model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"
+Q = "model.layers.0.self_attn.q_proj.weight"
+K = "model.layers.0.self_attn.k_proj.weight"
+V = "model.layers.0.self_attn.v_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+EXTRA = "model.layers.2.mlp.up_proj.weight"  # of a layer that the model has not
 
 
 @pytest.mark.parametrize(
-    "name, change, found",
+    "name, change, shape",
     [
         (V, lambda t: t.pop(V), "nothing"),
         (EMBEDDING, lambda t: t.update({EMBEDDING: t[EMBEDDING][:-1].clone()}), ", 64]"),
         (Q, lambda t: t.update({Q: t[Q][:, :-2].clone()}), "[64, 62]"),
         (K, lambda t: t.update({Q: torch.zeros(128, 64), K: torch.zeros(0, 64)}), "[0, 64]"),
         (Q, lambda t: t.update({Q: torch.tensor(1.0)}), "[] in the model"),
-        (MORE, lambda t: t.update({MORE: torch.zeros(2)}), "[2]"),
+        (EXTRA, lambda t: t.update({EXTRA: torch.zeros(2)}), "[2]"),
     ],
 )
-def test_tensors_that_do_not_fit_are_a_format_error(copied, name, change, found):
-    change_tensors(copied, change)
-    with pytest.raises(FormatError, match=rf"^{name} is .*{re.escape(found)}"):
-        own_model(copied)
+def test_tensors_that_do_not_fit_are_a_format_error(model_copy, name, change, shape):
+    change_tensors(model_copy, change)
+    with pytest.raises(FormatError, match=rf"^{name} is .*{re.escape(shape)}"):
+        own_model(model_copy)
 
 
 @pytest.mark.parametrize(
-    "name, change, said",
+    "name, change, message",
     [
         ("training.json", lambda d: d["config"].update(n_embd=128), r", 64\] in the model and"),
         ("training.json", lambda d: d["config"].update(n_embd="many"), "n_embd='many'"),
@@ -191,32 +194,32 @@ def test_tensors_that_do_not_fit_are_a_format_error(copied, name, change, found)
         ("tokenizer.json", lambda d: d.update(model=[]), "tokenizer.json is no tokenizer"),
     ],
 )
-def test_documents_that_do_not_fit_are_a_format_error(copied, name, change, said):
-    change_json(copied, name, change)
-    with pytest.raises(FormatError, match=said):
-        own_model(copied)
+def test_documents_that_do_not_fit_are_a_format_error(model_copy, name, change, message):
+    change_json(model_copy, name, change)
+    with pytest.raises(FormatError, match=message):
+        own_model(model_copy)
 
 
-def test_an_added_recipe_hyperparameter_is_accepted(copied):
-    change_json(copied, "training.json", lambda d: d["config"].update(mine=1))
-    change_json(copied, "training.json", lambda d: d.update(script_sha256="f" * 64))
-    model, _ = own_model(copied)
+def test_an_added_recipe_hyperparameter_is_accepted(model_copy):
+    change_json(model_copy, "training.json", lambda d: d["config"].update(mine=1))
+    change_json(model_copy, "training.json", lambda d: d.update(script_sha256="f" * 64))
+    model, _ = own_model(model_copy)
     assert model.config.n_embd == 64
 
 
 @pytest.mark.parametrize(
-    "change, error, said",
+    "change, error, message",
     [
         (lambda t, state: state.update(script_sha256="f" * 64), InputError, r"SHA-256 f{12}\."),
         (lambda t, state: t.pop("model.embed.weight"), FormatError, r"embed\.weight is nothing"),
     ],
 )
-def test_a_checkpoint_of_another_script_is_refused(trained, tmp_path, change, error, said):
+def test_a_checkpoint_of_another_script_is_refused(trained, tmp_path, change, error, message):
     loaded = Checkpoints(trained / "checkpoints").load_latest()
     assert loaded is not None
     change(*loaded)
     Checkpoints(tmp_path / "checkpoints").save(*loaded)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         export_checkpoint(read_checkpoint(tmp_path / "checkpoints"), tmp_path / "model")
 
 

@@ -21,10 +21,10 @@ def test_orthogonalized_matrices_have_singular_values_near_one(shape, dtype):
     """As near as three rounds come: from a spread of 1 : 1000 to within 0.88 of one."""
     generator = torch.Generator().manual_seed(1)
     u, _, vt = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
-    given = torch.logspace(0, -3, shape[1])
-    update = orthogonalize((u * given @ vt)[None], dtype)[0].float()
+    singular_values = torch.logspace(0, -3, shape[1])
+    update = orthogonalize((u * singular_values @ vt)[None], dtype)[0].float()
     values = (u.T @ update @ vt.T).diagonal()
-    large = given / given.norm() > 2e-3
+    large = singular_values / singular_values.norm() > 2e-3
     assert float(values[large].min()) > 0.12
     assert float(values.max()) < 1.88
     # The singular vectors stay what they were.
@@ -36,10 +36,10 @@ def test_orthogonalized_matrices_have_singular_values_near_one(shape, dtype):
 )
 def test_orthogonalizing_ignores_the_size_of_the_gradient(dtype, error):
     matrices = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(1))
-    one = orthogonalize(matrices, dtype)
+    direction = orthogonalize(matrices, dtype)
     for size in (1e-9, 1e6):
         other = orthogonalize(matrices * size, dtype)
-        torch.testing.assert_close(one, other, atol=error, rtol=0)
+        torch.testing.assert_close(direction, other, atol=error, rtol=0)
     assert not bool(orthogonalize(torch.zeros(1, 8, 4), dtype).any())
 
 
@@ -47,13 +47,15 @@ def test_parts_of_a_fused_matrix_are_updated_separately():
     matrices, gradients = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     fused = matrices.reshape(48, 16).clone()
     fused.grad = gradients.reshape(48, 16).clone()
-    parts = [matrix.clone() for matrix in matrices]
-    for part, gradient in zip(parts, gradients, strict=True):
-        part.grad = gradient.clone()
-    apart = {str(i): (part, 1) for i, part in enumerate(parts)}
-    for weights in ({"fused": (fused, 3)}, apart):
-        Muon(weights, SMALL, alone(), torch.float32).step(1.0)
-    torch.testing.assert_close(fused, torch.cat(parts), atol=1e-6, rtol=1e-5)
+    parts = {}
+    for index in range(3):
+        part = matrices[index].clone()
+        part.grad = gradients[index].clone()
+        parts[str(index)] = (part, 1)
+    Muon({"fused": (fused, 3)}, SMALL, alone(), torch.float32).step(1.0)
+    Muon(parts, SMALL, alone(), torch.float32).step(1.0)
+    updated = torch.cat([part for part, _ in parts.values()])
+    torch.testing.assert_close(fused, updated, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +96,8 @@ print(max(itertools.accumulate(event["args"]["Bytes"] for event in changes)))
 """
 
 
-@pytest.mark.parametrize("dtype, most", [("float32", 12), ("bfloat16", 10)])
-def test_a_step_of_muon_needs_memory_for_one_slice(tmp_path, dtype, most):
+@pytest.mark.parametrize("dtype, max_bytes", [("float32", 12), ("bfloat16", 10)])
+def test_a_step_of_muon_needs_memory_for_one_slice(tmp_path, dtype, max_bytes):
     """In bytes for each number of it, however many matrices there are.
 
     In a process of its own: after a compiler that failed, torch keeps a slice longer.
@@ -103,7 +105,7 @@ def test_a_step_of_muon_needs_memory_for_one_slice(tmp_path, dtype, most):
     command = [sys.executable, "-c", PEAK, dtype, str(tmp_path / "trace.json")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     peak = int(subprocess.check_output(command, env=env, text=True).split()[-1])
-    assert 4 * (1 << 14) < peak < (most + 0.1) * (1 << 14)  # and a little for norms
+    assert 4 * (1 << 14) < peak < (max_bytes + 0.1) * (1 << 14)  # and a little for norms
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -111,29 +113,33 @@ def test_a_step_of_muon_needs_memory_for_one_slice(tmp_path, dtype, most):
 def test_every_weight_is_trained_and_every_state_has_a_name(optimizer, tied):
     config = small_config(optimizer=optimizer, tie_embeddings=tied)
     model = lively(config).train()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    one = optimizer_of(model)
+    first_weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trained_optimizer = optimizer_of(model)
     for seed in range(2):
-        model(ids(12, 8, seed=seed), ids(12, 8, seed=9 + seed)).backward()
-        one.step(1.0)
+        x = ids(12, 8, seed=seed)
+        y = ids(12, 8, seed=9 + seed)
+        model(x, y).backward()
+        trained_optimizer.step(1.0)
         model.zero_grad()
+    state = trained_optimizer.state()
     for name, parameter in model.named_parameters():
-        assert not torch.equal(parameter, before[name]), name
-        assert any(key.endswith(f".{name}") for key in one.state())
-    assert all(bool(tensor.any()) for tensor in one.state().values())
+        assert not torch.equal(parameter, first_weights[name]), name
+        assert any(key.endswith(f".{name}") for key in state)
+    for name, tensor in state.items():
+        assert bool(tensor.any()), name
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_weight_decay_shrinks_only_the_matrices(optimizer):
     config = small_config(optimizer=optimizer, weight_decay=0.5)
     model = lively(config)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    first_weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer_of(model).step(1.0)
     for name, parameter in model.named_parameters():
-        shrunk = bool((parameter.abs() < before[name].abs()).all())
-        assert shrunk == name.startswith("blocks"), name
+        has_shrunk = bool((parameter.abs() < first_weights[name].abs()).all())
+        assert has_shrunk == name.startswith("blocks"), name
 
 
 def test_gradients_are_clipped_to_grad_clip():
@@ -146,13 +152,15 @@ def test_gradients_are_clipped_to_grad_clip():
     assert float(length) == pytest.approx(1e-3, rel=1e-3)
 
 
-def scale(step: int, **how: Any) -> float:
-    values = dict(max_steps=100, warmup_steps=0, decay_fraction=0.8, final_learning_rate=0.0)
-    return learning_rate_scale(step, Config(**{**values, **how}))
+def scale(step: int, **changes: Any) -> float:
+    values: dict[str, Any] = dict(max_steps=100, warmup_steps=0, decay_fraction=0.8)
+    values["final_learning_rate"] = 0.0
+    values |= changes
+    return learning_rate_scale(step, Config(**values))
 
 
 @pytest.mark.parametrize(
-    "how, scales",
+    "changes, scales",
     [
         ({}, {0: 1, 10: 1, 20: 1, 21: 79 / 80, 60: 0.5, 99: 1 / 80}),
         ({"final_learning_rate": 0.1}, {60: 0.1 + 0.9 * 0.5, 99: 0.1 + 0.9 / 80}),
@@ -161,10 +169,11 @@ def scale(step: int, **how: Any) -> float:
         ({"decay_fraction": 0.0}, {99: 1}),
     ],
 )
-def test_the_learning_rate_follows_its_schedule(how, scales):
-    assert {step: scale(step, **how) for step in scales} == pytest.approx(scales)
+def test_the_learning_rate_follows_its_schedule(changes, scales):
+    for step, expected in scales.items():
+        assert scale(step, **changes) == pytest.approx(expected)
 
 
 def test_warm_up_and_decay_may_span_the_whole_run():
-    scales = [scale(s, warmup_steps=100, decay_fraction=1.0) for s in range(100)]
-    assert all(0 < s <= 1 for s in scales)
+    for step in range(100):
+        assert 0 < scale(step, warmup_steps=100, decay_fraction=1.0) <= 1

@@ -27,7 +27,16 @@ from runs import (
     started,
     wait_for_line,
 )
-from trainings import ALONE, LINE, printed_losses, small, trained, trainer_of
+from trainings import (
+    ALONE,
+    LINE,
+    OPEN_MPI,
+    printed_losses,
+    rank_variables,
+    small,
+    trained,
+    trainer_of,
+)
 
 from entry_point import train
 from entry_point.data import evaluate
@@ -49,11 +58,18 @@ def test_metric_lines_show_the_memory_of_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("prefix", ["", "[1,mpirank:0,algo-1]<stdout>:"])
 def test_each_metric_regex_finds_only_its_own_number(prefix):
-    row = dict(step=250, train_loss=2.130314, val_loss=10.5, best_loss=9.25, learning_rate=0.00001)
-    row |= {"bits_per_byte": 2.25, "tokens_per_second": 25765.4}
+    row = {
+        "step": 250,
+        "train_loss": 2.130314,
+        "val_loss": 10.5,
+        "best_loss": 9.25,
+        "learning_rate": 0.00001,
+        "bits_per_byte": 2.25,
+        "tokens_per_second": 25765.4,
+    }
     line = prefix + metric_line(row, 2000, 72.4)
-    found = {each["Name"]: re.findall(each["Regex"], line) for each in metric_definitions()}
-    assert found == {
+    numbers = {metric["Name"]: re.findall(metric["Regex"], line) for metric in metric_definitions()}
+    assert numbers == {
         "step": ["250"],
         "train_loss": ["2.13031"],
         "val_loss": ["10.50000"],
@@ -73,9 +89,10 @@ def test_a_run_whose_log_has_no_reader_ends(tmp_path, sagemaker):
         wait_for_line(process, "step=5/")
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
-        said = process.stderr.read()
+        message = process.stderr.read()
         status = process.wait()
-    assert (status, said) == (1, "BrokenPipeError: [Errno 32] Broken pipe\n")
+    assert status == 1
+    assert message == "BrokenPipeError: [Errno 32] Broken pipe\n"
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +100,11 @@ def mpirun(tmp_path_factory, text):
     """A host on which mpirun has started two processes, and what each printed."""
     base = tmp_path_factory.mktemp("mpirun")
     (env,) = make_hosts(base, text)
-    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")]
-    envs = [{**env, **dict(zip(names, (rank, rank, "2", "2"), strict=True))} for rank in "01"]
-    ends = run_hosts(small(sample_length=90), cwd=base, envs=envs)
-    assert [end.status for end in ends] == [0, 0], ends
-    return base / "algo-1", *(end.output for end in ends)
+    envs = [env | rank_variables(rank, 2, rank, 2, by=OPEN_MPI) for rank in (0, 1)]
+    first, second = run_hosts(small(sample_length=90), cwd=base, envs=envs)
+    assert first.status == 0, first
+    assert second.status == 0, second
+    return base / "algo-1", first.output, second.output
 
 
 def test_under_mpirun_only_rank_0_prints(mpirun):
@@ -95,21 +112,29 @@ def test_under_mpirun_only_rank_0_prints(mpirun):
     assert "2 processes in one group (launched by mpirun" in first
     assert second == ""
     rows = metrics(host / "output/data")
-    assert [round(row["train_loss"], 5) for row in rows] == [*printed_losses(first).values()]
+    assert printed_losses(first) == {row["step"]: round(row["train_loss"], 5) for row in rows}
     model, tokenizer = own_model(host / "model")
     parameters = sum(p.numel() for p in model.parameters())
     assert f"\n{parameters:,} parameters; " in first
     assert f" vocabulary {len(tokenizer)}\n" in first
 
 
+def sample_in(output: str) -> str:
+    return "\n".join(re.findall(r"^\| (.*)$", output, re.MULTILINE))
+
+
 def test_samples_are_printed_before_and_after_training(mpirun):
-    heads = r"^--- sample (before|after) training ---\n"
-    start, *rest = re.split(heads, mpirun[1], flags=re.M)
-    assert rest[::2] == ["before", "after"]
-    parts = [start, *rest[1::2]]
-    assert [bool(LINE.search(part)) for part in parts] == [False, True, False]
-    lengths = [len("\n".join(re.findall(r"^\| (.*)$", part, re.M))) for part in parts]
-    assert lengths == [0, 30, 90]
+    _, output, _ = mpirun
+    start, from_first_sample = output.split("--- sample before training ---\n")
+    training, end = from_first_sample.split("--- sample after training ---\n")
+
+    assert sample_in(start) == ""
+    assert len(sample_in(training)) == 30
+    assert len(sample_in(end)) == 90
+
+    assert not LINE.search(start)
+    assert LINE.search(training)
+    assert not LINE.search(end)
 
 
 @pytest.fixture(scope="module")
@@ -141,38 +166,50 @@ def test_samples_are_escaped_in_a_log_of_ascii(unforked):
 
 def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path, capsys):
     """A run soon memorizes a short text of random characters."""
-    how = dict(n_embd=64, max_steps=60, eval_interval=10, learning_rate=0.05)
-    trainer = trainer_of(tmp_path, **how)
+    values = dict(n_embd=64, max_steps=60, eval_interval=10, learning_rate=0.05)
+    trainer = trainer_of(tmp_path, **values)
     assert trainer.run()
     rows = [row for row in metrics(tmp_path / "output") if "val_loss" in row]
     best = min(rows, key=lambda row: row["val_loss"])
     assert best["val_loss"] < rows[-1]["val_loss"] - 0.1
     assert f"so the model is that of step {best['step']}; " in capsys.readouterr().out
     training = json.loads((tmp_path / "model/training.json").read_text())
-    assert (training["step"], training["val_loss"]) == (best["step"], best["val_loss"])
+    assert training["step"] == best["step"]
+    assert training["val_loss"] == best["val_loss"]
     model, _ = own_model(tmp_path / "model")
     value = evaluate(model, trainer.corpus.val, trainer.config, trainer.group)
     assert value == pytest.approx(best["val_loss"], rel=1e-5)
 
 
+def row(step: int, train_loss: float, val_loss: float) -> dict[str, float]:
+    return {"step": step, "train_loss": train_loss, "val_loss": val_loss}
+
+
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
-        ([(5, 3.0, 3.0), (10, 2.0, 3.2)], "memorized its text: val_loss rose to 3.2"),
-        ([(4, 3.0, 3.0), (10, 2.0, 3.1)], "no later val_loss was lower"),  # rose little
-        ([(5, 2.0, 3.0), (10, 2.0, 3.2)], "no later val_loss was lower"),  # not by memorizing
-        ([(6, 3.0, 3.0), (10, 2.0, 3.2)], "no later val_loss was lower"),  # late
-        ([(5, 2.0, 3.1), (10, 3.0, 3.0)], ""),
-        ([(5, 2.0, 3.1), (10, 3.0, None), (10, None, 3.0)], ""),  # resumed where it ends
+        ([row(5, 3.0, 3.0), row(10, 2.0, 3.2)], "memorized its text: val_loss rose to 3.2"),
+        ([row(4, 3.0, 3.0), row(10, 2.0, 3.1)], "no later val_loss was lower"),  # rose little
+        ([row(5, 2.0, 3.0), row(10, 2.0, 3.2)], "no later val_loss was lower"),  # not memorized
+        ([row(6, 3.0, 3.0), row(10, 2.0, 3.2)], "no later val_loss was lower"),  # late
     ],
 )
-def test_the_last_lines_say_why_an_earlier_step_is_kept(rows, said):
-    names = ("step", "train_loss", "val_loss")
-    rows = [{k: v for k, v in zip(names, row, strict=True) if v is not None} for row in rows]
-    best = min((row for row in rows if "val_loss" in row), key=lambda row: row["val_loss"])
-    first, *notes = best_lines(rows, best["step"])
-    assert first == f"best val_loss 3.00000 at step {best['step']}"
-    assert len(notes) == bool(said) and said in "".join(notes)
+def test_a_last_line_says_why_an_earlier_step_is_kept(rows, message):
+    first, note = best_lines(rows, rows[0]["step"])
+    assert first == f"best val_loss 3.00000 at step {rows[0]['step']}"
+    assert message in note
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row(5, 2.0, 3.1), row(10, 3.0, 3.0)],
+        # Resumed where it ends.
+        [row(5, 2.0, 3.1), {"step": 10, "train_loss": 3.0}, {"step": 10, "val_loss": 3.0}],
+    ],
+)
+def test_where_the_last_step_is_kept_nothing_is_explained(rows):
+    assert list(best_lines(rows, 10)) == ["best val_loss 3.00000 at step 10"]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
@@ -258,17 +295,19 @@ def test_freed_tensors_memory_is_reused():
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
         "print(*(pages_asked_for() for _ in range(30)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    first, *later = map(int, done.stdout.split())
-    assert statistics.median(later) < first / 10  # the first few still arrange the heap
+    output = subprocess.check_output([sys.executable, "-c", code], text=True)
+    pages = [int(number) for number in output.split()]
+    assert statistics.median(pages[1:]) < pages[0] / 10  # the first few still arrange the heap
 
 
 def test_the_buffers_of_an_edit_count_steps_alone(text_file, tmp_path):
     """The steps before the first one, which lay out DDP's buckets, leave no trace."""
-    blocks, first = "        self.blocks = ", "        x = norm(x, self.norm)\n"
-    seen = '        self.register_buffer("seen", torch.zeros(()))\n'
+    blocks = "        self.blocks = "
+    buffer = '        self.register_buffer("seen", torch.zeros(()))\n'
+    last_norm = "        x = norm(x, self.norm)\n"
     count = "        if self.training:\n            self.seen = self.seen + 1\n"
-    command = edited_folder(tmp_path / "mine", (blocks, seen + blocks), (first, count + first))
+    edits = [(blocks, buffer + blocks), (last_norm, count + last_norm)]
+    command = edited_folder(tmp_path / "mine", *edits)
     trained(tmp_path, data=text_file, out="out", processes=2, command=command)
     newest = max((tmp_path / "out/checkpoints").glob("checkpoint-*"))
     tensors, _ = read_safetensors(newest)

@@ -23,8 +23,8 @@ def test_losses_do_not_depend_on_processes_or_hosts(tmp_path, text, precision, t
     expected = losses_of(tmp_path, text, 1, 1, precision=precision)
     assert expected[0] - expected[-1] > 1
     for n_hosts, per_host, passes in groups:
-        how = dict(precision=precision, gradient_accumulation_steps=passes)
-        losses = losses_of(tmp_path, text, n_hosts, per_host, **how)
+        values = dict(precision=precision, gradient_accumulation_steps=passes)
+        losses = losses_of(tmp_path, text, n_hosts, per_host, **values)
         assert furthest(expected, losses) < tolerance, f"{n_hosts} hosts of {per_host}"
 
 
@@ -38,8 +38,8 @@ class Replay:
         self.result = run(*self.inputs)
 
     def __call__(self, x, y, weight):
-        for given, kept in zip((x, y, weight), self.inputs, strict=True):
-            kept.copy_(torch.as_tensor(given))
+        for new, recorded in zip((x, y, weight), self.inputs, strict=True):
+            recorded.copy_(torch.as_tensor(new))
         return self.result.copy_(self.run(*self.inputs))
 
 def record_passes(run, passes, parameters):
@@ -53,30 +53,32 @@ def can_use_graph(*_):
 
 def graphs_on_cpu(directory: Path, *edits: tuple[str, str]) -> tuple[str, str]:
     """The command of a train.py that replays passes, and adds gradients up once, on CPUs."""
-    line = "from .cuda_graphs import PassGraph, record_passes\n"
-    of_devices = "import can_use_graph, compiling_pays, "
-    given = (line, GRAPH_ON_CPU), (of_devices, "import compiling_pays, ")
-    return edited_folder(directory, *given, *edits)
+    replay = ("from .cuda_graphs import PassGraph, record_passes\n", GRAPH_ON_CPU)
+    use = ("import can_use_graph, compiling_pays, ", "import compiling_pays, ")
+    return edited_folder(directory, replay, use, *edits)
 
 
 def test_one_all_reduce_trains_as_ddp_does(tmp_path, text):
     """With a graph of each length of windows, and passes whose gradients add up."""
-    how: dict[str, Any] = dict(short_windows=0.6, dropout=0.1)
-    how |= dict(gradient_accumulation_steps=2)
-    ddp = losses_of(tmp_path / "ddp", text, 1, 2, **how)
+    values: dict[str, Any] = dict(short_windows=0.6, dropout=0.1, gradient_accumulation_steps=2)
+    ddp = losses_of(tmp_path / "ddp", text, 1, 2, **values)
     command = graphs_on_cpu(tmp_path / "train")
-    flat = losses_of(tmp_path / "flat", text, 1, 2, **how, command=command)
+    flat = losses_of(tmp_path / "flat", text, 1, 2, **values, command=command)
     assert ddp[0] - ddp[-1] > 1
     assert furthest(ddp, flat) < 1e-5
 
 
 def test_one_all_reduce_takes_the_buffers_of_rank_0(tmp_path, text):
     """As DistributedDataParallel does before each step, so that a resumed run goes on the same."""
-    blocks, first = "        self.blocks = ", "        x = norm(x, self.norm)\n"
-    mean = '        self.register_buffer("mean", torch.zeros(()), persistent=False)\n'
-    use = "        if self.training:\n            self.mean.lerp_(x.detach().max().float(), 0.5)\n"
-    use += "        x = x * (1 + self.mean)\n"
-    edits = (blocks, mean + blocks), (first, use + first)
+    blocks = "        self.blocks = "
+    buffer = '        self.register_buffer("mean", torch.zeros(()), persistent=False)\n'
+    last_norm = "        x = norm(x, self.norm)\n"
+    use = (
+        "        if self.training:\n"
+        "            self.mean.lerp_(x.detach().max().float(), 0.5)\n"
+        "        x = x * (1 + self.mean)\n"
+    )
+    edits = [(blocks, buffer + blocks), (last_norm, use + last_norm)]
     ddp = losses_of(tmp_path / "ddp", text, 1, 2, command=edited_folder(tmp_path / "own", *edits))
     command = graphs_on_cpu(tmp_path / "train", *edits)
     assert furthest(ddp, losses_of(tmp_path / "flat", text, 1, 2, command=command)) < 1e-5
@@ -85,20 +87,21 @@ def test_one_all_reduce_takes_the_buffers_of_rank_0(tmp_path, text):
 def test_weights_of_another_type_are_not_recorded(monkeypatch, capsys):
     memory = Mock(return_value=Mock(total_memory=1e9))
     monkeypatch.setattr("torch.cuda.get_device_properties", memory)
-    weights, x = [torch.zeros(2, dtype=torch.float16)], torch.zeros(1, 1)
+    weights = [torch.zeros(2, dtype=torch.float16)]
+    x = torch.zeros(1, 1)
     assert record_passes(Mock(), [(x, x, 1.0)], weights) == ({}, None)
     assert "no CUDA graph" in capsys.readouterr().out
 
 
 def test_one_all_reduce_resumes_with_the_same_bits(tmp_path, text):
     command = graphs_on_cpu(tmp_path / "train")
-    how = {**EXACT, "processes": 3, "command": command}
-    trained(tmp_path, make_hosts(tmp_path / "calm", text)[0], **how)
+    values = {**EXACT, "processes": 3, "command": command}
+    trained(tmp_path, make_hosts(tmp_path / "calm", text)[0], **values)
     env = make_hosts(tmp_path / "cut", text)[0]
     with started(small(**EXACT, processes=3), cwd=tmp_path, env=env, command=command) as process:
         wait_for_line(process, "step=12/")
         kill(process)
-    trained(tmp_path, env, **how)
+    trained(tmp_path, env, **values)
     assert_same_end(tmp_path / "cut/algo-1", tmp_path / "calm/algo-1")
 
 
@@ -113,20 +116,18 @@ def test_ranks_go_without_graphs_if_one_cannot_record(tmp_path, text):
 
 @pytest.mark.parametrize("flat", [False, True], ids=["ddp", "flat"])
 def test_gradients_averaged_in_bfloat16_train_alike(tmp_path, text, flat):
-    how: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if flat:
-        how |= dict(command=graphs_on_cpu(tmp_path / "train"))
-    exact = losses_of(tmp_path / "exact", text, 1, 2, **how)
-    rounded = losses_of(tmp_path / "rounded", text, 1, 2, **how, reduce_precision="bfloat16")
+        values |= dict(command=graphs_on_cpu(tmp_path / "train"))
+    exact = losses_of(tmp_path / "exact", text, 1, 2, **values)
+    rounded = losses_of(tmp_path / "rounded", text, 1, 2, **values, reduce_precision="bfloat16")
     assert 0 < furthest(exact, rounded) < 1e-2
 
 
 def test_ranks_that_compute_layers_twice_train_the_same(tmp_path, text):
-    how: dict[str, Any] = dict(dropout=0.2, gradient_accumulation_steps=2)
-    once, twice = (
-        losses_of(tmp_path / str(value), text, 1, 2, **how, recompute=value)
-        for value in (False, True)
-    )
+    values: dict[str, Any] = dict(dropout=0.2, gradient_accumulation_steps=2)
+    once = losses_of(tmp_path / "once", text, 1, 2, **values, recompute=False)
+    twice = losses_of(tmp_path / "twice", text, 1, 2, **values, recompute=True)
     assert once == twice
 
 

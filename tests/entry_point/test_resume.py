@@ -57,9 +57,9 @@ def steps_in(directory: Path) -> list[int]:
 
 @pytest.mark.parametrize("n_ranks", [1, 3])
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, text, n_ranks):
-    how = {**EXACT, "processes": n_ranks}
-    arguments = small(**how)
-    trained(tmp_path, make_hosts(tmp_path / "calm", text)[0], **how)
+    values = {**EXACT, "processes": n_ranks}
+    arguments = small(**values)
+    trained(tmp_path, make_hosts(tmp_path / "calm", text)[0], **values)
 
     env = make_hosts(tmp_path / "cut", text)[0]
     host = tmp_path / "cut/algo-1"
@@ -93,7 +93,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, text, n_ranks):
     assert end.last_line == f"stopped by a signal; the checkpoint of step {stopped} is written"
     assert not (host / "model").exists()
 
-    end = trained(tmp_path, env, **how)
+    end = trained(tmp_path, env, **values)
     assert f"resumed from the checkpoint of step {stopped}" in end.output
     assert_same_end(host, tmp_path / "calm/algo-1")
     assert steps_in(host / "output/data") == list(range(1, EXACT["max_steps"] + 1))
@@ -108,8 +108,8 @@ def test_a_run_may_be_resumed_to_end_where_it_stopped(tmp_path, sagemaker, proce
 
     Signals in quick succession are one, as from a supervisor.
     """
-    how = dict(processes=processes, eval_interval=1000, log_interval=1)
-    with started(small(**how, max_steps=10**6), cwd=tmp_path, env=sagemaker) as process:
+    values = dict(processes=processes, eval_interval=1000, log_interval=1)
+    with started(small(**values, max_steps=10**6), cwd=tmp_path, env=sagemaker) as process:
         wait_for_line(process, "step=5/")
         for number in numbers:
             if len(numbers) == 1:
@@ -120,7 +120,7 @@ def test_a_run_may_be_resumed_to_end_where_it_stopped(tmp_path, sagemaker, proce
     assert end.status in [128 + number for number in numbers]
     assert end.last_line.startswith("stopped by a signal; the checkpoint of step ")
     (step,) = Checkpoints(tmp_path / "algo-1/checkpoints").steps()
-    end = trained(tmp_path, sagemaker, **how, max_steps=step)
+    end = trained(tmp_path, sagemaker, **values, max_steps=step)
     best = metrics(tmp_path / "algo-1/output/data")[-1]["val_loss"]
     assert f"best val_loss {best:.5f}" in end.output
 
@@ -137,23 +137,23 @@ def test_ranks_end_when_their_parent_is_killed_alone(tmp_path, text_file):
 
 def test_a_resumed_run_may_change_its_steps_alone(tmp_path):
     assert trainer_of(tmp_path).run()
-    kept = Checkpoints(tmp_path / "checkpoints")
-    before = kept.path(10).read_bytes()
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    content = checkpoints.path(10).read_bytes()
     other_text = trainer_of(tmp_path, max_steps=20)
     other_text.corpus = dataclasses.replace(other_text.corpus, sha256="other")
     diverging = trainer_of(tmp_path, max_steps=20, log_interval=1, learning_rate=1e37)
     nonfinite = r"the loss is (nan|inf), .* step 1[1-5]; .* step 10 .* learning_rate"
-    for trainer, error, said in [
+    for trainer, error, message in [
         (trainer_of(tmp_path, n_embd=64, max_steps=20), ConfigError, "n_embd .from 32 to 64"),
         (trainer_of(tmp_path, max_steps=5), ConfigError, r"max_steps \(to 5, .* step 10\)"),
         (other_text, ConfigError, "cannot change its text"),
         (diverging, TrainingError, nonfinite),
     ]:
-        with pytest.raises(error, match=said) as caught:
+        with pytest.raises(error, match=message) as caught:
             trainer.run()
         assert caught.type is error
-        assert kept.steps()[0] == 10
-        assert kept.path(10).read_bytes() == before
+        assert checkpoints.steps()[0] == 10
+        assert checkpoints.path(10).read_bytes() == content
     assert trainer_of(tmp_path, max_steps=20).run()
     assert steps_in(tmp_path / "output") == [5, 10, 15, 20]
 
@@ -161,55 +161,56 @@ def test_a_resumed_run_may_change_its_steps_alone(tmp_path):
 def test_a_finished_run_started_again_rewrites_its_artefact(tmp_path, capsys):
     assert trainer_of(tmp_path).run()
     model = tmp_path / "model/model.safetensors"
-    first, curve = model.read_bytes(), metrics(tmp_path / "output")
+    content = model.read_bytes()
+    curve = metrics(tmp_path / "output")
     shutil.rmtree(model.parent)
     capsys.readouterr()
     assert trainer_of(tmp_path).run()
-    assert model.read_bytes() == first
+    assert model.read_bytes() == content
     assert metrics(tmp_path / "output") == curve
     assert not LINE.search(capsys.readouterr().out)
 
 
 def test_an_interruption_does_not_change_a_metric(tmp_path, text):
     """Checkpoints after every step, and an end between two metric lines."""
-    how: dict[str, Any] = dict(log_interval=20, eval_interval=20, max_steps=20)
-    how["checkpoint_seconds"] = 1e-6
+    values: dict[str, Any] = dict(log_interval=20, eval_interval=20, max_steps=20)
+    values["checkpoint_seconds"] = 1e-6
 
     def losses_in(name: str) -> list[float]:
         return [row["train_loss"] for row in metrics(tmp_path / name / "algo-1/output/data")]
 
-    trained(tmp_path, make_hosts(tmp_path / "whole", text)[0], processes=2, **how)
-    for before, status, expected in [
+    trained(tmp_path, make_hosts(tmp_path / "whole", text)[0], processes=2, **values)
+    for processes, status, expected in [
         (2, 137, losses_in("whole")),
         (1, -9, pytest.approx(losses_in("whole"), rel=0.02)),
     ]:
-        (env,) = make_hosts(tmp_path / f"cut {before}", text)
+        (env,) = make_hosts(tmp_path / f"cut {processes}", text)
         fault = {"NANOGPT_FAULT": "0:12:kill"}
-        trained(tmp_path, {**env, **fault}, status=status, processes=before, **how)
-        end = trained(tmp_path, env, processes=2, **how)
+        trained(tmp_path, {**env, **fault}, status=status, processes=processes, **values)
+        end = trained(tmp_path, env, processes=2, **values)
         assert "resumed from the checkpoint of step 12" in end.output
-        assert ("note: the checkpoint is of " in end.output) == (before == 1)
-        assert losses_in(f"cut {before}") == expected
+        assert ("note: the checkpoint is of " in end.output) == (processes == 1)
+        assert losses_in(f"cut {processes}") == expected
 
 
 def test_a_killed_run_resumes_on_any_number_of_ranks(tmp_path, text_file):
     """With the losses of one that was not interrupted, to rounding, and checkpoints of one form."""
-    how = dict(log_interval=1, weight_decay=0.1)
-    killed = environment(NANOGPT_FAULT="1:6:kill")
+    values: dict[str, Any] = dict(log_interval=1, weight_decay=0.1, checkpoint_seconds=1e-6)
+    values |= dict(data=text_file, processes=3)
+    trained(tmp_path, out="calm", **values)
+    fault = environment(NANOGPT_FAULT="1:6:kill")
+    trained(tmp_path, fault, out="cut", status=137, **values)
+
+    def losses_in(out: str) -> list[float]:
+        return [row["train_loss"] for row in metrics(tmp_path / out / "output")]
+
     forms = []
-    for out, status, env in (("calm", 0, None), ("cut", 137, killed)):
-        often = dict(data=text_file, out=out, processes=3, checkpoint_seconds=1e-6)
-        trained(tmp_path, env, status=status, **how, **often)
-    for ranks in (1, 2, 4):
-        out = f"on {ranks}"
+    for processes in (1, 2, 4):
+        out = f"on {processes}"
         shutil.copytree(tmp_path / "cut", tmp_path / out)
-        end = run(command_line(resume=out, processes=ranks), cwd=tmp_path)
+        end = run(command_line(resume=out, processes=processes), cwd=tmp_path)
         assert "resumed from the checkpoint of step 6" in end.output
-        losses, expected = (
-            [row["train_loss"] for row in metrics(tmp_path / name / "output")]
-            for name in (out, "calm")
-        )
-        assert furthest(expected, losses) < 1e-5
+        assert furthest(losses_in("calm"), losses_in(out)) < 1e-5
         newest, _ = read_safetensors(Checkpoints(tmp_path / out / "checkpoints").path(10))
         forms.append({name: tensor.shape for name, tensor in newest.items()})
     assert forms[0] == forms[1] == forms[2]
@@ -218,20 +219,20 @@ def test_a_killed_run_resumes_on_any_number_of_ranks(tmp_path, text_file):
 def test_a_disk_full_amid_a_checkpoint_ends_all_ranks(tmp_path, text_file):
     """The limit on the size of a file is reached when the other rank sends what it owns."""
     limited = ("bash", "-c", 'ulimit -f 600; exec "$@"', "bash", sys.executable, str(SCRIPT))
-    how: dict[str, Any] = dict(n_embd=64, processes=2, hang_seconds=600, command=limited)
-    end = trained(tmp_path, status=1, data=text_file, out="out", **how)
-    said = r"TrainingError: cannot write .*/checkpoint-00000005\.\w+: File too large"
-    assert re.fullmatch(said, end.last_line)
+    values: dict[str, Any] = dict(n_embd=64, processes=2, hang_seconds=600, command=limited)
+    end = trained(tmp_path, status=1, data=text_file, out="out", **values)
+    message = r"TrainingError: cannot write .*/checkpoint-00000005\.\w+: File too large"
+    assert re.fullmatch(message, end.last_line)
     assert not list((tmp_path / "out/checkpoints").glob("checkpoint-*"))
 
 
 def test_outside_sagemaker_only_resume_resumes_a_run(tmp_path, text_file):
     trained(tmp_path, data=text_file, out="mine", processes=3)
     model = tmp_path / "mine/model/model.safetensors"
-    before = model.read_bytes()
+    content = model.read_bytes()
     again = trained(tmp_path, status=2, data=text_file, out="mine")
     assert again.last_line.startswith("ConfigError: mine already holds a run; ")
-    assert model.read_bytes() == before
+    assert model.read_bytes() == content
 
     resumed = run(command_line(resume="mine", max_steps=20), cwd=tmp_path)
     assert resumed.status == 0, resumed.output
@@ -244,8 +245,8 @@ def test_a_directory_in_use_by_another_run_is_refused(tmp_path, text_file):
     long["checkpoint_seconds"] = 1e-6
     with started(small(**long, out="mine"), cwd=tmp_path) as process:
         wait_for_line(process, "step=5/")
-        for how in ({"out": "mine", "processes": 2}, {"resume": "mine"}):
-            refused = trained(tmp_path, status=2, **long, **how)
+        for values in ({"out": "mine", "processes": 2}, {"resume": "mine"}):
+            refused = trained(tmp_path, status=2, **long, **values)
             assert refused.last_line.startswith("ConfigError: mine is in use by another run; ")
     rows = (tmp_path / "mine/checkpoints/metrics-00000001.jsonl").read_text().splitlines()
     steps = [json.loads(row)["step"] for row in rows[:-1]]  # the last may be cut off by the end

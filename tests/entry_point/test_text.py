@@ -106,15 +106,23 @@ def test_a_byte_order_mark_is_no_character(tmp_path):
 
 
 def test_the_hash_changes_with_the_text_and_its_files(tmp_path):
-    text, halves = "ab" * 80, {"d/a.txt": "ab" * 40, "d/b.txt": "ab" * 40}
-    other_halves = {"e/a.txt": "ab" * 30, "e/b.txt": "ab" * 50}
-    texts = {"1.txt": text, "2.txt": text, "3.txt": text[:-1] + "a", **halves, **other_halves}
+    texts = {
+        "text.txt": "ab" * 80,
+        "same.txt": "ab" * 80,
+        "another.txt": "ab" * 79 + "aa",
+        "halves/a.txt": "ab" * 40,
+        "halves/b.txt": "ab" * 40,
+        "uneven/a.txt": "ab" * 30,
+        "uneven/b.txt": "ab" * 50,
+    }
     for name, content in texts.items():
         write(tmp_path / name, content)
-    names = ("1.txt", "2.txt", "3.txt", "d", "e")
-    one, same, *others = (corpus_of(tmp_path / name).sha256 for name in names)
-    assert one == same
-    assert len({one, *others}) == 4
+    hashes = {
+        name: corpus_of(tmp_path / name).sha256
+        for name in ("text.txt", "same.txt", "another.txt", "halves", "uneven")
+    }
+    assert hashes.pop("same.txt") == hashes["text.txt"]
+    assert len(set(hashes.values())) == 4
 
 
 @pytest.mark.parametrize("piece", [7, 1000])
@@ -140,13 +148,13 @@ def test_text_that_is_not_utf8_is_refused_by_place(tmp_path, monkeypatch, piece,
 
 def test_a_path_without_text_is_refused(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
-    for path, said in (
+    for path, message in (
         (write(tmp_path / "a.txt", ""), "no text"),
         (tmp_path / "empty", r"no \*\.txt or \*\.md file"),
         (tmp_path / "none.txt", "no such file"),
         (Path("/dev/zero"), "no such file"),
     ):
-        with pytest.raises(DataError, match=f"^{path}: {said}"):
+        with pytest.raises(DataError, match=f"^{path}: {message}"):
             corpus_of(path)
     path = write(tmp_path / "b.txt", STRANGE)
     monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(errno.EIO, "no answer")))

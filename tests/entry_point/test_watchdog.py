@@ -44,11 +44,8 @@ def paused(text_file, tmp_path_factory):
 
     Where it listened, its status after the pause, and how it ended.
     """
-    endless, place = (
-        command_line(**ENDLESS, data=text_file, processes=2),
-        tmp_path_factory.mktemp("run"),
-    )
-    with started(endless, cwd=place) as process:
+    endless = command_line(**ENDLESS, data=text_file, processes=2)
+    with started(endless, cwd=tmp_path_factory.mktemp("run")) as process:
         wait_for_line(process, "step=5/")
         ranks = ranks_of(process)
         addresses = listening([process.pid, *ranks]) if sys.platform == "linux" else set()
@@ -92,20 +89,21 @@ def test_a_rank_that_waits_for_its_device_forever_is_named(text_file, tmp_path):
     hangs = "        if self.rank == 1: print('hangs', flush=True), time.sleep(600)\n"
     soon = ("STOP_SECONDS = 20.0", "STOP_SECONDS = 5.0")
     command = edited_folder(tmp_path / "train", (begins, begins + hangs), soon)
-    with ExitStack() as stack:
-        left_alone, stopped = (
-            stack.enter_context(started(arguments, cwd=tmp_path, command=command))
-            for arguments in (
-                command_line(**{**ENDLESS, "hang_seconds": seconds}, data=text_file, processes=2)
-                for seconds in (5, 600)
-            )
-        )
+    impatient = command_line(**{**ENDLESS, "hang_seconds": 5}, data=text_file, processes=2)
+    patient = command_line(**{**ENDLESS, "hang_seconds": 600}, data=text_file, processes=2)
+    with (
+        started(impatient, cwd=tmp_path, command=command) as hung,
+        started(patient, cwd=tmp_path, command=command) as stopped,
+    ):
         wait_for_line(stopped, "hangs")
         stopped.send_signal(signal.SIGTERM)
-        ends = [ended(stopped), ended(left_alone)]
-    assert [end.status for end in ends] == [128 + signal.SIGTERM, 1]
-    named = f"TrainingError: rank 1 on {socket.gethostname()} made no progress while "
-    assert all(end.last_line.startswith(named) for end in ends)
+        stopped_end = ended(stopped)
+        hung_end = ended(hung)
+    assert stopped_end.status == 128 + signal.SIGTERM
+    assert hung_end.status == 1
+    message = f"TrainingError: rank 1 on {socket.gethostname()} made no progress while "
+    assert stopped_end.last_line.startswith(message)
+    assert hung_end.last_line.startswith(message)
 
 
 def test_a_second_signal_ends_a_hung_run(text_file, tmp_path):
@@ -133,7 +131,8 @@ def test_the_other_host_names_a_hung_rank(tmp_path, text):
                 for env in make_hosts(tmp_path / name, text, n_hosts=2)
             ]
 
-        stopped, live = [start("first", 1), start("second", 1)], start("live", 2, "2:7:hang")
+        stopped = [start("first", 1), start("second", 1)]
+        live = start("live", 2, "2:7:hang")
         for rank, hosts in enumerate(stopped):
             wait_for_line(hosts[0], "step=5/")
             os.kill(ranks_of(hosts[rank])[0], signal.SIGSTOP)
@@ -143,8 +142,8 @@ def test_the_other_host_names_a_hung_rank(tmp_path, text):
             assert re.match(NO_SIGN.format(rank, f"algo-{rank + 1}"), end.last_line)
         for end in map(ended, live):
             assert end.status == 1
-            said = "TrainingError: rank 2 on algo-2 made no progress while the others waited for "
-            assert end.last_line.startswith(said)
+            message = "TrainingError: rank 2 on algo-2 made no progress while the others waited for"
+            assert end.last_line.startswith(f"{message} ")
 
 
 @pytest.mark.parametrize(
@@ -162,15 +161,22 @@ def test_the_watchdog_names_the_rank_that_hangs(
     monkeypatch, heartbeats, timeouts, silent, seconds, hung
 ):
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
-    first = [Report(0, 0, 1800, "here"), Report(0, 0, 1800, "there")]
-    watchdog = Watchdog(dist.HashStore(), 0, first, 10.0, "rank 0 on here", CPU)
-    found = []
+    first_reports = [Report(0, 0, 1800, "here"), Report(0, 0, 1800, "there")]
+    watchdog = Watchdog(dist.HashStore(), 0, first_reports, 10.0, "rank 0 on here", CPU)
+    messages = []
     for second in range(1, seconds + 1):
-        here = Report(second, heartbeats[0], timeouts[0], "here")
-        there = Report(0 if second in silent else second, heartbeats[1], timeouts[1], "there")
-        found.append(watchdog.find_hung([here, there]))
-    said = next(filter(None, found), "")
-    assert re.match(hung, said) if hung else not said
+        sign_of_life = 0 if second in silent else second
+        reports = [
+            Report(second, heartbeats[0], timeouts[0], "here"),
+            Report(sign_of_life, heartbeats[1], timeouts[1], "there"),
+        ]
+        message = watchdog.find_hung(reports)
+        if message:
+            messages.append(message)
+    if hung:
+        assert re.match(hung, messages[0])
+    else:
+        assert messages == []
 
 
 def test_a_heartbeat_counts_once_the_gpu_has_come_to_it(monkeypatch):
@@ -192,11 +198,11 @@ def test_a_heartbeat_counts_once_the_gpu_has_come_to_it(monkeypatch):
 def test_the_watchdog_asks_the_gpu_of_its_rank(monkeypatch):
     """A thread begins with the first GPU, whose memory its queries would take."""
     devices: dict[int, torch.device] = {}  # by thread
-    asked = threading.Event()
+    queried = threading.Event()
 
     def query() -> bool:
         assert devices[threading.get_ident()] == torch.device("cuda", 1)
-        asked.set()
+        queried.set()
         return True
 
     def set_device(device: torch.device) -> None:
@@ -207,22 +213,22 @@ def test_the_watchdog_asks_the_gpu_of_its_rank(monkeypatch):
     store = Mock(multi_get=lambda keys: [json.dumps(report) for report in reports])
     watchdog = Watchdog(store, 1, reports, 10.0, "rank 0", torch.device("cuda", 1))
     watchdog.events.append(Mock(query=query))
-    assert asked.wait(10)
+    assert queried.wait(10)
     watchdog.end()
 
 
-@pytest.mark.parametrize("gone", [False, True], ids=["stopped", "gone"])
-def test_a_store_that_does_not_answer_is_a_hang(monkeypatch, gone):
+@pytest.mark.parametrize("fails", [False, True], ids=["stopped", "gone"])
+def test_a_store_that_does_not_answer_is_a_hang(monkeypatch, fails):
     ended = threading.Event()
-    found: list[str] = []
+    reasons: list[str] = []
 
     def multi_get(keys: list[str]) -> list[str]:
-        if not gone:
+        if not fails:
             ended.wait(10)
         raise RuntimeError  # which ends the thread
 
     def end(why: str) -> None:
-        found.append(why)
+        reasons.append(why)
         ended.set()
         watchdog.ended.set()
 
@@ -231,4 +237,5 @@ def test_a_store_that_does_not_answer_is_a_hang(monkeypatch, gone):
     watchdog = Watchdog(Mock(multi_get=multi_get), 1, reports, -1.9, "rank 0 on here", CPU)
     assert ended.wait(10)
     watchdog.end()
-    assert [words.partition(",")[0] for words in found] == ["rank 0 on here"]
+    (reason,) = reasons
+    assert reason.startswith("rank 0 on here,")
