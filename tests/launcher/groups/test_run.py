@@ -177,13 +177,13 @@ def test_a_resumed_try_has_what_others_left(ran):
 
 def test_jobs_of_a_sweep_give_back_what_they_do_not_spend(ran):
     """Four jobs that may cost 1.30 each, under 2.65 USD, of which each spends a third."""
-    fake, _ = ran(max_cost=2.65, least=1.3, max_run=60, share=lambda: 1 / 3)
+    fake, _ = ran(max_cost=2.65, shortest_cost=1.3, max_run=60, share=lambda: 1 / 3)
     assert len(fake.jobs) == 4
     assert sum(fake.costs.values()) == pytest.approx(4 * 1.3 / 3)
 
 
 def test_a_sweep_starts_no_job_that_its_pot_cannot_pay(ran):
-    fake, _ = ran(max_cost=3, least=1.3, max_run=60, share=lambda: 1.0)
+    fake, _ = ran(max_cost=3, shortest_cost=1.3, max_run=60, share=lambda: 1.0)
     assert len(fake.jobs) == 2
 
 
@@ -200,7 +200,7 @@ def test_a_job_reserves_what_it_may_cost_itself(max_cost, configured, expected):
 
 
 def test_jobs_that_the_settings_shorten_run_side_by_side(ran):
-    fake, _ = ran(max_cost=9, least=1.3, max_run=600, affordable_run=60)
+    fake, _ = ran(max_cost=9, shortest_cost=1.3, max_run=600, affordable_run=60)
     assert fake.most == 2
 
 
@@ -213,7 +213,7 @@ def test_a_deleted_job_is_not_waited_for(ran, monkeypatch):
         assert len(polls) < 10
 
     monkeypatch.setattr(Fake, "describe", lambda fake, job_id: None)
-    fake, _ = ran(max_cost=2, least=1.3, max_run=60, sleep=sleep)
+    fake, _ = ran(max_cost=2, shortest_cost=1.3, max_run=60, sleep=sleep)
     assert list(fake.jobs) == [f"{GROUP}-1"]
 
 
@@ -226,7 +226,7 @@ def test_no_sweep_costs_more_than_its_ceiling(ran, max_run):
         earlier = [described(f"{GROUP}-{n}", "Failed") for n in range(1, draw.randint(1, 4))]
         cost = draw.uniform(0, 0.9)
         running = replace(described(f"{GROUP}-4", "InProgress"))
-        fake, _ = ran(*earlier, running, max_cost=4, least=1.3, cost=cost, max_run=max_run,
+        fake, _ = ran(*earlier, running, max_cost=4, shortest_cost=1.3, cost=cost, max_run=max_run,
                       share=draw.random)  # fmt: skip
         assert cost * len(earlier) + sum(fake.costs.values()) <= 4
         started[len(fake.costs)] += 1

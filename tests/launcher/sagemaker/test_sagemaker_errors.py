@@ -208,7 +208,7 @@ def test_an_outage_is_distinguished_from_a_refusal(outage, lost, temporary):
 def test_following_survives_an_outage_and_misses_no_line(cli, launch, outage, arguments, operation):
     lines = [(0.05 * i, "algo-1", f"line {i}") for i in range(10)]
     job_id = launch(log=lines)
-    outage.begin(3, operation, after=1)
+    outage.begin(3, operation, n_calls=1)
     ran = cli(arguments.format(job_id).split()).good
     assert outage.lost == 3
     assert ran.err.count("; retrying") == 1
@@ -223,7 +223,7 @@ def test_a_refusal_or_a_long_outage_ends_only_the_following(
     monkeypatch.setattr("launcher.aws.PATIENCE_SECONDS", 0.3)
     job_id = launch()
     for arguments in (("wait", job_id), ("logs", job_id, "--follow")):
-        outage.begin(1000, b"DescribeTrainingJob", after=1, answer=lost)
+        outage.begin(1000, b"DescribeTrainingJob", n_calls=1, answer=lost)
         again = f"`sm-nanogpt logs {job_id} --follow`"
         assert cli(arguments).failed(1, fact, "continues and is billed", again)
         assert (outage.lost == 1) == (lost is not None)  # what AWS refuses is not asked again
@@ -250,7 +250,7 @@ def test_the_timeout_of_wait_holds_during_an_outage(launch, outage, monkeypatch)
     job_id, now = launch(), [0.0]
     for module in ("launcher.tracking", "launcher.aws"):
         monkeypatch.setattr(f"{module}.time", clock_of(now))
-    outage.begin(1000, after=1)
+    outage.begin(1000, n_calls=1)
     with pytest.raises(ServiceError, match="Could not connect"):
         TrackedJob(job_id).wait_for_end(timeout=0.5)
     assert now[0] == pytest.approx(0.5)
