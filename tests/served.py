@@ -15,9 +15,7 @@ from launcher.views.play import Player, listen, make_app, make_server
 
 ORIGIN = "http://localhost:3000"
 LETTERS = "\nabcdefghi "  # as many as the small models have
-WISH: dict[str, Any] = dict(
-    prompt="abc", max_new_tokens=40, temperature=0.8, top_k=0, top_p=1, seed=7, stop=""
-)
+WISH: dict[str, Any] = dict(prompt="abc", max_tokens=40, temperature=0.8, seed=7)
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,13 @@ class Site:
         connection.request("GET" if body is None else "POST", path, json.dumps(body), headers)
         return closing(connection) if changes.get("waits") else connection.getresponse()
 
-    def tokens(self, number: int = 0, **wish: Any) -> list[dict[str, Any]]:
-        answer = self.connect(f"/page/generate/{number}", {**WISH, **wish})
+    def text(self, number: int = 0, **wish: Any) -> str:
+        """What the server generates for WISH, with these changes."""
+        name = self.players[number].name
+        answer = self.connect("/v1/completions", {"model": name, **WISH, **wish})
         content = answer.read().decode()
         assert answer.status == 200, content
-        return [json.loads(line) for line in content.splitlines()]
-
-    def text(self, number: int = 0, **wish: Any) -> str:
-        return "".join(token["text"] for token in self.tokens(number, **wish))
+        return str(json.loads(content)["choices"][0]["text"])
 
 
 @contextmanager

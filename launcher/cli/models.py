@@ -144,10 +144,10 @@ def player_of(model: str, settings: Settings, entry_point: Path | None) -> Playe
 
     directory, loaded, tokenizer = open_model(model, settings, entry_point)
     job = job_behind(model, directory, settings)
+    card = card_for(directory, job)
     if job is None:
-        return Player(model, loaded, tokenizer, about(directory))
-    facts = about(directory, job.summary)
-    return Player(job.name or job.job_id, loaded, tokenizer, facts, job.job_id)
+        return Player(model, loaded, tokenizer, card)
+    return Player(job.name or job.job_id, loaded, tokenizer, card, job.job_id)
 
 
 def job_behind(model: str, directory: Path, settings: Settings) -> JobDescription | None:
@@ -162,11 +162,18 @@ def job_behind(model: str, directory: Path, settings: Settings) -> JobDescriptio
     return None
 
 
-def about(directory: Path, summary: str | None = None) -> str:
-    """The loss of a model, and its settings; "" for one of another tool.
+def card_for(directory: Path, job: JobDescription | None) -> dict[str, str]:
+    """What a page says of a model, by label: of its job, or else what its directory says of it."""
+    from launcher.views.model_page import card_of
 
-    summary has the settings as `jobs` lists them; without it they are read from the model.
-    """
+    if job is not None:
+        return card_of(job)
+    settings = about(directory)
+    return {"settings": settings} if settings else {}
+
+
+def about(directory: Path) -> str:
+    """The loss of a model, and its settings; "" for one of another tool."""
     from launcher.files.documents import Damaged, parse
     from launcher.job import TrainingJob
     from launcher.launching.summary import summary_of
@@ -175,11 +182,9 @@ def about(directory: Path, summary: str | None = None) -> str:
     try:
         training = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
         loss = f"val_loss {training['val_loss']:.4f} at step {training['step']}"
-        if not summary:
-            values = asdict(known_config(training["config"]))
-            job = TrainingJob(instance="local", data=str(directory), hyperparameters=values)
-            summary = summary_of(job)
-        return f"{loss}; {summary}"
+        values = asdict(known_config(training["config"]))
+        job = TrainingJob(instance="local", data=str(directory), hyperparameters=values)
+        return f"{loss}; {summary_of(job)}"
     except (OSError, Damaged, KeyError, TypeError, InputError):
         return ""
 
@@ -280,14 +285,14 @@ def play_command(
 def save_model(model: str, path: Path, bits: int | None, entry_point: Path | None) -> None:
     """Write a model as one page, say what it holds, and print its path."""
     from launcher.judge.evaluate import training_corpus
-    from launcher.views.model_page import UNMEASURED, card_of, save_page
+    from launcher.views.model_page import SLOW_PARAMETERS, UNMEASURED, count_parameters, save_page
 
     settings = settings_of()
     directory, loaded, tokenizer = open_model(model, settings, entry_point)
     job = job_behind(model, directory, settings)
     title = job.name or job.job_id if job else model
     corpus = training_corpus(model, directory, settings, UNMEASURED)
-    card = card_of(job) if job else {"settings": about(directory)}
+    card = card_for(directory, job)
     limit = job.page_limit if job else None
     page = save_page(loaded, tokenizer, corpus, path, title, card, bits, limit)
     note(f"weights: {page.rounding}")
@@ -296,6 +301,8 @@ def save_model(model: str, path: Path, bits: int | None, entry_point: Path | Non
     if limit is not None and page.size > limit:
         note(f"--bits {bits}: more than the {megabytes(limit)} for which the job was launched")
     note(f"size: {megabytes(page.size)}; whoever has the file has the model")
+    if count_parameters(loaded) > SLOW_PARAMETERS:
+        note(f"it has over {SLOW_PARAMETERS:,} parameters: a browser writes slower than one reads")
     print_text(f"{page.path}\n", nl=False)
 
 

@@ -21,7 +21,7 @@ NORM_BITS = 32  # of a weight of a norm
 # 8,192 tokens.
 BYTES_PER_CHARACTER = 3
 BYTES_PER_TOKEN = 10
-EMPTY_PAGE = 40_000  # bytes of a page without its model, and to spare
+EMPTY_PAGE = 50_000  # bytes of a page without its model, and to spare
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,10 @@
 platform.openai.com/docs/api-reference says what requests, answers and errors hold. What would
 change an answer and cannot be done here, such as several choices or tools, is refused; the rest is
 ignored.
+
+The models compute in the server's thread, in short turns: in a second thread, torch took three
+times as long for each token of a small model, and two models want the same cores anyway. Closing
+the connection ends an answer.
 """
 
 from __future__ import annotations
@@ -12,28 +16,24 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from launcher.errors import ServiceError
 from launcher.files.documents import first_problem
 from launcher.models.chat import Message
-from launcher.models.sample import encode_prompt
-from launcher.views.play import (
-    LockedStream,
-    Player,
-    SamplingRequest,
-    Token,
-    error_response,
-    next_turn,
-    stream_tokens,
-)
+from launcher.models.sample import encode_prompt, stream_samples
+from launcher.views.play import Player, error_response
+
+# The server looks at other requests after so many seconds, or after one token if that takes longer.
+TURN_SECONDS = 0.03
 
 Limit = Annotated[int, Field(ge=1)] | None
 
@@ -47,6 +47,7 @@ class APIRequest(BaseModel):
     max_tokens: Limit = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None  # not OpenAI's, but of many other servers
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
@@ -112,6 +113,14 @@ def refusal(error: ValidationError) -> str:
     return first_problem(error)
 
 
+@dataclass(frozen=True)
+class Token:
+    """A piece of text, which a token wrote, or what remains of a text after its last token."""
+
+    text: str
+    is_drawn: bool = True
+
+
 @dataclass
 class Answer:
     """The head of an answer, and what its tokens so far say of it."""
@@ -126,9 +135,9 @@ class Answer:
 
     def add(self, turn: Sequence[Token]) -> str:
         """Counts tokens; returns their text."""
-        self.completion_tokens += sum(1 for token in turn if token.likely)
+        self.completion_tokens += sum(token.is_drawn for token in turn)
         # The last piece of a text that reached its limit belongs to no token.
-        self.reached_limit = not turn[-1].likely
+        self.reached_limit = not turn[-1].is_drawn
         return "".join(token.text for token in turn)
 
     @property
@@ -254,15 +263,84 @@ def start_answer(
         ids = [player.tokenizer.start]
         if text:
             ids = encode_prompt(player.tokenizer, text, context_size)
-    sampling = SamplingRequest(
-        max_new_tokens=limit,
+    columns = stream_samples(
+        player.model,
+        player.tokenizer,
+        ids,
+        limit,
         temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=request.top_k or 0,
         top_p=1.0 if request.top_p is None else request.top_p,
         seed=secrets.randbits(31) if request.seed is None else request.seed,
-        stop=request.stop or "",
     )
+    tokens = (Token(text, number < limit) for number, (text,) in enumerate(columns))
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     answer = Answer(isinstance(request, ChatRequest), player.name, len(ids))
-    return answer, stream_tokens(player, sampling, ids)
+    return answer, until(tokens, [stop for stop in stops if stop])
+
+
+def until(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
+    """Yields tokens up to the one of `stops` that is complete first, or the longest of several.
+
+    It holds back tokens with which a stop may begin.
+    """
+    held: list[Token] = []
+    for token in tokens:
+        held.append(token)
+        text = "".join(token.text for token in held)
+        end = find_stop(text, stops)
+        n_free = len(text) - begun_characters(text, stops) if end is None else end
+        while held and len(held[0].text) <= n_free:
+            n_free -= len(held[0].text)
+            yield held.pop(0)
+        if end is not None:
+            if n_free:
+                yield replace(held[0], text=held[0].text[:n_free])
+            return
+    yield from held
+
+
+def find_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Returns where the stop that ends first begins, or the longest of several; None without."""
+    spans = []  # end, start
+    for stop in stops:
+        start = text.find(stop)
+        if start >= 0:
+            spans.append((start + len(stop), start))
+    return min(spans)[1] if spans else None
+
+
+def begun_characters(text: str, stops: Sequence[str]) -> int:
+    """Returns how many characters at the end of a text may be the beginning of a stop."""
+    n_begun = 0
+    for stop in stops:
+        for n in range(n_begun + 1, min(len(stop), len(text)) + 1):
+            if text.endswith(stop[:n]):
+                n_begun = n
+    return n_begun
+
+
+def next_turn(tokens: Iterator[Token]) -> list[Token]:
+    """Returns the tokens of the next turn, at least one; none if there are no more."""
+    deadline = time.monotonic() + TURN_SECONDS
+    turn = []
+    for token in tokens:
+        turn.append(token)
+        if time.monotonic() > deadline:
+            break
+    return turn
+
+
+class LockedStream(StreamingResponse):
+    """A response that waits for a lock before its first line, and holds it until the last."""
+
+    def __init__(self, lines: AsyncIterator[str], lock: asyncio.Lock, media_type: str) -> None:
+        super().__init__(lines, media_type=media_type)
+        self.lock = lock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.lock:
+            await super().__call__(scope, receive, send)
 
 
 async def events(answer: Answer, tokens: Iterator[Token], has_usage: bool) -> AsyncIterator[str]:

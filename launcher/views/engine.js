@@ -3,11 +3,15 @@
 
 const NORM_EPSILON = 1e-6;
 
-// The header (JSON) and the tensors of a model that page_of wrote, from base64 of gzip.
-async function unpack(base64) {
+// The bytes of which a page holds base64 of gzip.
+async function decompress(base64) {
   const packed = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+// The header (JSON) and the tensors of a model that pack wrote.
+function unpack(bytes) {
   const headerLength = new DataView(bytes.buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(bytes.subarray(4, 4 + headerLength)));
   return { header, tensors: bytes.subarray(4 + headerLength) };
@@ -223,11 +227,13 @@ function argmax(values) {
   return best;
 }
 
-// An id, drawn by its probability; a temperature of 0 takes the most likely.
-function draw(logits, temperature, random = Math.random) {
+// An id, drawn by its probability among the topK likeliest (0: all) and those that have topP of
+// the probability; a temperature of 0 takes the likeliest.
+function draw(logits, { temperature, topK = 0, topP = 1 }, random = Math.random) {
   if (temperature === 0) return argmax(logits);
   const probabilities = softmax(logits, temperature);
-  let rest = random();
+  const sum = topK > 0 || topP < 1 ? keepLikeliest(probabilities, topK, topP) : 1;
+  let rest = random() * sum;
   for (let id = 0; id < probabilities.length; id++) {
     rest -= probabilities[id];
     if (rest < 0) return id;
@@ -235,12 +241,42 @@ function draw(logits, temperature, random = Math.random) {
   return argmax(probabilities); // rounding left a little
 }
 
-// The n most likely ids with the model's own probabilities, the likeliest first.
-function likeliest(logits, n) {
-  const probabilities = softmax(logits);
+// Sets all probabilities to 0 but the topK largest (0: all), and of these the fewest that have at
+// least topP of their sum. Returns the sum of what is left.
+function keepLikeliest(probabilities, topK, topP) {
   const ids = Array.from(probabilities.keys());
   ids.sort((a, b) => probabilities[b] - probabilities[a]);
-  return ids.slice(0, n).map((id) => ({ id, probability: probabilities[id] }));
+  const candidates = topK > 0 ? ids.slice(0, topK) : ids;
+  const limit = topP * candidates.reduce((sum, id) => sum + probabilities[id], 0);
+  let sum = 0;
+  let n = 0;
+  while (n < candidates.length && sum < limit) sum += probabilities[candidates[n++]];
+  for (const id of ids.slice(n)) probabilities[id] = 0;
+  return sum;
+}
+
+// Numbers from 0 to 1 by a seed, which alone decides them (mulberry32).
+function randomBy(seed) {
+  let state = seed >>> 0;
+  return () => {
+    state = (state + 0x6d2b79f5) >>> 0;
+    let bits = Math.imul(state ^ (state >>> 15), state | 1);
+    bits ^= bits + Math.imul(bits ^ (bits >>> 7), bits | 61);
+    return ((bits ^ (bits >>> 14)) >>> 0) / 2 ** 32;
+  };
+}
+
+// The n most likely ids, the likeliest first.
+function likeliest(probabilities, n) {
+  const ids = [];
+  for (let id = 0; id < probabilities.length; id++) {
+    if (ids.length === n && probabilities[id] <= probabilities[ids[n - 1]]) continue;
+    let rank = ids.length;
+    while (rank > 0 && probabilities[ids[rank - 1]] < probabilities[id]) rank -= 1;
+    ids.splice(rank, 0, id);
+    if (ids.length > n) ids.pop();
+  }
+  return ids;
 }
 
 // A tokenizer of characters, or of BPE over bytes.
@@ -288,19 +324,25 @@ class Tokenizer {
       this.special["<|im_end|>"], ...this.encode("\n")];
   }
 
-  // What a model reads of a conversation, and how many of its oldest messages are left out.
+  // What a model reads of a conversation, and how many of its oldest messages are left out; one of
+  // the system, which is the first, stays.
   encodeConversation(messages, contextSize, nNew) {
     const answer = [this.special["<|im_start|>"], ...this.encode("assistant\n")];
-    const room = contextSize - answer.length - Math.min(nNew, Math.floor(contextSize / 4));
-    const turns = messages.map((message) => this.encodeMessage(message));
+    const isInstructed = messages[0].role === "system";
+    const instruction = isInstructed ? this.encodeMessage(messages[0]) : [];
+    const others = messages.slice(isInstructed ? 1 : 0);
+    const turns = others.map((message) => this.encodeMessage(message));
+    const room = contextSize - Math.min(nNew, Math.floor(contextSize / 4)) - answer.length
+      - instruction.length;
     let nDropped = 0;
     const size = () => turns.slice(nDropped).reduce((sum, turn) => sum + turn.length, 0);
     while (size() > room) {
-      do nDropped += 1; while (nDropped < messages.length && messages[nDropped].role !== "user");
-      if (nDropped >= messages.length)
-        throw new Error(`The message is too long for a context of ${contextSize} tokens.`);
+      do nDropped += 1; while (nDropped < others.length && others[nDropped].role !== "user");
+      if (nDropped < others.length) continue;
+      const share = isInstructed ? `, of which the instruction takes ${instruction.length}` : "";
+      throw new Error(`The message is too long for a context of ${contextSize} tokens${share}.`);
     }
-    return { ids: [...turns.slice(nDropped).flat(), ...answer], nDropped };
+    return { ids: [...instruction, ...turns.slice(nDropped).flat(), ...answer], nDropped };
   }
 }
 

@@ -12,145 +12,65 @@ function append(parent, name, className = "", text = "") {
   return element;
 }
 
-function report(text, kind = "") { // "", "progress", which is not read aloud, or "error"
-  find("status").ariaLive = kind === "progress" ? "off" : "polite";
-  find("status").textContent = text;
-  find("status").className = kind;
+// A function that lets the browser draw if TURN has passed since it last did.
+function pacer() {
+  let turnEnd = performance.now() + TURN;
+  return async () => {
+    if (performance.now() < turnEnd) return;
+    await new Promise((resolve) => setTimeout(resolve));
+    turnEnd = performance.now() + TURN;
+  };
 }
 
-function speed(nTokens, began) {
-  const perSecond = Math.round(nTokens / (performance.now() - began) * 1000);
-  return `${nTokens.toLocaleString("en")} tokens, ${perSecond.toLocaleString("en")} a second`;
-}
-
-const nextTurn = () => new Promise((resolve) => setTimeout(resolve));
-
-class Page {
-  constructor(header, model, tokenizer) {
-    this.header = header;
-    this.model = model;
-    this.tokenizer = tokenizer;
-    this.messages = []; // of a conversation
-    this.run = 0; // the number of the text that is written
+// A model that the browser computes.
+class BrowserModel {
+  constructor(header, tensors) {
+    this.model = new Model(header, tensors);
+    this.tokenizer = new Tokenizer(header.tokenizer);
   }
 
-  describe() {
-    document.title = this.header.title;
-    find("title").textContent = this.header.title;
-    const nParameters = this.header.tensors.reduce((sum, tensor) => sum + tensor.size, 0);
-    const unit = this.tokenizer.unit === "characters" ? "characters" : "subword tokens";
-    const slow = nParameters > 3e7 ? "; it is large, and writes slowly in a browser" : "";
-    find("facts").textContent = `a GPT of ${nParameters.toLocaleString("en")} parameters that writes`
-      + ` ${unit}${slow}`;
-    for (const [label, text] of Object.entries(this.header.card)) {
-      const row = append(find("card"), "tr");
-      append(row, "th", "", label).scope = "row";
-      append(row, "td", "", text);
-    }
-    if (this.header.chats) {
-      document.body.className = "chat";
-      find("prompt-label").textContent = "Message";
-      find("prompt").placeholder = "Shift+Enter breaks the line";
-      find("write").textContent = "Send";
-      find("anew").hidden = false;
-      find("text").dataset.empty = "Say something to the model.";
-    }
-    find("write").disabled = false;
-  }
-
-  // What the model reads, and the element that gets what it writes.
-  begin(prompt, nNew) {
-    if (!this.header.chats) {
+  // The tokens that continue a prompt or answer messages, and how many messages are not seen.
+  // Throws an Error if the model cannot read the text.
+  async start(request, signal) {
+    const { prompt, messages } = request;
+    if (!messages) {
       const ids = prompt ? this.tokenizer.encode(prompt) : [this.tokenizer.start];
-      find("text").replaceChildren();
-      if (prompt) append(find("text"), "span", "prompt", prompt);
-      return { ids, nNew, element: append(find("text"), "span") };
+      return { tokens: this.write(ids, request, signal), nDropped: 0 };
     }
-    const { block_size } = this.header.config;
-    const messages = [...this.messages, { role: "user", content: prompt }];
-    const { ids, nDropped } = this.tokenizer.encodeConversation(messages, block_size, nNew);
-    if (!this.messages.length) find("text").replaceChildren();
-    this.messages = messages;
-    if (nDropped) report(`The model no longer sees the oldest ${nDropped} messages.`);
-    append(find("text"), "div", "question", prompt);
-    find("prompt").value = "";
-    return { ids, nNew: Math.min(nNew, block_size - ids.length), element: append(find("text"), "div", "answer") };
+    const { block_size } = this.model.config;
+    const { ids, nDropped } = this.tokenizer.encodeConversation(messages, block_size, request.length);
+    const length = Math.min(request.length, block_size - ids.length); // no question slides out
+    return { tokens: this.write(ids, { ...request, length }, signal), nDropped };
   }
 
-  async write() {
-    const run = ++this.run;
-    const prompt = find("prompt").value;
-    const temperature = Number(find("temperature").value);
-    const length = Math.max(1, Math.floor(Number(find("length").value)) || 500);
-    hide();
-    if (this.header.chats && !prompt.trim()) return report("Write a message first.");
-    let start;
-    try {
-      start = this.begin(prompt, length);
-    } catch (error) {
-      return report(error.message, "error");
-    }
-    find("stop").disabled = false;
-    report("reading the prompt", "progress");
-    const text = await this.continueText(start, temperature, () => run === this.run);
-    if (this.header.chats && text) this.messages.push({ role: "assistant", content: text });
-    if (run === this.run) find("stop").disabled = true;
-  }
-
-  // Writes up to start.nNew tokens after start.ids while `isWanted` says true; returns the text.
-  async continueText(start, temperature, isWanted) {
-    let turnEnd = performance.now() + TURN;
-    const drawIfDue = async () => {
-      if (performance.now() < turnEnd) return;
-      await nextTurn();
-      turnEnd = performance.now() + TURN;
-    };
-    for (const _ of this.model.read(start.ids)) {
+  async *write(ids, request, signal) {
+    const drawIfDue = pacer();
+    for (const _ of this.model.read(ids)) {
       await drawIfDue();
-      if (!isWanted()) return "";
+      if (signal.aborted) return;
     }
+    const random = randomBy(request.seed);
     const decoder = new TextDecoder();
-    const began = performance.now();
-    let written = "";
-    let nTokens = 0;
-    while (nTokens < start.nNew) {
-      const id = draw(this.model.logits, temperature);
-      nTokens += 1;
+    for (let n = 1; n <= request.length; n++) {
+      const id = draw(this.model.logits, request, random);
       if (this.tokenizer.ends.has(id)) break;
-      const piece = decoder.decode(this.tokenizer.words[id] ?? new Uint8Array(), { stream: true });
-      written += piece;
-      if (piece) this.addToken(start.element, piece, id);
-      if (nTokens < start.nNew) this.model.forward(id);
-      report(speed(nTokens, began), "progress");
+      const bytes = this.tokenizer.words[id] ?? new Uint8Array();
+      yield { text: decoder.decode(bytes, { stream: true }), likely: this.likely(id) };
       await drawIfDue();
-      if (!isWanted()) break;
+      if (signal.aborted) return;
+      if (n < request.length) this.model.forward(id);
     }
-    report(written ? speed(nTokens, began) : "The text is empty.");
-    return written;
+    const rest = decoder.decode();
+    if (rest) yield { text: rest, likely: [] }; // a character that has not ended
   }
 
-  addToken(parent, piece, id) {
-    const box = find("text");
-    const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-    const span = append(parent, "span", "token", piece);
-    span.tabIndex = -1;
-    span.chosen = id;
-    span.likely = likeliest(this.model.logits, N_LIKELY);
-    if (!span.likely.some((token) => token.id === id))
-      span.likely.push({ id, probability: softmax(this.model.logits)[id] });
-    if (isAtEnd) box.scrollTop = box.scrollHeight;
-  }
-
-  stop() {
-    this.run += 1;
-    find("stop").disabled = true;
-  }
-
-  startAnew() {
-    this.stop();
-    this.messages = [];
-    find("text").replaceChildren();
-    report("");
+  // The likeliest tokens where one was drawn, and that one, which comes last if it is none of them.
+  likely(drawnId) {
+    const probabilities = softmax(this.model.logits);
+    const ids = likeliest(probabilities, N_LIKELY);
+    if (!ids.includes(drawnId)) ids.push(drawnId);
+    return ids.map((id) =>
+      ({ text: this.visible(id), probability: probabilities[id], isDrawn: id === drawnId }));
   }
 
   visible(id) {
@@ -158,32 +78,330 @@ class Page {
     if (this.tokenizer.ends.has(id) || !word?.length) return "end of the text";
     return new TextDecoder().decode(word).replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥");
   }
+}
 
-  showLikely(span) {
-    const box = find("likely");
-    if (!span.likely) return hide();
-    box.replaceChildren();
-    for (const { id, probability } of span.likely) {
-      const row = append(box, "div", id === span.chosen ? "chosen" : "");
-      append(row, "code", "", this.visible(id));
-      const percent = (probability * 100).toFixed(probability < 0.1 ? 2 : 1);
-      append(row, "span", "", percent === "0.00" ? "< 0.01 %" : `${percent} %`);
-      row.style.setProperty("--share", `${probability * 100}%`);
+// A model that the server computes, which answers by its API. What was likely is not in its answers.
+class ServedModel {
+  constructor({ served }) {
+    this.name = served.name;
+  }
+
+  async start({ prompt, messages, length, topK, topP, ...request }, signal) {
+    const body = { ...request, model: this.name, max_tokens: length, top_k: topK, top_p: topP, stream: true };
+    Object.assign(body, messages ? { messages } : { prompt });
+    const path = messages ? "v1/chat/completions" : "v1/completions";
+    const response = await fetch(`${path}${location.search}`,
+      { method: "POST", body: JSON.stringify(body), signal });
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    return { tokens: this.read(response.body), nDropped: 0 };
+  }
+
+  async *read(stream) {
+    let incomplete = "";
+    for await (const content of stream.pipeThrough(new TextDecoderStream())) {
+      const events = (incomplete + content).split("\n\n");
+      incomplete = events.pop();
+      for (const event of events) {
+        if (event === "data: [DONE]") return;
+        const { error, choices } = JSON.parse(event.replace(/^data: /, ""));
+        if (error) throw new Error(error.message);
+        yield { text: choices[0].text ?? choices[0].delta.content ?? "", likely: [] };
+      }
     }
-    append(box, "p", "", "The model's own probabilities; the bold one was drawn.");
-    span.setAttribute("aria-describedby", "likely");
-    box.hidden = false;
-    const rectangle = span.getClientRects()[0];
-    const fitsBelow = rectangle.bottom + 6 + box.offsetHeight < innerHeight;
-    const left = Math.max(6, Math.min(rectangle.left, innerWidth - box.offsetWidth - 6));
-    const top = fitsBelow ? rectangle.bottom + 6 : rectangle.top - box.offsetHeight - 6;
-    box.style.left = `${left}px`;
-    box.style.top = `${top}px`;
   }
 }
 
-function hide() {
+// A model on the page, with the text that it writes, or its conversation.
+class Column {
+  constructor(header, model) {
+    this.header = header;
+    this.model = model;
+    this.messages = []; // of a conversation
+    this.article = find("column").content.firstElementChild.cloneNode(true);
+    this.text = this.part("text");
+    this.text.ariaLabel = `Text of ${header.title}`;
+    if (header.chats) this.text.classList.add("conversation");
+    this.part("name").textContent = header.title;
+    this.part("facts").textContent = this.facts();
+    for (const [label, text] of Object.entries(header.card)) {
+      const row = append(this.part("card"), "tr");
+      append(row, "th", "", label).scope = "row";
+      append(row, "td", "", text);
+    }
+    this.clear();
+  }
+
+  part(className) {
+    return this.article.querySelector(`.${className}`);
+  }
+
+  facts() {
+    const { n_parameters, tokenizer, slow, served } = this.header;
+    const unit = tokenizer.unit === "characters" ? "characters" : "subword tokens";
+    let facts = `a GPT of ${n_parameters.toLocaleString("en")} parameters that writes ${unit}`;
+    if (slow) facts += "; it is large, and writes slowly in a browser";
+    if (served) facts += `; the server computes it, without showing what was likely: ${served.reason}`;
+    return facts;
+  }
+
+  report(text, kind = "") { // "", "progress", which is not read aloud, or "error"
+    const status = this.part("status");
+    status.ariaLive = kind === "progress" ? "off" : "polite";
+    status.textContent = text;
+    status.className = `status ${kind}`;
+  }
+
+  clear() {
+    this.messages = [];
+    this.text.replaceChildren();
+    this.text.dataset.empty = this.header.chats ? "Say something to the model." : "Nothing is written yet.";
+    this.report("");
+  }
+
+  // Shows what the model continues or answers. Returns the element for its text.
+  show(prompt) {
+    if (!this.messages.length) this.text.replaceChildren();
+    if (this.header.chats) {
+      append(this.text, "div", "question", prompt);
+      return append(this.text, "div", "answer");
+    }
+    if (prompt) append(this.text, "span", "prompt", prompt);
+    return append(this.text, "span");
+  }
+
+  // Marks the first message that the model still sees.
+  showDropped(nDropped) {
+    this.part("forgotten")?.remove();
+    if (!nDropped) return;
+    const line = append(this.text, "div", "forgotten", "The model no longer sees what is above.");
+    this.text.querySelectorAll(".question, .answer")[nDropped].before(line);
+  }
+
+  // Writes after the prompt of these settings, until its end or until the signal.
+  async write({ prompt, system, stop, ...settings }, signal) {
+    const question = { role: "user", content: prompt };
+    const request = { ...settings, prompt };
+    if (this.header.chats) {
+      const instruction = system.trim() ? [{ role: "system", content: system }] : [];
+      request.messages = [...instruction, ...this.messages, question];
+    }
+    const element = this.show(prompt);
+    this.scroll();
+    this.report("reading the prompt", "progress");
+    const began = performance.now();
+    let written = "";
+    let problem = "";
+    try {
+      const { tokens, nDropped } = await this.model.start(request, signal);
+      this.showDropped(nDropped);
+      let turnEnd = began;
+      for await (const { text, likely } of tokens) {
+        const isDue = performance.now() > turnEnd; // what the browser draws is measured once a turn
+        const isAtEnd = isDue && this.isAtEnd();
+        written += text;
+        if (text) {
+          const span = append(element, "span", "token", text);
+          span.tabIndex = -1;
+          span.likely = likely;
+        }
+        if (stop && written.includes(stop)) {
+          written = written.slice(0, written.indexOf(stop));
+          cut(element, written.length);
+          break;
+        }
+        if (isAtEnd) this.scroll();
+        if (!isDue) continue;
+        this.report(speed(written, began, settings.seed), "progress");
+        turnEnd = performance.now() + TURN;
+      }
+    } catch (error) {
+      const isGone = this.header.served && error instanceof TypeError;
+      problem = isGone ? "The server does not answer." : error.message;
+    }
+    if (!element.isConnected) return; // another text is there
+    if (signal.aborted) this.report(`stopped: ${speed(written, began, settings.seed)}`);
+    else if (problem) this.report(problem, "error");
+    else this.report(written ? speed(written, began, settings.seed) : "The text is empty.");
+    if (!this.header.chats) return;
+    if (written) {
+      this.messages.push(question, { role: "assistant", content: written });
+    } else { // the question can be asked again
+      element.previousElementSibling.remove();
+      element.remove();
+      find("prompt").value ||= prompt;
+    }
+  }
+
+  isAtEnd() {
+    return this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 80;
+  }
+
+  scroll() {
+    this.text.scrollTop = this.text.scrollHeight;
+  }
+}
+
+function speed(written, began, seed) {
+  const perSecond = written.length / (performance.now() - began) * 1000;
+  const rate = perSecond.toLocaleString("en", { maximumFractionDigits: perSecond < 10 ? 1 : 0 });
+  return `${written.length.toLocaleString("en")} characters, ${rate} a second, seed ${seed}`;
+}
+
+// Leaves the first `length` characters of an element of tokens.
+function cut(element, length) {
+  while (element.textContent.length > length) {
+    const last = element.lastElementChild;
+    const nTooMany = element.textContent.length - length;
+    if (nTooMany < last.textContent.length) last.textContent = last.textContent.slice(0, -nTooMany);
+    else last.remove();
+  }
+}
+
+function showLikely(span) {
+  const box = find("likely");
+  if (!span.likely?.length) return hideLikely();
+  box.replaceChildren();
+  for (const { text, probability, isDrawn } of span.likely) {
+    const row = append(box, "div", isDrawn ? "chosen" : "");
+    append(row, "code", "", text);
+    const percent = (probability * 100).toFixed(probability < 0.1 ? 2 : 1);
+    append(row, "span", "", percent === "0.00" ? "< 0.01 %" : `${percent} %`);
+    row.style.setProperty("--share", `${probability * 100}%`);
+  }
+  append(box, "p", "", "The model's own probabilities; the bold one was drawn.");
+  span.setAttribute("aria-describedby", "likely");
+  box.hidden = false;
+  const rectangle = span.getClientRects()[0];
+  const fitsBelow = rectangle.bottom + 6 + box.offsetHeight < innerHeight;
+  const left = Math.max(6, Math.min(rectangle.left, innerWidth - box.offsetWidth - 6));
+  const top = fitsBelow ? rectangle.bottom + 6 : rectangle.top - box.offsetHeight - 6;
+  box.style.left = `${left}px`;
+  box.style.top = `${top}px`;
+}
+
+function hideLikely() {
   find("likely").hidden = true;
+}
+
+// A whole number of the form, which shows `otherwise` if it has a smaller one than `smallest`, or none.
+function wholeNumber(id, smallest, otherwise) {
+  const value = Math.floor(Number(find(id).value));
+  if (find(id).value.trim() && value >= smallest) return value;
+  find(id).value = otherwise;
+  return otherwise;
+}
+
+function readSettings() {
+  const escapes = { n: "\n", t: "\t" };
+  return {
+    prompt: find("prompt").value,
+    temperature: Number(find("temperature").value),
+    length: wholeNumber("length", 1, 500),
+    topK: wholeNumber("top-k", 0, 0),
+    topP: Number(find("top-p").value),
+    seed: find("seed").value.trim() ? wholeNumber("seed", 0, 0) : Math.floor(Math.random() * 2 ** 31),
+    stop: find("stop").value.replace(/\\([nt\\])/g, (_, name) => escapes[name] ?? name),
+    system: find("system").value,
+  };
+}
+
+class Page {
+  constructor(columns) {
+    this.columns = columns;
+    this.chats = columns.some((column) => column.header.chats);
+    this.controller = null; // of the texts that are written
+  }
+
+  describe() {
+    find("columns").append(...this.columns.map((column) => column.article));
+    const [{ header, article }] = this.columns;
+    const titles = this.columns.map((column) => column.header.title);
+    document.title = titles.join(", ");
+    find("title").textContent = header.title;
+    find("facts").textContent = this.columns[0].facts();
+    article.querySelector("header").hidden = true;
+    if (this.columns.length > 1) {
+      document.body.classList.add("several");
+      find("title").textContent = "Side by side";
+      find("facts").textContent = `the same prompt, continued by ${this.columns.length} models`;
+      article.querySelector("header").hidden = false;
+    }
+    if (this.chats) {
+      find("columns").after(find("form")); // a message is typed below the conversation
+      find("prompt-label").textContent = "Message";
+      find("prompt").rows = 2;
+      find("prompt").placeholder = "Shift+Enter breaks the line";
+      find("write").textContent = "Send";
+      find("anew").hidden = false;
+      find("system").parentElement.hidden = false;
+    }
+    find("write").disabled = false;
+    find("prompt").focus({ preventScroll: true });
+  }
+
+  async write() {
+    this.stop();
+    hideLikely();
+    const settings = readSettings();
+    if (this.chats) {
+      if (!settings.prompt.trim()) return;
+      find("prompt").value = "";
+    }
+    const controller = new AbortController();
+    this.controller = controller;
+    find("end").disabled = false;
+    await Promise.all(this.columns.map((column) => column.write(settings, controller.signal)));
+    if (this.controller === controller) find("end").disabled = true;
+  }
+
+  stop() {
+    this.controller?.abort();
+    find("end").disabled = true;
+  }
+
+  startAnew() {
+    this.stop();
+    for (const column of this.columns) column.clear();
+    find("prompt").focus();
+  }
+
+  listen() {
+    find("form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.write();
+    });
+    find("end").addEventListener("click", () => this.stop());
+    find("anew").addEventListener("click", () => this.startAnew());
+    for (const slider of document.querySelectorAll("input[type=range]"))
+      slider.addEventListener("input", () => {
+        find(`${slider.id}-value`).textContent = slider.value;
+      });
+    document.addEventListener("keydown", (event) => {
+      const sends = this.chats && event.target.id === "prompt" && !event.shiftKey && !event.isComposing;
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey || sends)) {
+        event.preventDefault();
+        this.write();
+      } else if (event.key === "Escape") {
+        this.stop();
+        hideLikely();
+      }
+    });
+    const texts = find("columns");
+    for (const kind of ["click", "mouseover", "focusin"])
+      texts.addEventListener(kind, (event) => showLikely(event.target));
+    texts.addEventListener("mouseleave", hideLikely);
+    texts.addEventListener("focusout", hideLikely);
+    document.addEventListener("scroll", hideLikely, true);
+    texts.addEventListener("keydown", (event) => { // arrows go from token to token
+      const sibling = { ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling" }[event.key];
+      if (!sibling) return;
+      const isBox = event.target.classList.contains("text");
+      const next = isBox ? event.target.querySelector(".token") : event.target[sibling];
+      if (!next?.classList.contains("token")) return;
+      event.preventDefault();
+      next.focus();
+    });
+  }
 }
 
 async function checkModel(base64, sha256) {
@@ -194,47 +412,34 @@ async function checkModel(base64, sha256) {
   if (hexadecimal !== sha256) throw new Error("its hash is not the one it was saved with");
 }
 
-async function open() {
-  const block = find("model");
-  await checkModel(block.textContent, block.dataset.sha256);
-  const { header, tensors } = await unpack(block.textContent);
+// The bytes of a model: those in its block of the page, or those that the server has.
+async function readModel(block) {
+  const { address, sha256 } = block.dataset;
+  if (address) {
+    const response = await fetch(`${address}${location.search}`);
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    return new Uint8Array(await response.arrayBuffer());
+  }
+  await checkModel(block.textContent, sha256);
+  const bytes = await decompress(block.textContent);
   block.remove();
-  const page = new Page(header, new Model(header, tensors), new Tokenizer(header.tokenizer));
-  page.describe();
-  find("form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    page.write();
-  });
-  find("stop").addEventListener("click", () => page.stop());
-  find("anew").addEventListener("click", () => page.startAnew());
-  find("temperature").addEventListener("input", () => {
-    find("temperature-value").textContent = find("temperature").value;
-  });
-  document.addEventListener("keydown", (event) => {
-    const sends = header.chats && event.target.id === "prompt" && !event.shiftKey && !event.isComposing;
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey || sends)) {
-      event.preventDefault();
-      page.write();
-    } else if (event.key === "Escape") {
-      page.stop();
-      hide();
-    }
-  });
-  const text = find("text");
-  for (const kind of ["click", "mouseover", "focusin"])
-    text.addEventListener(kind, (event) => page.showLikely(event.target));
-  text.addEventListener("mouseleave", hide);
-  text.addEventListener("focusout", hide);
-  document.addEventListener("scroll", hide, true);
-  text.addEventListener("keydown", (event) => { // arrows go from token to token
-    const sibling = { ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling" }[event.key];
-    if (!sibling) return;
-    const isBox = event.target === text;
-    const next = isBox ? text.querySelector(".token") : event.target[sibling];
-    if (!next?.classList.contains("token")) return;
-    event.preventDefault();
-    next.focus();
-  });
+  return bytes;
 }
 
-open().catch((error) => report(`This page cannot be used: ${error.message}.`, "error"));
+async function open() {
+  const columns = [];
+  for (const block of document.querySelectorAll(".model")) {
+    if (block.dataset.address) find("origin").textContent = "Served by sm-nanogpt play.";
+    const { header, tensors } = unpack(await readModel(block));
+    const model = header.served ? new ServedModel(header) : new BrowserModel(header, tensors);
+    columns.push(new Column(header, model));
+  }
+  const page = new Page(columns);
+  page.describe();
+  page.listen();
+}
+
+open().catch((error) => {
+  find("facts").textContent = `This page cannot be used: ${error.message}.`;
+  find("facts").className = "error";
+});

@@ -1,8 +1,9 @@
 """A model as one HTML page, which computes by itself and asks nothing of any network.
 
-The page is model.html, whose script is engine.js and model_page.js. It reads the model from a block
-of text in the page: base64 of gzip of the length of a header (uint32), the header (JSON), and the
-tensors. The codes of quantized weights take a byte each there: gzip makes of them what they hold.
+The page is model.html, whose script is engine.js and model_page.js. A model is the length of a
+header (uint32), the header (JSON), and the tensors. A saved page holds that as base64 of gzip; the
+page of `play` asks the server for it. The codes of quantized weights take a byte each: gzip makes
+of them what they hold.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import re
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # groups of flags are new in Java
 
 SAMPLES, SAMPLE_TOKENS = 100, 500  # in which copies of the training text are looked for
 COPIES_BYTES = 200  # what the card's line of copies adds to a page, and more
+SLOW_PARAMETERS = 30_000_000  # with more, a browser writes slower than one reads
 UNMEASURED = "neither the cost of rounding nor copies are measured"  # without its text
 GZIP = 31  # its header and its largest window, as zlib counts
 ANY_CHARACTER = "[^]"  # in JavaScript
@@ -81,8 +83,7 @@ def save_page(
     the model, its tokenizer is of a kind that the page does not know, it cannot be so small, or the
     file cannot be written.
     """
-    if is_edited(model):
-        raise InputError("an edited folder computes this model, which a page cannot")
+    check_model(model)
 
     def write(rounding: Rounding, copies: str = "") -> bytes:
         facts = {**card, "weights": str(rounding), "copies": copies}
@@ -151,11 +152,70 @@ def page_of(
     """The page of a model with these parameters; `card` has what the page says of the model, by
     label. Raises InputError if JavaScript cannot split text as the tokenizer does."""
     header = {
+        **facts_of(model, tokenizer, title, card),
+        **shape_of(model, parameters),
+        "tokenizer": tokenizer_of(tokenizer),
+        "slow": count_parameters(model) > SLOW_PARAMETERS,
+    }
+    packed = compress(pack(header, parameters))
+    attribute = f'data-sha256="{hashlib.sha256(packed).hexdigest()}"'
+    return document_of([block_of(attribute, base64.b64encode(packed).decode())])
+
+
+def served_page(n_models: int) -> str:
+    """The page of `play`, which asks the server for its models by their numbers."""
+    addresses = [f"page/model/{number}" for number in range(n_models)]
+    blocks = [block_of(f'data-address="{address}"') for address in addresses]
+    return document_of(blocks, "connect-src 'self'")
+
+
+def served_model(
+    model: GPT, tokenizer: Tokenizer, name: str, title: str, card: Mapping[str, str]
+) -> bytes:
+    """A model as the page of `play` reads it: with its exact weights, for the browser to compute.
+
+    One that the browser cannot compute, or only slowly, has none: the page asks the server's API
+    for its text, by its name.
+    """
+    facts = facts_of(model, tokenizer, title, card)
+    try:
+        check_model(model)
+        if count_parameters(model) > SLOW_PARAMETERS:
+            raise InputError(f"it has over {SLOW_PARAMETERS:,} parameters")
+        encoding = tokenizer_of(tokenizer)
+    except InputError as error:
+        served = {"name": name, "reason": str(error)}
+        return pack({**facts, "tokenizer": {"unit": tokenizer.unit}, "served": served}, {})
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return pack({**facts, **shape_of(model, weights), "tokenizer": encoding}, weights)
+
+
+def check_model(model: GPT) -> None:
+    """Raises InputError if an edited folder computes the model."""
+    if is_edited(model):
+        raise InputError("an edited folder computes this model, which a page cannot")
+
+
+def count_parameters(model: GPT) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def facts_of(
+    model: GPT, tokenizer: Tokenizer, title: str, card: Mapping[str, str]
+) -> dict[str, Any]:
+    """What the page says of a model."""
+    return {
         "title": title,
         "card": dict(card),
-        "config": config_of(model),
-        "tokenizer": tokenizer_of(tokenizer),
+        "n_parameters": count_parameters(model),
         "chats": tokenizer.chats,
+    }
+
+
+def shape_of(model: GPT, parameters: Mapping[str, Quantized | Tensor]) -> dict[str, Any]:
+    """What engine.js needs to read and to compute the parameters."""
+    return {
+        "config": config_of(model),
         "group": GROUP,
         "tensors": [
             {
@@ -166,24 +226,31 @@ def page_of(
             for name, tensor in parameters.items()
         ],
     }
-    packed = pack(header, parameters)
+
+
+def block_of(attribute: str, content: str = "") -> str:
+    """A block of the page for a model."""
+    return f'<script type="text/plain" class="model" {attribute}>{content}</script>'
+
+
+def document_of(blocks: Sequence[str], *policies: str) -> str:
+    """The page with these blocks of models; it may do what the policies allow besides."""
     page = TEMPLATE.read_text(encoding="utf-8")
     page = page.replace("/*engine*/", ENGINE.read_text(encoding="utf-8"))
     page = page.replace("/*page*/", SCRIPT.read_text(encoding="utf-8"))
     (inline,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
-    policy = (
-        f"default-src 'none'; script-src '{hash_of(inline)}'; style-src '{hash_of(style)}';"
-        " base-uri 'none'; form-action 'none'"
-    )
-    replacements = {
-        "{policy}": policy,
-        "{sha256}": hashlib.sha256(packed).hexdigest(),
-        "{model}": base64.b64encode(packed).decode(),
-    }
+    policy = [
+        "default-src 'none'",
+        f"script-src '{hash_of(inline)}'",
+        f"style-src '{hash_of(style)}'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        *policies,
+    ]
     head, separator, body = page.partition(inline)
-    for name, text in replacements.items():
-        head = head.replace(name, text)
+    head = head.replace("{policy}", "; ".join(policy)).replace("{models}", "\n".join(blocks))
     return head + separator + body
 
 
@@ -245,7 +312,7 @@ def javascript_pattern(pattern: str) -> str:
 
 
 def pack(header: Mapping[str, Any], parameters: Mapping[str, Quantized | Tensor]) -> bytes:
-    """The header and the tensors, compressed."""
+    """The header and the tensors."""
     description = json.dumps(header, ensure_ascii=False).encode()
     parts = [struct.pack("<I", len(description)), description]
     for parameter in parameters.values():
@@ -253,6 +320,10 @@ def pack(header: Mapping[str, Any], parameters: Mapping[str, Quantized | Tensor]
             parts += [parameter.scales.numpy().tobytes(), parameter.codes.numpy().tobytes()]
         else:
             parts.append(parameter.numpy().tobytes())
+    return b"".join(parts)
+
+
+def compress(content: bytes) -> bytes:
     # Codes repeat, but not in sequences: without a search for those, the file is 6 % smaller.
     gzip = zlib.compressobj(9, zlib.DEFLATED, GZIP, 9, zlib.Z_FILTERED)
-    return gzip.compress(b"".join(parts)) + gzip.flush()
+    return gzip.compress(content) + gzip.flush()

@@ -16,7 +16,7 @@ from affected import changed_files, choose
         ("launcher/job.py", "tests/launcher/test_job.py"),
         ("launcher/tracking.py", "tests/launcher/test_library.py"),  # which has no test_tracking
         ("launcher/sagemaker/backend.py", "tests/launcher/test_backends.py"),  # has it as text
-        ("launcher/views/play.html", "tests/launcher/views"),
+        ("launcher/views/model.html", "tests/launcher/views"),
         ("entry_point/optim.py", "tests/entry_point"),
         ("infra/template.yaml", "tests/launcher/sagemaker"),
         ("examples/to_gguf.py", "tests/examples/test_export.py"),

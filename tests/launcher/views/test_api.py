@@ -50,7 +50,7 @@ def client(player, openai):
 
 
 def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypatch, openai):
-    monkeypatch.setattr("launcher.views.play.TURN_SECONDS", 0)  # each token is a chunk
+    monkeypatch.setattr("launcher.views.api.TURN_SECONDS", 0)  # each token is a chunk
     api_client = client()
     (model,) = api_client.models.list().data
     assert api_client.models.retrieve("mine") == model

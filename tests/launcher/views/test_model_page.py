@@ -44,11 +44,11 @@ def node() -> str:
 def run(page: str, code: str, tmp_path: Path) -> Any:
     """What `code`, an expression of JavaScript, gives with the model of a page."""
     script = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)[0].split("// -- the page")[0]
-    (packed,) = re.findall(r'id="model"[^>]*>([^<]*)<', page)
+    (packed,) = re.findall(r'class="model"[^>]*>([^<]*)<', page)
     program = tmp_path / "program.js"
     program.write_text(
         f"{script}\n(async () => {{\n"
-        f"const {{ header, tensors }} = await unpack({json.dumps(packed)});\n"
+        f"const {{ header, tensors }} = unpack(await decompress({json.dumps(packed)}));\n"
         "const model = new Model(header, tensors);\n"
         "const tokenizer = new Tokenizer(header.tokenizer);\n"
         f"console.log(JSON.stringify({code}));\n}})();\n"
@@ -184,7 +184,7 @@ def test_a_page_holds_its_model_and_asks_for_nothing():
     page = page_of(lively(), {}, LETTERS, "</script><b>", {"Text": "<i>of a stranger"})
     assert "<b>" not in page
     assert "<i>" not in page
-    assert not re.search(r"https?://|<link|src=", page)
+    assert not re.search(r"https?://|src=", page)
     assert "default-src 'none'" in page
 
 
