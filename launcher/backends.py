@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -176,18 +175,18 @@ class Backend(ABC):
         """
 
 
-@lru_cache
-def load_class(path: str) -> type[Backend]:
+def load_class(path: str) -> Any:
+    """The class that a table names by its module and name."""
     module, _, name = path.rpartition(".")
-    backend: type[Backend] = getattr(import_module(module), name)
-    return backend
+    return getattr(import_module(module), name)
 
 
 def backend_class(instance: str) -> type[Backend]:
     """The backend that runs jobs on an instance, or on one of several types."""
     for pattern, path in BACKENDS.items():
         if re.fullmatch(pattern, instance, re.DOTALL):
-            return load_class(path)
+            backend: type[Backend] = load_class(path)
+            return backend
     raise AssertionError(f"no backend for {instance}")  # the last pattern matches all
 
 

@@ -93,6 +93,7 @@ class SageMakerRuns(GroupRun):
     """Makes the runs of a stage of a search as one job on SageMaker. Other commands may do so at
     the same time, under the same ledger."""
 
+    makes_jobs = True
     ledger: SearchLedger
 
     def __init__(self, search: Search) -> None:
@@ -153,7 +154,6 @@ class SageMakerRuns(GroupRun):
     # -- money ------------------------------------------------------------------------------------
 
     def cost_of(self, entry: Entry) -> float | None:
-        """What the job of a reservation has cost; None while that is not known."""
         if entry["place"] != self.account:  # nobody there can be asked
             return None
         sending = self.is_sending()  # before AWS is asked, or it could wake in between

@@ -1,13 +1,25 @@
-"""The runs that a search asks for, and what each left, wherever it was made."""
+"""The runs that a search asks for, and what each left; the table of who makes them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from launcher.backends import backend_class, load_class
+from launcher.errors import InputError
+from launcher.files.ledger import Entry
 from launcher.source import Source
+
+if TYPE_CHECKING:
+    from launcher.trying.search import Search
+
+# Who makes the runs of a search, by the name of its backend's class: a Trainer.
+TRAINERS = {
+    "LocalBackend": "launcher.trying.local.LocalRuns",
+    "SageMakerBackend": "launcher.trying.cloud.SageMakerRuns",
+}
 
 
 @dataclass(frozen=True)
@@ -37,5 +49,24 @@ class FinishedRun:
 class Trainer(Protocol):
     """Where a search has its runs made."""
 
+    makes_jobs: ClassVar[bool]  # `train` makes one job, whose start takes minutes and costs money
+
+    def __init__(self, search: Search) -> None: ...
+
     def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
         """Make these runs, and yield each when it ends. Its model is there until the next one."""
+
+    def cost_of(self, entry: Entry) -> float | None:
+        """What the job of a reservation has cost; None while that is not known."""
+
+
+def trainer_class(instance: str) -> type[Trainer]:
+    """Who makes the runs of a search on an instance. Raises InputError if nobody does."""
+    backend = backend_class(instance)
+    path = TRAINERS.get(backend.__name__)
+    if path is None:
+        raise InputError(
+            f"a search has no runs on {backend.title}", field="instance", value=instance
+        )
+    trainer: type[Trainer] = load_class(path)
+    return trainer

@@ -16,7 +16,6 @@ from statistics import fmean, stdev
 from entry_point.cores import cores
 from entry_point.files import read_json
 from entry_point.text import Tokenizer
-from launcher.backends import backend_class
 from launcher.errors import InputError, ServiceError
 from launcher.files import locks, storage
 from launcher.files.ledger import Entry
@@ -30,10 +29,9 @@ from launcher.trying import rule
 from launcher.trying.budget import CLEARLY_SLOW, MAX_TIME, Budget, sizes_of
 from launcher.trying.code import check_code
 from launcher.trying.history import SearchLedger
-from launcher.trying.local import LocalRuns
 from launcher.trying.planned import planned_tokens
 from launcher.trying.refusal import Refused
-from launcher.trying.runs import FinishedRun, SeededRun, Trainer
+from launcher.trying.runs import FinishedRun, SeededRun, Trainer, trainer_class
 from launcher.trying.scoring import Judge
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -102,16 +100,12 @@ class Search:
         return content
 
     @property
-    def is_local(self) -> bool:
-        return not backend_class(self.start["instance"]).is_remote
+    def makes_jobs(self) -> bool:
+        return trainer_class(self.start["instance"]).makes_jobs
 
     @cached_property
     def trainer(self) -> Trainer:
-        if self.is_local:
-            return LocalRuns(self.start, self.text, self.budget)
-        from launcher.trying.cloud import SageMakerRuns
-
-        return SageMakerRuns(self)
+        return trainer_class(self.start["instance"])(self)
 
     def source(self, sha256: str) -> Source:
         """A folder as it was tried."""
@@ -134,10 +128,7 @@ class Search:
 
     def settle(self) -> None:
         """Replace what is reserved for jobs that have ended by what they cost."""
-        if not self.is_local:
-            from launcher.trying.cloud import SageMakerRuns
-
-            self.ledger.settle_all(SageMakerRuns(self).cost_of)
+        self.ledger.settle_all(self.trainer.cost_of)
 
     # -- the base ---------------------------------------------------------------------------------
 
@@ -245,7 +236,7 @@ class Search:
 
     def attempt(self, source: Source, note: str) -> Entry:
         """Judge a folder against the base, and add the verdict to the ledger."""
-        with self.held(shared=not self.is_local):
+        with self.held(shared=self.makes_jobs):
             return self.decide(source, note)
 
     def decide(self, source: Source, note: str) -> Entry:
@@ -324,7 +315,7 @@ class Search:
             return self.differences(on_fresh, seeds)
 
         looks = [n for n in rule.LOOKS if n <= max_pairs]
-        if not self.is_local:  # each look would be a job, whose start costs minutes
+        if self.makes_jobs:  # each look would be one
             looks = looks[-1:]
         smallest_gain = self.start["smallest_gain"]
         verdict, differences, are_fresh = rule.decide(

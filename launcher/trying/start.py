@@ -20,6 +20,7 @@ from launcher.text.corpus import digest_of
 from launcher.text.ids import content_of, draw_ids, write_ids
 from launcher.text.reading import files_in
 from launcher.trying.history import SearchLedger
+from launcher.trying.runs import trainer_class
 from launcher.trying.search import HELD, Report, Search, directory_of
 
 MAX_TOKENS = 1 << 28  # of the text that runs read
@@ -43,6 +44,7 @@ def begin_search(
     """
     target = directory_of(name, settings)
     check_directory(name, target)
+    trainer_class(request.instance or "")
     draft = fill(request, settings)
     launch.check(draft)
     job, text = draft.job, draft.texts["data"]

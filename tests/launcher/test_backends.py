@@ -197,3 +197,9 @@ def test_a_sweep_runs_on_a_third_backend(elsewhere, cli, text_file, monkeypatch)
 def test_a_field_that_a_third_backend_lacks_is_refused(elsewhere, cli, text_file):
     arguments = ("--instance", "elsewhere", "--data", str(text_file), "--spot")
     assert cli("launch", *arguments).failed(2, "means nothing elsewhere")
+
+
+def test_a_search_is_refused_where_it_has_no_runs(elsewhere, cli, home, text_file):
+    arguments = ("--instance", "elsewhere", "--text", str(text_file), "--preset", "quick")
+    assert cli("try", "start", "plays", *arguments).failed(2, "no runs on the host elsewhere")
+    assert not (home / "tries" / "plays").exists()

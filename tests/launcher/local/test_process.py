@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 from itertools import combinations
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import launching
@@ -16,8 +17,6 @@ import runs
 
 from launcher.local.gpus import visible_gpus
 from launcher.local.process import how_it_ended, python_command
-from launcher.trying.budget import Budget
-from launcher.trying.history import SearchLedger
 from launcher.trying.local import LocalRuns
 
 STREAMS = {"stdin": "0<&-", "stdout": "1>&-", "stderr": "2>&-"}
@@ -111,7 +110,8 @@ def test_gpus_have_the_names_that_were_given_to_us(variable, names, monkeypatch)
 def test_the_runs_of_a_search_use_our_gpus_alone(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     with patch("torch.cuda.device_count", return_value=2):
-        runs = LocalRuns({"device": "auto"}, Path("text"), Budget(SearchLedger(Path("search"))))
+        search: Any = SimpleNamespace(start={"device": "auto"})
+        runs = LocalRuns(search)
         assert runs.gpus == ["2", "3"]
 
 

@@ -33,7 +33,7 @@ from launcher.local import runs as local_runs
 from launcher.local.confine import layers
 from launcher.local.runs import Run, run_all
 from launcher.source import Source, keep
-from launcher.trying import search
+from launcher.trying import local, search
 from launcher.trying.budget import JUDGE_TIME, MAX_TIME, sizes_of
 from launcher.trying.history import SearchLedger
 from launcher.trying.planned import planned_tokens
@@ -456,6 +456,8 @@ def test_each_model_that_seems_better_is_tested(tiny_search, shared_search, tmp_
     tested = []
 
     class Trained:
+        makes_jobs = False
+
         def __init__(self, *_: Any) -> None:
             pass
 
@@ -470,7 +472,7 @@ def test_each_model_that_seems_better_is_tested(tiny_search, shared_search, tmp_
             tested.append((folder.sha256, seed))
         return Score(loss, 3.0)
 
-    monkeypatch.setattr(search, "LocalRuns", Trained)
+    monkeypatch.setattr(local, "LocalRuns", Trained)
     monkeypatch.setattr(search, "sizes_of", lambda model: {})
     monkeypatch.setattr(Judge, "score", score)
     monkeypatch.setattr(tiny_search.budget, "check_time", lambda *_: None)

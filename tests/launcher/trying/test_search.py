@@ -22,7 +22,7 @@ from entry_point.config import Config
 from entry_point.text import read_tokens, unsigned
 from launcher.settings import Settings
 from launcher.source import Source
-from launcher.trying import search
+from launcher.trying import local, search
 from launcher.trying.history import SearchLedger
 from launcher.trying.refusal import Refused
 from launcher.trying.runs import FinishedRun, SeededRun
@@ -31,11 +31,13 @@ from launcher.trying.search import Search
 from launcher.trying.start import begin_search
 from sm_nanogpt import InputError, Request, ServiceError
 
-LOCAL_RUNS = search.LocalRuns  # which makes real runs
+LOCAL_RUNS = local.LocalRuns  # which makes real runs
 
 
 class Trained:
     """Runs whose loss is that of their folder, as its file gain.py says, with noise by seed."""
+
+    makes_jobs = False
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -53,7 +55,7 @@ def score(self: Judge, model: Path, source: Source, tested_below: float, limit: 
 @pytest.fixture
 def trained(monkeypatch, same_seeds):
     """No real runs: what a folder loses stands in it."""
-    monkeypatch.setattr(search, "LocalRuns", Trained)
+    monkeypatch.setattr(local, "LocalRuns", Trained)
     monkeypatch.setattr(Judge, "score", score)
     monkeypatch.setattr(Search, "check", lambda self, source: None)
     monkeypatch.setattr(search, "sizes_of", lambda model: {"parameters": 100, "tokens": 1000})
@@ -331,7 +333,7 @@ def test_a_kill_at_any_moment_is_as_none(
     cli, home, short_text_file, trained, tmp_path, monkeypatch
 ):
     """The verdict comes after 20 kills; each leaves an intact ledger, and no process of a run."""
-    monkeypatch.setattr(search, "LocalRuns", LOCAL_RUNS)
+    monkeypatch.setattr(local, "LocalRuns", LOCAL_RUNS)
     noise = random.SystemRandom()  # not that of the process that is forked
     monkeypatch.setattr(
         Judge, "score", lambda *args: Score(2.0 - gain_of(args[2]) + noise.gauss(0, 0.004), 3.0)
