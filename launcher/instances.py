@@ -1,7 +1,7 @@
 """SageMaker's instance types: the table of their families, and questions that it answers.
 
-boto3 knows the names of the types. A training type whose family is not in the table has no GPU,
-unless AWS added its family later.
+boto3 knows the names of the types, and the table may have newer ones. A training type that only
+boto3 knows has no GPU.
 """
 
 from __future__ import annotations
@@ -150,6 +150,14 @@ def types_of(instance: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in instance.split(","))
 
 
+def known_types() -> set[str]:
+    """The training instance types that boto3 or the table knows; SageMaker may have newer ones."""
+    types = set(instance_types())
+    for name, family in FAMILIES.items():
+        types |= {f"ml.{name}.{size}" for size in (*family.gpu_counts, *family.prices)}
+    return types
+
+
 def family_and_size(name: str) -> tuple[str, str]:
     """The two parts of `ml.FAMILY.SIZE`."""
     family, _, size = name.removeprefix("ml.").rpartition(".")
@@ -172,7 +180,7 @@ def count_gpus(name: str) -> int | None:
     family = family_of(name)
     if family is not None and family.gpu is not None:
         return family.gpu_counts.get(family_and_size(name)[1])
-    return 0 if name in instance_types() else None
+    return 0 if name in known_types() else None
 
 
 def assume_gpus(name: str) -> int:
@@ -209,7 +217,7 @@ def describe_instance(name: str) -> str:
     gpu = gpu_of(name)
     if n_gpus is None:
         kind = "GPU" if looks_like_gpu(name) else "CPU"
-        return f"boto3 knows no training instance {name}; SageMaker may refuse it; assuming {kind}s"
+        return f"no training instance {name} is known; SageMaker may refuse it; assuming {kind}s"
     if gpu is None:
         return f"{name}: no GPU"
     return f"{name}: {n_gpus} {gpu.name}"
@@ -218,12 +226,12 @@ def describe_instance(name: str) -> str:
 def instance_problem(names: Sequence[str]) -> str:
     """Why a job cannot run on one of these types, as SageMaker chooses, or ''.
 
-    A type may be newer than boto3. AWS adds families more often than sizes, so an unknown size is a
-    typo.
+    A type may be newer than boto3 and the table. AWS adds families more often than sizes, so an
+    unknown size is a typo.
     """
     if "local" in names:
         return "local cannot be combined with other types"
-    sizes = {name.rpartition(".")[2] for name in instance_types()}
+    sizes = {name.rpartition(".")[2] for name in known_types()}
     for name in names:
         for pattern, reason in UNSUITABLE.items():
             if re.match(pattern, name):
@@ -240,6 +248,6 @@ def unknown_instance(name: str) -> str:
     full_name = f"ml.{name.removeprefix('ml.')}"
     suggestion = did_you_mean(name, ["local"])
     if not suggestion:
-        suggestion = did_you_mean(full_name, instance_types(), cutoff=0.5)
+        suggestion = did_you_mean(full_name, sorted(known_types()), cutoff=0.5)
     problem = "must be local or a SageMaker type"
     return f"{problem}; {suggestion}" if suggestion else problem

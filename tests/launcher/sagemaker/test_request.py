@@ -167,8 +167,8 @@ def test_each_option_is_in_the_request(dry, arguments, expected):
     assert {path: part(request, path) for path in expected} == expected
 
 
-def test_a_launch_warns_of_a_type_that_boto3_does_not_know(rehearse):
-    note = "boto3 knows no training instance ml."
+def test_a_launch_warns_of_a_type_that_is_not_known(rehearse):
+    note = "no training instance ml."
     noted = [note in rehearse("--instance", f"ml.{n}").err for n in ("g6f.xlarge", "p5.4xlarge")]
     assert noted == [True, False]
 
