@@ -80,8 +80,8 @@ class Backend(ABC):
 
     @classmethod
     @abstractmethod
-    def has_gpus(cls, request: Request) -> bool:
-        """True if a job of this request trains on GPUs."""
+    def has_gpus(cls, instance: str) -> bool:
+        """True if a job on this instance, or on one of several types, has GPUs."""
 
     @classmethod
     @abstractmethod
@@ -188,6 +188,12 @@ def backend_class(instance: str) -> type[Backend]:
             backend: type[Backend] = load_class(path)
             return backend
     raise AssertionError(f"no backend for {instance}")  # the last pattern matches all
+
+
+def rents_gpus(instance: str) -> bool:
+    """True if a job on this instance is billed for GPUs."""
+    backend = backend_class(instance)
+    return backend.bills and backend.has_gpus(instance)
 
 
 def backend_for(instance: str, settings: Settings) -> Backend:

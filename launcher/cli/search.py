@@ -80,8 +80,7 @@ def start_command(
       sm-nanogpt copy-script my_gpt --from shakespeare
       sm-nanogpt try run my_gpt --group shakespeare --note "squared ReLU"
     """
-    from launcher.backends import backend_class
-    from launcher.instances import looks_like_gpu
+    from launcher.backends import backend_class, rents_gpus
     from launcher.job import Request
     from launcher.trying.rule import detectable_gains
     from launcher.trying.start import begin_search, remove_unfinished
@@ -95,7 +94,7 @@ def start_command(
     if ceiling is not None:
         check_positive("ceiling", ceiling)
     fields = {field: value for field, value in fields.items() if value is not None}
-    if not ("preset" in fields or "size" in fields or looks_like_gpu(instance)):
+    if not ("preset" in fields or "size" in fields or rents_gpus(instance)):
         fields["preset"] = "quick"
     request = Request(instance=instance, **fields)
     search = begin_search(name, request, settings_of(), smallest_gain, ceiling, note)

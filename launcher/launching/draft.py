@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from launcher.aws import Offline
-from launcher.backends import Backend, backend_class, backend_for
+from launcher.backends import Backend, backend_class, backend_for, rents_gpus
 from launcher.errors import InputError, about
 from launcher.finding import Listing, remote_launches
-from launcher.instances import looks_like_gpu
 from launcher.job import Expected, Request, TrainingJob
 from launcher.launching import start
 from launcher.launching.expected import ExpectedSize, expected_of, forecast_path, recall
@@ -89,10 +88,10 @@ class Draft:
     def choose_preset(self) -> None:
         """`baby` on GPUs, where nothing else says what to train; check the hyperparameters."""
         request = self.request
-        has_gpu = looks_like_gpu(request.instance or "")
         continues = self.original.resume is not None or self.original.init_from is not None
         has_size = request.size is not None or request.fit is not None
-        if has_gpu and request.preset is None and not has_size and not continues:
+        is_open = request.preset is None and not has_size and not continues
+        if is_open and rents_gpus(request.instance or ""):
             self.request = request.model_copy(update={"preset": "baby"})
         if self.request.preset != "auto" and not has_size:
             self.request.config(1)  # finds a mistake before a long text is read

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from launcher.backends import Backend
+from launcher.backends import Backend, rents_gpus
 from launcher.errors import InputError, about
 from launcher.files import storage
 from launcher.files.progress import byte_progress
-from launcher.instances import looks_like_gpu
 from launcher.job import Request, TrainingJob
 from launcher.launching.draft import Draft, fill
 from launcher.launching.resume import EarlierJob
@@ -153,10 +152,10 @@ def check_device(job: TrainingJob, is_explicit: bool, earlier: EarlierJob | None
 
     A job may take over the device of an earlier job on GPUs, and not of one on the CPU.
     """
-    ran_on_gpus = earlier is not None and looks_like_gpu(earlier.description.instance)
+    ran_on_gpus = earlier is not None and rents_gpus(earlier.description.instance)
     if is_explicit or (ran_on_gpus and "device" in job.hyperparameters):
         return
-    if looks_like_gpu(job.instance) and getattr(job.config(1), "device", "") == "cpu":
+    if rents_gpus(job.instance) and getattr(job.config(1), "device", "") == "cpu":
         what = f"preset {job.preset}" if job.preset else "the job"
         problem = f"{what} trains on the CPU, and {job.instance} has GPUs"
         with about("instance", job.instance):

@@ -180,7 +180,8 @@ def has_tuned_rates(request: Request) -> bool:
 
 def size_by_text(request: Request, n_tokens: int) -> float:
     """The largest size that a text is long enough for; on a CPU at most LARGEST_ON_CPU."""
-    has_gpus = backend_class(request.instance or "").has_gpus(request)
+    instance = request.instance or ""
+    has_gpus = backend_class(instance).has_gpus(instance)
     limit = SIZES[-1] if has_gpus else LARGEST_ON_CPU
     sizes = [size for size in SIZES if size <= limit]
     return largest_readable(sizes, request, n_tokens)

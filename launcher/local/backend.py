@@ -134,7 +134,7 @@ class LocalBackend(Backend):
         return request.processes_per_instance or torch.cuda.device_count() or 1
 
     @classmethod
-    def has_gpus(cls, request: Request) -> bool:
+    def has_gpus(cls, instance: str) -> bool:
         import torch
 
         return torch.cuda.is_available()

@@ -131,8 +131,8 @@ class SageMakerBackend(Backend):
         return math.lcm(*ranks_per_instance) * (request.instance_count or 1)
 
     @classmethod
-    def has_gpus(cls, request: Request) -> bool:
-        return looks_like_gpu(request.instances[0])
+    def has_gpus(cls, instance: str) -> bool:
+        return looks_like_gpu(instance)
 
     @classmethod
     def disk_of(cls, instance: str) -> Literal["instance", "volume"]:

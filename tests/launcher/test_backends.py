@@ -59,7 +59,7 @@ class ElsewhereBackend(Backend):
         return 1
 
     @classmethod
-    def has_gpus(cls, request: Request) -> bool:
+    def has_gpus(cls, instance: str) -> bool:
         return False
 
     @classmethod
