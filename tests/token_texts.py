@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from entry_point.command_line import Options
@@ -18,7 +20,7 @@ from launcher.text import tokens
 from launcher.text.documents import survey_documents
 from launcher.text.files import FileOptions, find_files
 from launcher.text.sources import Source
-from launcher.text.tokenizer import END_OF_TEXT
+from launcher.text.tokenizer import END_OF_TEXT, learn_tokenizer
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
 FOX = "The quick brown fox jumps over the lazy dog.\n"
@@ -84,3 +86,16 @@ def split(pattern: str) -> dict[str, Any]:
 
 def encoder_of(document: Any) -> Encoder:
     return Encoder(Tokenizer(document, END_OF_TEXT), "H")
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory):
+    """A collection of 300 documents, a line each."""
+    path = tmp_path_factory.mktemp("documents") / "stories.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in stories(300)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(documents):
+    return learn_tokenizer(find_files([Source(documents)], FileOptions(records=True)), 400)

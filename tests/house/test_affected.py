@@ -36,6 +36,7 @@ def test_a_change_affects_its_room_and_who_imports_it(file, tests):
         ("launcher/groups/ranking.py", "tests/launcher/text"),
         ("entry_point/optim.py", "tests/launcher/cli"),
         ("docs/aws.md", "tests/launcher/cli"),
+        ("launcher/text/files.py", "tests/launcher"),  # by a fixture of several rooms
     ],
 )
 def test_a_change_does_not_affect_what_imports_nothing_of_it(file, tests):

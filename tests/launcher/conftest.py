@@ -8,12 +8,10 @@ import json
 
 import launching
 import pytest
+import token_texts
 from sagemaker_jobs import LAUNCH
-from token_texts import stories
 
-from launcher.text.files import FileOptions, find_files
-from launcher.text.sources import Source
-from launcher.text.tokenizer import learn_tokenizer
+documents, tokenizer = token_texts.documents, token_texts.tokenizer  # fixtures
 
 
 @pytest.fixture
@@ -23,19 +21,6 @@ def chat(tuned, directory, cli, monkeypatch):
         return cli("chat", model, "--max-new-tokens", "6", "--temperature", heat, "--seed", "5")
 
     return say
-
-
-@pytest.fixture(scope="session")
-def documents(tmp_path_factory):
-    """A collection of 300 documents, a line each."""
-    path = tmp_path_factory.mktemp("documents") / "stories.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in stories(300)))
-    return path
-
-
-@pytest.fixture(scope="session")
-def tokenizer(documents):
-    return learn_tokenizer(find_files([Source(documents)], FileOptions(records=True)), 400)
 
 
 @pytest.fixture
