@@ -22,6 +22,11 @@ LARGEST_TEXT = 2 * 10**9  # bytes; each rank holds the characters of a text in m
 TOO_MUCH_TEXT = "over 2 GB of characters; make tokens of them: upload-data --tokenizer bpe"
 
 
+def is_text_name(name: str) -> bool:
+    """Returns True for the name of a file of characters, as train.py reads them."""
+    return name.lower().endswith((".txt", ".md"))
+
+
 def open_file(path: Path) -> BufferedReader:
     """Opens a regular file to read. Raises OSError if it is of another kind, or cannot be opened.
 

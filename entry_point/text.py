@@ -18,7 +18,15 @@ from .config import Config
 from .container import Container
 from .conversations import END_OF_TURN, Packed
 from .errors import DataError, counted
-from .files import LARGEST_TEXT, TOO_MUCH_TEXT, file_sha256, member, open_file, read_json
+from .files import (
+    LARGEST_TEXT,
+    TOO_MUCH_TEXT,
+    file_sha256,
+    is_text_name,
+    member,
+    open_file,
+    read_json,
+)
 
 if TYPE_CHECKING:
     from .distributed import Group
@@ -146,7 +154,7 @@ def text_files(path: Path) -> list[Path]:
     else:
         files = []
         for file in sorted(path.rglob("*")):
-            if file.suffix.lower() in (".txt", ".md") and file.is_file():
+            if is_text_name(file.name) and file.is_file():
                 files.append(file)
     size = sum(file.stat().st_size for file in files)
     problem = ""

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from entry_point.files import is_text_name
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.instances import looks_like_gpu
@@ -60,8 +61,8 @@ def channels_of(job: TrainingJob) -> dict[str, tuple[str, str | None]]:
     """The S3 prefix, or the file, of each channel, and its input mode, if not that of the job."""
     channels = {}
     for name, uri in job.channels.items():
-        is_file = uri.lower().endswith((".txt", ".md"))
-        if not is_file:  # S3 has no directories: without the slash, NAME.json would belong to NAME
+        # S3 has no directories: without the slash, NAME.json would belong to NAME.
+        if not is_text_name(uri):
             uri = f"{uri.rstrip('/')}/"
         streams = job.input_mode == "FastFile" and name not in ("model", "teacher")
         channels[name] = (uri, "FastFile" if streams else None)

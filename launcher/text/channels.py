@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from entry_point.files import is_text_name
 from launcher.aws import Offline
 from launcher.errors import InputError
 from launcher.files import storage
@@ -41,11 +42,6 @@ class Channel:
 
 
 Texts = Mapping[str, Channel]  # those of a job, by its fields: data, validation
-
-
-def is_text(name: str) -> bool:
-    """True for a file that train.py reads; SageMaker copies it as a single file."""
-    return name.lower().endswith((".txt", ".md"))
 
 
 def find_channel(location: str, settings: Settings) -> Channel:
@@ -85,9 +81,9 @@ def check_text_on_s3(location: str, uri: str, runs_here: bool, settings: Setting
     files = storage.list_files(uri, settings)
     if not files:
         raise InputError(f"{location}: nothing is there")
-    if "meta.json" not in files and not any(map(is_text, files)):
+    if "meta.json" not in files and not any(map(is_text_name, files)):
         raise InputError(f"{location}: no *.txt or *.md file is there")
-    if runs_here or not is_text(uri):
+    if runs_here or not is_text_name(uri):
         return
     others = storage.namesakes(uri, settings)
     if others:
