@@ -115,12 +115,10 @@ def first_step(settings: Settings) -> str:
 
 
 def print_jobs(jobs: list[JobDescription], everyone: bool) -> None:
-    from launcher.views.job_fields import columns_of
+    from launcher.views.job_fields import BY_KEY, COLUMNS, NARROW, columns_of
 
-    columns = columns_of(jobs)
-    if not everyone:
-        del columns["OWNER"]
-    print_columns(columns, optional=("BITS/BYTE", "DATA", "INSTANCE", "COST", "STEP"))
+    keys = [key for key in COLUMNS if everyone or key != "owner"]
+    print_columns(columns_of(jobs, keys), optional=[BY_KEY[key].column for key in NARROW])
 
 
 @click.command("status", cls=Command)

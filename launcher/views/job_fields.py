@@ -1,7 +1,7 @@
 """The table of what is shown of a job. `jobs`, `status`, JSON, the card and the bar read it.
 
 A new field is a row of FIELDS; in `jobs` it has a column if COLUMNS names it, and then a row in
-docs/aws.md.
+docs/aws.md. If NARROW names it too, a narrow terminal does without.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ class JobField:
     cell: Text | None = None
     value: Callable[[JobDescription], object] | None = None
     heading: str = ""
+
+    @property
+    def column(self) -> str:
+        """The heading of its column."""
+        return self.heading or self.label.upper()
 
 
 # -- texts -----------------------------------------------------------------------------------------
@@ -166,6 +171,9 @@ COLUMNS = (
     "data",
     "summary",
 )
+# Those that a narrow terminal does without, in the order in which they go.
+NARROW = ("bits_per_byte", "data", "instance", "cost", "step")
+BY_KEY = {field.key: field for field in FIELDS}
 
 
 def texts_of(job: JobDescription) -> dict[str, str | None]:
@@ -173,15 +181,15 @@ def texts_of(job: JobDescription) -> dict[str, str | None]:
     return {field.label: field.text(job) for field in FIELDS}
 
 
-def columns_of(jobs: Sequence[JobDescription]) -> dict[str, list[str | None]]:
+def columns_of(
+    jobs: Sequence[JobDescription], keys: Sequence[str] = COLUMNS
+) -> dict[str, list[str | None]]:
     """The cells of a table of jobs, by the headings of its columns."""
-    fields = {field.key: field for field in FIELDS}
     columns = {}
-    for key in COLUMNS:
-        field = fields[key]
+    for key in keys:
+        field = BY_KEY[key]
         cell = field.cell or field.text
-        heading = field.heading or field.label.upper()
-        columns[heading] = [cell(job) for job in jobs]
+        columns[field.column] = [cell(job) for job in jobs]
     return columns
 
 
