@@ -197,9 +197,11 @@ def progress_of(job: JobDescription) -> str:
 
 
 def print_json(value: Any) -> None:
+    """Print JSON, which has no infinity and no NaN: they are null."""
     from pydantic_core import to_jsonable_python
 
-    click.echo(json.dumps(value, indent=2, default=to_jsonable_python))
+    finite = to_jsonable_python(value, inf_nan_mode="null")
+    click.echo(json.dumps(finite, indent=2, allow_nan=False))
 
 
 def aligned(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:

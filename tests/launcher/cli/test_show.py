@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import sys
 import time
 
 import pytest
 
-from launcher.cli.show import print_columns
+from launcher.cli.show import print_columns, print_json
 from launcher.files.progress import byte_progress
 
 
@@ -66,3 +68,10 @@ def test_a_long_upload_shows_a_progress_bar(monkeypatch):
         progress(1_000_000)
     assert isinstance(sys.stderr, Terminal)
     assert "upload: 100%" in sys.stderr.getvalue()
+
+
+def test_a_number_that_json_has_not_is_null(capsys):
+    """As the perplexity of a model that gives a token no probability."""
+    print_json({"perplexity": math.inf, "losses": [1.5, math.nan]})
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == {"perplexity": None, "losses": [1.5, None]}
