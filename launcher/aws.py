@@ -189,12 +189,15 @@ def service_error(subject: str, error: BaseException) -> ServiceError:
     return error_type(f"{subject}: {message_of(error)}", code)
 
 
-def patiently(call: Callable[[], T], *, job_id: str, code: str, deadline: float = math.inf) -> T:
-    """Calls AWS about a job or a sweep that is watched, and retries through an outage of minutes.
+def patiently(
+    call: Callable[[], T], *, job_id: str, code: str, bills: bool, deadline: float = math.inf
+) -> T:
+    """Asks a service about a job or a sweep that is watched, and retries through an outage of
+    minutes.
 
     deadline is in time.monotonic() seconds. Raises ServiceError if the outage lasts for
     PATIENCE_SECONDS, and for other errors at once, such as expired credentials. code is that of the
-    remedy: how to watch the job again.
+    remedy: how to watch the job again. bills: its jobs cost money while they run.
     """
     give_up_at = math.inf
     while True:
@@ -208,7 +211,8 @@ def patiently(call: Callable[[], T], *, job_id: str, code: str, deadline: float 
                 retrying = "retrying (a running job continues meanwhile)"
                 logger.info(f"{error}; {retrying}", extra={"cause": error})
             if not is_outage or now >= give_up_at:
-                problem = f"{error}; a running job continues and is billed"
+                continues = "continues and is billed" if bills else "continues"
+                problem = f"{error}; a running job {continues}"
                 raise ServiceError(problem, code, job_id=job_id) from error
         time.sleep(min(AGAIN_SECONDS, max(0.0, give_up_at - time.monotonic())))
 

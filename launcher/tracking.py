@@ -119,7 +119,14 @@ class TrackedJob:
             time.sleep(backend.poll_seconds)
             ask = partial(backend.describe, self.id)
             if backend.is_remote:  # also through an outage
-                ask = partial(patiently, ask, job_id=self.id, code="job-goes-on", deadline=deadline)
+                ask = partial(
+                    patiently,
+                    ask,
+                    job_id=self.id,
+                    code="job-goes-on",
+                    bills=backend.bills,
+                    deadline=deadline,
+                )
             description = ask() or self.find()[1]  # which says that it is gone
         return description
 

@@ -192,7 +192,7 @@ class GroupRun:
         """Ask about each job that runs. Yields those that have ended."""
         for number, job_id in list(self.running.items()):
             describe = partial(self.backend.describe, job_id)
-            job = patiently(describe, job_id=self.name, code="")
+            job = patiently(describe, job_id=self.name, code="", bills=self.backend.bills)
             if job is None:
                 logger.info(f"job {job_id} was deleted")
                 settle_deleted(self.ledger, job_id)
@@ -264,7 +264,7 @@ class SweepRun(GroupRun):
         return ""
 
     def obey_stop(self) -> None:
-        self.was_stopped = is_stopped(self.name, self.mark, self.settings)
+        self.was_stopped = is_stopped(self.name, self.mark, self.settings, self.backend.bills)
         if self.was_stopped:
             self.waiting.clear()
 

@@ -44,10 +44,10 @@ def write_mark(mark: str, settings: Settings, *, may_run: bool) -> None:
     storage.write_bytes(mark, b"run" if may_run else b"stop", settings)
 
 
-def is_stopped(group: str, mark: str, settings: Settings) -> bool:
-    """True if somebody stopped or deleted the sweep."""
+def is_stopped(group: str, mark: str, settings: Settings, bills: bool) -> bool:
+    """True if somebody stopped or deleted the sweep. bills: its jobs cost money."""
     read = partial(storage.read_bytes, mark, settings)
-    return patiently(read, job_id=group, code="") != b"run"
+    return patiently(read, job_id=group, code="", bills=bills) != b"run"
 
 
 def stop_group(group: Group, settings: Settings, confirmed: bool = False) -> list[JobDescription]:

@@ -517,7 +517,7 @@ class SageMakerBackend(Backend):
         has_ended = False
         said_pending = False
         while True:
-            raw, events = aws.patiently(poll, job_id=job_id, code="job-goes-on")
+            raw, events = aws.patiently(poll, job_id=job_id, code="job-goes-on", bills=self.bills)
             yield from events
             if events or not has_ended:
                 last_event_time = time.monotonic()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from launcher import backends
+from launcher.aws import Unreachable
 from launcher.backends import Backend
 from launcher.curve import Row
 from launcher.files import storage
@@ -203,3 +204,20 @@ def test_a_search_is_refused_where_it_has_no_runs(elsewhere, cli, home, text_fil
     arguments = ("--instance", "elsewhere", "--text", str(text_file), "--preset", "quick")
     assert cli("try", "start", "plays", *arguments).failed(2, "no runs on the host elsewhere")
     assert not (home / "tries" / "plays").exists()
+
+
+def test_an_outage_speaks_of_bills_where_there_are_some(job_id, cli, monkeypatch):
+    describe = ElsewhereBackend.describe
+    states = iter([describe])
+
+    def lost(backend: ElsewhereBackend, job_id: str) -> JobDescription | None:
+        for state in states:
+            return state(backend, job_id)
+        raise Unreachable("no answer")
+
+    monkeypatch.setattr(ElsewhereBackend, "is_remote", True)
+    monkeypatch.setattr(ElsewhereBackend, "describe", lost)
+    monkeypatch.setattr("launcher.aws.PATIENCE_SECONDS", 0.0)
+    ran = cli("wait", job_id)
+    assert ran.failed(1, "no answer; a running job continues")
+    assert "billed" not in ran.err
