@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,15 +25,17 @@ class UploadCommand(Command):
     """Puts the table of formats into its help, when that is shown: reading it takes a while."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from launcher.text.formats import PLAIN, RECORDS
+        from launcher.text.formats import FORMATS
 
         help_text = self.help or ""
-        help_text = help_text.replace("PLAIN-FORMATS", help_lines(PLAIN))
-        self.help = help_text.replace("RECORD-FORMATS", help_lines(*RECORDS))
+        plain = [format for format in FORMATS if format.is_plain]
+        records = [format for format in FORMATS if format.reader is not None]
+        help_text = help_text.replace("PLAIN-FORMATS", help_lines(plain))
+        self.help = help_text.replace("RECORD-FORMATS", help_lines(records))
         super().format_help_text(ctx, formatter)
 
 
-def help_lines(*formats: Format) -> str:
+def help_lines(formats: Sequence[Format]) -> str:
     """A line for each format: its patterns, and what is taken of it."""
     return "\n".join(f"  {format.patterns:<22}  {format.help}" for format in formats)
 

@@ -17,7 +17,7 @@ from launcher.errors import InputError
 from launcher.files.progress import Progress, no_progress
 from launcher.text.documents import documents_in, list_left_out
 from launcher.text.encodings import is_encoding
-from launcher.text.formats import PLAIN, format_of_name, is_packed
+from launcher.text.formats import format_of_name, is_packed
 from launcher.text.reading import File, detect_file
 from launcher.text.skipped import Skipped
 from launcher.text.sources import Source
@@ -123,7 +123,7 @@ class FileFinder:
         column = self.options.column
         if column == "text" or not self.files:
             return
-        if all(file.format is PLAIN for file in self.files):
+        if all(file.format.is_plain for file in self.files):
             first = self.sources[0]
             problem = f"is for records, and {first.shown(first.path)} is plain text"
             raise InputError(problem, field="column", value=column)
@@ -158,7 +158,7 @@ class FileFinder:
             plain=self.include.match(path, source.path),
             source=source.shown(path),
         )
-        if file.format is not PLAIN and not self.options.records:
+        if not (file.format.is_plain or self.options.records):
             raise records_need_tokens(file)
         if not is_utf8(str(name)):
             shown = os.fsencode(path).decode(errors="backslashreplace")
@@ -243,7 +243,7 @@ class FileFinder:
         format = format_of_name(path)
         if format is None or format.is_refused:
             return False
-        return format is PLAIN or self.options.records
+        return format.is_plain or self.options.records
 
     def left_out_messages(
         self, source: Source, others: Sequence[Path], is_empty: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 from collections.abc import Callable
@@ -19,19 +20,28 @@ from launcher.text.records import (
 from launcher.text.unpacking import Compression, compression_of, without_compression
 
 Reader = Callable[[IO[bytes], str, str], Records]  # of a file, its name, the field of its texts
+Converter = Callable[[io.BufferedReader], io.BufferedReader]  # a file in UTF-8 to its text
 
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of files: plain text, records that a reader yields, or one that is refused."""
+    """A kind of files: plain text, records that a reader yields, or one that is refused.
+
+    The rest follows from its row in FORMATS, also the help of upload-data.
+    """
 
     name: str
     suffixes: str
     magic: bytes = b""  # a pattern of its first bytes
     help: str = ""  # what is taken of it, for the help of upload-data and docs/tokens.md
     reader: Reader | None = None  # of its records
+    converter: Converter | None = None  # of plain text with more in its files than the text
     is_text: bool = False  # `include` takes such a file as plain text
     advice: str = ""  # what makes a text of a file that is refused
+
+    @property
+    def is_plain(self) -> bool:
+        return self.reader is None and not self.is_refused
 
     @property
     def is_refused(self) -> bool:
@@ -106,7 +116,12 @@ TAR = Format(
     magic=rb".{257}ustar",
     advice="unpack it: `tar -xf {path}`",
 )
-REFUSED = (
+FORMATS = (
+    PLAIN,
+    JSON_LINES,
+    JSON,
+    TABLE,
+    PARQUET,
     HTML,  # before XML, with which a page may begin
     XML,
     NOTEBOOK,
@@ -175,14 +190,15 @@ REFUSED = (
         advice="`tesseract {path} {stem}` reads the text in it",
     ),
 )
-RECORDS = (JSON_LINES, JSON, TABLE, PARQUET)
-FORMATS = (PLAIN, *RECORDS, *REFUSED)
-BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes.split()}
 
 
 def format_of_name(path: Path) -> Format | None:
     """The format that the suffix of a file promises, or None."""
-    return BY_SUFFIX.get(without_compression(path).suffix.lower())
+    suffix = without_compression(path).suffix.lower()
+    for format in FORMATS:
+        if suffix in format.suffixes.split():
+            return format
+    return None
 
 
 def format_of_content(beginning: bytes) -> Format | None:

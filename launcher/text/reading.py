@@ -68,7 +68,7 @@ class File:
     @property
     def is_converted(self) -> bool:
         """True if the upload has other bytes than the file."""
-        return bool(self.compression or self.encoding)
+        return bool(self.compression or self.encoding or self.format.converter)
 
 
 def files_in(directory: Path) -> list[File]:
@@ -174,7 +174,10 @@ def is_utf8_file(file: File, encoding: str) -> bool:
 
 @contextmanager
 def open_text(file: File) -> Iterator[io.BufferedReader]:
-    """Open a file uncompressed and as UTF-8. Raises InputError if that or the body fails."""
+    """Open the text of a file, uncompressed and as UTF-8.
+
+    Raises InputError if that or the body fails.
+    """
     try:
         with open_file(file.path) as packed:
             if file.compression is None:
@@ -198,9 +201,11 @@ def advises_on_plain_file(error: InputError) -> bool:
 
 
 def decoded(content: io.BufferedReader, file: File) -> io.BufferedReader:
-    if not file.encoding:
-        return content
-    return as_utf8(content, file.shown, file.encoding)
+    if file.encoding:
+        content = as_utf8(content, file.shown, file.encoding)
+    if file.format.converter is not None:
+        content = file.format.converter(content)
+    return content
 
 
 def reading_problem(error: Exception, file: File) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import errno
 import gzip
+import io
 import json
 import re
 import stat
@@ -16,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 from texts import FRENCH, LONG, stored
 
-from launcher.text import reading
+from launcher.text import formats, reading
 from launcher.text.documents import read_pieces
 from launcher.text.reading import detect_file
 from launcher.text.unpacking import zstd
@@ -190,3 +191,25 @@ def test_a_small_file_unpacks_to_little(home, tmp_path, monkeypatch, pack):
     (tmp_path / "a.txt.gz").write_bytes(pack(bytes([97]) * (1 << 23)))
     with pytest.raises(InputError, match=r"a\.txt\.gz: unpacks to over \d+ MiB"):
         upload_data(tmp_path / "a.txt.gz")
+
+
+def without_times(content: io.BufferedReader) -> io.BufferedReader:
+    lines = [line for line in content if not re.match(rb"\d+$|\d\d:.*-->", line)]
+    return io.BufferedReader(io.BytesIO(b"".join(lines)))
+
+
+@pytest.mark.parametrize("name", ["film.srt", "film.SRT.gz"])
+def test_a_format_of_texts_needs_its_row_alone(name, home, cli, tmp_path, monkeypatch):
+    subtitles = formats.Format(
+        "subtitles", ".srt", help="what is said", converter=without_times, is_text=True
+    )
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, subtitles))
+    lines = "".join(f"{n}\n00:00:01 --> 00:00:02\nTo be, or not to be.\n" for n in range(90))
+    content = lines.encode("utf-16")
+    (tmp_path / "films").mkdir()
+    packed = gzip.compress(content) if name.endswith("gz") else content
+    (tmp_path / "films" / name).write_bytes(packed)
+    for path in ("films", f"films/{name}"):
+        [text] = stored(upload_data(tmp_path / path).uri).rglob("*.txt")
+        assert text.read_text() == "To be, or not to be.\n" * 90
+    assert re.search(r"\*\.srt +what is said\n", cli("upload-data", "--help").good.out)
