@@ -30,11 +30,12 @@ def finished_on_tokens(tmp_path_factory, text_file):
 
     def build(directory: Path) -> tuple[Path, str]:
         home = directory / "home"
-        upload = ("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "300")
-        for words in (upload, launching.launching(block_size=160, max_steps=30)):
-            ran = launching.command(words, home=home)
-            assert ran.code == 0, ran.err
-        return home, ran.out.strip()
+        tokenizer = ("--tokenizer", "bpe", "--vocab-size", "300")
+        upload = launching.command("upload-data", text_file, tokenizer, home=home)
+        assert upload.code == 0, upload.err
+        launch = launching.command(launching.launching(block_size=160, max_steps=30), home=home)
+        assert launch.code == 0, launch.err
+        return home, launch.out.strip()
 
     home, job_id = launching.once(tmp_path_factory, "finished-on-tokens", build)
     return Finished(Path(home), job_id)
@@ -101,9 +102,8 @@ def test_gguf_holds_the_model_and_its_tokens(of_tokens):
     assert fields["qwen3.context_length"] == model.config.block_size
     assert fields["tokenizer.ggml.pre"] == "qwen35"
     assert len(fields["tokenizer.ggml.tokens"]) == len(tokenizer)
-    assert fields["tokenizer.ggml.tokens"][fields["tokenizer.ggml.eos_token_id"]] == (
-        tokenizer.end_of_text
-    )
+    end = fields["tokenizer.ggml.eos_token_id"]
+    assert fields["tokenizer.ggml.tokens"][end] == tokenizer.end_of_text
     assert torch.equal(tensors["token_embd.weight"], model.embed.weight)
     assert {"blk.0.attn_q_norm.weight", "output_norm.weight", "output.weight"} <= tensors.keys()
 
@@ -128,11 +128,12 @@ def test_the_endpoint_of_the_docs_is_valid(monkeypatch):
     """Its requests fit SageMaker's model, which botocore has, and name each other."""
     from sagemaker_service import look
 
-    asked: dict[str, Any] = {}
+    requests: dict[str, Any] = {}
 
     def answer(model: Any, params: Any, **_: Any) -> Any:
+        body = json.loads(params["body"])
+        requests[model.name] = body
         problems: list[str] = []
-        asked[model.name] = body = json.loads(params["body"])
         if model.name != "InvokeEndpoint":
             look(model.input_shape, body, "", problems)
         assert not problems
@@ -144,10 +145,12 @@ def test_the_endpoint_of_the_docs_is_valid(monkeypatch):
     monkeypatch.setattr("boto3.DEFAULT_SESSION", session)
     exec("\n".join(block for block in blocks(PAGE, "python") if "transformers" not in block), {})
 
-    endpoint, config = asked["CreateEndpoint"], asked["CreateEndpointConfig"]
+    endpoint = requests["CreateEndpoint"]
+    config = requests["CreateEndpointConfig"]
     (variant,) = config["ProductionVariants"]
     assert endpoint["EndpointConfigName"] == config["EndpointConfigName"]
-    assert variant["ModelName"] == asked["CreateModel"]["ModelName"]
-    assert asked["InvokeEndpoint"]["prompt"] == "Once"
-    made = {name.removeprefix("Create") for name in asked if name.startswith("Create")}
-    assert {name.removeprefix("Delete") for name in asked if name.startswith("Delete")} == made
+    assert variant["ModelName"] == requests["CreateModel"]["ModelName"]
+    assert requests["InvokeEndpoint"]["prompt"] == "Once"
+    for name in ("Model", "EndpointConfig", "Endpoint"):
+        assert f"Create{name}" in requests
+        assert f"Delete{name}" in requests

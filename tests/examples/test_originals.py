@@ -11,34 +11,36 @@ SCRIPT = runpy.run_path(str(TUTORIALS / "originals.py"))
 
 
 def numbers(fault: str) -> dict[str, float]:
-    found: dict[str, float] = SCRIPT[fault]()
-    return found
+    figures: dict[str, float] = SCRIPT[fault]()
+    return figures
 
 
 def test_a_wrong_scale_makes_attention_even_or_sharp():
-    found = numbers("attention_scale")
+    figures = numbers("attention_scale")
     even = math.log(256)
-    assert even - 0.15 < found["C**-0.5"] < even
-    assert found["head**-0.5"] < found["C**-0.5"] - 0.3
-    assert found["C**-0.05"] < found["head**-0.5"] - 3
+    assert even - 0.15 < figures["C**-0.5"] < even
+    assert figures["head**-0.5"] < figures["C**-0.5"] - 0.3
+    assert figures["C**-0.05"] < figures["head**-0.5"] - 3
 
 
 def test_training_text_flatters_a_model():
-    found = numbers("validation_on_training_text")
-    assert found["training text"] < found["other text"] - 0.5
+    figures = numbers("validation_on_training_text")
+    assert figures["training text"] < figures["other text"] - 0.5
 
 
 def test_a_residual_that_is_replaced_forgets_its_input():
-    found = numbers("residual_replaced_by_norm")
-    assert found["added: cosine"] > 0.2 > 0.05 > found["replaced: cosine"]
-    assert found["added: length"] > 3 > 2 > found["replaced: length"]
+    figures = numbers("residual_replaced_by_norm")
+    assert figures["added: cosine"] > 0.2
+    assert figures["replaced: cosine"] < 0.05
+    assert figures["added: length"] > 3
+    assert figures["replaced: length"] < 2
 
 
 def test_keys_at_queries_leak_nothing_and_break_a_cache():
-    found = numbers("keys_at_queries")
-    assert found["leak"] == 0
-    assert found["to q @ k"] > 0.5
-    assert found["to cached keys"] > 0.1
+    figures = numbers("keys_at_queries")
+    assert figures["leak"] == 0
+    assert figures["to q @ k"] > 0.5
+    assert figures["to cached keys"] > 0.1
 
 
 def test_the_rank_of_the_host_halves_the_samples():
@@ -46,15 +48,15 @@ def test_the_rank_of_the_host_halves_the_samples():
 
 
 def test_own_batches_give_each_rank_another_loss():
-    found = numbers("own_batches")
-    assert found["most"] - found["least"] > 0.1
-    assert found["two"] - found["one process"] > 0.03
+    figures = numbers("own_batches")
+    assert figures["most"] - figures["least"] > 0.1
+    assert figures["two"] - figures["one process"] > 0.03
 
 
 def test_attention_without_dropout_p_drops_nothing():
-    found = numbers("dropout_lost")
-    assert found["without"] == 0
-    assert 0.17 < found["with dropout_p"] < 0.23
+    figures = numbers("dropout_lost")
+    assert figures["without"] == 0
+    assert 0.17 < figures["with dropout_p"] < 0.23
 
 
 def test_the_script_prints_a_line_for_each_fault(capsys, monkeypatch):

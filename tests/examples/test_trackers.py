@@ -37,25 +37,28 @@ def rows(job: Finished) -> list[Row]:
     return [json.loads(line) for line in curve_file(job).read_text().splitlines()]
 
 
-def events(place: Path) -> Any:
-    return event_accumulator.EventAccumulator(str(place)).Reload()
+def events(directory: Path) -> Any:
+    return event_accumulator.EventAccumulator(str(directory)).Reload()
 
 
-def drawn(place: Path) -> Points:
+def drawn(directory: Path) -> Points:
     """What a TensorBoard server shows of a directory."""
-    shown = events(place)
-    return {
-        tag: [(e.step, float(make_ndarray(e.tensor_proto))) for e in shown.Tensors(tag)]
-        for tag in TAGS
-    }
+    accumulator = events(directory)
+    return {tag: points_of(accumulator.Tensors(tag)) for tag in TAGS}
 
 
-def same(found: Points, rows: list[Row]) -> bool:
-    """Whether the points are those of the rows, in their order."""
-    return found == {
-        tag: [(int(row["step"]), float(float32(row[name]))) for row in rows if name in row]
-        for tag, name in TAGS.items()
-    }
+def points_of(tensor_events: list[Any]) -> list[tuple[int, float]]:
+    return [(event.step, float(make_ndarray(event.tensor_proto))) for event in tensor_events]
+
+
+def points_in(rows: list[Row]) -> Points:
+    """What TensorBoard shows of these rows: numbers of 32 bits, in their order."""
+    points: Points = {tag: [] for tag in TAGS}
+    for row in rows:
+        for tag, name in TAGS.items():
+            if name in row:
+                points[tag].append((int(row["step"]), float(float32(row[name]))))
+    return points
 
 
 @pytest.fixture(autouse=True)
@@ -77,19 +80,21 @@ def launched(cloud, cli, text_file):
     def launch(*rows: tuple[float, str]) -> str:
         log = [(after, "algo-1", f"{TAGGED}{row}") for after, row in rows]
         cloud.sagemaker.next_script = {"log": log}
-        words = ("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file))
-        return str(cli(*words).out.strip())
+        arguments = ("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file))
+        return str(cli(*arguments).out.strip())
 
     return launch
 
 
 def test_each_row_is_drawn_once_however_often_written(job, tmp_path, capsys):
-    file, whole = curve_file(job), curve_file(job).read_text()
-    for text in (whole.splitlines(keepends=True)[0], whole, whole):
+    file = curve_file(job)
+    whole = file.read_text()
+    first_line = whole.splitlines(keepends=True)[0]
+    for text in (first_line, whole, whole):
         file.write_text(text)
         write(["latest"], tmp_path)
         assert capsys.readouterr() == (f"{tmp_path / job.job_id}\n", "")
-        assert same(drawn(tmp_path / job.job_id), rows(job))
+        assert drawn(tmp_path / job.job_id) == points_in(rows(job))
 
 
 def test_tensorboard_has_times_hparams_and_samples(job, tmp_path):
@@ -98,13 +103,15 @@ def test_tensorboard_has_times_hparams_and_samples(job, tmp_path):
     with (job.directory / "logs/job.log").open("a") as log:
         log.write("--- sample after training ---\n| To be\n|   or not\n")
     write([job.job_id], tmp_path)
-    shown = events(tmp_path / job.job_id)
-    times = [event.wall_time for event in shown.Tensors("loss/train")]
+    accumulator = events(tmp_path / job.job_id)
+    times = [event.wall_time for event in accumulator.Tensors("loss/train")]
     assert times == [row["time"] for row in rows(job)]
-    (text,) = shown.Tensors("samples/after_training/text_summary")
-    assert text.tensor_proto.string_val[0].decode().split("\n")[:2] == ["    To be", "      or not"]
-    told = shown.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    hparams = HParamsPluginData.FromString(told).session_start_info.hparams
+    (sample,) = accumulator.Tensors("samples/after_training/text_summary")
+    text = sample.tensor_proto.string_val[0].decode()
+    assert text.startswith("    To be\n      or not\n")
+    metadata = accumulator.summary_metadata["_hparams_/session_start_info"]
+    plugin_data = HParamsPluginData.FromString(metadata.plugin_data.content)
+    hparams = plugin_data.session_start_info.hparams
     assert hparams["n_embd"].number_value == 32
     assert hparams["precision"].string_value == "float32"
 
@@ -119,17 +126,21 @@ def test_the_example_sends_a_curve_to_mlflow(job, tmp_path):
     experiment = client.get_experiment_by_name("sm-nanogpt")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
-    assert (run.info.run_name, run.info.status) == (job.job_id, "FINISHED")
+    assert run.info.run_name == job.job_id
+    assert run.info.status == "FINISHED"
     assert run.data.params["n_embd"] == "32"
     history = client.get_metric_history(run.info.run_id, "val_loss")
-    assert [(m.step, m.value) for m in history] == [(r["step"], r["val_loss"]) for r in rows(job)]
+    losses = {metric.step: metric.value for metric in history}
+    assert losses == {row["step"]: row["val_loss"] for row in rows(job)}
+    assert len(history) == len(losses)
 
 
-def curve_of(*values: tuple[int, float]) -> Curve:
-    rows: list[Row] = [
-        {"step": step, "train_loss": loss, "val_loss": loss, "bits_per_byte": loss, "time": 9e8}
-        for step, loss in values
-    ]
+def curve_of(losses: dict[int, float]) -> Curve:
+    """A curve whose losses are all the same at a step."""
+    rows: list[Row] = []
+    for step, loss in losses.items():
+        row = {"step": step, "train_loss": loss, "val_loss": loss, "bits_per_byte": loss}
+        rows.append({**row, "time": 9e8})
     return Curve("a-job", "", rows)
 
 
@@ -138,10 +149,11 @@ def described(status: str = "InProgress", **values: Any) -> JobDescription:
 
 
 def test_a_resumed_run_replaces_the_later_steps(board):
-    resumed = curve_of((5, 4.0), (10, 3.5), (12, 3.0))
-    for curve in (curve_of((5, 4.0)), curve_of((5, 4.0), (10, 3.0), (15, 2.0)), resumed):
-        board.update(described(), curve)
-    assert same(drawn(board.directory), list(resumed.rows))
+    resumed = curve_of({5: 4.0, 10: 3.5, 12: 3.0})
+    board.update(described(), curve_of({5: 4.0}))
+    board.update(described(), curve_of({5: 4.0, 10: 3.0, 15: 2.0}))
+    board.update(described(), resumed)
+    assert drawn(board.directory) == points_in(list(resumed.rows))
     assert len(list(board.directory.iterdir())) == 2
 
 
@@ -156,11 +168,12 @@ def test_a_row_of_a_log_gets_the_time_it_was_first_seen(board):
 
 def test_following_adds_rows_until_the_job_ends(home, text_file, cli, tmp_path, monkeypatch):
     monkeypatch.setattr("to_tensorboard.POLL_SECONDS", 0.1)
-    words = launching.launching("--detach", data=text_file, max_steps=30)
-    job_id = cli(*words).out.strip()
+    arguments = launching.launching("--detach", data=text_file, max_steps=30)
+    job_id = cli(*arguments).out.strip()
     write([job_id], tmp_path, follow=True)
-    assert same(drawn(tmp_path / job_id), rows(Finished(home, job_id)))
-    assert rows(Finished(home, job_id))[-1]["step"] == 30
+    rows_at_end = rows(Finished(home, job_id))
+    assert rows_at_end[-1]["step"] == 30
+    assert drawn(tmp_path / job_id) == points_in(rows_at_end)
 
 
 def test_a_job_on_sagemaker_gets_all_digits_at_its_end(launched, s3, tmp_path, monkeypatch):
@@ -172,10 +185,10 @@ def test_a_job_on_sagemaker_gets_all_digits_at_its_end(launched, s3, tmp_path, m
     checkpoints = f"s3://{s3.bucket}/some/prefix/checkpoints/{job_id}"
     storage.write_bytes(f"{checkpoints}/metrics-00000001.jsonl", rows)
     write([job_id], tmp_path, follow=True)
-    points = events(tmp_path / job_id).Tensors("loss/val")
-    found = [(p.step, round(make_ndarray(p.tensor_proto).item(), 6)) for p in points]
-    assert found == [(5, 2.500012), (10, 2.25)]
-    assert points[0].wall_time == 9e8
+    first, second = events(tmp_path / job_id).Tensors("loss/val")
+    assert first.wall_time == 9e8
+    assert points_of([first]) == [(5, pytest.approx(2.5000123))]
+    assert points_of([second]) == [(10, 2.25)]
 
 
 def test_following_goes_on_after_an_outage(job, tmp_path, monkeypatch, capsys):
@@ -184,4 +197,4 @@ def test_following_goes_on_after_an_outage(job, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("launcher.tracking.TrackedJob.describe", answers)
     write([job.job_id], tmp_path, follow=True)
     assert capsys.readouterr().err.startswith("no answer; ")
-    assert same(drawn(tmp_path / job.job_id), rows(job))
+    assert drawn(tmp_path / job.job_id) == points_in(rows(job))

@@ -52,69 +52,79 @@ def no_job_is_looked_for(monkeypatch):
     monkeypatch.setattr(JobParameter, "convert", lambda self, value, param, ctx: value)
 
 
-def parse(command: click.Command, words: list[str], parent: click.Context | None = None) -> None:
+def parse(
+    command: click.Command, arguments: list[str], parent: click.Context | None = None
+) -> None:
     """Parses as the command line does, and runs nothing. Raises click's or our own errors."""
-    context = command.make_context(command.name, list(words), parent)
+    context = command.make_context(command.name, list(arguments), parent)
     if isinstance(command, click.Group):
-        _, rest, _ = command.make_parser(context).parse_args(list(words))
-        _, chosen, rest = command.resolve_command(context, rest)
-        assert chosen is not None
-        parse(chosen, rest, context)
+        _, arguments, _ = command.make_parser(context).parse_args(list(arguments))
+        _, subcommand, arguments = command.resolve_command(context, arguments)
+        assert subcommand is not None
+        parse(subcommand, arguments, context)
 
 
 def option_names(command: click.Command) -> set[str]:
-    names = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    names: set[str] = set()
+    for parameter in command.params:
+        names.update(parameter.opts)
+        names.update(parameter.secondary_opts)
     if isinstance(command, click.Group):
-        names = names.union(*map(option_names, command.commands.values()))
+        for subcommand in command.commands.values():
+            names |= option_names(subcommand)
     return names
 
 
-def commands_with(option: str, group: click.Group = cli, before: str = "") -> set[str]:
+def commands_with(option: str, group: click.Group = cli, prefix: str = "") -> set[str]:
     """The names of the commands that have an option, such as "infra show"."""
     names = set()
     for name, command in group.commands.items():
         if isinstance(command, click.Group):
             names |= commands_with(option, command, f"{name} ")
         elif option in option_names(command):
-            names.add(f"{before}{name}")
+            names.add(f"{prefix}{name}")
     return names
 
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, by GitHub's rule."""
-    headings = HEADING.findall(prose(page))
-    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+    names = set()
+    for heading in HEADING.findall(prose(page)):
+        letters = re.sub(r"[^\w\- ]", "", heading.lower())
+        names.add(letters.replace(" ", "-"))
+    return names
 
 
 def test_each_shown_command_parses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my_gpt").mkdir()  # which copy-script writes
     for page in PAGES:
-        for words in shown_commands(page):
+        for arguments in shown_commands(page):
             try:
-                parse(cli, words)
+                parse(cli, arguments)
             except (click.ClickException, InputError) as error:
-                pytest.fail(f"{name_of(page)} shows {shlex.join(words)}: {error}")
+                pytest.fail(f"{name_of(page)} shows {shlex.join(arguments)}: {error}")
 
 
 def test_shown_commands_are_found_and_checked():
-    found = {words[0] for words in shown_commands(ROOT / "README.md")}
-    assert found >= {"upload-data", "launch", "fetch-and-sample", "infra", "doctor", "logs"}
-    (words,) = commands("A=1 job_id=$(sm-nanogpt launch --instnce local) && echo  # why")
+    names = {arguments[0] for arguments in shown_commands(ROOT / "README.md")}
+    assert names >= {"upload-data", "launch", "fetch-and-sample", "infra", "doctor", "logs"}
+    (arguments,) = commands("A=1 job_id=$(sm-nanogpt launch --instnce local) && echo  # why")
     with pytest.raises(click.NoSuchOption):
-        parse(cli, words)
+        parse(cli, arguments)
 
 
 def test_each_named_option_exists():
-    known = option_names(cli) | {f"--{option.name}" for option in OPTIONS} | {"--help"}
+    options = option_names(cli) | {f"--{option.name}" for option in OPTIONS} | {"--help"}
     for page in MANUAL:
-        unknown = set(re.findall(r"`(--[a-z][a-z-]*)", prose(page))) - known
+        unknown = set(re.findall(r"`(--[a-z][a-z-]*)", prose(page))) - options
         assert not unknown, f"{name_of(page)} names {unknown}, which are options of no command"
 
 
 def test_the_commands_that_print_json_are_listed():
-    start, end = "These commands print JSON with `--json`:", ".\n"
-    sentence = AWS.read_text("utf-8").partition(start)[2].partition(end)[0]
+    start = "These commands print JSON with `--json`:"
+    _, _, page_after = AWS.read_text("utf-8").partition(start)
+    sentence, _, _ = page_after.partition(".\n")
     expected = commands_with("--json") - {"launch"} | {"launch --forecast"}
     assert set(CODE.findall(sentence)) == expected
 
@@ -145,16 +155,20 @@ def test_each_relative_link_and_anchor_resolves():
         for link in LINK.findall(prose(page)):
             if "://" in link:
                 continue
-            place, _, anchor = link.partition("#")
-            target = (page.parent / place).resolve() if place else page
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
             assert target.exists(), f"{name_of(page)} links to {link}"
             assert not anchor or anchor in anchors(target), f"{name_of(page)} links to {link}"
 
 
 def rows(page: Path) -> list[list[str]]:
     """The cells of each row of a page's tables."""
-    lines = [line for line in prose(page).split("\n") if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = []
+    for line in prose(page).split("\n"):
+        if line.startswith("|"):
+            cells = line.strip("|").split("|")
+            rows.append([cell.strip() for cell in cells])
+    return rows
 
 
 def test_the_page_of_formats_has_the_table_of_the_product():
@@ -166,24 +180,28 @@ def test_the_page_of_formats_has_the_table_of_the_product():
 
 def test_the_table_for_users_of_nanogpt_is_complete():
     options = option_names(cli)
-    named = {span for cells in rows(NANOGPT) for span in CODE.findall(cells[1])}
-    assert named >= HYPERPARAMETERS, (
-        f"{HYPERPARAMETERS - named}: a user of nanoGPT looks for each hyperparameter in "
+    names: set[str] = set()
+    for cells in rows(NANOGPT):
+        names.update(CODE.findall(cells[1]))
+    missing = HYPERPARAMETERS - names
+    assert not missing, (
+        f"{missing}: a user of nanoGPT looks for each hyperparameter in "
         "docs/from-nanogpt.md; add a row there"
     )
-    for span in named - HYPERPARAMETERS:
-        if span.startswith("--"):
-            assert span in options
+    for name in names - HYPERPARAMETERS:
+        if name.startswith("--"):
+            assert name in options
         else:
-            assert span.startswith("sm-nanogpt")
-            for words in commands(span):
-                parse(cli, words)
+            assert name.startswith("sm-nanogpt")
+            for arguments in commands(name):
+                parse(cli, arguments)
 
 
 def test_the_table_of_presets_shows_their_values():
-    shown = {cells[0].strip("`"): cells[1:] for cells in rows(ROOT / "docs/hyperparameters.md")}
+    table = {cells[0].strip("`"): cells[1:] for cells in rows(ROOT / "docs/hyperparameters.md")}
     for name in PRESETS:
-        (model, training), c = shown[name], make_config({}, name)
+        model, training = table[name]
+        c = make_config({}, name)
         size = f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, context {c.block_size}"
         assert re.split(", tied:|:", model)[0] == size
         assert (", tied:" in model) == c.tie_embeddings
@@ -192,28 +210,33 @@ def test_the_table_of_presets_shows_their_values():
 
 def test_architecture_names_exist_in_their_files():
     for cells in rows(ARCHITECTURE):
-        for place in CODE.findall(cells[0]):
-            assert (ROOT / place).is_file(), place
+        for path in CODE.findall(cells[0]):
+            assert (ROOT / path).is_file(), path
             names = CODE.findall(cells[1])
-            body = ast.parse((ROOT / place).read_text()).body if names else []
-            assert not [name for name in names if not is_defined(body, name)], place
+            if names:  # else it may be no Python
+                body = ast.parse((ROOT / path).read_text()).body
+                for name in names:
+                    assert is_defined(body, name), f"{path} does not define {name}"
 
 
 def is_defined(body: list[ast.stmt], name: str) -> bool:
-    first, _, rest = name.partition(".")
+    """Whether statements define a name, or the attribute of a class after its dot."""
+    first, _, attribute = name.partition(".")
     for node in body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if not rest and first in map(ast.unparse, targets):
+            if not attribute and first in [ast.unparse(target) for target in targets]:
                 return True
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == first:
-            return not rest or is_defined(node.body, rest)
+            return not attribute or is_defined(node.body, attribute)
     return False
 
 
 def test_each_column_of_a_list_of_jobs_is_explained():
-    explained = [name for cells in rows(ROOT / "docs/aws.md") for name in CODE.findall(cells[0])]
-    missing = set(columns_of([])) - set(explained)
+    explained: set[str] = set()
+    for cells in rows(ROOT / "docs/aws.md"):
+        explained.update(CODE.findall(cells[0]))
+    missing = set(columns_of([])) - explained
     assert not missing, f"{missing}: the table of columns in docs/aws.md needs a row for each"
 
 

@@ -9,6 +9,7 @@ from commands import COMMANDS
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_commands_help_shows_an_example(home, cli, command):
     ran = cli(command.split(), "--help")
-    assert (ran.code, ran.err) == (0, "")
+    assert ran.code == 0
+    assert ran.err == ""
     assert f"Example:\n    sm-nanogpt {command}" in ran.out
     assert not home.exists()

@@ -31,7 +31,10 @@ print(*{{name.partition(".")[0] for name in sys.modules}})
 
 
 def test_help_imports_nothing_heavy(tmp_path):
-    loaded = modules_after(tmp_path, ["--help"], *([*c.split(), "-h"] for c in COMMANDS))
+    calls = [["--help"]]
+    for command in COMMANDS:
+        calls.append([*command.split(), "-h"])
+    loaded = modules_after(tmp_path, *calls)
     assert "click" in loaded
     heavy = {"torch", "numpy", "sagemaker", "boto3", "botocore", "s3fs", "fsspec", "pydantic"}
     assert not loaded & heavy

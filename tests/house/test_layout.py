@@ -12,7 +12,7 @@ from pages import ARCHITECTURE, ROOT, blocks, name_of
 
 def imports_of(module: str, files: dict[str, Path]) -> set[str]:
     """Those of `files` that a module imports, also within functions, but not for type checks."""
-    found: set[str] = set()
+    names: set[str] = set()
     nodes: list[ast.AST] = [ast.parse(files[module].read_text())]
     while nodes:
         node = nodes.pop()
@@ -23,11 +23,12 @@ def imports_of(module: str, files: dict[str, Path]) -> set[str]:
             sdk = "launcher.sagemaker.estimator"
             assert module == sdk or (node.module or "").partition(".")[0] != "sagemaker", module
             name = f"entry_point.{node.module}" if node.level else node.module or ""
-            found |= {name, *(f"{name}.{each.name}" for each in node.names)}
+            names.add(name)
+            names |= {f"{name}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {each.name for each in node.names}
+            names |= {alias.name for alias in node.names}
         nodes.extend(ast.iter_child_nodes(node))
-    return found & files.keys() - {module}
+    return names & files.keys() - {module}
 
 
 LINES_OF_A_FILE = 450
@@ -42,12 +43,12 @@ LONG_FILES = {
 
 @pytest.mark.parametrize("room", ["launcher", "entry_point"])
 def test_a_long_file_says_why_it_is_one_topic(room):
-    lines = {
-        file.relative_to(ROOT).as_posix(): len(file.read_text(encoding="utf-8").splitlines())
-        for file in (ROOT / room).rglob("*.py")
-    }
-    long = {name for name, n in lines.items() if n > LINES_OF_A_FILE}
-    assert not long - LONG_FILES.keys(), (
+    long_files = set()
+    for file in (ROOT / room).rglob("*.py"):
+        if len(file.read_text(encoding="utf-8").splitlines()) > LINES_OF_A_FILE:
+            long_files.add(file.relative_to(ROOT).as_posix())
+    unexplained = long_files - LONG_FILES.keys()
+    assert not unexplained, (
         f"over {LINES_OF_A_FILE} lines: a person should be able to read a whole topic. If a part "
         "has a topic of its own, move it to a file of that name. If the file is one topic, add it "
         "to LONG_FILES with the reason. Shorten no text for this"
@@ -55,31 +56,38 @@ def test_a_long_file_says_why_it_is_one_topic(room):
 
 
 def test_imports_run_as_the_architecture_is_drawn():
-    lines = blocks(ARCHITECTURE, "")[0].splitlines()
-    drawn = {
-        name.removesuffix(".py").rstrip("/").replace("/", "."): row
-        for row, line in enumerate(lines)
-        for name in line.partition("|")[0].split()
-    }
-    paths = [*ROOT.glob("launcher/**/*.py"), *ROOT.glob("entry_point/*.py")]
-    files = {name_of(p).removesuffix(".py").replace("/", "."): p for p in paths}
-    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    drawing = blocks(ARCHITECTURE, "")[0]
+    rows_drawn = {}
+    for number, line in enumerate(drawing.splitlines()):
+        for name in line.partition("|")[0].split():
+            rows_drawn[name.removesuffix(".py").rstrip("/").replace("/", ".")] = number
+
+    files = {}
+    for path in [*ROOT.glob("launcher/**/*.py"), *ROOT.glob("entry_point/*.py")]:
+        module = name_of(path).removesuffix(".py").replace("/", ".")
+        files[module.removesuffix(".__init__")] = path
     del files["launcher"]  # which imports none of them
-    row = {}
+
+    rows = {}
     for module in files:
         name = module.removeprefix("launcher.")
-        while name not in drawn:
+        while name not in rows_drawn:
             name, dot, _ = name.rpartition(".")
             assert dot, (
                 f"{module} is not in the drawing of docs/architecture.md: add it to the row of the "
                 "modules that it imports, or to one above"
             )
-        row[module] = drawn[name]
-    used = {module: imports_of(module, files) for module in files}
-    upward = [f"{m} imports {other}" for m in used for other in used[m] if row[other] < row[m]]
+        rows[module] = rows_drawn[name]
+
+    imports = {module: imports_of(module, files) for module in files}
+    upward = []
+    for module, imported_modules in imports.items():
+        for imported in imported_modules:
+            if rows[imported] < rows[module]:
+                upward.append(f"{module} imports {imported}")
     assert not upward, (
         f"{upward}: a module imports from its own row of the drawing in docs/architecture.md and "
         "from those below, so that who reads a row has to know only these; pass what is needed as "
         "an argument, or move it down"
     )
-    graphlib.TopologicalSorter(used).prepare()  # raises CycleError
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError

@@ -19,32 +19,25 @@ esac
 
 @pytest.fixture
 def demo(tmp_path, quick):
-    """Runs `make demo` and returns how it ended, and the words of each command."""
+    """Runs `make demo`; returns its exit code, and the commands that it ran."""
     program = tmp_path / "bin/sm-nanogpt"
     program.parent.mkdir()
     program.write_text(RECORDER)
     program.chmod(0o755)
-    makefile = [
-        "make",
-        "-f",
-        str(ROOT / "Makefile"),
-        "-o",
-        ".venv/installed",
-        f"BIN={program.parent}",
-    ]
+    make = ["make", "-f", str(ROOT / "Makefile"), "-o", ".venv/installed", f"BIN={program.parent}"]
 
-    def run(*words: str, **variables: str) -> tuple[int, list[str]]:
+    def run(*arguments: str, **variables: str) -> tuple[int, list[str]]:
         settings = {"PATH": "/usr/bin:/bin", **variables}
-        made = subprocess.run([*makefile, "demo", *words], cwd=tmp_path, env=settings)
-        return made.returncode, (tmp_path / "asked.txt").read_text().splitlines()
+        ended = subprocess.run([*make, "demo", *arguments], cwd=tmp_path, env=settings)
+        return ended.returncode, (tmp_path / "asked.txt").read_text().splitlines()
 
     return run
 
 
 def test_the_demo_follows_the_advice_for_a_short_text(demo):
-    code, asked = demo("TEXT=my notes.txt", ADVICE=" --preset auto")
+    code, commands = demo("TEXT=my notes.txt", ADVICE=" --preset auto")
     assert code == 0
-    assert asked == [
+    assert commands == [
         "upload-data my notes.txt",
         "launch --instance local --preset auto",
         "fetch-and-sample JOB",
@@ -52,15 +45,15 @@ def test_the_demo_follows_the_advice_for_a_short_text(demo):
 
 
 def test_the_demo_trains_with_two_processes_otherwise(demo):
-    code, asked = demo()
+    code, commands = demo()
     assert code == 0
-    assert asked[:2] == [
+    assert commands[:2] == [
         "upload-data",
         "launch --instance local --preset cpu --processes-per-instance 2",
     ]
 
 
 def test_the_demo_ends_where_the_upload_fails(demo):
-    code, asked = demo("TEXT=none.txt", UPLOAD="2")
+    code, commands = demo("TEXT=none.txt", UPLOAD="2")
     assert code != 0
-    assert asked == ["upload-data none.txt"]
+    assert commands == ["upload-data none.txt"]

@@ -22,28 +22,37 @@ PAGES = (
 )
 # AWS, servers, compilers, and models of gigabytes have tests of their own.
 ELSEWHERE = {
-    *("doctor", "infra", "ml.m5.xlarge", "ml.g5.12xlarge", "play", "chat"),
-    *("compile=on", "./Qwen3-0.6B"),
+    "doctor",
+    "infra",
+    "ml.m5.xlarge",
+    "ml.g5.12xlarge",
+    "play",
+    "chat",
+    "compile=on",
+    "./Qwen3-0.6B",
 }
+SIZES = {"--preset", "--seeds", "--set"}
 
 
-def smaller(words: list[str]) -> list[str]:
+def smaller(arguments: list[str]) -> list[str]:
     """A launch as it is shown, but for the size of the model and of the run."""
-    if words[0] != "launch" or "SWEEP" in words:
-        return words
-    pairs = itertools.pairwise(["", *words, ""])
-    size = {"--preset", "--seeds", "--set"}
-    kept = [word for before, word in pairs if word not in size and before not in size][:-1]
-    if "--resume" in words:
-        return [*kept, *sets(max_steps=20)]
-    swept = {word.partition("=")[0] for word in words}
-    return [*kept, *sets(**{name: value for name, value in TINY.items() if name not in swept})]
+    if arguments[0] != "launch" or "SWEEP" in arguments:
+        return arguments
+    others = []
+    for option, argument in itertools.pairwise(["", *arguments]):
+        if argument not in SIZES and option not in SIZES:
+            others.append(argument)
+    if "--resume" in arguments:
+        return [*others, *sets(max_steps=20)]
+    swept = {argument.partition("=")[0] for argument in arguments}
+    tiny = {name: value for name, value in TINY.items() if name not in swept}
+    return [*others, *sets(**tiny)]
 
 
-def used(later: list[list[str]]) -> bool:
+def is_used(later_commands: list[list[str]]) -> bool:
     """Whether the commands after a launch are about its job, or its text. The end of others is not
     awaited: a job that was resumed or configured has tests of its own."""
-    return any({"latest", "SWEEP", "UPLOAD"} & {*words} for words in later)
+    return any(not {"latest", "SWEEP", "UPLOAD"}.isdisjoint(command) for command in later_commands)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -59,16 +68,19 @@ def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
     Path("my.toml").write_text("max_steps = 10\n")
     upload = cli("upload-data", "input.txt").out.strip().rpartition("/")[2]
     commands = shown_commands(ROOT / f"{page}.md")
-    for index, shown in enumerate(commands):
-        if ELSEWHERE.isdisjoint(shown) and not any("://" in word for word in shown):
-            deletes = shown[0] == "delete"
-            names = {"JOB-ID": "latest" if deletes else job.job_id, "SWEEP": "latest"}
-            names["UPLOAD"] = upload
-            words = smaller([names.get(word, word) for word in shown])
-            words += ["--yes"] * deletes
-            words += ["--detach"] * (shown[0] == "launch" and not used(commands[index + 1 :]))
-            ran = cli(words)
-            assert ran.code == 0, (words, ran.err)
+    for index, command in enumerate(commands):
+        if not ELSEWHERE.isdisjoint(command) or any("://" in argument for argument in command):
+            continue
+        names = {"JOB-ID": job.job_id, "SWEEP": "latest", "UPLOAD": upload}
+        if command[0] == "delete":
+            names["JOB-ID"] = "latest"
+        arguments = smaller([names.get(argument, argument) for argument in command])
+        if command[0] == "delete":
+            arguments.append("--yes")
+        if command[0] == "launch" and not is_used(commands[index + 1 :]):
+            arguments.append("--detach")
+        ran = cli(arguments)
+        assert ran.code == 0, (arguments, ran.err)
 
 
 def python_blocks() -> tuple[list[str], list[str]]:
@@ -82,8 +94,8 @@ def test_the_transformers_of_the_manual_run_as_they_stand(job, capsys):
     names: dict[str, object] = {}
     model = str(job.directory / "hosts/algo-1/model")
     for block in python_blocks()[1]:
-        here = block.replace("runs/20261123-094054-22488/model", model)
-        exec(here.replace("ROMEO:", "The ").replace("=50", "=5"), names)
+        code = block.replace("runs/20261123-094054-22488/model", model)
+        exec(code.replace("ROMEO:", "The ").replace("=50", "=5"), names)
     assert "{'½'}" in capsys.readouterr().out
 
 

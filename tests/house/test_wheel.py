@@ -22,8 +22,8 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path, environment):
     output_of([sys.executable, "-m", "venv", tmp_path / "clean"], tmp_path, environment)
     python = tmp_path / "clean" / "bin" / "python"
     launching.pip(python, "install", "--no-deps", wheel)
-    (place,) = (tmp_path / "clean").glob("lib/*/site-packages")
-    (place / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    (site_packages,) = (tmp_path / "clean").glob("lib/*/site-packages")
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -34,29 +34,40 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path, environment):
     job_id = output_of([*launch, "--processes-per-instance", "2"], elsewhere, environment).strip()
     sample: list[str | Path] = [sm_nanogpt, "fetch-and-sample", job_id, "--max-new-tokens", "20"]
     assert len(output_of(sample, elsewhere, environment)) >= 20
-    known = [python, "-c", "import sm_nanogpt as sm; print(sm.job(), sm.jobs()[0].status)"]
-    assert output_of(known, elsewhere, environment) == f"{job_id} Completed\n"
-    template = "from launcher.sagemaker import deploy; print(deploy.TEMPLATE.read_text(), end='')"
-    carried = output_of([python, "-c", template], elsewhere, environment)
-    assert carried == (ROOT / "infra" / "template.yaml").read_text()
+    code = "import sm_nanogpt as sm; print(sm.job(), sm.jobs()[0].status)"
+    output = output_of([python, "-c", code], elsewhere, environment)
+    assert output == f"{job_id} Completed\n"
+    code = "from launcher.sagemaker import deploy; print(deploy.TEMPLATE.read_text(), end='')"
+    template = output_of([python, "-c", code], elsewhere, environment)
+    assert template == (ROOT / "infra" / "template.yaml").read_text()
     assert not list(elsewhere.iterdir())
+
+
+def imports_of(folder: Path) -> set[str]:
+    """The top-level modules that its files import."""
+    names = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module)
+    return {name.partition(".")[0] for name in names}
 
 
 def test_each_import_of_the_product_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    declared = {Requirement(each).name for each in [*project["dependencies"], *extras["data"]]}
-    own = {"entry_point", "launcher", "backports", "compression"}
-    where_it_is = {"pandas"}  # metrics
-    brought = {"botocore": "boto3", "pydantic_core": "pydantic", "jinja2": "altair"}
-    imported = set()
-    for folder in ("entry_point", "launcher"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    imported |= {each.name.partition(".")[0] for each in node.names}
-                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                    imported.add(node.module.partition(".")[0])
-    found = {**packages_distributions(), **{name: [by] for name, by in brought.items()}}
-    foreign = imported - sys.stdlib_module_names - own - where_it_is
-    assert {name for name in foreign if not declared & set(found.get(name, ()))} == set()
+    requirements = project["dependencies"] + project["optional-dependencies"]["data"]
+    declared = {Requirement(requirement).name for requirement in requirements}
+    packages = dict(packages_distributions())
+    # These come with a package that is declared.
+    packages |= {"botocore": ["boto3"], "pydantic_core": ["pydantic"], "jinja2": ["altair"]}
+    ours = {"entry_point", "launcher", "backports", "compression"}
+    if_installed = {"pandas"}  # metrics
+    imported = imports_of(ROOT / "entry_point") | imports_of(ROOT / "launcher")
+    undeclared = [
+        name
+        for name in imported - sys.stdlib_module_names - ours - if_installed
+        if declared.isdisjoint(packages.get(name, ()))
+    ]
+    assert undeclared == []

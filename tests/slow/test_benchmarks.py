@@ -68,8 +68,8 @@ def measure(monkeypatch):
     return measure
 
 
-def run(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, EXAMPLES / f"{name}.py", *words]
+def run(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
@@ -78,15 +78,16 @@ def run(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
 def test_a_smoke_run_writes_the_same_table_and_json(name, tmp_path, text_file):
     ran = run(name, "--text", text_file, "--quick", "--json", tmp_path / "found.json")
     assert ran.returncode == 0, ran.stderr
-    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    result = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     lines = ran.stdout.splitlines()
-    assert found["rows"]
-    assert len([line for line in lines if line.startswith("| ")]) == 1 + len(found["rows"])
-    for row in found["rows"]:
+    _, *table_rows = [line for line in lines if line.startswith("| ")]
+    assert result["rows"]
+    assert len(table_rows) == len(result["rows"])
+    for row in result["rows"]:
         assert row[""] in ran.stdout
         assert any(name and value for name, value in row.items()), row  # it has a figure
     assert "smoke run: these figures mean nothing" in lines
-    assert found["machine"]["command"] in ran.stdout
+    assert result["machine"]["command"] in ran.stdout
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,10 +111,11 @@ def test_all_stages_for_a_gpu_run_on_a_cpu(tmp_path, text_file):
 def test_a_failed_stage_does_not_stop_the_next(tmp_path):
     text = tmp_path / "text"
     text.write_text("too short")
-    where = ("--out", tmp_path / "out", "--text", text)
-    ran = run("benchmarks/gpu", "--smoke", *where, "speed", "sampling")
+    options = ["--smoke", "--out", tmp_path / "out", "--text", text]
+    ran = run("benchmarks/gpu", *options, "speed", "sampling")
     assert ran.returncode == 1
-    assert re.findall(r"^\| (\w+) +\| FAILED", ran.stdout, re.MULTILINE) == ["speed", "sampling"]
+    failed = re.findall(r"^\| (\w+) +\| FAILED", ran.stdout, re.MULTILINE)
+    assert failed == ["speed", "sampling"]
 
 
 def test_a_stage_ends_when_its_time_is_over(measure, tmp_path, text_file, monkeypatch):
@@ -146,7 +148,7 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_
             raise measure.Failed("TrainingError: set a larger gradient_accumulation_steps")
         return [dict(train_loss=loss, val_loss=loss, tokens_per_second=9) for loss in (4.0, 3.0)]
 
-    def profiled(name: str, text: Path, out: Path, look: Any, found: Any) -> None:
+    def profiled(name: str, text: Path, out: Path, look: Any, result: Any) -> None:
         runs.append(Config(**look.options))
 
     for module in (gpu_checks, gpu_speed):
@@ -155,9 +157,9 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_
         monkeypatch.setattr(gpu_checks, part, Mock())
     monkeypatch.setattr(gpu_speed, "profiled", profiled)
     monkeypatch.setattr("throughput.many_symbols", Mock())
-    found = gpu_checks.Found(tmp_path / "found.json")
-    gpu.STAGES[stage].run(Namespace(smoke=False, text=text_file), tmp_path, found)
-    assert not found.failed, found.report.rows
+    result = gpu_checks.Found(tmp_path / "found.json")
+    gpu.STAGES[stage].run(Namespace(smoke=False, text=text_file), tmp_path, result)
+    assert not result.failed, result.report.rows
     assert {config.device for config in runs} >= {"cuda"}
 
 
@@ -176,9 +178,9 @@ def test_a_step_for_a_cuda_graph_samples_as_the_engine_does():
     for parameter in model.parameters():  # some begin at zero
         torch.nn.init.normal_(parameter, std=0.1)
     prompt = torch.zeros(3, 1, dtype=torch.long)
-    made = sampled_by_graph(model, prompt, 40, 0.0)  # the context slides
-    expected = engine.generate(model, prompt, 40, temperature=0.0)
-    assert torch.equal(torch.stack(list(made)), torch.stack(list(expected)))
+    samples = list(sampled_by_graph(model, prompt, 40, 0.0))  # the context slides
+    expected = list(engine.generate(model, prompt, 40, temperature=0.0))
+    assert torch.equal(torch.stack(samples), torch.stack(expected))
 
 
 def test_the_timed_runs_for_a_gpu_are_valid(measure, tmp_path, text_file, monkeypatch):
@@ -187,13 +189,23 @@ def test_the_timed_runs_for_a_gpu_are_valid(measure, tmp_path, text_file, monkey
     from entry_point import train
 
     monkeypatch.setattr("throughput.many_symbols", lambda scratch: text_file)
-    args, found = Namespace(smoke=False, text=text_file, nanogpt=None), Mock()
-    plans = [gpu_speed.climb(args, tmp_path, found)]
-    plans += [gpu_speed.against(args, tmp_path / name, found, name) for name in ("baby", "gpt2")]
-    commands = [run.process.command for plan in plans for run in plan.trainings.values()]
-    configs = [train.parse_argv(words[words.index("--data") :])[0] for words in commands]
-    assert [config.n_layer for config in configs] == [6] * (len(configs) - 1) + [12]
-    assert {config.compile for config in configs} == {"off", "auto", "on"}
+    args = Namespace(smoke=False, text=text_file, nanogpt=None)
+    result = Mock()
+
+    def configs_of(plan: Any) -> list[Any]:
+        configs = []
+        for training in plan.trainings.values():
+            command = training.process.command
+            config, _ = train.parse_argv(command[command.index("--data") :])
+            configs.append(config)
+        return configs
+
+    baby = configs_of(gpu_speed.climb(args, tmp_path, result))
+    baby += configs_of(gpu_speed.against(args, tmp_path / "baby", result, "baby"))
+    gpt2 = configs_of(gpu_speed.against(args, tmp_path / "gpt2", result, "gpt2"))
+    assert {config.n_layer for config in baby} == {6}
+    assert [config.n_layer for config in gpt2] == [12]
+    assert {config.compile for config in baby + gpt2} == {"off", "auto", "on"}
 
 
 def test_a_paused_run_computes_nothing_until_its_turn(measure):
@@ -205,11 +217,11 @@ def test_a_paused_run_computes_nothing_until_its_turn(measure):
     try:
         run.wait(2)
         time.sleep(0.05)
-        before = len(run.moments)
+        n_steps = len(run.moments)
         time.sleep(0.1)
-        assert len(run.moments) == before
+        assert len(run.moments) == n_steps
         assert run.pace({"batch_size": 1, "block_size": 1}, 0.05).tokens_per_second > 100
-        assert len(run.moments) > before
+        assert len(run.moments) > n_steps
     finally:
         run.end()
     with pytest.raises(measure.Failed, match="a count"):
@@ -221,18 +233,18 @@ def test_benchmarks_run_a_nanogpt_checkout_unchanged(text_file, tmp_path):
     for name, content in STUBS.items():
         (nanogpt / name).parent.mkdir(parents=True, exist_ok=True)
         (nanogpt / name).write_text(content)
-    before = sorted(nanogpt.rglob("*"))
+    files = sorted(nanogpt.rglob("*"))
     ran = run("benchmarks/throughput", "--text", text_file, "--quick", "--nanogpt", nanogpt)
     assert ran.returncode == 0, ran.stderr
     assert "ours against nanoGPT 1 thread, eager: " in ran.stdout
     assert "| 4,672 " in ran.stdout  # its parameters, as it says them
-    assert sorted(nanogpt.rglob("*")) == before
+    assert sorted(nanogpt.rglob("*")) == files
 
 
 def test_nanogpts_time_excludes_evaluations(measure):
     import trainers
 
-    said = {
+    lines = {
         0.0: "step 0: train",
         5.0: "iter 0: a",
         6.0: "iter 10: b",
@@ -240,8 +252,8 @@ def test_nanogpts_time_excludes_evaluations(measure):
         9.0: "iter 20: c",
         11.0: "iter 30: d",
     }
-    found = trainers.seconds_of_iteration(said.items())
-    assert found == pytest.approx((1.0 + 2.0) / 20)
+    seconds = trainers.seconds_of_iteration(lines.items())
+    assert seconds == pytest.approx((1.0 + 2.0) / 20)
 
 
 def test_a_text_that_arrives_in_one_piece_has_no_rate(measure):
@@ -255,13 +267,13 @@ def test_a_text_that_arrives_in_one_piece_has_no_rate(measure):
 def test_a_failed_run_gives_its_own_error(text_file):
     ran = run("benchmarks/throughput", "--text", text_file, "--quick", "--ours=--n_layers 3")
     assert ran.returncode == 1
-    *_, last = ran.stderr.splitlines()
-    assert last.startswith("error: ")
-    assert "did you mean n_layer?" in last
+    last_line = ran.stderr.splitlines()[-1]
+    assert last_line.startswith("error: ")
+    assert "did you mean n_layer?" in last_line
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "said"),
+    ("name", "arguments", "message"),
     [
         ("benchmarks/throughput", "--text nowhere.txt", "nowhere.txt"),
         ("benchmarks/throughput", "--text input.txt --ours=--foo", "--name value"),
@@ -270,14 +282,16 @@ def test_a_failed_run_gives_its_own_error(text_file):
         ("tutorials/processes", "--text input.txt --plot curves.pdf", ".png or .svg"),
     ],
 )
-def test_invalid_options_are_refused_before_measuring(tmp_path, monkeypatch, name, words, said):
+def test_invalid_options_are_refused_before_measuring(
+    tmp_path, monkeypatch, name, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     Path("input.txt").write_text("a text")
-    ran = run(name, *words.split())
+    ran = run(name, *arguments.split())
     assert ran.returncode == 2
     assert ran.stderr.startswith("error: ")
     assert ran.stderr.count("\n") == 1
-    assert said in ran.stderr
+    assert message in ran.stderr
 
 
 def test_a_busy_machine_is_refused_in_one_line(measure, monkeypatch, capsys):
@@ -295,6 +309,6 @@ def test_ratios_compare_figures_of_the_same_round(measure):
 
 
 def test_the_confidence_interval_is_students_t(measure):
-    mean, half = measure.interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    mean, margin = measure.interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert mean == 3.0
-    assert half == pytest.approx(1.963, abs=0.005)  # 2.776 * 1.581 / sqrt(5)
+    assert margin == pytest.approx(1.963, abs=0.005)  # 2.776 * 1.581 / sqrt(5)

@@ -25,15 +25,15 @@ FIRST_RELEASES = [v for minor in range(100) if (v := f"3.{minor}.0") in ADMITTED
 SYSTEMS = ("x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu", "aarch64-apple-darwin")
 
 
-def resolve(python: str, system: str, *words: str) -> set[str]:
+def resolve(python: str, system: str, *arguments: str) -> set[str]:
     """The `name==version` of all packages that an install takes on this Python and system."""
-    target = ("--python-version", python, "--python-platform", system, "--only-binary", ":all:")
+    command: list[str | Path] = [UV, "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+    command += ["--python-version", python, "--python-platform", system, "--only-binary", ":all:"]
     # By default, uv uses certificates of its own and searches the PATH for each Python.
-    here = ("--system-certs", "--python", sys.executable)
-    quiet = ("--quiet", "--no-header", "--no-annotate")
+    command += ["--system-certs", "--python", sys.executable]
     oldest = {"MACOSX_DEPLOYMENT_TARGET": "14.0"}  # of the systems that torch is built for
     ran = subprocess.run(
-        [UV, "pip", "compile", *target, *here, *quiet, *words],
+        [*command, *arguments],
         cwd=ROOT,
         env={**os.environ, **oldest},
         capture_output=True,
@@ -47,17 +47,24 @@ def resolve(python: str, system: str, *words: str) -> set[str]:
 
 def test_the_constraints_match_each_python_and_system():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = {line.partition(";")[0] for line in lines if line[0] != "#"}  # without what they are for
-    words = ("pyproject.toml", "--extra", "test", "-c", "constraints.txt")
-    targets = itertools.product(FIRST_RELEASES, SYSTEMS)
+    # Without the Pythons and systems that they are for.
+    pins = {line.partition(";")[0] for line in lines if not line.startswith("#")}
+
+    def packages_on(target: tuple[str, str]) -> set[str]:
+        python, system = target
+        constraints = ("--extra", "test", "-c", "constraints.txt")
+        return resolve(python, system, "pyproject.toml", *constraints)
+
+    packages: set[str] = set()
     with ThreadPoolExecutor(4) as pool:
-        taken = pool.map(lambda target: resolve(*target, *words), targets)
-    assert set().union(*taken) == pins
+        for resolved in pool.map(packages_on, itertools.product(FIRST_RELEASES, SYSTEMS)):
+            packages |= resolved
+    assert packages == pins
 
 
 @pytest.mark.parametrize("python", FIRST_RELEASES)
 def test_the_contract_tests_toolkit_installs_on_each_python(python):
-    sources = ("inotify-simple", "sagemaker-training", "sagemaker-pytorch-training")
-    words = [word for name in sources for word in ("--no-binary", name)]
-    # Without their dependencies, for which sources would be built.
-    assert resolve(python, SYSTEMS[0], *words, "--no-deps", "tests/contract/requirements.txt")
+    arguments = ["--no-deps"]  # for which sources would be built
+    for name in ("inotify-simple", "sagemaker-training", "sagemaker-pytorch-training"):
+        arguments += ["--no-binary", name]
+    assert resolve(python, SYSTEMS[0], *arguments, "tests/contract/requirements.txt")
