@@ -35,7 +35,7 @@ FIELDS = {
 }
 
 
-class Fault(Exception):
+class BadConversation(Exception):
     """Why no model can learn from a conversation: its message or field, and the problem of it."""
 
     def __init__(self, subject: str, problem: str) -> None:
@@ -55,10 +55,10 @@ def turns_of(record: Any, position: str, column: str = "text") -> list[str] | No
         messages = messages_of(record, column)
         if messages is None:
             return None
-        return turns_in(messages)
-    except Fault as fault:
-        problem = f"{position}: {fault}; a conversation is like {EXAMPLE}"
-        raise Unlearnable(problem, fault.reason, position) from None
+        return turns_of_messages(messages)
+    except BadConversation as error:
+        problem = f"{position}: {error}; a conversation is like {EXAMPLE}"
+        raise Unlearnable(problem, error.reason, position) from None
 
 
 def may_be_chat(fields: set[str]) -> bool:
@@ -89,7 +89,7 @@ def messages_of(record: Any, column: str) -> dict[str, Any] | None:
     for field in LISTS:
         if field in fields:
             if not isinstance(fields[field], list):
-                raise Fault(f"`{field}`", "is no list of messages")
+                raise BadConversation(f"`{field}`", "is no list of messages")
             return messages | number_messages(fields[field])
     for answer, question in QUESTIONS.items():
         has_columns = question in record and answer in record
@@ -101,11 +101,12 @@ def messages_of(record: Any, column: str) -> dict[str, Any] | None:
 
 
 def question_and_answer(fields: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
-    """The messages of a record with two fields, as messages_of returns them. Raises Fault."""
+    """The messages of a record with two fields, as messages_of returns them. Raises
+    BadConversation."""
     if fields.get("label") is False or fields.get("kto_tag") is False:
-        raise Fault(f"`{answer}`", "is labeled as a bad answer, and all are learned")
+        raise BadConversation(f"`{answer}`", "is labeled as a bad answer, and all are learned")
     if "history" in fields:
-        raise Fault("`history`", "is not read; write all of it as `messages`")
+        raise BadConversation("`history`", "is not read; write all of it as `messages`")
     user, assistant = fields.get(question), fields.get(answer)
     if isinstance(user, list) and isinstance(assistant, list):
         return number_messages(user + assistant)
@@ -132,34 +133,34 @@ def number_messages(messages: list[Any]) -> dict[str, Any]:
     return {f"message {number}": message for number, message in enumerate(messages, 1)}
 
 
-def turns_in(messages: dict[str, Any]) -> list[str]:
-    """Each message as a turn. An empty one of the system is left out. Raises Fault."""
+def turns_of_messages(messages: dict[str, Any]) -> list[str]:
+    """Each message as a turn, but for an empty system message. Raises BadConversation."""
     if not messages:
-        raise Fault("the conversation", "has no messages")
+        raise BadConversation("the conversation", "has no messages")
     turns: list[str] = []
-    for name, fields in messages.items():
-        if not isinstance(fields, dict):
-            fields = {}
-        role, text = role_of(fields), text_of(message_content(fields))
+    for name, message in messages.items():
+        if not isinstance(message, dict):
+            message = {}
+        role, text = role_of(message), text_of(message_content(message))
         if ROLES.get(role) == "system" and text is not None and not text.strip():
             continue
-        problem = message_problem(fields, role, text, is_first=not turns)
+        problem = message_problem(message, role, text, is_first=not turns)
         if problem:
-            raise Fault(name, problem)
+            raise BadConversation(name, problem)
         turns.append(f"{ROLES[role]}\n{text}")
     if not any(turn.startswith(ASSISTANT_PREFIX) for turn in turns):
-        raise Fault("the assistant", "says nothing")
+        raise BadConversation("the assistant", "says nothing")
     return turns
 
 
-def role_of(fields: dict[str, Any]) -> str:
-    return str(fields.get("role") or fields.get("from"))
+def role_of(message: dict[str, Any]) -> str:
+    return str(message.get("role") or message.get("from"))
 
 
-def message_content(fields: dict[str, Any]) -> Any:
-    content = fields.get("content")
+def message_content(message: dict[str, Any]) -> Any:
+    content = message.get("content")
     if content is None:
-        return fields.get("value")
+        return message.get("value")
     return content
 
 
@@ -179,18 +180,18 @@ def text_of(content: Any) -> str | None:
     return "".join(texts)
 
 
-def message_problem(fields: dict[str, Any], role: str, text: str | None, is_first: bool) -> str:
+def message_problem(message: dict[str, Any], role: str, text: str | None, is_first: bool) -> str:
     """Why a message cannot be learned, or ''."""
     if role not in ROLES:
         return f"has the role {role[:20]!r}, not one of {', '.join(ROLES)}"
     for field in ("tool_calls", "function_call"):
-        if fields.get(field):
+        if message.get(field):
             return f"has {field}, which no model here can learn"
-    if fields.get("weight") == 0:
+    if message.get("weight") == 0:
         return "has the weight 0, but the loss counts every answer"
     if ROLES[role] == "system" and not is_first:
         return "is the system's, which can only be the first"
-    if isinstance(fields.get("content"), list) and text is None:
+    if isinstance(message.get("content"), list) and text is None:
         return "has a part that is not text"
     if not text or text.isspace():
         return "has no text"
