@@ -136,7 +136,7 @@ def check_bucket(client: Any, uri: str, field: str, region: str) -> None:
     try:
         response = client.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1)
     except ServiceError as error:
-        response = getattr(error.__context__, "response", None)
+        response = response_in(error.__context__)
         if not response:
             raise
     headers = response["ResponseMetadata"].get("HTTPHeaders", {})
@@ -168,6 +168,7 @@ class Denied(ServiceError):
     """The caller lacks the permission."""
 
 
+# By our code of the error, as CODES has it.
 ERROR_TYPES = {"aws-quota": OverQuota, "aws-denied": Denied, "aws-throttled": Unreachable}
 
 
@@ -179,10 +180,10 @@ def service_error(subject: str, error: BaseException) -> ServiceError:
     from botocore import exceptions
 
     code = code_of(error)
-    response = getattr(boto_error(error), "response", None) or {}
+    response = response_in(boto_error(error))
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    is_lost = isinstance(error, (exceptions.ConnectionError, exceptions.HTTPClientError))
-    if is_lost or status == 429 or status >= 500:
+    is_unanswered = isinstance(error, (exceptions.ConnectionError, exceptions.HTTPClientError))
+    if is_unanswered or status == 429 or status >= 500:
         error_type: type[ServiceError] = Unreachable
     else:
         error_type = ERROR_TYPES.get(code, ServiceError)
@@ -284,8 +285,7 @@ class Answer:
     @classmethod
     def of(cls, error: BaseException) -> Answer:
         """The answer in an exception of boto3."""
-        response = getattr(error, "response", None) or {}
-        details = response.get("Error", {})
+        details = response_in(error).get("Error", {})
         message = " ".join(str(details.get("Message", "")).split())
         return cls(str(details.get("Code", "")), message)
 
@@ -302,9 +302,17 @@ class Answer:
         return self.code == "ValidationError" and self.message.endswith("does not exist")
 
 
+def response_in(error: BaseException | None) -> dict[str, Any]:
+    """The response of AWS in an exception of boto3; {} if there is none.
+
+    The exception of boto3 is the __context__ of the ServiceError that was made of it.
+    """
+    return getattr(error, "response", None) or {}
+
+
 def boto_error(error: BaseException) -> BaseException:
     """The exception of boto3 from which one of s3fs was raised, or else the exception itself."""
-    if getattr(error, "response", None):
+    if response_in(error):
         return error
     return error.__cause__ or error
 

@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from launcher import aws, machines
-from launcher.aws import Missing, Offline, aws_session, make_client
+from launcher.aws import Missing, Offline, aws_session, make_client, response_in
 from launcher.backends import Backend
 from launcher.curve import MAX_CURVE_BYTES, Row, newest_curve, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
@@ -302,24 +302,26 @@ class SageMakerBackend(Backend):
         try:
             self.client("sagemaker").create_training_job(**request)
         except ServiceError as error:
-            response = getattr(error.__context__, "response", None) or {}
-            exists = self.exists_after(response, job_id)
-            if exists:
+            response = response_in(error.__context__)
+            was_created = self.was_created(job_id, response)
+            if was_created:
                 return
-            if exists is None:
+            if was_created is None:
                 raise ServiceError(str(error), "job-may-exist", job_id=job_id) from None
             may_exist = False
-            if response["Error"]["Code"] != "ResourceInUse":  # else another job has these files
+            # If the id is in use, the files are those of the job that has it.
+            if response["Error"]["Code"] != "ResourceInUse":
                 self.remove_files(job_id, placement)
             raise
         finally:
             if may_exist:
                 caller.remember_launch(launched, self.settings)
 
-    def exists_after(self, response: Mapping[str, Any], job_id: str) -> bool | None:
-        """Returns True if a job exists after this response to its request; None: nobody knows.
+    def was_created(self, job_id: str, response: Mapping[str, Any]) -> bool | None:
+        """Whether a job exists, after this error response to its request; None: nobody knows.
 
-        If the response is no refusal, or that of a second attempt, the job may have been made.
+        A refusal of the first attempt says that it does not. After any other response, the job
+        may have been created, so AWS is asked for it.
         """
         metadata = response.get("ResponseMetadata", {})
         is_refusal = metadata.get("HTTPStatusCode", 500) < 500
