@@ -195,7 +195,7 @@ def package_of(finder: object) -> str:
     return finder.package if isinstance(finder, Importer) else ""
 
 
-def keep(source: Source, settings: Settings) -> Path:
+def keep_source(source: Source, settings: Settings) -> Path:
     """Keeps a folder below the home, for the models that it trains. Raises OSError."""
     directory = settings.home / "sources" / source.sha256
     source.write(directory)

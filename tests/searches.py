@@ -12,7 +12,7 @@ import runs
 
 import entry_point
 from launcher.settings import Settings
-from launcher.source import Source, keep
+from launcher.source import Source, keep_source
 from launcher.trying import search
 from launcher.trying.scoring import Judge, Score
 from launcher.trying.search import Search
@@ -105,5 +105,5 @@ def tiny_search(shared_search, home, monkeypatch):
 
 def check_folder(folder: Path, tiny_search: Search) -> None:
     source = Source.read(folder)
-    keep(source, tiny_search.settings)
+    keep_source(source, tiny_search.settings)
     tiny_search.check(source)

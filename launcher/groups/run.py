@@ -23,7 +23,7 @@ from launcher.job import JobDescription, UnreadableJob
 from launcher.launching.launch import Plan
 from launcher.sagemaker.cost import CeilingTooLow
 from launcher.settings import Settings
-from launcher.source import keep
+from launcher.source import keep_source
 from launcher.tracking import TrackedJob
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def begin_sweep(plan: SweepPlan) -> Iterator[Event]:
         for name, channel in first.channels.items():
             fixed[name] = channel.uri
         if first.job.entry_point is not None:
-            fixed["entry_point"] = keep(first.job.source, plan.settings)
+            fixed["entry_point"] = keep_source(first.job.source, plan.settings)
         job = plan.sweep.job.model_copy(update=fixed)
         plan.sweep = plan.sweep.model_copy(update={"job": job})
     write_sweep(plan.ledger, plan.sweep)

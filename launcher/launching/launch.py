@@ -20,7 +20,7 @@ from launcher.launching.resume import EarlierJob
 from launcher.launching.texts import check_readings, check_texts
 from launcher.sagemaker.cost import ceiling_of, check_confirmed
 from launcher.settings import Settings
-from launcher.source import keep
+from launcher.source import keep_source
 from launcher.text import corpus
 from launcher.text.channels import Channel, Texts
 from launcher.tracking import TrackedJob
@@ -86,7 +86,7 @@ class Plan(Generic[JobT]):
             check_confirmed(worst_cost, max_cost, self.settings)
         self.upload()
         with storage.reported(str(self.backend.settings.home)):
-            keep(self.job.source, self.backend.settings)  # models and resumed jobs need it
+            keep_source(self.job.source, self.backend.settings)  # models and resumed jobs need it
         self.submitted = True
         self.backend.submit(self.job_id, self.job, self.placement, self.request)
         return self.job_class(self.job_id, self.settings)

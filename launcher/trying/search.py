@@ -22,7 +22,7 @@ from launcher.files.ledger import Entry
 from launcher.groups.ledger import OverCeiling
 from launcher.local.runs import Run, run_all
 from launcher.settings import Settings
-from launcher.source import Source, keep
+from launcher.source import Source, keep_source
 from launcher.text.corpus import digest_of
 from launcher.text.reading import files_in
 from launcher.trying import rule
@@ -244,7 +244,7 @@ class Search:
         self.check_new(source)
         base, cost_before = self.ledger.base, self.ledger.cost_of(source.sha256)
         with storage.reported(str(self.settings.home)):
-            keep(source, self.settings)
+            keep_source(source, self.settings)
         verdict = self.verdict_on(source, self.source(base))
         cost = round(self.ledger.cost_of(source.sha256) - cost_before, 4)
         facts = {"folder": source.sha256, "base": base, "note": note, "usd": cost, **verdict}

@@ -14,7 +14,7 @@ from launcher.launching import launch
 from launcher.launching.draft import fill
 from launcher.local.confine import is_readable
 from launcher.settings import Settings
-from launcher.source import keep
+from launcher.source import keep_source
 from launcher.text.channels import corpus_of
 from launcher.text.corpus import digest_of
 from launcher.text.ids import content_of, draw_ids, write_ids
@@ -73,7 +73,7 @@ def begin_search(
         "ceiling": ceiling,
     }
     with storage.reported(str(target)):
-        keep(job.source, settings)
+        keep_source(job.source, settings)
         with scratch(target.parent, ".new-") as directory:
             search = directory / "search"
             search.mkdir(mode=0o700)  # of the judge alone

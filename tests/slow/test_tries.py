@@ -7,7 +7,7 @@ import searches
 from edits import EDITS
 from searches import check_folder, tiny_folder
 
-from launcher.source import Source, keep
+from launcher.source import Source, keep_source
 from launcher.trying.budget import MAX_TIME
 from launcher.trying.runs import SeededRun
 from launcher.trying.search import Comparison
@@ -66,7 +66,7 @@ def test_more_steps_by_a_loop_take_more_time(tiny_search, shared_search, tmp_pat
     """Which shows, whatever a run says of its steps; the tiny one has to make 30 times as many."""
     loop = f"            for _ in range(30):\n    {STEP}            self.step -= 29\n"
     cheat = Source.read(tiny_folder(tmp_path / "cheat", (STEP, loop)))
-    keep(cheat, tiny_search.settings)
+    keep_source(cheat, tiny_search.settings)
     comparison = Comparison(cheat, Source.read(shared_search.base), are_fresh=False)
     tiny_search.measure([SeededRun(cheat, 1)], comparison)
     runs = tiny_search.ledger.of("run")

@@ -39,7 +39,7 @@ from launcher.local.backend import LocalBackend
 from launcher.local.process import python_command
 from launcher.local.runner import LocalRun
 from launcher.settings import load_settings
-from launcher.source import Source, keep
+from launcher.source import Source, keep_source
 from launcher.text.corpus import upload_data
 from launcher.tracking import TrackedJob
 from sm_nanogpt import ServiceError, Settings, jobs
@@ -397,7 +397,7 @@ def test_an_impossible_local_launch_starts_nothing(home, cli, arguments, fact):
 @pytest.mark.parametrize("failing", ["launcher.files.local.replacing", "pathlib.Path.write_bytes"])
 def test_a_job_that_cannot_be_written_leaves_nothing(home, text_file, cli, monkeypatch, failing):
     assert cli("upload-data", text_file).good
-    keep(Source.packaged(), launching.settings_of(home))
+    keep_source(Source.packaged(), launching.settings_of(home))
     with monkeypatch.context() as context:
         context.setattr(failing, Mock(side_effect=FULL))
         ran = cli(launching.launching("--detach", data=text_file))

@@ -29,7 +29,7 @@ from entry_point.qwen3 import qwen3_logits
 from launcher.job import Request
 from launcher.launching import start
 from launcher.models.fetch import fetch_model
-from launcher.source import Source, keep
+from launcher.source import Source, keep_source
 from launcher.text.channels import Channel
 from launcher.text.corpus import Upload
 from sm_nanogpt import InputError, Job, load_model
@@ -207,7 +207,7 @@ OF_WIDTH = ("8 * round(self.n_embd / 3)", "4 * self.n_embd")
 def test_the_package_computes_the_same_model_alone(edit, packaged, write, home):
     """As it is faster, and only then, if the folder is there."""
     directory = write(edit)
-    keep(Source.read(directory.folder), launching.settings_of(home))
+    keep_source(Source.read(directory.folder), launching.settings_of(home))
     assert isinstance(load_model(directory.directory)[0], GPT) is packaged
 
 

@@ -32,7 +32,7 @@ from launcher.judge.worker import LONGEST_PROBLEM, Worker
 from launcher.local import runs as local_runs
 from launcher.local.confine import layers
 from launcher.local.runs import Run, run_all
-from launcher.source import Source, keep
+from launcher.source import Source, keep_source
 from launcher.trying import local, search
 from launcher.trying.budget import JUDGE_TIME, MAX_TIME, sizes_of
 from launcher.trying.history import SearchLedger
@@ -136,7 +136,7 @@ def judge(shared_search, tiny_search, tmp_path):
         held = repr(str(tiny_search.directory / "judge.txt"))
         edits = tuple((old, new.replace("JUDGE", held)) for old, new in edits)
         source = Source.read(tiny_folder(tmp_path / "cheat", *edits))
-        keep(source, tiny_search.settings)
+        keep_source(source, tiny_search.settings)
         model = tmp_path / "model"
         shutil.copytree(shared_search.model, model)
         training = json.loads((model / "training.json").read_text())
