@@ -73,20 +73,21 @@ class Plan(Generic[JobT]):
     def submit(self, confirmed: bool = False) -> JobT:
         """Upload the texts, start the job, and return it.
 
-        After an interruption the job may run, and cost money: `library.job` finds it then. Raises
-        Unconfirmed if the job is not confirmed, neither its request nor the settings have max_cost,
-        and its price is unknown or it may cost more than the setting ask_above.
+        If this is interrupted, the job may run all the same, and cost money: `library.job` finds
+        it. Raises Unconfirmed if the job may cost more than the setting ask_above, or its price is
+        unknown, unless it is confirmed, or max_cost was chosen for it or in the settings.
         """
-        if self.submitted:  # again, it would take the files of the job that runs
+        if self.submitted:  # a second time would overwrite the files of the job that runs
             raise InputError(f"the plan of job {self.job_id} was submitted before; make another")
         if self.backend.bills and not confirmed:
             worst_cost = math.inf if self.worst_cost is None else self.worst_cost
-            is_inherited = bool(self.job.origin("max_cost"))  # which is no consent to this job
-            max_cost = None if is_inherited else self.job.max_cost
+            # A ceiling that was chosen for the job that this one resumes is no consent.
+            max_cost = None if self.job.origin("max_cost") else self.job.max_cost
             check_confirmed(worst_cost, max_cost, self.settings)
         self.upload()
-        with storage.reported(str(self.backend.settings.home)):
-            keep_source(self.job.source, self.backend.settings)  # models and resumed jobs need it
+        with storage.errors_about(str(self.backend.settings.home)):
+            # The models of the job need its folder, and so do the jobs that resume it.
+            keep_source(self.job.source, self.backend.settings)
         self.submitted = True
         self.backend.submit(self.job_id, self.job, self.placement, self.request)
         return self.job_class(self.job_id, self.settings)
