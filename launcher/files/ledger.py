@@ -39,7 +39,7 @@ class Ledger:
         """Read the entries that others have added."""
         if not self.path.exists():
             return
-        with storage.reported(str(self.path)), self.path.open("rb") as file:
+        with storage.errors_about(str(self.path)), self.path.open("rb") as file:
             file.seek(self.size)
             for line in file:
                 if not line.endswith(b"\n"):  # a killed command's, which counts for nothing
@@ -69,7 +69,7 @@ class Ledger:
     def locked(self) -> Iterator[None]:
         """Lock the ledger, so that no one else adds to it, and read what others have added."""
         lock_path = self.path.with_suffix(".lock")
-        with storage.reported(str(self.path)), lock_path.open("w") as file:
+        with storage.errors_about(str(self.path)), lock_path.open("w") as file:
             locks.lock(file)
             self.check_present(file, lock_path)
             self.read()

@@ -43,7 +43,7 @@ def locate(uri: str, settings: Settings | None = None) -> LocalLocation | S3Loca
 
 
 @contextmanager
-def reported(uri: str) -> Iterator[None]:
+def errors_about(uri: str) -> Iterator[None]:
     """Make exceptions of a file system a ServiceError of one line about `uri`."""
     try:
         yield
@@ -83,7 +83,7 @@ def json_bytes(value: Any) -> bytes:
 
 def write_bytes(uri: str, content: bytes, settings: Settings | None = None) -> None:
     """Write a small document atomically."""
-    with reported(uri):
+    with errors_about(uri):
         locate(uri, settings).write_bytes(content)
 
 
@@ -91,13 +91,13 @@ def write_file(
     source: Path, uri: str, progress: Progress = no_progress, settings: Settings | None = None
 ) -> None:
     """Copy a local file into a store atomically."""
-    with reported(uri):
+    with errors_about(uri):
         locate(uri, settings).write_file(source, progress)
 
 
 def remove(uri: str, settings: Settings | None = None) -> None:
     """Delete a file, or a directory or prefix with all below it; nothing if it is missing."""
-    with reported(uri):
+    with errors_about(uri):
         locate(uri, settings).remove()
 
 
@@ -106,7 +106,7 @@ def copy(source: str, target: str, settings: Settings | None = None) -> int:
     fs, source_prefix = locate(source, settings).file_system
     _, target_prefix = locate(target, settings).file_system
     names = list_files(source, settings)
-    with reported(source):
+    with errors_about(source):
         for name in names:
             fs.copy(f"{source_prefix}/{name}", f"{target_prefix}/{name}")
     return len(names)
@@ -117,7 +117,7 @@ def copy(source: str, target: str, settings: Settings | None = None) -> int:
 
 def fingerprint(uri: str, settings: Settings | None = None) -> str:
     """Twelve characters that identify a file's content, from its SHA-256 or its ETag."""
-    with reported(uri):
+    with errors_about(uri):
         return locate(uri, settings).fingerprint()[:12]
 
 
@@ -133,7 +133,7 @@ def read_bytes(
     uri: str, settings: Settings | None = None, max_bytes: int = MAX_BYTES
 ) -> bytes | None:
     """Read a file of at most `max_bytes`; None if there is none."""
-    with reported(uri):
+    with errors_about(uri):
         try:
             return locate(uri, settings).read_bytes(max_bytes)
         except (FileNotFoundError, NotADirectoryError):
@@ -165,7 +165,7 @@ def list_entries(uri: str, settings: Settings | None = None) -> dict[str, Entry]
     A folder that the S3 console made is an empty object whose name ends in a slash; it is skipped.
     """
     fs, path = locate(uri, settings).file_system
-    with reported(uri):
+    with errors_about(uri):
         try:
             infos = fs.find(path, detail=True)
         except FileNotFoundError:
@@ -183,7 +183,7 @@ def namesakes(uri: str, settings: Settings | None = None) -> list[str]:
     """Return the URIs of the other S3 objects whose keys begin with the key of this one."""
     fs, key = locate(uri, settings).file_system
     parent, _, name = key.rpartition("/")
-    with reported(uri):
+    with errors_about(uri):
         keys = fs.find(parent, prefix=name)
     return [f"s3://{other}" for other in keys if other != key]
 
@@ -205,7 +205,7 @@ def fetch(
     if not sizes:
         raise ServiceError(f"{uri}: nothing is there")
     expect(progress, sum(sizes.values()))
-    with reported(uri):
+    with errors_about(uri):
         fs, root = location.file_system
         is_file = fs.isfile(root)
         targets = {name: path_below(directory, name, uri) for name in sizes}

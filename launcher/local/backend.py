@@ -170,7 +170,7 @@ class LocalBackend(Backend):
             "gpus_per_host": placement.gpus,
         }
         try:
-            with storage.reported(str(directory)):
+            with storage.errors_about(str(directory)):
                 self.start(directory, job.source, record)
         except LauncherError:
             if not (directory / "job.json").exists():
@@ -213,7 +213,7 @@ class LocalBackend(Backend):
     def describe(self, job_id: str) -> JobDescription | None:
         if not JOB_ID.fullmatch(job_id):
             return None
-        with storage.reported(str(self.jobs_dir / job_id)):
+        with storage.errors_about(str(self.jobs_dir / job_id)):
             return self.read(job_id)
 
     def read(self, job_id: str) -> JobDescription | None:
@@ -292,7 +292,7 @@ class LocalBackend(Backend):
 
     def stop(self, job_id: str) -> None:
         path = self.jobs_dir / job_id / "stop"
-        with storage.reported(str(path.parent)):
+        with storage.errors_about(str(path.parent)):
             if path.exists():
                 path = path.with_name("stop-now")
             path.touch()
@@ -309,7 +309,7 @@ class LocalBackend(Backend):
 
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
         path = self.curve_file(job_id)
-        with storage.reported(str(path)):
+        with storage.errors_about(str(path)):
             return rows_of_file(tail(path, MAX_CURVE_BYTES), path), str(path)
 
     def logs(
@@ -327,7 +327,7 @@ class LocalBackend(Backend):
             description = self.describe(job_id)
             has_ended = description is None or not description.is_running
             if path.exists():
-                with storage.reported(str(path)), open_file(path) as file:
+                with storage.errors_about(str(path)), open_file(path) as file:
                     file.seek(position)
                     content = incomplete_line + file.read()
                     position = file.tell()

@@ -250,7 +250,7 @@ class LocalRun:
 def pack_directory(directory: Path, archive: Path) -> None:
     """Packs all files below a directory. Raises ServiceError."""
     with (
-        storage.reported(str(archive)),
+        storage.errors_about(str(archive)),
         storage.replacing(archive) as file,
         tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as tar,
     ):

@@ -154,7 +154,7 @@ def download(
     models_dir = settings.models_dir
     if not directory.exists():
         with (
-            storage.reported(str(models_dir)),
+            storage.errors_about(str(models_dir)),
             byte_progress("fetch") as progress,
             scratch(models_dir, ".fetch-") as parent,  # on the file system of the result
         ):

@@ -156,7 +156,7 @@ def fetch_channel(channel: Channel, directory: Path, settings: Settings, begins_
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
             open_text(file) as content,
-            storage.reported(str(path)),
+            storage.errors_about(str(path)),
             path.open("wb") as copy,
         ):
             shutil.copyfileobj(content, copy, storage.CHUNK_BYTES)

@@ -71,7 +71,7 @@ class Source:
             raise ServiceError(f"{self.location}: {amount} do not fit on this machine's disk")
         logger.info(f"{self.location}: copying {amount}")
         expect(progress, size)
-        with reported(self.location):
+        with errors_about(self.location):
             for path, file in files.items():
                 self.remote.download(file.key, path, progress)
 
@@ -106,7 +106,7 @@ def open_sources(
 def temporary(settings: Settings) -> Iterator[Path]:
     """A temporary directory in the cache. Raises ServiceError if the disk is full."""
     cache = settings.home / "cache"
-    with storage.reported(str(cache)), scratch(cache, "text-") as directory:
+    with storage.errors_about(str(cache)), scratch(cache, "text-") as directory:
         yield directory
 
 
@@ -159,7 +159,7 @@ class RemoteFileSystem:
 
     def find(self, location: str) -> dict[str, RemoteFile]:
         """The files at, or below, the path or a pattern, by their keys. Raises InputError."""
-        with reported(location):
+        with errors_about(location):
             try:
                 infos = self.fs.find(self.path, detail=True)
                 infos = infos or self.fs.glob(self.path, detail=True)
@@ -223,9 +223,9 @@ def remote_file_system(location: str, settings: Settings) -> RemoteFileSystem:
 
 
 @contextmanager
-def reported(location: str) -> Iterator[None]:
+def errors_about(location: str) -> Iterator[None]:
     """Make exceptions of S3, the Hub's client, and the disk one line about a location."""
-    with storage.reported(location), ExitStack() as stack:
+    with storage.errors_about(location), ExitStack() as stack:
         if location.startswith("hf:"):
             stack.enter_context(hub_errors(location))
         yield

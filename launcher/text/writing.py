@@ -67,7 +67,7 @@ class FileWriter:
         target = storage.join(self.uri, file.name)
         path_in_store = storage.local_path(target)
         if path_in_store is not None and file.is_converted:
-            with open_text(file) as content, storage.reported(target):
+            with open_text(file) as content, storage.errors_about(target):
                 LocalLocation(path_in_store).write_content(content, file.path, self.report)
         else:  # S3 gets parallel parts, which need a file
             with file_to_upload(file) as path:

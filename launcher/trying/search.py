@@ -227,7 +227,7 @@ class Search:
         """Lock this search; waits for other commands. shared: others may hold it shared at the same
         time, but none may remove it."""
         path = self.directory / HELD
-        with storage.reported(str(path)), path.open("w") as file:
+        with storage.errors_about(str(path)), path.open("w") as file:
             if not locks.lock(file, wait=False, shared=shared):
                 self.report("another command uses this search; this one waits for it")
                 locks.lock(file, shared=shared)
@@ -243,7 +243,7 @@ class Search:
         """The verdict on a folder, as the ledger has it."""
         self.check_new(source)
         base, cost_before = self.ledger.base, self.ledger.cost_of(source.sha256)
-        with storage.reported(str(self.settings.home)):
+        with storage.errors_about(str(self.settings.home)):
             keep_source(source, self.settings)
         verdict = self.verdict_on(source, self.source(base))
         cost = round(self.ledger.cost_of(source.sha256) - cost_before, 4)

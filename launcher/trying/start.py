@@ -72,7 +72,7 @@ def begin_search(
         "smallest_gain": smallest_gain,
         "ceiling": ceiling,
     }
-    with storage.reported(str(target)):
+    with storage.errors_about(str(target)):
         keep_source(job.source, settings)
         with scratch(target.parent, ".new-") as directory:
             search = directory / "search"
@@ -107,7 +107,7 @@ def remove_unfinished(directory: Path) -> bool:
     Returns False if it is in use: a command holds it, its base was measured, a job was sent, or
     money is reserved for one.
     """
-    with storage.reported(str(directory)), (directory / HELD).open("w") as file:
+    with storage.errors_about(str(directory)), (directory / HELD).open("w") as file:
         if not locks.lock(file, wait=False):
             return False
         ledger = SearchLedger(directory)

@@ -25,7 +25,7 @@ from sm_nanogpt import InputError, ServiceError, upload_data
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_reported_as_this_machines(code):
     full_disk = pytest.raises(ServiceError, match="s3://bucket/key: this machine's disk is full")
-    with full_disk, storage.reported("s3://bucket/key"):
+    with full_disk, storage.errors_about("s3://bucket/key"):
         raise OSError(code, os.strerror(code))
 
 
