@@ -124,23 +124,22 @@ class SweepPlan:
         return self.ledger.unspent if self.sweep.share is None else self.sweep.share
 
     def choose_share(self) -> None:
-        """Choose each job's share, if there is a ceiling and no time limit: what is unspent,
-        divided by the number of missing jobs. While that is too little for the shortest run, divide
-        by half as many."""
+        """Choose what each job may cost, if there is a ceiling and no time limit: the unspent USD,
+        divided by the number of missing jobs. If that does not pay even the shortest run, by half
+        as many, and so on."""
         unspent = self.ledger.unspent
-        share = self.sweep.share
-        if math.isinf(unspent) or self.sweep.job.max_run is not None:
+        if math.isinf(unspent) or self.sweep.job.max_run is not None or not self.missing:
             return
-        if not self.missing or (share is not None and share <= unspent):
+        if self.sweep.share is not None and self.sweep.share <= unspent:
             return
-        n_parts = len(self.missing)
-        while n_parts > 1 and not self.pays(unspent / n_parts):
-            n_parts //= 2
-        share = unspent / n_parts if unspent > 0 else None
+        n_shares = len(self.missing)
+        while n_shares > 1 and not self.plan_first_missing(unspent / n_shares):
+            n_shares //= 2
+        share = unspent / n_shares if unspent > 0 else None  # then prepare_member refuses
         self.sweep = self.sweep.model_copy(update={"share": share})
 
-    def pays(self, amount: float) -> bool:
-        """True if so many USD pay the first missing job, whose plan is kept then."""
+    def plan_first_missing(self, amount: float) -> bool:
+        """Plan the first missing job, if so many USD pay it. Returns whether they do."""
         number = self.missing[0]
         try:
             self.plans[number] = self.prepare_member(number, amount)
