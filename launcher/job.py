@@ -26,7 +26,7 @@ from launcher.values import megabytes, plain
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_RUN = 3600  # seconds
+DEFAULT_RUN_SECONDS = 3600
 DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
 
 TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # tag of our jobs
@@ -258,7 +258,7 @@ class TrainingJob(Request):
     @property
     def time_limit(self) -> int:
         """Seconds that the job may run: the smallest of its limits."""
-        own = self.max_run or (DAY if self.max_cost else DEFAULT_RUN)
+        own = self.max_run or (DAY if self.max_cost else DEFAULT_RUN_SECONDS)
         return min(filter(None, (own, self.affordable_run, self.max_wait)))
 
     @property

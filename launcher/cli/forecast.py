@@ -10,8 +10,8 @@ import click
 from entry_point.metrics import duration
 from launcher.cli.remedies import command, options
 from launcher.cli.show import at_ctrl_c, note, print_json, print_table
-from launcher.job import DEFAULT_RUN
-from launcher.sagemaker.cost import AROUND_SECONDS, usd
+from launcher.job import DEFAULT_RUN_SECONDS
+from launcher.sagemaker.cost import OVERHEAD_SECONDS, usd
 
 if TYPE_CHECKING:
     from launcher.forecast.table import Forecast, Row
@@ -90,7 +90,7 @@ def next_request(typed: dict[str, Any], row: Row) -> dict[str, Any]:
         return fields
     remote = [seconds for name, seconds in row.seconds.items() if seconds and name != "local"]
     longest = max(remote, default=0.0)
-    if 2 * longest > DEFAULT_RUN:
+    if 2 * longest > DEFAULT_RUN_SECONDS:
         fields["max_run"] = math.ceil(2 * longest)
     return fields
 
@@ -101,7 +101,7 @@ def cheapest_type(row: Row) -> str:
     for name, dollars in row.dollars.items():
         seconds = row.seconds[name]
         if dollars and seconds:
-            costs[name] = dollars * (1 + AROUND_SECONDS / seconds)
+            costs[name] = dollars * (1 + OVERHEAD_SECONDS / seconds)
     return min(costs, key=lambda name: costs[name])
 
 

@@ -20,7 +20,7 @@ from launcher.forecast.table import Change, Forecast, Pilot, Row
 from launcher.job import Expected, JobDescription, TrainingJob
 from launcher.local.backend import plan_processes
 from launcher.machines import is_busy
-from launcher.sagemaker.cost import AROUND_SECONDS
+from launcher.sagemaker.cost import OVERHEAD_SECONDS
 from launcher.source import Source
 
 SIZES = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
@@ -59,7 +59,7 @@ class InstanceType:
 
     def fits(self, work: float, ceiling: float | None) -> bool:
         """True if a job that may cost the ceiling, in USD, has the time for so many operations."""
-        dollars = self.dollars(work, AROUND_SECONDS)
+        dollars = self.dollars(work, OVERHEAD_SECONDS)
         return dollars is not None and ceiling is not None and dollars <= ceiling
 
 

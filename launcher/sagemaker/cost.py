@@ -4,7 +4,7 @@ SageMaker bills each instance of a job by the second, from TrainingStartTime to 
 download of image and data, the run, stop and upload, but not the wait for machines. The time limit
 (MaxRuntimeInSeconds) covers only the run: a report to the SDK's authors shows a job with a limit of
 603 s that was billed for 841 s. SageMaker does not limit the rest, so a ceiling holds as long as
-the allowance AROUND_SECONDS suffices. Spot capacity is billed at about the same price for fewer
+the allowance OVERHEAD_SECONDS suffices. Spot capacity is billed at about the same price for fewer
 seconds; that difference covers the start-ups that interruptions add.
 """
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds that are billed besides the run, which SageMaker does not limit: a generous allowance (the
 # default image has some 10 GB), not a promise. Very large data takes longer.
-AROUND_SECONDS = 420 + 120 + 60  # start; from the limit's SIGTERM to SIGKILL; upload
+OVERHEAD_SECONDS = 420 + 120 + 60  # start; from the limit's SIGTERM to SIGKILL; upload
 MIN_RUN_SECONDS = 60
 # USD of a GiB of disk for an hour. AWS asks 0.14 a month in us-east-1 and 0.27 where it is dearest.
 DISK_PER_HOUR = 0.27 / 730
@@ -97,12 +97,12 @@ def cost_of(job: JobDescription, price: Price, now: float) -> float:
 
 def worst_case(per_hour: float, time_limit: int, keep_alive: int = 0) -> float:
     """USD of a job that runs to its time limit, and of its warm pool."""
-    return per_hour * (time_limit + AROUND_SECONDS + keep_alive) / 3600
+    return per_hour * (time_limit + OVERHEAD_SECONDS + keep_alive) / 3600
 
 
 def longest_run(amount: float, per_hour: float, keep_alive: int) -> int:
     """The time limit in seconds, possibly negative, at which a job costs at most `amount`."""
-    return math.floor(amount * 3600 / per_hour) - AROUND_SECONDS - keep_alive
+    return math.floor(amount * 3600 / per_hour) - OVERHEAD_SECONDS - keep_alive
 
 
 def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
@@ -242,7 +242,7 @@ def log_price(job: TrainingJob, instance: str, price: Price) -> None:
 
 def counted_besides(spent: float) -> str:
     """Says what a worst cost has besides the run. spent is USD of the jobs that it resumes."""
-    text = f"an allowance of {AROUND_SECONDS} s for start-up, stop and upload"
+    text = f"an allowance of {OVERHEAD_SECONDS} s for start-up, stop and upload"
     if spent:
         text += f", {usd(spent)} of the earlier jobs"
     return text

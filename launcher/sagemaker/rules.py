@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher.instances import instance_problem
-from launcher.job import DEFAULT_RUN, TAG_KEY, Request
+from launcher.job import DEFAULT_RUN_SECONDS, TAG_KEY, Request
 from launcher.limits import violations
 
 Problem = tuple[str, object, str]  # a field, its value, and what is wrong with it
@@ -36,7 +36,7 @@ def problems_of(request: Request) -> Iterator[Problem]:
 
 
 def spot_problems(request: Request) -> Iterator[Problem]:
-    shortest_run = request.max_run or (0 if request.max_cost else DEFAULT_RUN)
+    shortest_run = request.max_run or (0 if request.max_cost else DEFAULT_RUN_SECONDS)
     if request.spot and len(request.instances) > 1:
         yield "spot", None, "takes one type of instance"
     if request.max_wait is not None and not request.spot:

@@ -27,13 +27,13 @@ from launcher.files.scratch import scratch
 from launcher.groups.money import cost_so_far
 from launcher.groups.run import Event, GroupRun
 from launcher.instances import count_gpus
-from launcher.job import DEFAULT_RUN, SEARCH_VARIABLE, JobDescription, Request
+from launcher.job import DEFAULT_RUN_SECONDS, SEARCH_VARIABLE, JobDescription, Request
 from launcher.launching import launch
 from launcher.local import confine, syscalls
 from launcher.local.runs import SILENT
 from launcher.models import fetch
 from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.cost import AROUND_SECONDS, usd
+from launcher.sagemaker.cost import OVERHEAD_SECONDS, usd
 from launcher.settings import Settings
 from launcher.source import Source
 from launcher.text import corpus
@@ -51,8 +51,9 @@ if TYPE_CHECKING:
 Plan = launch.Plan[TrackedJob]
 
 UNKNOWN_SECONDS = 3600  # after which a job that AWS does not know will never be there
-# Seconds of a job's time limit besides its runs: for what may go slower, and before and after them.
-MARGIN, AROUND = 300, 120
+# Seconds of a job's time limit besides its runs.
+SLACK_SECONDS = 300  # for what may go slower
+SETUP_SECONDS = 120  # before and after them
 UPLOADED = 30e6  # bytes of models in a second
 LARGEST_MODEL = 1 << 36  # bytes
 DRIVER = Path(driver.__file__)
@@ -217,9 +218,9 @@ class SageMakerRuns(GroupRun):
         self.stage = sorted(runs, key=lambda run: run.source.sha256 != self.ledger.base)
         if self.measured:
             seconds = self.seconds_for(len(runs))
-            plan = self.planned(job_id, self.stage, seconds, self.settings)
+            plan = self.plan_job(job_id, self.stage, seconds, self.settings)
         else:
-            plan = self.first_plan(job_id, self.stage)
+            plan = self.plan_first_job(job_id, self.stage)
         self.add(1, plan)
 
     def end_stage(self) -> JobDescription:
@@ -256,23 +257,25 @@ class SageMakerRuns(GroupRun):
     def settle(self, job: JobDescription) -> None:
         self.ledger.settle_all(self.cost_of)
 
-    def first_plan(self, job_id: str, runs: Sequence[SeededRun]) -> Plan:
+    def plan_first_job(self, job_id: str, runs: Sequence[SeededRun]) -> Plan:
         """A job of runs of which none was measured: an hour, or what the ceilings allow."""
-        seconds, limit = DEFAULT_RUN, self.ledger.free
-        if self.settings.max_cost is not None:  # of each job, from the settings
+        limit = self.ledger.free
+        if self.settings.max_cost is not None:  # the ceiling of each job
             limit = min(limit, self.settings.max_cost)
         unlimited = self.settings.model_copy(update={"max_cost": None})
-        plan = self.planned(job_id, runs, seconds, unlimited)
+        plan = self.plan_job(job_id, runs, DEFAULT_RUN_SECONDS, unlimited)
         cost = cost_of_plan(plan)
         if cost <= limit:
             return plan
-        affordable = math.floor(limit / cost * (seconds + AROUND_SECONDS)) - AROUND_SECONDS
-        if affordable > AROUND + MARGIN:
-            self.search.report(f"the ceiling allows {affordable} s")
-            seconds = affordable
-        return self.planned(job_id, runs, seconds, self.settings)
 
-    def planned(
+        billed_seconds = DEFAULT_RUN_SECONDS + OVERHEAD_SECONDS
+        affordable_seconds = math.floor(limit / cost * billed_seconds) - OVERHEAD_SECONDS
+        if affordable_seconds <= SETUP_SECONDS + SLACK_SECONDS:  # then this or `reserve` refuses
+            return self.plan_job(job_id, runs, DEFAULT_RUN_SECONDS, self.settings)
+        self.search.report(f"the ceiling allows {affordable_seconds} s")
+        return self.plan_job(job_id, runs, affordable_seconds, self.settings)
+
+    def plan_job(
         self, job_id: str, runs: Sequence[SeededRun], seconds: int, settings: Settings
     ) -> Plan:
         """The job of these runs, with a time limit. Nothing is sent. Raises CeilingTooLow if it may
@@ -308,7 +311,8 @@ class SageMakerRuns(GroupRun):
         """The time limit of a job of n runs: twice what they take, by those that were measured."""
         usual = self.search.budget.mean_seconds(self.search.start["folder"])
         at_once = count_gpus(self.instance) or 1
-        return math.ceil(MARGIN + 2 * usual * math.ceil(n / at_once) + self.upload_seconds(n))
+        n_rounds = math.ceil(n / at_once)
+        return math.ceil(SLACK_SECONDS + 2 * usual * n_rounds + self.upload_seconds(n))
 
     def upload_seconds(self, n: int) -> float:
         """Seconds that the models of n runs take to be packed and uploaded."""
@@ -322,7 +326,7 @@ class SageMakerRuns(GroupRun):
         plan = {
             "runs": [[folder_name(run.source), run.seed] for run in runs],
             "values": {**SILENT, **self.search.start["hyperparameters"]},
-            "seconds": seconds - AROUND - self.upload_seconds(len(runs)),
+            "seconds": seconds - SETUP_SECONDS - self.upload_seconds(len(runs)),
             "limit": min(seconds, self.search.budget.limit),
             "room": largest_model,
             "variables": sorted(confine.VARIABLES),

@@ -10,7 +10,7 @@ from priced import HOURLY, P4D, TWO, UNPRICED, description, job, offline
 
 from launcher.cli.show import explain
 from launcher.sagemaker.cost import (
-    AROUND_SECONDS,
+    OVERHEAD_SECONDS,
     Price,
     Prices,
     afford,
@@ -40,8 +40,10 @@ def test_the_longest_run_just_stays_below_the_amount(amount, keep_alive):
 
 
 def test_the_worst_case_counts_startup_and_warm_pool():
-    assert worst_case(3600.0, 100, 10) == AROUND_SECONDS + 110
-    assert AROUND_SECONDS > 841 - 603  # what a job with a limit of 603 s was seen to be billed for
+    assert worst_case(3600.0, 100, 10) == OVERHEAD_SECONDS + 110
+    assert (
+        OVERHEAD_SECONDS > 841 - 603
+    )  # what a job with a limit of 603 s was seen to be billed for
 
 
 def test_cost_counts_each_host_and_each_billed_disk():

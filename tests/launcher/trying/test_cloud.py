@@ -30,6 +30,7 @@ from launcher.groups import run as group_runs
 from launcher.groups.ledger import OverCeiling
 from launcher.groups.run import Event, GroupRun
 from launcher.job import JobDescription
+from launcher.sagemaker.cost import OVERHEAD_SECONDS
 from launcher.settings import Settings
 from launcher.source import Source
 from launcher.trying import cloud as jobs_of
@@ -44,7 +45,7 @@ from launcher.trying.search import Search
 if TYPE_CHECKING:
     import sagemaker_service
 
-CEILING, HOURLY, AROUND = 10.0, 5.0, 600
+CEILING, HOURLY = 10.0, 5.0
 INSTANCE = "ml.g5.xlarge"
 HISTORIES = 1000  # a quarter of them with --quick
 
@@ -117,7 +118,7 @@ class Aws:
         if self.draw.random() < self.trouble:  # the request is lost, or its answer
             raise ServiceError("no answer", "job-may-exist", job_id=job_id)
         share = self.draw.choice([1.0, 1.0, 0.2])
-        seconds = share * (job.max_run + AROUND)
+        seconds = share * (job.max_run + OVERHEAD_SECONDS)
         status = self.draw.choice(["Completed", "Completed", "Failed", "Stopped"])
         self.jobs[job_id] = Job(job_id, self.now, seconds, status)
         self.bills[job_id] = HOURLY * seconds / 3600
@@ -154,7 +155,7 @@ def aws(monkeypatch, tmp_path):
     aws, numbers = Aws(), itertools.count()
 
     def prepare(request: Any, settings: Any, job_class: Any, job_id: str, texts: Any) -> Any:
-        worst = HOURLY * (request.max_run + AROUND) / 3600
+        worst = HOURLY * (request.max_run + OVERHEAD_SECONDS) / 3600
         job = SimpleNamespace(
             worst_cost=worst,
             instance=INSTANCE,
