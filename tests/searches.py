@@ -65,10 +65,10 @@ def shared_search(tmp_path_factory, text):
         judge = Judge.score
 
         def score(
-            self: Judge, trained: Path, source: Source, tested_below: float, limit: float
+            self: Judge, trained: Path, source: Source, leak_check_bound: float, limit: float
         ) -> Score:
             shutil.copytree(trained, model, dirs_exist_ok=True)
-            return judge(self, trained, source, tested_below, limit)
+            return judge(self, trained, source, leak_check_bound, limit)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")

@@ -37,18 +37,18 @@ class Judge:
         self.encoded = encode([Text("judge", [content.decode()])], tokenizer)
 
     def score(
-        self, model: Path, source: Source, tested_below: float, limit: float = math.inf
+        self, model: Path, source: Source, leak_check_bound: float, limit: float = math.inf
     ) -> Score:
         """What a model loses on the text, if its process computes for at most `limit` seconds.
 
-        One that loses less than `tested_below` must neither look ahead nor learn while it is
+        One that loses less than `leak_check_bound` must neither look ahead nor learn while it is
         judged. Raises Refused.
         """
         try:
             with self.worker(model, source, limit) as worker:
                 [nats] = losses(worker, self.encoded)
             score = Score(float(nats.mean()), worker.cpu_seconds)
-            if score.loss < tested_below:
+            if score.loss < leak_check_bound:
                 with self.worker(model, source) as other:
                     check_causal(other, self.encoded, [nats], CUTS // MODELS)
         except (LauncherError, TrainingError) as error:

@@ -62,12 +62,13 @@ class Comparison:
     def kind(self) -> str:
         return "fresh" if self.are_fresh else "shared"
 
-    def tries(self, run: SeededRun) -> bool:
+    def is_candidate(self, run: SeededRun) -> bool:
+        """True if a run is of the folder that is tried, not of the base."""
         return run.source.sha256 == self.source.sha256
 
-    def tested_below(self, run: SeededRun, ledger: SearchLedger) -> float:
-        """The loss below which a model of the folder is tested for looking ahead. Fresh seeds
-        decide, so all of theirs are tested; on shared seeds, only models that beat the base."""
+    def leak_check_bound(self, run: SeededRun, ledger: SearchLedger) -> float:
+        """The loss below which a model of the folder is checked for looking ahead. Fresh seeds
+        decide, so all of theirs are checked; on shared seeds, only models that beat the base."""
         if self.are_fresh:
             return math.inf
         return ledger.losses.get((self.base.sha256, run.seed), math.inf)
@@ -149,17 +150,17 @@ class Search:
     def measure(self, runs: Sequence[SeededRun], comparison: Comparison | None = None) -> None:
         """Make the runs that the ledger does not have, judge them, and add them.
 
-        Raises Refused if a run of the folder that is compared fails or takes more than it may,
-        ServiceError if another fails.
+        Raises Refused if a run of the folder that is tried fails or takes more than it may, and
+        ServiceError if a run of the base does.
         """
         losses = self.ledger.losses
         missing = [run for run in runs if run.key not in losses]
         for finished in self.train(missing):
-            if comparison is not None and comparison.tries(finished.run):
-                tested_below = comparison.tested_below(finished.run, self.ledger)
-                facts = self.facts_of_run(finished, tested_below)
+            if comparison is not None and comparison.is_candidate(finished.run):
+                bound = comparison.leak_check_bound(finished.run, self.ledger)
+                facts = self.judge_run(finished, bound)
             else:
-                facts = self.facts_of_base(finished)
+                facts = self.judge_base_run(finished)
             self.ledger.add("run", **facts)
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
@@ -171,20 +172,21 @@ class Search:
                 self.report(f"{n_finished} of {len(runs)} runs")
             yield finished
 
-    def facts_of_base(self, finished: FinishedRun) -> Entry:
+    def judge_base_run(self, finished: FinishedRun) -> Entry:
         try:
-            return self.facts_of_run(finished, tested_below=-math.inf)
+            return self.judge_run(finished, leak_check_bound=-math.inf)
         except Refused as refusal:
             raise ServiceError(f"the base does not train: {refusal}") from None
 
-    def facts_of_run(self, finished: FinishedRun, tested_below: float) -> Entry:
-        """What the ledger has of a run. Raises Refused."""
+    def judge_run(self, finished: FinishedRun, leak_check_bound: float) -> Entry:
+        """Compute the loss of a run's model. Returns what the ledger gets of the run. Raises
+        Refused."""
         if finished.problem:
             raise Refused(finished.problem)
         sizes = sizes_of(finished.model)
         self.budget.check_sizes(sizes)
         source, seed = finished.run.source, finished.run.seed
-        score = self.judge.score(finished.model, source, tested_below, self.budget.judge_limit)
+        score = self.judge.score(finished.model, source, leak_check_bound, self.budget.judge_limit)
         return {
             "folder": source.sha256,
             "seed": seed,
@@ -299,7 +301,7 @@ class Search:
                 raise Refused(ended.problem)
             model = ended.directory / "model"
             self.budget.check_sizes(sizes_of(model))
-            self.judge.score(model, source, tested_below=math.inf)
+            self.judge.score(model, source, leak_check_bound=math.inf)
 
     def compare(self, source: Source, base: Source, max_pairs: int) -> Entry:
         """The verdict by pairs: on seeds that all tries share, and then on fresh ones."""

@@ -146,7 +146,7 @@ def judge(shared_search, tiny_search, tmp_path):
         sha256 = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
         sums = (model / "SHA256SUMS").read_text()
         (model / "SHA256SUMS").write_text(sums.replace(was, sha256))
-        return tiny_search.judge.score(model, source, tested_below=math.inf)
+        return tiny_search.judge.score(model, source, leak_check_bound=math.inf)
 
     return judge
 
@@ -464,11 +464,13 @@ def test_each_model_that_seems_better_is_tested(tiny_search, shared_search, tmp_
         def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
             return (FinishedRun(run, Path(f"{run.seed}"), 1.0) for run in runs)
 
-    def score(self: Judge, model: Path, folder: Source, tested_below: float, limit: float) -> Score:
+    def score(
+        self: Judge, model: Path, folder: Source, leak_check_bound: float, limit: float
+    ) -> Score:
         is_base = folder.sha256 == base.sha256
         seed = int(model.name)
         loss = 2.0 + seed / 1000 if is_base else losses[seed]
-        if loss < tested_below:
+        if loss < leak_check_bound:
             tested.append((folder.sha256, seed))
         return Score(loss, 3.0)
 

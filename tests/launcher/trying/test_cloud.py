@@ -350,7 +350,9 @@ def jobs(cloud, s3, cli, text_file, monkeypatch, same_seeds):
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
             return {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
 
-    def score(self: Judge, model: Path, source: Source, tested_below: float, limit: float) -> Score:
+    def score(
+        self: Judge, model: Path, source: Source, leak_check_bound: float, limit: float
+    ) -> Score:
         draw = random.Random(f"{edits_of(source)} {(model / 'seed').read_text()}")
         return Score(2.0 - gain_of(source) + draw.gauss(0, 0.004), 3.0)
 

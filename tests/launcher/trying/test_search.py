@@ -47,7 +47,7 @@ class Trained:
             yield FinishedRun(run, Path(f"{gain_of(run.source)}/{run.seed}"), 10.0)
 
 
-def score(self: Judge, model: Path, source: Source, tested_below: float, limit: float) -> Score:
+def score(self: Judge, model: Path, source: Source, leak_check_bound: float, limit: float) -> Score:
     draw = random.Random(f"{edits_of(source)} {model.name}")
     return Score(2.0 - gain_of(source) + draw.gauss(0, 0.004), 3.0)
 
