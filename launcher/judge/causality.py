@@ -143,7 +143,7 @@ def check_causal(
             batch = [cuts_of_pass[index] for index in indices]
             difference = find_difference(worker, scored, batch, lengths[indices[0]])
             if difference is not None:
-                raise NotCausal(f"not causal: {reason(worker, encoded, difference)}")
+                raise NotCausal(f"not causal: {explain_difference(worker, encoded, difference)}")
         progress(len(cuts_of_pass))
     return sum(map(len, cuts))
 
@@ -205,17 +205,17 @@ def filled(
     return rows
 
 
-def reason(worker: Worker, encoded: Sequence[Encoded], nats: float) -> str:
+def explain_difference(worker: Worker, encoded: Sequence[Encoded], difference: float) -> str:
     """The message for losses that differ by so many nats. It names the position that looks ahead,
-    if one is found."""
+    if `find_leak` finds one."""
     leak = find_leak(
         worker.logits,
         rows_of_text(worker, encoded),
         len(worker.tokenizer),
         seed=secrets.randbits(32),
     )
-    cause = f"losses depend on other windows, or on later tokens (by {nats:.2g} nats)"
-    if "depend on token" in leak:  # else the logits change from call to call
+    cause = f"losses depend on other windows, or on later tokens (by {difference:.2g} nats)"
+    if "depend on token" in leak:  # else no one token explains the difference
         cause = leak
     return f"{cause}; its val_loss means nothing"
 

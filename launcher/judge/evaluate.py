@@ -27,7 +27,7 @@ from launcher.judge.probes import (
     read_questions,
 )
 from launcher.judge.score import MANY, PASSAGE, WORST, losses, passages, whole_document
-from launcher.judge.texts import Encoded, Text, Training, corpus_behind, encode, training_of
+from launcher.judge.texts import Encoded, Text, Training, corpus_of_job, encode, training_of
 from launcher.judge.worker import Worker
 from launcher.models.load import is_packaged
 from launcher.settings import Settings
@@ -136,23 +136,26 @@ def evaluate(
 
 def training_text(model: str, directory: Path, settings: Settings) -> Training | None:
     """The text that a model has learned from; None, and a warning, if it cannot be had."""
-    missing = "no 5-gram, own validation text, overlap, or copied run"
-    corpus = training_corpus(model, directory, settings, missing)
+    unmeasured = "no 5-gram, own validation text, overlap, or copied run"
+    corpus = training_corpus(model, directory, settings, unmeasured)
     return None if corpus is None else training_of(corpus)
 
 
-def training_corpus(model: str, directory: Path, settings: Settings, missing: str) -> Corpus | None:
-    """The ids that a model has learned from; None, and a warning of what is `missing` without
-    them, if they cannot be had."""
-    names = (model, directory.absolute().parent.name)  # the latter for a model that was fetched
+def training_corpus(
+    model: str, directory: Path, settings: Settings, unmeasured: str
+) -> Corpus | None:
+    """The text that a model has learned from, as token ids; None, and a warning, if it cannot be
+    had. The warning begins with `unmeasured`: what the caller cannot measure without the text."""
+    # A model that was fetched is in a directory of its job's id.
+    names = (model, directory.absolute().parent.name)
     job_ids = [name for name in names if FULL_ID.fullmatch(name)]
     problem = "no job of this machine made this model"
     if job_ids:
         try:
-            return corpus_behind(job_ids[0], directory, settings)
+            return corpus_of_job(job_ids[0], directory, settings)
         except (LauncherError, TrainingError, ValueError) as error:
             problem = str(error)
-    logger.warning(f"{model}: {missing}, as its training text is not here ({problem})")
+    logger.warning(f"{model}: {unmeasured}, as its training text is not here ({problem})")
     return None
 
 

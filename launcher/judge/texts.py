@@ -129,7 +129,7 @@ class Training:
     validation: Text | None  # the first VALIDATION_BYTES; None for conversations
 
 
-def corpus_behind(job_id: str, directory: Path, settings: Settings) -> Corpus:
+def corpus_of_job(job_id: str, directory: Path, settings: Settings) -> Corpus:
     """The ids of the text of a job, whose model is in a directory, from its store."""
     backend, _ = find(job_id, settings)
     job = backend.job(job_id)
