@@ -174,10 +174,13 @@ def option_with(field: str, value: object) -> str:
 def command(*arguments: str) -> str:
     """A command for the user to type, with the options that the user gave before the command.
 
-    Without --region, for example, it would search for a job in another region.
+    Without --region, for example, the command would search for a job in another region. The
+    arguments are for a shell: who calls this has quoted those that need it.
     """
+    root_options: dict[str, str | None] = {}
     context = click.get_current_context(silent=True)
-    root_options = dict(context.find_root().obj or {}) if context else {}
+    if context is not None:
+        root_options.update(context.find_root().obj or {})
     store = root_options.get("store")
     if store and "://" not in store:
         from launcher.settings import expand_user
