@@ -31,9 +31,13 @@ def characters(tokenizer: Tokenizer) -> str:
     return b"".join(tokenizer.words).decode()
 
 
-def lively(config: Config = SMALL, dtype: torch.dtype = torch.float32) -> GPT:
+def lively(
+    config: Config = SMALL,
+    dtype: torch.dtype = torch.float32,
+    vocabulary_size: int = VOCABULARY_SIZE,
+) -> GPT:
     """A model none of whose parts is idle; before training some projections are zero."""
-    model = GPT(config, VOCABULARY_SIZE, dtype).eval()
+    model = GPT(config, vocabulary_size, dtype).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

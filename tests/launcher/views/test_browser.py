@@ -507,6 +507,32 @@ def test_a_saved_page_writes_text_by_itself(saved):
     assert set(text) <= set(LETTERS)
 
 
+def test_a_saved_page_writes_the_greedy_text_of_the_sampler(saved):
+    saved.evaluate("find('temperature').value = 0")
+    saved.fill("#prompt", "abc")
+    saved.fill("#length", "1000")
+    saved.keyboard.press("Control+Enter")
+    saved.locator(".status", has_text="1,000 characters").wait_for()
+    columns = stream_samples(lively(), tokenizer_of(LETTERS), "abc", 1000, temperature=0)
+    assert written(saved) == ["abc" + "".join(piece for (piece,) in columns)]
+
+
+def test_a_saved_page_asks_nothing_of_a_network(saved, chromium):
+    """By the browser's own record of requests, from before the page opens."""
+    context = chromium.new_context()
+    page = context.new_page()
+    session = context.new_cdp_session(page)
+    session.send("Network.enable")
+    urls: list[str] = []
+    session.on("Network.requestWillBeSent", lambda event: urls.append(event["request"]["url"]))
+    page.goto(saved.url)
+    page.locator("#write:enabled").wait_for()
+    page.click("#write")
+    ended(page)
+    context.close()
+    assert [url for url in urls if not url.startswith("data:")] == [saved.url]
+
+
 def test_a_saved_page_shows_what_was_likely(saved):
     saved.fill("#length", "50")
     saved.keyboard.press("Control+Enter")

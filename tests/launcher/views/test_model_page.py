@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from launcher.models.chat import Chat, Message
 from launcher.models.encoder import GPT2, QWEN35, published_tokenizer
 from launcher.models.engine import generate
 from launcher.models.quantization import quantize_model, with_quantized_weights
+from launcher.models.sample import encode_prompt
 from launcher.text.reading import detect_file
 from launcher.text.tokenizer import END_OF_TEXT, learn_tokenizer
 from launcher.views.model_page import page_of, save_page
@@ -79,8 +81,8 @@ def test_the_page_writes_what_the_sampler_writes(name, tmp_path):
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     page = page_of(model, weights, LETTERS, "a model", {})
     prompt = [3, 1, 4, 1, 5]
-    ids = run(page, GREEDY % (prompt, 200), tmp_path)
-    assert ids == greedy_ids(model, prompt, 200)
+    ids = run(page, GREEDY % (prompt, 1000), tmp_path)
+    assert ids == greedy_ids(model, prompt, 1000)
 
 
 def test_the_page_computes_with_the_quantized_weights(tmp_path):
@@ -132,10 +134,40 @@ def split_by(tokenizer: Tokenizer, pattern: str) -> Tokenizer:
     return Tokenizer({**tokenizer.document, "pre_tokenizer": steps}, END_OF_TEXT)
 
 
+@pytest.mark.parametrize("chats", [False, True])
+def test_the_page_continues_a_text_as_the_sampler(chats, tokenizer, tmp_path):
+    """Of a model of tokens, and a conversation, whose prompt the page encodes by itself."""
+    tokenizer = Tokenizer(tokenizer.document, END_OF_TEXT, chats=chats)
+    config = Config(n_layer=2, n_head=2, n_embd=32, block_size=64)
+    model = lively(config, vocabulary_size=len(tokenizer))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    page = page_of(model, weights, tokenizer, "a model", {})
+    if chats:
+        prompt = Chat(model, tokenizer).fit([Message("user", "How are you?")], 1).ids
+        code = (
+            """tokenizer.encodeConversation([{role: "user", content: "How are you?"}], 64, 1).ids"""
+        )
+    else:
+        prompt = encode_prompt(tokenizer, "How are you?", 64)
+        code = """tokenizer.encode("How are you?")"""
+    assert run(page, GREEDY % (code, 1000), tmp_path) == greedy_ids(model, prompt, 1000)
+
+
+def random_strings(count: int) -> list[str]:
+    """Texts of characters that expressions put into different classes."""
+    characters = (
+        "aZé\u0301ßЖ漢かไहि٣①½19 \t\n\r\x0b\x85\xa0\u2028\u200b\u3000\ufeff'’.,!_-<|>s🙂\u200d"
+    )
+    generator = random.Random(7)
+    return [
+        "".join(generator.choices(characters, k=generator.randint(1, 40))) for _ in range(count)
+    ]
+
+
 @pytest.mark.parametrize("pattern", [GPT2, QWEN35], ids=["GPT-2", "Qwen3.5"])
 def test_the_page_encodes_text_as_the_library(pattern, tokenizer, text, tmp_path):
     tokenizer = split_by(tokenizer, pattern)
-    strings = [*STRINGS, text[-2000:]]
+    strings = [*STRINGS, *random_strings(600), text[-2000:]]
     page = page_of(lively(), {}, tokenizer, "a model", {})
     code = f"{json.dumps(strings)}.map((text) => tokenizer.encode(text))"
     encodings = published_tokenizer(tokenizer.document).encode_batch(
@@ -159,6 +191,34 @@ def test_the_page_reads_a_conversation_as_the_chat(tokenizer, tmp_path):
     prompt = Chat(model, tokenizer).fit([Message(**message) for message in messages], 20)
     assert prompt.n_dropped == 2
     assert conversation == {"ids": prompt.ids, "nDropped": 2}
+
+
+def test_an_instruction_stays_in_a_conversation_on_the_page(tokenizer, tmp_path):
+    tokenizer = Tokenizer(tokenizer.document, END_OF_TEXT, chats=True)
+    model = lively(Config(n_layer=1, n_head=1, n_embd=8, block_size=64))
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "How are you? " * 3},
+        {"role": "assistant", "content": "I am well."},
+        {"role": "user", "content": "And now?"},
+    ]
+    page = page_of(model, {}, tokenizer, "a model", {})
+    code = f"tokenizer.encodeConversation({json.dumps(messages)}, 64, 20)"
+    prompt = Chat(model, tokenizer).fit([Message(**message) for message in messages], 20)
+    assert prompt.n_dropped == 2
+    assert run(page, code, tmp_path) == {"ids": prompt.ids, "nDropped": 2}
+
+
+def test_the_page_draws_from_the_likeliest_alone(tmp_path):
+    page = page_of(lively(), {}, LETTERS, "a model", {})
+    code = """[[2, 1], [0, 0.6], [0, 0.01]].map(([topK, topP]) => {
+        const logits = [0.1, 0.4, 0.3, 0.2].map(Math.log);
+        const random = randomBy(1);
+        const settings = {temperature: 1, topK, topP};
+        const ids = Array.from({length: 100}, () => draw(logits, settings, random));
+        return [...new Set(ids)].sort();
+    })"""
+    assert run(page, code, tmp_path) == [[1, 2], [1, 2], [1]]
 
 
 def test_the_page_names_characters_that_the_model_lacks(tmp_path):
