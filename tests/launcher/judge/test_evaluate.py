@@ -143,8 +143,8 @@ def test_two_models_are_compared_by_the_same_passages(edited):
     """What both find hard is no difference."""
     parts = documents(50, 1)
     worse = [replace(part, nats=part.nats + 0.05 * part.size) for part in parts]
-    directory = edited(text="abc " * 3)
-    first, second = (replace(directory, parts=some) for some in (parts, worse))
+    evaluation_ = edited(text="abc " * 3)
+    first, second = (replace(evaluation_, parts=some) for some in (parts, worse))
     difference = second.facts(first)["less the first"]
     bits, low, high = map(float, re.findall(r"-?\d\.\d+", difference))
     assert bits == pytest.approx(0.05 / math.log(2), abs=1e-3)

@@ -129,15 +129,15 @@ def test_an_empty_sample_copies_nothing(samples, copied):
 def test_what_a_model_prints_is_only_logged(edited, capfd, caplog):
     caplog.set_level(logging.INFO, "launcher")
     loud = f"{JUDGED} and print('bits per byte  0.001', flush=True)"
-    directory = edited(insert_after(EMBEDDED, loud), text="abc " * 3)
+    evaluated = edited(insert_after(EMBEDDED, loud), text="abc " * 3)
     assert capfd.readouterr() == ("", "")
     assert "the model's process: bits per byte  0.001" in caplog.messages
-    assert directory.size == 9
+    assert evaluated.size == 9
 
 
 def test_huge_logits_give_an_infinite_perplexity(edited):
-    directory = edited((HEAD, f"{HEAD}\n        logits = logits * 1e30"))
-    assert (directory.perplexity, directory.bits_per_byte > 1e9) == (math.inf, True)
+    evaluated = edited((HEAD, f"{HEAD}\n        logits = logits * 1e30"))
+    assert (evaluated.perplexity, evaluated.bits_per_byte > 1e9) == (math.inf, True)
 
 
 def test_a_text_without_an_interval_is_said_to_be_short(edited, capfd):
@@ -147,8 +147,8 @@ def test_a_text_without_an_interval_is_said_to_be_short(edited, capfd):
 
 
 def test_short_documents_are_the_parts_of_a_text(edited):
-    directory = edited(text="abc " * 12)
-    assert (len(directory.parts), directory.unit) == (12, "documents")
+    evaluated = edited(text="abc " * 12)
+    assert (len(evaluated.parts), evaluated.unit) == (12, "documents")
 
 
 def test_an_evaluation_that_cannot_be_kept_is_still_given(edited, caplog):

@@ -173,26 +173,24 @@ def test_a_stopped_job_is_exported_by_its_script(edited, cli):
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_each_edit_is_sampled_and_started_from(edit, write, cli, tmp_path):
-    model_directory = write(*EDITS[edit], **({"softcap": 3.0} if edit == "hyperparameter" else {}))
-    assert model_directory.why
+    artefact = write(*EDITS[edit], **({"softcap": 3.0} if edit == "hyperparameter" else {}))
+    assert artefact.why
     arguments = ("--prompt", "abc", "--max-new-tokens", "60", "--temperature", "0")
     ran = cli(
         "fetch-and-sample",
-        model_directory.directory,
+        artefact.directory,
         "--entry-point",
-        model_directory.folder,
+        artefact.folder,
         arguments,
     )
-    assert ran.out == greedy(model_directory.model, VOCABULARY, "abc", 60), ran.err
-    config = model_directory.module.make_config(
-        model_directory.module.starting_values(model_directory.directory, {})
-    )
-    started = model_directory.module.GPT(config, len(VOCABULARY)).eval()
-    model_directory.module.load_pretrained(started, model_directory.directory)
+    assert ran.out == greedy(artefact.model, VOCABULARY, "abc", 60), ran.err
+    config = artefact.module.make_config(artefact.module.starting_values(artefact.directory, {}))
+    started = artefact.module.GPT(config, len(VOCABULARY)).eval()
+    artefact.module.load_pretrained(started, artefact.directory)
     ids = torch.arange(11)[None]
-    assert torch.equal(started(ids), model_directory.model(ids))
-    with pytest.raises(ConfigError, match=model_directory.module.SCRIPT_SHA256[:12]):
-        starting_values(model_directory.directory, {})
+    assert torch.equal(started(ids), artefact.model(ids))
+    with pytest.raises(ConfigError, match=artefact.module.SCRIPT_SHA256[:12]):
+        starting_values(artefact.directory, {})
 
 
 OF_KERNELS = ("QUERIES_AT_ONCE = 256", "QUERIES_AT_ONCE = 128")
@@ -206,9 +204,9 @@ OF_WIDTH = ("8 * round(self.n_embd / 3)", "4 * self.n_embd")
 )
 def test_the_package_computes_the_same_model_alone(edit, packaged, write, home):
     """As it is faster, and only then, if the folder is there."""
-    directory = write(edit)
-    keep_source(Source.read(directory.folder), launching.settings_of(home))
-    assert isinstance(load_model(directory.directory)[0], GPT) is packaged
+    artefact = write(edit)
+    keep_source(Source.read(artefact.folder), launching.settings_of(home))
+    assert isinstance(load_model(artefact.directory)[0], GPT) is packaged
 
 
 @pytest.mark.parametrize(("edit", "of_model"), [(OF_KERNELS, True), (OF_SCHEDULE, False)])
@@ -235,9 +233,9 @@ def test_the_package_computes_qwen3_without_the_folder(edit, of_model, write, ca
     ],
 )
 def test_models_unlike_qwen3_are_marked_edited(edit, why, write):
-    directory = write(edit)
-    assert why in directory.why
-    config = json.loads((directory.directory / "config.json").read_text())
+    artefact = write(edit)
+    assert why in artefact.why
+    config = json.loads((artefact.directory / "config.json").read_text())
     assert config["model_type"] == "sm-nanogpt-edited"
 
 
@@ -247,14 +245,14 @@ OTHER_ACTIVATION = (ACTIVATION, "activation = staticmethod(F.gelu)")
 def test_an_activation_known_to_qwen3_stays_loadable(write):
     import transformers
 
-    directory = write(OTHER_ACTIVATION)
-    assert directory.why == ""
-    assert json.loads((directory.directory / "config.json").read_text())["hidden_act"] == "gelu"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory.directory)
+    artefact = write(OTHER_ACTIVATION)
+    assert artefact.why == ""
+    assert json.loads((artefact.directory / "config.json").read_text())["hidden_act"] == "gelu"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(artefact.directory)
     ids = torch.arange(11)[None]
     with torch.inference_mode():
         expected = theirs(ids).logits
-        torch.testing.assert_close(expected, directory.model(ids), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(expected, artefact.model(ids), atol=1e-4, rtol=1e-4)
 
 
 def test_another_activation_needs_its_script(write, cli):
