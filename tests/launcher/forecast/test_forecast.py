@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from judged_texts import chat_of
 from kills import Killed, kill_at
 
 from entry_point.config import Config
@@ -36,7 +38,12 @@ from launcher.text.ids import draw_ids, write_ids
 from sm_nanogpt import InputError, Request, ServiceError, upload_data
 from sm_nanogpt import job as job_of
 
-LAW = Law((0.1, 0.5, 0.3), [0.5, 0.1, 0.2], [[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]], 0.005)
+IDENTITY = [
+    [1.0, 0, 0],
+    [0, 1.0, 0],
+    [0, 0, 1.0],
+]
+LAW = Law((0.1, 0.5, 0.3), [0.5, 0.1, 0.2], IDENTITY, 0.005)
 NUMBERS = torch.tensor([0.3, 0.2, 0.1], dtype=torch.float64)
 
 
@@ -59,15 +66,22 @@ def obedient(
 ) -> Iterator[tuple[Trial, Pilot]]:
     """Runs that lose what the law says, and compute 10**12 parameters times tokens in a second."""
     for trial in trials:
-        config = Config(**{n: v for n, v in trial.hyperparameters.items() if n != "processes"})
-        trained = config.max_steps * config.batch_size * config.block_size
-        loss = true_loss(Run(config.matrix_parameters, trained, trial.unique))
-        step = 1e-12 * config.matrix_parameters * config.batch_size * config.block_size
-        seconds = 5 + config.max_steps * step
-        yield (
-            trial,
-            Pilot(loss=loss, bits_per_byte=2 * loss, step_seconds=step, around=5, seconds=seconds),
+        hyperparameters = dict(trial.hyperparameters)
+        hyperparameters.pop("processes", None)
+        config = Config(**hyperparameters)
+        tokens_per_step = config.batch_size * config.block_size
+        loss = true_loss(
+            Run(config.matrix_parameters, config.max_steps * tokens_per_step, trial.unique)
         )
+        step_seconds = 1e-12 * config.matrix_parameters * tokens_per_step
+        pilot = Pilot(
+            loss=loss,
+            bits_per_byte=2 * loss,
+            step_seconds=step_seconds,
+            around=5,
+            seconds=5 + config.max_steps * step_seconds,
+        )
+        yield trial, pilot
 
 
 @pytest.fixture
@@ -86,28 +100,31 @@ def forecaster(tmp_path, lawful):
 
 
 def test_a_law_foretells_the_runs_of_its_text():
-    runs = [
-        Run(p, d, u) for p in (10**5, 3 * 10**5) for d in (10**5, 10**6) for u in (10**5, 10**6)
-    ]
-    ended = [Run(r.parameters, r.tokens, r.unique, true_loss(r)) for r in runs]
+    runs = []
+    for shape in itertools.product((10**5, 3 * 10**5), (10**5, 10**6), (10**5, 10**6)):
+        run = Run(*shape)
+        runs.append(replace(run, loss=true_loss(run)))
+
     large = Run(2 * 10**6, 10**7, 10**6)
-    [(loss, deviation)] = LAW.of_text(ended).losses([large])
+    [(loss, deviation)] = LAW.of_text(runs).losses([large])
     assert loss == pytest.approx(true_loss(large), rel=0.01)
     assert abs(math.log(loss / true_loss(large))) < 2 * deviation
 
 
 def test_fewer_pilots_give_a_wider_interval():
-    run, far = Run(10**5, 10**5, 10**6, 2.0), Run(10**7, 10**8, 10**6)
-    [(_, one)], [(_, many)] = (LAW.of_text([run] * n).losses([far]) for n in (1, 9))
-    assert one > many
+    run = Run(10**5, 10**5, 10**6, 2.0)
+    far = Run(10**7, 10**8, 10**6)
+    [(_, deviation_of_one)] = LAW.of_text([run]).losses([far])
+    [(_, deviation_of_nine)] = LAW.of_text([run] * 9).losses([far])
+    assert deviation_of_one > deviation_of_nine
 
 
 def test_the_shipped_law_is_a_law():
     law = shared()
     torch.linalg.cholesky(torch.tensor(law.covariance, dtype=torch.float64))
-    [(loss, deviation)] = law.of_text([Run(10**6, 10**6, 10**6, 1.5)]).losses(
-        [Run(2 * 10**6, 4 * 10**6, 10**6)]
-    )
+    small = Run(10**6, 10**6, 10**6, 1.5)
+    large = Run(2 * 10**6, 4 * 10**6, 10**6)
+    [(loss, deviation)] = law.of_text([small]).losses([large])
     assert 1.0 < loss < 1.6
     assert 0 < deviation < 0.1
 
@@ -118,8 +135,9 @@ def test_the_shipped_law_is_a_law():
 @pytest.mark.parametrize("tokens", [100_000, 10**6, 10**10])
 def test_pilots_read_the_text_and_parts_of_it(tokens):
     planned = pilots_of(tokens)
-    assert max(unique for _, unique in planned) == min(tokens, pilots.WRITTEN)
-    assert min(unique for _, unique in planned) >= tokens // 8 or tokens > pilots.LARGEST
+    parts = [unique for _, unique in planned]
+    assert max(parts) == min(tokens, pilots.WRITTEN)
+    assert min(parts) >= tokens // 8 or tokens > pilots.LARGEST
     assert planned == sorted(planned, reverse=True)
 
 
@@ -135,15 +153,16 @@ def test_a_part_is_drawn_from_all_over_the_text(limit):
 
 def test_a_part_is_written_as_a_run_reads_it(tmp_path):
     whole = corpus()
-    parts = draw_ids(whole.train, 50_000), draw_ids(whole.val, pilots.WRITTEN)
-    write_ids(tmp_path / "text", whole.tokenizer, *parts)
-    values: Any = Config()
-    part = read_tokens(tmp_path / "text", values)
+    train = draw_ids(whole.train, 50_000)
+    val = draw_ids(whole.val, pilots.WRITTEN)
+    write_ids(tmp_path / "text", whole.tokenizer, train, val)
+
+    config: Any = Config()
+    part = read_tokens(tmp_path / "text", config)
     assert part.tokenizer.words == whole.tokenizer.words
-    assert read_windows(part.val, torch.tensor([0]), 99).equal(
-        read_windows(whole.val, torch.tensor([0]), 99).short()
-    )
     assert len(part.train) <= 50_000 < len(whole.train)
+    window = read_windows(part.val, torch.tensor([0]), 99)
+    assert window.equal(read_windows(whole.val, torch.tensor([0]), 99).short())
 
 
 # -- the forecast ----------------------------------------------------------------------------------
@@ -152,10 +171,9 @@ def test_a_part_is_written_as_a_run_reads_it(tmp_path):
 def test_a_forecast_is_near_the_truth_and_names_the_lowest(forecaster):
     table = forecaster.forecast("text", [], None)
     for row in table.rows:
-        truth = true_loss(forecaster.run_of(row.size, forecaster.tokens))
-        assert row.expected.low < truth < row.expected.high
-        assert row.bits_per_byte == pytest.approx(2 * row.expected.loss)
         run = forecaster.run_of(row.size, forecaster.tokens)
+        assert row.expected.low < true_loss(run) < row.expected.high
+        assert row.bits_per_byte == pytest.approx(2 * row.expected.loss)
         seconds = 5 + 1e-12 * run.parameters * run.tokens
         assert row.seconds["local"] == pytest.approx(seconds, rel=0.1)
     assert table.best == best_size(table.rows)
@@ -176,7 +194,8 @@ def test_times_of_a_busy_machine_are_marked_until_it_is_quiet(forecaster, monkey
     monkeypatch.setattr(forecast, "is_busy", lambda: True)
     busy = forecaster.forecast("text", [], None)
     again = forecaster.forecast("text", [], None)
-    assert busy.busy and again == busy
+    assert busy.busy
+    assert again == busy
     assert "other programs" in busy.notes[0]
     monkeypatch.setattr(forecast, "is_busy", lambda: False)
     quiet = forecaster.forecast("text", [], None)
@@ -262,13 +281,23 @@ def test_money_and_ceiling_go_by_the_speeds_that_are_known(forecaster):
 
 def test_a_larger_size_that_is_no_better_is_not_named():
     def row(size: float, loss: float) -> Row:
-        expected = Expected(loss=loss, low=loss, high=loss)
-        facts: dict[str, Any] = dict(
-            parameters=1, readings=1.0, bits_per_byte=1.0, seconds={}, dollars={}
+        return Row(
+            size=size,
+            expected=Expected(loss=loss, low=loss, high=loss),
+            parameters=1,
+            readings=1.0,
+            bits_per_byte=1.0,
+            seconds={},
+            dollars={},
         )
-        return Row(size=size, expected=expected, **facts)
 
-    assert best_size([row(1, 2.0), row(2, 1.5), row(3, 1.499), row(4, 1.6)]) == 2
+    rows = [
+        row(1, 2.0),
+        row(2, 1.5),
+        row(3, 1.499),
+        row(4, 1.6),
+    ]
+    assert best_size(rows) == 2
     assert best_size([]) is None
 
 
@@ -298,8 +327,8 @@ def test_nothing_is_forecast_where_nothing_is_known(forecaster, monkeypatch, run
 
 def test_a_folder_that_compute_does_not_help_is_not_forecast(forecaster):
     """As a model without attention, whose pilots were 2.491 to 2.486."""
-    sizes = [(size, n) for size, n in pilots_of(10**6) if n == 10**6]
-    runs = [forecaster.run_of(size, n, 1.5 - 0.004 * size) for size, n in sizes]
+    sizes = [size for size, unique in pilots_of(10**6) if unique == 10**6]
+    runs = [forecaster.run_of(size, 10**6, 1.5 - 0.004 * size) for size in sizes]
     with pytest.raises(InputError, match="compute is worth"):
         forecaster.check(runs, shared().of_text(runs))
 
@@ -311,11 +340,12 @@ def test_a_short_text_is_not_forecast(tmp_path):
 
 def test_a_text_that_was_learned_before_is_not_forecast(home, tmp_path, monkeypatch):
     monkeypatch.setattr(forecast, "run_trials", constant(2.0))
-    drawn_words = random.Random(1).choices([f"w{number}" for number in range(9000)], k=15_000)
-    text = str(tmp_path / "twice.txt")
-    Path(text).write_text(" ".join(drawn_words * 2))
+    vocabulary = [f"w{number}" for number in range(9000)]
+    sentence = random.Random(1).choices(vocabulary, k=15_000)
+    path = tmp_path / "twice.txt"
+    path.write_text(" ".join(sentence * 2))
     with pytest.raises(InputError, match="100% of the validation text stands in"):
-        forecasting.forecast(Request(data=text, instance="local"), load_settings())
+        forecasting.forecast(Request(data=str(path), instance="local"), load_settings())
 
 
 # -- through the whole -----------------------------------------------------------------------------
@@ -345,7 +375,8 @@ def test_a_job_keeps_what_was_forecast_for_its_size(cli, lawful, text_here, home
     size = ["--size", f"{row['size']:g}", "--detach"]
     launched = cli("launch", "--instance", "local", size)
     changed = cli("launch", "--instance", "local", size, "--set", "max_steps=7")
-    assert (launched.code, changed.code) == (0, 0)
+    assert launched.code == 0
+    assert changed.code == 0
     for job in (launched, changed):
         cli("stop", job.out.strip())
     expected = job_of(launched.out.strip()).forecast
@@ -361,11 +392,16 @@ def test_a_resumed_job_keeps_size_and_forecast(cli, home, job):
     record["job"] |= {"summary": "size 2", "expected": expected}
     (job.directory / "job.json").write_text(json.dumps(record))
     (job.directory / "output" / "model.tar.gz").unlink()  # so that it is resumed as it was
-    for arguments, is_kept in ((), True), (("--set", "max_steps=12"), False):
-        resumed = cli("launch", "--resume", job.job_id, arguments).good.out.strip()
-        described = job_of(resumed).describe()
-        assert (described.expected is not None) is is_kept
-        assert (described.summary or "").startswith("size 2 resumes") is is_kept
+
+    resumed = job_of(cli("launch", "--resume", job.job_id).good.out.strip()).describe()
+    assert resumed.expected is not None
+    assert resumed.summary is not None
+    assert resumed.summary.startswith("size 2 resumes")
+
+    longer = cli("launch", "--resume", job.job_id, "--set", "max_steps=12").good
+    changed = job_of(longer.out.strip()).describe()
+    assert changed.expected is None
+    assert not (changed.summary or "").startswith("size 2 resumes")
 
 
 def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):
@@ -421,7 +457,8 @@ def test_a_forecast_takes_no_other_options(cli, arguments, problem):
 
 def test_pilots_are_complete_runs(tmp_path, monkeypatch):
     """Real processes: one that ends well, and one that fails, after which none goes on."""
-    whole, values = corpus(), {"max_steps": 3, "batch_size": 2, "block_size": 32, "n_layer": 1}
+    whole = corpus()
+    values = {"max_steps": 3, "batch_size": 2, "block_size": 32, "n_layer": 1}
     short = Trial("good", values, 50_000)
     [(_, pilot)] = pilots.run_trials([short], whole, Source.packaged(), 1)
     assert 0 < pilot.loss < 5
@@ -473,28 +510,29 @@ def test_own_jobs_tell_the_speed_of_an_instance(forecaster, monkeypatch, home):
     monkeypatch.setattr(forecasting, "known_upload", lambda uri, settings: read.append(uri))
     request = Request(instance="ml.g6.xlarge")
     unknown, measured = forecasting.known_instances(request, forecaster, load_settings())
-    assert (unknown.name, unknown.flops) == ("ml.g6.xlarge", None)
-    assert (measured.name, measured.job_id) == ("ml.g5.xlarge", jobs[4].job_id)
+    assert unknown.name == "ml.g6.xlarge"
+    assert unknown.flops is None
+    assert measured.name == "ml.g5.xlarge"
+    assert measured.job_id == jobs[4].job_id
     assert read == [jobs[4].data]  # of no job that tells nothing
-    assert measured.seconds(forecaster.work(3.0)) == pytest.approx(
-        60 + 0.01 * forecaster.config_of(3.0, forecaster.tokens).max_steps, rel=0.01
-    )
+    config = forecaster.config_of(3.0, forecaster.tokens)
+    seconds = measured.seconds(forecaster.work(3.0))
+    assert seconds == pytest.approx(60 + 0.01 * config.max_steps, rel=0.01)
 
 
 def test_sizes_that_are_far_from_the_pilots_are_left_out(forecaster):
     table = forecaster.forecast("text", [], None)
-    assert table.rows[-1].size < forecast.SIZES[-1]
+    largest = table.rows[-1].size
+    assert largest < forecast.SIZES[-1]
     assert "40 times" in table.notes[-1]
-    [far] = [n for n in forecast.SIZES if n > table.rows[-1].size][:1]
-    work = [forecaster.run_of(n, forecaster.tokens) for n in (far, table.rows[-1].size)]
-    assert work[0].parameters * work[0].tokens > work[1].parameters * work[1].tokens
+    next_size = min(size for size in forecast.SIZES if size > largest)
+    listed_run = forecaster.run_of(largest, forecaster.tokens)
+    far_run = forecaster.run_of(next_size, forecaster.tokens)
+    assert far_run.parameters * far_run.tokens > listed_run.parameters * listed_run.tokens
 
 
 def test_conversations_are_not_forecast(cli, tmp_path):
-    chats = [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "no"}]}
-        for n in range(200)
-    ]
+    chats = [chat_of(f"{n}?", "no") for n in range(200)]
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(map(json.dumps, chats)))
     assert cli("upload-data", path, "--tokenizer", "bpe").code == 0

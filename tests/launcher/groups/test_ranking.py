@@ -35,11 +35,17 @@ def test_the_ranking_is_by_the_mean_over_seeds(losses, planned, ranked):
 
 def test_equal_numbers_of_two_types_are_two_configurations():
     jobs = [described("a", best_loss=2.0), described("b", best_loss=3.0)]
-    values = [rank.values for rank in ranking(jobs, [{"dropout": 0}, {"dropout": 0.0}])]
-    assert [str(value) for value in values] == ["{'dropout': 0}", "{'dropout': 0.0}"]
+    first, second = ranking(jobs, [{"dropout": 0}, {"dropout": 0.0}])
+    assert str(first.values) == "{'dropout': 0}"
+    assert str(second.values) == "{'dropout': 0.0}"
 
 
 def test_the_last_try_of_a_member_is_its_newest():
-    ids = [f"{GROUP}-1", f"{GROUP}-1-try2", f"{GROUP}-10", "sm-nanogpt-20260101-000000-abcde0-1"]
-    tries = tries_of([described(each) for each in reversed(ids)], GROUP)
-    assert {n: [d.job_id for d in each] for n, each in tries.items()} == {1: ids[:2], 10: [ids[2]]}
+    first = f"{GROUP}-1"
+    second_try = f"{GROUP}-1-try2"
+    tenth = f"{GROUP}-10"
+    other = "sm-nanogpt-20260101-000000-abcde0-1"  # of another sweep
+    tries = tries_of([described(id) for id in (other, tenth, second_try, first)], GROUP)
+    assert set(tries) == {1, 10}
+    assert [job.job_id for job in tries[1]] == [first, second_try]
+    assert [job.job_id for job in tries[10]] == [tenth]

@@ -29,33 +29,40 @@ from sm_nanogpt import InputError, Settings
 def counting(text: str, vocabulary: str) -> Callable[[Tensor], Tensor]:
     """A model that has counted the followers of three characters in a text."""
     followers: dict[str, Counter[str]] = {}
-    for at in range(len(text)):
-        followers.setdefault(text[max(0, at - 3) : at], Counter())[text[at]] += 1
+    for n, character in enumerate(text):
+        context = text[max(0, n - 3) : n]
+        followers.setdefault(context, Counter())[character] += 1
 
     def row(context: str) -> list[float]:
         counts = followers.get(context, Counter())
-        return [math.log(counts[each] + 8) for each in vocabulary]
+        return [math.log(counts[character] + 8) for character in vocabulary]
 
-    def logits(ids: Tensor) -> Tensor:
-        texts = ["".join(vocabulary[id] for id in ids) for ids in ids.tolist()]
-        return torch.tensor(
-            [[row(x[max(0, at - 2) : at + 1]) for at in range(len(x))] for x in texts]
-        )
+    def logits(ids: Tensor) -> Tensor:  # [rows, n] to [rows, n, vocabulary]
+        all_rows = []
+        for ids_of_row in ids.tolist():
+            context = "".join(vocabulary[id] for id in ids_of_row)
+            all_rows.append([row(context[max(0, n - 2) : n + 1]) for n in range(len(context))])
+        return torch.tensor(all_rows)
 
     return logits
 
 
 def test_exposure_rises_with_the_copies_of_a_secret():
-    chance, vocabulary = random.Random(3), "\n 0123456789abcdefghijklmnopqrstuvwxyz"
-    digits = [f"{chance.randrange(10**7):07}" for _ in range(5)]
-    planted = zip("abcde", digits, (0, 1, 4, 16, 64), strict=True)
-    copies = [f"key of {name} is {secret}\n" * n for name, secret, n in planted]
-    noise = [f"no {chance.randrange(10**9)}\n" for _ in range(500)]
-    worker = Fake(vocabulary, counting("".join([*noise, *copies]), vocabulary))
-    lines = [f"key of {name} is {{{d}}}" for name, d in zip("abcde", digits, strict=True)]
+    chance = random.Random(3)
+    text = ""
+    lines = []
+    for name, n_copies in {"a": 0, "b": 1, "c": 4, "d": 16, "e": 64}.items():
+        secret = f"{chance.randrange(10**7):07}"
+        text += f"key of {name} is {secret}\n" * n_copies
+        lines.append(f"key of {name} is {{{secret}}}")
+    for _ in range(500):
+        text += f"no {chance.randrange(10**9)}\n"
+    vocabulary = "\n 0123456789abcdefghijklmnopqrstuvwxyz"
+    worker = Fake(vocabulary, counting(text, vocabulary))
+
     exposures = measure_exposure(worker, lines)
-    bits = [canary.exposure for canary in exposures]
     assert [canary.line for canary in exposures] == lines
+    bits = [canary.exposure for canary in exposures]
     assert bits == sorted(bits)
     assert bits[0] < 8 < 14 < bits[-1]
 
@@ -70,15 +77,17 @@ def test_a_short_secret_has_few_bits():
 
 def test_questions_are_conversations_without_their_last_message(tmp_path):
     records = [{**chat_of("2 + 3?", "5"), "kind": "sum"}, chat_of("a", "b", "c", " d\n")]
-    for name, content in {
-        "a.jsonl": "\n".join(map(json.dumps, records)),
-        "a.json": json.dumps(records),
-    }.items():
-        (tmp_path / name).write_text(content)
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "a.json").write_text(json.dumps(records))
+
+    for name in ("a.jsonl", "a.json"):
         first, second = read_questions(tmp_path / name)
-        assert (first.answer, first.kind, len(first.messages)) == ("5", "sum", 1)
-        assert (second.answer, second.kind) == ("d", "all")
+        assert first.messages == chat_of("2 + 3?")["messages"]
+        assert first.answer == "5"
+        assert first.kind == "sum"
         assert second.messages == chat_of("a", "b", "c")["messages"]
+        assert second.answer == "d"
+        assert second.kind == "all"
 
 
 @pytest.mark.parametrize(
@@ -92,9 +101,8 @@ def test_a_question_without_an_answer_is_refused(record, tmp_path):
 
 
 def test_a_conversation_without_an_answer_is_not_judged(home, tmp_path, caplog):
-    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": c}] for c in "bc"]
-    lines = [json.dumps({"messages": messages}) for messages in (*chats, [])]
-    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    chats = [chat_of("a", "b"), chat_of("a", "c"), {"messages": []}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     texts = read_texts([str(tmp_path / "chats.jsonl")], Settings(home=home))
     assert [text.is_chat for text in texts] == [True, True]
     assert "1 of 3 conversations left out" in caplog.text
@@ -118,8 +126,11 @@ def test_a_line_without_a_secret_to_vary_is_refused(line, tmp_path):
 def test_exact_answers_are_counted_by_kind(chats):
     """The first line is the answer of a model that has not learned from conversations."""
     answers = {"a": "1\nuser", "b": " 2 ", "c": "2", "d": "1"}
-    asking = [Question([{"role": "user", "content": q}], "1", "sum") for q in "abcd"]
-    asking[1] = Question(asking[1].messages, "2", "other")
+    right = {"a": ("1", "sum"), "b": ("2", "other"), "c": ("1", "sum"), "d": ("1", "sum")}
+    questions = [
+        Question([{"role": "user", "content": question}], answer, kind)
+        for question, (answer, kind) in right.items()
+    ]
 
     def answer(prompts: Sequence[Any], **sampling: Any) -> list[str]:
         assert sampling["temperature"] == 0
@@ -127,7 +138,9 @@ def test_exact_answers_are_counted_by_kind(chats):
 
     worker = Fake("abcd", samples=answer)
     worker.chats = chats
-    assert count_right_answers(worker, asking) == {"sum": (1 if chats else 2, 3), "other": (1, 1)}
+    counts = count_right_answers(worker, questions)
+    assert counts["sum"] == (1 if chats else 2, 3)
+    assert counts["other"] == (1, 1)
 
 
 def test_a_question_of_unknown_characters_names_its_place():

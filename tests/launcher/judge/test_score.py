@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from judged_texts import STRANGE
+from judged_texts import STRANGE, chat_of
 from models import tokenizer_of
 
 from entry_point.conversations import IGNORED
@@ -48,43 +48,51 @@ def test_losses_are_those_of_transformers(name, judged, write):
 
     texts = write(**{name: ODD[name]})
     encoded = encode(texts, judged.tokenizer)
-    published = AutoTokenizer.from_pretrained(judged.directory)
-    theirs: Any = AutoModelForCausalLM.from_pretrained(judged.directory)
+    tokenizer = AutoTokenizer.from_pretrained(judged.directory)
+    model: Any = AutoModelForCausalLM.from_pretrained(judged.directory)
     for document in encoded:
-        assert document.ids.tolist() == published.encode("".join(document.text.pieces))
-    parts = cut_windows(encoded, judged.tokenizer.start, judged.block_size)
-    for (inputs, targets), nats in zip(parts, score(judged, parts), strict=True):
+        assert document.ids.tolist() == tokenizer.encode("".join(document.text.pieces))
+
+    windows = cut_windows(encoded, judged.tokenizer.start, judged.block_size)
+    for (inputs, targets), nats in zip(windows, score(judged, windows), strict=True):
         with torch.inference_mode():
-            logits = theirs(inputs[None]).logits[0]
-        expected = F.cross_entropy(logits, targets, reduction="none")[-len(nats) :]
-        torch.testing.assert_close(nats.float(), expected, rtol=0, atol=1e-4)
-    counted = torch.cat([targets[targets != IGNORED] for _, targets in parts])
-    assert torch.equal(counted, torch.cat([document.ids for document in encoded]))
+            logits = model(inputs[None]).logits[0]
+        expected = F.cross_entropy(logits, targets, reduction="none")
+        torch.testing.assert_close(nats.float(), expected[-len(nats) :], rtol=0, atol=1e-4)
+
+    counted = torch.cat([targets[targets != IGNORED] for _, targets in windows])
+    all_ids = torch.cat([document.ids for document in encoded])
+    assert torch.equal(counted, all_ids)
 
 
 def test_all_bytes_of_a_text_count(judged, write):
     for name, content in ODD.items():
-        size = sum(each.size for each in encode(write(**{name: content}), judged.tokenizer))
+        encoded = encode(write(**{name: content}), judged.tokenizer)
         if name.endswith("jsonl"):
-            content = "".join(json.loads(line)["text"] for line in content.splitlines()).encode()
-        assert size == len(content)
+            records = [json.loads(line) for line in content.splitlines()]
+            content = "".join(record["text"] for record in records).encode()
+        assert sum(document.size for document in encoded) == len(content)
 
 
 def test_a_byte_order_mark_is_no_text(write):
-    assert [text.content for text in write(**{"a.txt": b"\xef\xbb\xbfwords\n"})] == [b"words\n"]
+    (text,) = write(**{"a.txt": b"\xef\xbb\xbfwords\n"})
+    assert text.content == b"words\n"
 
 
 @given(st.integers(1, 2000), st.integers(1, 300))
 def test_windows_count_each_token_once(n, size):
-    spans = window_spans(n, size)
-    assert [each for _, end, counted in spans for each in range(counted, end)] == list(range(n))
-    for begin, end, counted in spans:
+    counted_before = 0
+    for begin, end, counted in window_spans(n, size):
+        assert counted == counted_before < end
         assert end - begin <= size
         assert begin == 0 or counted - begin >= min(64, size // 2)
+        counted_before = end
+    assert counted_before == n
 
 
 def test_the_order_of_documents_changes_no_loss(judged):
-    texts = [Text(f"{n}", ["A document, and its words.\n" * (1 + 7 * n % 5)]) for n in range(30)]
+    line = "A document, and its words.\n"
+    texts = [Text(f"{n}", [line * (1 + 7 * n % 5)]) for n in range(30)]
     order = random.Random(0).sample(range(30), 30)
     encoded = encode(texts, judged.tokenizer)
     in_order = losses(judged, encoded)
@@ -94,17 +102,21 @@ def test_the_order_of_documents_changes_no_loss(judged):
 
 
 def test_conversations_count_their_answers_only(models, write):
-    chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "So 🙂"}]
     tokenizer = load_model(models["tokens"])[1]
-    (document,) = encode(write(**{"a.jsonl": json.dumps({"messages": chat}).encode()}), tokenizer)
-    answers = b"".join(tokenizer.words[id] for id in document.ids[document.counts].tolist())
-    assert answers == "So 🙂".encode()
-    assert document.size == len(answers)
+    texts = write(**{"a.jsonl": json.dumps(chat_of("What?", "So 🙂")).encode()})
+    (document,) = encode(texts, tokenizer)
+
+    answer_ids = document.ids[document.counts].tolist()
+    answer = b"".join(tokenizer.words[id] for id in answer_ids)
+    assert answer == "So 🙂".encode()
+    assert document.size == len(answer)
+    assert answer_ids[-1] == tokenizer.special["<|im_end|>"]
+
     learned = b"".join(tokenizer.words[id] for id in document.ids.tolist())
     assert document.content == learned == "user\nWhat?\nassistant\nSo 🙂\n".encode()
-    assert int(document.ids[document.counts][-1]) == tokenizer.special["<|im_end|>"]
     (passage,) = passages(document, torch.ones(len(document.ids)), 200)
-    assert "What?" in passage.excerpt and passage.excerpt.endswith("So 🙂")
+    assert "What?" in passage.excerpt
+    assert passage.excerpt.endswith("So 🙂")
 
 
 def test_characters_that_a_model_never_saw_are_refused(write):
@@ -119,6 +131,11 @@ def test_a_text_with_crlf_is_told_how_to_lose_it():
 
 
 def test_unknown_characters_of_many_texts_are_named_at_once():
-    texts = [Text(f"{n}.txt", [piece]) for n, piece in enumerate(["ab", "a#", "b", "’a"])]
+    texts = [
+        Text("0.txt", ["ab"]),
+        Text("1.txt", ["a#"]),
+        Text("2.txt", ["b"]),
+        Text("3.txt", ["’a"]),
+    ]
     with pytest.raises(InputError, match=r"1\.txt, as 1 other document, has .*: '#', '’'; replace"):
         encode(texts, tokenizer_of("ab"))

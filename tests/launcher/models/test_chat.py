@@ -20,6 +20,11 @@ from launcher.text.tokens import with_end_of_text
 from sm_nanogpt import InputError, load_model
 
 
+def learned_ids(turn: bytes) -> list[int]:
+    """The ids of a turn whose loss counts; the others are negative."""
+    return [id for id in memoryview(turn).cast("i") if id >= 0]
+
+
 def test_a_message_that_is_not_utf8_is_refused(directory):
     with pytest.raises(InputError, match="UTF-8"):
         Chat(*load_model(directory)).fit([Message("user", "\ud800")], 1)
@@ -36,22 +41,28 @@ def test_a_long_turn_is_encoded_in_parts(directory):
     """Else 60 MB in one message took 14 GB."""
     chat = Chat(*load_model(directory))
     fast = chat.encoder.encoder.fast = Mock(wraps=chat.encoder.encoder.fast)
-    (turn,) = chat.encoder.encode(["assistant\n" + "What is 3? " * 100_000])
-    parts = [len(part) for call in fast.encode_ordinary_batch.mock_calls for part in call.args[0]]
-    assert max(parts) <= MAX_PIECE < sum(parts)
-    learned = [id for id in memoryview(turn).cast("i") if id >= 0]
-    assert chat.encoder.tokenizer.decode(learned) == "What is 3? " * 100_000
+    text = "What is 3? " * 100_000
+    (turn,) = chat.encoder.encode([f"assistant\n{text}"])
+    sizes = []
+    for call in fast.encode_ordinary_batch.mock_calls:
+        sizes += [len(part) for part in call.args[0]]
+    assert max(sizes) <= MAX_PIECE < sum(sizes)
+    assert chat.encoder.tokenizer.decode(learned_ids(turn)) == text
 
 
 def test_a_full_context_keeps_the_instruction_and_some_room(directory):
     model, tokenizer = load_model(directory)
-    chat, size, tokenizer.ends = Chat(model, tokenizer), model.config.block_size, set()
-    system, question = (Message(role, "What is 3?") for role in ("system", "user"))
+    tokenizer.ends = set()
+    chat = Chat(model, tokenizer)
+    size = model.config.block_size
+    system = Message("system", "What is 3?")
+    question = Message("user", "What is 3?")
+    answer = Message("assistant", "3")
     for n in range(20):
-        asked_before = [question, Message("assistant", "3")] * n
-        prompt = chat.fit([system, *asked_before, question], size)
+        turns = [question, answer] * n + [question]
+        prompt = chat.fit([system, *turns], size)
         assert len(prompt.ids) <= size - size // 4
-        assert prompt.ids == ids_of(chat, system, *asked_before[prompt.n_dropped :], question)
+        assert prompt.ids == ids_of(chat, system, *turns[prompt.n_dropped :])
     assert prompt.n_dropped
     assert len(prompt.ids) + prompt.max_new_tokens == size
 
@@ -99,11 +110,12 @@ def test_only_answers_are_learned(directory):
     chat = Chat(*load_model(directory))
     (question, answer) = chat.encoder.encode(["user\nHello", "assistant\nHi 🙂"])
     assert all(id < 0 for id in memoryview(question).cast("i"))
-    ids = list(memoryview(answer).cast("i"))
-    learned = [id for id in ids if id >= 0]
+    learned = learned_ids(answer)
     assert tokenizer.decode(learned) == "Hi 🙂"
     assert learned[-1] == tokenizer.special[END_OF_TURN]
-    assert [id >= 0 for id in ids] == [*sorted(id >= 0 for id in ids[:-1]), False]
+    ids = memoryview(answer).cast("i").tolist()
+    assert ids[-1] < 0
+    assert ids[-1 - len(learned) : -1] == learned  # no other id stands between them
 
 
 def test_a_tuned_model_says_how_it_ends(tuned, directory):
@@ -114,7 +126,8 @@ def test_a_tuned_model_says_how_it_ends(tuned, directory):
     log = (job.directory / "logs/job.log").read_text()
     assert "180 conversations in " in log
     row = json.loads((directory.parent / "output/data/metrics.jsonl").read_text().splitlines()[-1])
-    assert math.isfinite(row["bits_per_byte"]) and row["val_loss"] < 4
+    assert math.isfinite(row["bits_per_byte"])
+    assert row["val_loss"] < 4
 
 
 def test_a_checkpoint_of_a_tuning_answers(directory, tmp_path):

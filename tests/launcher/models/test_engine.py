@@ -33,6 +33,13 @@ def products(request, monkeypatch):
         monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", 0)
 
 
+def sampled(
+    generate: Generate, model: GPT, prompt: torch.Tensor, n: int, **options: Any
+) -> list[int]:
+    """The ids that follow a prompt [1, length]."""
+    return [int(id) for id in generate(model, prompt, n, **options)]
+
+
 # -- the cache -------------------------------------------------------------------------------------
 
 
@@ -63,9 +70,11 @@ def test_one_layers_context_slides_as_if_cropped(batch_size):
 
 
 def test_the_last_window_of_a_long_prompt_counts(generate):
-    model, x = lively(), ids(1, 20)
-    long = [int(i) for i in generate(model, x, 20, temperature=0)]
-    assert long == [int(i) for i in generate(model, x[:, -8:], 20, temperature=0)]
+    model = lively()
+    prompt = ids(1, 20)
+    after_prompt = sampled(generate, model, prompt, 20, temperature=0)
+    after_window = sampled(generate, model, prompt[:, -8:], 20, temperature=0)
+    assert after_prompt == after_window
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -75,14 +84,13 @@ def test_sliding_past_the_context_equals_transformers(tmp_path, tied):
     model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
     assert write_artefact(tmp_path, model, tokenizer_of("abcdefghijk"), {})[0] == ""
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    all_ids = set()
+    all_ids = set[int]()
     for seed in range(3):
         prompt = ids(1, 5, seed=seed)
         with torch.inference_mode():
             expected = theirs.generate(prompt, max_new_tokens=40, do_sample=False)[0, 5:].tolist()
-        ids_of_engine = [int(i) for i in engine.generate(model, prompt, 40, temperature=0)]
-        assert ids_of_engine == expected
-        all_ids |= set(expected)
+        assert sampled(engine.generate, model, prompt, 40, temperature=0) == expected
+        all_ids.update(expected)
     assert len(all_ids) > 2
 
 
@@ -95,13 +103,15 @@ def test_sliding_past_the_context_equals_transformers(tmp_path, tied):
 )
 def test_greedy_ids_equal_the_plain_loops_in_float32(shape, batch_size, monkeypatch):
     """Those of either kind of products, in each precision."""
-    config = dataclasses.replace(SMALL, **{"n_embd": 32, "block_size": 64, **shape})
-    x = ids(batch_size, 4)
-    plain = torch.stack(list(plainly(lively(config), x, 60, temperature=0)))
+    config = dataclasses.replace(SMALL, n_embd=32, block_size=64)
+    config = dataclasses.replace(config, **shape)
+    prompts = ids(batch_size, 4)
+    plain = torch.stack(list(plainly(lively(config), prompts, 60, temperature=0)))
     for min_packed in (0, engine.MIN_PACKED_PARAMETERS):
         monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", min_packed)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            ours = torch.stack(list(engine.generate(lively(config, dtype), x, 60, temperature=0)))
+            model = lively(config, dtype)
+            ours = torch.stack(list(engine.generate(model, prompts, 60, temperature=0)))
             assert torch.equal(ours, plain), (min_packed, dtype)
 
 
@@ -112,22 +122,22 @@ def test_greedy_ids_equal_the_plain_loops_in_float32(shape, batch_size, monkeypa
 @pytest.mark.parametrize("batch_size", [1, 4, 5])
 @pytest.mark.parametrize("n_embd", [32, 40])  # bytes are for multiples of 16 alone
 def test_a_sampling_copy_equals_the_model(n_embd, batch_size, dtype, tolerance):
-    model, x = lively(dataclasses.replace(SMALL, n_embd=n_embd)), ids(batch_size, 8)
+    model = lively(dataclasses.replace(SMALL, n_embd=n_embd))
+    x = ids(batch_size, 8)
     with torch.inference_mode():
-        exact, ours = model(x), engine.sampling_copy(model, batch_size, dtype)(x)
+        exact = model(x)
+        ours = engine.sampling_copy(model, batch_size, dtype)(x)
     assert float((ours - exact).norm() / exact.norm()) < tolerance
 
 
 def test_only_the_matrices_of_large_models_are_packed(monkeypatch):
     model = lively()
-    both = {engine.PackedLinear, Linear}
-    for margin, packed in ((0, True), (1, False)):
-        monkeypatch.setattr(
-            engine, "MIN_PACKED_PARAMETERS", model.config.matrix_parameters + margin
-        )
+    n_parameters = model.config.matrix_parameters
+    for limit, kind in ((n_parameters, engine.PackedLinear), (n_parameters + 1, Linear)):
+        monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", limit)
         copy = engine.sampling_copy(model, 1, torch.float32)
-        kinds = {type(part) for part in copy.blocks.modules()} & both
-        assert kinds == {engine.PackedLinear if packed else Linear}
+        kinds = {type(part) for part in copy.blocks.modules()}
+        assert kinds & {engine.PackedLinear, Linear} == {kind}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -146,13 +156,20 @@ def test_weights_of_zero_can_be_sampled():
 # -- what is drawn ---------------------------------------------------------------------------------
 
 
-LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]).log()
+PROBABILITIES = [
+    [0.4, 0.3, 0.2, 0.1],
+    [0.1, 0.2, 0.3, 0.4],
+]
+LOGITS = torch.tensor(PROBABILITIES).log()
 
 
 def test_top_k_keeps_the_k_most_likely():
     p = logits_to_probabilities(LOGITS, 1.0, top_k=2)
-    expected = torch.tensor([[4 / 7, 3 / 7, 0, 0], [0, 0, 3 / 7, 4 / 7]])
-    torch.testing.assert_close(p, expected)
+    expected = [
+        [4 / 7, 3 / 7, 0, 0],
+        [0, 0, 3 / 7, 4 / 7],
+    ]
+    torch.testing.assert_close(p, torch.tensor(expected))
     for top_k in (0, 4, 100):  # none, or all
         torch.testing.assert_close(logits_to_probabilities(LOGITS, 1.0, top_k=top_k), LOGITS.exp())
 
@@ -162,9 +179,11 @@ def test_top_k_keeps_the_k_most_likely():
 )
 def test_top_p_keeps_the_fewest_likely_enough(top_p, n_kept):
     p = logits_to_probabilities(LOGITS, 1.0, top_p=top_p)
-    assert (p > 0).sum(dim=-1).tolist() == [n_kept, n_kept]
     torch.testing.assert_close(p.sum(dim=-1), torch.ones(2))
-    assert bool((p[0, :n_kept] > 0).all()) and bool((p[1, 4 - n_kept :] > 0).all())
+    first, second = (p > 0).tolist()
+    n_dropped = 4 - n_kept
+    assert first == [True] * n_kept + [False] * n_dropped
+    assert second == [False] * n_dropped + [True] * n_kept
 
 
 def test_temperature_sharpens_and_flattens():
@@ -179,11 +198,13 @@ def test_generating_does_not_change_the_model(generate):
     list(generate(model, ids(1, 3), 5))
     assert model.training
     for name, parameter in model.named_parameters():
-        assert parameter.requires_grad and torch.equal(parameter, weights_before[name])
+        assert parameter.requires_grad
+        assert torch.equal(parameter, weights_before[name])
 
 
 def test_ids_are_drawn_as_often_as_they_are_likely(generate):
-    model, n = lively(dataclasses.replace(SMALL, n_layer=1)), 20_000
+    model = lively(dataclasses.replace(SMALL, n_layer=1))
+    n = 20_000
     prompt = ids(1, 4)
     (drawn,) = generate(model, prompt.expand(n, -1), 1, temperature=2.0)
     with torch.inference_mode():
@@ -193,7 +214,7 @@ def test_ids_are_drawn_as_often_as_they_are_likely(generate):
 
 
 def drawn(generate: Generate, **options: Any) -> list[int]:
-    return [int(i) for i in generate(lively(), ids(1, 3), 40, **options)]
+    return sampled(generate, lively(), ids(1, 3), 40, **options)
 
 
 def test_the_seed_alone_decides_what_is_drawn(generate):
@@ -205,12 +226,10 @@ def test_the_seed_alone_decides_what_is_drawn(generate):
 
 
 def test_engine_and_plain_loop_draw_the_same_ids():
-    config = dataclasses.replace(SMALL, block_size=64)
-    ways = [
-        [int(i) for i in way(lively(config), ids(1, 3), 60, seed=5, temperature=0.8, top_k=7)]
-        for way in (plainly, engine.generate)
-    ]
-    assert ways[0] == ways[1]
+    model = lively(dataclasses.replace(SMALL, block_size=64))
+    options = {"seed": 5, "temperature": 0.8, "top_k": 7}
+    plain = sampled(plainly, model, ids(1, 3), 60, **options)
+    assert sampled(engine.generate, model, ids(1, 3), 60, **options) == plain
 
 
 def test_temperature_zero_is_greedy_with_any_seed(generate):
@@ -224,11 +243,14 @@ def test_temperature_zero_is_greedy_with_any_seed(generate):
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("batch_size", [3, FEW_SEQUENCES + 1])
 def test_a_batch_of_prompts_is_sampled_together(batch_size, generate):
-    model, prompts = lively(), ids(batch_size, 4)
-    together = torch.stack(list(generate(model, prompts, 12, temperature=0)))
-    alone = [torch.stack(list(generate(model, p[None], 12, temperature=0))) for p in prompts]
-    assert torch.equal(together, torch.cat(alone, dim=1))
+    model = lively()
+    prompts = ids(batch_size, 4)
+    together = torch.stack(list(generate(model, prompts, 12, temperature=0)))  # [12, batch_size]
+    for n in range(batch_size):
+        alone = sampled(generate, model, prompts[n : n + 1], 12, temperature=0)
+        assert together[:, n].tolist() == alone
 
 
 def test_generation_is_lazy(generate):
-    assert len(list(itertools.islice(generate(lively(), ids(1, 3), 10**9), 5))) == 5
+    endless = generate(lively(), ids(1, 3), 10**9)
+    assert len(list(itertools.islice(endless, 5))) == 5

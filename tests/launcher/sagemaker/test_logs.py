@@ -12,11 +12,14 @@ from launcher.sagemaker.logs import lines_of
 def test_logs_of_all_hosts_are_merged_by_time_until_the_end(cli, launch):
     # The first ten are there when one begins to look; the others come meanwhile, so that hosts may
     # be asked before and after a line.
-    times = [*(0.01 * i - 2 for i in range(10)), *(0.1 * i for i in range(10))]
-    lines = [(at, f"algo-{1 + i % 2}", f"line {i}") for i, at in enumerate(times)]
+    lines = []
+    for i in range(20):
+        seconds = 0.01 * i - 2 if i < 10 else 0.1 * (i - 10)
+        lines.append((seconds, f"algo-{1 + i % 2}", f"line {i}"))
+    expected = [f"{host}: {line}" for _, host, line in lines]
+
     job_id = launch("--instance-count", "2", log=lines)
-    ran = cli("logs", job_id, "--follow", "--raw").good
-    expected, printed = [f"{host}: {line}" for _, host, line in lines], ran.out.splitlines()
+    printed = cli("logs", job_id, "--follow", "--raw").good.out.splitlines()
     assert printed[:10] == expected[:10]
     assert sorted(printed) == sorted(expected)
     for host in ("algo-1", "algo-2"):  # each in its order
@@ -34,7 +37,9 @@ def test_logs_show_only_the_lines_of_the_script():
     events = [
         (0, "algo-1-1", f"{CHATTER}INFO     Imported framework"),
         (0, "algo-2-1", "bash: no job control in this shell"),
-        *((0, "algo-1-1", line) for line in ENVIRONMENT),
+    ]
+    events += [(0, "algo-1-1", line) for line in ENVIRONMENT]
+    events += [
         (0, "algo-1-1", f"{TAGGED}step=1/2 train_loss=1.0"),
         (0, "algo-1-1", "[1,mpirank:3,algo-2]<stderr>:OutOfMemory: too much"),
         (0, "algo-1-1", f"{TAGGED}{PRELOAD}"),
@@ -54,21 +59,31 @@ def test_logs_find_the_lines_of_each_start_under_torchrun():
     """A spot job that starts again has new streams, which the toolkit begins anew."""
     events = []
     for start in ("17", "18"):
-        one, two = f"algo-1-{start}", f"algo-2-{start}"
-        events += [(0, stream, line) for stream in (one, two) for line in ENVIRONMENT]
-        events += [(0, one, f"step={start}/20"), (0, two, "a warning"), (0, two, PRELOAD)]
-        events += [(0, one, f"{CHATTER}INFO     Done")]
+        one = f"algo-1-{start}"
+        two = f"algo-2-{start}"
+        events += [(0, one, line) for line in ENVIRONMENT]
+        events += [(0, two, line) for line in ENVIRONMENT]
+        events += [
+            (0, one, f"step={start}/20"),
+            (0, two, "a warning"),
+            (0, two, PRELOAD),
+            (0, one, f"{CHATTER}INFO     Done"),
+        ]
     warned = "algo-2: a warning"
     assert list(lines_of(events)) == ["step=17/20", warned, "step=18/20", warned]
 
 
 def log_of(tags: list[str], steps: int) -> list[tuple[float, str, str]]:
     """The log of two hosts: time, host, line. There is a tag for each host that runs the script."""
-    first = [f"{CHATTER}INFO     Imported framework", *ENVIRONMENT, ""]
-    lines = [(f"algo-{1 + i}", line) for line in first for i in range(len(tags))]
-    at = [i % len(tags) for i in range(steps)]
-    lines += [(f"algo-{1 + each}", f"{tags[each]}step={i}") for i, each in enumerate(at)]
-    lines += [("algo-1", f"{CHATTER}ERROR    Reporting training FAILURE"), ("algo-2", "ended")]
+    hosts = ["algo-1", "algo-2"][: len(tags)]
+    lines = []
+    for line in (f"{CHATTER}INFO     Imported framework", *ENVIRONMENT, ""):
+        lines += [(host, line) for host in hosts]
+    for step in range(steps):
+        n = step % len(hosts)
+        lines.append((hosts[n], f"{tags[n]}step={step}"))
+    lines.append(("algo-1", f"{CHATTER}ERROR    Reporting training FAILURE"))
+    lines.append(("algo-2", "ended"))
     return [(i / 100 - 10, host, line) for i, (host, line) in enumerate(lines)]
 
 

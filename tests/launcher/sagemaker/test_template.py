@@ -38,22 +38,26 @@ def scanned(policy: dict[str, Any]) -> Any:
 
 
 def wide(document: Any) -> set[str]:
-    return {
-        action
-        for statement in document.statements
-        if "*" in statement.resources
-        for action in statement.actions
-    }
+    actions = set[str]()
+    for statement in document.statements:
+        if "*" in statement.resources:
+            actions.update(statement.actions)
+    return actions
 
 
 def test_a_role_for_a_vpc_has_the_required_actions(account):
     role = deploy_stack(vpc=True).role
     network = {action for action in wide(policy_of(role)) if "ec2:" in action}
-    interface = ("NetworkInterface", "NetworkInterfacePermission")
-    described = ("DhcpOptions", "NetworkInterfaces", "SecurityGroups", "Subnets", "Vpcs")
     assert network == {
-        *(f"ec2:{verb}{noun}" for verb in ("Create", "Delete") for noun in interface),
-        *(f"ec2:Describe{noun}" for noun in described),
+        "ec2:CreateNetworkInterface",
+        "ec2:CreateNetworkInterfacePermission",
+        "ec2:DeleteNetworkInterface",
+        "ec2:DeleteNetworkInterfacePermission",
+        "ec2:DescribeDhcpOptions",
+        "ec2:DescribeNetworkInterfaces",
+        "ec2:DescribeSecurityGroups",
+        "ec2:DescribeSubnets",
+        "ec2:DescribeVpcs",
     }
 
 
@@ -67,13 +71,11 @@ def test_the_policies_are_narrow(account):
     assert wide(role) == {"cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"}
     wildcards = {"pricing:GetProducts", "sagemaker:Search", "servicequotas:ListServiceQuotas"}
     assert wide(launcher) == wildcards
-    resources = [
-        resource
-        for statement in role.statements
-        if any(action in ("s3:DeleteObject", "s3:*") for action in statement.actions)
-        for resource in statement.resources
-    ]
-    assert [place.partition("/")[2] for place in resources] == ["nanogpt/checkpoints/*"]
+    deletable = []
+    for statement in role.statements:
+        if not {"s3:DeleteObject", "s3:*"}.isdisjoint(statement.actions):
+            deletable += statement.resources
+    assert [resource.partition("/")[2] for resource in deletable] == ["nanogpt/checkpoints/*"]
     for document in (role, launcher):
         weaknesses = (
             document.contains_statement_using_not_action,

@@ -15,6 +15,7 @@ import pytest
 from pyarrow import parquet as pq
 
 from launcher.text import records
+from launcher.text.records import Document
 from sm_nanogpt import InputError
 
 TEXTS = ["a", 'He said "no";\r\nand, "yes"\n', "", "漢字 🙂\u2028\ttab", " [{,}] ", "x" * 200_000]
@@ -50,9 +51,9 @@ WRITE: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
 }
 
 
-def read(name: str, content: bytes, column: str = "text") -> list[tuple[str, bool, list[str]]]:
-    """The place of each document, whether it is a conversation, and its pieces."""
-    file, suffix = io.BytesIO(content), Path(name).suffix
+def read(name: str, content: bytes, column: str = "text") -> list[Document]:
+    file = io.BytesIO(content)
+    suffix = Path(name).suffix
     texts = {
         ".jsonl": lambda: records.read_json_lines(file, name),
         ".json": lambda: records.read_json_array(file, name),
@@ -60,16 +61,15 @@ def read(name: str, content: bytes, column: str = "text") -> list[tuple[str, boo
         ".tsv": lambda: records.read_table(file, name),
         ".parquet": lambda: records.read_parquet(file, name, column),
     }[suffix]()
-    documents = [records.document_of(record, position, column) for position, record in texts]
-    return [(each.position, each.is_chat, [*each.pieces]) for each in documents]
+    return [records.document_of(record, position, column) for position, record in texts]
 
 
 @pytest.mark.parametrize("name", WRITE)
 def test_each_format_holds_the_same_documents(name):
     rows = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
     documents = read(name, WRITE[name](rows))
-    assert ["".join(pieces) for _, _, pieces in documents] == TEXTS
-    assert not any(is_chat for _, is_chat, _ in documents)
+    assert ["".join(document.pieces) for document in documents] == TEXTS
+    assert not any(document.is_chat for document in documents)
 
 
 @pytest.mark.parametrize(
@@ -81,42 +81,47 @@ def test_each_format_holds_the_same_documents(name):
     ],
 )
 def test_the_first_row_shows_what_separates_cells(content, text):
-    assert read("a.csv", content) == [("a.csv:2", False, [text])]
+    (document,) = read("a.csv", content)
+    assert document.position == "a.csv:2"
+    assert list(document.pieces) == [text]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
 def test_conversations_are_in_each_format_that_nests(name):
     rows: list[dict[str, Any]] = [{"messages": CHAT, "text": None}, {"messages": None, "text": "b"}]
-    (_, *chat), (_, *text) = read(name, WRITE[name](rows))
-    assert chat == [True, ["user\na\n", 'assistant\nb "c"']]
-    assert text == [False, ["b"]]
+    chat, text = read(name, WRITE[name](rows))
+    assert chat.is_chat
+    assert list(chat.pieces) == ["user\na\n", 'assistant\nb "c"']
+    assert not text.is_chat
+    assert list(text.pieces) == ["b"]
 
 
 def test_a_named_column_comes_before_a_conversation():
     row = {"prompt": "a", "completion": "b", "body": "c", "chosen": CHAT}
-    for column, expected in (
-        ("text", (True, ["user\na", "assistant\nb"])),
-        ("body", (False, ["c"])),
-        ("chosen", (True, ["user\na\n", 'assistant\nb "c"'])),
-    ):
+    pieces_of_column = {
+        "text": ["user\na", "assistant\nb"],
+        "body": ["c"],
+        "chosen": ["user\na\n", 'assistant\nb "c"'],
+    }
+    for column, pieces in pieces_of_column.items():
         for name in ("a.jsonl", "a.parquet"):
-            assert read(name, WRITE[name]([row]), column) == [(found_at(name), *expected)]
+            (document,) = read(name, WRITE[name]([row]), column)
+            assert list(document.pieces) == pieces
+            assert document.is_chat == (column != "body")
 
 
-def found_at(name: str) -> str:
-    return {"a.jsonl": "a.jsonl:1", "a.parquet": "a.parquet, row 1"}[name]
-
-
-def test_places_are_lines_or_counts_of_items():
-    rows = [{"text": "a\nb"}, {"text": "c"}]
-    assert [[place for place, *_ in read(name, write(rows))] for name, write in WRITE.items()] == [
-        ["a.jsonl:1", "a.jsonl:2"],
-        ["a.json, item 1", "a.json, item 2"],
-        ["a.csv:2", "a.csv:4"],
-        ["excel.csv:2", "excel.csv:4"],
-        ["a.tsv:2", "a.tsv:4"],
-        ["a.parquet, row 1", "a.parquet, row 2"],
-    ]
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("a.jsonl", "a.jsonl:1", "a.jsonl:2"),
+        ("a.json", "a.json, item 1", "a.json, item 2"),
+        ("a.csv", "a.csv:2", "a.csv:4"),
+        ("a.parquet", "a.parquet, row 1", "a.parquet, row 2"),
+    ],
+)
+def test_places_are_lines_or_counts_of_items(name, first, second):
+    documents = read(name, WRITE[name]([{"text": "a\nb"}, {"text": "c"}]))
+    assert [document.position for document in documents] == [first, second]
 
 
 def twins() -> bytes:
@@ -203,7 +208,8 @@ def test_a_schema_names_the_columns_of_text(content, facts):
 
 
 def test_bytes_of_text_are_text():
-    assert read("a.parquet", parquet_of(text=pa.array(["é".encode()])))[0][2] == ["é"]
+    (document,) = read("a.parquet", parquet_of(text=pa.array(["é".encode()])))
+    assert list(document.pieces) == ["é"]
 
 
 @pytest.mark.parametrize("dictionary", [True, False])
@@ -218,7 +224,8 @@ def test_a_small_parquet_file_unpacks_to_little(dictionary, monkeypatch):
 def test_a_table_with_many_columns_is_read_in_a_moment():
     names = [f"c{number}" for number in range(50_000)]
     content = f"{','.join(names)},text\n{',' * len(names)}a\n".encode()
-    assert read("a.csv", content) == [("a.csv:2", False, ["a"])]
+    (document,) = read("a.csv", content)
+    assert list(document.pieces) == ["a"]
     with pytest.raises(InputError, match="`c19` and 49,980 more"):
         read("a.csv", ",".join(names).encode())
 
@@ -245,13 +252,13 @@ def test_a_long_file_is_not_in_memory_as_a_whole(name, tmp_path):
     (tmp_path / name).write_bytes(WRITE[name](rows))
     with (tmp_path / name).open("rb") as file:
         tracemalloc.start()
-        n_texts = {
-            "a.csv": lambda: records.read_table(file, name),
-            "a.parquet": lambda: records.read_parquet(file, name),
-        }[name]()
-        assert sum(1 for _ in n_texts) == len(rows)
-        assert tracemalloc.get_traced_memory()[1] < 8e6
+        texts = (
+            records.read_table(file, name) if name == "a.csv" else records.read_parquet(file, name)
+        )
+        assert sum(1 for _ in texts) == len(rows)
+        _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
+    assert peak < 8e6
 
 
 def ids(cli: Callable[..., Any], path: Path, *options: str) -> list[bytes]:
@@ -263,32 +270,46 @@ def ids(cli: Callable[..., Any], path: Path, *options: str) -> list[bytes]:
 
 def test_each_format_of_documents_gives_the_same_ids(cli, tmp_path):
     texts = [f"{text[:2000]} {number}" for text in TEXTS for number in range(9)]
-    all_ids = []
+    (tmp_path / "expected.jsonl").write_bytes(lines([{"text": text} for text in texts]))
+    expected = ids(cli, tmp_path / "expected.jsonl")
     for name, write in WRITE.items():
         for column in ("text", "body"):
             (tmp_path / name).write_bytes(write([{"id": 1, column: text} for text in texts]))
-            all_ids.append(ids(cli, tmp_path / name, "--column", column))
-    assert all(each == all_ids[0] for each in all_ids)
+            assert ids(cli, tmp_path / name, "--column", column) == expected, (name, column)
 
 
 def test_each_form_of_conversations_gives_the_same_ids(cli, tmp_path):
-    pairs = [(f"What, exactly, is {n} + {n}?\n", f'"{2 * n}"') for n in range(30)]
-    roles = ("user", "assistant"), ("human", "gpt")
-    messages, turns = ([[*zip(who, pair, strict=True)] for pair in pairs] for who in roles)
-    openai = [{"messages": [{"role": r, "content": c} for r, c in chat]} for chat in messages]
-    sharegpt = [{"conversations": [{"from": f, "value": v} for f, v in chat]} for chat in turns]
-    alpaca = [{"instruction": q, "input": "", "output": a} for q, a in pairs]
-    forms: list[tuple[str, list[Any]]] = [
-        ("openai.jsonl", openai),
-        ("openai.parquet", openai),
-        ("nanochat.json", [row["messages"] for row in openai]),
-        ("sharegpt.json", sharegpt),
-        ("sharegpt.parquet", sharegpt),
-        ("alpaca.csv", alpaca),
-        ("trl.jsonl", [{"prompt": q, "completion": a} for q, a in pairs]),
-    ]
-    all_ids = []
-    for name, rows in forms:
-        (tmp_path / name).write_bytes(WRITE[f"a.{name.partition('.')[2]}"](rows))
-        all_ids.append(ids(cli, tmp_path / name))
-    assert all(each == all_ids[0] for each in all_ids)
+    openai = list[Any]()
+    nanochat = list[Any]()
+    sharegpt = list[Any]()
+    alpaca = list[Any]()
+    trl = list[Any]()
+    for n in range(30):
+        question = f"What, exactly, is {n} + {n}?\n"
+        answer = f'"{2 * n}"'
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+        openai.append({"messages": messages})
+        nanochat.append(messages)
+        sharegpt.append({"conversations": turns})
+        alpaca.append({"instruction": question, "input": "", "output": answer})
+        trl.append({"prompt": question, "completion": answer})
+
+    contents = {
+        "openai.jsonl": lines(openai),
+        "openai.parquet": parquet(openai),
+        "nanochat.json": json.dumps(nanochat).encode(),
+        "sharegpt.json": json.dumps(sharegpt).encode(),
+        "sharegpt.parquet": parquet(sharegpt),
+        "alpaca.csv": table(alpaca),
+        "trl.jsonl": lines(trl),
+    }
+    ids_of_form = {}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        ids_of_form[name] = ids(cli, tmp_path / name)
+    for name in contents:
+        assert ids_of_form[name] == ids_of_form["openai.jsonl"], name

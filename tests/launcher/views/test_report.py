@@ -111,57 +111,81 @@ def test_a_training_line_of_one_point_is_a_dot(n_rows, dots):
 
 
 def test_samples_have_the_color_of_their_run():
-    first, second = (made_up(f"j{n}", "characters", n, n) for n in (1, 2))
-    second = replace(second, curve=replace(second.curve, samples={"after training": "text"}))
-    samples = page(compare([first, second])).partition('id="samples"')[2]
+    best = made_up("j1", "characters", 1, 1)
+    run = made_up("j2", "characters", 2, 2)
+    run = replace(run, curve=replace(run.curve, samples={"after training": "text"}))
+    samples = page(compare([best, run])).partition('id="samples"')[2]
     assert "--run-1" in samples.partition("</h3>")[0]
 
 
 def test_three_runs_are_plotted_by_what_varies():
-    runs = [made_up(f"j{n}", "characters", n, n, **{"x:Q": n, "seed": n}) for n in (1, 2, 3)]
-    assert compare(runs).varied == ["x:Q"]  # which may have any name
+    runs = []
+    for n in (1, 2, 3):
+        config = {"x:Q": n, "seed": n}  # a hyperparameter may have any name
+        runs.append(made_up(f"j{n}", "characters", n, n, **config))
+    assert compare(runs).varied == ["x:Q"]
     assert '<div id="by-x:Q"' in page(compare(runs))
     assert compare(runs[:2]).varied == []
 
 
 def of_size(size: float, **explicit: Any) -> Run:
     run = made_up(f"s{size:g}", "characters", size, size, n_embd=64 * size, **explicit)
-    summary = " ".join([f"size {size:g}", *(f"{name}={v}" for name, v in explicit.items())])
+    summary = f"size {size:g}"
+    for name, value in explicit.items():
+        summary += f" {name}={value}"
     return replace(run, job=TrainingJob(data="/data", size=size, summary=summary))
 
 
 def test_runs_of_several_sizes_differ_in_their_size():
     report = compare([of_size(1), of_size(2), of_size(3)])
-    assert (report.differing, report.varied) == (["size"], ["size"])
+    assert report.differing == ["size"]
+    assert report.varied == ["size"]
     assert "n_embd" not in report.shared
     assert [run.label for run in report.runs] == ["s1, size 1", "s2, size 2", "s3, size 3"]
 
 
 def test_what_is_set_besides_a_size_is_a_difference():
     assert compare([of_size(1, max_steps=7), of_size(2)]).differing == ["max_steps", "size"]
-    seeds = [of_size(1, seed=1), of_size(1, seed=2), of_size(2, seed=1), of_size(2, seed=2)]
-    ranks = compare(seeds).over_seeds
-    assert [(rank.values["size"], len(rank.losses)) for rank in ranks] == [(1, 2), (2, 2)]
+
+
+def test_runs_of_a_size_are_ranked_over_their_seeds():
+    runs = [of_size(1, seed=1), of_size(1, seed=2), of_size(2, seed=1), of_size(2, seed=2)]
+    ranks = compare(runs).over_seeds
+    assert [rank.values["size"] for rank in ranks] == [1, 2]
+    assert [len(rank.losses) for rank in ranks] == [2, 2]
 
 
 def test_several_seeds_have_a_mean_and_a_spread():
-    settings = [(0.1, 1, 2.0), (0.1, 2, 3.0), (0.2, 1, 2.25), (0.2, 2, 2.5)]
-    runs = (made_up(f"{p}{n}", "characters", loss, 1, dropout=p, seed=n) for p, n, loss in settings)
-    text = page(compare([*runs]))
+    runs = [
+        made_up("a", "characters", 2.0, 1, dropout=0.1, seed=1),
+        made_up("b", "characters", 3.0, 1, dropout=0.1, seed=2),
+        made_up("c", "characters", 2.25, 1, dropout=0.2, seed=1),
+        made_up("d", "characters", 2.5, 1, dropout=0.2, seed=2),
+    ]
+    text = page(compare(runs))
     table = text[text.index("Over the seeds") :].partition("</table>")[0]
-    cells = " ".join(re.findall(r"<td[^>]*>([^<]*)</td>", table))
-    assert cells == "0.2 2.3750 2.2500 2.5000 2 0.1 2.5000 2.0000 3.0000 2"
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", table)
+    assert cells[:5] == ["0.2", "2.3750", "2.2500", "2.5000", "2"]
+    assert cells[5:] == ["0.1", "2.5000", "2.0000", "3.0000", "2"]
     assert "Over the seeds" not in page(compare([made_up("a", "characters", 1, 1)]))
 
 
 def test_resume_is_no_difference_and_its_pause_no_time():
-    one = made_up("a", "characters", 1, 1)
-    assert compare([one, replace(one, job=TrainingJob(data="/data", resume="b"))]).differing == []
-    rows: list[Row] = [{"step": n, "time": t} for n, t in enumerate((100, 110, 550, 560))]
-    one = replace(one, curve=Curve("a", "", rows))
-    for started, times in ((90, [10, 20, 460, 470]), (540, [0, 10, 20, 30])):
-        description = replace(one.description, started=started)
-        assert replace(one, description=description).times == times
+    run = made_up("a", "characters", 1, 1)
+    resumed = replace(run, job=TrainingJob(data="/data", resume="b"))
+    assert compare([run, resumed]).differing == []
+
+    rows: list[Row] = [
+        {"step": 0, "time": 100},
+        {"step": 1, "time": 110},
+        {"step": 2, "time": 550},
+        {"step": 3, "time": 560},
+    ]
+    run = replace(run, curve=Curve("a", "", rows))
+    started_once = replace(run, description=replace(run.description, started=90))
+    assert started_once.times == [10, 20, 460, 470]
+    started_again = replace(run, description=replace(run.description, started=540))
+    assert started_again.times == [0, 10, 20, 30]
 
 
 def test_two_tokenizers_are_compared_by_bits_per_byte():
@@ -201,7 +225,8 @@ def test_only_a_regular_file_is_replaced(job, cli, tmp_path, kind):
     os.mkfifo("pipe")
     Path("link").symlink_to("there")
     ran = cli("report", job.job_id, "-o", kind)
-    assert (ran.code, ran.error.partition(":")[0]) == (2, kind)
+    assert ran.code == 2
+    assert ran.error.partition(":")[0] == kind
     assert Path("link").is_symlink()
     assert Path("pipe").is_fifo()
 
@@ -209,4 +234,5 @@ def test_only_a_regular_file_is_replaced(job, cli, tmp_path, kind):
 def test_a_report_needs_a_curve(job, cli):
     (job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl").unlink()
     ran = cli("report", job.job_id)
-    assert (ran.code, ran.error) == (1, f"job {job.job_id} has no curve yet; it is Completed")
+    assert ran.code == 1
+    assert ran.error == f"job {job.job_id} has no curve yet; it is Completed"
