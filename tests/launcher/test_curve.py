@@ -53,7 +53,8 @@ def test_the_table_is_aligned(job, cli):
 def test_a_job_without_rows_is_one_line(job, cli):
     (job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl").unlink()
     ran = cli("metrics", job.job_id)
-    assert (ran.code, ran.error) == (1, f"job {job.job_id} has written no metrics")
+    assert ran.code == 1
+    assert ran.error == f"job {job.job_id} has written no metrics"
 
 
 def test_status_draws_the_curve(job, cli):

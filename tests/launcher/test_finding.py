@@ -102,8 +102,12 @@ def test_each_caller_lists_own_jobs_and_on_request_all(cli, become, two):
         assert listed(cli) == [own]
         assert listed(cli, "--everyone") == [graces, adas]
     first, second = cli("jobs", "--everyone").table
-    assert (first["JOB-ID"], first["NAME"], first["OWNER"]) == (graces, "baseline", "user/grace")
-    assert (second["JOB-ID"], second["NAME"], second["OWNER"]) == (adas, "baseline", "user/ada")
+    assert first["JOB-ID"] == graces
+    assert first["NAME"] == "baseline"
+    assert first["OWNER"] == "user/grace"
+    assert second["JOB-ID"] == adas
+    assert second["NAME"] == "baseline"
+    assert second["OWNER"] == "user/ada"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,8 @@ def test_a_terminal_is_asked_about_a_colleagues_job(
     become("ada")
     terminal(answer)
     ran = cli("stop", two[1])
-    assert (ran.code, cloud.sagemaker.jobs[two[1]].stopping.is_set()) == (code, answer == "y")
+    assert ran.code == code
+    assert cloud.sagemaker.jobs[two[1]].stopping.is_set() == (answer == "y")
     assert f"job {two[1]} belongs to user/grace\n" in ran.err
 
 

@@ -257,7 +257,9 @@ def test_invalid_options_send_and_start_nothing(home, cli, text_file, tmp_path, 
     }.items():
         (tmp_path / f"{name}.toml").write_bytes(content)
     ran = cli("launch", "--instance", "local", "--data", text_file, arguments)
-    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.count("\n") == 1
     assert fact in ran.error
     assert not home.exists() or launching.tree(home) == set()
 

@@ -32,9 +32,13 @@ def held(job):
 
 def test_a_job_is_held_from_launch_to_its_end(home, short_text_file):
     job = sm.launch(sm.Request(**TINY_JOB, name="first", data=str(short_text_file)))
-    assert (job.wait(), job.status, job.name) == (job, "Completed", "first")
-    assert (job.cost, job.url) == (None, None)
-    assert (str(job), repr(job)) == (job.id, f"Job(id='{job.id}')")
+    assert job.wait() == job
+    assert job.status == "Completed"
+    assert job.name == "first"
+    assert job.cost is None
+    assert job.url is None
+    assert str(job) == job.id
+    assert repr(job) == f"Job(id='{job.id}')"
     assert sm.job() == sm.job("first") == sm.job(job.id[-6:]) == job
     later = job.resume(hyperparameters={"max_steps": 15}).wait()
     assert later.describe().metrics is not None
@@ -47,7 +51,8 @@ def test_a_plan_is_submitted_once(home, short_text_file):
     job = plan.submit().wait()
     with pytest.raises(sm.InputError, match=f"{job.id} was submitted before"):
         plan.submit()
-    assert (job.describe().status, job.model().is_dir()) == ("Completed", True)
+    assert job.describe().status == "Completed"
+    assert job.model().is_dir()
 
 
 def test_a_sweep_gives_its_jobs_best_first(home, short_text_file):
@@ -138,7 +143,8 @@ def test_waiting_for_a_job_that_fails_raises(held, home):
     write_json(str(home / "jobs" / held.id / "state.json"), state)
     with pytest.raises(sm.ServiceError) as caught:
         held.wait()
-    assert (caught.value.job_id, caught.value.reason) == (held.id, state["reason"])
+    assert caught.value.job_id == held.id
+    assert caught.value.reason == state["reason"]
 
 
 def test_the_page_of_a_job_is_escaped_and_drawn(held, home):
@@ -188,7 +194,8 @@ def test_a_sweep_of_a_set_value_is_refused_with_dashes_too(home, short_text_file
 def test_a_state_that_no_job_has_is_refused(home):
     with pytest.raises(sm.InputError) as caught:
         sm.jobs(status="completed")
-    assert (caught.value.field, caught.value.value) == ("status", "completed")
+    assert caught.value.field == "status"
+    assert caught.value.value == "completed"
 
 
 def test_a_word_of_no_job_is_refused(held):
@@ -217,7 +224,8 @@ def test_a_plan_shows_the_request_and_cost_first(cloud, request_of):
     assert plan.job.time_limit == plan.request["StoppingCondition"]["MaxRuntimeInSeconds"]
     assert not cloud.sagemaker.jobs
     job = plan.submit()
-    assert (job.id, job.status) == (plan.job_id, "InProgress")
+    assert job.id == plan.job_id
+    assert job.status == "InProgress"
     assert str(job.url).endswith(job.id)
 
 
@@ -274,4 +282,6 @@ def test_the_packages_example_prints_only_its_sample(home, tmp_path, short_text_
     shutil.copy(short_text_file, tmp_path / "input.txt")
     exec(example, {})
     printed = capfd.readouterr()
-    assert (printed.out[:4], len(printed.out), printed.err) == ("The ", 4 + 500 + 1, "")
+    assert printed.out[:4] == "The "
+    assert len(printed.out) == 4 + 500 + 1
+    assert printed.err == ""

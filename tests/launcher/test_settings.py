@@ -47,7 +47,8 @@ def test_without_a_home_directory_one_has_to_be_named(nobody, monkeypatch):
 
 def test_a_home_that_is_named_needs_no_home_directory(nobody, home):
     settings = load_settings()
-    assert (settings.home, settings.reaches_aws) == (home, False)
+    assert settings.home == home
+    assert not settings.reaches_aws
 
 
 def test_a_program_may_name_a_home_without_any_other(nobody, home, monkeypatch):
@@ -118,7 +119,8 @@ def test_settings_of_a_program_are_checked_like_a_request(home, fields):
     (name, value), *_ = fields.items()
     with pytest.raises(InputError) as caught:
         Settings(**fields)
-    assert (caught.value.field, caught.value.value) == (name, value)
+    assert caught.value.field == name
+    assert caught.value.value == value
 
 
 def test_only_the_command_line_takes_a_relative_store(home, cli, monkeypatch):
@@ -151,7 +153,8 @@ def test_an_invalid_location_is_refused_from_any_source(
     else:
         arguments = ["launch", "--instance", "local", "--data", location]
     ran = cli(arguments)
-    assert (ran.code, ran.out) == (2, "")
+    assert ran.code == 2
+    assert ran.out == ""
     assert location in ran.error
     assert len(ran.error.replace(str(home), "~")) < 150
     assert {path.name for path in home.parent.iterdir()} <= {"home"}
@@ -164,7 +167,8 @@ def test_a_setting_of_ours_comes_before_a_variable_of_aws(monkeypatch, setting, 
     monkeypatch.setenv("AWS_PROFILE", variable)
     monkeypatch.setenv("AWS_REGION", variable)
     settings = load_settings(profile=setting, region=setting)
-    assert (settings.aws_profile, settings.aws_region) == (used, used)
+    assert settings.aws_profile == used
+    assert settings.aws_region == used
 
 
 def test_the_projects_internal_variables_are_ignored(home, monkeypatch):

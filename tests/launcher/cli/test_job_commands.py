@@ -54,14 +54,16 @@ def test_an_unreadable_job_hides_no_other(job, newer, cli, file, content):
     assert [row["JOB-ID"] for row in beside_another.table] == [job.job_id]
     assert alone.table == []
     for ran in (beside_another, alone):
-        assert (ran.code, ran.err.count("\n")) == (0, 1)
+        assert ran.code == 0
+        assert ran.err.count("\n") == 1
         assert ran.err.startswith(f"job {NEWER} is left out: {broken} is damaged")
     assert cli("status", NEWER).failed(1, f"{broken} is damaged")
 
 
 def test_an_empty_list_of_jobs_says_how_to_begin(cli):
     ran = cli("jobs")
-    assert (ran.code, ran.out) == (0, "")
+    assert ran.code == 0
+    assert ran.out == ""
     assert "next: sm-nanogpt upload-data FILE" in ran.err
     assert json.loads(cli("jobs", "--json").out) == []
     assert cli("status", "latest").failed(1, "sm-nanogpt launch", "AWS_REGION")

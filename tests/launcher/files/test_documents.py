@@ -137,7 +137,9 @@ def test_an_invalid_line_of_a_curve_hides_no_job(job, cli):
         with path.open("a") as file:
             file.write(f"{line}\n")
         ran = cli("jobs")
-        assert (ran.code, ran.out, ran.err) == (0, listed, "")
+        assert ran.code == 0
+        assert ran.out == listed
+        assert ran.err == ""
 
 
 # -- texts ----------------------------------------------------------------------------------------
@@ -353,7 +355,8 @@ def test_a_job_with_a_special_file_hides_no_other(job, cli, put, name, logs, sam
     (job.directory / name).unlink(missing_ok=True)
     put(job.directory / name)
     listed = cli("jobs")
-    assert (listed.code, other in listed.out) == (0, True)
+    assert listed.code == 0
+    assert other in listed.out
     assert job.job_id in listed.out + listed.err
     for command, code in (("logs", logs), ("fetch-and-sample", sample)):
         ran = cli(command, job.job_id)

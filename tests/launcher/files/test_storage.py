@@ -149,7 +149,8 @@ def test_a_missing_bucket_is_named_and_not_created(s3, home, text_file):
     arguments = ("--store", "s3://no-such-bucket-here/x", "upload-data", str(text_file))
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     ran = launching.command(arguments, home=home, env=env)
-    assert (ran.code, ran.err.count("\n")) == (1, 1)
+    assert ran.code == 1
+    assert ran.err.count("\n") == 1
     assert "no-such-bucket-here" in ran.error
     assert "no-such-bucket-here" not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
 

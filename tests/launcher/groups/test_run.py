@@ -172,7 +172,8 @@ def test_a_resumed_try_has_what_others_left(ran):
     """`prepare` itself counts the tries that this one continues."""
     stopped = replace(described(f"{GROUP}-1-try2", "Stopped"), checkpoint_uri="s3://x")
     _, prepared = ran(described(f"{GROUP}-1", "Failed"), stopped, max_cost=4, cost=0.25)
-    assert (prepared[0].resume, prepared[0].max_cost) == (stopped.job_id, 3.5 / 4 + 0.25)
+    assert prepared[0].resume == stopped.job_id
+    assert prepared[0].max_cost == 3.5 / 4 + 0.25
 
 
 def test_jobs_of_a_sweep_give_back_what_they_do_not_spend(ran):
@@ -274,7 +275,8 @@ def test_a_job_over_the_quota_waits_until_another_ends(ran, monkeypatch):
     monkeypatch.setattr(Fake, "submit", within)
     fake, _ = ran()
     assert list(fake.jobs) == [f"{GROUP}-{n}" for n in range(1, 5)]
-    assert (fake.most, submitted) == (1, [1, 2, 3])
+    assert fake.most == 1
+    assert submitted == [1, 2, 3]
 
 
 def test_a_sweep_waits_while_another_job_holds_the_quota(ran, monkeypatch):

@@ -35,7 +35,8 @@ def job(
 )
 def test_a_pass_has_at_most_16384_tokens(preset, rows, world_size, passes):
     config = make_config({}, preset)
-    assert (config.batch_size, config.passes(world_size)) == (rows, passes)
+    assert config.batch_size == rows
+    assert config.passes(world_size) == passes
     assert rows // world_size // passes * config.block_size <= 16384
     assert make_config({"gradient_accumulation_steps": 2}, preset).passes(1) == 2
 
@@ -122,7 +123,8 @@ def text(tokens: int, chats: bool = False) -> dict[str, Channel]:
 )
 def test_auto_takes_the_largest_size_that_the_text_fills(instance, tokens, size):
     sized = start.sized(job(instance, "auto"), text(tokens))
-    assert (sized.size, sized.preset) == (size, None)
+    assert sized.size == size
+    assert sized.preset is None
     config = sized.config(1)
     step = config.batch_size * config.block_size
     assert config.max_steps * step <= max(20 * step, 16 * tokens + step)
@@ -137,7 +139,8 @@ def test_all_gpus_share_a_batch(instance, ranks):
 
 def test_a_size_leaves_what_is_given():
     config = start.sized(job(size=3, max_steps=7), text(10**9)).config(1)
-    assert (config.max_steps, config.n_embd) == (7, 192)
+    assert config.max_steps == 7
+    assert config.n_embd == 192
 
 
 def test_a_size_has_no_learning_rate_for_adamw():
@@ -147,7 +150,8 @@ def test_a_size_has_no_learning_rate_for_adamw():
 
 def test_a_size_does_not_cut_conversations():
     config = start.sized(job(size=1), text(2700, chats=True)).config(1)
-    assert (config.short_windows, config.block_size) == (0, 1024)
+    assert config.short_windows == 0
+    assert config.block_size == 1024
 
 
 def test_the_dial_is_smooth():
@@ -164,11 +168,9 @@ def test_the_dial_is_smooth():
 @pytest.mark.parametrize("preset, size, tokens", [("baby", 6, 1e6), ("gpt2", 12, 5e9)])
 def test_the_dial_meets_the_presets_for_gpus(preset, size, tokens):
     ours, theirs = Config(**hyperparameters_for_size(size, int(tokens))), make_config({}, preset)
-    assert (ours.n_layer, ours.n_head, ours.n_embd) == (
-        theirs.n_layer,
-        theirs.n_head,
-        theirs.n_embd,
-    )
+    assert ours.n_layer == theirs.n_layer
+    assert ours.n_head == theirs.n_head
+    assert ours.n_embd == theirs.n_embd
     for name in ("learning_rate", "momentum", "dropout"):
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=0.1)
     trained = [c.max_steps * c.batch_size * c.block_size for c in (ours, theirs)]

@@ -218,7 +218,8 @@ def test_the_model_prescribes_hyperparameters(published):
     with pytest.raises(ConfigError, match="n_layer=3: the initial model has 2"):
         starting_values(published, {"n-layer": "3"})
     values = starting_values(published, {"n_layer": "2", "learning_rate": "0.1"})
-    assert (values["learning_rate"], values["block_size"]) == ("0.1", 64)
+    assert values["learning_rate"] == "0.1"
+    assert values["block_size"] == 64
 
 
 NORM = "model.norm.weight"

@@ -85,7 +85,8 @@ def test_standard_input_that_is_closed_is_an_empty_text(home):
     command = with_closed([*launching.PROGRAM, "upload-data", "-"], ["stdin"])
     environment = launching.environment(home)
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert ran.returncode == 2
+    assert ran.stderr.count("\n") == 1
     assert "0 characters" in ran.stderr
 
 

@@ -96,7 +96,9 @@ def refused(job: Finished, cli: Callable[..., Ran]) -> str:
     """Why a job has no model, in one line; nothing is left of it, anywhere."""
     files_before = launching.tree(job.home.parent)
     ran = cli("fetch-and-sample", job.job_id)
-    assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1), ran
+    assert ran.code == 1, ran
+    assert ran.out == "", ran
+    assert ran.err.count("\n") == 1, ran
     assert launching.tree(job.home.parent) - files_before <= {"home/models"}
     return ran.error
 
@@ -370,11 +372,13 @@ def end_as(job: Finished, **state: Any) -> Path:
 def test_a_failed_job_is_sampled_from_its_last_checkpoint(job, cli, fetched):
     end_as(job, status="Failed", reason="RankError: rank 0 was killed")
     ran = cli("fetch-and-sample", job.job_id, "--max-new-tokens", "20")
-    assert (ran.code, len(ran.out)) == (0, 21)
+    assert ran.code == 0
+    assert len(ran.out) == 21
     assert "is Failed; this is its last checkpoint, step-00000010" in ran.err
     fetched.clear()
     directory = fetch_model(job.job_id)
-    assert (directory.name, fetched) == ("step-00000010", [])
+    assert directory.name == "step-00000010"
+    assert fetched == []
     steps = [path.name for path in sorted((directory / "moments").iterdir())]
     assert steps[0] == "step-00000000.safetensors"
     assert len(steps) == 7
@@ -414,7 +418,8 @@ def test_a_damaged_checkpoint_is_skipped_or_refused(job, cli):
     newest = checkpoints / "checkpoint-00000010.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
     ran = cli("fetch-and-sample", job.job_id, "--max-new-tokens", "20")
-    assert (ran.code, len(ran.out)) == (0, 21), ran
+    assert ran.code == 0, ran
+    assert len(ran.out) == 21, ran
     assert "checkpoint of step 10 is skipped" in ran.err
 
     shutil.rmtree(job.home / "models")

@@ -110,7 +110,8 @@ def test_only_the_end_of_a_long_prompt_counts(job):
 )
 def test_an_impossible_wish_is_refused_by_name(say, option, name):
     ran = say(option)
-    assert (ran.code, ran.out) == (2, "")
+    assert ran.code == 2
+    assert ran.out == ""
     assert name in ran.error
 
 
@@ -174,7 +175,8 @@ def test_sample_takes_a_directory_of_an_edited_model(home, text_file, cli):
     (directory,) = re.findall(r"^model: (.+)$", of_job.err, re.MULTILINE)
     moved = Path(directory).rename(home.parent / "my model")
     of_directory = cli("sample", moved, "--max-new-tokens", "20")
-    assert (of_directory.code, of_directory.out) == (0, of_job.out)
+    assert of_directory.code == 0
+    assert of_directory.out == of_job.out
 
 
 def test_a_character_of_several_tokens_is_shown_whole(tokenizer):

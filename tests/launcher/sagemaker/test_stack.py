@@ -28,7 +28,8 @@ def test_an_upload_stays_here_without_a_stack(account, cli, short_text_file, mon
     assert cli("upload-data", short_text_file).out.startswith("file:")
     monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
     ran = cli("upload-data", short_text_file)
-    assert (ran.code, ran.out[:5]) == (0, "file:")
+    assert ran.code == 0
+    assert ran.out[:5] == "file:"
     assert "could not look for a stack" in ran.err
 
 
@@ -56,10 +57,12 @@ def test_a_named_stack_that_is_missing_is_an_error(
 
 def test_the_stack_fills_what_the_settings_leave_open(account, deployed, monkeypatch):
     settings = with_stack(load_settings())
-    assert (settings.store, settings.role) == (deployed.store, deployed.role)
+    assert settings.store == deployed.store
+    assert settings.role == deployed.role
     assert account.described == 1
     settings = with_stack(load_settings(role=OWN_ROLE))
-    assert (settings.store, settings.role) == (deployed.store, OWN_ROLE)
+    assert settings.store == deployed.store
+    assert settings.role == OWN_ROLE
     monkeypatch.setenv("SM_NANOGPT_STORE", "s3://mine/prefix")
     account.described = 0
     settings = load_settings(role=OWN_ROLE)

@@ -27,7 +27,9 @@ def refusal(request, home, cli):
 
     def refuse(path: str) -> str:
         ran = cli(request.param, path)
-        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran
+        assert ran.code == 2, ran
+        assert ran.out == "", ran
+        assert ran.err.count("\n") == 1, ran
         assert launching.tree(home) == set()
         return ran.error
 

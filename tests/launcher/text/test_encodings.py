@@ -139,7 +139,8 @@ def test_what_is_sent_is_plain_utf8(road, home, tmp_path, name, content, caplog)
         corpus.send(upload, channel.sources, settings, lambda n: None)
     (stored_file,) = stored(upload.uri).iterdir()
     assert stored_file.read_text() == FRENCH
-    assert (upload.characters, upload.size) == (len(FRENCH), len(FRENCH.encode()))
+    assert upload.characters == len(FRENCH)
+    assert upload.size == len(FRENCH.encode())
     assert find_upload(upload.uri, Settings(home=home)) is not None
     n_told = sum("converted to UTF-8: 1 of 1" in message for message in caplog.messages)
     assert n_told == ("utf" in name or name in ("be.txt", "a.md.ZST"))

@@ -98,7 +98,8 @@ def test_copies_are_all_in_one_part(field, tmp_path, cli):
         ends = [at for at, id in enumerate(ids) if id == ids[-1]]
         parts.append([tuple(ids[a + 1 : b]) for a, b in itertools.pairwise([-1, *ends])])
     trained, validated = parts
-    assert (len(trained) + len(validated), len(set(trained + validated))) == (120, 60)
+    assert len(trained) + len(validated) == 120
+    assert len(set(trained + validated)) == 60
     assert 8 <= len(validated) <= 14
     assert not set(trained) & set(validated)
 
@@ -282,7 +283,9 @@ def stored(uri: str) -> Path:
 def test_an_upload_of_tokens_is_recognized(documents, home, uploaded):
     settings = Settings(home=home)
     again = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
-    assert (uploaded.uploaded, again.uploaded, again.uri) == (True, False, uploaded.uri)
+    assert uploaded.uploaded is True
+    assert not again.uploaded
+    assert again.uri == uploaded.uri
     other = upload_data(documents, settings, tokenizer=stored(uploaded.uri))
     assert other.uri != uploaded.uri
     sizes = [(each.train_tokens, each.val_tokens) for each in (uploaded, other)]
@@ -318,7 +321,8 @@ def test_a_launch_refuses_what_the_run_would(arguments, reason, home, uploaded, 
     (tmp_path / "b.txt").write_text(FOX * 100)
     files_before = launching.tree(home)
     ran = cli("launch", "--instance", "local", arguments.replace("TOKENS", uploaded.uri).split())
-    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert ran.code == 2
+    assert ran.err.count("\n") == 1
     assert re.search(reason, ran.error)
     assert launching.tree(home) == files_before
 
