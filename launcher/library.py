@@ -184,21 +184,31 @@ class Job(TrackedJob):
         write_bytes(str(file), page(compare(read_runs([self.id], self.settings))).encode())
         return file
 
-    def page(self, path: str | Path | None = None, bits: int | None = None) -> Path:
+    def page(
+        self,
+        path: str | Path | None = None,
+        bits: int | None = None,
+        moments: int | None = None,
+    ) -> Path:
         """Write the model as one HTML page that computes by itself, and return its path.
 
         The default path is model-ID.html. `bits` is of a weight (default: the fewest that cost
-        little). Raises InputError if an edited folder computes the model.
+        little). `moments` is how many moments of the training it shows (default: those that the
+        run kept, as many as make at most 20 MB). Raises InputError if an edited folder computes
+        the model, or more than one moment is asked for and the run kept none.
         """
         from launcher.judge.evaluate import training_corpus
+        from launcher.models.moments import read_moments
         from launcher.views.model_page import UNMEASURED, card_of, save_page
 
         file = path_of(plain(path) or f"model-{self.id}.html")
         model, tokenizer = self._loaded
         corpus = training_corpus(self.id, self.model(), self.settings, UNMEASURED)
         job = self.describe()
-        title = job.name or self.id
-        save_page(model, tokenizer, corpus, file, title, card_of(job), bits, job.page_limit)
+        title, limit = job.name or self.id, job.page_limit
+        kept = read_moments(self.model(), model)
+        card = card_of(job)
+        save_page(model, tokenizer, corpus, file, title, card, bits, limit, kept, moments)
         return file
 
     def delete(self, keep_model: bool = False, *, confirmed: bool = False) -> None:

@@ -225,6 +225,12 @@ def check_origins(
     " per byte on the validation text).",
     type=click.IntRange(4, 8),
 )
+@valued(
+    "--moments n_moments N",
+    "Moments of the training in that file, among which its page has a slider (default: those that"
+    " the run kept, as many as make at most 20 MB; 1: the end alone).",
+    type=click.IntRange(1, 100),
+)
 @ENTRY_POINT
 def play_command(
     model: str,
@@ -234,6 +240,7 @@ def play_command(
     opens: bool | None,
     path: Path | None,
     bits: int | None,
+    n_moments: int | None,
     entry_point: Path | None,
 ) -> None:
     """Try one model, or two side by side, on a local web page. Ctrl-C ends it.
@@ -251,10 +258,11 @@ def play_command(
     if path is not None:
         if other is not None:
             raise InputError("--save takes one model")
-        save_model(model, path, bits, entry_point)
+        save_model(model, path, bits, n_moments, entry_point)
         return
-    if bits is not None:
-        raise InputError("--bits is for --save FILE.html")
+    for option, value in (("--bits", bits), ("--moments", n_moments)):
+        if value is not None:
+            raise InputError(f"{option} is for --save FILE.html")
     import secrets
     import webbrowser
     from urllib.parse import quote
@@ -282,9 +290,12 @@ def play_command(
         play.make_server(app).run(sockets=[listener])
 
 
-def save_model(model: str, path: Path, bits: int | None, entry_point: Path | None) -> None:
+def save_model(
+    model: str, path: Path, bits: int | None, n_moments: int | None, entry_point: Path | None
+) -> None:
     """Write a model as one page, say what it holds, and print its path."""
     from launcher.judge.evaluate import training_corpus
+    from launcher.models.moments import read_moments
     from launcher.views.model_page import SLOW_PARAMETERS, UNMEASURED, count_parameters, save_page
 
     settings = settings_of()
@@ -294,12 +305,14 @@ def save_model(model: str, path: Path, bits: int | None, entry_point: Path | Non
     corpus = training_corpus(model, directory, settings, UNMEASURED)
     card = card_for(directory, job)
     limit = job.page_limit if job else None
-    page = save_page(loaded, tokenizer, corpus, path, title, card, bits, limit)
+    moments = read_moments(directory, loaded)
+    page = save_page(loaded, tokenizer, corpus, path, title, card, bits, limit, moments, n_moments)
     note(f"weights: {page.rounding}")
     if page.copied is not None:
         note(f"copies: the longest run of its samples that its text has too is {page.copied} bytes")
+    note(f"moments: {page.moments}")
     if limit is not None and page.size > limit:
-        note(f"--bits {bits}: more than the {megabytes(limit)} for which the job was launched")
+        note(f"the page has more than the {megabytes(limit)} for which the job was launched")
     note(f"size: {megabytes(page.size)}; whoever has the file has the model")
     if count_parameters(loaded) > SLOW_PARAMETERS:
         note(f"it has over {SLOW_PARAMETERS:,} parameters: a browser writes slower than one reads")

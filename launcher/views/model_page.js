@@ -158,6 +158,15 @@ class Column {
     this.report("");
   }
 
+  // Removes the newest question and its answer, if they are still there.
+  takeBack() {
+    if (!this.newest?.element.isConnected) return;
+    const { element, nMessages } = this.newest;
+    if (this.header.chats) element.previousElementSibling.remove();
+    element.remove();
+    this.messages.length = nMessages;
+  }
+
   // Shows what the model continues or answers. Returns the element for its text.
   show(prompt) {
     if (!this.messages.length) this.text.replaceChildren();
@@ -186,6 +195,7 @@ class Column {
       request.messages = [...instruction, ...this.messages, question];
     }
     const element = this.show(prompt);
+    this.newest = { element, nMessages: this.messages.length };
     this.scroll();
     this.report("reading the prompt", "progress");
     const began = performance.now();
@@ -310,6 +320,7 @@ class Page {
     this.columns = columns;
     this.chats = columns.some((column) => column.header.chats);
     this.controller = null; // of the texts that are written
+    this.settings = null; // with which they are
   }
 
   describe() {
@@ -347,6 +358,23 @@ class Page {
       if (!settings.prompt.trim()) return;
       find("prompt").value = "";
     }
+    await this.writeBy(settings);
+  }
+
+  // Writes the newest text again: by the same seed, and in a conversation to the same message.
+  async rewrite() {
+    this.stop();
+    hideLikely();
+    if (!this.settings && this.chats) return;
+    const settings = readSettings();
+    if (this.settings) settings.seed = this.settings.seed;
+    if (this.chats) settings.prompt = this.settings.prompt;
+    for (const column of this.columns) column.takeBack();
+    await this.writeBy(settings);
+  }
+
+  async writeBy(settings) {
+    this.settings = settings;
     const controller = new AbortController();
     this.controller = controller;
     find("end").disabled = false;
@@ -361,6 +389,7 @@ class Page {
 
   startAnew() {
     this.stop();
+    this.settings = null;
     for (const column of this.columns) column.clear();
     find("prompt").focus();
   }
@@ -372,7 +401,7 @@ class Page {
     });
     find("end").addEventListener("click", () => this.stop());
     find("anew").addEventListener("click", () => this.startAnew());
-    for (const slider of document.querySelectorAll("input[type=range]"))
+    for (const slider of document.querySelectorAll("form input[type=range]"))
       slider.addEventListener("input", () => {
         find(`${slider.id}-value`).textContent = slider.value;
       });
@@ -436,6 +465,9 @@ async function open() {
   }
   const page = new Page(columns);
   page.describe();
+  const [{ header, article, model }] = columns;
+  const blocks = [...document.querySelectorAll("script.moment")];
+  if (blocks.length) new MomentSlider(page, article, model, header, blocks);
   page.listen();
 }
 

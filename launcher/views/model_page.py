@@ -1,9 +1,10 @@
 """A model as one HTML page, which computes by itself and asks nothing of any network.
 
-The page is model.html, whose script is engine.js and model_page.js. A model is the length of a
-header (uint32), the header (JSON), and the tensors. A saved page holds that as base64 of gzip; the
-page of `play` asks the server for it. The codes of quantized weights take a byte each: gzip makes
-of them what they hold.
+The page is model.html, whose script is engine.js, moments.js and model_page.js. A model is the
+length of a header (uint32), the header (JSON), and the tensors. A saved page holds that as base64
+of gzip, and so each earlier moment of its training, with an empty header; the page of `play` asks
+the server for it. The codes of quantized weights take a byte each: gzip makes of them what they
+hold.
 """
 
 from __future__ import annotations
@@ -28,11 +29,18 @@ from launcher.errors import InputError
 from launcher.files.storage import write_bytes
 from launcher.job import JobDescription
 from launcher.judge.anchors import as_tensor, longest_run
-from launcher.judge.rounding import Rounding, round_weights
+from launcher.judge.rounding import Rounding, bits_per_byte, round_weights
 from launcher.judge.texts import TRAINING_BYTES
 from launcher.models.encoder import pattern_of
 from launcher.models.load import is_edited
-from launcher.models.quantization import BITS, GROUP, Quantized, with_quantized_weights
+from launcher.models.moments import Moment, spread
+from launcher.models.quantization import (
+    BITS,
+    GROUP,
+    Quantized,
+    quantize_model,
+    with_quantized_weights,
+)
 from launcher.models.sample import stream_samples
 from launcher.text.ids import content_of
 from launcher.values import megabytes
@@ -42,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 TEMPLATE = Path(__file__).with_name("model.html")
 ENGINE = Path(__file__).with_name("engine.js")
+SLIDER = Path(__file__).with_name("moments.js")
 SCRIPT = Path(__file__).with_name("model_page.js")
 # White space as Unicode and Python's `regex` have it; JavaScript's \s has U+FEFF and lacks U+0085.
 SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -50,6 +59,7 @@ CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # groups of flags are new in Java
 SAMPLES, SAMPLE_TOKENS = 100, 500  # in which copies of the training text are looked for
 COPIES_BYTES = 200  # what the card's line of copies adds to a page, and more
 SLOW_PARAMETERS = 30_000_000  # with more, a browser writes slower than one reads
+MOMENTS_BYTES = 20_000_000  # of a page to which moments are added unasked; mails take few more
 UNMEASURED = "neither the cost of rounding nor copies are measured"  # without its text
 GZIP = 31  # its header and its largest window, as zlib counts
 ANY_CHARACTER = "[^]"  # in JavaScript
@@ -58,12 +68,25 @@ ANY_CHARACTER = "[^]"  # in JavaScript
 @dataclass(frozen=True)
 class SavedPage:
     """What a saved page is: its bytes, how its weights are rounded, and the bytes of the longest
-    run of its samples that its training text has, or None if that text is not here."""
+    run of its samples that its training text has, or None if that text is not here.
+
+    `moments` says which steps of the training it shows, or why it shows none.
+    """
 
     path: Path
     size: int
     rounding: Rounding
     copied: int | None
+    moments: str
+
+
+@dataclass(frozen=True)
+class PageMoment:
+    """The rounded weights of a step, and their loss in bits per byte, or None without a text."""
+
+    step: int
+    loss: float | None
+    parameters: Mapping[str, Quantized | Tensor]
 
 
 def save_page(
@@ -75,20 +98,29 @@ def save_page(
     card: Mapping[str, str],
     bits: int | None = None,
     limit: int | None = None,
+    moments: Sequence[Moment] = (),
+    n_moments: int | None = None,
 ) -> SavedPage:
     """Write a model as one HTML page; `corpus` is the text that it has learned from.
 
     limit is what the page may have, in bytes: to stay below it, the weights may have fewer bits
-    than they should, unless `bits` says how many. Raises InputError if an edited folder computes
-    the model, its tokenizer is of a kind that the page does not know, it cannot be so small, or the
-    file cannot be written.
+    than they should, unless `bits` says how many. The page shows `n_moments` of the moments, of
+    which the model is the last; by default as many as the limit, or else MOMENTS_BYTES, allows.
+
+    Raises InputError if an edited folder computes the model, its tokenizer is of a kind that the
+    page does not know, it cannot be so small, there are no moments to show, or the file cannot be
+    written.
     """
     check_model(model)
+    if n_moments is not None and n_moments > 1 and not moments:
+        raise InputError(f"the run kept no moments; train one with moments={n_moments}")
 
-    def write(rounding: Rounding, copies: str = "") -> bytes:
+    def write(
+        rounding: Rounding, copies: str = "", page_moments: Sequence[PageMoment] = ()
+    ) -> bytes:
         facts = {**card, "weights": str(rounding), "copies": copies}
         facts = {label: text for label, text in facts.items() if text}
-        return page_of(model, rounding.parameters, tokenizer, title, facts).encode()
+        return page_of(model, rounding.parameters, tokenizer, title, facts, page_moments).encode()
 
     rounding = round_weights(model, corpus, bits)
     if limit is not None and bits is None:
@@ -99,8 +131,47 @@ def save_page(
         copied = longest_copy(rounded, tokenizer, corpus)
         copies = f"at most {copied} bytes in a row of {SAMPLES} samples stand in its text"
     content = write(rounding, copies)
+    page_limit = MOMENTS_BYTES if limit is None else limit
+    n_shown = page_limit // len(content) if n_moments is None else n_moments
+    shown = spread(moments, n_shown)
+    while len(shown) > 1:
+        larger = write(rounding, copies, round_moments(shown, corpus, rounding))
+        if n_moments is not None or len(larger) <= page_limit:
+            content = larger
+            break
+        shown = spread(moments, len(shown) - 1)
     write_bytes(str(path), content)
-    return SavedPage(path, len(content), rounding, copied)
+    description = describe_moments(
+        [moment.step for moment in shown], len(moments), page_limit if n_moments is None else None
+    )
+    return SavedPage(path, len(content), rounding, copied, description)
+
+
+def round_moments(
+    moments: Sequence[Moment], corpus: Corpus | None, rounding: Rounding
+) -> list[PageMoment]:
+    """Moments, of which the model is the last, in as many bits as that."""
+    *earlier, end = moments
+    page_moments = []
+    for moment in earlier:
+        parameters = quantize_model(moment.model, rounding.bits)
+        loss = None
+        if corpus is not None:
+            loss = bits_per_byte(with_quantized_weights(moment.model, parameters), corpus)
+        page_moments.append(PageMoment(moment.step, loss, parameters))
+    return [*page_moments, PageMoment(end.step, rounding.rounded_loss, rounding.parameters)]
+
+
+def describe_moments(steps: Sequence[int], n_kept: int, limit: int | None) -> str:
+    """Which of the kept moments a page shows; not all, if its limit, in bytes, is too small."""
+    if not n_kept:
+        return "the run kept none"
+    shown = f"of steps {', '.join(map(str, steps))}" if len(steps) > 1 else "the end alone"
+    if len(steps) == n_kept:
+        return shown
+    if limit is not None:
+        return f"{shown}, as all {n_kept} would make over {megabytes(limit)}"
+    return f"{shown}; the run kept {n_kept}"
 
 
 def round_within(
@@ -148,24 +219,37 @@ def page_of(
     tokenizer: Tokenizer,
     title: str,
     card: Mapping[str, str],
+    moments: Sequence[PageMoment] = (),
 ) -> str:
     """The page of a model with these parameters; `card` has what the page says of the model, by
-    label. Raises InputError if JavaScript cannot split text as the tokenizer does."""
+    label, and the last of the moments, if there are some, is the model.
+
+    Raises InputError if JavaScript cannot split text as the tokenizer does.
+    """
     header = {
         **facts_of(model, tokenizer, title, card),
         **shape_of(model, parameters),
         "tokenizer": tokenizer_of(tokenizer),
         "slow": count_parameters(model) > SLOW_PARAMETERS,
+        "moments": [{"step": moment.step, "loss": moment.loss} for moment in moments],
     }
-    packed = compress(pack(header, parameters))
+    blocks = [packed_block("model", pack(header, parameters))]
+    for moment in moments[:-1]:
+        blocks.append(packed_block("moment", pack({}, moment.parameters)))
+    return document_of(blocks)
+
+
+def packed_block(kind: str, content: bytes) -> str:
+    """A block of the page with this content, compressed, and its hash."""
+    packed = compress(content)
     attribute = f'data-sha256="{hashlib.sha256(packed).hexdigest()}"'
-    return document_of([block_of(attribute, base64.b64encode(packed).decode())])
+    return block_of(kind, attribute, base64.b64encode(packed).decode())
 
 
 def served_page(n_models: int) -> str:
     """The page of `play`, which asks the server for its models by their numbers."""
     addresses = [f"page/model/{number}" for number in range(n_models)]
-    blocks = [block_of(f'data-address="{address}"') for address in addresses]
+    blocks = [block_of("model", f'data-address="{address}"') for address in addresses]
     return document_of(blocks, "connect-src 'self'")
 
 
@@ -228,15 +312,16 @@ def shape_of(model: GPT, parameters: Mapping[str, Quantized | Tensor]) -> dict[s
     }
 
 
-def block_of(attribute: str, content: str = "") -> str:
-    """A block of the page for a model."""
-    return f'<script type="text/plain" class="model" {attribute}>{content}</script>'
+def block_of(kind: str, attribute: str, content: str = "") -> str:
+    """A block of the page for a `model`, or for a `moment` of the training of the one before."""
+    return f'<script type="text/plain" class="{kind}" {attribute}>{content}</script>'
 
 
 def document_of(blocks: Sequence[str], *policies: str) -> str:
     """The page with these blocks of models; it may do what the policies allow besides."""
     page = TEMPLATE.read_text(encoding="utf-8")
     page = page.replace("/*engine*/", ENGINE.read_text(encoding="utf-8"))
+    page = page.replace("/*moments*/", SLIDER.read_text(encoding="utf-8"))
     page = page.replace("/*page*/", SCRIPT.read_text(encoding="utf-8"))
     (inline,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from jobs import file_rows, sibling
 from launching import settings_of
 from models import lively, tokenizer_of
@@ -17,7 +18,8 @@ from served import LETTERS, Site, served
 from entry_point.model import GPT
 from launcher.judge.evaluation import Evaluation, save_evaluation
 from launcher.models.chat import Message
-from launcher.views.model_page import page_of
+from launcher.models.quantization import quantize_model
+from launcher.views.model_page import PageMoment, page_of
 from launcher.views.play import Player
 from sm_nanogpt import load_model, stream_samples
 
@@ -565,3 +567,98 @@ def test_a_damaged_page_says_so(visit, tmp_path):
 def test_a_saved_page_fits_its_screen(saved, width):
     saved.set_viewport_size({"width": width, "height": 800})
     assert saved.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.fixture
+def learned(visit, tmp_path):
+    """The saved page of a model and of three earlier moments, which know fewer letters."""
+    end = lively()
+    moments = []
+    for step, factor in ((0, 0.0), (10, 0.2), (2000, 0.6)):
+        model = lively()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        moments.append(PageMoment(step, 3.5 - factor, quantize_model(model, 8)))
+    moments.append(PageMoment(3000, 2.5, quantize_model(end, 8)))
+    path = tmp_path / "model.html"
+    tokenizer = tokenizer_of(LETTERS)
+    path.write_text(page_of(end, moments[-1].parameters, tokenizer, "my model", {}, moments))
+    page = visit(path.as_uri())
+    page.locator("#write:enabled").wait_for()
+    page.fill("#length", "40")
+    return page
+
+
+def written_anew(page: Page) -> str:
+    """The text, once it is whole."""
+    page.locator(".status", has_text="40 characters").wait_for()
+    page.locator("#end:disabled").wait_for()
+    return page.locator(".text").text_content() or ""
+
+
+def test_the_slider_rewrites_the_text_by_earlier_models(learned):
+    learned.fill("#prompt", "abc")
+    learned.keyboard.press("Control+Enter")
+    end = written_anew(learned)
+    slider = learned.get_by_label("How it learned")
+    assert slider.get_attribute("aria-valuetext") == "step 3,000 of 3,000, 2.50 bits per byte"
+    slider.focus()
+    learned.keyboard.press("Home")
+    learned.locator(".moment-text", has_text="step 0 of 3,000, 3.50 bits per byte").wait_for()
+    first = written_anew(learned)
+    assert first != end
+    assert first.startswith("abc")
+    learned.keyboard.press("ArrowRight")
+    learned.locator(".moment-text", has_text="step 10 of 3,000").wait_for()
+    assert written_anew(learned) not in (first, end)
+    learned.keyboard.press("End")
+    learned.locator(".moment-text", has_text="step 3,000").wait_for()
+    assert written_anew(learned) == end  # by the same seed
+
+
+def test_the_training_can_be_watched_and_stopped(learned):
+    learned.get_by_role("button", name="Watch").click()
+    learned.locator(".moment-text", has_text="step 10 of").wait_for()
+    learned.get_by_role("button", name="Stop watching").click()
+    learned.get_by_role("button", name="Watch", exact=True).wait_for()
+    assert "step 10 of" in (learned.locator(".moment-text").text_content() or "")
+
+
+@pytest.mark.parametrize("width", [390, 1300])
+def test_the_slider_fits_its_screen(learned, width):
+    learned.set_viewport_size({"width": width, "height": 800})
+    assert learned.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_page_of_one_moment_has_no_slider(saved):
+    assert saved.locator(".moments").is_hidden()
+
+
+def test_the_slider_answers_the_last_message_anew(directory, visit, tmp_path):
+    end, tokenizer = load_model(directory)
+    earlier, _ = load_model(directory)
+    with torch.no_grad():
+        for parameter in earlier.parameters():
+            parameter.mul_(0.1)
+    moments = [
+        PageMoment(step, None, quantize_model(model, 8)) for step, model in ((0, earlier), (9, end))
+    ]
+    path = tmp_path / "model.html"
+    path.write_text(page_of(end, moments[1].parameters, tokenizer, "my model", {}, moments))
+    page = visit(path.as_uri())
+    page.locator("#write:enabled").wait_for()
+    page.fill("#length", "10")
+    slider = page.get_by_label("How it learned")
+    slider.press("Home")  # before any message
+    slider.press("End")
+    ask(page, "What is 3 + 3?")
+    answer = ask(page, "And 4?")
+    slider.press("Home")
+    ended(page)
+    assert page.locator(".question").all_text_contents() == ["What is 3 + 3?", "And 4?"]
+    assert page.locator(".answer").last.text_content() != answer
+    slider.press("End")
+    ended(page)
+    assert page.locator(".answer").all_text_contents()[1:] == [answer]
+    assert page.locator(".curve").count() == 0  # as no loss was measured

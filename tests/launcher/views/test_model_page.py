@@ -27,7 +27,8 @@ from launcher.models.quantization import quantize_model, with_quantized_weights
 from launcher.models.sample import encode_prompt
 from launcher.text.reading import detect_file
 from launcher.text.tokenizer import END_OF_TEXT, learn_tokenizer
-from launcher.views.model_page import page_of, save_page
+from launcher.views import model_page
+from launcher.views.model_page import PageMoment, page_of, save_page
 from sm_nanogpt import Job
 
 LETTERS = tokenizer_of("abcdefghij\n")
@@ -240,6 +241,31 @@ def test_the_prompt_of_a_conversation_is_read_once(tmp_path):
     torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_each_moment_writes_what_the_sampler_writes(tmp_path):
+    end, earlier = lively(CONFIGS["plain"]), lively(CONFIGS["plain"])
+    with torch.no_grad():
+        for parameter in earlier.parameters():
+            parameter.copy_(parameter.flip(0))
+    moments = [
+        PageMoment(step, loss, quantize_model(model, bits=5))
+        for step, loss, model in ((0, 8.0, earlier), (7, None, end))
+    ]
+    page = page_of(end, moments[-1].parameters, LETTERS, "a model", {}, moments)
+    assert run(page, "header.moments", tmp_path) == [
+        {"step": 0, "loss": 8.0},
+        {"step": 7, "loss": None},
+    ]
+    (block,) = re.findall(r'class="moment"[^>]*>([^<]*)<', page)
+    weights = f"readTensors(header, unpack(await decompress({json.dumps(block)})).tensors)"
+    greedy = GREEDY % ([1, 2], 50)
+    code = f"[{greedy}, (model.weights = {weights}, model.clear(), 0), {greedy}]"
+    last, _, first = run(page, code, tmp_path)
+    for ids, moment in ((first, moments[0]), (last, moments[1])):
+        rounded = with_quantized_weights(end, moment.parameters)
+        assert ids == greedy_ids(rounded, [1, 2], 50)
+    assert first != last
+
+
 def test_a_page_holds_its_model_and_asks_for_nothing():
     page = page_of(lively(), {}, LETTERS, "</script><b>", {"Text": "<i>of a stranger"})
     assert "<b>" not in page
@@ -253,13 +279,35 @@ def test_play_saves_a_page_and_says_what_it_holds(job, cli, tmp_path):
     assert (ran.code, ran.out) == (0, "model.html\n")
     assert re.search(r"weights: \d bits; .* bits per byte instead of", ran.err)
     assert re.search(r"copies: .* \d+ bytes", ran.err)
-    assert (tmp_path / "model.html").stat().st_size < 2_000_000
+    size = (tmp_path / "model.html").stat().st_size
+    assert f"size: {size / 1e6:.2f} MB" in ran.err
+    assert size < 2_000_000
+    assert "moments: of steps 0, 1, 2, 3, 4, 5, 6, 10\n" in ran.err
+    fewer = cli("play", job.job_id, "--save", "fewer.html", "--moments", "3", "--bits", "5").good
+    assert re.search(r"moments: of steps 0, \d, 10; the run kept 8\n", fewer.err)
+    assert (tmp_path / "fewer.html").stat().st_size < size
+
+
+def test_a_page_takes_the_moments_that_fit_it(job, cli, monkeypatch):
+    monkeypatch.setattr(model_page, "MOMENTS_BYTES", 400_000)
+    page = Job(job.job_id).page("some.html")
+    n_moments = page.read_text().count('class="moment"')
+    assert 0 < n_moments < 7
+    assert page.stat().st_size < 400_000
+
+
+def test_a_page_without_moments_says_so(job, cli):
+    directory = Path(Job(job.job_id).model())
+    shutil.rmtree(directory / "moments")
+    assert "moments: the run kept none\n" in cli("play", directory, "--save", "a.html").good.err
+    assert cli("play", directory, "--save", "b.html", "--moments", "4").failed(2, "moments=4")
+    assert not Path("b.html").exists()
 
 
 @pytest.mark.parametrize(
     "options",
-    [["--bits", "5"], ["latest", "--save", "a.html"]],
-    ids=["bits of no file", "two models"],
+    [["--bits", "5"], ["--moments", "5"], ["latest", "--save", "a.html"]],
+    ids=["bits of no file", "moments of no file", "two models"],
 )
 def test_a_page_that_cannot_be_saved_is_refused(options, job, cli):
     ran = cli("play", job.job_id, options)

@@ -1,0 +1,75 @@
+"""The moments of a training: a model as it was at earlier steps, whose weights its run has kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from entry_point.errors import TrainingError
+from entry_point.huggingface import check_shapes, check_values
+from entry_point.model import GPT
+from entry_point.moments import DIRECTORY, FILES
+from entry_point.safetensors_file import read_safetensors
+from entry_point.text import read_json
+from launcher.errors import ServiceError
+from launcher.models.load import is_edited
+
+MAX_HEADER = 1 << 24  # bytes
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A model as it was after so many steps."""
+
+    step: int
+    model: GPT
+
+
+def read_moments(directory: Path, model: GPT) -> list[Moment]:
+    """The model in a directory at the steps that its run kept, and at last the model itself.
+
+    An empty list if it kept none, or an edited folder computes the model. Raises ServiceError if a
+    file is damaged or of another model.
+    """
+    paths = sorted((directory / DIRECTORY).glob(FILES))
+    if not paths or is_edited(model):
+        return []
+    moments = []
+    try:
+        for path in paths:
+            moments.append(Moment(step_of(path), read_moment(path, model)))
+        step = read_json(directory / "training.json")["step"]
+    except (TrainingError, KeyError, TypeError, ValueError, OSError) as error:
+        raise ServiceError(f"{directory / DIRECTORY} does not load: {error}") from None
+    return [*moments, Moment(int(step), model)]
+
+
+def step_of(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
+
+
+def read_moment(path: Path, model: GPT) -> GPT:
+    """A model of this shape with the weights in a file."""
+    tensors, _ = read_safetensors(path, sealed=True, largest=MAX_HEADER)
+    check_shapes(model.state_dict(), tensors, path.name)
+    check_values(path, tensors)
+    with torch.device("meta"):
+        moment = GPT(model.config, model.embed.num_embeddings)
+    weights = {name: tensor.float() for name, tensor in tensors.items()}
+    moment.load_state_dict(weights, assign=True)
+    return moment.eval()
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """Up to `count` items, the first and the last among them, as evenly as they can be."""
+    if count >= len(items):
+        return list(items)
+    if count <= 1:
+        return [items[-1]]
+    last = len(items) - 1
+    return [items[round(i * last / (count - 1))] for i in range(count)]

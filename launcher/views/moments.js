@@ -1,0 +1,130 @@
+// A slider over the training: the same prompt, written by the model as it was at each moment.
+
+const MOMENT_SECONDS = 3; // that each text gets while one watches
+
+class MomentSlider {
+  // `blocks` hold the weights of all moments but the last, which is the model itself.
+  constructor(page, article, model, header, blocks) {
+    this.page = page;
+    this.model = model;
+    this.header = header;
+    this.weights = [...blocks.map((block) => () => readMoment(block, header)), async () => this.end];
+    this.end = model.model.weights;
+    this.moments = header.moments;
+    this.box = article.querySelector(".moments");
+    this.slider = this.box.querySelector("input");
+    this.button = this.box.querySelector("button");
+    this.watch = 0; // the number of the time that it is watched
+    this.describe();
+    this.slider.addEventListener("input", () => {
+      this.stopWatching();
+      this.choose(Number(this.slider.value));
+    });
+    this.button.addEventListener("click", () => this.toggleWatching());
+    for (const id of ["write", "end", "anew"])
+      find(id).addEventListener("click", () => this.stopWatching());
+    document.addEventListener("keydown", (event) => { // which begin or stop a text
+      const isKey = event.key === "Enter" || event.key === "Escape";
+      if (isKey && event.target !== this.button) this.stopWatching();
+    });
+  }
+
+  describe() {
+    const last = this.moments.length - 1;
+    this.box.hidden = false;
+    this.slider.id = "moment";
+    this.box.querySelector("label").htmlFor = "moment";
+    this.slider.max = last;
+    this.slider.value = last;
+    const steps = this.box.querySelector(".steps");
+    const every = Math.ceil(this.moments.length / 10); // so that their labels fit
+    this.labels = this.moments.map(({ step }, index) => {
+      const isShown = index === last || (index % every === 0 && index + every / 2 <= last);
+      const label = append(steps, "span", "", isShown ? step.toLocaleString("en") : "");
+      label.style.left = `${index / last * 100}%`;
+      return label;
+    });
+    this.drawCurve();
+    this.show(last);
+  }
+
+  drawCurve() {
+    const losses = this.moments.map((moment) => moment.loss);
+    const curve = this.box.querySelector(".curve");
+    if (losses.includes(null)) return curve.remove();
+    const largest = Math.max(...losses);
+    const smallest = Math.min(...losses);
+    const points = losses.map((loss, index) => ({
+      x: index / (losses.length - 1) * 100,
+      y: 8 + (largest - loss) / (largest - smallest || 1) * 84,
+    }));
+    const line = points.map(({ x, y }) => `${x},${y}`).join(" L");
+    curve.querySelector(".area").setAttribute("d", `M0,100 L${line} L100,100Z`);
+    curve.querySelector(".line").setAttribute("d", `M${line}`);
+    this.dots = points.map(({ x, y }) => {
+      const dot = append(curve, "i");
+      dot.style.left = `${x}%`;
+      dot.style.top = `${y}%`;
+      return dot;
+    });
+  }
+
+  // Shows which moment it is.
+  show(index) {
+    const { step, loss } = this.moments[index];
+    const steps = `step ${step.toLocaleString("en")} of ${this.moments.at(-1).step.toLocaleString("en")}`;
+    const text = loss === null ? steps : `${steps}, ${loss.toFixed(2)} bits per byte`;
+    this.box.querySelector(".moment-text").textContent = text;
+    this.slider.setAttribute("aria-valuetext", text);
+    for (const marks of [this.labels, this.dots ?? []])
+      marks.forEach((mark, position) => mark.classList.toggle("now", position === index));
+  }
+
+  // Writes the newest text again, with the weights of a moment.
+  async choose(index) {
+    this.index = index;
+    this.show(index);
+    this.page.stop();
+    try {
+      const weights = await this.weights[index]();
+      if (this.index !== index) return; // another one was chosen
+      this.weights[index] = async () => weights;
+      this.model.model.weights = weights;
+      this.model.model.clear();
+    } catch (error) {
+      return this.page.columns[0].report(`This moment cannot be read: ${error.message}.`, "error");
+    }
+    await this.page.rewrite();
+  }
+
+  // Goes through all moments, each for some seconds.
+  async toggleWatching() {
+    if (this.button.textContent === "Stop watching") {
+      this.page.stop();
+      return this.stopWatching();
+    }
+    const watch = ++this.watch;
+    this.button.textContent = "Stop watching";
+    for (let index = 0; index < this.moments.length; index++) {
+      this.slider.value = index;
+      const written = this.choose(index);
+      if (index < this.moments.length - 1)
+        await new Promise((resolve) => setTimeout(resolve, MOMENT_SECONDS * 1000));
+      else await written;
+      if (watch !== this.watch) return;
+    }
+    this.stopWatching();
+  }
+
+  stopWatching() {
+    this.watch += 1;
+    this.button.textContent = "Watch";
+  }
+}
+
+// The weights in the block of a moment, which has the tensors of the model.
+async function readMoment(block, header) {
+  await checkModel(block.textContent, block.dataset.sha256);
+  const { tensors } = unpack(await decompress(block.textContent));
+  return readTensors(header, tensors);
+}

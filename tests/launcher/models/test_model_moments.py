@@ -1,0 +1,74 @@
+"""The moments of a training, as its model's directory holds them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import SMALL, VOCABULARY_SIZE, lively
+
+from entry_point.model import GPT
+from entry_point.moments import write_moments
+from launcher.errors import ServiceError
+from launcher.models.moments import read_moments, spread
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """What a run leaves of a model of step 9, with its weights of two earlier steps."""
+    weights = {name: tensor.bfloat16() for name, tensor in lively().state_dict().items()}
+    halves = {name: tensor / 2 for name, tensor in weights.items()}
+    write_moments(tmp_path, {0: halves, 4: weights})
+    (tmp_path / "training.json").write_text(json.dumps({"step": 9}))
+    return tmp_path
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted((directory / "moments").iterdir())
+
+
+def test_moments_are_the_model_at_earlier_steps_and_itself(directory):
+    model = lively()
+    moments = read_moments(directory, model)
+    assert [moment.step for moment in moments] == [0, 4, 9]
+    assert moments[-1].model is model
+    weight = model.blocks[0].mlp.down.weight.bfloat16().float()
+    assert torch.equal(moments[1].model.blocks[0].mlp.down.weight, weight)
+    assert torch.equal(moments[0].model.blocks[0].mlp.down.weight, weight / 2)
+
+
+def test_a_model_without_moments_has_an_empty_list(tmp_path):
+    assert read_moments(tmp_path, lively()) == []
+
+
+def test_damaged_moments_are_refused(directory):
+    path = files(directory)[1]
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ServiceError, match="is damaged: its SHA-256"):
+        read_moments(directory, lively())
+
+
+def test_moments_of_another_model_are_refused(directory):
+    with pytest.raises(ServiceError, match=r"embed\.weight is"):
+        read_moments(directory, GPT(SMALL, VOCABULARY_SIZE + 1))
+
+
+def test_a_file_of_no_step_is_refused(directory):
+    files(directory)[0].rename(directory / "moments/step-zero.safetensors")
+    with pytest.raises(ServiceError, match="does not load"):
+        read_moments(directory, lively())
+
+
+@pytest.mark.parametrize(
+    "count, chosen",
+    [(9, [0, 1, 4, 14, 34]), (3, [0, 4, 34]), (2, [0, 34]), (1, [34]), (0, [34])],
+)
+def test_fewer_moments_are_spread_evenly(count, chosen):
+    assert spread([0, 1, 4, 14, 34], count) == chosen
+
+
+def test_no_moments_are_spread_to_none():
+    assert spread([], 3) == []
