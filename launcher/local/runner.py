@@ -248,11 +248,14 @@ class LocalRun:
 
 
 def pack_directory(directory: Path, archive: Path) -> None:
-    """Packs all files below a directory. Raises ServiceError."""
+    """Packs all files below a directory. Raises ServiceError.
+
+    Nothing is compressed: that of weights takes long and saves little.
+    """
     with (
         storage.errors_about(str(archive)),
         storage.replacing(archive) as file,
-        tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as tar,
+        tarfile.open(fileobj=file, mode="w:gz", compresslevel=0) as tar,
     ):
         for path in sorted(directory.rglob("*")):
             tar.add(path, arcname=path.relative_to(directory).as_posix(), recursive=False)
