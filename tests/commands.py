@@ -6,7 +6,11 @@ import click
 
 from launcher import cli as commands
 
-GROUPS = {name: g for name, g in commands.cli.commands.items() if isinstance(g, click.Group)}
-COMMANDS = [name for name in commands.cli.commands if name not in GROUPS] + [
-    f"{name} {command}" for name, group in GROUPS.items() for command in group.commands
-]
+GROUPS = {}
+COMMANDS = []
+for name, command in commands.cli.commands.items():
+    if isinstance(command, click.Group):
+        GROUPS[name] = command
+        COMMANDS += [f"{name} {subcommand}" for subcommand in command.commands]
+    else:
+        COMMANDS.append(name)

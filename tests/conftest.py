@@ -55,8 +55,8 @@ botocore.loaders.create_loader = botocore.session.create_loader
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    words = "leave out tests that start a process, a server or a container, or import what is large"
-    parser.addoption("--quick", action="store_true", help=words)
+    text = "leave out tests that start a process, a server or a container, or import what is large"
+    parser.addoption("--quick", action="store_true", help=text)
 
 
 def pytest_configure() -> None:
@@ -246,9 +246,9 @@ def cli(home, capsys):
     """sm-nanogpt in this process: quick, for what needs no process of its own."""
     from launcher.cli import run
 
-    def call(*words: launching.Argument) -> launching.Ran:
+    def call(*arguments: launching.Argument) -> launching.Ran:
         capsys.readouterr()
-        code = run(launching.arguments_of(words))
+        code = run(launching.arguments_of(arguments))
         return launching.Ran(code, *capsys.readouterr())
 
     return call
@@ -284,22 +284,22 @@ def tuned(tmp_path_factory, text_file):
     """A job that has learned from conversations, and its data set; look, but change nothing."""
 
     def build(directory: Path) -> list[str | Path]:
-        home, said = directory / "home", ""
+        home, messages = directory / "home", ""
 
-        def command(*words: launching.Argument) -> str:
-            ran = launching.command(words, home=home)
+        def command(*arguments: launching.Argument) -> str:
+            ran = launching.command(arguments, home=home)
             assert ran.code == 0, ran.err
-            nonlocal said
-            said = ran.err
+            nonlocal messages
+            messages = ran.err
             return ran.out.strip()
 
         command("upload-data", text_file, "--tokenizer", "bpe", "--vocab-size", "300")
         base = command(launching.launching(block_size=128))
         data = command("upload-data", write_chats(directory / "chats.jsonl"), "--tokenizer", base)
-        assert f"sm-nanogpt launch --instance local --init-from {base}" in said
+        assert f"sm-nanogpt launch --instance local --init-from {base}" in messages
         steps = launching.sets(max_steps=60, eval_interval=30, batch_size=12, device="cpu")
         job_id = command("launch", "--instance", "local", "--init-from", base, steps)
-        assert f"next: sm-nanogpt chat {job_id}\n" in said
+        assert f"next: sm-nanogpt chat {job_id}\n" in messages
         return [home, base, job_id, data.removeprefix("file://")]
 
     home, base, job_id, data = launching.once(tmp_path_factory, "tuned", build)
@@ -399,9 +399,9 @@ def cloud(emulator, s3, monkeypatch):
 def submit(cloud, cli, short_text_file):
     """Launches a job on SageMaker, whose script fails for a reason or writes a log."""
 
-    def launch(*words: launching.Argument, **script: Any) -> launching.Ran:
+    def launch(*arguments: launching.Argument, **script: Any) -> launching.Ran:
         cloud.sagemaker.next_script = script
-        ran = cli("launch", "--instance", "ml.g5.12xlarge", "--data", short_text_file, words)
+        ran = cli("launch", "--instance", "ml.g5.12xlarge", "--data", short_text_file, arguments)
         assert ran.code == 0, ran.err
         return ran
 
@@ -411,4 +411,4 @@ def submit(cloud, cli, short_text_file):
 @pytest.fixture
 def launch(submit):
     """Launches such a job, and returns its id."""
-    return lambda *words, **script: submit(words, **script).out.strip()
+    return lambda *arguments, **script: submit(arguments, **script).out.strip()

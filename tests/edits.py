@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from launcher.source import Source
 
@@ -60,6 +61,7 @@ EDITS: dict[str, list[tuple[str, str]]] = {
 def module_of(folder: Path) -> SimpleNamespace:
     """What the files of a training folder define, together."""
     source = Source.read(folder)
-    names = ("errors", "config", "text", "model", "huggingface")
-    found = {k: v for name in names for k, v in vars(source.module(name)).items()}
-    return SimpleNamespace(**{k: v for k, v in found.items() if not k.startswith("__")})
+    definitions: dict[str, Any] = {}
+    for name in ("errors", "config", "text", "model", "huggingface"):
+        definitions |= vars(source.module(name))
+    return SimpleNamespace(**{k: v for k, v in definitions.items() if not k.startswith("__")})

@@ -61,7 +61,7 @@ def serving() -> Iterator[Hub]:
             self.wfile.write(body)
             self.close_connection = length != len(body)
 
-        def log_message(self, *words: Any) -> None:
+        def log_message(self, *arguments: Any) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -74,13 +74,15 @@ def serving() -> Iterator[Hub]:
 
 def answer(hub: Hub, target: str, sent: Any) -> tuple[int, dict[str, str], bytes]:
     url = urlsplit(target)
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"(?:/api)?/datasets/([^/]+/[^/]+)(?:/(revision|tree|resolve)/([^/]+)(?:/(.*))?)?", url.path
     )
-    if not found:
+    if not match:
         raise Refused(404, "", "Sorry, we can't find the page you are looking for.")
-    name, what, revision, path = found[1], found[2], unquote(found[3] or "main"), found[4] or ""
-    path = unquote(path)
+    name = match[1]
+    part = match[2]
+    revision = unquote(match[3] or "main")
+    path = unquote(match[4] or "")
     token = sent.get("Authorization", "").removeprefix("Bearer ")
     if token not in ("", TOKEN):
         raise Refused(401, "", "Invalid credentials in Authorization header")
@@ -91,7 +93,7 @@ def answer(hub: Hub, target: str, sent: Any) -> tuple[int, dict[str, str], bytes
     if revision not in ("main", COMMIT, "refs/convert/parquet"):
         raise Refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
     files = hub.datasets[name]
-    if what == "resolve":
+    if part == "resolve":
         if name in hub.gated and (not token or name not in hub.granted):
             raise Refused(*restricted(name, bool(token)))
         if path not in files:
@@ -99,47 +101,47 @@ def answer(hub: Hub, target: str, sent: Any) -> tuple[int, dict[str, str], bytes
         hub.sent.append(path)
         etag = f'"{hashlib.sha1(files[path]).hexdigest()}"'
         return 200, {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}, files[path]
-    if what == "tree":
+    if part == "tree":
         return listing(hub, name, path, url)
     gated = "manual" if name in hub.gated else False  # anybody may read this
     facts = {"_id": "6", "id": name, "sha": COMMIT, "private": name in hub.private, "gated": gated}
-    facts |= {"tags": [], "downloads": 0, "siblings": [{"rfilename": each} for each in files]}
+    facts |= {"tags": [], "downloads": 0, "siblings": [{"rfilename": file} for file in files]}
     return 200, {"Content-Type": "application/json"}, json.dumps(facts).encode()
 
 
-def restricted(name: str, known: bool) -> tuple[int, str, str]:
-    begin = f"Access to dataset {name} is restricted"
-    if not known:
-        rest = ". You must have access to it and be authenticated to access it. Please log in."
-        return 401, "GatedRepo", begin + rest
+def restricted(name: str, is_authenticated: bool) -> tuple[int, str, str]:
+    message = f"Access to dataset {name} is restricted"
+    if not is_authenticated:
+        message += ". You must have access to it and be authenticated to access it. Please log in."
+        return 401, "GatedRepo", message
     page = f"https://huggingface.co/datasets/{name}"
-    rest = f" and you are not in the authorized list. Visit {page} to ask for access."
-    return 403, "GatedRepo", begin + rest
+    message += f" and you are not in the authorized list. Visit {page} to ask for access."
+    return 403, "GatedRepo", message
 
 
 def listing(hub: Hub, name: str, path: str, url: Any) -> tuple[int, dict[str, str], bytes]:
     """A page of the entries below a folder, and a link to the next one."""
-    asked = parse_qs(url.query)
+    query = parse_qs(url.query)
     prefix = f"{path}/" if path else ""
     entries: dict[str, dict[str, Any]] = {}
-    for each, content in sorted(hub.datasets[name].items()):
-        if not each.startswith(prefix):
+    for file, content in sorted(hub.datasets[name].items()):
+        if not file.startswith(prefix):
             continue
         oid = hashlib.sha1(content).hexdigest()
-        parts = each.removeprefix(prefix).split("/")
+        parts = file.removeprefix(prefix).split("/")
         for depth in range(1, len(parts)):
             folder = prefix + "/".join(parts[:depth])
             entries[folder] = {"type": "directory", "oid": oid, "size": 0, "path": folder}
-        entries[each] = {"type": "file", "oid": oid, "path": each}
-        entries[each]["size"] = hub.claimed.get(each, len(content))
+        entries[file] = {"type": "file", "oid": oid, "path": file}
+        entries[file]["size"] = hub.claimed.get(file, len(content))
     if not entries:
         raise Refused(404, "EntryNotFound", f'{path} does not exist on "main"')
-    if asked.get("recursive", ["false"])[0].lower() != "true":
+    if query.get("recursive", ["false"])[0].lower() != "true":
         entries = {e: v for e, v in entries.items() if "/" not in e.removeprefix(prefix)}
-    begin = int(asked.get("cursor", ["0"])[0])
+    begin = int(query.get("cursor", ["0"])[0])
     page = list(entries.values())[begin : begin + PAGE]
     headers = {"Content-Type": "application/json"}
     if begin + PAGE < len(entries):
-        more = f"{hub.url}{url.path}?recursive={asked['recursive'][0]}&cursor={begin + PAGE}"
-        headers["Link"] = f'<{more}>; rel="next"'
+        options = f"recursive={query['recursive'][0]}&cursor={begin + PAGE}"
+        headers["Link"] = f'<{hub.url}{url.path}?{options}>; rel="next"'
     return 200, headers, json.dumps(page).encode()

@@ -38,11 +38,11 @@ def sibling(job: Finished, number: int, loss: float, **hyperparameters: Any) -> 
 
 def copy_job(job, job_id, **values):
     """A copy of a job with another id, and other values in its record."""
-    place = job.home / "jobs" / job_id
-    shutil.copytree(job.directory, place)
-    record = json.loads((place / "job.json").read_text())
+    directory = job.home / "jobs" / job_id
+    shutil.copytree(job.directory, directory)
+    record = json.loads((directory / "job.json").read_text())
     record["job"] |= values
-    write_json(str(place / "job.json"), record)
+    write_json(str(directory / "job.json"), record)
     return job_id
 
 

@@ -24,15 +24,18 @@ def anchors_tensor(content: bytes) -> Tensor:
 
 def documents(n: int, seed: int) -> list[Passage]:
     """Documents of many sizes, and of losses that go with their sizes a little."""
-    chance, found = random.Random(seed), []
+    chance = random.Random(seed)
+    passages = []
     for index in range(n):
         size = int(chance.lognormvariate(6, 0.8))
         nats = size * (1.2 + 0.02 * math.log(size) + chance.gauss(0, 0.25))
-        found.append(Passage(str(index), nats, size, size))
-    return found
+        passages.append(Passage(str(index), nats, size, size))
+    return passages
 
 
 def chat_of(*texts: str) -> dict[str, Any]:
-    roles = ("user", "assistant") * len(texts)
-    pairs = zip(roles, texts, strict=False)
-    return {"messages": [{"role": role, "content": text} for role, text in pairs]}
+    messages = []
+    for number, text in enumerate(texts):
+        role = "assistant" if number % 2 else "user"
+        messages.append({"role": role, "content": text})
+    return {"messages": messages}

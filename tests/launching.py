@@ -59,10 +59,10 @@ class Ran:
     def error(self) -> str:
         """Its error, which is the last line on stderr and the only one that is an error."""
         assert "Traceback" not in self.err, self.err
-        *notes, last = self.err.splitlines()
-        assert last.startswith("error: "), self.err
-        assert not any(note.startswith("error: ") for note in notes), self.err
-        return last.removeprefix("error: ")
+        errors = re.findall("^error: (.*)$", self.err, re.MULTILINE)
+        assert len(errors) == 1, self.err
+        assert self.err.endswith(f"error: {errors[0]}\n"), self.err
+        return str(errors[0])
 
     @property
     def good(self) -> Ran:
@@ -105,7 +105,10 @@ class Finished:
 
 def sets(**values: Any) -> list[str]:
     """Hyperparameters as `--set` takes them."""
-    return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+    arguments = []
+    for name, value in values.items():
+        arguments += ["--set", f"{name}={value}"]
+    return arguments
 
 
 def once(
@@ -113,40 +116,44 @@ def once(
 ) -> list[str]:
     """What `build` says of what it made in a directory of its own, once for all the workers."""
     base = factory.getbasetemp()
-    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    directory = base / name
     with Path(f"{directory}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         record = Path(f"{directory}.json")
         if not record.exists():
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir()
-            record.write_text(json.dumps([str(each) for each in build(directory)]))
+            record.write_text(json.dumps([str(value) for value in build(directory)]))
         return list(json.loads(record.read_text()))
 
 
-def pip(python: str | Path, *words: str | Path) -> None:
+def pip(python: str | Path, *arguments: str | Path) -> None:
     """pip of an interpreter, which compiles nothing: little of what it installs is imported.
 
     It does not see this checkout, whose egg-info would make it believe that all is installed.
     """
-    quiet = ("--quiet", "--disable-pip-version-check")
-    late = ("--no-compile",) if words[0] == "install" else ()
-    command = [python, "-m", "pip", *quiet, *words, *late]
+    command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    if arguments[0] == "install":
+        command.append("--no-compile")
     subprocess.run(command, env={**os.environ, "PYTHONPATH": ""}, check=True, timeout=900)
 
 
 def launching(*extra: str, data: str | Path | None = None, **values: Any) -> list[str]:
-    """The words of a launch of the tiny job, with some things changed."""
-    named = [] if data is None else ["--data", str(data)]
-    return ["launch", "--instance", "local", *named, *sets(**{**TINY, **values}), *extra]
+    """The arguments of a launch of the tiny job, with some things changed."""
+    arguments = ["launch", "--instance", "local"]
+    if data is not None:
+        arguments += ["--data", str(data)]
+    return [*arguments, *sets(**{**TINY, **values}), *extra]
 
 
 def environment(home: Path, **extra: str) -> dict[str, str]:
     """No settings from outside, and no way to a metadata service."""
     foreign = re.compile("AWS_|SM_NANOGPT_")
-    kept = {name: v for name, v in runs.environment().items() if not foreign.match(name)}
+    variables = {name: v for name, v in runs.environment().items() if not foreign.match(name)}
     return {
-        **kept,
+        **variables,
         "HOME": str(home.parent),
         "SM_NANOGPT_HOME": str(home),
         "AWS_EC2_METADATA_DISABLED": "true",
@@ -157,29 +164,29 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
 Argument = str | Path | int | Iterable[Any]
 
 
-def arguments_of(words: Iterable[Argument]) -> list[str]:
+def arguments_of(arguments: Iterable[Argument]) -> list[str]:
     """The arguments of a command; a list among them stands for what it holds."""
-    arguments: list[str] = []
-    for word in words:
-        if isinstance(word, Iterable) and not isinstance(word, str):
-            arguments += arguments_of(word)
+    texts: list[str] = []
+    for argument in arguments:
+        if isinstance(argument, Iterable) and not isinstance(argument, str):
+            texts += arguments_of(argument)
         else:
-            arguments.append(str(word))
-    return arguments
+            texts.append(str(argument))
+    return texts
 
 
 def command(
-    *words: Argument, home: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *arguments: Argument, home: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Ran:
     """A command as a process of its own."""
-    with started(words, home=home, cwd=cwd, env=env) as process:
+    with started(arguments, home=home, cwd=cwd, env=env) as process:
         out, err = process.communicate(timeout=runs.LIMIT)
     return Ran(process.returncode, out, err)
 
 
 @contextlib.contextmanager
 def started(
-    *words: Argument,
+    *arguments: Argument,
     home: Path,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
@@ -187,7 +194,7 @@ def started(
 ) -> Iterator[subprocess.Popen[str]]:
     """A running command, gone afterwards; jobs that it started are not its own processes."""
     process = warm.replacing(warm.Process).Popen(
-        [*PROGRAM, *arguments_of(words)],
+        [*PROGRAM, *arguments_of(arguments)],
         cwd=cwd or home.parent,
         env={**environment(home), **(env or {})},
         stdin=subprocess.DEVNULL,
@@ -218,20 +225,23 @@ def tree(directory: Path) -> set[str]:
 
 def processes() -> list[tuple[int, int, str]]:
     """Pid, parent and command line of all that lives; by ps, as macOS has no /proc."""
-    columns = [word for name in ("pid", "ppid", "command") for word in ("-o", f"{name}=")]
-    listed = subprocess.check_output(["ps", "-A", "-ww", *columns], text=True, errors="replace")
-    rows = [line.split(maxsplit=2) for line in listed.splitlines() if "<defunct>" not in line]
-    return [(int(pid), int(parent), line) for pid, parent, line in rows]
+    command = ["ps", "-A", "-ww", "-o", "pid=", "-o", "ppid=", "-o", "command="]
+    rows = []
+    for row in subprocess.check_output(command, text=True, errors="replace").splitlines():
+        if "<defunct>" not in row:
+            pid, parent, line = row.split(maxsplit=2)
+            rows.append((int(pid), int(parent), line))
+    return rows
 
 
 def session_of(leader: int) -> dict[int, str]:
     """The living processes of the session that a process leads, or led: pid to command line."""
-    found = {}
+    processes_found = {}
     for pid, _, line in processes():
         with contextlib.suppress(ProcessLookupError):  # it ended by now
             if os.getsid(pid) == leader:
-                found[pid] = line
-    return found
+                processes_found[pid] = line
+    return processes_found
 
 
 def processes_below(directory: Path) -> dict[int, str]:
@@ -239,9 +249,12 @@ def processes_below(directory: Path) -> dict[int, str]:
 
     A runner's command line names its job, and the ranks are of the session that it leads.
     """
-    named = re.compile(rf"local\.runner.* {re.escape(str(directory))}[/ ]")
-    leaders = [pid for pid, _, line in processes() if named.search(line)]
-    return {pid: line for leader in leaders for pid, line in session_of(leader).items()}
+    pattern = re.compile(rf"local\.runner.* {re.escape(str(directory))}[/ ]")
+    living: dict[int, str] = {}
+    for leader, _, line in processes():
+        if pattern.search(line):
+            living |= session_of(leader)
+    return living
 
 
 def runner_of(directory: Path) -> int:
@@ -252,8 +265,8 @@ def runner_of(directory: Path) -> int:
 
 def ranks_of(directory: Path) -> list[int]:
     """The pids of a job's ranks in their order, without their parents, one for each host."""
-    there, parents = processes_below(directory), {pid: parent for pid, parent, _ in processes()}
-    living = {pid for pid, line in there.items() if "train.py" in line}
+    parents = {pid: parent for pid, parent, _ in processes()}
+    living = {pid for pid, line in processes_below(directory).items() if "train.py" in line}
     ranks = living - {parents.get(pid) for pid in living}
     return sorted(ranks, key=lambda pid: (parents.get(pid, 0), pid))
 
@@ -288,15 +301,15 @@ def edited(path: Path, *edits: tuple[str, str]) -> Path:
     return path
 
 
-def all_ended(words: Sequence[Sequence[str]], home: Path) -> list[Ran]:
+def all_ended(commands: Sequence[Sequence[str]], home: Path) -> list[Ran]:
     """Several commands at once."""
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(started(*each, home=home)) for each in words]
-        return [
-            Ran(process.wait(timeout=runs.LIMIT), out, err)
-            for process in processes
-            for out, err in [process.communicate(timeout=runs.LIMIT)]
-        ]
+        processes = [stack.enter_context(started(command, home=home)) for command in commands]
+        ended = []
+        for process in processes:
+            out, err = process.communicate(timeout=runs.LIMIT)
+            ended.append(Ran(process.returncode, out, err))
+        return ended
 
 
 def output_of(command: list[str | Path], cwd: Path, environment: dict[str, str]) -> str:

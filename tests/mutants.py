@@ -124,7 +124,7 @@ def is_number(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
-def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
+def fields(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
     """All fields that hold a node, outside of types, messages, logs and waits."""
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns", "decorator_list") or isinstance(tree, ast.JoinedStr):
@@ -138,14 +138,14 @@ def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
         for index, node in enumerate(value if isinstance(value, list) else [value]):
             if isinstance(node, ast.AST):
                 yield tree, name, index if isinstance(value, list) else None
-                yield from places(node)
+                yield from fields(node)
 
 
 def mutants_of(file: str) -> list[Mutant]:
     source = (ROOT / file).read_text()
     tree = ast.parse(source)
-    found = []
-    for parent, name, index in list(places(tree)):
+    mutants = []
+    for parent, name, index in list(fields(tree)):
         value = getattr(parent, name)
         node = value if index is None else value[index]
         for change in changes(node):
@@ -161,8 +161,10 @@ def mutants_of(file: str) -> list[Mutant]:
             raw = source.encode()
             changed = (raw[:begin] + new.encode() + raw[end:]).decode()
             text = lines[node.lineno - 1].strip()
-            found.append(Mutant(file, node.lineno, text, f"{ast.unparse(node)} -> {new}", changed))
-    return found
+            mutants.append(
+                Mutant(file, node.lineno, text, f"{ast.unparse(node)} -> {new}", changed)
+            )
+    return mutants
 
 
 def passes(checkout: Path, tests: str) -> bool:
@@ -194,16 +196,16 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=8, help="of mutants of each module")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="mutants at a time (default 2)")
-    words = parser.parse_args()
-    chosen = [m for m in MODULES if not words.names or any(name in m for name in words.names)]
+    args = parser.parse_args()
+    chosen = [m for m in MODULES if not args.names or any(name in m for name in args.names)]
     drawn = []
     for file in chosen:
         population = mutants_of(file)
-        amount = min(words.count, len(population))
-        drawn += random.Random(f"{words.seed} {file}").sample(population, amount)
+        amount = min(args.count, len(population))
+        drawn += random.Random(f"{args.seed} {file}").sample(population, amount)
     with tempfile.TemporaryDirectory() as temporary:
         free: SimpleQueue[Path] = SimpleQueue()
-        for index in range(words.workers):
+        for index in range(args.workers):
             checkout = Path(temporary, str(index), "checkout")
             ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "runs")
             shutil.copytree(ROOT, checkout, ignore=ignored)
@@ -221,7 +223,7 @@ def main() -> None:
             print(f"{'died' if died else 'LIVES'}{known}  {mutant}", file=sys.stderr, flush=True)
             return died
 
-        with ThreadPoolExecutor(words.workers) as pool:
+        with ThreadPoolExecutor(args.workers) as pool:
             ended = dict(zip(drawn, pool.map(dies, drawn), strict=True))
     print("| module | mutants | died | equivalent | lived |\n|---|---|---|---|---|")
     total = [0, 0, 0, 0]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+OPERATORS = set("();<>|&")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -21,20 +22,28 @@ def commands(line: str) -> Iterator[list[str]]:
     """The arguments of each sm-nanogpt in a shell line: after `$(` and `&&`, and before `|`."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
-    for is_operator, words in itertools.groupby(lexer, lambda word: set(word) <= set("();<>|&")):
-        found = list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), words))
-        if not is_operator and found[:1] == ["sm-nanogpt"]:
-            yield found[1:]
+    for is_operator, tokens in itertools.groupby(lexer, lambda token: set(token) <= OPERATORS):
+        # Without the variables that are set for the command.
+        command = list(itertools.dropwhile(lambda token: re.match(r"\w+=", token), tokens))
+        if not is_operator and command[:1] == ["sm-nanogpt"]:
+            yield command[1:]
 
 
 def shown_commands(page: Path) -> list[list[str]]:
-    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", "").split("\n")]
-    transcripts = "\n".join(blocks(page, ""))
-    lines += re.findall(r"^\$ (.+)$", transcripts, re.MULTILINE)
-    return [words for line in lines for words in commands(line)]
+    """The arguments of each sm-nanogpt that a page shows, in scripts and transcripts."""
+    lines = []
+    for block in blocks(page, "sh"):
+        lines += block.replace("\\\n", "").split("\n")
+    for block in blocks(page, ""):
+        lines += re.findall(r"^\$ (.+)$", block, re.MULTILINE)
+    arguments: list[list[str]] = []
+    for line in lines:
+        arguments += commands(line)
+    return arguments
 
 
-NANOGPT, ARCHITECTURE = ROOT / "docs/from-nanogpt.md", ROOT / "docs/architecture.md"
+NANOGPT = ROOT / "docs/from-nanogpt.md"
+ARCHITECTURE = ROOT / "docs/architecture.md"
 
 
 def name_of(page: Path) -> str:

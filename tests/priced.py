@@ -20,8 +20,8 @@ def job(**values: Any) -> TrainingJob:
 
 
 def description(**values: Any) -> JobDescription:
-    known = JobDescription("j", "InProgress", "Training", "ml.g5.12xlarge", 1, 0.0, "")
-    return replace(known, **values)
+    running_job = JobDescription("j", "InProgress", "Training", "ml.g5.12xlarge", 1, 0.0, "")
+    return replace(running_job, **values)
 
 
 def offline(home: Path, **values: Any) -> Settings:

@@ -195,8 +195,14 @@ KERNEL = {
 VARIABLES = {
     f"read {name}": f"os.environ[{name!r}]"
     for name in (
-        *("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "OPENAI_API_KEY", "NVIDIA_API_KEY"),
-        *("SM_NANOGPT_API_KEY", "SM_NANOGPT_HOME", "SSH_AUTH_SOCK", "PYTHONPATH"),
+        "AWS_SECRET_ACCESS_KEY",
+        "HF_TOKEN",
+        "OPENAI_API_KEY",
+        "NVIDIA_API_KEY",
+        "SM_NANOGPT_API_KEY",
+        "SM_NANOGPT_HOME",
+        "SSH_AUTH_SOCK",
+        "PYTHONPATH",
     )
 }
 WAYS = {**FILES, **ATTRIBUTES, **PROCESSES, **MEMORY, **NETWORK, **KERNEL, **VARIABLES}
@@ -277,7 +283,8 @@ def names_for(facts: dict[str, Any]) -> dict[str, Any]:
     buffer = ctypes.create_string_buffer(256)
     memory = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 8)
     paths = {name: Path(path) for name, path in facts["paths"].items()}
-    scratch, own = paths["scratch"], os.open(paths["folder"] / "own.txt", os.O_RDONLY)
+    scratch = paths["scratch"]
+    own_file = os.open(paths["folder"] / "own.txt", os.O_RDONLY)
     pair = socket.socketpair()
 
     def checked(result: int) -> int:
@@ -307,13 +314,13 @@ def names_for(facts: dict[str, Any]) -> dict[str, Any]:
         "make_node": make_node,
         "pair": pair,
     }
-    return {**names, **facts["numbers"], **paths, "own": own}
+    return {**names, **facts["numbers"], **paths, "own": own_file}
 
 
 def main(facts: dict[str, Any]) -> None:
     names = names_for(facts)
-    how = attempt_each_apart if facts["apart"] else attempt
-    print("\n" + json.dumps(how(facts["expressions"], names)))
+    attempt_all = attempt_each_apart if facts["apart"] else attempt
+    print("\n" + json.dumps(attempt_all(facts["expressions"], names)))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,10 @@ ENDLESS: dict[str, Any] = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}
 
 def command_line(**values: Any) -> list[str]:
     """A command line, as the SageMaker toolkit writes it."""
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    arguments = []
+    for name, value in values.items():
+        arguments += [f"--{name}", str(value)]
+    return arguments
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -66,8 +69,8 @@ def environment(**extra: str) -> dict[str, str]:
         r"(SM_|OMPI_|PMIX_|TORCHELASTIC_|SAGEMAKER_)"
         r"|(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$"
     )
-    kept = {name: value for name, value in os.environ.items() if not foreign.match(name)}
-    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
+    variables = {name: value for name, value in os.environ.items() if not foreign.match(name)}
+    return {**variables, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
 def free_port() -> int:
@@ -88,8 +91,8 @@ def make_hosts(base: Path, text: str | Sequence[str], n_hosts: int = 1) -> list[
         root = base / name
         training = root / "input/data/training"
         training.mkdir(parents=True)
-        own = text if isinstance(text, str) else text[index]
-        (training / "input.txt").write_text(own, encoding="utf-8", newline="")
+        host_text = text if isinstance(text, str) else text[index]
+        (training / "input.txt").write_text(host_text, encoding="utf-8", newline="")
         config = root / "input/config"
         config.mkdir()
         (root / "output").mkdir()
@@ -209,17 +212,18 @@ def listening(pids: Collection[int]) -> set[str]:
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # closed by now
                 inodes.update(re.findall(r"^socket:\[(\d+)\]$", str(file.readlink())))
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *rest = line.split()
-            if state == "0A" and rest[5] in inodes:  # LISTEN
+            columns = line.split()
+            local, state, inode = columns[1], columns[3], columns[9]
+            if state == "0A" and inode in inodes:  # LISTEN
                 raw = b"".join(
                     int(local[i : i + 8], 16).to_bytes(4, sys.byteorder)
                     for i in range(0, len(local) - 5, 8)
                 )
-                found.add(str(ipaddress.ip_address(raw)))
-    return found
+                addresses.add(str(ipaddress.ip_address(raw)))
+    return addresses
 
 
 def wait_for_line(
@@ -228,12 +232,12 @@ def wait_for_line(
     """Reads the output up to the first line that begins so; returns the lines so far."""
     stream = stream or process.stdout
     assert stream is not None
-    seen = []
+    lines = []
     for line in stream:
-        seen.append(line)
+        lines.append(line)
         if line.startswith(start):
-            return seen
-    raise AssertionError(f"it ended without a line {start!r}:\n{''.join(seen)}")
+            return lines
+    raise AssertionError(f"it ended without a line {start!r}:\n{''.join(lines)}")
 
 
 def wait_for_file(directory: Path, pattern: str, limit: float = LIMIT) -> Path:

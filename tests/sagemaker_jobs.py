@@ -24,8 +24,8 @@ REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
 OWN_ROLE = "arn:aws:iam::123456789012:role/mine"
 
 
-def deploy_stack(**words: Any) -> Stack:
+def deploy_stack(**options: Any) -> Stack:
     deployment = deploy.Deployment(load_settings())
-    change_set = deployment.plan(**words)
+    change_set = deployment.plan(**options)
     assert change_set is not None
     return deployment.execute(change_set)

@@ -60,7 +60,9 @@ def shared_search(tmp_path_factory, text):
     """A search of tiny runs, its folder, and a model of its base; it is shared."""
 
     def build(directory: Path) -> tuple[Path, Path, Path]:
-        base, model, text_file = (directory / name for name in ("base", "model", "text.txt"))
+        base = directory / "base"
+        model = directory / "model"
+        text_file = directory / "text.txt"
         text_file.write_text(text[:60_000])
         judge = Judge.score
 
@@ -84,15 +86,8 @@ def shared_search(tmp_path_factory, text):
             begin_search("s", request, settings, 0.05, None, lambda line: None).base()
         return directory / "home", base, model
 
-    return SimpleNamespace(
-        **dict(
-            zip(
-                ("home", "base", "model"),
-                map(Path, launching.once(tmp_path_factory, "shared_search", build)),
-                strict=True,
-            )
-        )
-    )
+    home, base, model = launching.once(tmp_path_factory, "shared_search", build)
+    return SimpleNamespace(home=Path(home), base=Path(base), model=Path(model))
 
 
 @pytest.fixture

@@ -25,25 +25,27 @@ def write_chats(path: Path, count: int = 200) -> Path:
 
 
 STRANGE = (
-    *("naïve café", "漢字かな交じり文", "🙂🚀👩‍🚀", "def f(x):\n    return x**2\n", "  leading"),
-    *(
-        "\n\nlines",
-        "a\tb",
-        "1234567890",
-        "Жук",
-        '{"k": [1, 2]}',
-        "\r\n",
-        "<|im_end|",
-        "assistant\n",
-    ),
+    "naïve café",
+    "漢字かな交じり文",
+    "🙂🚀👩‍🚀",
+    "def f(x):\n    return x**2\n",
+    "  leading",
+    "\n\nlines",
+    "a\tb",
+    "1234567890",
+    "Жук",
+    '{"k": [1, 2]}',
+    "\r\n",
+    "<|im_end|",
+    "assistant\n",
 )
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def messages(*texts: Any, roles: str = "user assistant", to: str = "role content") -> list[Any]:
     """Messages of these texts, by turns from these roles."""
-    who, what = to.split()
-    return [{who: role, what: text} for role, text in zip(cycle(roles.split()), texts)]
+    role_key, text_key = to.split()
+    return [{role_key: role, text_key: text} for role, text in zip(cycle(roles.split()), texts)]
 
 
 def ids_of(chat: Chat, *turns: Message) -> list[int]:

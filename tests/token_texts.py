@@ -54,16 +54,16 @@ def ids_of(part: Any) -> list[int]:
 
 
 def documents_of(corpus: Corpus, part: Any) -> list[str]:
-    found: list[str] = []
+    texts: list[str] = []
     ids: list[int] = []
     for id in ids_of(part):
         if id == corpus.tokenizer.end:
-            found.append(corpus.tokenizer.decode(ids))
+            texts.append(corpus.tokenizer.decode(ids))
             ids = []
         else:
             ids.append(id)
     assert not ids
-    return found
+    return texts
 
 
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -47,9 +47,11 @@ def serves(command: Sequence[str], env: Mapping[str, str]) -> bool:
     names -= {"PYTHONUNBUFFERED", "GOMP_SPINCOUNT", "TORCH_CPP_LOG_LEVEL"}
     names -= {"PYTHONDONTWRITEBYTECODE"}  # which changes no result, and which a job does not get
     names -= {"TORCHINDUCTOR_CACHE_DIR"}  # which transformers sets, and nothing reads at the start
-    usual = all((env.get(name) or "") == (STARTING.get(name) or "") for name in names)
-    known = command[1] in ("-P", "-c") or command[1].endswith(".py")
-    return usual and sys.platform == "linux" and command[0] == sys.executable and known
+    same_variables = all((env.get(name) or "") == (STARTING.get(name) or "") for name in names)
+    if sys.platform != "linux" or command[0] != sys.executable:
+        return False
+    runs_code = command[1] in ("-P", "-c") or command[1].endswith(".py")
+    return runs_code and same_variables
 
 
 class Process(subprocess.Popen[Any]):
@@ -58,15 +60,15 @@ class Process(subprocess.Popen[Any]):
     def _execute_child(self, args: Any, *rest: Any) -> None:
         # As in Python 3.11 to 3.14: files to keep, directory, environment, and ours and the child's
         # ends of pipes.
-        kept, cwd, env, pipes = rest[3], rest[4], rest[5], rest[9:15]
+        kept_files, cwd, env, pipes = rest[3], rest[4], rest[5], rest[9:15]
         assert rest[-2], "the server gives each a session of its own: start_new_session"
         request = {
             "argv": list(map(os.fspath, args)),
             "cwd": str(Path(cwd).absolute()),
             "env": dict(env),
-            "kept": list(kept),
+            "kept": list(kept_files),
         }
-        self.pid = ask(request, *streams_of(pipes), *kept)
+        self.pid = ask(request, *streams_of(pipes), *kept_files)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -189,8 +191,8 @@ def serve(listener: socket.socket) -> NoReturn:
                 for each in (listener, *clients):
                     each.close()
                 server.cache_clear()
-                argv, kept = request["argv"], zip(request["kept"], files[3:], strict=True)
-                become(argv, request["cwd"], request["env"], files[:3], list(kept))
+                argv, kept_files = request["argv"], zip(request["kept"], files[3:], strict=True)
+                become(argv, request["cwd"], request["env"], files[:3], list(kept_files))
 
 
 def become(
@@ -198,19 +200,19 @@ def become(
     cwd: str,
     env: Mapping[str, str],
     streams: Sequence[int],
-    kept: Sequence[tuple[int, int]],
+    kept_files: Sequence[tuple[int, int]],
 ) -> NoReturn:
     """Makes this fork what `argv` starts, and ends with it."""
     status = 1
     try:
         # A file gets the number that it has in the process that asked. All are duplicated first,
         # so that none is overwritten before its turn.
-        high = [(number, os.dup(file)) for number, file in kept]
-        for place, file in enumerate([os.dup(file) for file in streams]):
-            os.dup2(file, place)
+        high = [(number, os.dup(file)) for number, file in kept_files]
+        for number, file in enumerate([os.dup(file) for file in streams]):
+            os.dup2(file, number)
         for number, file in high:
             os.dup2(file, number)
-        numbers = {0, 1, 2, *(number for number, _ in kept)}
+        numbers = {0, 1, 2, *(number for number, _ in kept_files)}
         for file in {int(each.name) for each in Path("/proc/self/fd").iterdir()} - numbers:
             with suppress(OSError):
                 os.close(file)

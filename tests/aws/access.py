@@ -188,10 +188,10 @@ def s3_accesses(environ: Mapping[str, Any]) -> Iterator[Access]:
 def api_accesses(
     service: str, region: str, operation: str, body: Mapping[str, Any]
 ) -> Iterator[Access]:
-    here = f"{region}:{ACCOUNT}"
+    prefix = f"{region}:{ACCOUNT}"
     action = f"{service}:{operation}"
     if service == "sagemaker" and "TrainingJobName" in body:
-        arn = f"arn:aws:sagemaker:{here}:training-job/{body['TrainingJobName']}"
+        arn = f"arn:aws:sagemaker:{prefix}:training-job/{body['TrainingJobName']}"
         yield Access(action, arn)
         if operation == "CreateTrainingJob":
             if body.get("Tags"):
@@ -199,12 +199,12 @@ def api_accesses(
             passed = {"iam:PassedToService": "sagemaker.amazonaws.com"}
             yield Access("iam:PassRole", body["RoleArn"], passed)
     elif service == "logs" and "logGroupName" in body:
-        arn = f"arn:aws:logs:{here}:log-group:{body['logGroupName']}"
+        arn = f"arn:aws:logs:{prefix}:log-group:{body['logGroupName']}"
         stream = body.get("logStreamName")
         yield Access(action, f"{arn}:log-stream:{stream}" if stream else f"{arn}:*")
     elif service == "cloudformation" and "StackName" in body:
         name = body["StackName"]
-        arn = f"arn:aws:cloudformation:{here}:stack/{name}/*"
+        arn = f"arn:aws:cloudformation:{prefix}:stack/{name}/*"
         yield Access(action, name if name.startswith("arn:") else arn)
     elif service == "iam" and "PolicySourceArn" in body:
         yield Access(action, body["PolicySourceArn"])

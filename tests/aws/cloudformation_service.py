@@ -95,14 +95,16 @@ class CloudFormation:
             event(stack, other, "", "CREATE_FAILED", "Resource creation cancelled")
             event(stack, name, kind, "CREATE_FAILED", self.refuse[name])
             raise RuntimeError(self.refuse[name])
-        made = create_resource(name, document, resources, account_id, region_name)
-        if made is not None and kind == "AWS::IAM::Role":
-            made.policies = {each: as_text(policy) for each, policy in made.policies.items()}
-        if made is not None and kind == "AWS::KMS::Key":
-            made.policy = as_text(made.policy)
-        if made is not None:
+        resource = create_resource(name, document, resources, account_id, region_name)
+        if resource is not None and kind == "AWS::IAM::Role":
+            resource.policies = {
+                each: as_text(policy) for each, policy in resource.policies.items()
+            }
+        if resource is not None and kind == "AWS::KMS::Key":
+            resource.policy = as_text(resource.policy)
+        if resource is not None:
             event(stack, name, kind, "CREATE_COMPLETE")
-        return made
+        return resource
 
     def execute(self, backend: Any, change_set_name: str, keep: bool) -> None:
         """execute_change_set, all of it at once. keep: what is to be retained, in a rollback."""
@@ -131,22 +133,22 @@ class CloudFormation:
 
 def refresh(resources: Any) -> None:
     """An update also reaches what differs by a condition alone; moto leaves that as it was."""
-    for name, made in list(resources._parsed_resources.items()):
-        if made is None or name not in resources._resource_json_map:
+    for name, resource in list(resources._parsed_resources.items()):
+        if resource is None or name not in resources._resource_json_map:
             continue
         document = parsing.parse_resource(resources._resource_json_map[name], resources)[1]
         found = document["Properties"]
         if document["Type"] == "AWS::IAM::Role":
-            made.policies = {
+            resource.policies = {
                 each["PolicyName"]: as_text(each["PolicyDocument"]) for each in found["Policies"]
             }
         elif document["Type"] == "AWS::IAM::ManagedPolicy":
-            for version in made.versions:
+            for version in resource.versions:
                 version.document = as_text(found["PolicyDocument"])
         elif document["Type"] == "AWS::S3::Bucket":
             encryption = parsing.resource_class_from_type("AWS::S3::Bucket")
-            place = (resources._account_id, resources._region_name)
-            encryption.update_from_cloudformation_json(made, name, document, *place)
+            scope = (resources._account_id, resources._region_name)
+            encryption.update_from_cloudformation_json(resource, name, document, *scope)
 
 
 def roll_back(resources: Any, keep: bool) -> None:
@@ -155,23 +157,23 @@ def roll_back(resources: Any, keep: bool) -> None:
         for each in resources._resource_json_map.values():
             each.pop("DeletionPolicy", None)
     resources.delete()
-    made = resources._parsed_resources  # the others would be made when they are looked at
+    parsed = resources._parsed_resources  # the others would be made when they are looked at
     resources._resource_json_map = {
-        name: each for name, each in resources._resource_json_map.items() if name in made
+        name: each for name, each in resources._resource_json_map.items() if name in parsed
     }
 
 
-def create(backend: Any, **words: Any) -> tuple[str, str]:
+def create(backend: Any, **arguments: Any) -> tuple[str, str]:
     """create_change_set, which takes the stack that is there if it is not made yet."""
-    before = [each for each in backend.stacks.values() if each.name == words["stack_name"]]
-    change_set_id, stack_id = create_change_set(backend, **words)
-    if words["change_set_type"] == "CREATE" and before:
+    before = [each for each in backend.stacks.values() if each.name == arguments["stack_name"]]
+    change_set_id, stack_id = create_change_set(backend, **arguments)
+    if arguments["change_set_type"] == "CREATE" and before:
         assert before[0].status == "REVIEW_IN_PROGRESS", "AWS refuses to create it again"
         del backend.stacks[stack_id]
         change_set = backend.change_sets[change_set_id]
         change_set.stack, change_set.stack_id = before[0], before[0].stack_id
     change_set = backend.change_sets[change_set_id]
-    if words["change_set_type"] == "CREATE":
+    if arguments["change_set_type"] == "CREATE":
         omitted = conditional_resources(change_set)
         change_set.changes = [
             change for change in change_set.changes if change.logical_resource_id not in omitted

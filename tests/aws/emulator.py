@@ -79,12 +79,12 @@ class Emulator:
         key, region, service = scope.groups() if scope else ("", REGION, "s3")
         body = {} if service == "s3" else read_body(environ)
         operation = operation_of(environ, body)
-        if service == "s3" and (there := region_of_bucket(environ)):
-            start_response = with_header(start_response, ("x-amz-bucket-region", there))
+        if service == "s3" and (bucket_region := region_of_bucket(environ)):
+            start_response = with_header(start_response, ("x-amz-bucket-region", bucket_region))
         else:
-            there = region
+            bucket_region = region
         try:
-            if there != region:
+            if bucket_region != region:
                 raise Refusal(
                     "PermanentRedirect",
                     "The bucket you are attempting to access must be addressed using the specified"
@@ -119,8 +119,8 @@ class Emulator:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return server
 
-    def judge(self, principal: Principal, wanted: Iterable[Access]) -> None:
-        for access in wanted:
+    def judge(self, principal: Principal, accesses: Iterable[Access]) -> None:
+        for access in accesses:
             access = access.by(principal.arn)
             self.accesses.append(access)
             if principal.policies is not None and not allowed(
@@ -147,8 +147,8 @@ def empty_page(body: dict[str, Any]) -> dict[str, Any]:
 
 def identity(principal: Principal) -> str:
     """GetCallerIdentity's answer."""
-    said = {"Arn": principal.arn, "UserId": "AIDAEXAMPLE", "Account": ACCOUNT}
-    fields = "".join(f"<{name}>{escape(value)}</{name}>" for name, value in said.items())
+    body = {"Arn": principal.arn, "UserId": "AIDAEXAMPLE", "Account": ACCOUNT}
+    fields = "".join(f"<{name}>{escape(value)}</{name}>" for name, value in body.items())
     result = f"<GetCallerIdentityResult>{fields}</GetCallerIdentityResult>"
     return f"<GetCallerIdentityResponse>{result}</GetCallerIdentityResponse>"
 
@@ -172,14 +172,14 @@ def read_body(environ: dict[str, Any]) -> dict[str, Any]:
 def region_of_bucket(environ: dict[str, Any]) -> str:
     """The region of the bucket that a request to S3 is about; "" if there is no such bucket."""
     name = environ["PATH_INFO"].lstrip("/").partition("/")[0]
-    found = s3_backends[ACCOUNT]["aws"].buckets.get(name)
-    return str(found.region_name) if found else ""
+    bucket = s3_backends[ACCOUNT]["aws"].buckets.get(name)
+    return str(bucket.region_name) if bucket else ""
 
 
 def with_header(start_response: Start, header: tuple[str, str]) -> Start:
-    def start(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
+    def start(status: str, headers: list[tuple[str, str]], *arguments: Any) -> Any:
         names = {name.lower() for name, _ in headers}
-        return start_response(status, [*headers, *[header] * (header[0] not in names)], *more)
+        return start_response(status, [*headers, *[header] * (header[0] not in names)], *arguments)
 
     return start
 
@@ -220,8 +220,8 @@ def refused(
         xml = f"<ErrorResponse><Error><Code>{code}</Code><Message>{escape(message)}</Message>"
         xml += "</Error></ErrorResponse>"
         return answer(start_response, refusal.status, "text/xml", xml)
-    said = {"__type": code, "message": message, "Message": message}
-    return answer(start_response, refusal.status, "application/x-amz-json-1.1", said)
+    body = {"__type": code, "message": message, "Message": message}
+    return answer(start_response, refusal.status, "application/x-amz-json-1.1", body)
 
 
 # -- serving ---------------------------------------------------------------------------------------
@@ -273,10 +273,10 @@ def main() -> None:
         "--rate", type=float, default=20, help="SageMaker's seconds in one of ours (default: 20)"
     )
     parser.add_argument("--empty", action="store_true", help="an account without bucket and role")
-    words = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="emulator-") as directory:
-        containers = Containers(Path(directory), gpus=words.gpus, rate=words.rate)
-        sagemaker = SageMaker(containers, rate=words.rate)
+        containers = Containers(Path(directory), gpus=args.gpus, rate=args.rate)
+        sagemaker = SageMaker(containers, rate=args.rate)
         sagemaker.search_lag = 5.0
 
         def interrupt(*_: Any) -> None:
@@ -293,7 +293,7 @@ def main() -> None:
                 "AWS_SECRET_ACCESS_KEY": "testing",
                 "AWS_REGION": REGION,
             }
-            if not words.empty:
+            if not args.empty:
                 client("s3", emulator.url).create_bucket(Bucket="emulated")
                 variables["SM_NANOGPT_STORE"] = "s3://emulated/nanogpt"
                 variables["SM_NANOGPT_ROLE"] = make_role(emulator.url, "training", *ROLE_ACTIONS)

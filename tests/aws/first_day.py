@@ -57,10 +57,10 @@ class Ended:
     log: str
 
 
-def execute(words: tuple[str, ...], environment: Mapping[str, str]) -> tuple[int, str, str]:
+def execute(arguments: tuple[str, ...], environment: Mapping[str, str]) -> tuple[int, str, str]:
     """Runs sm-nanogpt; returns its exit code, stdout and stderr."""
     done = subprocess.run(
-        [sys.executable, "-c", "from launcher.cli import main; main()", *words],
+        [sys.executable, "-c", "from launcher.cli import main; main()", *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -97,8 +97,8 @@ class Day:
             raise SystemExit(f"error: {error}") from None
         self.account, self.who = identity["Account"], identity["Arn"]
         self.file = self.directory / "state.json"
-        place = f"account {self.account}, {self.session.region_name}"
-        self.state: dict[str, Any] = {"place": place, "passed": {}, "jobs": {}}
+        account_text = f"account {self.account}, {self.session.region_name}"
+        self.state: dict[str, Any] = {"place": account_text, "passed": {}, "jobs": {}}
         self.damage = ""  # why the file could not be read
         if self.file.exists():
             try:
@@ -107,8 +107,10 @@ class Day:
                 self.damage = str(error)
                 if self.transcript.exists():
                     self.add_jobs(self.transcript.read_text("utf-8", "replace"))
-        if self.state["place"] != place:  # its jobs may run there
-            raise SystemExit(f"error: {self.directory} is of {self.state['place']}, not {place}")
+        if self.state["place"] != account_text:  # its jobs may run there
+            raise SystemExit(
+                f"error: {self.directory} is of {self.state['place']}, not {account_text}"
+            )
         ours = {name: v for name, v in os.environ.items() if not name.startswith("SM_NANOGPT_")}
         self.environment = {
             **ours,
@@ -126,9 +128,9 @@ class Day:
         new.write_text(json.dumps(self.state, indent=1))
         new.replace(self.file)
 
-    def add_jobs(self, said: str) -> None:
+    def add_jobs(self, text: str) -> None:
         """Adds the jobs that commands named; a sweep is none."""
-        found = set(JOB_ID.findall(said))
+        found = set(JOB_ID.findall(text))
         for job_id in sorted(found - {job_id.rpartition("-")[0] for job_id in found}):
             self.state["jobs"].setdefault(job_id, {"step": self.number})
 
@@ -160,21 +162,23 @@ class Day:
 
     # -- commands ----------------------------------------------------------------------------------
 
-    def sm(self, *words: str, code: int | None = 0, user: Mapping[str, str] | None = None) -> str:
+    def sm(
+        self, *arguments: str, code: int | None = 0, user: Mapping[str, str] | None = None
+    ) -> str:
         """Runs a command that must end with this code, if any; returns its stdout."""
-        self.write(f"$ {shlex.join(['sm-nanogpt', *words])}")
-        ended, out, err = execute(words, user or self.environment)
+        self.write(f"$ {shlex.join(['sm-nanogpt', *arguments])}")
+        ended, out, err = execute(arguments, user or self.environment)
         self.write(f"{err}{out}[exit code {ended}, {time.strftime('%H:%M:%S')}]")
-        if words[0] == "launch":
+        if arguments[0] == "launch":
             self.add_jobs(out + err)
             self.save()
         if code not in (None, ended):
-            said = (err.strip().splitlines() or ["nothing"])[-1]
-            raise Surprise(f"`sm-nanogpt {shlex.join(words)}` ended with {ended}: {said}")
+            text = (err.strip().splitlines() or ["nothing"])[-1]
+            raise Surprise(f"`sm-nanogpt {shlex.join(arguments)}` ended with {ended}: {text}")
         return out.strip()
 
-    def json(self, *words: str) -> Any:
-        return json.loads(self.sm(*words, "--json"))
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self.sm(*arguments, "--json"))
 
     @property
     def text(self) -> str:
@@ -204,11 +208,11 @@ class Day:
         values = ("max_steps=1000000", "checkpoint_seconds=20")
         return ["--preset", "cpu", *self.sets(*values)]
 
-    def launch(self, cost: float, *words: str, user: Mapping[str, str] | None = None) -> str:
-        data = () if "--resume" in words or "--data" in words else ("--data", self.text)
-        options = ("launch", "--detach", *words, *data, "--max-cost", f"{cost:g}")
+    def launch(self, cost: float, *arguments: str, user: Mapping[str, str] | None = None) -> str:
+        data = () if "--resume" in arguments or "--data" in arguments else ("--data", self.text)
+        options = ("launch", "--detach", *arguments, *data, "--max-cost", f"{cost:g}")
         job_id = self.sm(*options, user=user)
-        self.say(f"  job   {job_id}: {' '.join(words[:6])}")
+        self.say(f"  job   {job_id}: {' '.join(arguments[:6])}")
         return job_id
 
     def describe(self, job_id: str) -> dict[str, Any] | None:
@@ -326,8 +330,8 @@ class Day:
         job_id = self.launch(cost, "--resume", earlier, "--set", f"max_steps={last}")
         copied = self.objects(f"checkpoints/{job_id}")
         job = self.ended(job_id)
-        words = f"resumed from the checkpoint of step {step}"
-        self.check(f"{words}, the newest in S3", re.search(rf"{words}\b", job.log))
+        line = f"resumed from the checkpoint of step {step}"
+        self.check(f"{line}, the newest in S3", re.search(rf"{line}\b", job.log))
         after = self.metrics(job_id)
         steps = [row["step"] for row in after]
         kept = [row for row in before if row["step"] <= step]
@@ -365,8 +369,8 @@ def step(expected: float, ceiling: float) -> Callable[[Callable[[Day], None]], N
     return lambda run: STEPS.append(Step(expected, ceiling, run))
 
 
-def deploy(day: Day, *words: str) -> None:
-    day.sm("infra", "deploy", "--yes", *shlex.split(day.deploy), *words)
+def deploy(day: Day, *arguments: str) -> None:
+    day.sm("infra", "deploy", "--yes", *shlex.split(day.deploy), *arguments)
     day.state["stack"] = day.json("infra", "show")
     day.check("the stack has a store, a role and a policy", all(
         day.state["stack"][name] for name in ("store", "role", "policy")
@@ -409,9 +413,9 @@ def first_job(day: Day) -> None:
         "the last row is of the last step",
         rows[-1]["step"] == job.status["hyperparameters"]["max_steps"],
     )
-    made = day.objects(f"jobs/{job_id}").keys()
+    artefacts = day.objects(f"jobs/{job_id}").keys()
     archives = {f"output/{name}.tar.gz" for name in ("model", "output")}
-    day.check("model and output are in S3", archives <= made, sorted(made))
+    day.check("model and output are in S3", archives <= artefacts, sorted(artefacts))
     sample = day.sm("fetch-and-sample", job_id, "--max-new-tokens", "200")
     day.check("the model writes text", len(sample) > 100, sample)
     day.state["loss"] = rows[-1]["val_loss"]
@@ -453,8 +457,8 @@ def isolated_and_fast(day: Day) -> None:
     fast = ("--input-mode", "FastFile")
     isolated = day.launch(0.15, *M5, *day.size("quick"), "--network-isolation")
     text = day.launch(0.15, *M5, *day.size("quick"), *fast)
-    words = (*day.words, "--tokenizer", "bpe", "--vocab-size", "512")
-    encoded = ("--data", day.sm("upload-data", *words))
+    arguments = (*day.words, "--tokenizer", "bpe", "--vocab-size", "512")
+    encoded = ("--data", day.sm("upload-data", *arguments))
     job = day.ended(isolated)
     day.check("it was isolated", job.raw["EnableNetworkIsolation"])
     tokens = day.launch(0.15, *M5, *day.size("quick"), *fast, *encoded)
@@ -524,8 +528,12 @@ def least_privilege(day: Day) -> None:
         day.sm("stop", "latest", user=user)
         day.ended(job_id, "Stopped")
         day.sm("delete", job_id, "--yes", user=user)
-        left = {**day.objects(f"jobs/{job_id}"), **day.objects(f"checkpoints/{job_id}")}
-        day.check("delete leaves nothing", not left and day.describe(job_id) is None, sorted(left))
+        remaining = {**day.objects(f"jobs/{job_id}"), **day.objects(f"checkpoints/{job_id}")}
+        day.check(
+            "delete leaves nothing",
+            not remaining and day.describe(job_id) is None,
+            sorted(remaining),
+        )
 
 
 @step(0.15, 0.60)
@@ -542,8 +550,8 @@ def limits(day: Day) -> None:
     day.note(f"left after the limit: {sorted(day.objects(f'checkpoints/{late}'))}")
     day.check("the limit is a stop", late_raw["TrainingJobStatus"] == "Stopped")
     sweep = ("--sweep", "learning_rate=0.01,0.02", "--parallel", "2", "--max-cost", "0.3")
-    words = ("launch", *M5, *day.size("quick"), "--data", day.text, *sweep)
-    group = day.sm(*words).splitlines()[0]
+    arguments = ("launch", *M5, *day.size("quick"), "--data", day.text, *sweep)
+    group = day.sm(*arguments).splitlines()[0]
     for member in (1, 2):
         day.ended(f"{group}-{member}")
     ranking = day.sm("jobs", "--group", group)
@@ -595,8 +603,8 @@ def spot_and_types(day: Day) -> None:
 @step(0.90, 1.60)
 def two_gpu_hosts(day: Day) -> None:
     """Two hosts with a GPU each, under both launchers"""
-    for launcher, words in (("mpirun", ()), ("torchrun", TORCHRUN)):
-        job_id = day.launch(0.8, *G5, *TWO, *words, *day.size(*BABY))
+    for launcher, arguments in (("mpirun", ()), ("torchrun", TORCHRUN)):
+        job_id = day.launch(0.8, *G5, *TWO, *arguments, *day.size(*BABY))
         on_gpu(day, job_id, hosts=2, launcher=launcher)
 
 
@@ -669,8 +677,8 @@ def nothing_left(day: Day) -> None:
                 for each in page["logStreams"]:
                     name = each["logStreamName"]
                     logs.delete_log_stream(logGroupName=LOG_GROUP, logStreamName=name)
-    left = [job_id for job_id in day.state["jobs"] if day.describe(job_id)]
-    day.check("no job is left", not left, left)
+    remaining = [job_id for job_id in day.state["jobs"] if day.describe(job_id)]
+    day.check("no job is left", not remaining, remaining)
     day.sm("infra", "show", code=1)
     buckets = {each["Name"] for each in s3.list_buckets()["Buckets"]}
     day.check("no bucket is left", bucket not in buckets, bucket)
@@ -683,10 +691,10 @@ def nothing_left(day: Day) -> None:
 # -- the day ---------------------------------------------------------------------------------------
 
 
-def chosen(words: list[str]) -> list[int]:
+def chosen(arguments: list[str]) -> list[int]:
     """Step numbers from words such as 3 and 5-8; without words, all."""
     numbers: set[int] = set()
-    for word in words or [f"0-{len(STEPS) - 1}"]:
+    for word in arguments or [f"0-{len(STEPS) - 1}"]:
         first, _, last = word.partition("-")
         if not (first.isdigit() and (last or first).isdigit()):
             raise SystemExit(f"error: {word}: name steps as 3 or 5-8")
@@ -738,7 +746,7 @@ def agreed(question: str) -> bool:
         raise SystemExit("error: there is no terminal to ask in: agree with --yes") from None
 
 
-def main(words: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("steps", nargs="*", metavar="STEP", help="3 or 5-8 (default: all)")
     parser.add_argument("--directory", type=Path, default=Path("first-day"))
@@ -746,19 +754,19 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--text", default="", help="text to train on (default: tiny Shakespeare)")
     parser.add_argument("--emulator", action="store_true", help="`make emulator`: tiny CPU jobs")
     parser.add_argument("--yes", action="store_true", help="do not ask before the first step")
-    given = parser.parse_args(words)
-    if given.emulator != ("AWS_ENDPOINT_URL" in os.environ):
+    args = parser.parse_args(arguments)
+    if args.emulator != ("AWS_ENDPOINT_URL" in os.environ):
         raise SystemExit("error: --emulator and AWS_ENDPOINT_URL go together")
-    numbers = chosen(given.steps)
-    day = Day(given.directory, given.emulator, given.deploy, given.text)
+    numbers = chosen(args.steps)
+    day = Day(args.directory, args.emulator, args.deploy, args.text)
     cleaning = len(STEPS) - 1
     if day.damage and numbers != [cleaning]:
         raise SystemExit(
             f"error: {day.file} is damaged ({day.damage}): clean up with `first_day.py {cleaning}`,"
             " which takes the jobs from the transcript"
         )
-    place = f"account {day.account} ({day.who}), {day.session.region_name}"
-    if not given.yes and not agreed(f"Spend up to {BUDGET:.0f} USD in {place}? [y/N] "):
+    account_text = f"account {day.account} ({day.who}), {day.session.region_name}"
+    if not args.yes and not agreed(f"Spend up to {BUDGET:.0f} USD in {account_text}? [y/N] "):
         return 1
     day.say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} in {day.session.region_name}")
     try:

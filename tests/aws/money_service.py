@@ -46,28 +46,28 @@ def get_products(body: dict[str, Any]) -> dict[str, Any]:
         raise Refusal("NotFoundException", "Service code not found")
     if not 1 <= body.get("MaxResults", 100) <= 100:
         raise Refusal("InvalidParameterException", "MaxResults has to be between 1 and 100")
-    found = [
+    matching = [
         product
         for instance, by_region in TRAINING.items()
         for region, price in by_region.items()
         for product in products(instance, region, price)
-        if all(matches(product, wanted) for wanted in body.get("Filters", []))
+        if all(matches(product, filter) for filter in body.get("Filters", []))
     ]
     first, size = int(body.get("NextToken", 0)), body.get("MaxResults", 100)
     answer: dict[str, Any] = {
         "FormatVersion": "aws_v1",
-        "PriceList": [json.dumps(product) for product in found[first : first + size]],
+        "PriceList": [json.dumps(product) for product in matching[first : first + size]],
     }
-    if first + size < len(found):
+    if first + size < len(matching):
         answer["NextToken"] = str(first + size)
     return answer
 
 
-def matches(product: dict[str, Any], wanted: dict[str, str]) -> bool:
-    if wanted["Type"] != "TERM_MATCH":
-        raise Refusal("InvalidParameterException", f"Unknown filter type {wanted['Type']}")
+def matches(product: dict[str, Any], filter: dict[str, str]) -> bool:
+    if filter["Type"] != "TERM_MATCH":
+        raise Refusal("InvalidParameterException", f"Unknown filter type {filter['Type']}")
     values = {**product["product"]["attributes"], "productFamily": "ML Instance"}
-    return str(values.get(wanted["Field"], "")).lower() == wanted["Value"].lower()
+    return str(values.get(filter["Field"], "")).lower() == filter["Value"].lower()
 
 
 def products(instance: str, region: str, price: float) -> Iterator[dict[str, Any]]:
@@ -155,10 +155,10 @@ def list_service_quotas(
 ) -> dict[str, Any]:
     """ListServiceQuotas of `service-quotas`, in pages; `values` replaces QUOTAS."""
     check_service(body)
-    found = quotas(values)
+    matching = quotas(values)
     first, size = int(body.get("NextToken", 0)), min(body.get("MaxResults", 100), QUOTA_PAGE)
-    answer: dict[str, Any] = {"Quotas": found[first : first + size]}
-    if first + size < len(found):
+    answer: dict[str, Any] = {"Quotas": matching[first : first + size]}
+    if first + size < len(matching):
         answer["NextToken"] = str(first + size)
     return answer
 

@@ -41,18 +41,18 @@ def statements(document: dict[str, Any]) -> list[dict[str, Any]]:
     """The statements of a document, which knows variables only in the newer version."""
     if document.get("Version") != "2012-10-17":
         raise NotImplementedError(f"policy version {document.get('Version')!r}")
-    found = document["Statement"]
-    return [found] if isinstance(found, dict) else list(found)
+    actual = document["Statement"]
+    return [actual] if isinstance(actual, dict) else list(actual)
 
 
 def applies(statement: dict[str, Any], action: str, resource: str, context: Context) -> bool:
     """Whether a statement speaks of this request. The names in context are in lower case."""
-    known = {"Sid", "Effect", "Action", "NotAction", "Resource", "NotResource", "Condition"}
-    if unknown := statement.keys() - known:
+    elements = {"Sid", "Effect", "Action", "NotAction", "Resource", "NotResource", "Condition"}
+    if unknown := statement.keys() - elements:
         raise NotImplementedError(f"in an identity policy: {sorted(unknown)}")
     return (
-        named(statement, "Action", lambda pattern: action_matches(pattern, action))
-        and named(statement, "Resource", lambda p: resource_matches(p, resource, context))
+        any_matches(statement, "Action", lambda pattern: action_matches(pattern, action))
+        and any_matches(statement, "Resource", lambda p: resource_matches(p, resource, context))
         and all(
             condition_holds(operator, key, listed(values), context)
             for operator, keys in statement.get("Condition", {}).items()
@@ -61,7 +61,7 @@ def applies(statement: dict[str, Any], action: str, resource: str, context: Cont
     )
 
 
-def named(statement: dict[str, Any], element: str, matches: Callable[[str], bool]) -> bool:
+def any_matches(statement: dict[str, Any], element: str, matches: Callable[[str], bool]) -> bool:
     """Whether Action or Resource names it, or NotAction or NotResource does not."""
     if (element in statement) == (f"Not{element}" in statement):
         raise ValueError(f"a statement has either {element} or Not{element}")
@@ -89,12 +89,12 @@ def resource_matches(pattern: str, resource: str, context: Context) -> bool:
 
 def arn_matches(pattern: str, arn: str, context: Context) -> bool:
     """Wildcards stay inside one of the six parts; the last holds colons and slashes too."""
-    wanted, found = split_arn(pattern), arn.split(":", 5)
-    if len(wanted) != 6:
+    expected, actual = split_arn(pattern), arn.split(":", 5)
+    if len(expected) != 6:
         raise NotImplementedError(f"an ARN of fewer than six parts: {pattern}")
-    return len(found) == 6 and all(
+    return len(actual) == 6 and all(
         expression(part, WILDCARDS, context).fullmatch(value)
-        for part, value in zip(wanted, found, strict=True)
+        for part, value in zip(expected, actual, strict=True)
     )
 
 
@@ -165,11 +165,11 @@ NEGATED = {
 }
 
 
-def condition_holds(operator: str, key: str, wanted: Sequence[str], context: Context) -> bool:
+def condition_holds(operator: str, key: str, expected: Sequence[str], context: Context) -> bool:
     """Whether one key of a condition holds; several values of a policy are alternatives."""
-    found = context.get(key.lower())
+    actual = context.get(key.lower())
     if operator == "Null":
-        return (found is None) == (str(wanted[0]).lower() == "true")
+        return (actual is None) == (str(expected[0]).lower() == "true")
     every, colon, name = operator.rpartition(":")
     if colon and every not in ("ForAllValues", "ForAnyValue"):
         raise NotImplementedError(f"condition operator {operator}")
@@ -178,16 +178,16 @@ def condition_holds(operator: str, key: str, wanted: Sequence[str], context: Con
     matches = OPERATORS.get(NEGATED.get(name, name))
     if matches is None:
         raise NotImplementedError(f"condition operator {operator}")
-    if found is None:
+    if actual is None:
         return if_exists or every == "ForAllValues" or (negated and not every)
-    if not every and not isinstance(found, str):
+    if not every and not isinstance(actual, str):
         raise NotImplementedError(f"{operator} of {key}, which has several values")
 
     def holds(value: str) -> bool:
-        return any(met(matches, pattern, value, context) for pattern in wanted) != negated
+        return any(met(matches, pattern, value, context) for pattern in expected) != negated
 
     quantifier = any if every == "ForAnyValue" else all
-    return quantifier(holds(value) for value in listed(found))
+    return quantifier(holds(value) for value in listed(actual))
 
 
 def met(

@@ -167,42 +167,42 @@ class Job:
         """DescribeTrainingJob's answer."""
         self.looks += self.secondary == "Training"
         spot = self.request.get("EnableManagedSpotTraining", False)
-        place = f"{self.request['OutputDataConfig']['S3OutputPath']}/{self.name}/output"
+        directory = f"{self.request['OutputDataConfig']['S3OutputPath']}/{self.name}/output"
         times = {
             "CreationTime": self.created,
             "TrainingStartTime": self.started,
             "TrainingEndTime": self.ended,
             "LastModifiedTime": self.transitions[-1]["StartTime"],
         }
-        said: dict[str, Any] = {
+        description: dict[str, Any] = {
             **{name: value for name, value in self.request.items() if name != "Tags"},
             **{name: at for name, at in times.items() if at is not None},
             "TrainingJobArn": self.arn,
             "TrainingJobStatus": self.status,
             "SecondaryStatus": self.secondary,
             "SecondaryStatusTransitions": self.transitions,
-            "ModelArtifacts": {"S3ModelArtifacts": f"{place}/model.tar.gz"},
+            "ModelArtifacts": {"S3ModelArtifacts": f"{directory}/model.tar.gz"},
         }
         if self.instance and "InstancePreferences" in self.request["ResourceConfig"]:
-            said["ResourceConfig"] = {
+            description["ResourceConfig"] = {
                 **self.request["ResourceConfig"],
                 "SelectedInstanceType": self.instance,
                 "SelectedInstanceCount": self.hosts,
             }
         if self.reason is not None:
-            said["FailureReason"] = self.reason
+            description["FailureReason"] = self.reason
         if self.ended is not None:
-            said["FinalMetricDataList"] = [
+            description["FinalMetricDataList"] = [
                 {"MetricName": name, "Value": value, "Timestamp": self.ended}
                 for name, value in self.metrics.items()
             ]
             if self.training_seconds is not None:
-                said["TrainingTimeInSeconds"] = self.training_seconds
+                description["TrainingTimeInSeconds"] = self.training_seconds
                 share = SPOT_SHARE if spot else 1
-                said["BillableTimeInSeconds"] = round(self.training_seconds * share)
+                description["BillableTimeInSeconds"] = round(self.training_seconds * share)
             if pool := self.warm_pool():
-                said["WarmPoolStatus"] = pool
-        return said
+                description["WarmPoolStatus"] = pool
+        return description
 
 
 Run = Callable[[Job], None]
@@ -317,14 +317,14 @@ class SageMaker:
         return {}
 
     def Search(self, body: dict[str, Any]) -> Any:
-        wanted = {
+        objects_wanted = {
             f["Name"].removeprefix("Tags."): f["Value"] for f in body["SearchExpression"]["Filters"]
         }
         found = [
             job
             for job in sorted(self.jobs.values(), key=lambda job: -job.created)
             if time.time() > job.created + self.search_lag
-            and wanted.items() <= searchable(job).items()
+            and objects_wanted.items() <= searchable(job).items()
         ]
         first = int(body.get("NextToken", 0))
         page = found[first : first + PAGE]
@@ -375,12 +375,12 @@ def look(shape: Shape | None, value: Any, path: str, problems: list[str]) -> Non
             look(shape.key, key, f"{path}.key", problems)
             look(shape.value, item, f"{path}.{key}", problems)
     limits, size = shape.metadata, value if isinstance(value, int | float) else len(value)
-    what = "value" if isinstance(value, int | float) else "length"
+    measure = "value" if isinstance(value, int | float) else "length"
     failed = f"Value '{value}' at '{path.lstrip('.')}' failed to satisfy constraint: Member must"
     if "min" in limits and size < limits["min"]:
-        problems.append(f"{failed} have {what} greater than or equal to {limits['min']}")
+        problems.append(f"{failed} have {measure} greater than or equal to {limits['min']}")
     if "max" in limits and size > limits["max"]:
-        problems.append(f"{failed} have {what} less than or equal to {limits['max']}")
+        problems.append(f"{failed} have {measure} less than or equal to {limits['max']}")
     if "enum" in limits and value not in limits["enum"]:
         problems.append(f"{failed} satisfy enum value set: {limits['enum']}")
     # The patterns are Java's, which know classes as \p{L}.

@@ -165,8 +165,8 @@ class Attempt:
 
     def credentials(self) -> dict[str, str]:
         """Of the job's role, as a container gets them."""
-        said = self.sts.assume_role(RoleArn=self.request["RoleArn"], RoleSessionName="SageMaker")
-        keys = said["Credentials"]
+        answer = self.sts.assume_role(RoleArn=self.request["RoleArn"], RoleSessionName="SageMaker")
+        keys = answer["Credentials"]
         return {
             "AccessKeyId": keys["AccessKeyId"],
             "SecretAccessKey": keys["SecretAccessKey"],
@@ -174,10 +174,10 @@ class Attempt:
             "Expiration": keys["Expiration"].strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
 
-    def check(self, *wanted: Access) -> None:
+    def check(self, *accesses: Access) -> None:
         """What SageMaker does as the role with services that are not here."""
         try:
-            self.emulator.judge(self.role, wanted)
+            self.emulator.judge(self.role, accesses)
         except Refusal as refusal:
             raise JobFailed(f"ClientError: {refusal}") from None
 
@@ -208,7 +208,7 @@ class Attempt:
             self.fetch(uri, "checkpoints", above=split(uri)[1])
             self.agents = [Agent(self.s3, host, uri) for host in self.cluster.hosts]
 
-    def fetch(self, uri: str, place: str, above: str | None = None) -> None:
+    def fetch(self, uri: str, directory: str, above: str | None = None) -> None:
         """Copies all keys that begin so to a directory below each host's /opt/ml, named by what
         follows `above`, or the prefix's directory."""
         bucket, prefix = split(uri)
@@ -220,7 +220,7 @@ class Attempt:
                 if key.endswith("/"):  # what the console makes for a directory
                     continue
                 first, *others = [
-                    host.ml / place / key.removeprefix(above).lstrip("/")
+                    host.ml / directory / key.removeprefix(above).lstrip("/")
                     for host in self.cluster.hosts
                 ]
                 first.parent.mkdir(parents=True, exist_ok=True)
@@ -246,11 +246,11 @@ class Attempt:
         for listening in self.cluster.sockets:
             with listening:  # the server has a descriptor of its own
                 self.servers.append(self.emulator.serve(listening.fileno()))
-        state, kill_at, then = "", math.inf, time.monotonic()
+        state, kill_at, last_beat = "", math.inf, time.monotonic()
         while True:
             now = time.monotonic()
-            self.job.ran += (now - then) * self.containers.rate
-            then = now
+            self.job.ran += (now - last_beat) * self.containers.rate
+            last_beat = now
             if self.containers.closed.is_set():
                 raise Closed
             if not state and (state := self.order()):
@@ -321,12 +321,12 @@ class Attempt:
     def upload(self, model: bool) -> None:
         """Puts model.tar.gz and output.tar.gz of all hosts to S3."""
         bucket, prefix = split(self.request["OutputDataConfig"]["S3OutputPath"])
-        places = {"model.tar.gz": "model"} if model else {}
-        for name, place in {**places, "output.tar.gz": "output/data"}.items():
+        directories = {"model.tar.gz": "model"} if model else {}
+        for name, directory in {**directories, "output.tar.gz": "output/data"}.items():
             archive = self.directory / name
             with tarfile.open(archive, "w:gz") as tar:
                 for host in self.cluster.hosts:
-                    for path in sorted((host.ml / place).iterdir()):
+                    for path in sorted((host.ml / directory).iterdir()):
                         tar.add(path, path.name)
             target = f"{prefix}/{self.job.name}/output/{name}"
             encryption = {}

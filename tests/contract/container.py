@@ -284,20 +284,20 @@ def address(index: int) -> str:
 def listen(pid: int, port: int) -> socket.socket:
     """A socket that listens on a port in the network of a process."""
     libc = ctypes.CDLL(None, use_errno=True)
-    made: list[socket.socket | OSError] = []
+    sockets: list[socket.socket | OSError] = []
 
     def inside() -> None:
         # The thread moves there and ends there; the socket stays where it was made.
         with Path(f"/proc/{pid}/ns/net").open() as network:
             if libc.setns(network.fileno(), 0):
-                made.append(OSError(ctypes.get_errno(), "setns"))
+                sockets.append(OSError(ctypes.get_errno(), "setns"))
                 return
-        made.append(socket.create_server(("0.0.0.0", port), backlog=64))
+        sockets.append(socket.create_server(("0.0.0.0", port), backlog=64))
 
     thread = threading.Thread(target=inside)
     thread.start()
     thread.join()
-    (result,) = made
+    (result,) = sockets
     if isinstance(result, OSError):
         raise result
     return result
@@ -305,8 +305,8 @@ def listen(pid: int, port: int) -> socket.socket:
 
 def python_homes() -> list[str]:
     """The directories of the containers' Python, which may lie under /tmp or on other disks."""
-    words = "import sys; print(sys.prefix); print(sys.base_prefix)"
-    return subprocess.check_output([PYTHON, "-c", words], text=True).splitlines()
+    code = "import sys; print(sys.prefix); print(sys.base_prefix)"
+    return subprocess.check_output([PYTHON, "-c", code], text=True).splitlines()
 
 
 class Cluster:
@@ -480,8 +480,8 @@ class Cluster:
 
         def below(pid: int, above: list[str]) -> Iterator[list[str]]:
             with contextlib.suppress(OSError):  # gone meanwhile
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-                lines = [words.replace("\0", " ").strip(), *above]
+                command_line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+                lines = [command_line.replace("\0", " ").strip(), *above]
                 yield lines
                 for task in Path(f"/proc/{pid}/task").iterdir():
                     for child in (task / "children").read_text().split():

@@ -85,8 +85,8 @@ def job(finished, tmp_path_factory):
 @pytest.mark.parametrize("name", JOBS)
 def test_two_hosts_are_one_group_and_make_one_model(job, name):
     first, second = job(name)
-    said = "running on 2 hosts x 2 CPU = 4 processes in one group (launched by"
-    assert f"{said} {name.partition(',')[0]};" in first.log
+    first_line = "running on 2 hosts x 2 CPU = 4 processes in one group (launched by"
+    assert f"{first_line} {name.partition(',')[0]};" in first.log
     assert log_of([first, second]).count("running on ") == 1
     assert json.loads((first.model / "training.json").read_text())["world_size"] == 4
     assert "model.safetensors" in {path.name for path in first.model.iterdir()}
@@ -97,16 +97,16 @@ def test_one_host_is_one_group_whose_metrics_are_read(finished):
     """Behind the tag that mpirun puts before each line."""
     (host,) = finished("one", values=SMALL)
     assert host.status == 0, host.log
-    said = "running on 1 host x 2 CPU = 2 processes in one group (launched by mpirun;"
-    assert host.log.count(said) == 1
+    first_line = "running on 1 host x 2 CPU = 2 processes in one group (launched by mpirun;"
+    assert host.log.count(first_line) == 1
     rows = runs.metrics(host.ml / "output/data")
     assert len(rows) == 2
     tagged = [line for line in host.log.splitlines() if "train_loss=" in line]
     assert all(line.startswith("[1,mpirank:0,algo-1]<stdout>:step=") for line in tagged)
     for name in ("train_loss", "val_loss", "learning_rate", "tokens_per_second"):
         read = [float(value) for value in re.findall(rf"\b{name}=(\S+)", host.log)]
-        near = 0.5 if name == "tokens_per_second" else 5e-6
-        assert read == [pytest.approx(row[name], abs=near) for row in rows]
+        tolerance = 0.5 if name == "tokens_per_second" else 5e-6
+        assert read == [pytest.approx(row[name], abs=tolerance) for row in rows]
 
 
 def test_two_hosts_have_the_losses_of_one_process(job, excerpt, tmp_path):
@@ -130,8 +130,10 @@ def test_hosts_that_nothing_launches_run_train_py(job):
 
 def declared(hosts: list[Host]) -> list[tuple[dict[str, str | None], list[str]]]:
     """What each rank declared: variables and arguments."""
-    found = map(json.loads, re.findall(r"declares (\[{.+)", log_of(hosts)))
-    by_rank = {int(env["OMPI_COMM_WORLD_RANK"] or env["RANK"]): (env, argv) for env, argv in found}
+    by_rank = {}
+    for document in re.findall(r"declares (\[{.+)", log_of(hosts)):
+        env, argv = json.loads(document)
+        by_rank[int(env["OMPI_COMM_WORLD_RANK"] or env["RANK"])] = env, argv
     assert sorted(by_rank) == [0, 1, 2, 3]
     return [by_rank[rank] for rank in range(4)]
 
@@ -144,8 +146,9 @@ def test_the_second_host_had_broken_variables(job):
 
 
 def test_mpirun_sets_none_of_torchruns_variables(job):
-    found = [(env["RANK"], env["OMP_NUM_THREADS"]) for env, _ in declared(job("mpirun, broken"))]
-    assert found == [(None, None)] * 4
+    for env, _ in declared(job("mpirun, broken")):
+        assert env["RANK"] is None
+        assert env["OMP_NUM_THREADS"] is None
 
 
 def test_ranks_share_their_hosts_cores_by_default(job):

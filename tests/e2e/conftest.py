@@ -46,4 +46,4 @@ def command(aws, home, impatience, monkeypatch):
     *python, code = launching.PROGRAM
     monkeypatch.setattr(launching, "PROGRAM", (*python, impatience + code))
     user = {name: v for name, v in os.environ.items() if name.startswith(("AWS_", "SM_NANOGPT_"))}
-    return lambda *words: launching.command(*words, home=home, env=user)
+    return lambda *arguments: launching.command(*arguments, home=home, env=user)

@@ -59,15 +59,15 @@ def test_the_policies_allow_only_what_the_commands_need(
 ):
     records: list[Record] = []
 
-    def command(*words: str, code: int = 0) -> str:
+    def command(*arguments: str, code: int = 0) -> str:
         before = len(account.accesses)
-        for known in ("prices.json", "stacks.json"):  # each as on its first day
-            (home / known).unlink(missing_ok=True)
-        ran = cli(*words)
+        for cache in ("prices.json", "stacks.json"):  # each as on its first day
+            (home / cache).unlink(missing_ok=True)
+        ran = cli(*arguments)
         assert ran.code == code, ran.err
-        said = " ".join(words[: 2 if words[0] == "infra" else 1])
-        said += " --resume" * ("--resume" in words)
-        records.extend((said, a) for a in account.accesses[before:] if not of_a_job(a))
+        name = " ".join(arguments[: 2 if arguments[0] == "infra" else 1])
+        name += " --resume" * ("--resume" in arguments)
+        records.extend((name, a) for a in account.accesses[before:] if not of_a_job(a))
         return ran.out.strip()
 
     command("infra", "deploy", "--kms", "--yes")
@@ -83,9 +83,9 @@ def test_the_policies_allow_only_what_the_commands_need(
     command("upload-data", str(text_file))
     command("doctor", "--no-train", "--instance", "ml.g5.12xlarge")
     # An instance without a disk of its own, so that the key encrypts a volume.
-    words = ("launch", "--max-run", "7200", "--detach", "--instance")
+    arguments = ("launch", "--max-run", "7200", "--detach", "--instance")
     values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
-    stopped = command(*words, "ml.p3.8xlarge", "--pytorch-version", "2.8.0", *sets(**values))
+    stopped = command(*arguments, "ml.p3.8xlarge", "--pytorch-version", "2.8.0", *sets(**values))
     until(lambda: [a for a in account.accesses if of_a_job(a) and a.action == "s3:DeleteObject"])
     command("status", stopped)
     command("logs", stopped)
@@ -93,8 +93,8 @@ def test_the_policies_allow_only_what_the_commands_need(
     step = json.loads(cli("status", stopped, "--json").out)["checkpoint_step"]
     # An image from the other repository.
     newer = ("ml.g5.12xlarge", "--pytorch-version", "2.13.0", "--launcher", "torchrun")
-    more = ("--name", "longer", "--set", f"max_steps={step + 20}")
-    longer = command(*words, *newer, "--resume", stopped, *more)
+    options = ("--name", "longer", "--set", f"max_steps={step + 20}")
+    longer = command(*arguments, *newer, "--resume", stopped, *options)
     command("logs", longer, "--follow")
     command("wait", "longer")
     command("jobs")
@@ -161,8 +161,10 @@ def each_without_one(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, 
         actions = statement["Action"]
         for action in [actions] if isinstance(actions, str) else actions:
             without = copy.deepcopy(document)
-            kept = [a for a in ([actions] if isinstance(actions, str) else actions) if a != action]
-            without["Statement"][index]["Action"] = kept or ["none:None"]
+            other_actions = [
+                a for a in ([actions] if isinstance(actions, str) else actions) if a != action
+            ]
+            without["Statement"][index]["Action"] = other_actions or ["none:None"]
             yield f"{statement['Sid']}: {action}", without
 
 
@@ -270,10 +272,10 @@ def check_current(table: str) -> None:
     text = README.read_text(encoding="utf-8")
     before, rest = text.split("<!-- calls -->\n")
     _, after = rest.split("<!-- end of calls -->\n")
-    now = f"{before}<!-- calls -->\n{table}<!-- end of calls -->\n{after}"
+    new_text = f"{before}<!-- calls -->\n{table}<!-- end of calls -->\n{after}"
     if os.environ.get("UPDATE_CALLS"):
-        README.write_text(now, encoding="utf-8")
-    assert README.read_text(encoding="utf-8") == now, (
+        README.write_text(new_text, encoding="utf-8")
+    assert README.read_text(encoding="utf-8") == new_text, (
         "infra/README.md tells of other calls; UPDATE_CALLS=1 .venv/bin/pytest"
         " tests/e2e/test_account.py writes it anew"
     )

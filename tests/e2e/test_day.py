@@ -18,14 +18,14 @@ from launcher.cli import run
 from launcher.sagemaker import deploy
 
 
-def in_this_process(words: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str, str]:
+def in_this_process(arguments: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with (
         patch.dict(os.environ, env, clear=True),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        code = run(list(words))
+        code = run(list(arguments))
     return code, out.getvalue(), err.getvalue()
 
 
@@ -34,12 +34,12 @@ LIKE = {9: 2, 13: 2, 14: 12}
 launch = first_day.Day.launch
 
 
-def launch_unless_alike(day: first_day.Day, cost: float, *words: str, **more: Any) -> str:
+def launch_unless_alike(day: first_day.Day, cost: float, *arguments: str, **options: Any) -> str:
     """Launches a step's job, or takes that of the step that is alike, and only checks the words."""
     if day.number not in LIKE:
-        return launch(day, cost, *words, **more)
-    given = ("launch", "--dry-run", *words, "--data", day.text, "--max-cost", str(cost))
-    code, _, err = in_this_process(given, day.environment)
+        return launch(day, cost, *arguments, **options)
+    dry_run = ("launch", "--dry-run", *arguments, "--data", day.text, "--max-cost", str(cost))
+    code, _, err = in_this_process(dry_run, day.environment)
     assert code == 0, err
     jobs = day.state["jobs"].items()
     return next(job_id for job_id, job in jobs if job["step"] == LIKE[day.number])
@@ -54,9 +54,9 @@ def test_every_step_passes_and_nothing_is_left(aws, text_file, tmp_path, monkeyp
     monkeypatch.setattr(first_day.Day, "launch", launch_unless_alike)
     buckets = client("s3", aws.url).list_buckets()["Buckets"]
     users = client("iam", aws.url).list_users()["Users"]  # of other tests
-    words = ["--emulator", "--yes", "--directory", str(tmp_path / "day")]
+    arguments = ["--emulator", "--yes", "--directory", str(tmp_path / "day")]
     with cloudformation_service.repaired():
-        code = first_day.main([*words, "--text", str(text_file)])
+        code = first_day.main([*arguments, "--text", str(text_file)])
     transcript = (tmp_path / "day/transcript.txt").read_text()
     assert code == 0, transcript[-5000:]
     state = json.loads((tmp_path / "day/state.json").read_text())

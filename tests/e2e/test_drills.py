@@ -17,16 +17,16 @@ TINY = {**launching.TINY, "batch_size": 8}
 def failed(cli: Callable[..., Ran], ran: Ran) -> str:
     """What `status` says of the job of a followed launch that failed."""
     assert ran.code == 1, ran.err
-    told = cli("status", ran.out.strip()).good.out
-    assert "state:       Failed" in told
-    return told
+    status = cli("status", ran.out.strip()).good.out
+    assert "state:       Failed" in status
+    return status
 
 
 def test_a_hyperparameter_that_the_container_refuses(aws, cli, text_file):
     # It has one GPU, so the launcher expects one process; the emulator shows two.
     aws.sagemaker.run.gpus = 2
-    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file))
-    ran = cli(LAUNCH, words, sets(**{**TINY, "batch_size": 7}))
+    options = ("--instance", "ml.g5.xlarge", "--data", str(text_file))
+    ran = cli(LAUNCH, options, sets(**{**TINY, "batch_size": 7}))
     reason = "ConfigError: batch_size=7 cannot be shared by 2 processes"
     assert f"failed: {reason};" in ran.error
     assert f"reason:      {reason};" in failed(cli, ran)
@@ -35,8 +35,8 @@ def test_a_hyperparameter_that_the_container_refuses(aws, cli, text_file):
 def test_text_that_was_deleted_after_its_upload(aws, s3, cli, text_file):
     uri = cli("upload-data", text_file).out.strip()
     s3.delete_object(Bucket=s3.bucket, Key=uri.removeprefix(f"s3://{s3.bucket}/") + "/input.txt")
-    for words, said in (((), "incomplete"), (("--data", uri), "is missing")):
-        assert cli(LAUNCH, words, sets(**TINY)).failed(2, uri, said)
+    for options, message in (((), "incomplete"), (("--data", uri), "is missing")):
+        assert cli(LAUNCH, options, sets(**TINY)).failed(2, uri, message)
     assert not aws.sagemaker.jobs
 
 
@@ -59,9 +59,9 @@ def test_a_role_that_sagemaker_cannot_use(aws, cli, text_file, may, trusted, fac
 def test_a_role_that_may_not_read_the_text(aws, cli, text_file):
     role = make_role(aws.url, "blind", "s3:ListBucket", "s3:PutObject", "ecr:*", "logs:*")
     ran = cli("--role", role, LAUNCH, "--data", text_file, sets(**TINY))
-    told = failed(cli, ran)
-    assert "Data download failed" in told
-    assert "is not authorized to perform: s3:GetObject" in told
+    status = failed(cli, ran)
+    assert "Data download failed" in status
+    assert "is not authorized to perform: s3:GetObject" in status
     assert "allow the execution role to read the store" in ran.error
 
 
@@ -76,9 +76,9 @@ def test_a_volume_that_is_full(aws, cli, text_file):
 
 
 def test_a_job_that_outruns_its_time(aws, s3, cli, text_file):
-    words = ("--spot", "--max-run", "7200", "--max-wait", "7200", "--data", str(text_file))
+    options = ("--spot", "--max-run", "7200", "--max-wait", "7200", "--data", str(text_file))
     values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
-    job_id = cli(LAUNCH[:-1], words, sets(**values)).out.strip()
+    job_id = cli(LAUNCH[:-1], options, sets(**values)).out.strip()
     prefix = f"some/prefix/checkpoints/{job_id}/checkpoint-"
     until(lambda: s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["KeyCount"])
     aws.sagemaker.run.rate = 1e5

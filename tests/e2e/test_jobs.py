@@ -55,16 +55,16 @@ def test_the_three_commands_train_on_two_hosts_and_sample(aws, command, text_fil
     followed = command("logs", job_id, "--follow").good
     sampled = command("fetch-and-sample", job_id, "--max-new-tokens", "50").good
 
-    (sent,) = [body for operation, body in aws.calls if operation == "CreateTrainingJob"]
-    known = shown.out.replace("OWNER-NOT-KNOWN-YET", "root")
-    assert names_and_times_apart(sent) == names_and_times_apart(json.loads(known))
+    (request_sent,) = [body for operation, body in aws.calls if operation == "CreateTrainingJob"]
+    printed_request = shown.out.replace("OWNER-NOT-KNOWN-YET", "root")
+    assert names_and_times_apart(request_sent) == names_and_times_apart(json.loads(printed_request))
     # Each rank is a child of what mpirun started on its host.
     assert [len(host) for host in tree] == [2, 2]
     assert all("mpirun" in above[1] for above in tree[0])
     assert all("orted" in above[1] for above in tree[1])
-    said = "running on 2 hosts x 2 CPU = 4 processes in one group (launched by mpirun;"
-    said += " 1 CPU thread each)"  # as the tests ask for
-    assert followed.out.count(said) == 1
+    first_line = "running on 2 hosts x 2 CPU = 4 processes in one group (launched by mpirun;"
+    first_line += " 1 CPU thread each)"  # as the tests ask for
+    assert followed.out.count(first_line) == 1
     assert re.search(r"^step=60/60 ", followed.out, re.MULTILINE)
     assert len(followed.out.splitlines()) < 40
     assert len(sampled.out) >= 50
@@ -91,11 +91,13 @@ def ranks(cluster: Cluster) -> list[list[list[str]]]:
 
     Empty as long as not all of them are there.
     """
-    found = [
-        [line for line in cluster.processes(i) if "train.py" in line[0] and "mpirun" not in line[0]]
-        for i in range(len(cluster.hosts))
-    ]
-    return found if all(len(host) == 2 for host in found) else []
+    hosts = []
+    for index in range(len(cluster.hosts)):
+        lines = cluster.processes(index)
+        hosts.append([line for line in lines if "train.py" in line[0] and "mpirun" not in line[0]])
+    if any(len(host) != 2 for host in hosts):
+        return []
+    return hosts
 
 
 # -- interrupted -----------------------------------------------------------------------------------
@@ -107,8 +109,8 @@ def launch_long(aws, cli, text_file, tmp_path):
     script = launching.edited(tmp_path / "train", ALL_CHECKPOINTS, *EDITS["activation"])
     fixed = ("--data", str(text_file), "--entry-point", str(script), *sets(**LONG))
 
-    def launch(*words: str) -> str:
-        return cli("launch", *INSTANCE, *fixed, *words).good.out.strip()
+    def launch(*arguments: str) -> str:
+        return cli("launch", *INSTANCE, *fixed, *arguments).good.out.strip()
 
     return launch
 
@@ -120,12 +122,12 @@ def wait_until_held(s3: Any, cli: Callable[..., Ran], job_id: str) -> None:
     until(lambda: f"\nstep={HELD_AT}/" in cli("logs", job_id).out)
 
 
-def result_of(cli: Callable[..., Ran], s3: Any, job_id: str, place: Path) -> tuple[bytes, Any]:
+def result_of(cli: Callable[..., Ran], s3: Any, job_id: str, directory: Path) -> tuple[bytes, Any]:
     """The weights of a job that has ended well, and its curve without what is of the clock."""
     assert cli("wait", job_id).good
     weights = (fetch.fetch_model(job_id) / "model.safetensors").read_bytes()
     output = f"s3://{s3.bucket}/some/prefix/jobs/{job_id}/output/output.tar.gz"
-    (archive,) = storage.fetch(output, place)
+    (archive,) = storage.fetch(output, directory)
     with tarfile.open(archive) as tar:
         file = tar.extractfile("metrics.jsonl")
         assert file is not None
@@ -173,8 +175,8 @@ def test_an_interrupted_spot_job_ends_with_the_same_result(
     aws.sagemaker.jobs[spot].interrupting.set()
     assert result_of(cli, s3, spot, tmp_path / "spot") == (weights, rows)
     # Also where the second host's agent has uploaded what its host got at the restart.
-    told = json.loads(cli("metrics", spot, "--json").out)
-    assert [row["step"] for row in told] == every_fifth
+    metric_rows = json.loads(cli("metrics", spot, "--json").out)
+    assert [row["step"] for row in metric_rows] == every_fifth
     states = [t["Status"] for t in aws.sagemaker.jobs[spot].transitions]
     start = ["Starting", "Downloading", "Training"]
     assert states == [*start, "Interrupted", *start, "Uploading", "Completed"]
@@ -224,16 +226,19 @@ def test_s3_and_the_container_hold_the_same_checkpoints(aws, s3, cli, text_file,
     # Slow enough to be sent, and so fast that old ones are to be deleted while they are sent.
     script = launching.edited(tmp_path / "train", (LOOP, SLOWER), ALL_CHECKPOINTS)
     often = {**LONG, "eval_interval": 5}
-    words = ("--data", str(text_file), "--entry-point", str(script), *sets(**often))
-    job_id = cli("launch", *INSTANCE, *words, "--follow").good.out.strip()
+    arguments = ("--data", str(text_file), "--entry-point", str(script), *sets(**often))
+    job_id = cli("launch", *INSTANCE, *arguments, "--follow").good.out.strip()
 
     prefix = f"some/prefix/checkpoints/{job_id}/"
-    found = s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["Contents"]
-    local = [p for p in checkpoints_of(aws, job_id).iterdir() if ".sagemaker-" not in p.name]
-    kept = {path.name: path.stat().st_size for path in local}
-    assert {each["Key"].removeprefix(prefix): each["Size"] for each in found} == kept
-    deleted = [each.resource for each in aws.accesses if each.action == "s3:DeleteObject"]
-    assert any(".safetensors" in resource for resource in deleted)
+    objects = s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["Contents"]
+    s3_sizes = {object["Key"].removeprefix(prefix): object["Size"] for object in objects}
+    local_sizes = {}
+    for path in checkpoints_of(aws, job_id).iterdir():
+        if ".sagemaker-" not in path.name:
+            local_sizes[path.name] = path.stat().st_size
+    assert s3_sizes == local_sizes
+    deletions = [access for access in aws.accesses if access.action == "s3:DeleteObject"]
+    assert any(".safetensors" in deletion.resource for deletion in deletions)
 
 
 def checkpoints_of(aws: Emulator, job_id: str) -> Path:

@@ -19,12 +19,12 @@ OUR_JOBS = "arn:aws:sagemaker:*:123456789012:training-job/sm-nanogpt-*"
 Statement = dict[str, Any]
 
 
-def allow(action: Any = "*", resource: Any = "*", **rest: Any) -> Statement:
-    return {"Effect": "Allow", "Action": action, "Resource": resource, **rest}
+def allow(action: Any = "*", resource: Any = "*", **elements: Any) -> Statement:
+    return {"Effect": "Allow", "Action": action, "Resource": resource, **elements}
 
 
-def deny(action: Any = "*", resource: Any = "*", **rest: Any) -> Statement:
-    return {**allow(action, resource, **rest), "Effect": "Deny"}
+def deny(action: Any = "*", resource: Any = "*", **elements: Any) -> Statement:
+    return {**allow(action, resource, **elements), "Effect": "Deny"}
 
 
 def all_but(name: str, value: str) -> Statement:

@@ -71,9 +71,9 @@ def group(aws, cli, text_file, tmp_path, home, monkeypatch):
     monkeypatch.setattr(search, "CLEARLY_SLOW", 100.0)  # ten steps are less than the imports' noise
     aws.sagemaker.run.gpus, aws.sagemaker.run.rate, aws.sagemaker.rate = 2, 1.0, 1.0
     launching.edited(tmp_path / "base", QUICK)
-    words = ("--instance", "ml.m5.xlarge", "--ceiling", "1", "--smallest-gain", "0.5")
-    given = ("--text", str(text_file), "--entry-point", str(tmp_path / "base"))
-    assert cli("try", "start", "group", given, words).good
+    options = ("--instance", "ml.m5.xlarge", "--ceiling", "1", "--smallest-gain", "0.5")
+    text_options = ("--text", str(text_file), "--entry-point", str(tmp_path / "base"))
+    assert cli("try", "start", "group", text_options, options).good
     return "group"
 
 
