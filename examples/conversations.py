@@ -27,7 +27,7 @@ HELD_OUT = 100  # questions of each kind
 
 def questions(text: str, seed: int) -> dict[str, list[tuple[str, str]]]:
     """Questions and answers by kind, each question once, in random order."""
-    words = sorted(set(re.findall(r"\b[a-z]{3,7}\b", text)))
+    vocabulary = sorted(set(re.findall(r"\b[a-z]{3,7}\b", text)))
     kinds: dict[str, list[tuple[str, str]]] = {"sum": [], "larger": [], "spelling": []}
     for larger in range(100):
         for smaller in range(larger):
@@ -35,8 +35,8 @@ def questions(text: str, seed: int) -> dict[str, list[tuple[str, str]]]:
             a, b = (larger, smaller) if (larger + smaller) % 2 else (smaller, larger)
             kinds["sum"].append((f"What is {a} + {b}?", str(a + b)))
             kinds["larger"].append((f"Which is larger, {a} or {b}?", str(larger)))
-    for word in words:
-        kinds["spelling"].append((f"How do you spell {word}?", "-".join(word)))
+    for term in vocabulary:
+        kinds["spelling"].append((f"How do you spell {term}?", "-".join(term)))
     for pairs in kinds.values():
         random.Random(seed).shuffle(pairs)
     return kinds

@@ -83,7 +83,7 @@ def misses_leaks(share: float, drawn: Evaluation, chance: random.Random, text: T
 
 
 def misses_learning(
-    needed: int, share: float, drawn: Evaluation, chance: random.Random, text: Text
+    min_tokens: int, share: float, drawn: Evaluation, chance: random.Random, text: Text
 ) -> bool:
     """Whether both processes have, or have not, seen so many windows at each that is compared."""
     n_windows = len(drawn.windows)
@@ -91,13 +91,13 @@ def misses_learning(
     order = chance.sample(range(n_windows), n_windows)
     at_once = max(1, PASS_TOKENS // text.context)
     first_has_learned = {
-        window: min(n_windows, (place // at_once + 1) * at_once) > needed
+        window: min(n_windows, (place // at_once + 1) * at_once) > min_tokens
         for place, window in enumerate(order)
     }
-    seen = set[int]()
+    windows = set[int]()
     for together in drawn.passes:
-        seen |= {cut.window for cut in together}
-        second_has_learned = len(seen) > needed
+        windows |= {cut.window for cut in together}
+        second_has_learned = len(windows) > min_tokens
         compared = using & {cut.window for cut in together}
         if any(first_has_learned[window] != second_has_learned for window in compared):
             return False
@@ -129,9 +129,9 @@ def main() -> None:
     for share in LEAKS:
         name = f"looks ahead at {100 * share:g} % of the positions"
         print(row(name, partial(misses_leaks, share), n), flush=True)
-    for needed, share in LEARNING:
-        name = f"learns from {needed} window{'s' * (needed > 1)}, for {share:.0%} of them"
-        print(row(name, partial(misses_learning, needed, share), n), flush=True)
+    for min_tokens, share in LEARNING:
+        name = f"learns from {min_tokens} window{'s' * (min_tokens > 1)}, for {share:.0%} of them"
+        print(row(name, partial(misses_learning, min_tokens, share), n), flush=True)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ Z = 1.2816
 Texts = dict[str, list[dict[str, Any]]]
 
 
-def read(place: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in place.read_text().splitlines()]
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -159,8 +159,8 @@ def fit(texts: Texts, tries: int = 200) -> Law:
         else:
             moved = []
             for exponent, (low, high) in zip(best[1].exponents, RANGES, strict=True):
-                near = random.gauss(exponent, 0.06 * (high - low))
-                moved.append(min(high, max(low, near)))
+                candidate = random.gauss(exponent, 0.06 * (high - low))
+                moved.append(min(high, max(low, candidate)))
             exponents = tuple(moved)
         likelihood, law = likeliest(texts, exponents)
         if best is None or likelihood > best[0]:
@@ -178,9 +178,9 @@ def leave_one_out(texts: Texts, exponents: tuple[float, ...]) -> list[float]:
     for name, rows in texts.items():
         _, law = likeliest({n: each for n, each in texts.items() if n != name}, exponents)
         larger = [row for row in rows if row["size"] > max(SIZES)]
-        own = law.of_text([run_of(row) for row in rows if row["size"] <= max(SIZES)])
-        told = own.losses([run_of(row) for row in larger])
-        for row, (loss, deviation) in zip(larger, told, strict=True):
+        own_law = law.of_text([run_of(row) for row in rows if row["size"] <= max(SIZES)])
+        predicted = own_law.losses([run_of(row) for row in larger])
+        for row, (loss, deviation) in zip(larger, predicted, strict=True):
             error = math.log(row["loss"] / loss)
             if row["unique"] == max(each["unique"] for each in rows):
                 scores.append(error / deviation)
@@ -215,8 +215,8 @@ def write_law() -> None:
 def collect() -> None:
     """Write each forecast of this home, with its pilots, and what the plain rules need."""
     made = []
-    for place in sorted((load_settings().home / "forecasts").glob("*.jsonl")):
-        ledger = ForecastLedger(place)
+    for path in sorted((load_settings().home / "forecasts").glob("*.jsonl")):
+        ledger = ForecastLedger(path)
         forecast = ledger.last_forecast
         if forecast is None:
             continue
@@ -246,14 +246,18 @@ def truths() -> None:
     """Write the size, loss and seconds of each completed job of this home that has a forecast."""
     with TRUTHS.open("w") as file:
         for job in reversed(sm_nanogpt.jobs(status="Completed")):
-            now = job.describe()
-            if now.expected is None or now.metrics is None or not (now.ended and now.started):
+            description = job.describe()
+            if (
+                description.expected is None
+                or description.metrics is None
+                or not (description.ended and description.started)
+            ):
                 continue
             row = {
-                "text": re.sub(r"-[0-9a-f]{12}$", "", Path(now.data).name),
-                "size": float((now.summary or "").split()[1]),
-                "loss": now.metrics["best_loss"],
-                "seconds": round(now.ended - now.started, 1),
+                "text": re.sub(r"-[0-9a-f]{12}$", "", Path(description.data).name),
+                "size": float((description.summary or "").split()[1]),
+                "loss": description.metrics["best_loss"],
+                "seconds": round(description.ended - description.started, 1),
             }
             file.write(json.dumps(row) + "\n")
 
@@ -309,10 +313,10 @@ def twice(path: Path, size: float, seeds: Sequence[int] = (1, 2, 3)) -> None:
     with_half, with_whole = run_at(size, half), run_at(size, whole)
     [(loss, _)] = law.losses([with_half])
     change, deviation = law.change(with_half, with_whole)
-    told = [loss * math.expm1(change + z * deviation) for z in (0, -Z, Z)]
+    predicted = [loss * math.expm1(change + z * deviation) for z in (0, -Z, Z)]
     truth = [a - b for a, b in zip(losses[whole], losses[half], strict=True)]
     print(
-        f"{path.stem}: told {told[0]:+.3f} ({told[1]:+.3f} to {told[2]:+.3f}),"
+        f"{path.stem}: told {predicted[0]:+.3f} ({predicted[1]:+.3f} to {predicted[2]:+.3f}),"
         f" came {fmean(truth):+.3f} (sd {stdev(truth):.3f} over {len(truth)} seeds)"
     )
 

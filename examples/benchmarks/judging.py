@@ -219,8 +219,8 @@ def strange(text: str, kind: int, chance: random.Random) -> str:
     if kind == 0:
         return codecs.encode(text, "rot13")
     if kind == 1:
-        words = text.split()
-        return " ".join(chance.sample(words, len(words)))
+        words_of_text = text.split()
+        return " ".join(chance.sample(words_of_text, len(words_of_text)))
     begin = chance.randrange(len(LATIN))
     endless = LATIN * (2 + len(text) // len(LATIN))
     return endless[begin : begin + len(text)]

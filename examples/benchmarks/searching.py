@@ -56,9 +56,9 @@ def edited(edit: tuple[str, str, str] | None) -> Source:
     if edit is None:
         return packaged
     name, old, new = edit
-    before = packaged.files[name].decode()
-    assert before.count(old) == 1, old
-    files = {**packaged.files, name: before.replace(old, new).encode()}
+    source = packaged.files[name].decode()
+    assert source.count(old) == 1, old
+    files = {**packaged.files, name: source.replace(old, new).encode()}
     return Source(packaged.directory, files)
 
 
@@ -117,9 +117,9 @@ class Try:
         base_losses = [self.base.losses[seed] for seed in seeds]
         self.losses += losses
         self.base_losses += base_losses
-        taken = sum(random.choices(self.seconds, k=len(seeds)))
-        usual = len(seeds) * fmean(self.base.seconds.values())
-        self.is_slow = self.is_slow or taken > MAX_TIME * usual
+        seconds_of_draw = sum(random.choices(self.seconds, k=len(seeds)))
+        usual_seconds = len(seeds) * fmean(self.base.seconds.values())
+        self.is_slow = self.is_slow or seconds_of_draw > MAX_TIME * usual_seconds
         pairs = zip(losses, base_losses, strict=True)
         return [loss - base_loss for loss, base_loss in pairs]
 
@@ -203,18 +203,22 @@ def check_rule(smallest_gain: float) -> None:
         results = verdicts(base, with_bad_seeds(base, gain), seconds, smallest_gain)
         show(f"the same, with one bad seed in twelve of 0.05: {gain:g}", results, gain)
     for gain in (0.1, 0.3):
-        slow = [*base.seconds.values()] * 3 + [10 * taken for taken in base.seconds.values()] * 2
+        slow = [*base.seconds.values()] * 3 + [
+            10 * seconds for seconds in base.seconds.values()
+        ] * 2
         results = verdicts(base, honest(base, other, gain), slow, smallest_gain)
         show(f"gains {gain:g}, ten times as slow for 40 % of the seeds", results, gain)
 
 
 def show(name: str, results: Sequence[Verdict], gain: float) -> None:
-    kept = [result for result in results if result.is_kept]
+    kept_results = [result for result in results if result.is_kept]
     pairs = [result.n_pairs for result in results]
-    line = f"{len(kept):,} of {len(results):,} kept ({len(kept) / len(results):.1%})"
+    line = (
+        f"{len(kept_results):,} of {len(results):,} kept ({len(kept_results) / len(results):.1%})"
+    )
     line += f"; pairs: median {median(pairs):.0f}, mean {fmean(pairs):.1f}"
-    if kept:
-        holds = fmean(abs(result.gain - gain) < result.margin for result in kept)
+    if kept_results:
+        holds = fmean(abs(result.gain - gain) < result.margin for result in kept_results)
         line += f"; the interval of those kept holds the gain in {holds:.0%}"
     print(f"{name}: {line}")
 

@@ -120,8 +120,10 @@ def tokenizing(
     large = repeated(scratch / "large.txt", unit, 1 if args.quick else args.megabytes)
     sides = {mine: lambda index: beyond_small(large, our_cost)}
     if nanogpt:
-        less = repeated(scratch / "less.txt", unit, 1 if args.quick else args.nanogpt_megabytes)
-        sides[other] = lambda index: beyond_small(less, their_cost)
+        short_text = repeated(
+            scratch / "less.txt", unit, 1 if args.quick else args.nanogpt_megabytes
+        )
+        sides[other] = lambda index: beyond_small(short_text, their_cost)
     speeds = {}
     for side, costs in measure.alternate(args.rounds, sides).items():
         speeds[side] = measure.column(costs, 0)

@@ -383,11 +383,11 @@ class Paused:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.popen.pid, number)
 
-    def wait(self, lines: int, after: float = 0.0) -> list[tuple[float, int]]:
+    def wait(self, lines: int, start: float = 0.0) -> list[tuple[float, int]]:
         """The moments after one, at least so many. Raises Failed if the run ends before."""
 
         def later_moments() -> list[tuple[float, int]]:
-            return [moment for moment in self.moments if moment[0] > after]
+            return [moment for moment in self.moments if moment[0] > start]
 
         with self.changed:
             self.changed.wait_for(lambda: len(later_moments()) >= lines or self.failure)

@@ -115,8 +115,8 @@ def with_switches(training: Training, switches: str) -> Training:
     """The run with PyTorch's switches set before train.py begins."""
     if not switches:
         return training
-    python, *rest = training.process.command
-    command = [python, "-c", START.format(switches), *rest]
+    python, *arguments = training.process.command
+    command = [python, "-c", START.format(switches), *arguments]
     return replace(training, process=replace(training.process, command=command))
 
 

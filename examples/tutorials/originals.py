@@ -53,11 +53,11 @@ def attention_scale() -> dict[str, float]:
     where the embedding is C = 384 wide; and times C**-0.05."""
     torch.manual_seed(0)
     q, k = torch.randn(1000, 64), torch.randn(256, 64)
-    found = {}
+    figures = {}
     for name, scale in (("head**-0.5", 64**-0.5), ("C**-0.5", 384**-0.5), ("C**-0.05", 384**-0.05)):
         weights = (q @ k.mT * scale).softmax(dim=-1)
-        found[name] = float(torch.special.entr(weights).sum(dim=-1).mean())
-    return found
+        figures[name] = float(torch.special.entr(weights).sum(dim=-1).mean())
+    return figures
 
 
 def validation_on_training_text() -> dict[str, float]:
@@ -88,11 +88,11 @@ def residual_replaced_by_norm() -> dict[str, float]:
         added = added + attn(norm(added), weights)
         replaced = norm(replaced)
         replaced = replaced + attn(replaced, weights)
-    found = {}
+    figures = {}
     for name, x in (("added", added), ("replaced", replaced)):
-        found[f"{name}: length"] = float(x.square().mean().sqrt())
-        found[f"{name}: cosine"] = float(F.cosine_similarity(start, x, dim=-1).mean())
-    return found
+        figures[f"{name}: length"] = float(x.square().mean().sqrt())
+        figures[f"{name}: cosine"] = float(F.cosine_similarity(start, x, dim=-1).mean())
+    return figures
 
 
 def keys_at_queries() -> dict[str, float]:
@@ -100,8 +100,8 @@ def keys_at_queries() -> dict[str, float]:
     distance from q @ k.mT; and its distance from a query with cached keys."""
 
     def swapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ahead = torch.full((len(q), len(q)), float("-inf")).triu(1)
-        return (k @ q.mT * q.size(-1) ** -0.5 + ahead).softmax(dim=-1) @ v
+        mask = torch.full((len(q), len(q)), float("-inf")).triu(1)
+        return (k @ q.mT * q.size(-1) ** -0.5 + mask).softmax(dim=-1) @ v
 
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 32, 64)
@@ -120,11 +120,11 @@ def keys_at_queries() -> dict[str, float]:
 def rank_of_the_host() -> dict[str, float]:
     """e. Different samples that 4 processes on 2 hosts draw, 8 each, with either rank as seed."""
     order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
-    found = {}
+    figures = {}
     for name, ranks in (("rank of the process", (0, 1, 2, 3)), ("of the host", (0, 0, 1, 1))):
         drawn = torch.cat([order[8 * rank : 8 * rank + 8] for rank in ranks])
-        found[name] = float(len(drawn.unique()))
-    return found
+        figures[name] = float(len(drawn.unique()))
+    return figures
 
 
 def own_batches() -> dict[str, float]:
@@ -145,12 +145,12 @@ def dropout_lost() -> dict[str, float]:
     torch.manual_seed(0)
     q, k = torch.randn(2, 8, 64, 64)
     v = torch.eye(64).expand(8, 64, 64)  # the output is then the weights themselves
-    found = {}
+    figures = {}
     for name, p in (("with dropout_p", 0.2), ("without", 0.0)):
         weights = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
         visible = weights[:, *torch.tril_indices(64, 64)]
-        found[name] = float((visible == 0).float().mean())
-    return found
+        figures[name] = float((visible == 0).float().mean())
+    return figures
 
 
 def misspelled_option() -> dict[str, float]:
@@ -162,11 +162,11 @@ def misspelled_option() -> dict[str, float]:
 
     estimator = PyTorch.__new__(PyTorch)  # the constructor would ask AWS
     estimator.instance_type = "ml.g5.12xlarge"
-    found = {}
-    for word in ("enabled", "enable"):
-        distribution = {"pytorchddp": {word: True}}
-        found[word] = float(len(estimator._pytorch_distribution_configuration(distribution)))
-    return found
+    figures = {}
+    for option in ("enabled", "enable"):
+        distribution = {"pytorchddp": {option: True}}
+        figures[option] = float(len(estimator._pytorch_distribution_configuration(distribution)))
+    return figures
 
 
 FAULTS = {
@@ -183,9 +183,9 @@ FAULTS = {
 
 def main() -> None:
     torch.set_num_threads(1)  # the tensors are too small to share
-    for what, show in FAULTS.items():
+    for fault, show in FAULTS.items():
         numbers = ", ".join(f"{name} {value:.3g}" for name, value in show().items())
-        print(f"{what:<41} | {numbers}")
+        print(f"{fault:<41} | {numbers}")
 
 
 if __name__ == "__main__":

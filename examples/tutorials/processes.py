@@ -40,13 +40,13 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     values = {"batch_size": 12, "max_steps": steps, "sample_length": 150, **small, **args.ours}
     values |= {"log_interval": max(1, steps // 20), "eval_interval": max(1, steps // 4)}
 
-    def job(processes: int, **more: Any) -> Request:
+    def job(processes: int, **hyperparameters: Any) -> Request:
         return Request(
             instance="local",
             processes_per_instance=processes,
             data=str(args.text),
             hyperparameters=values,
-            **more,
+            **hyperparameters,
         )
 
     curves: dict[str, Curve] = {}
@@ -103,9 +103,11 @@ def mean_speed(curve: Curve) -> float:
 
 def farthest(curve: Curve, other: Curve) -> float:
     """The largest difference of the training losses at the steps that both logged."""
-    known = dict(other.points("train_loss"))
+    other_losses = dict(other.points("train_loss"))
     return max(
-        abs(loss - known[step]) for step, loss in curve.points("train_loss") if step in known
+        abs(loss - other_losses[step])
+        for step, loss in curve.points("train_loss")
+        if step in other_losses
     )
 
 
