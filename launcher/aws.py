@@ -269,21 +269,21 @@ def service_errors(call: str) -> Iterator[None]:
     try:
         yield
     except (BotoCoreError, ClientError, ResponseParserError) as error:
-        answer = Answer.of(error)
+        answer = AwsAnswer.of(error)
         if answer.is_missing:
             raise Missing(f"{call}: {answer.message}") from None
         raise service_error(call, error) from None
 
 
 @dataclass(frozen=True)
-class Answer:
+class AwsAnswer:
     """The answer of AWS to a call that failed; both parts are '' if it did not answer."""
 
     code: str
     message: str  # in one line
 
     @classmethod
-    def of(cls, error: BaseException) -> Answer:
+    def of(cls, error: BaseException) -> AwsAnswer:
         """The answer in an exception of boto3."""
         details = response_in(error).get("Error", {})
         message = " ".join(str(details.get("Message", "")).split())
@@ -320,7 +320,7 @@ def boto_error(error: BaseException) -> BaseException:
 def code_of(error: BaseException) -> str:
     """Our code for an exception of boto3 or s3fs: a value of CODES, or ''."""
     cause = boto_error(error)
-    answer = Answer.of(cause)
+    answer = AwsAnswer.of(cause)
     if any(message in answer.message for message in CLOCK_MESSAGES):
         return "aws-clock"
     name = answer.code or type(cause).__name__
@@ -333,7 +333,7 @@ def code_of(error: BaseException) -> str:
 def message_of(error: BaseException) -> str:
     """The message of an exception of boto3 or s3fs, in one line, with AWS's code."""
     cause = boto_error(error)
-    answer = Answer.of(cause)
+    answer = AwsAnswer.of(cause)
     message = answer.message or " ".join(str(cause).split()) or type(cause).__name__
     if not answer.code or answer.code in message:
         return message

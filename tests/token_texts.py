@@ -19,7 +19,7 @@ from launcher.models.encoder import Encoder
 from launcher.text import tokens
 from launcher.text.documents import survey_documents
 from launcher.text.files import FileOptions, find_files
-from launcher.text.sources import Source
+from launcher.text.sources import TextSource
 from launcher.text.tokenizer import END_OF_TEXT, learn_tokenizer
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
@@ -29,7 +29,7 @@ BPE = ("--tokenizer", "bpe", "--vocab-size", "400")
 
 
 def encode_text(path: Path, tokenizer: Tokenizer, directory: Path) -> Path:
-    files = find_files([Source(path)], FileOptions(records=True))
+    files = find_files([TextSource(path)], FileOptions(records=True))
     tokens.encode(files, survey_documents(files), tokenizer, directory, lambda n: None)
     return directory
 
@@ -98,4 +98,4 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer(documents):
-    return learn_tokenizer(find_files([Source(documents)], FileOptions(records=True)), 400)
+    return learn_tokenizer(find_files([TextSource(documents)], FileOptions(records=True)), 400)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from launcher.judge.causality import CUTS, Cut, draw_cuts, in_passes  # noqa: E402
 from launcher.judge.evaluate import EDITED  # noqa: E402
-from launcher.judge.score import Span, window_spans  # noqa: E402
+from launcher.judge.score import ScoredSpan, window_spans  # noqa: E402
 from launcher.judge.worker import PASS_TOKENS  # noqa: E402
 from launcher.trying.scoring import MODELS  # noqa: E402
 
@@ -58,7 +58,7 @@ class Evaluation:
     """The windows of a text, and the passes of the second process, which are drawn when they are
     read."""
 
-    windows: list[Span]
+    windows: list[ScoredSpan]
     passes: Iterator[list[Cut]]
 
 

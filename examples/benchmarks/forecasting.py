@@ -47,7 +47,7 @@ import sm_nanogpt  # noqa: E402
 from entry_point.config import Config  # noqa: E402
 from entry_point.sizes import hyperparameters_for_size  # noqa: E402
 from entry_point.text import Corpus, read_text, read_tokens  # noqa: E402
-from launcher.forecast.law import Law, Run, shared  # noqa: E402
+from launcher.forecast.law import Law, MeasuredRun, shared  # noqa: E402
 from launcher.forecast.ledger import ForecastLedger  # noqa: E402
 from launcher.forecast.pilots import SIZES, Trial, pilots_of, run_trials  # noqa: E402
 from launcher.settings import load_settings  # noqa: E402
@@ -103,8 +103,8 @@ def make_runs(path: Path, sizes: list[float]) -> None:
 # -- fit -------------------------------------------------------------------------------------------
 
 
-def run_of(row: dict[str, Any]) -> Run:
-    return Run(row["parameters"], row["tokens"], row["unique"], row["loss"])
+def run_of(row: dict[str, Any]) -> MeasuredRun:
+    return MeasuredRun(row["parameters"], row["tokens"], row["unique"], row["loss"])
 
 
 def by_text(rows: list[dict[str, Any]]) -> Texts:
@@ -301,7 +301,7 @@ def twice(path: Path, size: float, seeds: Sequence[int] = (1, 2, 3)) -> None:
         for n in (whole, half):
             values = {**hyperparameters_for_size(size, n), "seed": seed}
             trials.append(Trial(f"seed {seed}", values, n))
-    pilots: list[Run] = []
+    pilots: list[MeasuredRun] = []
     losses: dict[int, list[float]] = {whole: [], half: []}
     for trial, outcome in run_trials(trials, corpus, Source.packaged(), at_once=2):
         if trial.name.startswith("seed"):
@@ -321,9 +321,9 @@ def twice(path: Path, size: float, seeds: Sequence[int] = (1, 2, 3)) -> None:
     )
 
 
-def run_at(size: float, unique: int, loss: float = math.nan) -> Run:
+def run_at(size: float, unique: int, loss: float = math.nan) -> MeasuredRun:
     sizes = sizes_of(size, unique)
-    return Run(sizes["matrix_parameters"], sizes["trained_tokens"], unique, loss)
+    return MeasuredRun(sizes["matrix_parameters"], sizes["trained_tokens"], unique, loss)
 
 
 def plain_rules(pilots: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, float]:

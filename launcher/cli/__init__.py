@@ -24,7 +24,7 @@ from click.shell_completion import shell_complete
 
 from entry_point.files import open_standard_streams
 from launcher.cli import account, delete, evaluate, folder, jobs, launch, models, search, upload
-from launcher.cli.options import Group, valued
+from launcher.cli.options import CommandGroup, valued
 from launcher.cli.remedies import sentence
 from launcher.cli.show import logs_shown, note, silence
 from launcher.errors import InputError, LauncherError, Terminated
@@ -60,7 +60,7 @@ COMMANDS: dict[str, list[click.Command]] = {
 }
 
 
-class Root(Group):
+class Root(CommandGroup):
     """The group of all commands. Its help lists them by the titles of COMMANDS."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

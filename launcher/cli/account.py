@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, YES, Command, Group, agree, settings_of
+from launcher.cli.options import JSON, YES, Command, CommandGroup, agree, settings_of
 from launcher.cli.remedies import command, remedies
 from launcher.cli.show import note, print_fields, print_json, shown
 from launcher.errors import InputError, ServiceError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from launcher.sagemaker.stack import Stack
 
 
-@click.group("infra", cls=Group)
+@click.group("infra", cls=CommandGroup)
 def infra_group() -> None:
     """Create the bucket, role and policy that SageMaker needs.
 

@@ -141,7 +141,7 @@ class JobParameter(click.ParamType[str]):
         return [CompletionItem(incomplete, type="file")]
 
 
-class Group(Command, click.Group):
+class CommandGroup(Command, click.Group):
     """A group of commands of the class Command."""
 
     command_class = Command

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, Group, settings_of, valued
+from launcher.cli.options import JSON, CommandGroup, settings_of, valued
 from launcher.cli.remedies import command, sentence
 from launcher.cli.show import at_ctrl_c, note, print_json, print_table, shown
 from launcher.errors import InputError, LauncherError
@@ -51,7 +51,7 @@ def goes_on(*arguments: str) -> str:
     return f"`{again}` goes on with what has ended, and with a job that runs"
 
 
-@click.group("try", cls=Group)
+@click.group("try", cls=CommandGroup)
 def try_group() -> None:
     """Search for a better model by changes of the training folder, under rules."""
 

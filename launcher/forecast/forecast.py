@@ -13,7 +13,7 @@ import torch
 from entry_point.cores import cores
 from entry_point.text import Corpus, unsigned
 from launcher.errors import InputError
-from launcher.forecast.law import Run, TextLaw, shared
+from launcher.forecast.law import MeasuredRun, TextLaw, shared
 from launcher.forecast.ledger import ForecastLedger
 from launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_trials
 from launcher.forecast.table import Change, Forecast, Pilot, Row
@@ -108,10 +108,10 @@ class Forecaster:
         with self.source.running():
             return self.config.Config(**self.values(size, tokens))
 
-    def run_of(self, size: float, tokens: int, loss: float = math.nan) -> Run:
+    def run_of(self, size: float, tokens: int, loss: float = math.nan) -> MeasuredRun:
         config = self.config_of(size, tokens)
         trained_on = config.max_steps * config.batch_size * config.block_size
-        return Run(config.matrix_parameters, trained_on, tokens, loss)
+        return MeasuredRun(config.matrix_parameters, trained_on, tokens, loss)
 
     def run_pilots(self, trials: Sequence[Trial], at_once: int) -> list[Pilot]:
         """Make those of these runs that the ledger lacks, some at once; returns what each gave."""
@@ -126,7 +126,7 @@ class Forecaster:
         pilots = self.ledger.pilots
         return [pilots[trial.name] for trial in trials]
 
-    def check(self, runs: Sequence[Run], text_law: TextLaw) -> None:
+    def check(self, runs: Sequence[MeasuredRun], text_law: TextLaw) -> None:
         """Raise InputError if nothing can be known from the pilots."""
         counts = torch.bincount(unsigned(self.corpus.train[0 : min(self.tokens, WRITTEN)]))
         shares = counts[counts > 0] / counts.sum()
@@ -332,7 +332,7 @@ class Forecaster:
             dollars={instance.name: instance.dollars(work) for instance in instances},
         )
 
-    def change(self, size: float, law: TextLaw, other: Run) -> Change:
+    def change(self, size: float, law: TextLaw, other: MeasuredRun) -> Change:
         """What the loss of a size on this text changes by in another run."""
         run = self.run_of(size, self.tokens)
         [(loss, _)] = law.losses([run])
@@ -343,7 +343,7 @@ class Forecaster:
             high=loss * math.expm1(change + Z * deviation),
         )
 
-    def run_of_twice_the_compute(self, size: float) -> Run:
+    def run_of_twice_the_compute(self, size: float) -> MeasuredRun:
         """The run on this text of the next size, by 1/16, that takes twice the compute."""
         compute = 2 * self.run_of(size, self.tokens).compute
         for n in range(1, 65):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """A complete run, and what it gives."""
 
     parameters: int  # of its matrices
@@ -48,7 +48,7 @@ class Law:
     noise: float  # standard deviation of the log loss of a run
     spread: float = 1.0  # widens the intervals of forecasts, so that they hold what they say
 
-    def features(self, runs: Sequence[Run]) -> Tensor:
+    def features(self, runs: Sequence[MeasuredRun]) -> Tensor:
         """What the numbers c0, c1, c2 are multiplied by for each run, float64 [runs, 3]."""
         a, b, c = self.exponents
         rows = []
@@ -59,7 +59,7 @@ class Law:
             rows.append((1.0, (p * d) ** -a, (d / u) ** b * (p / u) ** c))
         return torch.tensor(rows, dtype=torch.float64)
 
-    def of_text(self, pilots: Sequence[Run]) -> TextLaw:
+    def of_text(self, pilots: Sequence[MeasuredRun]) -> TextLaw:
         """The law of a text, by what its pilots lost."""
         x = self.features(pilots)
         y = torch.tensor([math.log(run.loss) for run in pilots], dtype=torch.float64)
@@ -80,7 +80,7 @@ class TextLaw:
     covariance: Tensor  # float64 [3, 3]
     misfit: float  # root mean square of how far the pilots' log losses are from the law
 
-    def losses(self, runs: Sequence[Run]) -> list[tuple[float, float]]:
+    def losses(self, runs: Sequence[MeasuredRun]) -> list[tuple[float, float]]:
         """The median of each run's loss, and the standard deviation of its logarithm."""
         x = self.law.features(runs)
         variance = (x @ self.covariance * x).sum(1) + self.law.noise**2
@@ -88,7 +88,7 @@ class TextLaw:
         deviations = self.law.spread * variance.sqrt()
         return list(zip(medians.tolist(), deviations.tolist(), strict=True))
 
-    def change(self, run: Run, other: Run) -> tuple[float, float]:
+    def change(self, run: MeasuredRun, other: MeasuredRun) -> tuple[float, float]:
         """How much larger the log loss of another run is than that of a run, and the standard
         deviation of that, with the noise of both."""
         features, features_of_other = self.law.features([run, other])

@@ -29,7 +29,7 @@ Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number
 
 
 @dataclass(frozen=True)
-class Group:
+class JobGroup:
     """The jobs of a sweep, or those that make the runs of a search, each of which is a number of
     its own. id is that of the sweep, or the name of the search."""
 
@@ -47,7 +47,7 @@ class Group:
         return list(itertools.chain.from_iterable(self.tries.values()))
 
 
-def find_group(reference: str, settings: Settings, everyone: bool = False) -> Group:
+def find_group(reference: str, settings: Settings, everyone: bool = False) -> JobGroup:
     """The jobs of a sweep, from its name, the start or end of its id, the id or name of one of its
     jobs, or `latest`; or those of a search, from its name. Without everyone, only a full id may be
     somebody else's.
@@ -72,7 +72,7 @@ def find_group(reference: str, settings: Settings, everyone: bool = False) -> Gr
     search_jobs = [job for job in jobs if job.search == reference]
     if search_jobs and not matches:
         by_number = {number: [job] for number, job in enumerate(reversed(search_jobs), 1)}
-        return Group(reference, by_number, is_search=True)
+        return JobGroup(reference, by_number, is_search=True)
     if not groups:
         raise InputError(f"there are no sweeps yet{not_asked(settings)}", "no-such-sweep")
     if not matches:
@@ -85,7 +85,7 @@ def find_group(reference: str, settings: Settings, everyone: bool = False) -> Gr
             logger.info(f"job {job.job_id} is left out: {job.error}")
     if instance is not None and is_remote:
         add_unlisted(group, tries, backend_for(instance, settings))
-    return Group(group, tries)
+    return JobGroup(group, tries)
 
 
 def groups_of(jobs: Iterable[JobDescription]) -> set[str]:

@@ -9,7 +9,7 @@ from launcher.aws import patiently
 from launcher.backends import Backend, backend_for
 from launcher.errors import ServiceError
 from launcher.files import locks, storage
-from launcher.groups.find import Group
+from launcher.groups.find import JobGroup
 from launcher.job import JobDescription
 from launcher.launching.names import ledger_path
 from launcher.settings import Settings
@@ -50,7 +50,9 @@ def is_stopped(group: str, mark: str, settings: Settings, bills: bool) -> bool:
     return patiently(read, job_id=group, code="", bills=bills) != b"run"
 
 
-def stop_group(group: Group, settings: Settings, confirmed: bool = False) -> list[JobDescription]:
+def stop_group(
+    group: JobGroup, settings: Settings, confirmed: bool = False
+) -> list[JobDescription]:
     """Stop the running jobs of a group, and keep a sweep from starting others; returns those jobs.
 
     The command that runs the sweep stops a job that it starts meanwhile. Raises NotYours if the
@@ -77,6 +79,6 @@ def stop_group(group: Group, settings: Settings, confirmed: bool = False) -> lis
     return stopped
 
 
-def mark_of(group: Group, backend: Backend, settings: Settings) -> str:
+def mark_of(group: JobGroup, backend: Backend, settings: Settings) -> str:
     """The mark of a sweep that has jobs."""
     return stop_mark(group.id, backend.directories(group.newest[0].job_id)[0], settings)

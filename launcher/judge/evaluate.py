@@ -27,7 +27,7 @@ from launcher.judge.probes import (
     read_questions,
 )
 from launcher.judge.score import MANY, PASSAGE, WORST, losses, passages, whole_document
-from launcher.judge.texts import Encoded, Text, Training, corpus_of_job, encode, training_of
+from launcher.judge.texts import Encoded, Text, TrainingText, corpus_of_job, encode, training_of
 from launcher.judge.worker import Worker
 from launcher.models.load import is_packaged
 from launcher.settings import Settings
@@ -134,7 +134,7 @@ def evaluate(
     return evaluation
 
 
-def training_text(model: str, directory: Path, settings: Settings) -> Training | None:
+def training_text(model: str, directory: Path, settings: Settings) -> TrainingText | None:
     """The text that a model has learned from; None, and a warning, if it cannot be had."""
     unmeasured = "no 5-gram, own validation text, overlap, or copied run"
     corpus = training_corpus(model, directory, settings, unmeasured)
@@ -160,7 +160,7 @@ def training_corpus(
 
 
 def compare(
-    worker: Worker, training: Training, encoded: Sequence[Encoded], n_samples: int
+    worker: Worker, training: TrainingText, encoded: Sequence[Encoded], n_samples: int
 ) -> dict[str, Any]:
     """The fields of Evaluation that need the training text: validation, ngram, overlap, copied."""
     validation = None

@@ -26,7 +26,7 @@ PASSAGE = 1000  # bytes of the parts of fewer documents
 WORST = 200  # bytes of a passage that is shown
 
 
-class Span(NamedTuple):
+class ScoredSpan(NamedTuple):
     """Where a window of inputs begins and ends, and from where on its losses count."""
 
     begin: int
@@ -41,7 +41,7 @@ class Window(NamedTuple):
     targets: Tensor
 
 
-def window_spans(n: int, size: int) -> list[Span]:
+def window_spans(n: int, size: int) -> list[ScoredSpan]:
     """The windows of n inputs, of at most `size` each, so that each input counts once.
 
     Before each input stand min(CONTEXT, size // 2) others of its window, but for the first ones.
@@ -51,7 +51,7 @@ def window_spans(n: int, size: int) -> list[Span]:
     while counted_from < n:
         n_before = min(CONTEXT, size // 2) if counted_from else 0
         end = min(n, counted_from + size - n_before)
-        spans.append(Span(max(0, end - size), end, counted_from))
+        spans.append(ScoredSpan(max(0, end - size), end, counted_from))
         counted_from = end
     return spans
 

@@ -122,7 +122,7 @@ def check_all_known(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingText:
     """The beginning of the text that a model has learned from."""
 
     content: Tensor  # up to TRAINING_BYTES, uint8 [n]
@@ -139,11 +139,11 @@ def corpus_of_job(job_id: str, directory: Path, settings: Settings) -> Corpus:
     return corpus_of(channels, settings, config, begins_only=True)
 
 
-def training_of(corpus: Corpus) -> Training:
+def training_of(corpus: Corpus) -> TrainingText:
     """The text of a corpus to train on, and a part of its validation text."""
     vocabulary = corpus.tokenizer.words
     content = as_tensor(content_of(corpus.train, vocabulary, TRAINING_BYTES))
     if corpus.is_chat:
-        return Training(content, None)
+        return TrainingText(content, None)
     validation = content_of(corpus.val, vocabulary, VALIDATION_BYTES)
-    return Training(content, Text("validation", [validation.decode(errors="ignore")]))
+    return TrainingText(content, Text("validation", [validation.decode(errors="ignore")]))

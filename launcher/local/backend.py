@@ -85,7 +85,7 @@ class State(Document):
 
 
 @dataclass(frozen=True)
-class Placement:
+class LocalPlacement:
     """How much of this machine a job uses."""
 
     processes: int
@@ -146,7 +146,7 @@ class LocalBackend(Backend):
     def launch_settings(self) -> Settings:
         return self.settings.model_copy(update={"store": ""})
 
-    def check(self, job: TrainingJob) -> Placement:
+    def check(self, job: TrainingJob) -> LocalPlacement:
         placement = plan_processes(job)
         job.config(placement.processes)
         return placement
@@ -154,11 +154,11 @@ class LocalBackend(Backend):
     def price(self, job: TrainingJob, earlier: object) -> TrainingJob:
         return job  # it costs nothing
 
-    def request(self, job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
+    def request(self, job_id: str, job: TrainingJob, placement: LocalPlacement) -> dict[str, Any]:
         return {}  # nothing is sent
 
     def submit(
-        self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
+        self, job_id: str, job: TrainingJob, placement: LocalPlacement, request: Mapping[str, Any]
     ) -> None:
         directory = self.jobs_dir / job_id
         self.note_busy_cores(placement)
@@ -177,7 +177,7 @@ class LocalBackend(Backend):
                 shutil.rmtree(directory, ignore_errors=True)
             raise
 
-    def note_busy_cores(self, placement: Placement) -> None:
+    def note_busy_cores(self, placement: LocalPlacement) -> None:
         """Logs that one thread may be faster, if a job's threads would wait for other programs."""
         if placement.gpus or os.environ.get("OMP_NUM_THREADS") or self.parallel > 1:
             return
@@ -345,7 +345,7 @@ HOST = "algo-1"
 CHECKPOINTS = f"hosts/{HOST}/checkpoints"
 
 
-def plan_processes(job: TrainingJob) -> Placement:
+def plan_processes(job: TrainingJob) -> LocalPlacement:
     """Chooses the numbers of processes and GPUs.
 
     Each GPU has one process. Without GPUs, the job has the requested number of processes, or the
@@ -364,12 +364,12 @@ def plan_processes(job: TrainingJob) -> Placement:
                 field="processes_per_instance",
                 value=requested,
             )
-        return Placement(n_gpus, n_gpus)
+        return LocalPlacement(n_gpus, n_gpus)
     if requested:
-        return Placement(requested, 0)
+        return LocalPlacement(requested, 0)
     if config.device != "cpu" and torch.backends.mps.is_available():
-        return Placement(1, 0)  # MPS is one device
-    return Placement(cpu_processes(config), 0)
+        return LocalPlacement(1, 0)  # MPS is one device
+    return LocalPlacement(cpu_processes(config), 0)
 
 
 def read_state(directory: Path) -> State:

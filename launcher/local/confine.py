@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from launcher.local import landlock, restrict, syscalls
-from launcher.local.gpus import Gpu
+from launcher.local.gpus import LocalGpu
 from launcher.local.process import BWRAP, python_command
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Sandbox:
 
     readable: Sequence[Path]
     writable: Path
-    gpu: Gpu | None = None
+    gpu: LocalGpu | None = None
     cpu_seconds: float = math.inf
 
     @property

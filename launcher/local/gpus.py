@@ -12,7 +12,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")  # a directory for each GPU, named by 
 
 
 @dataclass(frozen=True)
-class Gpu:
+class LocalGpu:
     """A GPU for a program: its name in the program's CUDA_VISIBLE_DEVICES, and its device files."""
 
     name: str
@@ -30,7 +30,7 @@ def visible_gpus(count: int) -> list[str]:
     return names[:count] or [str(number) for number in range(count)]
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str) -> LocalGpu:
     """Finds the GPU of this name in our CUDA_VISIBLE_DEVICES, with its devices and no others'.
 
     A program that sees it alone names it by its UUID, since numbers begin at 0 there. The devices
@@ -43,10 +43,10 @@ def find_gpu(name: str) -> Gpu:
         devices += sorted(DEVICES.glob(pattern))
     numbers = find_numbers(name)
     if numbers is None:
-        return Gpu(name, tuple(devices))
+        return LocalGpu(name, tuple(devices))
     other_gpu = re.compile(rf"nvidia(?!{numbers.minor}$)\d+")
     devices = [path for path in devices if not other_gpu.fullmatch(path.name)]
-    return Gpu(numbers.uuid, tuple(devices))
+    return LocalGpu(numbers.uuid, tuple(devices))
 
 
 @dataclass(frozen=True)

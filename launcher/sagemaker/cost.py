@@ -256,14 +256,14 @@ MAX_AGE = timedelta(days=7)  # of an answer that need not be asked for again
 OFFLINE_REGION = "us-east-1"  # of the prices in launcher.instances
 
 
-class Answer(Document):
+class PriceAnswer(Document):
     """A price that the price list had on a day, in USD per hour."""
 
     per_hour: float = Field(gt=0, lt=1e6)
     day: date
 
 
-Answers = dict[str, dict[str, Answer]]  # prices.json: by region and instance type
+Answers = dict[str, dict[str, PriceAnswer]]  # prices.json: by region and instance type
 
 
 class Prices:
@@ -289,17 +289,17 @@ class Prices:
             return Price(offline.usd_per_hour, f"the offline table of {offline.month}")
         return None
 
-    def saved_answer(self, instance: str) -> Answer | None:
+    def saved_answer(self, instance: str) -> PriceAnswer | None:
         return self.cache.read().get(self.region, {}).get(instance)
 
-    def ask(self, instance: str) -> Answer | None:
+    def ask(self, instance: str) -> PriceAnswer | None:
         """Asks the price list and saves its price, if it has one; on failure it sets `trouble`."""
         try:
             products = self.products_of(instance)
             per_hour = None if products is None else training_price(products, instance)
             if per_hour is None:
                 return None
-            answer = Answer(per_hour=per_hour, day=date.today())
+            answer = PriceAnswer(per_hour=per_hour, day=date.today())
         except Offline:
             return None
         # A launch must not fail here, whatever a parser raises.
@@ -330,7 +330,7 @@ class Prices:
         return products
 
 
-def is_fresh(answer: Answer | None) -> bool:
+def is_fresh(answer: PriceAnswer | None) -> bool:
     """True if an answer need not be asked for again."""
     if answer is None:
         return False

@@ -20,7 +20,7 @@ from launcher.settings import Settings
 from launcher.text import corpus
 from launcher.text.files import find_files, warn_of_held_out
 from launcher.text.reading import File, open_text
-from launcher.text.sources import Source, temporary
+from launcher.text.sources import TextSource, temporary
 
 if TYPE_CHECKING:  # they import torch
     from entry_point.config import Config
@@ -67,7 +67,7 @@ def find_channel(location: str, settings: Settings) -> Channel:
         return Channel(location, uri, None, [])
     if upload is not None and upload.train_tokens:
         return channel_to_send(location, path, upload, settings)
-    files = find_files([Source(path)])
+    files = find_files([TextSource(path)])
     warn_of_held_out(files)
     upload, files = corpus.survey_upload(path.name, files, settings)
     return Channel(location, upload.uri, upload, files)

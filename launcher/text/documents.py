@@ -14,7 +14,7 @@ from launcher.files.storage import CHUNK_BYTES
 from launcher.models.encoder import MAX_PIECE as PIECE
 from launcher.text.encodings import read_text
 from launcher.text.reading import File, open_text
-from launcher.text.records import Document, document_of
+from launcher.text.records import TextDocument, document_of
 from launcher.text.skipped import Skipped, Unlearnable
 from launcher.values import counted
 
@@ -211,14 +211,14 @@ def read_documents(files: Sequence[File], survey: Survey) -> Iterator[str | None
     survey.sha256 = digest.hexdigest()
 
 
-def documents_in(file: File, skipped: Skipped) -> Iterator[Document]:
+def documents_in(file: File, skipped: Skipped) -> Iterator[TextDocument]:
     """Yield the documents of a file.
 
     Conversations from which no model can learn are added to `skipped`.
     """
     reader = file.format.reader
     if reader is None:
-        yield Document(file.shown, False, read_pieces(file))
+        yield TextDocument(file.shown, False, read_pieces(file))
         return
     with open_text(file) as content:
         for position, record in reader(content, file.shown, file.column):

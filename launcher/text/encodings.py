@@ -76,7 +76,7 @@ def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes,
         except UnicodeDecodeError as error:  # its object begins with the rest of a character
             content = error.object + file.read(SAMPLE)
             cursor.advance(content[: error.start].decode())
-            fault = Fault(content, error.start, "utf-8", cursor, n_beyond_ascii)
+            fault = EncodingFault(content, error.start, "utf-8", cursor, n_beyond_ascii)
             raise not_text(name, fault) from None
         position += len(chunk)
         n_beyond_ascii += len(chunk) - len(text)
@@ -105,7 +105,7 @@ def as_utf8(file: IO[bytes], name: object, encoding: str = "utf-8") -> io.Buffer
             except UnicodeDecodeError as error:  # its object begins with the rest of a character
                 content = error.object + file.read(SAMPLE)
                 cursor.advance(content[: error.start].decode(codec, "ignore"))
-                fault = Fault(content, error.start, codec, cursor, n_beyond_ascii)
+                fault = EncodingFault(content, error.start, codec, cursor, n_beyond_ascii)
                 raise not_text(name, fault) from None
             cursor.advance(text)
             utf8 = text.encode()
@@ -120,7 +120,7 @@ def as_utf8(file: IO[bytes], name: object, encoding: str = "utf-8") -> io.Buffer
 
 
 @dataclass(frozen=True)
-class Fault:
+class EncodingFault:
     """A byte at which a text is not in its encoding."""
 
     content: bytes  # of the text, from some place before the byte
@@ -150,7 +150,7 @@ def with_zero(name: object, content: bytes, zero: int, cursor: Cursor, position:
     """
     guesses = guess_encodings(content[:GUESS_BYTES])
     if guesses and guesses[0].startswith("utf_16"):
-        fault = Fault(content, 0)
+        fault = EncodingFault(content, 0)
         return in_another_encoding(f"{name}: is not UTF-8 text ({cursor})", fault, guesses)
     n_controls = len(content) - len(content.translate(None, CONTROLS))
     zero_at = f"a zero at byte {position + zero}"
@@ -160,7 +160,7 @@ def with_zero(name: object, content: bytes, zero: int, cursor: Cursor, position:
     return InputError(f"{name}: {problem}", "leave-out-zeros")
 
 
-def not_text(name: object, fault: Fault) -> InputError:
+def not_text(name: object, fault: EncodingFault) -> InputError:
     """The error for a text that is not in its encoding, with the one that it may have."""
     encoding = fault.encoding.removesuffix("-sig")
     if encoding == "utf-8":
@@ -173,7 +173,7 @@ def not_text(name: object, fault: Fault) -> InputError:
     return in_another_encoding(f"{name}: is not {encoding.upper()} text ({fault})", line, guesses)
 
 
-def nearly_utf8(name: object, fault: Fault) -> InputError | None:
+def nearly_utf8(name: object, fault: EncodingFault) -> InputError | None:
     """The error for a text that is UTF-8 but for a few bytes, or None if it is something else.
 
     Another encoding would spoil such a text.
@@ -197,7 +197,7 @@ def nearly_utf8(name: object, fault: Fault) -> InputError | None:
     return InputError(f"{name}: is UTF-8 but for {lines} ({fault})", "mend-utf8")
 
 
-def in_another_encoding(problem: str, fault: Fault, guesses: list[str]) -> InputError:
+def in_another_encoding(problem: str, fault: EncodingFault, guesses: list[str]) -> InputError:
     """The error for a text with the encoding that it may have, and how it reads in that one."""
     codec = codecs.lookup(fault.encoding.removesuffix("-sig")).name
     guesses = [guess for guess in guesses if codecs.lookup(guess).name != codec]

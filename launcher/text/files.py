@@ -20,7 +20,7 @@ from launcher.text.encodings import is_encoding
 from launcher.text.formats import format_of_name, is_packed
 from launcher.text.reading import File, detect_file
 from launcher.text.skipped import Skipped
-from launcher.text.sources import Source
+from launcher.text.sources import TextSource
 from launcher.text.unpacking import without_compression
 from launcher.values import is_utf8
 
@@ -47,7 +47,7 @@ class FileOptions:
 
 
 def find_files(
-    sources: Sequence[Source],
+    sources: Sequence[TextSource],
     options: FileOptions = FileOptions(),
     progress: Progress = no_progress,
 ) -> list[File]:
@@ -85,7 +85,9 @@ class Globs:
 class FileFinder:
     """Collects the files of some sources, in their order."""
 
-    def __init__(self, sources: Sequence[Source], options: FileOptions, progress: Progress) -> None:
+    def __init__(
+        self, sources: Sequence[TextSource], options: FileOptions, progress: Progress
+    ) -> None:
         self.sources = sources
         self.options = options
         self.progress = progress
@@ -135,7 +137,7 @@ class FileFinder:
                 total = len(self.files)
                 logger.info(f"converted to UTF-8: {n_files:,} of {total:,} files, from {encoding}")
 
-    def add_source(self, source: Source) -> None:
+    def add_source(self, source: TextSource) -> None:
         root = source.path
         if root.is_dir():
             paths = self.files_of_folder(source)
@@ -149,7 +151,7 @@ class FileFinder:
             source.fetch([root], self.progress)
             self.add_file(root, source, Path(root.name))
 
-    def add_file(self, path: Path, source: Source, name: Path) -> None:
+    def add_file(self, path: Path, source: TextSource, name: Path) -> None:
         """Add a file, which has this name in the upload unless another has it."""
         file = detect_file(
             path,
@@ -179,7 +181,7 @@ class FileFinder:
         self.names.add(free_name.lower())
         return free_name
 
-    def files_of_folder(self, source: Source) -> list[Path]:
+    def files_of_folder(self, source: TextSource) -> list[Path]:
         """The files of a folder that are taken, sorted. What else is there is logged.
 
         Raises InputError if none is taken and there is no other source.
@@ -201,7 +203,7 @@ class FileFinder:
             logger.warning(f"{shown}: {message}", extra=advice)
         return sorted(files)
 
-    def walk(self, source: Source, n_skipped: Counter[str]) -> Iterator[Path]:
+    def walk(self, source: TextSource, n_skipped: Counter[str]) -> Iterator[Path]:
         """Yield the files below a folder, and count what is skipped, by the reason.
 
         Raises InputError if a folder cannot be read, or is one that datasets saved.
@@ -246,7 +248,7 @@ class FileFinder:
         return format.is_plain or self.options.records
 
     def left_out_messages(
-        self, source: Source, others: Sequence[Path], is_empty: bool
+        self, source: TextSource, others: Sequence[Path], is_empty: bool
     ) -> list[tuple[str, dict[str, str]]]:
         """What to say of the files of a folder that are left out, with the code of a remedy.
 
@@ -276,13 +278,13 @@ def records_need_tokens(file: File) -> InputError:
     return InputError(problem, "needs-tokens", path=path)
 
 
-def unreadable(path: Path, source: Source, problem: str = "Permission denied") -> InputError:
+def unreadable(path: Path, source: TextSource, problem: str = "Permission denied") -> InputError:
     """The error for a file or folder below a folder that cannot be opened."""
     glob = shlex.quote(path.relative_to(source.path).as_posix())
     return InputError(f"{source.shown(path)}: {problem}", "leave-out", glob=glob)
 
 
-def check_no_saved_dataset(folder: Path, source: Source, names: Sequence[str]) -> None:
+def check_no_saved_dataset(folder: Path, source: TextSource, names: Sequence[str]) -> None:
     """Raise InputError if a folder is what `save_to_disk` of Hugging Face's datasets writes."""
     part = "['train']" if "dataset_dict.json" in names else ""
     if not part and not DATASETS_FILES.issubset(names):
@@ -314,7 +316,7 @@ class LeftOut:
         return f"{files}; {self.advice}"
 
 
-def left_out_groups(files: Sequence[Path], source: Source) -> list[LeftOut]:
+def left_out_groups(files: Sequence[Path], source: TextSource) -> list[LeftOut]:
     """Group files by what can be done about them. A kind is a suffix, or a name without one."""
     kinds = {path: without_compression(path).suffix.lower() or path.name for path in files}
     examples = {kind: path for path, kind in kinds.items()}
@@ -326,7 +328,7 @@ def left_out_groups(files: Sequence[Path], source: Source) -> list[LeftOut]:
     return list(groups.values())
 
 
-def left_out(kind: str, example: Path, source: Source) -> LeftOut:
+def left_out(kind: str, example: Path, source: TextSource) -> LeftOut:
     """What can be done about the files of a kind, by one of them."""
     format = format_of_name(example)
     if format is None:

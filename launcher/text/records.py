@@ -17,7 +17,7 @@ from typing import IO, Any
 from launcher.errors import InputError, not_installed
 from launcher.models.encoder import MAX_PIECE as PIECE
 from launcher.text.chats import FIELDS, may_be_chat, turns_of
-from launcher.text.encodings import Fault, not_text, read_text
+from launcher.text.encodings import EncodingFault, not_text, read_text
 from launcher.text.exports import WHOLE_FILE, explain, is_no_chat
 from launcher.text.tables import rows_of
 from launcher.text.unpacking import CHUNK, Unpacking
@@ -33,7 +33,7 @@ Records = Iterator[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
-class Document:
+class TextDocument:
     """A text, or a conversation."""
 
     position: str  # where it begins, such as notes.txt, or chats.jsonl:12
@@ -41,7 +41,7 @@ class Document:
     pieces: Iterator[str]  # of a text, at most PIECE characters each; the turns of a conversation
 
 
-def document_of(record: Any, position: str, column: str = "text") -> Document:
+def document_of(record: Any, position: str, column: str = "text") -> TextDocument:
     """Make a record a document.
 
     A column that is not the default comes before a conversation in other fields, and may hold a
@@ -51,7 +51,7 @@ def document_of(record: Any, position: str, column: str = "text") -> Document:
     pieces = text_pieces(record, position, column) if turns is None else turns
     if not all(map(is_utf8, pieces)):
         raise InputError(f"{position}: half of a surrogate pair in its text")
-    return Document(position, turns is not None, iter(pieces))
+    return TextDocument(position, turns is not None, iter(pieces))
 
 
 def chat_turns(record: Any, position: str, column: str) -> list[str] | None:
@@ -109,7 +109,7 @@ def read_json_lines(file: IO[bytes], name: str, column: str = "text") -> Records
             text = line.decode()
             record = json.loads(text.rstrip())
         except UnicodeDecodeError as error:
-            fault = Fault(line, error.start, n_beyond_ascii=n_beyond_ascii)
+            fault = EncodingFault(line, error.start, n_beyond_ascii=n_beyond_ascii)
             raise not_text(position, fault) from None
         except (ValueError, RecursionError) as error:
             value = read_whole_file(file) if is_first else None

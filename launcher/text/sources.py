@@ -37,7 +37,7 @@ class RemoteFile:
 
 
 @dataclass
-class Source:
+class TextSource:
     """A file or a folder of text. One from elsewhere has empty copies on this machine."""
 
     path: Path  # on this machine
@@ -79,7 +79,7 @@ class Source:
 @contextmanager
 def open_sources(
     locations: Sequence[str | Path], settings: Settings, code: str = ""
-) -> Iterator[list[Source]]:
+) -> Iterator[list[TextSource]]:
     """Find the texts that a user gave; copies of those from elsewhere last as long as the body.
 
     `-` is standard input. `hf://datasets/OWNER/NAME[@REVISION][/PATH]` and `s3://bucket/key` name a
@@ -92,10 +92,10 @@ def open_sources(
     # A wrong path is refused before anything is copied.
     paths = {text: find_path(text, code) for text in texts if not is_elsewhere(text)}
     with ExitStack() as stack:
-        sources: list[Source] = []
+        sources: list[TextSource] = []
         for text in texts:
             if text in paths:
-                sources.append(Source(paths[text]))
+                sources.append(TextSource(paths[text]))
             else:
                 directory = stack.enter_context(temporary(settings))
                 sources.append(open_source(text, directory, settings))
@@ -185,13 +185,13 @@ class RemoteFileSystem:
             self.fs.get_file(key, str(target), callback=callback, block_size=0)  # by one request
 
 
-def open_source(location: str, directory: Path, settings: Settings) -> Source:
+def open_source(location: str, directory: Path, settings: Settings) -> TextSource:
     """Make copies of a text from elsewhere in a directory: empty ones, but for standard input."""
     if location == STDIN:
         path = directory / "stdin"
         with path.open("wb") as copy:
             shutil.copyfileobj(sys.stdin.buffer, copy)
-        return Source(path, location)
+        return TextSource(path, location)
 
     remote = remote_file_system(location, settings)
     files = remote.find(location)
@@ -201,7 +201,7 @@ def open_source(location: str, directory: Path, settings: Settings) -> Source:
         raise InputError(f"{location}: nothing is there")
     root = remote.root_of(files)
     name = Path(root).name.partition("@")[0]
-    source = Source(directory / name, location, remote=remote)
+    source = TextSource(directory / name, location, remote=remote)
     for key, file in files.items():
         path = storage.path_below(directory, f"{name}{key.removeprefix(root)}", location)
         path.touch()

@@ -43,7 +43,7 @@ from launcher.tracking import TrackedJob
 from launcher.trying import driver
 from launcher.trying.budget import MAX_SIZE
 from launcher.trying.history import SearchLedger
-from launcher.trying.runs import FinishedRun, SeededRun
+from launcher.trying.runs import SeededRun, TriedRun
 
 if TYPE_CHECKING:
     from launcher.trying.search import Search
@@ -77,17 +77,17 @@ class JobRun:
     directory: Path
     facts: DriverFacts | None
 
-    def finish(self) -> FinishedRun:
+    def finish(self) -> TriedRun:
         """Unpack its model. A run whose archive is damaged has a problem."""
         if self.facts is None:
-            return FinishedRun(self.run, self.directory, 0.0, "the job ended before it was made")
+            return TriedRun(self.run, self.directory, 0.0, "the job ended before it was made")
         problem, unpacked = self.facts.problem, self.directory / "unpacked"
         if not problem:
             try:
                 fetch.extract(self.directory / "model.tar.gz", unpacked, "its model")
             except ServiceError as error:
                 problem = str(error)
-        return FinishedRun(self.run, unpacked / "model", self.facts.seconds, problem)
+        return TriedRun(self.run, unpacked / "model", self.facts.seconds, problem)
 
 
 class SageMakerRuns(GroupRun):
@@ -105,7 +105,7 @@ class SageMakerRuns(GroupRun):
         self.account = f"{backend.caller().account} {backend.region}"
         self.stage: Sequence[SeededRun] = []
 
-    def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+    def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         """Make runs: those of the base come first, which others need too, and those that failed
         last.
 
@@ -148,7 +148,7 @@ class SageMakerRuns(GroupRun):
         failed = job_run.facts is None or bool(job_run.facts.problem)
         return failed, job_run.run.source.sha256 != self.ledger.base
 
-    def note_failure(self, job_id: str, finished: FinishedRun) -> None:
+    def note_failure(self, job_id: str, finished: TriedRun) -> None:
         folder, seed = finished.run.key
         self.ledger.add("failed", job=job_id, folder=folder, seed=seed, why=finished.problem)
 

@@ -12,7 +12,7 @@ from launcher.files.ledger import Entry
 from launcher.local.confine import warn_of_unprotected
 from launcher.local.gpus import visible_gpus
 from launcher.local.runs import Run, run_all
-from launcher.trying.runs import FinishedRun, SeededRun
+from launcher.trying.runs import SeededRun, TriedRun
 
 if TYPE_CHECKING:
     from launcher.trying.search import Search
@@ -30,7 +30,7 @@ class LocalRuns:
             self.gpus = visible_gpus(torch.cuda.device_count())
         warn_of_unprotected()
 
-    def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+    def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         limit = self.search.budget.limit
         local_runs = []
         for run in runs:
@@ -38,7 +38,7 @@ class LocalRuns:
             local_run = Run(run.source, values, self.search.text, limit=limit, is_isolated=True)
             local_runs.append(local_run)
         for index, ended in run_all(local_runs, cores(), self.gpus):
-            yield FinishedRun(runs[index], ended.directory / "model", ended.seconds, ended.problem)
+            yield TriedRun(runs[index], ended.directory / "model", ended.seconds, ended.problem)
 
     def cost_of(self, entry: Entry) -> float:
         return 0.0  # nothing is billed

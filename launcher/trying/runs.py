@@ -15,7 +15,7 @@ from launcher.source import Source
 if TYPE_CHECKING:
     from launcher.trying.search import Search
 
-# Who makes the runs of a search, by the name of its backend's class: a Trainer.
+# Who makes the runs of a search, by the name of its backend's class: a RunMaker.
 TRAINERS = {
     "LocalBackend": "launcher.trying.local.LocalRuns",
     "SageMakerBackend": "launcher.trying.cloud.SageMakerRuns",
@@ -36,7 +36,7 @@ class SeededRun:
 
 
 @dataclass(frozen=True)
-class FinishedRun:
+class TriedRun:
     """A run that ended: the directory of its model, and the seconds that it computed; or why it
     left no model."""
 
@@ -46,21 +46,21 @@ class FinishedRun:
     problem: str = ""
 
 
-class Trainer(Protocol):
+class RunMaker(Protocol):
     """Where a search has its runs made."""
 
     makes_jobs: ClassVar[bool]  # `train` makes one job, whose start takes minutes and costs money
 
     def __init__(self, search: Search) -> None: ...
 
-    def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+    def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         """Make these runs, and yield each when it ends. Its model is there until the next one."""
 
     def cost_of(self, entry: Entry) -> float | None:
         """What the job of a reservation has cost; None while that is not known."""
 
 
-def trainer_class(instance: str) -> type[Trainer]:
+def trainer_class(instance: str) -> type[RunMaker]:
     """Who makes the runs of a search on an instance. Raises InputError if nobody does."""
     backend = backend_class(instance)
     path = TRAINERS.get(backend.__name__)
@@ -68,5 +68,5 @@ def trainer_class(instance: str) -> type[Trainer]:
         raise InputError(
             f"a search has no runs on {backend.title}", field="instance", value=instance
         )
-    trainer: type[Trainer] = load_class(path)
+    trainer: type[RunMaker] = load_class(path)
     return trainer

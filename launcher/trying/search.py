@@ -31,7 +31,7 @@ from launcher.trying.code import check_code
 from launcher.trying.history import SearchLedger
 from launcher.trying.planned import planned_tokens
 from launcher.trying.refusal import Refused
-from launcher.trying.runs import FinishedRun, SeededRun, Trainer, trainer_class
+from launcher.trying.runs import RunMaker, SeededRun, TriedRun, trainer_class
 from launcher.trying.scoring import Judge
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -105,7 +105,7 @@ class Search:
         return trainer_class(self.start["instance"]).makes_jobs
 
     @cached_property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> RunMaker:
         return trainer_class(self.start["instance"])(self)
 
     def source(self, sha256: str) -> Source:
@@ -163,7 +163,7 @@ class Search:
                 facts = self.judge_base_run(finished)
             self.ledger.add("run", **facts)
 
-    def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+    def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         """Make runs, with a line of progress now and then."""
         last_report = time.monotonic()
         for n_finished, finished in enumerate(self.trainer.train(runs), 1):
@@ -172,13 +172,13 @@ class Search:
                 self.report(f"{n_finished} of {len(runs)} runs")
             yield finished
 
-    def judge_base_run(self, finished: FinishedRun) -> Entry:
+    def judge_base_run(self, finished: TriedRun) -> Entry:
         try:
             return self.judge_run(finished, leak_check_bound=-math.inf)
         except Refused as refusal:
             raise ServiceError(f"the base does not train: {refusal}") from None
 
-    def judge_run(self, finished: FinishedRun, leak_check_bound: float) -> Entry:
+    def judge_run(self, finished: TriedRun, leak_check_bound: float) -> Entry:
         """Compute the loss of a run's model. Returns what the ledger gets of the run. Raises
         Refused."""
         if finished.problem:

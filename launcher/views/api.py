@@ -54,14 +54,14 @@ class APIRequest(BaseModel):
     stream_options: dict[str, Any] | None = None
 
 
-class Part(BaseModel):
+class ContentPart(BaseModel):
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | list[ContentPart]
 
     def plain(self) -> Message:
         """Returns the message with its parts joined, and `developer` as the system's."""
@@ -122,7 +122,7 @@ class Token:
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """The head of an answer, and what its tokens so far say of it."""
 
     is_chat: bool
@@ -247,7 +247,7 @@ def routes(players: Sequence[Player]) -> list[Route]:
 
 def start_answer(
     player: Player, request: ChatRequest | TextRequest
-) -> tuple[Answer, Iterator[Token]]:
+) -> tuple[ChatAnswer, Iterator[Token]]:
     """Returns the answer to a request, which is still empty, and its tokens. Raises InputError."""
     context_size = player.model.config.block_size
     limit = request.max_tokens
@@ -275,7 +275,7 @@ def start_answer(
     )
     tokens = (Token(text, number < limit) for number, (text,) in enumerate(columns))
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    answer = Answer(isinstance(request, ChatRequest), player.name, len(ids))
+    answer = ChatAnswer(isinstance(request, ChatRequest), player.name, len(ids))
     return answer, until(tokens, [stop for stop in stops if stop])
 
 
@@ -343,7 +343,9 @@ class LockedStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def events(answer: Answer, tokens: Iterator[Token], has_usage: bool) -> AsyncIterator[str]:
+async def events(
+    answer: ChatAnswer, tokens: Iterator[Token], has_usage: bool
+) -> AsyncIterator[str]:
     """Yields server-sent events: chunks, then the usage if that is asked for, then [DONE]."""
 
     def event(body: dict[str, Any]) -> str:

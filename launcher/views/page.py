@@ -18,7 +18,7 @@ from entry_point.metrics import duration
 from launcher.job import TrainingJob
 from launcher.sagemaker.cost import usd
 from launcher.views.job_fields import cost_text
-from launcher.views.report import Report, Run, plain
+from launcher.views.report import Report, ReportedRun, plain
 
 SERIES = {"training": "train_loss", "validation": "val_loss"}
 LINES = (("raw", 1, 0.3), ("training", 1.25, 0.75), ("validation", 2.75, 1.0))  # width, opacity
@@ -57,7 +57,7 @@ def points(report: Report) -> Iterator[dict[str, Any]]:
         yield from points_of(run, report)
 
 
-def points_of(run: Run, report: Report) -> Iterator[dict[str, Any]]:
+def points_of(run: ReportedRun, report: Report) -> Iterator[dict[str, Any]]:
     """Yields the points of the lines of a run."""
     factor = 1.0
     if report.per_byte:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """The facts about a job."""
 
     description: JobDescription
@@ -140,7 +140,7 @@ class Report:
     it.
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[ReportedRun]
     differing: Sequence[str]
     per_byte: bool
 
@@ -204,13 +204,13 @@ class Report:
         has_seeds = any(len(rank.losses) > 1 for rank in ranks)
         return ranks if has_seeds else []
 
-    def score(self, run: Run) -> float:
+    def score(self, run: ReportedRun) -> float:
         """The best result of a run, in `unit`; infinite before its first evaluation."""
         name = "bits_per_byte" if self.per_byte else "val_loss"
         return float(run.best.get(name, math.inf))
 
 
-def read_runs(job_ids: Sequence[str], settings: Settings) -> list[Run]:
+def read_runs(job_ids: Sequence[str], settings: Settings) -> list[ReportedRun]:
     """Reads the facts about some jobs, whether they run or have ended, with their costs.
 
     It leaves out, and logs, the jobs without a curve. Raises ServiceError if none has one.
@@ -231,13 +231,13 @@ def read_runs(job_ids: Sequence[str], settings: Settings) -> list[Run]:
     return [replace(run, description=d) for run, d in zip(runs, descriptions, strict=True)]
 
 
-def read_run(job_id: str, settings: Settings) -> Run:
+def read_run(job_id: str, settings: Settings) -> ReportedRun:
     """Reads the facts about a job. Its curve may have no rows."""
     backend, description = find(job_id, settings)
     rows, source = backend.curve(job_id)
     log = list(backend.logs(job_id, follow=False))
     job = backend.job(job_id)
-    return Run(
+    return ReportedRun(
         description=description,
         job=job,
         curve=Curve(job_id, source, rows, samples_of_log(log)),
@@ -248,7 +248,7 @@ def read_run(job_id: str, settings: Settings) -> Run:
     )
 
 
-def compare(runs: Sequence[Run]) -> Report:
+def compare(runs: Sequence[ReportedRun]) -> Report:
     """Ranks the runs, and labels each by its name and by what differs, if that is short."""
     set_by_model = hyperparameters_of_models(runs)
     differing = differences([run.configuration for run in runs])
@@ -265,7 +265,7 @@ def compare(runs: Sequence[Run]) -> Report:
     return replace(report, runs=labeled)
 
 
-def hyperparameters_of_models(runs: Sequence[Run]) -> set[str]:
+def hyperparameters_of_models(runs: Sequence[ReportedRun]) -> set[str]:
     """Returns the hyperparameters that differ only because the size or the preset does.
 
     Those are all that no run sets itself, by its summary. Empty if neither differs.

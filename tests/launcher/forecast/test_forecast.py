@@ -24,7 +24,7 @@ from entry_point.sizes import hyperparameters_for_size
 from entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
 from launcher.forecast import forecast, forecasting, pilots
 from launcher.forecast.forecast import Forecaster, InstanceType, best_size
-from launcher.forecast.law import Law, Run, shared
+from launcher.forecast.law import Law, MeasuredRun, shared
 from launcher.forecast.ledger import ForecastLedger
 from launcher.forecast.pilots import Trial, pilots_of
 from launcher.forecast.table import Forecast, Pilot, Row
@@ -47,7 +47,7 @@ LAW = Law((0.1, 0.5, 0.3), [0.5, 0.1, 0.2], IDENTITY, 0.005)
 NUMBERS = torch.tensor([0.3, 0.2, 0.1], dtype=torch.float64)
 
 
-def true_loss(run: Run) -> float:
+def true_loss(run: MeasuredRun) -> float:
     return float((LAW.features([run]) @ NUMBERS).exp())
 
 
@@ -71,7 +71,7 @@ def obedient(
         config = Config(**hyperparameters)
         tokens_per_step = config.batch_size * config.block_size
         loss = true_loss(
-            Run(config.matrix_parameters, config.max_steps * tokens_per_step, trial.unique)
+            MeasuredRun(config.matrix_parameters, config.max_steps * tokens_per_step, trial.unique)
         )
         step_seconds = 1e-12 * config.matrix_parameters * tokens_per_step
         pilot = Pilot(
@@ -102,18 +102,18 @@ def forecaster(tmp_path, lawful):
 def test_a_law_foretells_the_runs_of_its_text():
     runs = []
     for shape in itertools.product((10**5, 3 * 10**5), (10**5, 10**6), (10**5, 10**6)):
-        run = Run(*shape)
+        run = MeasuredRun(*shape)
         runs.append(replace(run, loss=true_loss(run)))
 
-    large = Run(2 * 10**6, 10**7, 10**6)
+    large = MeasuredRun(2 * 10**6, 10**7, 10**6)
     [(loss, deviation)] = LAW.of_text(runs).losses([large])
     assert loss == pytest.approx(true_loss(large), rel=0.01)
     assert abs(math.log(loss / true_loss(large))) < 2 * deviation
 
 
 def test_fewer_pilots_give_a_wider_interval():
-    run = Run(10**5, 10**5, 10**6, 2.0)
-    far = Run(10**7, 10**8, 10**6)
+    run = MeasuredRun(10**5, 10**5, 10**6, 2.0)
+    far = MeasuredRun(10**7, 10**8, 10**6)
     [(_, deviation_of_one)] = LAW.of_text([run]).losses([far])
     [(_, deviation_of_nine)] = LAW.of_text([run] * 9).losses([far])
     assert deviation_of_one > deviation_of_nine
@@ -122,8 +122,8 @@ def test_fewer_pilots_give_a_wider_interval():
 def test_the_shipped_law_is_a_law():
     law = shared()
     torch.linalg.cholesky(torch.tensor(law.covariance, dtype=torch.float64))
-    small = Run(10**6, 10**6, 10**6, 1.5)
-    large = Run(2 * 10**6, 4 * 10**6, 10**6)
+    small = MeasuredRun(10**6, 10**6, 10**6, 1.5)
+    large = MeasuredRun(2 * 10**6, 4 * 10**6, 10**6)
     [(loss, deviation)] = law.of_text([small]).losses([large])
     assert 1.0 < loss < 1.6
     assert 0 < deviation < 0.1

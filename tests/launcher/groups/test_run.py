@@ -14,7 +14,7 @@ from sweeps import GROUP, described, record
 
 from launcher.aws import OverQuota
 from launcher.groups import money, plan, run
-from launcher.groups.find import Group, tries_of
+from launcher.groups.find import JobGroup, tries_of
 from launcher.groups.money import own_worst_cost
 from launcher.groups.plan import continue_sweep
 from launcher.groups.stop import stop_group
@@ -128,7 +128,7 @@ def ran(home, monkeypatch):
         monkeypatch.setattr(plan, "prepare", prepare)
         monkeypatch.setattr(money, "with_costs", with_costs)
         monkeypatch.setattr(plan, "backend_for", lambda instance, settings: fake)
-        group = Group(GROUP, tries_of(fake.list(), GROUP))
+        group = JobGroup(GROUP, tries_of(fake.list(), GROUP))
         monkeypatch.setattr(plan, "find_group", lambda *_: group)
         monkeypatch.setattr("launcher.groups.stop.backend_for", lambda instance, settings: fake)
         monkeypatch.setattr(run.time, "sleep", sleep)
@@ -137,7 +137,7 @@ def ran(home, monkeypatch):
         record(sweep, settings)
         for event in run.begin_sweep(continue_sweep(GROUP, settings, None, None)):
             if event.job_id == stop_at:
-                group = Group(GROUP, tries_of([described(f"{GROUP}-1")], GROUP))
+                group = JobGroup(GROUP, tries_of([described(f"{GROUP}-1")], GROUP))
                 stop_group(group, settings)
         return fake, prepared
 

@@ -27,7 +27,7 @@ from launcher.judge.texts import Text, read_texts
 from launcher.judge.worker import Worker
 from launcher.local.process import Program
 from launcher.text.files import FileOptions, find_files
-from launcher.text.sources import Source
+from launcher.text.sources import TextSource
 from launcher.text.tokenizer import learn_tokenizer
 from sm_nanogpt import Settings
 
@@ -63,7 +63,9 @@ def models(tmp_path_factory, text_file):
     by_name = {}
     for name, tokenizer in {
         "characters": tokenizer_of("".join(characters)),
-        "tokens": learn_tokenizer(find_files([Source(text_file)], FileOptions(records=True)), 300),
+        "tokens": learn_tokenizer(
+            find_files([TextSource(text_file)], FileOptions(records=True)), 300
+        ),
     }.items():
         config = make_config({"n_layer": 2, "n_embd": 32, "block_size": 24})
         model = randomized(GPT(config, len(tokenizer)))

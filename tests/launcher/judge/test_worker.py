@@ -18,7 +18,7 @@ from workers import Fake
 from launcher.cli.evaluate import print_evaluations
 from launcher.judge import anchors, evaluate
 from launcher.judge.score import Window, score
-from launcher.judge.texts import Text, Training, encode
+from launcher.judge.texts import Text, TrainingText, encode
 from launcher.text.ids import content_of
 from sm_nanogpt import ServiceError, load_model
 
@@ -104,7 +104,7 @@ def test_a_model_of_conversations_has_no_compressor_beside_it(models):
     worker = Fake("a", samples=lambda prompts, **sampling: ["first"])
     worker.tokenizer = load_model(models["tokens"])[1]
     encoded = encode([Text("a", ["user\nWhat?", "assistant\nSo"], True)], worker.tokenizer)
-    comparison = evaluate.compare(worker, Training(plain("the first"), None), encoded, 1)
+    comparison = evaluate.compare(worker, TrainingText(plain("the first"), None), encoded, 1)
     assert comparison == {"validation": None, "ngram": None, "overlap": 0, "copied": 5}
 
 
@@ -114,7 +114,7 @@ def test_short_turns_count_as_overlap_of_conversations(models):
     turns = [f"{speaker}\nSo {n}" for n in range(9) for speaker in ("user", "assistant")]
     encoded = encode([Text("a", turns, True)], worker.tokenizer)
     learned = content_of(encoded[0].ids, worker.tokenizer.words)
-    training = Training(anchors.as_tensor(b"before" + learned + b"after"), None)
+    training = TrainingText(anchors.as_tensor(b"before" + learned + b"after"), None)
     assert evaluate.compare(worker, training, encoded, 1)["overlap"] == 1
 
 
@@ -122,7 +122,7 @@ def test_short_turns_count_as_overlap_of_conversations(models):
 def test_an_empty_sample_copies_nothing(samples, copied):
     worker = Fake("abcdefghijklmnopqrstuvwxyz ", samples=lambda prompts, **sampling: samples)
     encoded = encode([Text("a", ["the first"])], worker.tokenizer)
-    training = Training(plain("a first text"), None)
+    training = TrainingText(plain("a first text"), None)
     assert evaluate.compare(worker, training, encoded, 2)["copied"] == copied
 
 

@@ -31,7 +31,7 @@ from launcher.files.models import INDEX, model_files
 from launcher.text import tokens
 from launcher.text.documents import survey_documents
 from launcher.text.files import FileOptions, find_files
-from launcher.text.sources import Source
+from launcher.text.sources import TextSource
 from launcher.text.tokenizer import learn_tokenizer
 from sm_nanogpt import InputError
 
@@ -46,7 +46,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def byte_pairs(documents):
-    return learn_tokenizer(find_files([Source(documents)], FileOptions(records=True)), 300)
+    return learn_tokenizer(find_files([TextSource(documents)], FileOptions(records=True)), 300)
 
 
 def publish(directory: Path, byte_pairs: Tokenizer, tied: bool = False) -> Any:
@@ -103,7 +103,7 @@ def loaded(directory: Path) -> GPT:
 
 def encode(documents: Path, byte_pairs: Tokenizer, out: Path) -> None:
     out.mkdir()
-    files = find_files([Source(documents)], FileOptions(records=True))
+    files = find_files([TextSource(documents)], FileOptions(records=True))
     tokens.encode(files, survey_documents(files), byte_pairs, out, lambda n: None)
 
 

@@ -24,7 +24,7 @@ from probes import DAEMON
 
 from launcher.local import confine, gpus, landlock, syscalls
 from launcher.local.confine import BUBBLEWRAP, FILTER, LANDLOCK, Sandbox, confined, environment
-from launcher.local.gpus import Gpu, find_gpu
+from launcher.local.gpus import LocalGpu, find_gpu
 from launcher.local.process import Program
 
 pytestmark = pytest.mark.skipif(
@@ -253,7 +253,7 @@ def test_a_run_on_a_gpu_may_start_a_compiler(layout, monkeypatch):
     """What it starts ends with it."""
     monkeypatch.setattr(confine, "layers", LAYERS)
     code = "import subprocess as s; s.run(['true'], check=True); s.Popen(['sleep', '4711'])"
-    sandbox = Sandbox([layout.folder], layout.scratch, Gpu("0", ()))
+    sandbox = Sandbox([layout.folder], layout.scratch, LocalGpu("0", ()))
     command = confined([sys.executable, "-c", code], sandbox)
     fds = [confine.lease(os.getpid())]
     subprocess.run(command, env=environment(layout.scratch), check=True, pass_fds=fds)

@@ -56,5 +56,5 @@ def test_a_job_on_busy_cores_hears_of_one_thread(
     local = backend.LocalBackend(Settings(home=home))
     local.parallel = parallel
     with caplog.at_level("INFO"):
-        local.note_busy_cores(backend.Placement(*placement))
+        local.note_busy_cores(backend.LocalPlacement(*placement))
     assert len(caplog.records) == notes

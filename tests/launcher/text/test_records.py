@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet as pq
 
 from launcher.text import records
-from launcher.text.records import Document
+from launcher.text.records import TextDocument
 from sm_nanogpt import InputError
 
 TEXTS = ["a", 'He said "no";\r\nand, "yes"\n', "", "漢字 🙂\u2028\ttab", " [{,}] ", "x" * 200_000]
@@ -51,7 +51,7 @@ WRITE: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
 }
 
 
-def read(name: str, content: bytes, column: str = "text") -> list[Document]:
+def read(name: str, content: bytes, column: str = "text") -> list[TextDocument]:
     file = io.BytesIO(content)
     suffix = Path(name).suffix
     texts = {

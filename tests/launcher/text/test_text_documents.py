@@ -12,7 +12,7 @@ from token_texts import FOX, NUMBERS, stories
 from launcher.text.documents import read_pieces, survey_documents
 from launcher.text.files import FileOptions, find_files
 from launcher.text.reading import File, detect_file
-from launcher.text.sources import Source
+from launcher.text.sources import TextSource
 from launcher.text.unpacking import zstd
 from sm_nanogpt import InputError
 
@@ -33,7 +33,7 @@ def test_blank_lines_and_empty_texts_are_no_documents(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text('\ufeff{"text": "a"}\n\n{"text": ""}\n{"text": "b"}\r\n \n')
     for name, content in (("empty.txt", ""), ("deep/c.txt", FOX), ("notes.md", FOX)):
         (tmp_path / name).write_text(content)
-    survey = survey_documents(find_files([Source(tmp_path)], FileOptions(records=True)))
+    survey = survey_documents(find_files([TextSource(tmp_path)], FileOptions(records=True)))
     assert survey.documents == 4
     assert survey.empty == 2
     assert caplog.messages == ["2 of 6 documents left out: no text"]
@@ -41,7 +41,7 @@ def test_blank_lines_and_empty_texts_are_no_documents(tmp_path, caplog):
 
 def test_the_suffix_decides_what_is_json_lines(tmp_path):
     (tmp_path / "notes.jsonl.txt").write_text(FOX)
-    files = find_files([Source(tmp_path)], FileOptions(records=True))
+    files = find_files([TextSource(tmp_path)], FileOptions(records=True))
     assert survey_documents(files).documents == 1
 
 

@@ -38,7 +38,7 @@ from launcher.trying.budget import JUDGE_TIME, MAX_TIME, sizes_of
 from launcher.trying.history import SearchLedger
 from launcher.trying.planned import planned_tokens
 from launcher.trying.refusal import Refused
-from launcher.trying.runs import FinishedRun, SeededRun
+from launcher.trying.runs import SeededRun, TriedRun
 from launcher.trying.scoring import Judge, Score
 from launcher.trying.search import Comparison, Search
 from sm_nanogpt import ServiceError
@@ -461,8 +461,8 @@ def test_each_model_that_seems_better_is_tested(tiny_search, shared_search, tmp_
         def __init__(self, *_: Any) -> None:
             pass
 
-        def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
-            return (FinishedRun(run, Path(f"{run.seed}"), 1.0) for run in runs)
+        def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
+            return (TriedRun(run, Path(f"{run.seed}"), 1.0) for run in runs)
 
     def score(
         self: Judge, model: Path, folder: Source, leak_check_bound: float, limit: float

@@ -38,7 +38,7 @@ from launcher.trying import driver, search
 from launcher.trying.budget import Budget
 from launcher.trying.cloud import DriverFacts, SageMakerRuns
 from launcher.trying.history import SearchLedger
-from launcher.trying.runs import FinishedRun, SeededRun
+from launcher.trying.runs import SeededRun, TriedRun
 from launcher.trying.scoring import Judge, Score
 from launcher.trying.search import Search
 
@@ -211,7 +211,7 @@ def runs_of(name: str, n: int = 4) -> list[SeededRun]:
     return [SeededRun(source, seed) for seed in range(n)]
 
 
-def trained(directory: Path, name: str, n: int = 4) -> list[FinishedRun]:
+def trained(directory: Path, name: str, n: int = 4) -> list[TriedRun]:
     """What a command gets that asks for n runs of a folder."""
     return list(SageMakerRuns(search_in(directory)).train(runs_of(name, n)))
 

@@ -25,7 +25,7 @@ from launcher.source import Source
 from launcher.trying import local, search
 from launcher.trying.history import SearchLedger
 from launcher.trying.refusal import Refused
-from launcher.trying.runs import FinishedRun, SeededRun
+from launcher.trying.runs import SeededRun, TriedRun
 from launcher.trying.scoring import Judge, Score
 from launcher.trying.search import Search
 from launcher.trying.start import begin_search
@@ -42,9 +42,9 @@ class Trained:
     def __init__(self, *_: Any) -> None:
         pass
 
-    def train(self, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+    def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         for run in runs:
-            yield FinishedRun(run, Path(f"{gain_of(run.source)}/{run.seed}"), 10.0)
+            yield TriedRun(run, Path(f"{gain_of(run.source)}/{run.seed}"), 10.0)
 
 
 def score(self: Judge, model: Path, source: Source, leak_check_bound: float, limit: float) -> Score:
@@ -155,7 +155,7 @@ def test_a_killed_try_goes_on_with_its_runs_and_seeds(started, home, tmp_path, m
     source, train = Source.read(folder(tmp_path / "a", 0.05)), Trained.train
     fresh = f"{source.sha256} against {opened(home).ledger.base}"
 
-    def killed(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+    def killed(self: Trained, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         for finished in train(self, runs):
             if finished.run.seed in seeds_of(home, fresh)[3:]:  # it dislikes what these show
                 raise KeyboardInterrupt
@@ -191,10 +191,10 @@ def test_the_budget_is_that_of_the_first_folder(started, home, tmp_path, monkeyp
 
 
 def test_a_slow_folder_is_refused(started, home, tmp_path, monkeypatch):
-    def slowly(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+    def slowly(self: Trained, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         for run in runs:
             seconds = 16.0 if "gain.py" in run.source.files else 10.0
-            yield FinishedRun(run, Path(f"x/{run.seed}"), seconds)
+            yield TriedRun(run, Path(f"x/{run.seed}"), seconds)
 
     monkeypatch.setattr(Trained, "train", slowly)
     ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
@@ -205,10 +205,10 @@ def test_a_slow_folder_is_refused(started, home, tmp_path, monkeypatch):
 def test_a_folder_that_is_slow_for_some_seeds_is_refused(started, home, tmp_path, monkeypatch):
     """Ten times as long for two seeds of five; the median would not show it."""
 
-    def sometimes_slowly(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+    def sometimes_slowly(self: Trained, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         for n, run in enumerate(runs):
             is_slow = "gain.py" in run.source.files and n % 5 < 2
-            yield FinishedRun(run, Path(f"x/{run.seed}"), 100.0 if is_slow else 10.0)
+            yield TriedRun(run, Path(f"x/{run.seed}"), 100.0 if is_slow else 10.0)
 
     monkeypatch.setattr(Trained, "train", sometimes_slowly)
     ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
@@ -219,9 +219,9 @@ def test_a_folder_that_is_slow_for_some_seeds_is_refused(started, home, tmp_path
 def test_a_machine_that_is_busy_by_now_refuses_nobody(started, home, tmp_path, monkeypatch):
     """All runs take 1.6 times as long as those of the base did; its fresh ones too."""
 
-    def slowly(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+    def slowly(self: Trained, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         for run in runs:
-            yield FinishedRun(run, Path(f"x/{run.seed}"), 16.0)
+            yield TriedRun(run, Path(f"x/{run.seed}"), 16.0)
 
     monkeypatch.setattr(Trained, "train", slowly)
     ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
@@ -261,10 +261,10 @@ def test_a_folder_with_chosen_batches_is_no_better(
 
 
 def test_a_base_that_fails_is_no_fault_of_the_try(started, home, tmp_path, monkeypatch):
-    def failing(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
+    def failing(self: Trained, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         for run in runs:
             problem = "" if "gain.py" in run.source.files else "no memory"
-            yield FinishedRun(run, Path(f"x/{run.seed}"), 10.0, problem)
+            yield TriedRun(run, Path(f"x/{run.seed}"), 10.0, problem)
 
     monkeypatch.setattr(Trained, "train", failing)
     with pytest.raises(ServiceError, match="no memory"):
@@ -428,8 +428,8 @@ def test_a_search_that_was_killed_while_it_began_is_begun_anew(
 ):
     command = ("try", "start", "plays", "--text", str(short_text_file))
 
-    def killed(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
-        yield FinishedRun(runs[0], Path("0/1"), 10.0)
+    def killed(self: Trained, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
+        yield TriedRun(runs[0], Path("0/1"), 10.0)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -452,9 +452,9 @@ def test_a_search_that_a_command_uses_is_not_begun_anew(cli, home, short_text_fi
 def test_a_base_that_does_not_train_leaves_no_name_taken(
     cli, home, short_text_file, trained, monkeypatch
 ):
-    def failing(self: Trained, runs: Sequence[SeededRun]) -> Iterator[FinishedRun]:
-        yield FinishedRun(runs[0], Path("0/1"), 10.0)
-        yield FinishedRun(runs[1], Path("0/2"), 10.0, "no memory")
+    def failing(self: Trained, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
+        yield TriedRun(runs[0], Path("0/1"), 10.0)
+        yield TriedRun(runs[1], Path("0/2"), 10.0, "no memory")
 
     monkeypatch.setattr(Trained, "train", failing)
     assert cli("try", "start", "plays", "--text", short_text_file).failed(1, "no memory")

@@ -18,7 +18,7 @@ from launcher.cli.jobs import launch_again
 from launcher.curve import Curve, Row
 from launcher.job import JobDescription, TrainingJob
 from launcher.views.page import page
-from launcher.views.report import Report, Run, compare
+from launcher.views.report import Report, ReportedRun, compare
 
 
 @pytest.fixture
@@ -50,10 +50,10 @@ def test_a_report_replaces_the_one_before_and_opens(job, cli, monkeypatch):
     assert job.job_id in Path("a.html").read_text()
 
 
-def made_up(job_id: str, unit: str, val_loss: float, bits: float, **config: Any) -> Run:
+def made_up(job_id: str, unit: str, val_loss: float, bits: float, **config: Any) -> ReportedRun:
     values = {"batch_size": 2, "block_size": 8, "max_steps": 5, **config}
     row = {"step": 5, "train_loss": val_loss, "val_loss": val_loss, "bits_per_byte": bits}
-    return Run(
+    return ReportedRun(
         JobDescription(job_id, "Completed", "Completed", "local", 1, 0.0, "", values),
         TrainingJob(data="/data"),
         Curve(job_id, "", [row]),
@@ -128,7 +128,7 @@ def test_three_runs_are_plotted_by_what_varies():
     assert compare(runs[:2]).varied == []
 
 
-def of_size(size: float, **explicit: Any) -> Run:
+def of_size(size: float, **explicit: Any) -> ReportedRun:
     run = made_up(f"s{size:g}", "characters", size, size, n_embd=64 * size, **explicit)
     summary = f"size {size:g}"
     for name, value in explicit.items():
