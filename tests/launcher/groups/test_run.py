@@ -29,6 +29,7 @@ class Fake:
     """A backend whose jobs end when they were asked about twice."""
 
     poll_seconds = 0.0
+    bills = True
 
     def __init__(self, settings: Settings, *jobs: JobDescription) -> None:
         self.settings = settings
