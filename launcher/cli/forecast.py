@@ -58,8 +58,13 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
 
 def print_sizes(result: Forecast) -> None:
     """Print a row for each size, with a column for each instance type."""
+    from launcher.backends import backend_class
+
     names = list(result.rows[0].seconds)
-    headings = [f"{name}*" if name == "local" and result.busy else name for name in names]
+    headings = []
+    for name in names:
+        is_slowed = result.busy and backend_class(name).shares_cores
+        headings.append(f"{name}*" if is_slowed else name)
     table = [["SIZE", "PARAMETERS", "READINGS", "VAL_LOSS", "80 % INTERVAL", "BITS/BYTE"]]
     table[0] += headings
     for row in result.rows:
@@ -88,8 +93,10 @@ def next_request(typed: dict[str, Any], row: Row) -> dict[str, Any]:
         if not backend_class(fields["instance"]).bills:
             fields["instance"] = cheapest_type(row)
         return fields
-    remote = [seconds for name, seconds in row.seconds.items() if seconds and name != "local"]
-    longest = max(remote, default=0.0)
+    longest = 0.0
+    for name, seconds in row.seconds.items():
+        if backend_class(name).bills:
+            longest = max(longest, seconds or 0.0)
     if 2 * longest > DEFAULT_RUN_SECONDS:
         fields["max_run"] = math.ceil(2 * longest)
     return fields

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from launcher.backends import backend_class
 from launcher.curve import Curve, Row, samples_of_log, total_steps
 from launcher.errors import ServiceError
 from launcher.finding import find
@@ -41,6 +42,11 @@ class ReportedRun:
     def short_name(self) -> str:
         """The name, or else the end of the id."""
         return self.job.name or end_of(self.description.job_id)
+
+    @property
+    def has_image(self) -> bool:
+        """True if the job ran in an image, as on SageMaker."""
+        return backend_class(self.description.instance).takes_field("image_uri")
 
     def logged(self, pattern: str) -> str:
         """Returns the first group of the first line of the log that the pattern matches, or ''."""
