@@ -167,7 +167,7 @@ def test_a_launch_says_what_twice_the_file_gives(rehearse, monkeypatch):
         return err
 
     assert "twice the file, size " in launch("--fit", "250kB")
-    assert "the forecast has no loss for size" in launch("--fit", "60kB")
+    assert "the forecast has no loss for size" in launch("--fit", "70kB")
     changed = launch("--fit", "250kB", "--set", "max_steps=7")
     assert "no loss is forecast for a run that differs" in changed
 
