@@ -60,8 +60,9 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--prompt", default="ROMEO:")
     parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--moments", type=int, default=1, help="of the training, on the slider")
     arguments = parser.parse_args()
-    file = sm.job(arguments.job).page(arguments.file)
+    file = sm.job(arguments.job).page(arguments.file, moments=arguments.moments)
     picture = draw(file, arguments.prompt, arguments.tokens)
     for path in (file, picture):
         print(f"{path}: {path.stat().st_size:,} bytes")
