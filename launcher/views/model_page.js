@@ -2,6 +2,8 @@
 
 const find = (id) => document.getElementById(id);
 const TURN = 25; // milliseconds of computing until the browser may draw
+const LONGEST_TURN = 100; // where drawing takes long
+const REPORT = 100; // milliseconds between two reports of the speed
 const N_LIKELY = 5;
 
 function append(parent, name, className = "", text = "") {
@@ -12,13 +14,17 @@ function append(parent, name, className = "", text = "") {
   return element;
 }
 
-// A function that lets the browser draw if TURN has passed since it last did.
+// A function that lets the browser draw if TURN has passed since it last did. On a slow machine,
+// where drawing takes longer than that, two thirds of the time are left for computing. A second
+// model computes in the pauses of the first, so turns have a limit.
 function pacer() {
   let turnEnd = performance.now() + TURN;
   return async () => {
     if (performance.now() < turnEnd) return;
+    const began = performance.now();
     await new Promise((resolve) => setTimeout(resolve));
-    turnEnd = performance.now() + TURN;
+    const now = performance.now();
+    turnEnd = now + Math.min(Math.max(TURN, 2 * (now - began)), LONGEST_TURN);
   };
 }
 
@@ -204,9 +210,9 @@ class Column {
     try {
       const { tokens, nDropped } = await this.model.start(request, signal);
       this.showDropped(nDropped);
-      let turnEnd = began;
+      let reportTime = began;
       for await (const { text, likely } of tokens) {
-        const isDue = performance.now() > turnEnd; // what the browser draws is measured once a turn
+        const isDue = performance.now() > reportTime; // to measure what is drawn takes long
         const isAtEnd = isDue && this.isAtEnd();
         written += text;
         if (text) {
@@ -222,7 +228,7 @@ class Column {
         if (isAtEnd) this.scroll();
         if (!isDue) continue;
         this.report(speed(written, began, settings.seed), "progress");
-        turnEnd = performance.now() + TURN;
+        reportTime = performance.now() + REPORT;
       }
     } catch (error) {
       const isGone = this.header.served && error instanceof TypeError;
