@@ -10,11 +10,11 @@ from typing import TypeVar
 import torch
 
 from entry_point.errors import TrainingError
+from entry_point.files import read_json
 from entry_point.huggingface import check_shapes, check_values
 from entry_point.model import GPT
 from entry_point.moments import DIRECTORY, FILES
 from entry_point.safetensors_file import read_safetensors
-from entry_point.text import read_json
 from launcher.errors import ServiceError
 from launcher.models.load import is_edited
 

@@ -134,8 +134,14 @@ def save_page(
     page_limit = MOMENTS_BYTES if limit is None else limit
     n_shown = page_limit // len(content) if n_moments is None else n_moments
     shown = spread(moments, n_shown)
+    rounded_moments: dict[int, PageMoment] = {}  # by their step, as fewer may fit
     while len(shown) > 1:
-        larger = write(rounding, copies, round_moments(shown, corpus, rounding))
+        for moment in shown[:-1]:
+            if moment.step not in rounded_moments:
+                rounded_moments[moment.step] = round_moment(moment, corpus, rounding.bits)
+        end = PageMoment(shown[-1].step, rounding.rounded_loss, rounding.parameters)
+        earlier = [rounded_moments[moment.step] for moment in shown[:-1]]
+        larger = write(rounding, copies, [*earlier, end])
         if n_moments is not None or len(larger) <= page_limit:
             content = larger
             break
@@ -147,19 +153,13 @@ def save_page(
     return SavedPage(path, len(content), rounding, copied, description)
 
 
-def round_moments(
-    moments: Sequence[Moment], corpus: Corpus | None, rounding: Rounding
-) -> list[PageMoment]:
-    """Moments, of which the model is the last, in as many bits as that."""
-    *earlier, end = moments
-    page_moments = []
-    for moment in earlier:
-        parameters = quantize_model(moment.model, rounding.bits)
-        loss = None
-        if corpus is not None:
-            loss = bits_per_byte(with_quantized_weights(moment.model, parameters), corpus)
-        page_moments.append(PageMoment(moment.step, loss, parameters))
-    return [*page_moments, PageMoment(end.step, rounding.rounded_loss, rounding.parameters)]
+def round_moment(moment: Moment, corpus: Corpus | None, bits: int) -> PageMoment:
+    """A moment in so many bits a weight."""
+    parameters = quantize_model(moment.model, bits)
+    loss = None
+    if corpus is not None:
+        loss = bits_per_byte(with_quantized_weights(moment.model, parameters), corpus)
+    return PageMoment(moment.step, loss, parameters)
 
 
 def describe_moments(steps: Sequence[int], n_kept: int, limit: int | None) -> str:
