@@ -11,7 +11,7 @@ from torch import Tensor
 from .config import Config
 from .safetensors_file import write_safetensors
 
-# Of a model whose moments are kept: those of a larger one would be a large part of its artefacts.
+# A model with more parameters keeps no moments, as their files would be too large.
 MAX_PARAMETERS = 5_000_000
 DIRECTORY = "moments"  # in that of a model
 FILES = "step-*.safetensors"

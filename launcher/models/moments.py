@@ -1,4 +1,4 @@
-"""The moments of a training: a model as it was at earlier steps, whose weights its run has kept."""
+"""The moments of a training: the model at earlier steps, from the weights that its run kept."""
 
 from __future__ import annotations
 
