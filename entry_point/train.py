@@ -60,6 +60,7 @@ if not __package__:  # run as a script: its folder, whatever its name, is the pa
     package = types.ModuleType("entry_point")
     package.__path__ = [str(FOLDER)]
     sys.modules["entry_point"] = package
+    __package__ = "entry_point"
 if __name__ == "__main__" and "TORCH_CPP_LOG_LEVEL" not in os.environ:
     # A rank whose peer is gone prints C++ stack traces as warnings, before the reason and after it.
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch reads it when it is imported
@@ -77,12 +78,12 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
     import torch.distributed as dist
 
-from entry_point import huggingface
-from entry_point.checkpoint import Checkpoints
-from entry_point.command_line import Options, option_table, read_options
-from entry_point.config import Config, make_config
-from entry_point.container import Container, Ranks, read_container, read_ranks
-from entry_point.device import (
+from . import huggingface
+from .checkpoint import Checkpoints
+from .command_line import Options, option_table, read_options
+from .config import Config, make_config
+from .container import Container, Ranks, read_container, read_ranks
+from .device import (
     choose_device,
     keep_freed_memory,
     local_processes,
@@ -90,8 +91,8 @@ from entry_point.device import (
     share_cores,
     tokens_per_pass,
 )
-from entry_point.distributed import Group
-from entry_point.errors import (
+from .distributed import Group
+from .errors import (
     ConfigError,
     DataError,
     TrainingError,
@@ -101,10 +102,10 @@ from entry_point.errors import (
     log,
     report_failure,
 )
-from entry_point.files import open_standard_streams
-from entry_point.processes import StopSignals, end_with_parent, start_ranks
-from entry_point.text import load_corpus
-from entry_point.trainer import Trainer
+from .files import open_standard_streams
+from .processes import StopSignals, end_with_parent, start_ranks
+from .text import load_corpus
+from .trainer import Trainer
 
 
 def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:

@@ -13,8 +13,8 @@ from pathlib import Path
 import gguf
 
 import sm_nanogpt as sm
-from entry_point.safetensors_file import read_safetensors
-from launcher.models.encoder import GPT2, QWEN35, pattern_of
+from sm_nanogpt.entry_point.safetensors_file import read_safetensors
+from sm_nanogpt.launcher.models.encoder import GPT2, QWEN35, pattern_of
 
 TYPES = {
     "float32": (gguf.LlamaFileType.ALL_F32, gguf.GGMLQuantizationType.F32),

@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 import sm_nanogpt as sm
-from launcher.curve import Curve
+from sm_nanogpt.launcher.curve import Curve
 
 TAGS = {"train_loss": "loss/train", "val_loss": "loss/val", "best_loss": "loss/best"}
 NOTHING = Curve("", "", [])

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from launcher.errors import InputError, ServiceError, did_you_mean
+from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean
 
 if TYPE_CHECKING:
-    from launcher.settings import Settings
+    from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
-    from launcher.curve import Row
-    from launcher.job import JobDescription, Request, TrainingJob, UnreadableJob
-    from launcher.settings import Settings
+    from sm_nanogpt.launcher.curve import Row
+    from sm_nanogpt.launcher.job import JobDescription, Request, TrainingJob, UnreadableJob
+    from sm_nanogpt.launcher.settings import Settings
 
 # The class for each kind of instance; the first pattern that matches decides. The classes are
 # named and not imported, since Request, which they import, asks them which fields they take.
 BACKENDS = {
-    "local": "launcher.local.backend.LocalBackend",
-    ".*": "launcher.sagemaker.backend.SageMakerBackend",
+    "local": "sm_nanogpt.launcher.local.backend.LocalBackend",
+    ".*": "sm_nanogpt.launcher.sagemaker.backend.SageMakerBackend",
 }
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from launcher.files.documents import Damaged, Number, parse
+from sm_nanogpt.launcher.files.documents import Damaged, Number, parse
 
 Name = Annotated[str, Field(pattern=r"^[\w./-]{1,64}$")]  # it reaches the terminal
 Row = dict[Name, Number]  # a line of metrics.jsonl

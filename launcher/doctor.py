@@ -14,20 +14,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from launcher.aws import check_bucket
-from launcher.backends import backend_class
-from launcher.errors import InputError, LauncherError, ServiceError
-from launcher.files import storage
-from launcher.instances import looks_like_gpu
-from launcher.job import Request
-from launcher.launching.launch import prepare
-from launcher.local.backend import LocalBackend
-from launcher.local.confine import layers, unprotected
-from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.cost import Prices, usd
-from launcher.sagemaker.stack import Stack, find_stack, has_succeeded, notebook_role
-from launcher.settings import Settings
-from launcher.tracking import TrackedJob
+from sm_nanogpt.launcher.aws import check_bucket
+from sm_nanogpt.launcher.backends import backend_class
+from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.instances import looks_like_gpu
+from sm_nanogpt.launcher.job import Request
+from sm_nanogpt.launcher.launching.launch import prepare
+from sm_nanogpt.launcher.local.backend import LocalBackend
+from sm_nanogpt.launcher.local.confine import layers, unprotected
+from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
+from sm_nanogpt.launcher.sagemaker.cost import Prices, usd
+from sm_nanogpt.launcher.sagemaker.stack import Stack, find_stack, has_succeeded, notebook_role
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 OK = "ok"
 WARNING = "warning"

@@ -11,19 +11,19 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from launcher.aws import Missing
-from launcher.backends import (
+from sm_nanogpt.launcher.aws import Missing
+from sm_nanogpt.launcher.backends import (
     Backend,
     all_backends,
     backend_class,
     backend_for,
     configured_backends,
 )
-from launcher.errors import InputError, ServiceError
-from launcher.files.models import is_path
-from launcher.files.storage import path_of
-from launcher.job import FULL_ID, JOB_ID, WORD, JobDescription, UnreadableJob
-from launcher.settings import Settings
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files.models import is_path
+from sm_nanogpt.launcher.files.storage import path_of
+from sm_nanogpt.launcher.job import FULL_ID, JOB_ID, WORD, JobDescription, UnreadableJob
+from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launcher.errors import did_you_mean
-from launcher.limits import instance_types
+from sm_nanogpt.launcher.errors import did_you_mean
+from sm_nanogpt.launcher.limits import instance_types
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from launcher.backends import backend_class
-from launcher.curve import total_steps
-from launcher.errors import InputError, ServiceError, about, must_be
-from launcher.files.documents import Bytes, Document, Number, Scalar
-from launcher.files.moved import text_id
-from launcher.instances import types_of
-from launcher.machines import DEFAULT_VERSION
-from launcher.source import Source
-from launcher.values import megabytes, plain
+from sm_nanogpt.launcher.backends import backend_class
+from sm_nanogpt.launcher.curve import total_steps
+from sm_nanogpt.launcher.errors import InputError, ServiceError, about, must_be
+from sm_nanogpt.launcher.files.documents import Bytes, Document, Number, Scalar
+from sm_nanogpt.launcher.files.moved import text_id
+from sm_nanogpt.launcher.instances import types_of
+from sm_nanogpt.launcher.machines import DEFAULT_VERSION
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.values import megabytes, plain
 
 logger = logging.getLogger(__name__)
 

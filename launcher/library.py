@@ -15,30 +15,30 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.backends import backend_for
-from launcher.errors import InputError, LauncherError, ServiceError, about
-from launcher.files.storage import path_of, write_bytes
-from launcher.finding import Listing, find, full_id
-from launcher.forecast import forecasting
-from launcher.forecast.table import Forecast
-from launcher.groups.plan import plan_sweep
-from launcher.groups.run import begin_sweep
-from launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request
-from launcher.launching.launch import Plan
-from launcher.launching.launch import prepare as prepare_job
-from launcher.models import fetch
-from launcher.sagemaker.cost import check_confirmed
-from launcher.settings import Settings, load_settings
-from launcher.tracking import TrackedJob, check_yours, with_costs
-from launcher.values import plain
-from launcher.views.card import card
-from launcher.views.page import page
-from launcher.views.report import compare, read_runs
+from sm_nanogpt.launcher.backends import backend_for
+from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError, about
+from sm_nanogpt.launcher.files.storage import path_of, write_bytes
+from sm_nanogpt.launcher.finding import Listing, find, full_id
+from sm_nanogpt.launcher.forecast import forecasting
+from sm_nanogpt.launcher.forecast.table import Forecast
+from sm_nanogpt.launcher.groups.plan import plan_sweep
+from sm_nanogpt.launcher.groups.run import begin_sweep
+from sm_nanogpt.launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request
+from sm_nanogpt.launcher.launching.launch import Plan
+from sm_nanogpt.launcher.launching.launch import prepare as prepare_job
+from sm_nanogpt.launcher.models import fetch
+from sm_nanogpt.launcher.sagemaker.cost import check_confirmed
+from sm_nanogpt.launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.tracking import TrackedJob, check_yours, with_costs
+from sm_nanogpt.launcher.values import plain
+from sm_nanogpt.launcher.views.card import card
+from sm_nanogpt.launcher.views.page import page
+from sm_nanogpt.launcher.views.report import compare, read_runs
 
 if TYPE_CHECKING:  # they import torch
-    from entry_point.model import GPT
-    from entry_point.text import Tokenizer
-    from launcher.judge.evaluation import Evaluation
+    from sm_nanogpt.entry_point.model import GPT
+    from sm_nanogpt.entry_point.text import Tokenizer
+    from sm_nanogpt.launcher.judge.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Job(TrackedJob):
 
     @cached_property
     def _loaded(self) -> tuple[GPT, Tokenizer]:
-        from launcher.models.load import load_model
+        from sm_nanogpt.launcher.models.load import load_model
 
         return load_model(self.model(), self.settings)
 
@@ -142,12 +142,12 @@ class Job(TrackedJob):
         Raises InputError if the model has not learned from conversations, or a message lacks its
         role or content.
         """
-        from launcher.models.chat import read_messages
+        from sm_nanogpt.launcher.models.chat import read_messages
 
         return self._answer(read_messages(messages), sampling.pop("max_new_tokens", 500), sampling)
 
     def _answer(self, asked: Any, most: int, sampling: dict[str, Any]) -> str:
-        from launcher.models.sample import prompt_and_limit, stream_samples
+        from sm_nanogpt.launcher.models.sample import prompt_and_limit, stream_samples
 
         begin, most = prompt_and_limit(*self._loaded, asked, most)
         pieces = stream_samples(*self._loaded, begin, most, **sampling)
@@ -164,8 +164,8 @@ class Job(TrackedJob):
         questions and find name the files of `--questions` and `--find`. Raises InputError if it
         cannot read them, and ServiceError if the model looks ahead.
         """
-        from launcher.judge.evaluate import evaluate
-        from launcher.judge.texts import read_texts
+        from sm_nanogpt.launcher.judge.evaluate import evaluate
+        from sm_nanogpt.launcher.judge.texts import read_texts
 
         paths = [plain(text) for text in texts]
         return evaluate(
@@ -197,9 +197,9 @@ class Job(TrackedJob):
         run kept, as many as make at most 20 MB). Raises InputError if an edited folder computes
         the model, or more than one moment is asked for and the run kept none.
         """
-        from launcher.judge.evaluate import training_corpus
-        from launcher.models.moments import read_moments
-        from launcher.views.model_page import UNMEASURED, card_of, save_page
+        from sm_nanogpt.launcher.judge.evaluate import training_corpus
+        from sm_nanogpt.launcher.models.moments import read_moments
+        from sm_nanogpt.launcher.views.model_page import UNMEASURED, card_of, save_page
 
         file = path_of(plain(path) or f"model-{self.id}.html")
         model, tokenizer = self._loaded

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 from pydantic_core import SchemaError
 
-from launcher.values import is_utf8
+from sm_nanogpt.launcher.values import is_utf8
 
 MAX_SHOWN = 60  # characters of a value in a message
 

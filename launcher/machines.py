@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from entry_point.config import Config
-from entry_point.cores import cores
-from launcher.errors import InputError
-from launcher.instances import V100, V100_32GB, gpu_of, looks_like_gpu, types_of
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.cores import cores
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.instances import V100, V100_32GB, gpu_of, looks_like_gpu, types_of
 
 # -- processes of this machine ---------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from launcher.errors import InputError, did_you_mean, must_be
-from launcher.values import plain
+from sm_nanogpt.launcher.errors import InputError, did_you_mean, must_be
+from sm_nanogpt.launcher.values import plain
 
 
 def default_home() -> Path:

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import entry_point
-from entry_point.files import read_file
-from launcher.errors import InputError
-from launcher.files.storage import path_of
-from launcher.settings import Settings
+from sm_nanogpt import entry_point
+from sm_nanogpt.entry_point.files import read_file
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.storage import path_of
+from sm_nanogpt.launcher.settings import Settings
 
 MAX_FILE_BYTES = 1 << 20
 # The names in each module of a folder that the launcher uses.
@@ -60,7 +60,7 @@ class Source:
     @staticmethod
     @lru_cache(1)  # Python, too, reads its modules once
     def packaged() -> Source:
-        return Source.read(Path(entry_point.__file__).parent)
+        return Source.read(Path(entry_point.__file__).resolve().parent)
 
     @classmethod
     def read(cls, path: Path) -> Source:
@@ -109,7 +109,7 @@ class Source:
     def module(self, name: str) -> ModuleType:
         """Imports a module of the folder, which runs no training. Raises InputError."""
         if self.is_packaged:
-            return importlib.import_module(f"entry_point.{name}")
+            return importlib.import_module(f"sm_nanogpt.entry_point.{name}")
         package = f"user_{self.sha256[:16]}"
         finders = [finder for finder in sys.meta_path if package_of(finder) != package]
         sys.meta_path[:] = [*finders, Importer(package, self)]  # the folder may have moved

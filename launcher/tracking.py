@@ -9,16 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from launcher.aws import patiently
-from launcher.backends import Backend, backend_class, backend_for
-from launcher.curve import Curve, samples_of_log
-from launcher.errors import InputError, ServiceError
-from launcher.files import storage
-from launcher.finding import find
-from launcher.job import JobDescription
-from launcher.sagemaker import cost
-from launcher.sagemaker.cost import Prices
-from launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.aws import patiently
+from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for
+from sm_nanogpt.launcher.curve import Curve, samples_of_log
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.finding import find
+from sm_nanogpt.launcher.job import JobDescription
+from sm_nanogpt.launcher.sagemaker import cost
+from sm_nanogpt.launcher.sagemaker.cost import Prices
+from sm_nanogpt.launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
 

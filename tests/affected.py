@@ -72,7 +72,8 @@ def module_name(file: str) -> str:
     """The name by which others import a file; helpers and examples have no package."""
     if file.startswith(("tests/", "examples/")):
         return Path(file).stem
-    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name if name == "sm_nanogpt" else f"sm_nanogpt.{name}"
 
 
 def read_imports(file: Path) -> Iterator[str]:
@@ -85,11 +86,13 @@ def read_imports(file: Path) -> Iterator[str]:
             for alias in node.names:
                 yield alias.name
         elif isinstance(node, ast.ImportFrom):
-            package = f"{file.parent.name}." if node.level else ""
+            module = node.module or ""
+            if node.level:
+                module = f"sm_nanogpt.{file.parent.name}.{module}".removesuffix(".")
             for alias in node.names:
-                yield f"{package}{node.module}.{alias.name}"
+                yield f"{module}.{alias.name}"
         elif isinstance(node, ast.Constant) and re.fullmatch(
-            r"(launcher|entry_point)(\.\w+)+", str(node.value)
+            r"sm_nanogpt(\.\w+)+", str(node.value)
         ):
             yield str(node.value)
 

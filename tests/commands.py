@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from launcher import cli as commands
+from sm_nanogpt.launcher import cli as commands
 
 GROUPS = {}
 COMMANDS = []

@@ -235,7 +235,9 @@ def home(tmp_path, monkeypatch, pytestconfig):
     for name, value in launching.environment(path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("launcher.local.backend.subprocess", warm.replacing(warm.Process))
+    monkeypatch.setattr(
+        "sm_nanogpt.launcher.local.backend.subprocess", warm.replacing(warm.Process)
+    )
     yield path
     if (path / "jobs").exists() and not pytestconfig.getoption("--quick"):
         launching.kill_below(path)
@@ -244,7 +246,7 @@ def home(tmp_path, monkeypatch, pytestconfig):
 @pytest.fixture
 def cli(home, capsys):
     """sm-nanogpt in this process: quick, for what needs no process of its own."""
-    from launcher.cli import run
+    from sm_nanogpt.launcher.cli import run
 
     def call(*arguments: launching.Argument) -> launching.Ran:
         capsys.readouterr()
@@ -362,7 +364,7 @@ def s3(emulator, home, monkeypatch, request):
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("launcher.sagemaker.caller.known_callers", {})
+    monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.caller.known_callers", {})
     emulator.reset(SageMaker(scripted))
     client = boto3.client("s3")
     client.bucket = f"bucket-{abs(hash(request.node.name)) % 10**9}"
@@ -380,7 +382,9 @@ def money(s3, emulator, monkeypatch):
     """AWS's price list and quotas beside that S3, on a day that no midnight ends."""
     from money_service import TODAY
 
-    monkeypatch.setattr("launcher.sagemaker.cost.date", SimpleNamespace(today=lambda: TODAY))
+    monkeypatch.setattr(
+        "sm_nanogpt.launcher.sagemaker.cost.date", SimpleNamespace(today=lambda: TODAY)
+    )
     return emulator.money
 
 
@@ -390,8 +394,8 @@ def cloud(emulator, s3, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
     monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "inf")  # the tests have no terminal
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    monkeypatch.setattr("launcher.sagemaker.backend.SageMakerBackend.poll_seconds", 0.1)
-    monkeypatch.setattr("launcher.sagemaker.backend.QUIET_SECONDS", 1.0)
+    monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.backend.SageMakerBackend.poll_seconds", 0.1)
+    monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.backend.QUIET_SECONDS", 1.0)
     return emulator
 
 

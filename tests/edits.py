@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from launcher.source import Source
+from sm_nanogpt.launcher.source import Source
 
 HEAD = "logits = F.linear(x, head.weight.to(x.dtype)).float()"
 BLOCKS = "        self.blocks = "

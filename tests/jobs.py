@@ -13,9 +13,9 @@ from typing import Any
 
 from launching import Finished
 
-from launcher.files import storage
-from launcher.files.storage import write_json
-from launcher.job import COMMON_FIELDS, TrainingJob
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.storage import write_json
+from sm_nanogpt.launcher.job import COMMON_FIELDS, TrainingJob
 
 
 def file_rows(job: Finished) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.judge.evaluation import Passage
+from sm_nanogpt.launcher.judge.evaluation import Passage
 
 STRANGE = "naïve\tcafé – “quoted” …\r\n\tЖук 漢字 🙂🚀👩‍🚀\n"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launcher.files.ledger import Ledger
+from sm_nanogpt.launcher.files.ledger import Ledger
 
 
 class Killed(BaseException):

@@ -23,7 +23,7 @@ import warm
 
 from sm_nanogpt import Settings
 
-PROGRAM = (sys.executable, "-P", "-c", "from launcher.cli import main; main()")
+PROGRAM = (sys.executable, "-P", "-c", "from sm_nanogpt.launcher.cli import main; main()")
 
 # The smallest job that is still a whole one; most of its time is the start of its processes.
 TINY: dict[str, Any] = dict(

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from entry_point.command_line import Options
-from entry_point.config import Config
-from entry_point.container import Ranks, read_container
-from entry_point.distributed import Group
-from entry_point.huggingface import SCRIPT_SHA256, write_artefact
-from entry_point.model import GPT
-from entry_point.optim import Optimizer
-from entry_point.text import Tokenizer, character_tokenizer
+from sm_nanogpt.entry_point.command_line import Options
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.container import Ranks, read_container
+from sm_nanogpt.entry_point.distributed import Group
+from sm_nanogpt.entry_point.huggingface import SCRIPT_SHA256, write_artefact
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.optim import Optimizer
+from sm_nanogpt.entry_point.text import Tokenizer, character_tokenizer
 
 SMALL = Config(n_layer=2, n_head=2, n_embd=16, block_size=8, batch_size=12)
 VOCABULARY_SIZE = 11

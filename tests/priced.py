@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.job import TrainingJob
 from sm_nanogpt import JobDescription, Settings
+from sm_nanogpt.launcher.job import TrainingJob
 
 TWO = "ml.g6.12xlarge,ml.g5.12xlarge"  # 5.752 and 7.09 USD an hour
 HOURLY = 7.09  # of ml.g5.12xlarge in us-east-1

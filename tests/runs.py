@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import warm
 
-from entry_point import train
+from sm_nanogpt.entry_point import train
 
 SCRIPT = Path(train.__file__).resolve()
 # Code that makes `train` all that the files of the folder define.
@@ -28,7 +28,7 @@ PROBE = f"""\
 import importlib, sys, types
 sys.path.insert(0, {str(SCRIPT.parents[1])!r})
 names = {sorted(path.stem for path in SCRIPT.parent.glob("[a-z]*.py"))!r}
-modules = [importlib.import_module("entry_point." + name) for name in names]
+modules = [importlib.import_module("sm_nanogpt.entry_point." + name) for name in names]
 found = {{k: v for m in modules for k, v in vars(m).items() if k[0] != "_"}}
 train = types.SimpleNamespace(**found)
 """

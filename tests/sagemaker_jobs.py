@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.sagemaker import deploy
-from launcher.sagemaker.stack import Stack
-from launcher.settings import load_settings
+from sm_nanogpt.launcher.sagemaker import deploy
+from sm_nanogpt.launcher.sagemaker.stack import Stack
+from sm_nanogpt.launcher.settings import load_settings
 
 TAGGED = "[1,mpirank:0,algo-1]<stdout>:"  # how mpirun begins a line of rank 0
 CHECKPOINT = "some/prefix/checkpoints/{}/checkpoint-00000010.safetensors"  # its key, by a job's id

@@ -10,14 +10,13 @@ import launching
 import pytest
 import runs
 
-import entry_point
-from launcher.settings import Settings
-from launcher.source import Source, keep_source
-from launcher.trying import search
-from launcher.trying.scoring import Judge, Score
-from launcher.trying.search import Search
-from launcher.trying.start import begin_search
-from sm_nanogpt import Request
+from sm_nanogpt import Request, entry_point
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.source import Source, keep_source
+from sm_nanogpt.launcher.trying import search
+from sm_nanogpt.launcher.trying.scoring import Judge, Score
+from sm_nanogpt.launcher.trying.search import Search
+from sm_nanogpt.launcher.trying.start import begin_search
 
 QUICK = "n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,\n"
 TINY = (

@@ -10,8 +10,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.views import api
-from launcher.views.play import Player, listen, make_app, make_server
+from sm_nanogpt.launcher.views import api
+from sm_nanogpt.launcher.views.play import Player, listen, make_app, make_server
 
 ORIGIN = "http://localhost:3000"
 LETTERS = "\nabcdefghi "  # as many as the small models have

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.groups.sweep import Sweep, open_ledger, write_sweep
-from launcher.job import JobDescription
 from sm_nanogpt import Settings
+from sm_nanogpt.launcher.groups.sweep import Sweep, open_ledger, write_sweep
+from sm_nanogpt.launcher.job import JobDescription
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from launcher.models.chat import Chat, Message
+from sm_nanogpt.launcher.models.chat import Chat, Message
 
 
 def exchange(question: str, answer: Any) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.files.storage import local_path
+from sm_nanogpt.launcher.files.storage import local_path
 
 LONG = "The quick brown fox jumps over the lazy dog.\n" * 100
 

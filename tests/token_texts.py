@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from entry_point.command_line import Options
-from entry_point.config import Config
-from entry_point.container import Ranks, read_container
-from entry_point.distributed import Group
-from entry_point.text import Corpus, Tokenizer, load_corpus
-from launcher.models.encoder import Encoder
-from launcher.text import tokens
-from launcher.text.documents import survey_documents
-from launcher.text.files import FileOptions, find_files
-from launcher.text.sources import TextSource
-from launcher.text.tokenizer import END_OF_TEXT, learn_tokenizer
+from sm_nanogpt.entry_point.command_line import Options
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.container import Ranks, read_container
+from sm_nanogpt.entry_point.distributed import Group
+from sm_nanogpt.entry_point.text import Corpus, Tokenizer, load_corpus
+from sm_nanogpt.launcher.models.encoder import Encoder
+from sm_nanogpt.launcher.text import tokens
+from sm_nanogpt.launcher.text.documents import survey_documents
+from sm_nanogpt.launcher.text.files import FileOptions, find_files
+from sm_nanogpt.launcher.text.sources import TextSource
+from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT, learn_tokenizer
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
 FOX = "The quick brown fox jumps over the lazy dog.\n"

@@ -26,13 +26,13 @@ from runs import (
     run_hosts,
 )
 
-from entry_point.checkpoint import Checkpoints
-from entry_point.command_line import Options
-from entry_point.config import Config
-from entry_point.container import Container, Ranks, read_container
-from entry_point.distributed import Group
-from entry_point.text import Corpus
-from entry_point.trainer import Trainer
+from sm_nanogpt.entry_point.checkpoint import Checkpoints
+from sm_nanogpt.entry_point.command_line import Options
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.container import Container, Ranks, read_container
+from sm_nanogpt.entry_point.distributed import Group
+from sm_nanogpt.entry_point.text import Corpus
+from sm_nanogpt.entry_point.trainer import Trainer
 
 ALONE = Ranks(0, 1, 0, 1, "hand")
 

@@ -154,9 +154,9 @@ def serve(listener: socket.socket) -> NoReturn:
     """Forks for each request, until the process that started it has ended."""
     import torch._dynamo  # noqa: F401  which DistributedDataParallel imports, for a second
 
-    import launcher.cli
-    import launcher.local.runner
-    import launcher.models.sample  # noqa: F401
+    import sm_nanogpt.launcher.cli
+    import sm_nanogpt.launcher.local.runner
+    import sm_nanogpt.launcher.models.sample  # noqa: F401
 
     owner, _ = listener.accept()
     clients, statuses = {owner}, {}
@@ -259,10 +259,9 @@ def run(argv: list[str]) -> None:
     argv = argv[is_safe:]
     sys.argv = argv if argv[0] != "-c" else ["-c", *argv[2:]]
     if argv[0] == "-c":
-        import launcher.local.backend
-        import launcher.local.runner
+        from sm_nanogpt.launcher.local import backend, runner
 
-        for module, start in ((launcher.local.backend, Process), (launcher.local.runner, Fork)):
+        for module, start in ((backend, Process), (runner, Fork)):
             module.subprocess = replacing(start)  # type: ignore[attr-defined]
         if is_safe:
             del sys.path[0]
@@ -272,7 +271,7 @@ def run(argv: list[str]) -> None:
         exec(compile(argv[1], "<string>", "exec"), main.__dict__)
     else:  # it may be an edited one, and knows no launcher
         for name in [*sys.modules]:
-            if name.partition(".")[0] in ("entry_point", "launcher"):
+            if name.partition(".")[0] in ("entry_point", "sm_nanogpt"):
                 del sys.modules[name]
         sys.path[0] = str(Path(argv[0]).resolve().parent)
         runpy.run_path(argv[0], run_name="__main__")

@@ -9,7 +9,7 @@ from typing import Any
 from models import tokenizer_of
 from torch import Tensor
 
-from launcher.judge.worker import Worker
+from sm_nanogpt.launcher.judge.worker import Worker
 
 
 class Fake(Worker):

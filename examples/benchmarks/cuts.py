@@ -26,11 +26,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from launcher.judge.causality import CUTS, Cut, draw_cuts, in_passes  # noqa: E402
-from launcher.judge.evaluate import EDITED  # noqa: E402
-from launcher.judge.score import ScoredSpan, window_spans  # noqa: E402
-from launcher.judge.worker import PASS_TOKENS  # noqa: E402
-from launcher.trying.scoring import MODELS  # noqa: E402
+from sm_nanogpt.launcher.judge.causality import CUTS, Cut, draw_cuts, in_passes  # noqa: E402
+from sm_nanogpt.launcher.judge.evaluate import EDITED  # noqa: E402
+from sm_nanogpt.launcher.judge.score import ScoredSpan, window_spans  # noqa: E402
+from sm_nanogpt.launcher.judge.worker import PASS_TOKENS  # noqa: E402
+from sm_nanogpt.launcher.trying.scoring import MODELS  # noqa: E402
 
 LEAKS = (0.01, 0.003, 0.001, 0.0005)
 LEARNING = ((1, 1.0), (1, 0.5), (10, 0.2))  # windows seen, share where it is used

@@ -44,14 +44,14 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 import sm_nanogpt  # noqa: E402
-from entry_point.config import Config  # noqa: E402
-from entry_point.sizes import hyperparameters_for_size  # noqa: E402
-from entry_point.text import Corpus, read_text, read_tokens  # noqa: E402
-from launcher.forecast.law import Law, MeasuredRun, shared  # noqa: E402
-from launcher.forecast.ledger import ForecastLedger  # noqa: E402
-from launcher.forecast.pilots import SIZES, Trial, pilots_of, run_trials  # noqa: E402
-from launcher.settings import load_settings  # noqa: E402
-from launcher.source import Source  # noqa: E402
+from sm_nanogpt.entry_point.config import Config  # noqa: E402
+from sm_nanogpt.entry_point.sizes import hyperparameters_for_size  # noqa: E402
+from sm_nanogpt.entry_point.text import Corpus, read_text, read_tokens  # noqa: E402
+from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared  # noqa: E402
+from sm_nanogpt.launcher.forecast.ledger import ForecastLedger  # noqa: E402
+from sm_nanogpt.launcher.forecast.pilots import SIZES, Trial, pilots_of, run_trials  # noqa: E402
+from sm_nanogpt.launcher.settings import load_settings  # noqa: E402
+from sm_nanogpt.launcher.source import Source  # noqa: E402
 
 RUNS, FORECASTS, TRUTHS = (
     HERE / name for name in ("forecast-runs.jsonl", "forecasts.json", "truths.jsonl")

@@ -28,9 +28,9 @@ from measure import ROOT, Report
 from trainers import SHAPES, our_metrics, ours
 
 sys.path.insert(0, str(ROOT))
-from entry_point.config import make_config
-from entry_point.presets import PRESETS
-from entry_point.sizes import hyperparameters_for_size, optimizer_values
+from sm_nanogpt.entry_point.config import make_config
+from sm_nanogpt.entry_point.presets import PRESETS
+from sm_nanogpt.entry_point.sizes import hyperparameters_for_size, optimizer_values
 
 AS_LONG = 2.25  # a step with a teacher takes 1.25 times one without
 DECAYS, DROPOUTS = (1.0, 3.0), (0.0, 0.1)  # times that of the preset; added to its own

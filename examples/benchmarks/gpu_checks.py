@@ -164,13 +164,13 @@ def small(args: Namespace) -> dict[str, Any]:
 
 def trainer_of(text: Path, out: Path, options: Mapping[str, Any]) -> Any:
     """A Trainer of one process."""
-    from entry_point.command_line import Options
-    from entry_point.config import Config
-    from entry_point.container import Ranks, read_container
-    from entry_point.device import rank_device
-    from entry_point.distributed import Group
-    from entry_point.text import load_corpus
-    from entry_point.trainer import Trainer
+    from sm_nanogpt.entry_point.command_line import Options
+    from sm_nanogpt.entry_point.config import Config
+    from sm_nanogpt.entry_point.container import Ranks, read_container
+    from sm_nanogpt.entry_point.device import rank_device
+    from sm_nanogpt.entry_point.distributed import Group
+    from sm_nanogpt.entry_point.text import load_corpus
+    from sm_nanogpt.entry_point.trainer import Trainer
 
     config = Config(**options)
     container = read_container({}, Options(data=str(text), out=str(out)))
@@ -274,11 +274,11 @@ def parts(args: Namespace, found: Found) -> None:
     """Gradients, the loss in chunks and sampling, in float32 unless said."""
     import torch
 
-    from entry_point import kernels
-    from entry_point.config import Config
-    from entry_point.model import GPT
-    from entry_point.optim import gradient_of
-    from launcher.models import engine
+    from sm_nanogpt.entry_point import kernels
+    from sm_nanogpt.entry_point.config import Config
+    from sm_nanogpt.entry_point.model import GPT
+    from sm_nanogpt.entry_point.optim import gradient_of
+    from sm_nanogpt.launcher.models import engine
 
     device = torch.device("cpu" if args.smoke else "cuda:0")
     config = Config(n_layer=2, n_head=2, n_embd=256, block_size=128, norm_weights=True)
@@ -329,8 +329,8 @@ def evaluated(found: Found) -> None:
     """An evaluation of a large vocabulary keeps no gradient, and never has all logits."""
     import torch
 
-    from entry_point.config import Config
-    from entry_point.model import GPT
+    from sm_nanogpt.entry_point.config import Config
+    from sm_nanogpt.entry_point.model import GPT
 
     device, rows = torch.device("cuda:0"), 64
     config = Config(n_layer=2, n_head=2, n_embd=256, block_size=512)

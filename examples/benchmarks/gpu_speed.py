@@ -200,7 +200,7 @@ KINDS = {
 
 def profile(args: Namespace, scratch: Path, found: Found) -> None:
     """Where the time of a step goes, the largest memory, and how busy the GPU is."""
-    from entry_point.presets import PRESETS
+    from sm_nanogpt.entry_point.presets import PRESETS
 
     if args.smoke:
         runs = {"smoke": Look({**SHAPES["smoke"], **SHORT})}
@@ -237,7 +237,7 @@ def profiled(name: str, text: Path, out: Path, look: Look, found: Found) -> None
     import torch
     from torch.profiler import ProfilerActivity
 
-    from entry_point import kernels
+    from sm_nanogpt.entry_point import kernels
 
     torch.compiler.reset()
     gc.collect()  # the run before
@@ -295,7 +295,7 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
     """Characters per second; the model's text does not matter, so it is trained for a step."""
     import torch
 
-    from launcher.models import engine
+    from sm_nanogpt.launcher.models import engine
 
     name, length, many = ("smoke", 60, 4) if args.smoke else ("baby", 500, 64)
     device = "cpu" if args.smoke else "cuda"
@@ -346,9 +346,9 @@ def sampled_by_graph(
     import torch
     import torch.nn.functional as F
 
-    from entry_point.kernels import repeat_kv
-    from entry_point.model import norm, rotary
-    from launcher.models import engine
+    from sm_nanogpt.entry_point.kernels import repeat_kv
+    from sm_nanogpt.entry_point.model import norm, rotary
+    from sm_nanogpt.launcher.models import engine
 
     model, device = engine.sampling_copy(model, len(prompt), model.compute_dtype), prompt.device
     cache = engine.KeyValueCache(model, len(prompt), max_new_tokens + 1)

@@ -35,7 +35,7 @@ from measure import CLI, ROOT, Failed, Process, Report, as_arguments, started
 from trainers import SHAPES
 
 sys.path.insert(0, str(ROOT))
-from launcher.judge.evaluation import Passage, margin, total
+from sm_nanogpt.launcher.judge.evaluation import Passage, margin, total
 
 TIMES = (0, 1, 4, 16, 64)  # that a canary is planted
 FALSE_ALARM = 14.0  # bits
@@ -67,8 +67,8 @@ imperio potiri.
 PARTS = """
 import json, os, sys, time
 from pathlib import Path
-from launcher.cli import run
-from launcher.judge import anchors, evaluate, texts, worker
+from sm_nanogpt.launcher.cli import run
+from sm_nanogpt.launcher.judge import anchors, evaluate, texts, worker
 
 workers, spent, stack = [], {}, []
 

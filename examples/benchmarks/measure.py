@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 ROOT = Path(__file__).parents[2]
-CLI = (sys.executable, "-c", "from launcher.cli import main; main()")  # of this checkout
+CLI = (sys.executable, "-c", "from sm_nanogpt.launcher.cli import main; main()")  # of this checkout
 QUIET = 1.0  # load average above which other work disturbs the figures
 SECONDS_TO_STOP = 30.0
 

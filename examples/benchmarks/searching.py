@@ -26,13 +26,13 @@ from statistics import fmean, median, stdev
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from launcher.job import Request  # noqa: E402
-from launcher.settings import Settings  # noqa: E402
-from launcher.source import Source  # noqa: E402
-from launcher.trying import rule  # noqa: E402
-from launcher.trying.budget import MAX_TIME  # noqa: E402
-from launcher.trying.runs import SeededRun  # noqa: E402
-from launcher.trying.start import begin_search  # noqa: E402
+from sm_nanogpt.launcher.job import Request  # noqa: E402
+from sm_nanogpt.launcher.settings import Settings  # noqa: E402
+from sm_nanogpt.launcher.source import Source  # noqa: E402
+from sm_nanogpt.launcher.trying import rule  # noqa: E402
+from sm_nanogpt.launcher.trying.budget import MAX_TIME  # noqa: E402
+from sm_nanogpt.launcher.trying.runs import SeededRun  # noqa: E402
+from sm_nanogpt.launcher.trying.start import begin_search  # noqa: E402
 
 RUNS = HERE / "search-runs.jsonl"
 RATE = ("presets.py", "max_steps=180, learning_rate=0.05")

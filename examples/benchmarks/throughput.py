@@ -34,7 +34,7 @@ from trainers import (
     pace,
 )
 
-from launcher.instances import GPUS, Gpu
+from sm_nanogpt.launcher.instances import GPUS, Gpu
 
 # Kinds of GPU that SageMaker does not have, before those that it has: their names hold the others'.
 OTHER_GPUS = [

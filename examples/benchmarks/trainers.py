@@ -105,10 +105,10 @@ def our_metrics(out: Path) -> list[dict[str, Any]]:
 def our_model(out: Path) -> tuple[Any, Any]:
     """The model (CPU, float32) and the tokenizer of a finished run, loaded by train.py alone."""
     sys.path.insert(0, str(ROOT))
-    from entry_point.config import Config
-    from entry_point.huggingface import load_pretrained
-    from entry_point.model import GPT
-    from entry_point.text import read_tokenizer
+    from sm_nanogpt.entry_point.config import Config
+    from sm_nanogpt.entry_point.huggingface import load_pretrained
+    from sm_nanogpt.entry_point.model import GPT
+    from sm_nanogpt.entry_point.text import read_tokenizer
 
     directory = out / "model"
     tokenizer = read_tokenizer(directory)

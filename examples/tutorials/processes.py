@@ -25,8 +25,8 @@ from measure import ROOT, Report, note
 
 sys.path.insert(0, str(ROOT))
 
-from launcher.curve import Curve
 from sm_nanogpt import Job, Request, Settings, launch
+from sm_nanogpt.launcher.curve import Curve
 
 WAYS = {"1 process": 1, "2 processes": 2, "4 processes": 4}
 RESUMED = "2 processes, stopped and resumed"

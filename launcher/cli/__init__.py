@@ -22,12 +22,22 @@ from typing import NoReturn
 import click
 from click.shell_completion import shell_complete
 
-from entry_point.files import open_standard_streams
-from launcher.cli import account, delete, evaluate, folder, jobs, launch, models, search, upload
-from launcher.cli.options import CommandGroup, valued
-from launcher.cli.remedies import sentence
-from launcher.cli.show import logs_shown, note, silence
-from launcher.errors import InputError, LauncherError, Terminated
+from sm_nanogpt.entry_point.files import open_standard_streams
+from sm_nanogpt.launcher.cli import (
+    account,
+    delete,
+    evaluate,
+    folder,
+    jobs,
+    launch,
+    models,
+    search,
+    upload,
+)
+from sm_nanogpt.launcher.cli.options import CommandGroup, valued
+from sm_nanogpt.launcher.cli.remedies import sentence
+from sm_nanogpt.launcher.cli.show import logs_shown, note, silence
+from sm_nanogpt.launcher.errors import InputError, LauncherError, Terminated
 
 COMPLETION_VARIABLE = "_SM_NANOGPT_COMPLETE"
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, YES, Command, CommandGroup, agree, settings_of
-from launcher.cli.remedies import command, remedies
-from launcher.cli.show import note, print_fields, print_json, shown
-from launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.cli.options import JSON, YES, Command, CommandGroup, agree, settings_of
+from sm_nanogpt.launcher.cli.remedies import command, remedies
+from sm_nanogpt.launcher.cli.show import note, print_fields, print_json, shown
+from sm_nanogpt.launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
-    from launcher.sagemaker.deploy import Deployment, Removal
-    from launcher.sagemaker.stack import Stack
+    from sm_nanogpt.launcher.sagemaker.deploy import Deployment, Removal
+    from sm_nanogpt.launcher.sagemaker.stack import Stack
 
 
 @click.group("infra", cls=CommandGroup)
@@ -45,7 +45,7 @@ def infra_deploy_command(dry_run: bool, yes: bool, **changes: Any) -> None:
       sm-nanogpt infra deploy --dry-run
       sm-nanogpt --region eu-west-1 infra deploy
     """
-    from launcher.sagemaker.deploy import LEFT_OVER, Deployment
+    from sm_nanogpt.launcher.sagemaker.deploy import LEFT_OVER, Deployment
 
     deployment = Deployment(settings_of())
     removal = deployment.removal(LEFT_OVER)
@@ -85,7 +85,7 @@ def infra_show_command(as_json: bool) -> None:
     Example:
       sm-nanogpt infra show
     """
-    from launcher.sagemaker.deploy import Deployment
+    from sm_nanogpt.launcher.sagemaker.deploy import Deployment
 
     stack = Deployment(settings_of()).show()
     if as_json:
@@ -102,7 +102,7 @@ def infra_destroy_command(yes: bool) -> None:
     Example:
       sm-nanogpt infra destroy
     """
-    from launcher.sagemaker.deploy import Deployment
+    from sm_nanogpt.launcher.sagemaker.deploy import Deployment
 
     deployment = Deployment(settings_of())
     removal = deployment.removal()
@@ -156,10 +156,10 @@ def doctor_command(instance: str | None, no_train: bool, as_json: bool) -> None:
     Example:
       sm-nanogpt doctor --instance ml.g5.xlarge
     """
-    from launcher.doctor import FAILURE, run_checks, uses_aws
-    from launcher.job import Request
+    from sm_nanogpt.launcher.doctor import FAILURE, run_checks, uses_aws
+    from sm_nanogpt.launcher.job import Request
 
-    logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings suffice
+    logging.getLogger("sm_nanogpt").setLevel(logging.WARNING)  # the findings suffice
     settings = settings_of()
     if instance:
         Request(instance=instance)  # which refuses what is no instance type

@@ -10,16 +10,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import GROUP, JSON, YES, Command, JobParameter, agree, settings_of
-from launcher.cli.remedies import command, sentence
-from launcher.cli.show import moment, note, print_columns, print_json
-from launcher.errors import InputError, ServiceError
-from launcher.values import counted
+from sm_nanogpt.launcher.cli.options import (
+    GROUP,
+    JSON,
+    YES,
+    Command,
+    JobParameter,
+    agree,
+    settings_of,
+)
+from sm_nanogpt.launcher.cli.remedies import command, sentence
+from sm_nanogpt.launcher.cli.show import moment, note, print_columns, print_json
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.values import counted
 
 if TYPE_CHECKING:
-    from launcher.job import JobDescription
-    from launcher.settings import Settings
-    from launcher.text.uploads import Stored
+    from sm_nanogpt.launcher.job import JobDescription
+    from sm_nanogpt.launcher.settings import Settings
+    from sm_nanogpt.launcher.text.uploads import Stored
 
 
 def in_units(size: float) -> str:
@@ -36,8 +44,8 @@ def data_command(as_json: bool) -> None:
     Example:
       sm-nanogpt data
     """
-    from launcher.text.corpus import last_upload
-    from launcher.text.uploads import find_uploads
+    from sm_nanogpt.launcher.text.corpus import last_upload
+    from sm_nanogpt.launcher.text.uploads import find_uploads
 
     settings = settings_of()
     uploads, failure = find_uploads(settings)
@@ -105,8 +113,8 @@ def delete_command(
       sm-nanogpt delete --group latest
       sm-nanogpt delete input-3270fd896e2e
     """
-    from launcher.files.moved import UPLOAD_NAME
-    from launcher.files.scratch import remove_all_leftovers
+    from sm_nanogpt.launcher.files.moved import UPLOAD_NAME
+    from sm_nanogpt.launcher.files.scratch import remove_all_leftovers
 
     settings = settings_of()
     remove_all_leftovers(settings)
@@ -123,7 +131,7 @@ def delete_command(
 
 def delete_group(reference: str, settings: Settings, keep_model: bool, yes: bool) -> None:
     """Delete the jobs of a sweep, with its ledger, or those of a search, whose ledger stays."""
-    from launcher.groups.find import find_group
+    from sm_nanogpt.launcher.groups.find import find_group
 
     group = find_group(reference, settings)
     if group.is_search:
@@ -134,11 +142,11 @@ def delete_group(reference: str, settings: Settings, keep_model: bool, yes: bool
 
 def delete_sweep(group: str, settings: Settings, keep_model: bool, yes: bool) -> None:
     """Delete a sweep, which no command may run meanwhile: it would start jobs of no sweep."""
-    from launcher.backends import backend_for
-    from launcher.files.storage import remove
-    from launcher.groups.find import find_group
-    from launcher.groups.stop import lock_group, mark_of
-    from launcher.launching.names import ledger_path
+    from sm_nanogpt.launcher.backends import backend_for
+    from sm_nanogpt.launcher.files.storage import remove
+    from sm_nanogpt.launcher.groups.find import find_group
+    from sm_nanogpt.launcher.groups.stop import lock_group, mark_of
+    from sm_nanogpt.launcher.launching.names import ledger_path
 
     mark = ""
     with lock_group(group, settings):
@@ -167,8 +175,8 @@ class DoomedJob:
 
 def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, yes: bool) -> None:
     """Delete jobs with their files, after confirmation."""
-    from launcher.models.fetch import keep_model as fetch
-    from launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.models.fetch import keep_model as fetch
+    from sm_nanogpt.launcher.tracking import TrackedJob
 
     jobs = []
     for job_id in dict.fromkeys(job_ids):
@@ -189,7 +197,7 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
 
 def note_files(job: DoomedJob, settings: Settings) -> None:
     """Print whose job it is, and how much each of its directories holds."""
-    from launcher.tracking import other_owner
+    from sm_nanogpt.launcher.tracking import other_owner
 
     owner = other_owner(job.description, settings)
     of_owner = f", of {owner}" if owner else ""
@@ -201,7 +209,7 @@ def note_files(job: DoomedJob, settings: Settings) -> None:
 
 def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
     """Delete uploads, by their names or URIs, after confirmation, on this machine and on S3."""
-    from launcher.text.uploads import delete, find_uploads
+    from sm_nanogpt.launcher.text.uploads import delete, find_uploads
 
     every, failure = find_uploads(settings)
     uploads = [upload for upload in every if names & {upload.name, upload.uri}]
@@ -229,7 +237,7 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
 
 def check_unused(upload: Stored, settings: Settings) -> None:
     """Raise ServiceError if a running job reads an upload."""
-    from launcher.tracking import TrackedJob, other_owner
+    from sm_nanogpt.launcher.tracking import TrackedJob, other_owner
 
     for job_id in upload.running:
         owner = other_owner(TrackedJob(job_id, settings).find()[1], settings)

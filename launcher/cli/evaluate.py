@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.models import ENTRY_POINT
-from launcher.cli.options import JSON, MODEL, Command, JobParameter, settings_of, valued
-from launcher.cli.show import note, print_json, print_table, print_text, shown
-from launcher.files.progress import byte_progress
-from launcher.values import counted
+from sm_nanogpt.launcher.cli.models import ENTRY_POINT
+from sm_nanogpt.launcher.cli.options import JSON, MODEL, Command, JobParameter, settings_of, valued
+from sm_nanogpt.launcher.cli.show import note, print_json, print_table, print_text, shown
+from sm_nanogpt.launcher.files.progress import byte_progress
+from sm_nanogpt.launcher.values import counted
 
 if TYPE_CHECKING:
-    from launcher.judge.evaluate import Evaluation
+    from sm_nanogpt.launcher.judge.evaluate import Evaluation
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -69,9 +69,9 @@ def eval_command(
       sm-nanogpt eval JOB-ID held-out.txt --beside another-job
       sm-nanogpt eval JOB-ID held-out.txt --documents > documents.csv
     """
-    from launcher.judge.evaluate import evaluate
-    from launcher.judge.texts import read_texts
-    from launcher.models.fetch import model_directory
+    from sm_nanogpt.launcher.judge.evaluate import evaluate
+    from sm_nanogpt.launcher.judge.texts import read_texts
+    from sm_nanogpt.launcher.models.fetch import model_directory
 
     settings = settings_of()
     texts = read_texts(paths, settings, encoding, column)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.options import Command, valued
-from launcher.cli.remedies import command
-from launcher.cli.show import note, print_text
-from launcher.errors import InputError
+from sm_nanogpt.launcher.cli.options import Command, valued
+from sm_nanogpt.launcher.cli.remedies import command
+from sm_nanogpt.launcher.cli.show import note, print_text
+from sm_nanogpt.launcher.errors import InputError
 
 
 @click.command("hyperparameters", cls=Command)
@@ -21,7 +21,7 @@ def hyperparameters_command(entry_point: str | None) -> None:
     Example:
       sm-nanogpt hyperparameters
     """
-    from launcher.source import Source
+    from sm_nanogpt.launcher.source import Source
 
     source = Source.read(Path(entry_point)) if entry_point else Source.packaged()
     table = source.module("command_line").hyperparameter_table()
@@ -38,14 +38,14 @@ def copy_script_command(directory: Path, search: str | None) -> None:
       sm-nanogpt copy-script my_gpt
       sm-nanogpt launch --instance local --entry-point my_gpt
     """
-    from launcher.source import Source
+    from sm_nanogpt.launcher.source import Source
 
     folder = shlex.quote(str(directory))
     if search is None:
         source = Source.packaged()
         next_command = f"launch --instance local --entry-point {folder}"
     else:
-        from launcher.cli.search import open_search
+        from sm_nanogpt.launcher.cli.search import open_search
 
         kept_by = open_search(search)
         source = kept_by.source(kept_by.ledger.base)

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from entry_point.metrics import duration
-from launcher.cli.remedies import command, options
-from launcher.cli.show import at_ctrl_c, note, print_json, print_table
-from launcher.job import DEFAULT_RUN_SECONDS
-from launcher.sagemaker.cost import OVERHEAD_SECONDS, usd
+from sm_nanogpt.entry_point.metrics import duration
+from sm_nanogpt.launcher.cli.remedies import command, options
+from sm_nanogpt.launcher.cli.show import at_ctrl_c, note, print_json, print_table
+from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS
+from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS, usd
 
 if TYPE_CHECKING:
-    from launcher.forecast.table import Forecast, Row
-    from launcher.settings import Settings
+    from sm_nanogpt.launcher.forecast.table import Forecast, Row
+    from sm_nanogpt.launcher.settings import Settings
 
 
 def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> None:
     """Forecast each size, and print a table. typed: the fields of a request on the command line."""
-    from launcher.forecast.forecasting import forecast
-    from launcher.job import Request
+    from sm_nanogpt.launcher.forecast.forecasting import forecast
+    from sm_nanogpt.launcher.job import Request
 
     fields = {"instance": "local", **typed}
     max_cost = fields.pop("max_cost", None)  # of a job on any of the known instance types
@@ -58,7 +58,7 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
 
 def print_sizes(result: Forecast) -> None:
     """Print a row for each size, with a column for each instance type."""
-    from launcher.backends import backend_class
+    from sm_nanogpt.launcher.backends import backend_class
 
     names = list(result.rows[0].seconds)
     headings = []
@@ -86,7 +86,7 @@ def next_request(typed: dict[str, Any], row: Row) -> dict[str, Any]:
 
     With a ceiling, and no instance type on SageMaker, it is on the cheapest one.
     """
-    from launcher.backends import backend_class
+    from sm_nanogpt.launcher.backends import backend_class
 
     fields = {"instance": "local", **typed, "size": f"{row.size:g}"}
     if "max_cost" in typed:

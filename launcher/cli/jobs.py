@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import (
+from sm_nanogpt.launcher.cli.options import (
     GROUP,
     JOB_ID,
     JSON,
@@ -25,8 +25,8 @@ from launcher.cli.options import (
     unless_not_yours,
     valued,
 )
-from launcher.cli.remedies import command, options, reason_of
-from launcher.cli.show import (
+from sm_nanogpt.launcher.cli.remedies import command, options, reason_of
+from sm_nanogpt.launcher.cli.show import (
     at_ctrl_c,
     following,
     moment,
@@ -41,13 +41,13 @@ from launcher.cli.show import (
     report_end,
     shown,
 )
-from launcher.cli.sweep import print_ranking
-from launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.cli.sweep import print_ranking
+from sm_nanogpt.launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
-    from launcher.curve import Curve, Row
-    from launcher.job import JobDescription, TrainingJob
-    from launcher.settings import Settings
+    from sm_nanogpt.launcher.curve import Curve, Row
+    from sm_nanogpt.launcher.job import JobDescription, TrainingJob
+    from sm_nanogpt.launcher.settings import Settings
 
 
 @click.command("jobs", cls=Command)
@@ -71,11 +71,11 @@ def jobs_command(
       sm-nanogpt jobs --status Completed --limit 10
       sm-nanogpt jobs --group latest
     """
-    from launcher.finding import Listing
-    from launcher.groups.find import find_group
-    from launcher.groups.sweep import recorded_sweep
-    from launcher.tracking import with_costs
-    from launcher.views.job_fields import data_of
+    from sm_nanogpt.launcher.finding import Listing
+    from sm_nanogpt.launcher.groups.find import find_group
+    from sm_nanogpt.launcher.groups.sweep import recorded_sweep
+    from sm_nanogpt.launcher.tracking import with_costs
+    from sm_nanogpt.launcher.views.job_fields import data_of
 
     if group is not None and (limit or status):
         raise InputError("--group needs all its jobs, so neither --limit nor --status")
@@ -105,7 +105,7 @@ def jobs_command(
 
 def first_step(settings: Settings) -> str:
     """The command that a person without jobs types next."""
-    from launcher.text.corpus import last_upload
+    from sm_nanogpt.launcher.text.corpus import last_upload
 
     try:
         last_upload(settings)
@@ -115,7 +115,7 @@ def first_step(settings: Settings) -> str:
 
 
 def print_jobs(jobs: list[JobDescription], everyone: bool) -> None:
-    from launcher.views.job_fields import BY_KEY, COLUMNS, NARROW, columns_of
+    from sm_nanogpt.launcher.views.job_fields import BY_KEY, COLUMNS, NARROW, columns_of
 
     keys = [key for key in COLUMNS if everyone or key != "owner"]
     print_columns(columns_of(jobs, keys), optional=[BY_KEY[key].column for key in NARROW])
@@ -130,8 +130,8 @@ def status_command(job_id: str, as_json: bool) -> None:
     Example:
       sm-nanogpt status JOB-ID
     """
-    from launcher.tracking import TrackedJob
-    from launcher.views.job_fields import data_of, texts_of
+    from sm_nanogpt.launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.views.job_fields import data_of, texts_of
 
     settings = settings_of()
     tracked = TrackedJob(job_id, settings)
@@ -184,7 +184,7 @@ def metrics_command(job_id: str, form: str | None) -> None:
     Example:
       sm-nanogpt metrics JOB-ID --csv > curve.csv
     """
-    from launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.tracking import TrackedJob
 
     curve = TrackedJob(job_id, settings_of()).curve()
     if not curve.rows:
@@ -234,8 +234,8 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
       sm-nanogpt logs JOB-ID --follow
       sm-nanogpt logs JOB-ID --tail 20
     """
-    from launcher.backends import backend_class
-    from launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.backends import backend_class
+    from sm_nanogpt.launcher.tracking import TrackedJob
 
     job = TrackedJob(job_id, settings_of())
     silent = tail != 0
@@ -276,9 +276,9 @@ def report_command(
       sm-nanogpt report JOB-ID JOB-ID -o comparison.html
       sm-nanogpt report --group latest
     """
-    from launcher.files.storage import write_bytes
-    from launcher.views.page import page
-    from launcher.views.report import compare, read_runs
+    from sm_nanogpt.launcher.files.storage import write_bytes
+    from sm_nanogpt.launcher.views.page import page
+    from sm_nanogpt.launcher.views.report import compare, read_runs
 
     settings = settings_of()
     if group is not None:
@@ -305,7 +305,7 @@ def report_path(job_ids: Sequence[str]) -> Path:
 
 def jobs_with_curves(reference: str, settings: Settings) -> tuple[str, ...]:
     """The ids of the jobs of a sweep. Raises ServiceError if it has none, or is a search."""
-    from launcher.groups.find import find_group
+    from sm_nanogpt.launcher.groups.find import find_group
 
     group = find_group(reference, settings)
     if group.is_search:
@@ -320,7 +320,7 @@ def jobs_with_curves(reference: str, settings: Settings) -> tuple[str, ...]:
 
 def launch_again(job: TrainingJob) -> str:
     """The command that repeats a job. Values of its environment may be secret."""
-    from launcher.job import Request
+    from sm_nanogpt.launcher.job import Request
 
     names = Request.model_fields.keys() - {"name", "instance"}
     fields = job.model_dump(exclude_defaults=True, include=names)
@@ -338,7 +338,7 @@ def wait_command(job_id: str) -> None:
     Example:
       sm-nanogpt wait JOB-ID && sm-nanogpt fetch-and-sample JOB-ID
     """
-    from launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.tracking import TrackedJob
 
     settings = settings_of()
     with at_ctrl_c("the job keeps running"):
@@ -358,8 +358,8 @@ def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
       sm-nanogpt stop JOB-ID
       sm-nanogpt stop --group latest
     """
-    from launcher.backends import backend_class
-    from launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.backends import backend_class
+    from sm_nanogpt.launcher.tracking import TrackedJob
 
     settings = settings_of()
     if group is not None:
@@ -377,9 +377,9 @@ def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
 
 def stop_jobs_of(reference: str, settings: Settings, yes: bool) -> None:
     """Stop the jobs of a sweep or of a search, and say how it continues."""
-    from launcher.groups.find import find_group
-    from launcher.groups.stop import stop_group
-    from launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.groups.find import find_group
+    from sm_nanogpt.launcher.groups.stop import stop_group
+    from sm_nanogpt.launcher.tracking import TrackedJob
 
     group = find_group(reference, settings)
     if not group.tries:

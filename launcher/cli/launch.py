@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from launcher.cli.options import YES, Command, JobParameter, agree_to_cost, settings_of, valued
-from launcher.cli.remedies import command, remedy
-from launcher.cli.show import (
+from sm_nanogpt.launcher.cli.options import (
+    YES,
+    Command,
+    JobParameter,
+    agree_to_cost,
+    settings_of,
+    valued,
+)
+from sm_nanogpt.launcher.cli.remedies import command, remedy
+from sm_nanogpt.launcher.cli.show import (
     at_ctrl_c,
     explain,
     following,
@@ -23,13 +30,13 @@ from launcher.cli.show import (
     print_json,
     silence,
 )
-from launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
-    from launcher.job import Request
-    from launcher.launching.launch import Plan
-    from launcher.settings import Settings
-    from launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.job import Request
+    from sm_nanogpt.launcher.launching.launch import Plan
+    from sm_nanogpt.launcher.settings import Settings
+    from sm_nanogpt.launcher.tracking import TrackedJob
 
 
 @click.command("launch", cls=Command)
@@ -231,14 +238,14 @@ class LaunchOptions:
         return str(self.fields.get("resume", ""))
 
     def resumes_sweep(self, settings: Settings) -> bool:
-        from launcher.launching.names import ledger_path
+        from sm_nanogpt.launcher.launching.names import ledger_path
 
         return bool(self.resumed) and ledger_path(self.resumed, settings).exists()
 
     def request(self) -> Request:
         """The request, with the hyperparameters of --config and --set."""
-        from launcher.files.documents import read_toml
-        from launcher.job import Request
+        from sm_nanogpt.launcher.files.documents import read_toml
+        from sm_nanogpt.launcher.job import Request
 
         hyperparameters = {}
         if self.config_file:
@@ -247,7 +254,7 @@ class LaunchOptions:
         return Request(**self.fields, hyperparameters=hyperparameters)
 
     def check_dry_run(self) -> None:
-        from launcher.backends import backend_class
+        from sm_nanogpt.launcher.backends import backend_class
 
         backend = backend_class(self.fields.get("instance", ""))
         if self.dry_run and not backend.sends_request:
@@ -267,7 +274,7 @@ def forecast_sizes(
     context: click.Context, options: LaunchOptions, settings: Settings, as_json: bool
 ) -> None:
     """`launch --forecast`: print what each size would be, and start nothing."""
-    from launcher.cli.forecast import show_forecast
+    from sm_nanogpt.launcher.cli.forecast import show_forecast
 
     allowed = {"forecasts", "as_json", *options.fields}
     for parameter in context.command.params:
@@ -278,8 +285,8 @@ def forecast_sizes(
 
 def resume_sweep(options: LaunchOptions, settings: Settings) -> None:
     """`launch --resume SWEEP`: run the jobs that have not completed."""
-    from launcher.cli.sweep import run_sweep
-    from launcher.groups.plan import continue_sweep
+    from sm_nanogpt.launcher.cli.sweep import run_sweep
+    from sm_nanogpt.launcher.groups.plan import continue_sweep
 
     group = options.resumed
     if options.typed - {"resume", "max_cost", "parallel", "yes"}:
@@ -292,8 +299,8 @@ def resume_sweep(options: LaunchOptions, settings: Settings) -> None:
 
 def launch_sweep(options: LaunchOptions, settings: Settings) -> None:
     """`launch --sweep`: run a job for each combination of values, or print their requests."""
-    from launcher.cli.sweep import run_sweep
-    from launcher.groups.plan import plan_sweep
+    from sm_nanogpt.launcher.cli.sweep import run_sweep
+    from sm_nanogpt.launcher.groups.plan import plan_sweep
 
     if options.follow is not None:
         rule = "are not for sweeps, which run until all jobs ended"
@@ -311,8 +318,8 @@ def launch_sweep(options: LaunchOptions, settings: Settings) -> None:
 
 def launch_job(options: LaunchOptions, settings: Settings) -> None:
     """`launch`: start a job, print its id, and follow it if it runs here."""
-    from launcher.launching.launch import prepare
-    from launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.launching.launch import prepare
+    from sm_nanogpt.launcher.tracking import TrackedJob
 
     if options.parallel:
         raise InputError("--parallel is for jobs of a sweep; add --sweep or --seeds")
@@ -343,7 +350,7 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
 
 def note_sweep_of(job_id: str) -> None:
     """Say how a sweep continues, if a job of one is resumed."""
-    from launcher.launching.names import group_of
+    from sm_nanogpt.launcher.launching.names import group_of
 
     group = group_of(job_id)
     if group != job_id:
@@ -385,7 +392,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool, costs: str) -> None
     Ctrl-C, or a closed stderr, stops the job if `stops`, else only the printing. costs is that of
     `cost_of`.
     """
-    from launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.tracking import TrackedJob
 
     job = TrackedJob(job_id, settings)
     interrupted = False

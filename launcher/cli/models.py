@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, MODEL, Command, JobParameter, settings_of, valued
-from launcher.cli.remedies import command, sentence
-from launcher.cli.show import note, print_json, print_text
-from launcher.errors import InputError, LauncherError, Terminated
-from launcher.values import megabytes
+from sm_nanogpt.launcher.cli.options import JSON, MODEL, Command, JobParameter, settings_of, valued
+from sm_nanogpt.launcher.cli.remedies import command, sentence
+from sm_nanogpt.launcher.cli.show import note, print_json, print_text
+from sm_nanogpt.launcher.errors import InputError, LauncherError, Terminated
+from sm_nanogpt.launcher.values import megabytes
 
 if TYPE_CHECKING:
-    from entry_point.model import GPT
-    from entry_point.text import Tokenizer
-    from launcher.job import JobDescription
-    from launcher.models.chat import Chat, Message
-    from launcher.settings import Settings
-    from launcher.views.play import Player
+    from sm_nanogpt.entry_point.model import GPT
+    from sm_nanogpt.entry_point.text import Tokenizer
+    from sm_nanogpt.launcher.job import JobDescription
+    from sm_nanogpt.launcher.models.chat import Chat, Message
+    from sm_nanogpt.launcher.settings import Settings
+    from sm_nanogpt.launcher.views.play import Player
 
 ENTRY_POINT = valued(
     "--entry-point DIR",
@@ -80,7 +80,7 @@ def fetch_and_sample_command(
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
     _, loaded, tokenizer = open_model(model, settings_of(), entry_point)
-    from launcher.models.sample import prompt_and_limit, stream_samples
+    from sm_nanogpt.launcher.models.sample import prompt_and_limit, stream_samples
 
     if tokenizer.chats and prompt is None:
         chat = command("chat", shlex.quote(model))
@@ -126,11 +126,11 @@ def open_model(
 
     Returns the directory, the model, and its tokenizer.
     """
-    from launcher.models.fetch import model_directory
+    from sm_nanogpt.launcher.models.fetch import model_directory
 
     directory = model_directory(name, settings, entry_point)
     note(f"model: {directory}")
-    from launcher.models.load import is_edited, load_model
+    from sm_nanogpt.launcher.models.load import is_edited, load_model
 
     model, tokenizer = load_model(directory, settings, entry_point)
     if is_edited(model):
@@ -140,7 +140,7 @@ def open_model(
 
 def player_of(model: str, settings: Settings, entry_point: Path | None) -> Player:
     """A model to play with. Its name is that of its job, or of its directory without one."""
-    from launcher.views.play import Player
+    from sm_nanogpt.launcher.views.play import Player
 
     directory, loaded, tokenizer = open_model(model, settings, entry_point)
     job = job_behind(model, directory, settings)
@@ -152,8 +152,8 @@ def player_of(model: str, settings: Settings, entry_point: Path | None) -> Playe
 
 def job_behind(model: str, directory: Path, settings: Settings) -> JobDescription | None:
     """The job that made a model in a directory; None for another, or if it cannot be looked up."""
-    from launcher.job import FULL_ID
-    from launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.job import FULL_ID
+    from sm_nanogpt.launcher.tracking import TrackedJob
 
     for part in (model, *reversed(directory.absolute().parts)):
         if FULL_ID.fullmatch(part):
@@ -164,7 +164,7 @@ def job_behind(model: str, directory: Path, settings: Settings) -> JobDescriptio
 
 def card_for(directory: Path, job: JobDescription | None) -> dict[str, str]:
     """What a page says of a model, by label: of its job, or else what its directory says of it."""
-    from launcher.views.model_page import card_of
+    from sm_nanogpt.launcher.views.model_page import card_of
 
     if job is not None:
         return card_of(job)
@@ -174,10 +174,10 @@ def card_for(directory: Path, job: JobDescription | None) -> dict[str, str]:
 
 def about(directory: Path) -> str:
     """The loss of a model, and its settings; "" for one of another tool."""
-    from launcher.files.documents import Damaged, parse
-    from launcher.job import TrainingJob
-    from launcher.launching.summary import summary_of
-    from launcher.models.load import known_config
+    from sm_nanogpt.launcher.files.documents import Damaged, parse
+    from sm_nanogpt.launcher.job import TrainingJob
+    from sm_nanogpt.launcher.launching.summary import summary_of
+    from sm_nanogpt.launcher.models.load import known_config
 
     try:
         training = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
@@ -267,7 +267,7 @@ def play_command(
     import webbrowser
     from urllib.parse import quote
 
-    from launcher.views import api, play
+    from sm_nanogpt.launcher.views import api, play
 
     settings = settings_of()
     listener = play.listen(port or 0)
@@ -294,9 +294,14 @@ def save_model(
     model: str, path: Path, bits: int | None, n_moments: int | None, entry_point: Path | None
 ) -> None:
     """Write a model as one page, say what it holds, and print its path."""
-    from launcher.judge.evaluate import training_corpus
-    from launcher.models.moments import read_moments
-    from launcher.views.model_page import SLOW_PARAMETERS, UNMEASURED, count_parameters, save_page
+    from sm_nanogpt.launcher.judge.evaluate import training_corpus
+    from sm_nanogpt.launcher.models.moments import read_moments
+    from sm_nanogpt.launcher.views.model_page import (
+        SLOW_PARAMETERS,
+        UNMEASURED,
+        count_parameters,
+        save_page,
+    )
 
     settings = settings_of()
     directory, loaded, tokenizer = open_model(model, settings, entry_point)
@@ -338,8 +343,8 @@ def chat_command(model: str, system: str | None, entry_point: Path | None, **sam
       sm-nanogpt chat JOB-ID --system "Answer in one word." --temperature 0
     """
     _, loaded, tokenizer = open_model(model, settings_of(), entry_point)
-    from launcher.models.chat import Chat, Message
-    from launcher.models.sample import stream_samples
+    from sm_nanogpt.launcher.models.chat import Chat, Message
+    from sm_nanogpt.launcher.models.sample import stream_samples
 
     stream_samples(loaded, tokenizer, **sampling)  # refuses a wrong option before a line is typed
     messages = [Message("system", system)] if system else []
@@ -365,8 +370,8 @@ def answer(
     n: int,
 ) -> Generator[str]:
     """Yield the n-th answer of a conversation, to a line, and add both to its messages."""
-    from launcher.models.chat import Message
-    from launcher.models.sample import stream_samples
+    from sm_nanogpt.launcher.models.chat import Message
+    from sm_nanogpt.launcher.models.sample import stream_samples
 
     if not line.strip():
         return
@@ -394,7 +399,7 @@ def continue_prompt(
     model: GPT, tokenizer: Tokenizer, sampling: Mapping[str, Any], line: str, n: int
 ) -> Generator[str]:
     """Yield a line, and what the model continues it with; the n-th one has a seed of its own."""
-    from launcher.models.sample import stream_samples
+    from sm_nanogpt.launcher.models.sample import stream_samples
 
     options = {**sampling, "seed": sampling["seed"] + n}
     columns = stream_samples(model, tokenizer, line or None, **options)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from launcher.cli.remedies import command
-from launcher.cli.show import escaped, note
-from launcher.errors import InputError
+from sm_nanogpt.launcher.cli.remedies import command
+from sm_nanogpt.launcher.cli.show import escaped, note
+from sm_nanogpt.launcher.errors import InputError
 
 if TYPE_CHECKING:
-    from launcher.settings import Settings
+    from sm_nanogpt.launcher.settings import Settings
 
 T = TypeVar("T")
 
 
 def settings_of() -> Settings:
     """The settings of the running command, read once: they hold the session of AWS."""
-    from launcher.settings import load_settings
+    from sm_nanogpt.launcher.settings import load_settings
 
     context = click.get_current_context()
     if "settings" not in context.meta:
@@ -97,8 +97,8 @@ class JobParameter(click.ParamType[str]):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if ctx is None or ctx.resilient_parsing or value == self.other:
             return value
-        from launcher.files.moved import UPLOAD_NAME
-        from launcher.finding import full_id
+        from sm_nanogpt.launcher.files.moved import UPLOAD_NAME
+        from sm_nanogpt.launcher.finding import full_id
 
         if self.uploads and UPLOAD_NAME.fullmatch(Path(value).name):
             return value.rstrip("/")
@@ -113,7 +113,7 @@ class JobParameter(click.ParamType[str]):
 
     def convert_sweep(self, value: str, settings: Settings, ctx: click.Context) -> str:
         """The full id of a sweep, or ''. Raises InputError if the command takes no sweep here."""
-        from launcher.launching.names import recorded_group
+        from sm_nanogpt.launcher.launching.names import recorded_group
 
         sweep = recorded_group(value, settings)
         if sweep is None or self.sweeps:
@@ -125,8 +125,8 @@ class JobParameter(click.ParamType[str]):
 
     def convert_upload(self, value: str, settings: Settings) -> str:
         """The name of an upload, if the value is a part of one; a full id of a job stays."""
-        from launcher.job import FULL_ID
-        from launcher.text.uploads import full_name
+        from sm_nanogpt.launcher.job import FULL_ID
+        from sm_nanogpt.launcher.text.uploads import full_name
 
         if FULL_ID.fullmatch(value):
             return value
@@ -214,7 +214,7 @@ def unless_not_yours(act: Callable[..., T], question: str, yes: bool) -> T:
 
     confirmed is False at first unless the user passed --yes. Raises NotYours elsewhere.
     """
-    from launcher.tracking import NotYours
+    from sm_nanogpt.launcher.tracking import NotYours
 
     try:
         return act(confirmed=yes)
@@ -231,7 +231,7 @@ def agree_to_cost(worst_cost: float, max_cost: float | None, settings: Settings,
 
     Without a terminal, it raises as check_confirmed does.
     """
-    from launcher.sagemaker.cost import check_confirmed
+    from sm_nanogpt.launcher.sagemaker.cost import check_confirmed
 
     if not sys.stdin.isatty() and not yes:
         check_confirmed(worst_cost, max_cost, settings)

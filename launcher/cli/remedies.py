@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.errors import MAX_VALUE, LauncherError, shortened
+from sm_nanogpt.launcher.errors import MAX_VALUE, LauncherError, shortened
 
 if TYPE_CHECKING:
-    from launcher.job import JobDescription
+    from sm_nanogpt.launcher.job import JobDescription
 
 LOGIN = "`aws login`, `aws sso login` or `aws configure`"
 CAPACITY = "AWS has no capacity now; try later, or name several types with --instance TYPE,TYPE,..."
@@ -183,7 +183,7 @@ def command(*arguments: str) -> str:
         root_options.update(context.find_root().obj or {})
     store = root_options.get("store")
     if store and "://" not in store:
-        from launcher.settings import expand_user
+        from sm_nanogpt.launcher.settings import expand_user
 
         root_options["store"] = str(expand_user(store).absolute())
     parts = ["sm-nanogpt"]
@@ -217,7 +217,7 @@ def reason_of(description: JobDescription) -> str | None:
 
 def disk_advice(description: JobDescription) -> str:
     """What to do about a full disk of a job."""
-    from launcher.backends import backend_class
+    from sm_nanogpt.launcher.backends import backend_class
 
     advice = {
         "home": f"`{command('delete')}` old jobs, or set SM_NANOGPT_HOME to a larger disk",

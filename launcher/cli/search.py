@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, CommandGroup, settings_of, valued
-from launcher.cli.remedies import command, sentence
-from launcher.cli.show import at_ctrl_c, note, print_json, print_table, shown
-from launcher.errors import InputError, LauncherError
+from sm_nanogpt.launcher.cli.options import JSON, CommandGroup, settings_of, valued
+from sm_nanogpt.launcher.cli.remedies import command, sentence
+from sm_nanogpt.launcher.cli.show import at_ctrl_c, note, print_json, print_table, shown
+from sm_nanogpt.launcher.errors import InputError, LauncherError
 
 if TYPE_CHECKING:
-    from launcher.source import Source
-    from launcher.trying.search import Search
+    from sm_nanogpt.launcher.source import Source
+    from sm_nanogpt.launcher.trying.search import Search
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ SEARCH = valued("--group NAME", "The search, by the name that `try start` gave i
 
 
 def open_search(name: str) -> Search:
-    from launcher.trying.search import Search
+    from sm_nanogpt.launcher.trying.search import Search
 
     return Search(name, settings_of(), note)
 
@@ -80,10 +80,10 @@ def start_command(
       sm-nanogpt copy-script my_gpt --from shakespeare
       sm-nanogpt try run my_gpt --group shakespeare --note "squared ReLU"
     """
-    from launcher.backends import backend_class, rents_gpus
-    from launcher.job import Request
-    from launcher.trying.rule import detectable_gains
-    from launcher.trying.start import begin_search, remove_unfinished
+    from sm_nanogpt.launcher.backends import backend_class, rents_gpus
+    from sm_nanogpt.launcher.job import Request
+    from sm_nanogpt.launcher.trying.rule import detectable_gains
+    from sm_nanogpt.launcher.trying.start import begin_search, remove_unfinished
 
     bills = backend_class(instance).bills
     if bills and ceiling is None:
@@ -132,7 +132,7 @@ def run_command(folder: Path, group: str, description: str, as_json: bool) -> No
     Example:
       sm-nanogpt try run my_gpt --group shakespeare --note "squared ReLU"
     """
-    from launcher.source import Source
+    from sm_nanogpt.launcher.source import Source
 
     search = open_search(group)
     with at_ctrl_c(goes_on(shlex.quote(str(folder)), "--group", group)):

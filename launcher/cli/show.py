@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from launcher.cli.remedies import command, reason_of, remedies, remedy
-from launcher.errors import ServiceError, shortened
+from sm_nanogpt.launcher.cli.remedies import command, reason_of, remedies, remedy
+from sm_nanogpt.launcher.errors import ServiceError, shortened
 
 if TYPE_CHECKING:
-    from launcher.curve import Curve
-    from launcher.job import JobDescription
-    from launcher.settings import Settings
-    from launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.curve import Curve
+    from sm_nanogpt.launcher.job import JobDescription
+    from sm_nanogpt.launcher.settings import Settings
+    from sm_nanogpt.launcher.tracking import TrackedJob
 
 # Control characters except tab and newline, and marks that reorder text on a terminal.
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -61,7 +61,7 @@ def report_end(description: JobDescription, settings: Settings, *expected: str) 
 
 def next_step(description: JobDescription, settings: Settings) -> str:
     """The likely next command for a job that has ended."""
-    from launcher.text.corpus import known_upload
+    from sm_nanogpt.launcher.text.corpus import known_upload
 
     job_id = description.job_id
     if description.search:
@@ -125,7 +125,7 @@ class Screen(logging.Handler):
 @contextmanager
 def logs_shown() -> Iterator[None]:
     """Print log records of the library at level INFO and above."""
-    logger = logging.getLogger("launcher")
+    logger = logging.getLogger("sm_nanogpt")
     screen = Screen()
     level = logger.level
     logger.addHandler(screen)
@@ -139,7 +139,7 @@ def logs_shown() -> Iterator[None]:
 
 def print_curve(curve: Curve, err: bool = False) -> None:
     """Draw the validation loss, or the training loss while there are fewer than two evaluations."""
-    from launcher.curve import sketch
+    from sm_nanogpt.launcher.curve import sketch
 
     for name in ("val_loss", "train_loss"):
         points = curve.points(name)
@@ -162,7 +162,7 @@ def following(lines: Iterator[str], job: TrackedJob) -> Iterator[str]:
         return
     from tqdm import tqdm
 
-    from launcher.curve import Curve, Row, rows_of_log, total_steps
+    from sm_nanogpt.launcher.curve import Curve, Row, rows_of_log, total_steps
 
     description = job.describe()
     rows: list[Row] = []
@@ -183,8 +183,8 @@ def following(lines: Iterator[str], job: TrackedJob) -> Iterator[str]:
 
 def progress_of(job: JobDescription) -> str:
     """How far a running job is, with its best loss, speed, time left and cost, in one line."""
-    from launcher.sagemaker.cost import cost_of, usd
-    from launcher.views.job_fields import texts_of
+    from sm_nanogpt.launcher.sagemaker.cost import cost_of, usd
+    from sm_nanogpt.launcher.views.job_fields import texts_of
 
     texts = texts_of(job)
     parts = []

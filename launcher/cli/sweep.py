@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import agree_to_cost
-from launcher.cli.remedies import command, reason_of, sentence
-from launcher.cli.show import note, print_table
-from launcher.errors import ServiceError
+from sm_nanogpt.launcher.cli.options import agree_to_cost
+from sm_nanogpt.launcher.cli.remedies import command, reason_of, sentence
+from sm_nanogpt.launcher.cli.show import note, print_table
+from sm_nanogpt.launcher.errors import ServiceError
 
 if TYPE_CHECKING:
-    from launcher.groups.find import Tries
-    from launcher.groups.plan import SweepPlan
-    from launcher.groups.ranking import Rank
-    from launcher.groups.run import Event
-    from launcher.groups.sweep import Sweep
-    from launcher.job import JobDescription
+    from sm_nanogpt.launcher.groups.find import Tries
+    from sm_nanogpt.launcher.groups.plan import SweepPlan
+    from sm_nanogpt.launcher.groups.ranking import Rank
+    from sm_nanogpt.launcher.groups.run import Event
+    from sm_nanogpt.launcher.groups.sweep import Sweep
+    from sm_nanogpt.launcher.job import JobDescription
 
 
 def run_sweep(plan: SweepPlan, yes: bool) -> None:
@@ -26,8 +26,8 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
 
     Ctrl-C stops local jobs after a checkpoint; jobs on SageMaker keep running.
     """
-    from launcher.groups.run import begin_sweep
-    from launcher.sagemaker.cost import CeilingTooLow
+    from sm_nanogpt.launcher.groups.run import begin_sweep
+    from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 
     sweep = plan.sweep
     if plan.plans:
@@ -63,7 +63,7 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
 
 def agree_to_worst_cost(plan: SweepPlan, yes: bool) -> None:
     """Say what the jobs of a sweep may cost together, and ask if that is much."""
-    from launcher.sagemaker.cost import usd
+    from sm_nanogpt.launcher.sagemaker.cost import usd
 
     worst = plan.worst_cost
     if worst == math.inf:
@@ -75,9 +75,9 @@ def agree_to_worst_cost(plan: SweepPlan, yes: bool) -> None:
 
 def stop_jobs(plan: SweepPlan) -> None:
     """Stop the running jobs of a sweep, and wait for their checkpoints."""
-    from launcher.groups.find import find_group
-    from launcher.groups.stop import stop_group
-    from launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.groups.find import find_group
+    from sm_nanogpt.launcher.groups.stop import stop_group
+    from sm_nanogpt.launcher.tracking import TrackedJob
 
     note("stopping the running jobs after a checkpoint")
     group = find_group(plan.group, plan.settings)
@@ -100,7 +100,7 @@ def line_of(event: Event, sweep: Sweep) -> str:
 
 def print_ranking(tries: Tries, sweep: Sweep | None, err: bool = False) -> None:
     """Print the configurations of a sweep by their best loss, with its spread over seeds."""
-    from launcher.groups.ranking import ranking
+    from sm_nanogpt.launcher.groups.ranking import ranking
 
     # Without a record, it was launched from another machine.
     numbers = sweep.numbers if sweep else sorted(tries)

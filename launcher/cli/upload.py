@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import JSON, Command, JobParameter, settings_of, valued
-from launcher.cli.remedies import command
-from launcher.cli.show import note, print_json
-from launcher.files.progress import byte_progress
-from launcher.values import counted
+from sm_nanogpt.launcher.cli.options import JSON, Command, JobParameter, settings_of, valued
+from sm_nanogpt.launcher.cli.remedies import command
+from sm_nanogpt.launcher.cli.show import note, print_json
+from sm_nanogpt.launcher.files.progress import byte_progress
+from sm_nanogpt.launcher.values import counted
 
 if TYPE_CHECKING:
-    from launcher.text.corpus import Upload
-    from launcher.text.formats import Format
+    from sm_nanogpt.launcher.text.corpus import Upload
+    from sm_nanogpt.launcher.text.formats import Format
 
 SHORT = 200_000  # tokens: `cpu`, the default on a CPU, reads a shorter text over eight times
 
@@ -25,7 +25,7 @@ class UploadCommand(Command):
     """Puts the table of formats into its help, when that is shown: reading it takes a while."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from launcher.text.formats import FORMATS
+        from sm_nanogpt.launcher.text.formats import FORMATS
 
         help_text = self.help or ""
         plain = [format for format in FORMATS if format.is_plain]
@@ -86,8 +86,8 @@ def upload_data_command(
       sm-nanogpt upload-data notes more.txt --include '*.py' --exclude drafts
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
-    from launcher.text.corpus import upload_data
-    from launcher.text.first_text import first_text
+    from sm_nanogpt.launcher.text.corpus import upload_data
+    from sm_nanogpt.launcher.text.first_text import first_text
 
     settings = settings_of()
     paths = paths or (str(first_text(settings)),)
@@ -130,7 +130,7 @@ def next_launch(upload: Upload, tokenizer: str | None) -> str:
 
 def base_of(tokenizer: str | None) -> str:
     """The option that starts from the model whose tokenizer was taken, or ''."""
-    from launcher.files.storage import path_of
+    from sm_nanogpt.launcher.files.storage import path_of
 
     if tokenizer is None or tokenizer == "bpe":
         return ""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from launcher.errors import ServiceError
-from launcher.files import storage
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files import storage
 
 T = TypeVar("T")
 

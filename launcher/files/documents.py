@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from entry_point.files import read_file
-from launcher.errors import InputError, ServiceError, must_be
-from launcher.values import parse_bytes
+from sm_nanogpt.entry_point.files import read_file
+from sm_nanogpt.launcher.errors import InputError, ServiceError, must_be
+from sm_nanogpt.launcher.values import parse_bytes
 
 T = TypeVar("T")
 

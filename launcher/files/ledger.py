@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from entry_point.files import flush_to_disk
-from launcher.errors import ServiceError
-from launcher.files import locks, storage
+from sm_nanogpt.entry_point.files import flush_to_disk
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files import locks, storage
 
 FIRST_HASH = "0" * 64
 

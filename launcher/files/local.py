@@ -14,11 +14,11 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from entry_point import files
-from entry_point.files import file_sha256, open_file, read_file
-from launcher.errors import InputError
-from launcher.files.locks import lock
-from launcher.files.progress import Progress
+from sm_nanogpt.entry_point import files
+from sm_nanogpt.entry_point.files import file_sha256, open_file, read_file
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.locks import lock
+from sm_nanogpt.launcher.files.progress import Progress
 
 logger = logging.getLogger(__name__)
 

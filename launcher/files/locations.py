@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from launcher.errors import InputError, ServiceError
-from launcher.settings import expand_user, location_problem
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.settings import expand_user, location_problem
 
 MAX_NAME, MAX_PATH = 255, 4095  # characters, on every system
 

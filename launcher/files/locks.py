@@ -6,8 +6,8 @@ import fcntl
 from pathlib import Path
 from typing import IO, Any
 
-from entry_point.files import open_file
-from launcher.errors import InputError
+from sm_nanogpt.entry_point.files import open_file
+from sm_nanogpt.launcher.errors import InputError
 
 
 def lock(file: IO[Any], wait: bool = True, shared: bool = False) -> bool:

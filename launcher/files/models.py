@@ -7,9 +7,9 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from entry_point.files import open_file, read_file
-from launcher.errors import InputError
-from launcher.files.storage import path_of
+from sm_nanogpt.entry_point.files import open_file, read_file
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.storage import path_of
 
 INDEX = "model.safetensors.index.json"
 # What a run reads besides the weights, each with a name that it defines.
@@ -72,7 +72,7 @@ def check_model_file(path: Path) -> None:
 
 def fits_name(path: Path) -> bool:
     """True if a file holds what its name says: a document of DOCUMENTS, or safetensors."""
-    from entry_point.safetensors_file import read_header
+    from sm_nanogpt.entry_point.safetensors_file import read_header
 
     with suppress(Exception):  # whatever is in it
         if path.name in DOCUMENTS:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from launcher.files import storage
-from launcher.settings import Settings
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.settings import Settings
 
 UPLOAD_NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")
 PART_OF_NAME = re.compile(r"[A-Za-z0-9-]{1,99}")  # what may be a part of the name of an upload

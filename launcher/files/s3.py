@@ -8,11 +8,11 @@ from typing import Any
 
 import fsspec
 
-from entry_point.files import check_size, file_sha256
-from launcher.aws import raise_offline
-from launcher.errors import ServiceError
-from launcher.files.progress import Progress
-from launcher.settings import Settings
+from sm_nanogpt.entry_point.files import check_size, file_sha256
+from sm_nanogpt.launcher.aws import raise_offline
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files.progress import Progress
+from sm_nanogpt.launcher.settings import Settings
 
 PART_BYTES = 1 << 24
 PARALLEL_PARTS = 8

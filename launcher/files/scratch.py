@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from launcher.errors import InputError
-from launcher.files import storage
-from launcher.files.local import TEMPORARY
-from launcher.files.locks import is_locked, lock
-from launcher.settings import Settings
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.local import TEMPORARY
+from sm_nanogpt.launcher.files.locks import is_locked, lock
+from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 
 from pydantic_core import to_jsonable_python
 
-from launcher.aws import service_error
-from launcher.errors import ServiceError
-from launcher.files.documents import MAX_BYTES, parse
-from launcher.files.local import CHUNK_BYTES, TEMPORARY, LocalLocation, replacing
-from launcher.files.locations import join, local_path, path_below, path_of, to_uri
-from launcher.files.progress import Progress, expect, no_progress
-from launcher.files.s3 import S3Location
-from launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.aws import service_error
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files.documents import MAX_BYTES, parse
+from sm_nanogpt.launcher.files.local import CHUNK_BYTES, TEMPORARY, LocalLocation, replacing
+from sm_nanogpt.launcher.files.locations import join, local_path, path_below, path_of, to_uri
+from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
+from sm_nanogpt.launcher.files.s3 import S3Location
+from sm_nanogpt.launcher.settings import Settings, load_settings
 
 __all__ = ["CHUNK_BYTES", "join", "path_of", "replacing", "to_uri"]  # from here for other rooms
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from entry_point.cores import cores
-from entry_point.text import Corpus, unsigned
-from launcher.errors import InputError
-from launcher.forecast.law import MeasuredRun, TextLaw, shared
-from launcher.forecast.ledger import ForecastLedger
-from launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_trials
-from launcher.forecast.table import Change, Forecast, Pilot, Row
-from launcher.job import Expected, JobDescription, TrainingJob
-from launcher.local.backend import plan_processes
-from launcher.machines import is_busy
-from launcher.sagemaker.cost import OVERHEAD_SECONDS
-from launcher.source import Source
+from sm_nanogpt.entry_point.cores import cores
+from sm_nanogpt.entry_point.text import Corpus, unsigned
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.forecast.law import MeasuredRun, TextLaw, shared
+from sm_nanogpt.launcher.forecast.ledger import ForecastLedger
+from sm_nanogpt.launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_trials
+from sm_nanogpt.launcher.forecast.table import Change, Forecast, Pilot, Row
+from sm_nanogpt.launcher.job import Expected, JobDescription, TrainingJob
+from sm_nanogpt.launcher.local.backend import plan_processes
+from sm_nanogpt.launcher.machines import is_busy
+from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS
+from sm_nanogpt.launcher.source import Source
 
 SIZES = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
 MAX_COMPUTE = 40  # times that of all pilots: beyond it nothing is forecast

@@ -10,21 +10,21 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from launcher.backends import backend_class
-from launcher.errors import InputError, LauncherError
-from launcher.finding import Listing
-from launcher.forecast import table
-from launcher.job import Request, TrainingJob
-from launcher.launching.draft import with_training_folder
-from launcher.launching.expected import forecast_path
-from launcher.launching.texts import check_texts, find_texts, repeated_share_of
-from launcher.sagemaker.cost import Prices, rate
-from launcher.settings import Settings
-from launcher.text.channels import Channel, Texts, corpus_of
-from launcher.text.corpus import known_upload
+from sm_nanogpt.launcher.backends import backend_class
+from sm_nanogpt.launcher.errors import InputError, LauncherError
+from sm_nanogpt.launcher.finding import Listing
+from sm_nanogpt.launcher.forecast import table
+from sm_nanogpt.launcher.job import Request, TrainingJob
+from sm_nanogpt.launcher.launching.draft import with_training_folder
+from sm_nanogpt.launcher.launching.expected import forecast_path
+from sm_nanogpt.launcher.launching.texts import check_texts, find_texts, repeated_share_of
+from sm_nanogpt.launcher.sagemaker.cost import Prices, rate
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text.channels import Channel, Texts, corpus_of
+from sm_nanogpt.launcher.text.corpus import known_upload
 
 if TYPE_CHECKING:  # they import torch
-    from launcher.forecast.forecast import Forecaster, InstanceType
+    from sm_nanogpt.launcher.forecast.forecast import Forecaster, InstanceType
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def forecast(
     cost, in USD. What was run is kept, also after an interruption. Raises InputError if nothing can
     be known, and ServiceError if a pilot fails.
     """
-    from launcher.forecast.forecast import Forecaster
+    from sm_nanogpt.launcher.forecast.forecast import Forecaster
 
     if max_cost is not None and not 0 < max_cost < math.inf:
         raise InputError("must be more than 0", field="max_cost", value=max_cost)
@@ -95,7 +95,7 @@ def known_instances(
 
     The jobs tell the speed of each, and AWS its price.
     """
-    from launcher.forecast.forecast import InstanceType
+    from sm_nanogpt.launcher.forecast.forecast import InstanceType
 
     measured = dict[str, InstanceType]()
     listing = Listing(settings)

@@ -6,9 +6,9 @@ forecast   what each size would be
 
 from __future__ import annotations
 
-from launcher.files.documents import parse
-from launcher.files.ledger import Ledger
-from launcher.forecast.table import Forecast, Pilot
+from sm_nanogpt.launcher.files.documents import parse
+from sm_nanogpt.launcher.files.ledger import Ledger
+from sm_nanogpt.launcher.forecast.table import Forecast, Pilot
 
 
 class ForecastLedger(Ledger):

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from entry_point.text import Corpus
-from launcher.errors import ServiceError
-from launcher.forecast.table import Pilot
-from launcher.local.runs import FinishedRun, Run, run_all
-from launcher.source import Source
-from launcher.text.ids import draw_ids, write_ids
+from sm_nanogpt.entry_point.text import Corpus
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.forecast.table import Pilot
+from sm_nanogpt.launcher.local.runs import FinishedRun, Run, run_all
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.text.ids import draw_ids, write_ids
 
 SIZES = (1.0, 1.25, 1.5, 1.75)
 SMALLEST = 100_000  # tokens of a text: fewer have no eighth that a pilot can learn from

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from launcher.files.documents import Count, Document
-from launcher.job import Expected, Positive
+from sm_nanogpt.launcher.files.documents import Count, Document
+from sm_nanogpt.launcher.job import Expected, Positive
 
 
 class Change(Document):

@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from launcher.backends import Backend, backend_class, backend_for
-from launcher.errors import InputError
-from launcher.finding import Listing, is_part, not_asked
-from launcher.groups.sweep import recorded_sweep
-from launcher.job import FULL_ID, JobDescription, UnreadableJob
-from launcher.launching.names import (
+from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.finding import Listing, is_part, not_asked
+from sm_nanogpt.launcher.groups.sweep import recorded_sweep
+from sm_nanogpt.launcher.job import FULL_ID, JobDescription, UnreadableJob
+from sm_nanogpt.launcher.launching.names import (
     attempt_of,
     group_of,
     member_id,
@@ -21,7 +21,7 @@ from launcher.launching.names import (
     recorded_groups,
     suffix_of,
 )
-from launcher.settings import Settings
+from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 

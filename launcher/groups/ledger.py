@@ -15,8 +15,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from launcher.files.ledger import Entry, Ledger
-from launcher.sagemaker.cost import CeilingTooLow, usd
+from sm_nanogpt.launcher.files.ledger import Entry, Ledger
+from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow, usd
 
 
 class OverCeiling(CeilingTooLow):

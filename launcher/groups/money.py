@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from launcher.backends import Backend
-from launcher.groups.ledger import GroupLedger
-from launcher.job import JobDescription, TrainingJob
-from launcher.sagemaker.cost import ceiling_of
-from launcher.settings import Settings
-from launcher.tracking import with_costs
+from sm_nanogpt.launcher.backends import Backend
+from sm_nanogpt.launcher.groups.ledger import GroupLedger
+from sm_nanogpt.launcher.job import JobDescription, TrainingJob
+from sm_nanogpt.launcher.sagemaker.cost import ceiling_of
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.tracking import with_costs
 
 
 def own_worst_cost(job: TrainingJob, settings: Settings) -> float:

@@ -9,21 +9,26 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import IO, Any
 
-from launcher.backends import Backend, backend_class, backend_for
-from launcher.errors import InputError
-from launcher.groups import sweep as sweeps
-from launcher.groups.find import Tries, find_group
-from launcher.groups.ledger import GroupLedger, finite
-from launcher.groups.money import cost_with_earlier, own_worst_cost, settle, settle_deleted
-from launcher.groups.stop import lock_group
-from launcher.groups.sweep import Sweep
-from launcher.job import JobDescription, Request
-from launcher.launching.draft import check_name
-from launcher.launching.launch import Plan, new_job_id, prepare
-from launcher.launching.names import attempt_of, member_id, number_of, suffix_of
-from launcher.sagemaker.cost import CeilingTooLow
-from launcher.settings import Settings
-from launcher.tracking import TrackedJob
+from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.groups import sweep as sweeps
+from sm_nanogpt.launcher.groups.find import Tries, find_group
+from sm_nanogpt.launcher.groups.ledger import GroupLedger, finite
+from sm_nanogpt.launcher.groups.money import (
+    cost_with_earlier,
+    own_worst_cost,
+    settle,
+    settle_deleted,
+)
+from sm_nanogpt.launcher.groups.stop import lock_group
+from sm_nanogpt.launcher.groups.sweep import Sweep
+from sm_nanogpt.launcher.job import JobDescription, Request
+from sm_nanogpt.launcher.launching.draft import check_name
+from sm_nanogpt.launcher.launching.launch import Plan, new_job_id, prepare
+from sm_nanogpt.launcher.launching.names import attempt_of, member_id, number_of, suffix_of
+from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 DEFAULT_SEED = 1337
 

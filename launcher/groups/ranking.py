@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from launcher.job import JobDescription
+from sm_nanogpt.launcher.job import JobDescription
 
 
 @dataclass(frozen=True)

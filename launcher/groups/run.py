@@ -10,21 +10,21 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from launcher.aws import PATIENCE_SECONDS, OverQuota, QuotaWait, patiently
-from launcher.backends import Backend
-from launcher.errors import LauncherError
-from launcher.files import storage
-from launcher.groups.ledger import GroupLedger
-from launcher.groups.money import own_worst_cost, settle, settle_deleted
-from launcher.groups.plan import SweepPlan
-from launcher.groups.stop import is_stopped, lock_group, stop_mark, write_mark
-from launcher.groups.sweep import write_sweep
-from launcher.job import JobDescription, UnreadableJob
-from launcher.launching.launch import Plan
-from launcher.sagemaker.cost import CeilingTooLow
-from launcher.settings import Settings
-from launcher.source import keep_source
-from launcher.tracking import TrackedJob
+from sm_nanogpt.launcher.aws import PATIENCE_SECONDS, OverQuota, QuotaWait, patiently
+from sm_nanogpt.launcher.backends import Backend
+from sm_nanogpt.launcher.errors import LauncherError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.groups.ledger import GroupLedger
+from sm_nanogpt.launcher.groups.money import own_worst_cost, settle, settle_deleted
+from sm_nanogpt.launcher.groups.plan import SweepPlan
+from sm_nanogpt.launcher.groups.stop import is_stopped, lock_group, stop_mark, write_mark
+from sm_nanogpt.launcher.groups.sweep import write_sweep
+from sm_nanogpt.launcher.job import JobDescription, UnreadableJob
+from sm_nanogpt.launcher.launching.launch import Plan
+from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.source import keep_source
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 logger = logging.getLogger(__name__)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import IO
 
-from launcher.aws import patiently
-from launcher.backends import Backend, backend_for
-from launcher.errors import ServiceError
-from launcher.files import locks, storage
-from launcher.groups.find import JobGroup
-from launcher.job import JobDescription
-from launcher.launching.names import ledger_path
-from launcher.settings import Settings
-from launcher.tracking import check_yours
+from sm_nanogpt.launcher.aws import patiently
+from sm_nanogpt.launcher.backends import Backend, backend_for
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files import locks, storage
+from sm_nanogpt.launcher.groups.find import JobGroup
+from sm_nanogpt.launcher.job import JobDescription
+from sm_nanogpt.launcher.launching.names import ledger_path
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.tracking import check_yours
 
 
 def lock_group(group: str, settings: Settings) -> IO[str]:

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from launcher.errors import InputError
-from launcher.files.documents import Count, Document, Scalar, parse
-from launcher.files.moved import find_moved
-from launcher.groups.ledger import GroupLedger
-from launcher.job import Positive, Request
-from launcher.launching.names import ledger_path
-from launcher.settings import Settings
-from launcher.values import plain
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.documents import Count, Document, Scalar, parse
+from sm_nanogpt.launcher.files.moved import find_moved
+from sm_nanogpt.launcher.groups.ledger import GroupLedger
+from sm_nanogpt.launcher.job import Positive, Request
+from sm_nanogpt.launcher.launching.names import ledger_path
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.values import plain
 
 Values = Mapping[str, Sequence[Scalar]]  # what a sweep varies, by name
 MODEL_CHOICES = ("size", "preset")  # fields of a request that a sweep varies as hyperparameters

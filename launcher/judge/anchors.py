@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from launcher.text.repeats import RUN
+from sm_nanogpt.launcher.text.repeats import RUN
 
 ORDER = 5  # of the n-gram model
 LEARNED_BYTES = 1 << 23  # of the training text that it learns from

@@ -21,13 +21,13 @@ from random import Random
 import torch
 from torch import Tensor
 
-from entry_point.causality import MIN_LOG_PROBABILITY, TOLERANCE, find_leak
-from entry_point.conversations import IGNORED
-from launcher.errors import ServiceError
-from launcher.files.progress import Progress
-from launcher.judge.score import cut_windows, nats_of
-from launcher.judge.texts import Encoded
-from launcher.judge.worker import Worker
+from sm_nanogpt.entry_point.causality import MIN_LOG_PROBABILITY, TOLERANCE, find_leak
+from sm_nanogpt.entry_point.conversations import IGNORED
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files.progress import Progress
+from sm_nanogpt.launcher.judge.score import cut_windows, nats_of
+from sm_nanogpt.launcher.judge.texts import Encoded
+from sm_nanogpt.launcher.judge.worker import Worker
 
 # Cuts of a model that an edited folder computes. If it looks ahead at one of 2,000 positions, which
 # gains 0.005 nats if each gains 10, they miss it in one of 1,000 evaluations. The packaged model

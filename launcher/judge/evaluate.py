@@ -12,26 +12,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entry_point.errors import TrainingError
-from entry_point.text import Corpus
-from launcher.errors import LauncherError
-from launcher.files.progress import Progress, expect
-from launcher.job import FULL_ID
-from launcher.judge import anchors
-from launcher.judge.causality import CUTS, PACKAGED_CUTS, check_causal
-from launcher.judge.evaluation import Evaluation, Passage, margin, save_evaluation, total
-from launcher.judge.probes import (
+from sm_nanogpt.entry_point.errors import TrainingError
+from sm_nanogpt.entry_point.text import Corpus
+from sm_nanogpt.launcher.errors import LauncherError
+from sm_nanogpt.launcher.files.progress import Progress, expect
+from sm_nanogpt.launcher.job import FULL_ID
+from sm_nanogpt.launcher.judge import anchors
+from sm_nanogpt.launcher.judge.causality import CUTS, PACKAGED_CUTS, check_causal
+from sm_nanogpt.launcher.judge.evaluation import Evaluation, Passage, margin, save_evaluation, total
+from sm_nanogpt.launcher.judge.probes import (
     count_right_answers,
     measure_exposure,
     read_canaries,
     read_questions,
 )
-from launcher.judge.score import MANY, PASSAGE, WORST, losses, passages, whole_document
-from launcher.judge.texts import Encoded, Text, TrainingText, corpus_of_job, encode, training_of
-from launcher.judge.worker import Worker
-from launcher.models.load import is_packaged
-from launcher.settings import Settings
-from launcher.text.ids import content_of
+from sm_nanogpt.launcher.judge.score import MANY, PASSAGE, WORST, losses, passages, whole_document
+from sm_nanogpt.launcher.judge.texts import (
+    Encoded,
+    Text,
+    TrainingText,
+    corpus_of_job,
+    encode,
+    training_of,
+)
+from sm_nanogpt.launcher.judge.worker import Worker
+from sm_nanogpt.launcher.models.load import is_packaged
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text.ids import content_of
 
 logger = logging.getLogger(__name__)
 

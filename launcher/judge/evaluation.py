@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
-from launcher.files.documents import Damaged
-from launcher.files.storage import read_document, write_json
-from launcher.job import FULL_ID
-from launcher.settings import Settings
+from sm_nanogpt.launcher.files.documents import Damaged
+from sm_nanogpt.launcher.files.storage import read_document, write_json
+from sm_nanogpt.launcher.job import FULL_ID
+from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from random import Random
 
 import torch
 
-from launcher.errors import InputError
-from launcher.judge.evaluation import Canary
-from launcher.judge.score import losses
-from launcher.judge.texts import Text, encode
-from launcher.judge.worker import Worker
-from launcher.models.sample import check_known
-from launcher.text.chats import turns_of
-from launcher.text.reading import detect_file, open_text
-from launcher.text.records import read_json_lines
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.judge.evaluation import Canary
+from sm_nanogpt.launcher.judge.score import losses
+from sm_nanogpt.launcher.judge.texts import Text, encode
+from sm_nanogpt.launcher.judge.worker import Worker
+from sm_nanogpt.launcher.models.sample import check_known
+from sm_nanogpt.launcher.text.chats import turns_of
+from sm_nanogpt.launcher.text.reading import detect_file, open_text
+from sm_nanogpt.launcher.text.records import read_json_lines
 
 OTHER_SECRETS = 200  # are drawn at random for each
 CANARY = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # its beginning, secret, end

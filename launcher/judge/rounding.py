@@ -10,11 +10,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from entry_point.conversations import IGNORED
-from entry_point.data import bytes_per_token, eval_windows, inputs_and_targets, read_windows
-from entry_point.model import GPT
-from entry_point.text import Corpus
-from launcher.models.quantization import BITS, Quantized, quantize_model, with_quantized_weights
+from sm_nanogpt.entry_point.conversations import IGNORED
+from sm_nanogpt.entry_point.data import (
+    bytes_per_token,
+    eval_windows,
+    inputs_and_targets,
+    read_windows,
+)
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.text import Corpus
+from sm_nanogpt.launcher.models.quantization import (
+    BITS,
+    Quantized,
+    quantize_model,
+    with_quantized_weights,
+)
 
 logger = logging.getLogger(__name__)
 

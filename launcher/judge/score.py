@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from entry_point.conversations import IGNORED
-from launcher.errors import ServiceError
-from launcher.files.progress import Progress
-from launcher.judge.evaluation import Passage
-from launcher.judge.texts import Encoded
-from launcher.judge.worker import Worker
+from sm_nanogpt.entry_point.conversations import IGNORED
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files.progress import Progress
+from sm_nanogpt.launcher.judge.evaluation import Passage
+from sm_nanogpt.launcher.judge.texts import Encoded
+from sm_nanogpt.launcher.judge.worker import Worker
 
 CONTEXT = 64  # tokens that come before each one that counts, or half of a shorter context
 MANY = 20  # documents that are parts enough of a text

@@ -11,22 +11,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from entry_point.text import Corpus, Tokenizer
-from launcher.errors import InputError, unknown_characters
-from launcher.finding import find
-from launcher.judge.anchors import as_tensor
-from launcher.models.chat import ChatEncoder
-from launcher.models.encoder import Encoder
-from launcher.models.load import known_config
-from launcher.models.sample import unknown_in
-from launcher.settings import Settings
-from launcher.text.channels import Channel, corpus_of
-from launcher.text.documents import documents_in
-from launcher.text.files import FileOptions, find_files
-from launcher.text.ids import content_of
-from launcher.text.skipped import Skipped
-from launcher.text.sources import open_sources
-from launcher.values import counted
+from sm_nanogpt.entry_point.text import Corpus, Tokenizer
+from sm_nanogpt.launcher.errors import InputError, unknown_characters
+from sm_nanogpt.launcher.finding import find
+from sm_nanogpt.launcher.judge.anchors import as_tensor
+from sm_nanogpt.launcher.models.chat import ChatEncoder
+from sm_nanogpt.launcher.models.encoder import Encoder
+from sm_nanogpt.launcher.models.load import known_config
+from sm_nanogpt.launcher.models.sample import unknown_in
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text.channels import Channel, corpus_of
+from sm_nanogpt.launcher.text.documents import documents_in
+from sm_nanogpt.launcher.text.files import FileOptions, find_files
+from sm_nanogpt.launcher.text.ids import content_of
+from sm_nanogpt.launcher.text.skipped import Skipped
+from sm_nanogpt.launcher.text.sources import open_sources
+from sm_nanogpt.launcher.values import counted
 
 TRAINING_BYTES = 1 << 28  # of the text to train on, with which others are compared
 VALIDATION_BYTES = 1 << 17  # of the model's own validation text that are scored

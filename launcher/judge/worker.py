@@ -26,21 +26,27 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from entry_point.errors import DataError
-from entry_point.files import open_standard_streams, read_json
-from entry_point.text import Tokenizer, read_tokenizer
-from launcher.errors import LauncherError, ServiceError
-from launcher.files.documents import Damaged, Document, parse
-from launcher.local.confine import (
+from sm_nanogpt.entry_point.errors import DataError
+from sm_nanogpt.entry_point.files import open_standard_streams, read_json
+from sm_nanogpt.entry_point.text import Tokenizer, read_tokenizer
+from sm_nanogpt.launcher.errors import LauncherError, ServiceError
+from sm_nanogpt.launcher.files.documents import Damaged, Document, parse
+from sm_nanogpt.launcher.local.confine import (
     Sandbox,
     confined,
     environment,
     lease,
     warn_of_unprotected,
 )
-from launcher.local.process import END_SECONDS, Program, how_it_ended, python_command, remove
-from launcher.models.load import Training
-from launcher.settings import Settings
+from sm_nanogpt.launcher.local.process import (
+    END_SECONDS,
+    Program,
+    how_it_ended,
+    python_command,
+    remove,
+)
+from sm_nanogpt.launcher.models.load import Training
+from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -291,8 +297,8 @@ def answers(
     pipe: Connection, directory: Path, settings: Settings, entry_point: Path | None
 ) -> Iterator[bytes]:
     """Yield ModelFacts, and then the answer to each request: logits, or texts as JSON."""
-    from launcher.models.engine import sampling_copy
-    from launcher.models.load import is_edited, load_model
+    from sm_nanogpt.launcher.models.engine import sampling_copy
+    from sm_nanogpt.launcher.models.load import is_edited, load_model
 
     model, tokenizer = load_model(directory, settings, entry_point)
     model.compute_dtype = torch.float32
@@ -326,8 +332,8 @@ def samples(
     **sampling: Any,
 ) -> list[str]:
     """What a model answers to messages. A base model continues their texts; None is no text."""
-    from launcher.models.chat import Message
-    from launcher.models.sample import prompt_and_limit, stream_samples
+    from sm_nanogpt.launcher.models.chat import Message
+    from sm_nanogpt.launcher.models.sample import prompt_and_limit, stream_samples
 
     text: Any = None
     if messages and tokenizer.chats:

@@ -7,22 +7,22 @@ import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from launcher.aws import Offline
-from launcher.backends import Backend, backend_class, backend_for, rents_gpus
-from launcher.errors import InputError, about
-from launcher.finding import Listing, remote_launches
-from launcher.job import Expected, Request, TrainingJob
-from launcher.launching import start
-from launcher.launching.expected import ExpectedSize, expected_of, forecast_path, recall
-from launcher.launching.names import recorded_group
-from launcher.launching.resume import EarlierJob, find_earlier_job, take_over
-from launcher.launching.summary import summary_of
-from launcher.launching.texts import find_texts
-from launcher.settings import Settings
-from launcher.text.channels import Texts
+from sm_nanogpt.launcher.aws import Offline
+from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for, rents_gpus
+from sm_nanogpt.launcher.errors import InputError, about
+from sm_nanogpt.launcher.finding import Listing, remote_launches
+from sm_nanogpt.launcher.job import Expected, Request, TrainingJob
+from sm_nanogpt.launcher.launching import start
+from sm_nanogpt.launcher.launching.expected import ExpectedSize, expected_of, forecast_path, recall
+from sm_nanogpt.launcher.launching.names import recorded_group
+from sm_nanogpt.launcher.launching.resume import EarlierJob, find_earlier_job, take_over
+from sm_nanogpt.launcher.launching.summary import summary_of
+from sm_nanogpt.launcher.launching.texts import find_texts
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text.channels import Texts
 
 if TYPE_CHECKING:  # it imports torch
-    from launcher.launching.fitting import Fit
+    from sm_nanogpt.launcher.launching.fitting import Fit
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Draft:
 
     def fit_page(self, page_limit: int) -> None:
         """Set the size by the bytes that the page of the model may have."""
-        from launcher.launching.fitting import fit_sizes  # it imports torch
+        from sm_nanogpt.launcher.launching.fitting import fit_sizes  # it imports torch
 
         fit, self.twice_fit = fit_sizes(self.request, self.texts, [page_limit, 2 * page_limit])
         logger.info(f"fit: {fit}")

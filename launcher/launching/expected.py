@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from launcher.errors import ServiceError
-from launcher.files.documents import Document, parse
-from launcher.files.ledger import Ledger
-from launcher.job import Expected, Positive, Request
-from launcher.settings import Settings
-from launcher.text.channels import Texts
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files.documents import Document, parse
+from sm_nanogpt.launcher.files.ledger import Ledger
+from sm_nanogpt.launcher.job import Expected, Positive, Request
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text.channels import Texts
 
 logger = logging.getLogger(__name__)
 

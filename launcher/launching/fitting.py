@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.errors import InputError
-from launcher.job import Request
-from launcher.launching import start
-from launcher.models.quantization import GROUP, HEAD_BITS
-from launcher.text.channels import Texts
-from launcher.values import megabytes
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.job import Request
+from sm_nanogpt.launcher.launching import start
+from sm_nanogpt.launcher.models.quantization import GROUP, HEAD_BITS
+from sm_nanogpt.launcher.text.channels import Texts
+from sm_nanogpt.launcher.values import megabytes
 
 SIZES = [n / 20 for n in range(5, 321)]  # as fine as the width of a model follows its size
 PLANNED_BITS = 6  # of a weight: small models lose up to 0.01 bits per byte with 5

@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from launcher.backends import Backend, rents_gpus
-from launcher.errors import InputError, about
-from launcher.files import storage
-from launcher.files.progress import byte_progress
-from launcher.job import Request, TrainingJob
-from launcher.launching.draft import Draft, fill
-from launcher.launching.resume import EarlierJob
-from launcher.launching.texts import check_readings, check_texts
-from launcher.sagemaker.cost import ceiling_of, check_confirmed
-from launcher.settings import Settings
-from launcher.source import keep_source
-from launcher.text import corpus
-from launcher.text.channels import Channel, Texts
-from launcher.tracking import TrackedJob
+from sm_nanogpt.launcher.backends import Backend, rents_gpus
+from sm_nanogpt.launcher.errors import InputError, about
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.progress import byte_progress
+from sm_nanogpt.launcher.job import Request, TrainingJob
+from sm_nanogpt.launcher.launching.draft import Draft, fill
+from sm_nanogpt.launcher.launching.resume import EarlierJob
+from sm_nanogpt.launcher.launching.texts import check_readings, check_texts
+from sm_nanogpt.launcher.sagemaker.cost import ceiling_of, check_confirmed
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.source import keep_source
+from sm_nanogpt.launcher.text import corpus
+from sm_nanogpt.launcher.text.channels import Channel, Texts
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from launcher.errors import ServiceError
-from launcher.files.ledger import Ledger
-from launcher.settings import Settings
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files.ledger import Ledger
+from sm_nanogpt.launcher.settings import Settings
 
 MEMBER_ID = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-try(\d+))?")
 

@@ -6,14 +6,14 @@ import logging
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-from launcher.backends import backend_class
-from launcher.errors import InputError, ServiceError
-from launcher.finding import find
-from launcher.instances import has_local_disks, types_of
-from launcher.job import JobDescription, Request, TrainingJob
-from launcher.settings import Settings
-from launcher.source import find_source
-from launcher.tracking import still_runs
+from sm_nanogpt.launcher.backends import backend_class
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.finding import find
+from sm_nanogpt.launcher.instances import has_local_disks, types_of
+from sm_nanogpt.launcher.job import JobDescription, Request, TrainingJob
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.source import find_source
+from sm_nanogpt.launcher.tracking import still_runs
 
 logger = logging.getLogger(__name__)
 

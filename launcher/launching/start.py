@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.backends import backend_class
-from launcher.errors import InputError
-from launcher.files import storage
-from launcher.files.documents import Scalar
-from launcher.files.models import DOCUMENTS, model_files
-from launcher.files.moved import UPLOAD_NAME
-from launcher.job import FULL_ID, Request
-from launcher.models.fetch import model_directory
-from launcher.settings import Settings
-from launcher.text import corpus
-from launcher.text.channels import Channel, Texts
-from launcher.text.reading import File
+from sm_nanogpt.launcher.backends import backend_class
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.documents import Scalar
+from sm_nanogpt.launcher.files.models import DOCUMENTS, model_files
+from sm_nanogpt.launcher.files.moved import UPLOAD_NAME
+from sm_nanogpt.launcher.job import FULL_ID, Request
+from sm_nanogpt.launcher.models.fetch import model_directory
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text import corpus
+from sm_nanogpt.launcher.text.channels import Channel, Texts
+from sm_nanogpt.launcher.text.reading import File
 
 if TYPE_CHECKING:  # it imports torch
-    from entry_point.text import Tokenizer
+    from sm_nanogpt.entry_point.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class InitialModel:
         """
         if (upload := text.upload) is None:
             return
-        from launcher.models.sample import check_known
-        from launcher.text.tokenizer import fingerprint
+        from sm_nanogpt.launcher.models.sample import check_known
+        from sm_nanogpt.launcher.text.tokenizer import fingerprint
 
         problem, model = "", self.channel.shown
         if upload.train_tokens and upload.tokenizer != fingerprint(self.tokenizer):
@@ -91,8 +91,8 @@ def find_model(request: Request, settings: Settings, field: str = "init_from") -
 
 def check_weights(directory: Path, field: str, reference: str) -> None:
     """Raise InputError if a run would refuse the weights of a model, before it is paid for."""
-    from entry_point.errors import TrainingError
-    from entry_point.huggingface import read_weights
+    from sm_nanogpt.entry_point.errors import TrainingError
+    from sm_nanogpt.entry_point.huggingface import read_weights
 
     try:
         read_weights(directory)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Set
 from dataclasses import asdict, fields
 from typing import Any
 
-from launcher.job import TrainingJob
-from launcher.launching import start
+from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.launching import start
 
 
 def summary_of(job: TrainingJob, explicit: Set[str] = frozenset()) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from entry_point.files import LARGEST_TEXT, TOO_MUCH_TEXT
-from launcher.errors import InputError, about
-from launcher.files import storage
-from launcher.job import SEARCH_VARIABLE, Request
-from launcher.settings import Settings
-from launcher.text import corpus
-from launcher.text.channels import Channel, Texts, find_channel
-from launcher.text.reading import File
-from launcher.text.repeats import share_between, warn_of_repeats
+from sm_nanogpt.entry_point.files import LARGEST_TEXT, TOO_MUCH_TEXT
+from sm_nanogpt.launcher.errors import InputError, about
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.job import SEARCH_VARIABLE, Request
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text import corpus
+from sm_nanogpt.launcher.text.channels import Channel, Texts, find_channel
+from sm_nanogpt.launcher.text.reading import File
+from sm_nanogpt.launcher.text.repeats import share_between, warn_of_repeats
 
 logger = logging.getLogger(__name__)
 

@@ -32,15 +32,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from entry_point.cores import cores
-from entry_point.files import open_file, open_standard_streams
-from launcher.backends import Backend
-from launcher.curve import MAX_CURVE_BYTES, Row, newest_curve, newest_values, rows_of_file
-from launcher.errors import InputError, LauncherError, ServiceError
-from launcher.files import locks, storage
-from launcher.files.documents import Count, Damaged, Document, Moment, Scalar
-from launcher.files.moved import find_moved
-from launcher.job import (
+from sm_nanogpt.entry_point.cores import cores
+from sm_nanogpt.entry_point.files import open_file, open_standard_streams
+from sm_nanogpt.launcher.backends import Backend
+from sm_nanogpt.launcher.curve import (
+    MAX_CURVE_BYTES,
+    Row,
+    newest_curve,
+    newest_values,
+    rows_of_file,
+)
+from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError
+from sm_nanogpt.launcher.files import locks, storage
+from sm_nanogpt.launcher.files.documents import Count, Damaged, Document, Moment, Scalar
+from sm_nanogpt.launcher.files.moved import find_moved
+from sm_nanogpt.launcher.job import (
     COMMON_FIELDS,
     JOB_ID,
     RUNNING,
@@ -51,10 +57,10 @@ from launcher.job import (
     checkpoints_among,
     time_of,
 )
-from launcher.local.process import python_command
-from launcher.machines import cpu_processes, is_busy
-from launcher.settings import Settings
-from launcher.source import Source
+from sm_nanogpt.launcher.local.process import python_command
+from sm_nanogpt.launcher.machines import cpu_processes, is_busy
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.source import Source
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +206,7 @@ class LocalBackend(Backend):
             locks.lock(lock)
             storage.write_json(str(directory / "job.json"), record)
             subprocess.Popen(
-                python_command("launcher.local.runner", directory, lock.fileno()),
+                python_command("sm_nanogpt.launcher.local.runner", directory, lock.fileno()),
                 cwd=directory,
                 env={**os.environ, **variables},
                 stdin=subprocess.DEVNULL,

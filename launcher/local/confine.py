@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from launcher.local import landlock, restrict, syscalls
-from launcher.local.gpus import LocalGpu
-from launcher.local.process import BWRAP, python_command
+from sm_nanogpt.launcher.local import landlock, restrict, syscalls
+from sm_nanogpt.launcher.local.gpus import LocalGpu
+from sm_nanogpt.launcher.local.process import BWRAP, python_command
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ SYSTEM_FILES = (
     "/run/opengl-driver",
 )
 PROC_FILES = ("cpuinfo", "meminfo", "stat", "sys", "filesystems", "modules", "devices", "driver")
-LAUNCHER = Path(__file__).parents[2]  # the directory from which Python imports the launcher
+PACKAGE = Path(__file__).parents[2]  # the directory of sm_nanogpt
 # Variables that a confined program gets. Others may hold keys, or say who the user is.
 VARIABLES = {"PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "PYTHONHASHSEED"}
 VARIABLE_PREFIXES = ("LC_", "OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "CUDA_")
@@ -133,7 +133,9 @@ def packages() -> list[Path]:
     paths = []
     for prefix in (*SYSTEM_PREFIXES, *PYTHON_PREFIXES):
         paths += [str(Path(prefix, name)) for name in LIBRARIES]
-    paths += [str(LAUNCHER / "launcher"), str(LAUNCHER / "entry_point")]
+    paths.append(str(PACKAGE))
+    # In a checkout, these are links.
+    paths += [os.path.realpath(PACKAGE / name) for name in ("launcher", "entry_point")]
     paths += SYSTEM_FILES
     paths += os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     paths += site.getsitepackages()
@@ -192,7 +194,7 @@ def confined(command: Sequence[str], sandbox: Sandbox) -> list[str]:
     limits = {
         "lease": lease(os.getpid()),
         "cpu_seconds": None,
-        "listable": [str(LAUNCHER)] if LANDLOCK in layers() else None,
+        "listable": [str(PACKAGE.parent)] if LANDLOCK in layers() else None,
         "readable": [str(path) for path in readable if path.exists()],
         "writable": [str(path) for path in writable],
         "directory": str(sandbox.writable),

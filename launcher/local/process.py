@@ -26,9 +26,9 @@ def python_command(module: str, *arguments: object) -> list[str]:
     Its process imports the launcher from where this one did, and nothing else of that directory;
     and nothing of the current directory, where a user may have a random.py.
     """
-    root = str(Path(__file__).parents[2].absolute())
+    root = str(Path(__file__).parents[3].absolute())
     start = (
-        "import sys; sys.path.insert(0, sys.argv.pop()); import launcher, entry_point;"
+        "import sys; sys.path.insert(0, sys.argv.pop()); import sm_nanogpt;"
         f" del sys.path[0]; from {module} import main; main(*sys.argv[1:])"
     )
     return [sys.executable, "-P", "-c", start, *map(str, arguments), root]

@@ -10,11 +10,11 @@ import select
 import signal
 import sys
 
-from launcher.local import landlock, syscalls
+from sm_nanogpt.launcher.local import landlock, syscalls
 
 
 def main(limits: str, *command: str) -> None:
-    """Becomes the command, in the limits that `confined` of launcher.local.confine wrote as JSON.
+    """Becomes the command, in the limits that `confined` of confine.py wrote as JSON.
 
     Raises OSError if the kernel refuses a limit.
     """

@@ -24,11 +24,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launcher.errors import ServiceError
-from launcher.files import storage
-from launcher.local.backend import CHECKPOINTS, HOST, Record, read_document
-from launcher.local.process import how_it_ended
-from launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.local.backend import CHECKPOINTS, HOST, Record, read_document
+from sm_nanogpt.launcher.local.process import how_it_ended
+from sm_nanogpt.launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
 FAILURE_REASON_CHARACTERS = 1024

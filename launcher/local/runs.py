@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from entry_point.files import open_standard_streams
-from launcher.local.confine import Sandbox, confined, environment, lease
-from launcher.local.gpus import find_gpu
-from launcher.local.process import Program, how_it_ended, remove
-from launcher.source import Source
+from sm_nanogpt.entry_point.files import open_standard_streams
+from sm_nanogpt.launcher.local.confine import Sandbox, confined, environment, lease
+from sm_nanogpt.launcher.local.gpus import find_gpu
+from sm_nanogpt.launcher.local.process import Program, how_it_ended, remove
+from sm_nanogpt.launcher.source import Source
 
 SILENT = {"sample_length": 0, "log_interval": 1 << 20}  # hyperparameters of a run nobody watches
 

@@ -13,12 +13,12 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from entry_point.conversations import END_OF_TURN, TURN
-from entry_point.model import GPT
-from entry_point.text import Tokenizer
-from launcher.errors import InputError
-from launcher.models.encoder import ASSISTANT_PREFIX, Encoder
-from launcher.values import is_utf8
+from sm_nanogpt.entry_point.conversations import END_OF_TURN, TURN
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.text import Tokenizer
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.models.encoder import ASSISTANT_PREFIX, Encoder
+from sm_nanogpt.launcher.values import is_utf8
 
 # A question leaves 1 / ANSWER_SHARE of the context for its answer, unless the limit of an answer is
 # lower.

@@ -7,15 +7,15 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from entry_point.cores import cores
-from entry_point.files import member
-from launcher.errors import InputError
+from sm_nanogpt.entry_point.cores import cores
+from sm_nanogpt.entry_point.files import member
+from sm_nanogpt.launcher.errors import InputError
 
 if TYPE_CHECKING:
     import tokenizers
     from tiktoken import Encoding
 
-    from entry_point.text import Tokenizer
+    from sm_nanogpt.entry_point.text import Tokenizer
 
 # The expressions by which tokenizers split a text: those of GPT-2, Qwen, and Llama 3; that of
 # Qwen3.5, which keeps combining marks with their letters, as Hindi, Thai, or Arabic with vowels

@@ -14,8 +14,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from entry_point.kernels import repeat_kv
-from entry_point.model import GPT, Attention, Block, Linear, norm, rotary
+from sm_nanogpt.entry_point.kernels import repeat_kv
+from sm_nanogpt.entry_point.model import GPT, Attention, Block, Linear, norm, rotary
 
 # With so few sequences, sampling a token takes as long as reading the weights, which int8 makes
 # smaller (PackedLinear).

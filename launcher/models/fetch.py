@@ -15,16 +15,16 @@ import tarfile
 import zlib
 from pathlib import Path, PurePosixPath
 
-from entry_point.errors import FormatError, TrainingError
-from launcher.aws import Missing
-from launcher.errors import InputError, ServiceError
-from launcher.files import storage
-from launcher.files.models import is_path, model_files
-from launcher.files.progress import Progress, byte_progress
-from launcher.files.scratch import scratch
-from launcher.finding import find
-from launcher.job import FULL_ID, JOB_ID, JobDescription, checkpoints_among
-from launcher.settings import Settings, load_settings
+from sm_nanogpt.entry_point.errors import FormatError, TrainingError
+from sm_nanogpt.launcher.aws import Missing
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.models import is_path, model_files
+from sm_nanogpt.launcher.files.progress import Progress, byte_progress
+from sm_nanogpt.launcher.files.scratch import scratch
+from sm_nanogpt.launcher.finding import find
+from sm_nanogpt.launcher.job import FULL_ID, JOB_ID, JobDescription, checkpoints_among
+from sm_nanogpt.launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def keep_model(description: JobDescription, settings: Settings) -> Path:
 
     Returns its directory.
     """
-    from launcher.models.load import check_sums
+    from sm_nanogpt.launcher.models.load import check_sums
 
     directory = download(description, directory_for(description, settings), settings)
     try:
@@ -190,7 +190,7 @@ def export(
 
     Raises ServiceError if none is intact, or its folder cannot export it.
     """
-    from launcher.models.load import export_checkpoint, read_checkpoint
+    from sm_nanogpt.launcher.models.load import export_checkpoint, read_checkpoint
 
     uri = str(description.checkpoint_uri)
     problem = "no checkpoint is there"

@@ -18,23 +18,23 @@ import torch
 from pydantic import Field, JsonValue
 from torch import Tensor
 
-from entry_point import huggingface
-from entry_point.checkpoint import Checkpoints
-from entry_point.config import Config, make_config
-from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, TURN
-from entry_point.device import has_fast_bfloat16
-from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
-from entry_point.files import file_sha256, read_file, read_json
-from entry_point.model import GPT
-from entry_point.moments import moments_before, take_moments, write_moments
-from entry_point.qwen3 import qwen3_config
-from entry_point.text import Tokenizer, read_tokenizer
-from launcher.errors import InputError, ServiceError
-from launcher.files.documents import MAX_BYTES, Count, Damaged, Document, Scalar, parse
-from launcher.files.storage import path_of
-from launcher.settings import Settings, load_settings
-from launcher.source import Source, find_source
-from launcher.values import plain
+from sm_nanogpt.entry_point import huggingface
+from sm_nanogpt.entry_point.checkpoint import Checkpoints
+from sm_nanogpt.entry_point.config import Config, make_config
+from sm_nanogpt.entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, TURN
+from sm_nanogpt.entry_point.device import has_fast_bfloat16
+from sm_nanogpt.entry_point.errors import ConfigError, DataError, FormatError, TrainingError
+from sm_nanogpt.entry_point.files import file_sha256, read_file, read_json
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.moments import moments_before, take_moments, write_moments
+from sm_nanogpt.entry_point.qwen3 import qwen3_config
+from sm_nanogpt.entry_point.text import Tokenizer, read_tokenizer
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files.documents import MAX_BYTES, Count, Damaged, Document, Scalar, parse
+from sm_nanogpt.launcher.files.storage import path_of
+from sm_nanogpt.launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.source import Source, find_source
+from sm_nanogpt.launcher.values import plain
 
 logger = logging.getLogger(__name__)
 

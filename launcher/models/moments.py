@@ -9,14 +9,14 @@ from typing import TypeVar
 
 import torch
 
-from entry_point.errors import TrainingError
-from entry_point.files import read_json
-from entry_point.huggingface import check_shapes, check_values
-from entry_point.model import GPT
-from entry_point.moments import DIRECTORY, FILES
-from entry_point.safetensors_file import read_safetensors
-from launcher.errors import ServiceError
-from launcher.models.load import is_edited
+from sm_nanogpt.entry_point.errors import TrainingError
+from sm_nanogpt.entry_point.files import read_json
+from sm_nanogpt.entry_point.huggingface import check_shapes, check_values
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.moments import DIRECTORY, FILES
+from sm_nanogpt.entry_point.safetensors_file import read_safetensors
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.models.load import is_edited
 
 MAX_HEADER = 1 << 24  # bytes
 T = TypeVar("T")

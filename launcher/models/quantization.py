@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from entry_point.model import GPT
+from sm_nanogpt.entry_point.model import GPT
 
 GROUP = 32  # weights of one scale
 BITS = (4, 5, 6, 7, 8)

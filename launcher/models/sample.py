@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from entry_point.model import GPT
-from entry_point.text import Tokenizer
-from launcher.errors import InputError, ServiceError, unknown_characters
-from launcher.models import engine
-from launcher.models.chat import Chat, Message
-from launcher.models.encoder import published_tokenizer
-from launcher.models.load import is_edited
-from launcher.values import is_utf8
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.text import Tokenizer
+from sm_nanogpt.launcher.errors import InputError, ServiceError, unknown_characters
+from sm_nanogpt.launcher.models import engine
+from sm_nanogpt.launcher.models.chat import Chat, Message
+from sm_nanogpt.launcher.models.encoder import published_tokenizer
+from sm_nanogpt.launcher.models.load import is_edited
+from sm_nanogpt.launcher.values import is_utf8
 
 
 def stream_samples(

@@ -19,14 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from launcher import aws, machines
-from launcher.aws import Missing, Offline, aws_session, make_client, response_in
-from launcher.backends import Backend
-from launcher.curve import MAX_CURVE_BYTES, Row, newest_curve, rows_of_file, rows_of_log
-from launcher.errors import InputError, ServiceError
-from launcher.files import storage
-from launcher.instances import assume_gpus, has_local_disks, looks_like_gpu
-from launcher.job import (
+from sm_nanogpt.launcher import aws, machines
+from sm_nanogpt.launcher.aws import Missing, Offline, aws_session, make_client, response_in
+from sm_nanogpt.launcher.backends import Backend
+from sm_nanogpt.launcher.curve import MAX_CURVE_BYTES, Row, newest_curve, rows_of_file, rows_of_log
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.instances import assume_gpus, has_local_disks, looks_like_gpu
+from sm_nanogpt.launcher.job import (
     RUNNING,
     JobDescription,
     Request,
@@ -34,28 +34,34 @@ from launcher.job import (
     UnreadableJob,
     checkpoints_among,
 )
-from launcher.sagemaker import caller, cost
-from launcher.sagemaker.caller import Caller, LaunchedJob, our_tags, search_jobs, with_last
-from launcher.sagemaker.checks import (
+from sm_nanogpt.launcher.sagemaker import caller, cost
+from sm_nanogpt.launcher.sagemaker.caller import (
+    Caller,
+    LaunchedJob,
+    our_tags,
+    search_jobs,
+    with_last,
+)
+from sm_nanogpt.launcher.sagemaker.checks import (
     check_gpus,
     check_volume,
     check_vpc,
     default_image,
     log_instances,
 )
-from launcher.sagemaker.cost import Prices
-from launcher.sagemaker.description import describe_job, is_our_job, requested_instance
-from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
-from launcher.sagemaker.request import (
+from sm_nanogpt.launcher.sagemaker.cost import Prices
+from sm_nanogpt.launcher.sagemaker.description import describe_job, is_our_job, requested_instance
+from sm_nanogpt.launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
+from sm_nanogpt.launcher.sagemaker.request import (
     Placement,
     check_request,
     create_request,
     sendable_hyperparameters,
     source_archive,
 )
-from launcher.sagemaker.rules import problems_of
-from launcher.sagemaker.stack import notebook_role, with_stack
-from launcher.settings import Settings
+from sm_nanogpt.launcher.sagemaker.rules import problems_of
+from sm_nanogpt.launcher.sagemaker.stack import notebook_role, with_stack
+from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +275,7 @@ class SageMakerBackend(Backend):
         check_request(request, job, placement)
         if placement.owner == OWNER_PLACEHOLDER:
             return request
-        from launcher.sagemaker import estimator  # takes seconds
+        from sm_nanogpt.launcher.sagemaker import estimator  # takes seconds
 
         try:
             sdk_request = estimator.create_request(job_id, job, placement)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from launcher.aws import aws_session, make_client, service_errors
-from launcher.errors import InputError, ServiceError
-from launcher.files.cache import Cache
-from launcher.job import NAME_TAG, OWNER_TAG, SUMMARY_TAG, TAG_KEY, TAG_VALUE, time_of
-from launcher.settings import Settings
+from sm_nanogpt.launcher.aws import aws_session, make_client, service_errors
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files.cache import Cache
+from sm_nanogpt.launcher.job import NAME_TAG, OWNER_TAG, SUMMARY_TAG, TAG_KEY, TAG_VALUE, time_of
+from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 

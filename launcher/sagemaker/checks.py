@@ -6,9 +6,9 @@ import logging
 import math
 from typing import Any
 
-from launcher import machines
-from launcher.errors import InputError
-from launcher.instances import (
+from sm_nanogpt.launcher import machines
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.instances import (
     assume_gpus,
     count_gpus,
     describe_instance,
@@ -16,9 +16,9 @@ from launcher.instances import (
     has_local_disks,
     looks_like_gpu,
 )
-from launcher.job import TrainingJob
-from launcher.sagemaker.stack import last_seen_stack
-from launcher.settings import Settings
+from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.sagemaker.stack import last_seen_stack
+from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -12,17 +12,17 @@ from typing import Any
 
 from botocore.exceptions import WaiterError
 
-from launcher.aws import Missing
-from launcher.errors import ServiceError
-from launcher.job import RUNNING
-from launcher.sagemaker import stack as stacks
-from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.stack import Stack
-from launcher.settings import Settings
+from sm_nanogpt.launcher.aws import Missing
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.job import RUNNING
+from sm_nanogpt.launcher.sagemaker import stack as stacks
+from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
+from sm_nanogpt.launcher.sagemaker.stack import Stack
+from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-TEMPLATE = Path(__file__).parents[2] / "infra" / "template.yaml"  # also in a wheel
+TEMPLATE = Path(__file__).parents[2] / "infra" / "template.yaml"
 WAIT = {"Delay": 2, "MaxAttempts": 1800}  # seconds; an hour
 # Statuses of a stack that cannot be changed, only deleted.
 LEFT_OVER = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED")

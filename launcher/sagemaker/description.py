@@ -7,8 +7,8 @@ import re
 from datetime import datetime
 from typing import Any
 
-from launcher.errors import ServiceError
-from launcher.job import (
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.job import (
     NAME_TAG,
     OWNER_TAG,
     RUNNING,

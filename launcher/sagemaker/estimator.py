@@ -16,11 +16,11 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
-from launcher.aws import service_errors
-from launcher.files import storage
-from launcher.instances import looks_like_gpu
-from launcher.job import TrainingJob
-from launcher.sagemaker.request import (
+from sm_nanogpt.launcher.aws import service_errors
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.instances import looks_like_gpu
+from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.sagemaker.request import (
     MAX_PENDING_SECONDS,
     Placement,
     channels_of,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.aws import Missing
+from sm_nanogpt.launcher.aws import Missing
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 Event = tuple[int, str, str]  # of a log: time in ms, stream (HOST-TIME here), message

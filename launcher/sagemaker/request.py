@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from entry_point.files import is_text_name
-from launcher.errors import InputError
-from launcher.files import storage
-from launcher.instances import looks_like_gpu
-from launcher.job import Request, Scalar, TrainingJob
-from launcher.limits import violations
-from launcher.sagemaker.caller import our_tags
-from launcher.source import Source
+from sm_nanogpt.entry_point.files import is_text_name
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.instances import looks_like_gpu
+from sm_nanogpt.launcher.job import Request, Scalar, TrainingJob
+from sm_nanogpt.launcher.limits import violations
+from sm_nanogpt.launcher.sagemaker.caller import our_tags
+from sm_nanogpt.launcher.source import Source
 
 CODE_IN_A_CHANNEL = "/opt/ml/input/data/code/sourcedir.tar.gz"
 MAX_PENDING_SECONDS = 86_400  # a job waits so long for GPUs; AWS names no default

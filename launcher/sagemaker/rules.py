@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.instances import instance_problem
-from launcher.job import DEFAULT_RUN_SECONDS, TAG_KEY, Request
-from launcher.limits import violations
+from sm_nanogpt.launcher.instances import instance_problem
+from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS, TAG_KEY, Request
+from sm_nanogpt.launcher.limits import violations
 
 Problem = tuple[str, object, str]  # a field, its value, and what is wrong with it
 

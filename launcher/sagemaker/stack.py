@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import aws
-from launcher.aws import Denied, Missing, Offline, aws_session
-from launcher.errors import InputError, LauncherError, ServiceError
-from launcher.files.cache import Cache
-from launcher.settings import Settings
+from sm_nanogpt.launcher import aws
+from sm_nanogpt.launcher.aws import Denied, Missing, Offline, aws_session
+from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError
+from sm_nanogpt.launcher.files.cache import Cache
+from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from entry_point.files import is_text_name
-from launcher.aws import Offline
-from launcher.errors import InputError
-from launcher.files import storage
-from launcher.files.progress import Progress, byte_progress, expect
-from launcher.settings import Settings
-from launcher.text import corpus
-from launcher.text.files import find_files, warn_of_held_out
-from launcher.text.reading import File, open_text
-from launcher.text.sources import TextSource, temporary
+from sm_nanogpt.entry_point.files import is_text_name
+from sm_nanogpt.launcher.aws import Offline
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.progress import Progress, byte_progress, expect
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text import corpus
+from sm_nanogpt.launcher.text.files import find_files, warn_of_held_out
+from sm_nanogpt.launcher.text.reading import File, open_text
+from sm_nanogpt.launcher.text.sources import TextSource, temporary
 
 if TYPE_CHECKING:  # they import torch
-    from entry_point.config import Config
-    from entry_point.text import Corpus
+    from sm_nanogpt.entry_point.config import Config
+    from sm_nanogpt.entry_point.text import Corpus
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +111,10 @@ def corpus_of(
 
     begins_only: of tokens, only the first file of each part, which has up to 256 MiB of ids.
     """
-    from entry_point.config import Config
-    from entry_point.container import Container
-    from entry_point.errors import DataError
-    from entry_point.text import read_corpus
+    from sm_nanogpt.entry_point.config import Config
+    from sm_nanogpt.entry_point.container import Container
+    from sm_nanogpt.entry_point.errors import DataError
+    from sm_nanogpt.entry_point.text import read_corpus
 
     with temporary(settings) as directory:
         for name, channel in texts.items():

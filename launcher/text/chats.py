@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.models.encoder import ASSISTANT_PREFIX
-from launcher.text.skipped import EXAMPLE, Unlearnable
+from sm_nanogpt.launcher.models.encoder import ASSISTANT_PREFIX
+from sm_nanogpt.launcher.text.skipped import EXAMPLE, Unlearnable
 
 ROLES = {  # a role, or the name that another program has for it
     "system": "system",

@@ -19,25 +19,25 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from launcher.aws import Missing, Offline, aws_session, check_bucket, make_client
-from launcher.errors import InputError, ServiceError
-from launcher.files import storage
-from launcher.files.cache import Cache
-from launcher.files.documents import Count, Damaged
-from launcher.files.moved import PART_OF_NAME, UPLOAD_NAME, find_moved
-from launcher.files.progress import Progress, expect, no_progress
-from launcher.files.scratch import TEMPORARY_FILES, remove_leftovers
-from launcher.finding import ambiguous, is_part
-from launcher.sagemaker.caller import owner_of_upload
-from launcher.sagemaker.stack import with_stack
-from launcher.settings import Settings, load_settings
-from launcher.text.documents import digest_of, survey_documents, survey_text
-from launcher.text.files import FileOptions, find_files, warn_of_held_out
-from launcher.text.reading import File
-from launcher.text.repeats import share_within, warn_of_repeats
-from launcher.text.sources import name_of, open_sources, temporary
-from launcher.text.writing import write_files
-from launcher.values import plain
+from sm_nanogpt.launcher.aws import Missing, Offline, aws_session, check_bucket, make_client
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.cache import Cache
+from sm_nanogpt.launcher.files.documents import Count, Damaged
+from sm_nanogpt.launcher.files.moved import PART_OF_NAME, UPLOAD_NAME, find_moved
+from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
+from sm_nanogpt.launcher.files.scratch import TEMPORARY_FILES, remove_leftovers
+from sm_nanogpt.launcher.finding import ambiguous, is_part
+from sm_nanogpt.launcher.sagemaker.caller import owner_of_upload
+from sm_nanogpt.launcher.sagemaker.stack import with_stack
+from sm_nanogpt.launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.text.documents import digest_of, survey_documents, survey_text
+from sm_nanogpt.launcher.text.files import FileOptions, find_files, warn_of_held_out
+from sm_nanogpt.launcher.text.reading import File
+from sm_nanogpt.launcher.text.repeats import share_within, warn_of_repeats
+from sm_nanogpt.launcher.text.sources import name_of, open_sources, temporary
+from sm_nanogpt.launcher.text.writing import write_files
+from sm_nanogpt.launcher.values import plain
 
 logger = logging.getLogger(__name__)
 
@@ -239,8 +239,13 @@ def send_tokens(
     progress: Progress,
 ) -> Upload:
     """Encode text as tokens and upload them, unless they are in the store."""
-    from launcher.text import tokens
-    from launcher.text.tokenizer import find_tokenizer, fingerprint, fitting_size, learn_bpe
+    from sm_nanogpt.launcher.text import tokens
+    from sm_nanogpt.launcher.text.tokenizer import (
+        find_tokenizer,
+        fingerprint,
+        fitting_size,
+        learn_bpe,
+    )
 
     survey = survey_documents(files)
     survey.check(name)

@@ -9,14 +9,14 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from launcher.errors import InputError
-from launcher.files.storage import CHUNK_BYTES
-from launcher.models.encoder import MAX_PIECE as PIECE
-from launcher.text.encodings import read_text
-from launcher.text.reading import File, open_text
-from launcher.text.records import TextDocument, document_of
-from launcher.text.skipped import Skipped, Unlearnable
-from launcher.values import counted
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
+from sm_nanogpt.launcher.models.encoder import MAX_PIECE as PIECE
+from sm_nanogpt.launcher.text.encodings import read_text
+from sm_nanogpt.launcher.text.reading import File, open_text
+from sm_nanogpt.launcher.text.records import TextDocument, document_of
+from sm_nanogpt.launcher.text.skipped import Skipped, Unlearnable
+from sm_nanogpt.launcher.values import counted
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import IO
 
-from launcher.errors import InputError
-from launcher.text.unpacking import CHUNK, ChunkedFile
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.text.unpacking import CHUNK, ChunkedFile
 
 SAMPLE = 1 << 22  # bytes after a fault that are read to judge it
 GUESS_BYTES = 1 << 16  # of which an encoding is guessed

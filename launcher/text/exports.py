@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.text.chats import LISTS
+from sm_nanogpt.launcher.text.chats import LISTS
 
 MAX_DEPTH = 6  # levels of a value in which records are searched for
 MAX_VALUES = 100  # values of a level that are searched

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from launcher.errors import InputError
-from launcher.files.progress import Progress, no_progress
-from launcher.text.documents import documents_in, list_left_out
-from launcher.text.encodings import is_encoding
-from launcher.text.formats import format_of_name, is_packed
-from launcher.text.reading import File, detect_file
-from launcher.text.skipped import Skipped
-from launcher.text.sources import TextSource
-from launcher.text.unpacking import without_compression
-from launcher.values import is_utf8
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.progress import Progress, no_progress
+from sm_nanogpt.launcher.text.documents import documents_in, list_left_out
+from sm_nanogpt.launcher.text.encodings import is_encoding
+from sm_nanogpt.launcher.text.formats import format_of_name, is_packed
+from sm_nanogpt.launcher.text.reading import File, detect_file
+from sm_nanogpt.launcher.text.skipped import Skipped
+from sm_nanogpt.launcher.text.sources import TextSource
+from sm_nanogpt.launcher.text.unpacking import without_compression
+from sm_nanogpt.launcher.values import is_utf8
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from launcher.errors import ServiceError
-from launcher.files import storage
-from launcher.settings import Settings, load_settings
-from launcher.text.threads import in_thread
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.text.threads import in_thread
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import IO
 
-from launcher.text.records import (
+from sm_nanogpt.launcher.text.records import (
     Records,
     read_json_array,
     read_json_lines,
     read_parquet,
     read_table,
 )
-from launcher.text.unpacking import Compression, compression_of, without_compression
+from sm_nanogpt.launcher.text.unpacking import Compression, compression_of, without_compression
 
 Reader = Callable[[IO[bytes], str, str], Records]  # of a file, its name, the field of its texts
 Converter = Callable[[io.BufferedReader], io.BufferedReader]  # a file in UTF-8 to its text

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entry_point.text import Ids, Tokenizer, unsigned
+from sm_nanogpt.entry_point.text import Ids, Tokenizer, unsigned
 
 IDS_AT_ONCE = 1 << 20  # that are decoded
 

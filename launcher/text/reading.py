@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from entry_point.files import open_file
-from launcher.errors import InputError, ServiceError
-from launcher.files.storage import CHUNK_BYTES
-from launcher.text.encodings import as_utf8, read_text
-from launcher.text.exports import REDIRECT
-from launcher.text.formats import (
+from sm_nanogpt.entry_point.files import open_file
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
+from sm_nanogpt.launcher.text.encodings import as_utf8, read_text
+from sm_nanogpt.launcher.text.exports import REDIRECT
+from sm_nanogpt.launcher.text.formats import (
     JSON,
     JSON_OBJECTS,
     PARQUET,
@@ -32,8 +32,8 @@ from launcher.text.formats import (
     format_of_content,
     format_of_name,
 )
-from launcher.text.tables import columns_in
-from launcher.text.unpacking import Compression, bounded, compression_of, zstd
+from sm_nanogpt.launcher.text.tables import columns_in
+from sm_nanogpt.launcher.text.unpacking import Compression, bounded, compression_of, zstd
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from launcher.errors import InputError, not_installed
-from launcher.models.encoder import MAX_PIECE as PIECE
-from launcher.text.chats import FIELDS, may_be_chat, turns_of
-from launcher.text.encodings import EncodingFault, not_text, read_text
-from launcher.text.exports import WHOLE_FILE, explain, is_no_chat
-from launcher.text.tables import rows_of
-from launcher.text.unpacking import CHUNK, Unpacking
-from launcher.values import counted, is_utf8
+from sm_nanogpt.launcher.errors import InputError, not_installed
+from sm_nanogpt.launcher.models.encoder import MAX_PIECE as PIECE
+from sm_nanogpt.launcher.text.chats import FIELDS, may_be_chat, turns_of
+from sm_nanogpt.launcher.text.encodings import EncodingFault, not_text, read_text
+from sm_nanogpt.launcher.text.exports import WHOLE_FILE, explain, is_no_chat
+from sm_nanogpt.launcher.text.tables import rows_of
+from sm_nanogpt.launcher.text.unpacking import CHUNK, Unpacking
+from sm_nanogpt.launcher.values import counted, is_utf8
 
 MAX_RECORD = 1 << 26  # bytes: a record is in memory as a whole
 MAX_WHOLE_FILE = 1 << 28  # bytes of a file that is one object

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from launcher.files.storage import CHUNK_BYTES
-from launcher.text.encodings import read_text
-from launcher.text.reading import File, open_text
+from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
+from sm_nanogpt.launcher.text.encodings import read_text
+from sm_nanogpt.launcher.text.reading import File, open_text
 
 logger = logging.getLogger(__name__)
 

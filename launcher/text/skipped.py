@@ -6,7 +6,7 @@ import logging
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from launcher.errors import InputError
+from sm_nanogpt.launcher.errors import InputError
 
 logger = logging.getLogger(__name__)
 

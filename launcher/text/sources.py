@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import InputError, ServiceError, not_installed
-from launcher.files import storage
-from launcher.files.progress import Progress, expect
-from launcher.files.s3 import fsspec_callback, in_parts
-from launcher.files.scratch import scratch
-from launcher.settings import Settings
-from launcher.values import counted
+from sm_nanogpt.launcher.errors import InputError, ServiceError, not_installed
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.progress import Progress, expect
+from sm_nanogpt.launcher.files.s3 import fsspec_callback, in_parts
+from sm_nanogpt.launcher.files.scratch import scratch
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.values import counted
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import IO, Literal
 
-from launcher.errors import InputError
-from launcher.text.encodings import as_utf8
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.text.encodings import as_utf8
 
 MAX_LINE = 1 << 26  # characters
 MAX_HEADER = 1 << 20

@@ -12,20 +12,20 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from entry_point.conversations import END_OF_TURN, TURN
-from entry_point.errors import DataError
-from entry_point.files import read_json
-from entry_point.text import Tokenizer
-from launcher.errors import InputError
-from launcher.files.models import is_path
-from launcher.files.progress import Progress, expect, no_progress
-from launcher.files.storage import path_of
-from launcher.models.encoder import QWEN35, published_tokenizer
-from launcher.models.fetch import fetch_model
-from launcher.settings import Settings
-from launcher.text.documents import Survey, read_documents
-from launcher.text.reading import File
-from launcher.text.threads import in_thread
+from sm_nanogpt.entry_point.conversations import END_OF_TURN, TURN
+from sm_nanogpt.entry_point.errors import DataError
+from sm_nanogpt.entry_point.files import read_json
+from sm_nanogpt.entry_point.text import Tokenizer
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.models import is_path
+from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
+from sm_nanogpt.launcher.files.storage import path_of
+from sm_nanogpt.launcher.models.encoder import QWEN35, published_tokenizer
+from sm_nanogpt.launcher.models.fetch import fetch_model
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text.documents import Survey, read_documents
+from sm_nanogpt.launcher.text.reading import File
+from sm_nanogpt.launcher.text.threads import in_thread
 
 logger = logging.getLogger(__name__)
 

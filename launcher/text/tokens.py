@@ -26,20 +26,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from entry_point.config import Config
-from entry_point.conversations import END_OF_TURN
-from entry_point.files import file_sha256
-from entry_point.text import Tokenizer, read_tokens
-from launcher.errors import InputError, unknown_characters
-from launcher.files.progress import Progress, expect
-from launcher.files.storage import json_bytes
-from launcher.models.chat import ChatEncoder
-from launcher.models.encoder import ASSISTANT_PREFIX, Encoder
-from launcher.text import repeats
-from launcher.text.documents import Survey, read_documents
-from launcher.text.ids import IDS_AT_ONCE, content_of
-from launcher.text.reading import File
-from launcher.text.tokenizer import USUAL_ENDS
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.conversations import END_OF_TURN
+from sm_nanogpt.entry_point.files import file_sha256
+from sm_nanogpt.entry_point.text import Tokenizer, read_tokens
+from sm_nanogpt.launcher.errors import InputError, unknown_characters
+from sm_nanogpt.launcher.files.progress import Progress, expect
+from sm_nanogpt.launcher.files.storage import json_bytes
+from sm_nanogpt.launcher.models.chat import ChatEncoder
+from sm_nanogpt.launcher.models.encoder import ASSISTANT_PREFIX, Encoder
+from sm_nanogpt.launcher.text import repeats
+from sm_nanogpt.launcher.text.documents import Survey, read_documents
+from sm_nanogpt.launcher.text.ids import IDS_AT_ONCE, content_of
+from sm_nanogpt.launcher.text.reading import File
+from sm_nanogpt.launcher.text.tokenizer import USUAL_ENDS
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from launcher.errors import InputError
+from sm_nanogpt.launcher.errors import InputError
 
 if sys.version_info >= (3, 14):
     from compression import zstd

@@ -9,15 +9,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from launcher.errors import InputError, ServiceError
-from launcher.files import storage
-from launcher.files.moved import UPLOAD_NAME, text_id
-from launcher.files.storage import Entry
-from launcher.finding import Listing
-from launcher.job import JobDescription
-from launcher.sagemaker.stack import with_stack
-from launcher.settings import Settings, load_settings
-from launcher.text import corpus
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.moved import UPLOAD_NAME, text_id
+from sm_nanogpt.launcher.files.storage import Entry
+from sm_nanogpt.launcher.finding import Listing
+from sm_nanogpt.launcher.job import JobDescription
+from sm_nanogpt.launcher.sagemaker.stack import with_stack
+from sm_nanogpt.launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.text import corpus
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event, Lock
 
-from launcher.files import storage
-from launcher.files.local import LocalLocation
-from launcher.files.progress import Progress
-from launcher.settings import Settings
-from launcher.text.reading import File, file_to_upload, open_text
-from launcher.text.threads import in_thread
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.local import LocalLocation
+from sm_nanogpt.launcher.files.progress import Progress
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text.reading import File, file_to_upload, open_text
+from sm_nanogpt.launcher.text.threads import in_thread
 
 SMALL_FILE = 1 << 20  # bytes
 WRITERS = 16  # small files that are written at once

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from entry_point.files import open_file, read_json
-from entry_point.safetensors_file import LARGEST_HEADER, read_header
-from launcher.curve import total_steps
-from launcher.trying.history import SearchLedger
-from launcher.trying.refusal import Refused
+from sm_nanogpt.entry_point.files import open_file, read_json
+from sm_nanogpt.entry_point.safetensors_file import LARGEST_HEADER, read_header
+from sm_nanogpt.launcher.curve import total_steps
+from sm_nanogpt.launcher.trying.history import SearchLedger
+from sm_nanogpt.launcher.trying.refusal import Refused
 
 MAX_SIZE = 1.1  # times the parameters and the bytes of the first model
 MAX_TIME = 1.3  # times the time of the first folder

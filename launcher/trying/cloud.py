@@ -17,36 +17,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from entry_point.files import read_json
-from launcher.aws import OverQuota
-from launcher.errors import InputError, LauncherError, ServiceError
-from launcher.files import locks, storage
-from launcher.files.documents import Document
-from launcher.files.ledger import Entry
-from launcher.files.scratch import scratch
-from launcher.groups.money import cost_so_far
-from launcher.groups.run import Event, GroupRun
-from launcher.instances import count_gpus
-from launcher.job import DEFAULT_RUN_SECONDS, SEARCH_VARIABLE, JobDescription, Request
-from launcher.launching import launch
-from launcher.local import confine, syscalls
-from launcher.local.runs import SILENT
-from launcher.models import fetch
-from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.cost import OVERHEAD_SECONDS, usd
-from launcher.settings import Settings
-from launcher.source import Source
-from launcher.text import corpus
-from launcher.text.channels import Channel
-from launcher.text.reading import files_in
-from launcher.tracking import TrackedJob
-from launcher.trying import driver
-from launcher.trying.budget import MAX_SIZE
-from launcher.trying.history import SearchLedger
-from launcher.trying.runs import SeededRun, TriedRun
+from sm_nanogpt.entry_point.files import read_json
+from sm_nanogpt.launcher.aws import OverQuota
+from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError
+from sm_nanogpt.launcher.files import locks, storage
+from sm_nanogpt.launcher.files.documents import Document
+from sm_nanogpt.launcher.files.ledger import Entry
+from sm_nanogpt.launcher.files.scratch import scratch
+from sm_nanogpt.launcher.groups.money import cost_so_far
+from sm_nanogpt.launcher.groups.run import Event, GroupRun
+from sm_nanogpt.launcher.instances import count_gpus
+from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS, SEARCH_VARIABLE, JobDescription, Request
+from sm_nanogpt.launcher.launching import launch
+from sm_nanogpt.launcher.local import confine, syscalls
+from sm_nanogpt.launcher.local.runs import SILENT
+from sm_nanogpt.launcher.models import fetch
+from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
+from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS, usd
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.text import corpus
+from sm_nanogpt.launcher.text.channels import Channel
+from sm_nanogpt.launcher.text.reading import files_in
+from sm_nanogpt.launcher.tracking import TrackedJob
+from sm_nanogpt.launcher.trying import driver
+from sm_nanogpt.launcher.trying.budget import MAX_SIZE
+from sm_nanogpt.launcher.trying.history import SearchLedger
+from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
 
 if TYPE_CHECKING:
-    from launcher.trying.search import Search
+    from sm_nanogpt.launcher.trying.search import Search
 
 Plan = launch.Plan[TrackedJob]
 

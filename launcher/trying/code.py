@@ -12,9 +12,9 @@ import functools
 import lzma
 from collections.abc import Mapping
 
-from launcher.source import Source
-from launcher.text.repeats import RUN
-from launcher.trying.refusal import Refused
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.text.repeats import RUN
+from sm_nanogpt.launcher.trying.refusal import Refused
 
 MAX_PACKED = 8 << 10  # bytes of new code, packed: some 700 lines
 MAX_NEW = 4 << 20  # bytes of new code, which take two seconds to pack

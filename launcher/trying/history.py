@@ -17,8 +17,8 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from launcher.files.ledger import Entry
-from launcher.groups.ledger import GroupLedger
+from sm_nanogpt.launcher.files.ledger import Entry
+from sm_nanogpt.launcher.groups.ledger import GroupLedger
 
 LARGEST_SEED = 1 << 31
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from entry_point.cores import cores
-from launcher.files.ledger import Entry
-from launcher.local.confine import warn_of_unprotected
-from launcher.local.gpus import visible_gpus
-from launcher.local.runs import Run, run_all
-from launcher.trying.runs import SeededRun, TriedRun
+from sm_nanogpt.entry_point.cores import cores
+from sm_nanogpt.launcher.files.ledger import Entry
+from sm_nanogpt.launcher.local.confine import warn_of_unprotected
+from sm_nanogpt.launcher.local.gpus import visible_gpus
+from sm_nanogpt.launcher.local.runs import Run, run_all
+from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
 
 if TYPE_CHECKING:
-    from launcher.trying.search import Search
+    from sm_nanogpt.launcher.trying.search import Search
 
 
 class LocalRuns:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.local.runs import Run, run_all
-from launcher.source import Source
-from launcher.trying.refusal import Refused
+from sm_nanogpt.launcher.local.runs import Run, run_all
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.trying.refusal import Refused
 
 # A train.py that only prints on how many tokens its folder would train.
 PROGRAM = """

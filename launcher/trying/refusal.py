@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.errors import ServiceError
+from sm_nanogpt.launcher.errors import ServiceError
 
 
 class Refused(ServiceError):

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from launcher.backends import backend_class, load_class
-from launcher.errors import InputError
-from launcher.files.ledger import Entry
-from launcher.source import Source
+from sm_nanogpt.launcher.backends import backend_class, load_class
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.ledger import Entry
+from sm_nanogpt.launcher.source import Source
 
 if TYPE_CHECKING:
-    from launcher.trying.search import Search
+    from sm_nanogpt.launcher.trying.search import Search
 
 # Who makes the runs of a search, by the name of its backend's class: a RunMaker.
 TRAINERS = {
-    "LocalBackend": "launcher.trying.local.LocalRuns",
-    "SageMakerBackend": "launcher.trying.cloud.SageMakerRuns",
+    "LocalBackend": "sm_nanogpt.launcher.trying.local.LocalRuns",
+    "SageMakerBackend": "sm_nanogpt.launcher.trying.cloud.SageMakerRuns",
 }
 
 

@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from entry_point.errors import TrainingError
-from entry_point.text import Tokenizer
-from launcher.errors import LauncherError
-from launcher.judge.causality import CUTS, NotCausal, check_causal
-from launcher.judge.score import losses
-from launcher.judge.texts import Text, encode
-from launcher.judge.worker import Worker
-from launcher.settings import Settings
-from launcher.source import Source
-from launcher.trying.refusal import Refused
+from sm_nanogpt.entry_point.errors import TrainingError
+from sm_nanogpt.entry_point.text import Tokenizer
+from sm_nanogpt.launcher.errors import LauncherError
+from sm_nanogpt.launcher.judge.causality import CUTS, NotCausal, check_causal
+from sm_nanogpt.launcher.judge.score import losses
+from sm_nanogpt.launcher.judge.texts import Text, encode
+from sm_nanogpt.launcher.judge.worker import Worker
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.trying.refusal import Refused
 
 MODELS = 4  # of fresh seeds, at least, decide whether a folder is kept, and share the cuts
 

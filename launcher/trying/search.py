@@ -13,26 +13,26 @@ from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
 
-from entry_point.cores import cores
-from entry_point.files import read_json
-from entry_point.text import Tokenizer
-from launcher.errors import InputError, ServiceError
-from launcher.files import locks, storage
-from launcher.files.ledger import Entry
-from launcher.groups.ledger import OverCeiling
-from launcher.local.runs import Run, run_all
-from launcher.settings import Settings
-from launcher.source import Source, keep_source
-from launcher.text.corpus import digest_of
-from launcher.text.reading import files_in
-from launcher.trying import rule
-from launcher.trying.budget import CLEARLY_SLOW, MAX_TIME, Budget, sizes_of
-from launcher.trying.code import check_code
-from launcher.trying.history import SearchLedger
-from launcher.trying.planned import planned_tokens
-from launcher.trying.refusal import Refused
-from launcher.trying.runs import RunMaker, SeededRun, TriedRun, trainer_class
-from launcher.trying.scoring import Judge
+from sm_nanogpt.entry_point.cores import cores
+from sm_nanogpt.entry_point.files import read_json
+from sm_nanogpt.entry_point.text import Tokenizer
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files import locks, storage
+from sm_nanogpt.launcher.files.ledger import Entry
+from sm_nanogpt.launcher.groups.ledger import OverCeiling
+from sm_nanogpt.launcher.local.runs import Run, run_all
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.source import Source, keep_source
+from sm_nanogpt.launcher.text.corpus import digest_of
+from sm_nanogpt.launcher.text.reading import files_in
+from sm_nanogpt.launcher.trying import rule
+from sm_nanogpt.launcher.trying.budget import CLEARLY_SLOW, MAX_TIME, Budget, sizes_of
+from sm_nanogpt.launcher.trying.code import check_code
+from sm_nanogpt.launcher.trying.history import SearchLedger
+from sm_nanogpt.launcher.trying.planned import planned_tokens
+from sm_nanogpt.launcher.trying.refusal import Refused
+from sm_nanogpt.launcher.trying.runs import RunMaker, SeededRun, TriedRun, trainer_class
+from sm_nanogpt.launcher.trying.scoring import Judge
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 BASE_SEEDS = 8

@@ -5,23 +5,23 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from entry_point.text import Corpus
-from launcher.errors import InputError
-from launcher.files import locks, storage
-from launcher.files.scratch import scratch
-from launcher.job import Request
-from launcher.launching import launch
-from launcher.launching.draft import fill
-from launcher.local.confine import is_readable
-from launcher.settings import Settings
-from launcher.source import keep_source
-from launcher.text.channels import corpus_of
-from launcher.text.corpus import digest_of
-from launcher.text.ids import content_of, draw_ids, write_ids
-from launcher.text.reading import files_in
-from launcher.trying.history import SearchLedger
-from launcher.trying.runs import trainer_class
-from launcher.trying.search import HELD, Report, Search, directory_of
+from sm_nanogpt.entry_point.text import Corpus
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files import locks, storage
+from sm_nanogpt.launcher.files.scratch import scratch
+from sm_nanogpt.launcher.job import Request
+from sm_nanogpt.launcher.launching import launch
+from sm_nanogpt.launcher.launching.draft import fill
+from sm_nanogpt.launcher.local.confine import is_readable
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.source import keep_source
+from sm_nanogpt.launcher.text.channels import corpus_of
+from sm_nanogpt.launcher.text.corpus import digest_of
+from sm_nanogpt.launcher.text.ids import content_of, draw_ids, write_ids
+from sm_nanogpt.launcher.text.reading import files_in
+from sm_nanogpt.launcher.trying.history import SearchLedger
+from sm_nanogpt.launcher.trying.runs import trainer_class
+from sm_nanogpt.launcher.trying.search import HELD, Report, Search, directory_of
 
 MAX_TOKENS = 1 << 28  # of the text that runs read
 MAX_JUDGED = 1 << 16  # tokens of the validation text that are kept for the judge

@@ -26,11 +26,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from launcher.errors import ServiceError
-from launcher.files.documents import first_problem
-from launcher.models.chat import Message
-from launcher.models.sample import encode_prompt, stream_samples
-from launcher.views.play import Player, error_response
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files.documents import first_problem
+from sm_nanogpt.launcher.models.chat import Message
+from sm_nanogpt.launcher.models.sample import encode_prompt, stream_samples
+from sm_nanogpt.launcher.views.play import Player, error_response
 
 # The server looks at other requests after so many seconds, or after one token if that takes longer.
 TURN_SECONDS = 0.03

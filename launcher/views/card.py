@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from launcher.curve import Curve
-from launcher.job import JobDescription
-from launcher.views.job_fields import texts_of
+from sm_nanogpt.launcher.curve import Curve
+from sm_nanogpt.launcher.job import JobDescription
+from sm_nanogpt.launcher.views.job_fields import texts_of
 
 
 def card(job: JobDescription, curve: Curve | None) -> str:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from entry_point.metrics import duration
-from launcher.curve import seconds_left, total_steps
-from launcher.instances import has_local_disks
-from launcher.job import JobDescription
-from launcher.sagemaker.cost import usd
+from sm_nanogpt.entry_point.metrics import duration
+from sm_nanogpt.launcher.curve import seconds_left, total_steps
+from sm_nanogpt.launcher.instances import has_local_disks
+from sm_nanogpt.launcher.job import JobDescription
+from sm_nanogpt.launcher.sagemaker.cost import usd
 
 Text = Callable[[JobDescription], str | None]  # None: not known, or it does not apply
 

@@ -23,28 +23,28 @@ from typing import Any
 
 from torch import Tensor
 
-from entry_point.model import GPT
-from entry_point.text import Corpus, Tokenizer
-from launcher.errors import InputError
-from launcher.files.storage import write_bytes
-from launcher.job import JobDescription
-from launcher.judge.anchors import as_tensor, longest_run
-from launcher.judge.rounding import Rounding, bits_per_byte, round_weights
-from launcher.judge.texts import TRAINING_BYTES
-from launcher.models.encoder import pattern_of
-from launcher.models.load import is_edited
-from launcher.models.moments import Moment, spread
-from launcher.models.quantization import (
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.text import Corpus, Tokenizer
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.storage import write_bytes
+from sm_nanogpt.launcher.job import JobDescription
+from sm_nanogpt.launcher.judge.anchors import as_tensor, longest_run
+from sm_nanogpt.launcher.judge.rounding import Rounding, bits_per_byte, round_weights
+from sm_nanogpt.launcher.judge.texts import TRAINING_BYTES
+from sm_nanogpt.launcher.models.encoder import pattern_of
+from sm_nanogpt.launcher.models.load import is_edited
+from sm_nanogpt.launcher.models.moments import Moment, spread
+from sm_nanogpt.launcher.models.quantization import (
     BITS,
     GROUP,
     Quantized,
     quantize_model,
     with_quantized_weights,
 )
-from launcher.models.sample import stream_samples
-from launcher.text.ids import content_of
-from launcher.values import megabytes
-from launcher.views.job_fields import data_name, texts_of
+from sm_nanogpt.launcher.models.sample import stream_samples
+from sm_nanogpt.launcher.text.ids import content_of
+from sm_nanogpt.launcher.values import megabytes
+from sm_nanogpt.launcher.views.job_fields import data_name, texts_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from entry_point.metrics import duration
-from launcher.job import TrainingJob
-from launcher.sagemaker.cost import usd
-from launcher.views.job_fields import cost_text
-from launcher.views.report import Report, ReportedRun, plain
+from sm_nanogpt.entry_point.metrics import duration
+from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.sagemaker.cost import usd
+from sm_nanogpt.launcher.views.job_fields import cost_text
+from sm_nanogpt.launcher.views.report import Report, ReportedRun, plain
 
 SERIES = {"training": "train_loss", "validation": "val_loss"}
 LINES = (("raw", 1, 0.3), ("training", 1.25, 0.75), ("validation", 2.75, 1.0))  # width, opacity

@@ -26,12 +26,12 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from entry_point.model import GPT
-from entry_point.text import Tokenizer
-from launcher.errors import InputError, ServiceError
-from launcher.job import end_of
-from launcher.models.chat import Chat, TooLong
-from launcher.views.model_page import served_model, served_page
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.text import Tokenizer
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.job import end_of
+from sm_nanogpt.launcher.models.chat import Chat, TooLong
+from sm_nanogpt.launcher.views.model_page import served_model, served_page
 
 
 @dataclass(frozen=True)

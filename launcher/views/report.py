@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher.backends import backend_class
-from launcher.curve import Curve, Row, samples_of_log, total_steps
-from launcher.errors import ServiceError
-from launcher.finding import find
-from launcher.groups.ranking import Rank, differences, ranking
-from launcher.groups.sweep import MODEL_CHOICES
-from launcher.job import JobDescription, TrainingJob, end_of
-from launcher.judge.evaluation import Evaluation, saved_evaluations
-from launcher.launching.summary import format_value
-from launcher.settings import Settings
-from launcher.text.corpus import Upload, known_upload
-from launcher.tracking import with_costs
+from sm_nanogpt.launcher.backends import backend_class
+from sm_nanogpt.launcher.curve import Curve, Row, samples_of_log, total_steps
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.finding import find
+from sm_nanogpt.launcher.groups.ranking import Rank, differences, ranking
+from sm_nanogpt.launcher.groups.sweep import MODEL_CHOICES
+from sm_nanogpt.launcher.job import JobDescription, TrainingJob, end_of
+from sm_nanogpt.launcher.judge.evaluation import Evaluation, saved_evaluations
+from sm_nanogpt.launcher.launching.summary import format_value
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text.corpus import Upload, known_upload
+from sm_nanogpt.launcher.tracking import with_costs
 
 logger = logging.getLogger(__name__)
 

@@ -60,7 +60,7 @@ class Ended:
 def execute(arguments: tuple[str, ...], environment: Mapping[str, str]) -> tuple[int, str, str]:
     """Runs sm-nanogpt; returns its exit code, stdout and stderr."""
     done = subprocess.run(
-        [sys.executable, "-c", "from launcher.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from sm_nanogpt.launcher.cli import main; main()", *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -13,8 +13,8 @@ import first_day
 import pytest
 from first_day import STEPS, Day, Step
 
-from launcher.sagemaker.caller import Caller, LaunchedJob, remember_launch
 from sm_nanogpt import Settings
+from sm_nanogpt.launcher.sagemaker.caller import Caller, LaunchedJob, remember_launch
 
 JOB = "sm-nanogpt-20261124-120000-00000a"
 PAGE = Path(__file__).parents[2] / "docs" / "first-day.md"

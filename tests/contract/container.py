@@ -28,8 +28,8 @@ from typing import Any, Self
 import pytest
 from runs import SCRIPT
 
-from launcher.sagemaker.request import source_archive
-from launcher.source import Source
+from sm_nanogpt.launcher.sagemaker.request import source_archive
+from sm_nanogpt.launcher.source import Source
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("TOOLKIT_PYTHON", REPOSITORY / ".venv-contract/bin/python"))

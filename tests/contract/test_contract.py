@@ -16,9 +16,9 @@ from container import Host, Job
 from launching import until
 from runs import SMALL, command_line, edited_folder
 
-from entry_point.cores import cores
-from launcher.sagemaker.description import shorten
-from launcher.sagemaker.logs import lines_of
+from sm_nanogpt.entry_point.cores import cores
+from sm_nanogpt.launcher.sagemaker.description import shorten
+from sm_nanogpt.launcher.sagemaker.logs import lines_of
 
 ODD_VALUES: dict[str, Any] = {
     **SMALL,

@@ -23,8 +23,8 @@ def aws(emulator, s3, tmp_path, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
     monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "inf")  # the tests have no terminal
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    monkeypatch.setattr("launcher.sagemaker.backend.SageMakerBackend.poll_seconds", 0.2)
-    monkeypatch.setattr("launcher.sagemaker.backend.QUIET_SECONDS", 0.3)
+    monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.backend.SageMakerBackend.poll_seconds", 0.2)
+    monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.backend.QUIET_SECONDS", 0.3)
     for name in ("START_SECONDS", "GRACE_SECONDS"):  # waiting proves nothing here
         monkeypatch.setattr(training_runs, name, 1.0)
     yield emulator
@@ -35,7 +35,7 @@ def aws(emulator, s3, tmp_path, monkeypatch):
 def impatience():
     """Code for a process of that person, which then waits as little as this one."""
     return """
-from launcher.sagemaker import backend
+from sm_nanogpt.launcher.sagemaker import backend
 backend.QUIET_SECONDS, backend.SageMakerBackend.poll_seconds = 0.3, 0.2
 """
 

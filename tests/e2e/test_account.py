@@ -22,8 +22,8 @@ from launching import ENDLESS, sets, until
 from moto.iam.models import iam_backends
 from policies import allowed, statements
 
-from launcher.files.s3 import PART_BYTES
-from launcher.sagemaker import deploy
+from sm_nanogpt.launcher.files.s3 import PART_BYTES
+from sm_nanogpt.launcher.sagemaker import deploy
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "infra/README.md"

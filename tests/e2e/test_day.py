@@ -14,8 +14,8 @@ import cloudformation_service
 import first_day
 from emulator import client
 
-from launcher.cli import run
-from launcher.sagemaker import deploy
+from sm_nanogpt.launcher.cli import run
+from sm_nanogpt.launcher.sagemaker import deploy
 
 
 def in_this_process(arguments: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str, str]:

@@ -17,8 +17,8 @@ from edits import EDITS
 from emulator import Emulator
 from launching import Ran, sets, until
 
-from launcher.files import storage
-from launcher.models import fetch
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.models import fetch
 
 INSTANCE = ("--instance", "ml.g5.12xlarge")
 TWO_HOSTS = ("--instance-count", "2")

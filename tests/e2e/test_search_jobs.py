@@ -8,9 +8,9 @@ import re
 import launching
 import pytest
 
-from launcher.trying import search
-from launcher.trying.history import SearchLedger
-from launcher.trying.search import SHARED
+from sm_nanogpt.launcher.trying import search
+from sm_nanogpt.launcher.trying.history import SearchLedger
+from sm_nanogpt.launcher.trying.search import SHARED
 
 QUICK = (
     """\

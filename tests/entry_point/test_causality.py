@@ -16,7 +16,7 @@ from leaks import ALL, BLOCK, EMBEDDED, KERNEL, LAYERS, LEAKS, insert_after, ins
 from models import tokenizer_of
 from torch import Tensor
 
-from entry_point.causality import find_leak
+from sm_nanogpt.entry_point.causality import find_leak
 
 V = 11
 MASKED = "    if mask is not None:\n"

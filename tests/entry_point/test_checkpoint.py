@@ -15,9 +15,9 @@ import pytest
 import torch
 from tensors import TENSORS, assert_same
 
-from entry_point.checkpoint import Checkpoints
-from entry_point.config import Config, check_resumable
-from entry_point.errors import ConfigError, TrainingError
+from sm_nanogpt.entry_point.checkpoint import Checkpoints
+from sm_nanogpt.entry_point.config import Config, check_resumable
+from sm_nanogpt.entry_point.errors import ConfigError, TrainingError
 
 
 def state_of(step: int, **config: Any) -> dict[str, Any]:

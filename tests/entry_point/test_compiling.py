@@ -12,10 +12,10 @@ import torch
 from runs import SMALL, command_line, edited_folder, environment, run
 from trainings import furthest, losses_of, printed_losses, trainer_of
 
-from entry_point.config import Config
-from entry_point.device import can_use_graph, compiling_pays
-from entry_point.errors import TrainingError
-from entry_point.optim import gradient_of
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.device import can_use_graph, compiling_pays
+from sm_nanogpt.entry_point.errors import TrainingError
+from sm_nanogpt.entry_point.optim import gradient_of
 
 
 @pytest.mark.parametrize(

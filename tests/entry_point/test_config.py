@@ -15,12 +15,12 @@ from unittest.mock import Mock
 import pytest
 from runs import SCRIPT, command_line, environment
 
-from entry_point.checkpoint import Checkpoints
-from entry_point.command_line import OPTIONS, Options
-from entry_point.config import Config, make_config, read_value
-from entry_point.errors import ConfigError, TrainingError, nearest_name
-from entry_point.presets import PRESETS
-from entry_point.train import main, parse_argv
+from sm_nanogpt.entry_point.checkpoint import Checkpoints
+from sm_nanogpt.entry_point.command_line import OPTIONS, Options
+from sm_nanogpt.entry_point.config import Config, make_config, read_value
+from sm_nanogpt.entry_point.errors import ConfigError, TrainingError, nearest_name
+from sm_nanogpt.entry_point.presets import PRESETS
+from sm_nanogpt.entry_point.train import main, parse_argv
 
 FIELDS = dataclasses.fields(Config)
 

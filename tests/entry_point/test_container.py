@@ -10,11 +10,11 @@ from unittest.mock import Mock
 import pytest
 from trainings import OPEN_MPI, container, rank_variables
 
-from entry_point import train
-from entry_point.command_line import Options
-from entry_point.config import Config
-from entry_point.container import Container, Ranks, read_container, read_ranks
-from entry_point.errors import ConfigError, DataError, TrainingError
+from sm_nanogpt.entry_point import train
+from sm_nanogpt.entry_point.command_line import Options
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.container import Container, Ranks, read_container, read_ranks
+from sm_nanogpt.entry_point.errors import ConfigError, DataError, TrainingError
 
 
 def read(base: Path, **env: str) -> Container:

@@ -17,16 +17,16 @@ from models import SMALL, lively
 from runs import command_line, metrics, run
 from talks import tensor
 
-from entry_point.command_line import Options
-from entry_point.config import Config
-from entry_point.container import Ranks, read_container
-from entry_point.conversations import IGNORED, Packed
-from entry_point.data import Batches, evaluate
-from entry_point.distributed import Group
-from entry_point.errors import DataError
-from entry_point.text import load_corpus
-from launcher.models.chat import Chat
-from launcher.models.load import own_model
+from sm_nanogpt.entry_point.command_line import Options
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.container import Ranks, read_container
+from sm_nanogpt.entry_point.conversations import IGNORED, Packed
+from sm_nanogpt.entry_point.data import Batches, evaluate
+from sm_nanogpt.entry_point.distributed import Group
+from sm_nanogpt.entry_point.errors import DataError
+from sm_nanogpt.entry_point.text import load_corpus
+from sm_nanogpt.launcher.models.chat import Chat
+from sm_nanogpt.launcher.models.load import own_model
 
 END = 99
 

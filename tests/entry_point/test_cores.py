@@ -6,10 +6,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from entry_point import cores
-from entry_point.config import make_config
-from entry_point.device import share_cores
-from launcher import machines
+from sm_nanogpt.entry_point import cores
+from sm_nanogpt.entry_point.config import make_config
+from sm_nanogpt.entry_point.device import share_cores
+from sm_nanogpt.launcher import machines
 
 DOCKER = "12:cpu,cpuacct:/docker/4f\n11:memory:/docker/4f\n"
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from entry_point.config import Config, derive_seed
-from entry_point.data import Batches
-from entry_point.text import Shards
+from sm_nanogpt.entry_point.config import Config, derive_seed
+from sm_nanogpt.entry_point.data import Batches
+from sm_nanogpt.entry_point.text import Shards
 
 # -- batches ---------------------------------------------------------------------------------------
 

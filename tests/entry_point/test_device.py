@@ -8,13 +8,13 @@ import pytest
 import torch
 from trainings import container
 
-from entry_point import train
-from entry_point.command_line import Options
-from entry_point.config import Config
-from entry_point.container import Ranks
-from entry_point.cores import cores
-from entry_point.device import choose_device, local_processes, machine_line, rank_device
-from entry_point.errors import DataError, TrainingError
+from sm_nanogpt.entry_point import train
+from sm_nanogpt.entry_point.command_line import Options
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.container import Ranks
+from sm_nanogpt.entry_point.cores import cores
+from sm_nanogpt.entry_point.device import choose_device, local_processes, machine_line, rank_device
+from sm_nanogpt.entry_point.errors import DataError, TrainingError
 
 
 @pytest.mark.parametrize("hosts, machine", [(2, "2 CPU"), (3, "CPU")], ids=["equal", "unequal"])

@@ -29,10 +29,10 @@ from runs import (
 )
 from trainings import container, rank_variables
 
-from entry_point.container import Container, Ranks
-from entry_point.distributed import Group
-from entry_point.errors import TrainingError
-from entry_point.processes import start_ranks
+from sm_nanogpt.entry_point.container import Container, Ranks
+from sm_nanogpt.entry_point.distributed import Group
+from sm_nanogpt.entry_point.errors import TrainingError
+from sm_nanogpt.entry_point.processes import start_ranks
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch, tmp_path):

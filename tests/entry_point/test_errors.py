@@ -10,8 +10,8 @@ import pytest
 import torch
 from runs import SMALL, command_line
 
-from entry_point import train
-from entry_point.errors import DataError, TrainingError, failure_report, report_failure
+from sm_nanogpt.entry_point import train
+from sm_nanogpt.entry_point.errors import DataError, TrainingError, failure_report, report_failure
 
 
 def test_the_first_failure_is_the_reason_for_sagemaker(tmp_path, monkeypatch):

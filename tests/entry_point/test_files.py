@@ -18,8 +18,8 @@ import torch
 from runs import PROBE, run
 from tensors import TENSORS, assert_same
 
-from entry_point.errors import FormatError
-from entry_point.safetensors_file import read_safetensors, write_safetensors
+from sm_nanogpt.entry_point.errors import FormatError
+from sm_nanogpt.entry_point.safetensors_file import read_safetensors, write_safetensors
 
 
 @pytest.fixture

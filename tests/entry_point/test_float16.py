@@ -8,9 +8,9 @@ import pytest
 import torch
 from trainings import run_ranks, trainer_of
 
-from entry_point.config import Config
-from entry_point.device import choose_precision
-from entry_point.errors import TrainingError
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.device import choose_precision
+from sm_nanogpt.entry_point.errors import TrainingError
 
 
 @pytest.mark.parametrize(

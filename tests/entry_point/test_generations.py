@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from runs import ended, kill, make_hosts, metrics, started, wait_for_line
 from trainings import EXACT, assert_same_end, small, trained, trainer_of
 
-from entry_point import kernels
-from entry_point.config import Config, check_resumable
-from entry_point.conversations import IGNORED
-from entry_point.errors import ConfigError
-from entry_point.kernels import ChunkedLoss, mixed_targets, taught_loss
-from entry_point.model import GPT
-from entry_point.optim import learning_rate_scale, window_length
-from launcher.curve import seconds_left, total_steps
-from launcher.job import Request
-from launcher.launching.texts import FEW_READINGS, check_readings
+from sm_nanogpt.entry_point import kernels
+from sm_nanogpt.entry_point.config import Config, check_resumable
+from sm_nanogpt.entry_point.conversations import IGNORED
+from sm_nanogpt.entry_point.errors import ConfigError
+from sm_nanogpt.entry_point.kernels import ChunkedLoss, mixed_targets, taught_loss
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.optim import learning_rate_scale, window_length
+from sm_nanogpt.launcher.curve import seconds_left, total_steps
+from sm_nanogpt.launcher.job import Request
+from sm_nanogpt.launcher.launching.texts import FEW_READINGS, check_readings
 
 THREE = dict(max_steps=10, generations=3, eval_interval=5)
 

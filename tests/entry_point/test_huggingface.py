@@ -18,15 +18,15 @@ from models import SMALL, characters, lively, tokenizer_of
 from runs import command_line, run
 from tensors import assert_same
 
-from entry_point import train
-from entry_point.checkpoint import Checkpoints
-from entry_point.errors import FormatError, TrainingError
-from entry_point.huggingface import SCRIPT_SHA256, write_artefact, write_sums
-from entry_point.qwen3 import qwen3_weights
-from entry_point.safetensors_file import read_safetensors, write_safetensors
-from launcher.errors import InputError
-from launcher.models import engine
-from launcher.models.load import export_checkpoint, own_model, read_checkpoint
+from sm_nanogpt.entry_point import train
+from sm_nanogpt.entry_point.checkpoint import Checkpoints
+from sm_nanogpt.entry_point.errors import FormatError, TrainingError
+from sm_nanogpt.entry_point.huggingface import SCRIPT_SHA256, write_artefact, write_sums
+from sm_nanogpt.entry_point.qwen3 import qwen3_weights
+from sm_nanogpt.entry_point.safetensors_file import read_safetensors, write_safetensors
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.models import engine
+from sm_nanogpt.launcher.models.load import export_checkpoint, own_model, read_checkpoint
 
 STEPS = 60
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from models import SMALL, VOCABULARY_SIZE, ids, lively, small_config
 
-from entry_point import kernels
-from entry_point.config import Config
-from entry_point.kernels import NORM_EPS, attend, chunk_size
-from entry_point.model import GPT, Linear, norm, sample
-from entry_point.optim import gradient_of
-from launcher.models import engine
+from sm_nanogpt.entry_point import kernels
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.kernels import NORM_EPS, attend, chunk_size
+from sm_nanogpt.entry_point.model import GPT, Linear, norm, sample
+from sm_nanogpt.entry_point.optim import gradient_of
+from sm_nanogpt.launcher.models import engine
 
 
 def test_a_prediction_sees_just_what_came_before():

@@ -9,9 +9,9 @@ import torch
 from runs import SMALL
 from trainings import ALONE, trainer_of
 
-from entry_point import moments
-from entry_point.moments import moment_steps, moments_before
-from entry_point.safetensors_file import read_safetensors
+from sm_nanogpt.entry_point import moments
+from sm_nanogpt.entry_point.moments import moment_steps, moments_before
+from sm_nanogpt.entry_point.safetensors_file import read_safetensors
 
 
 def files(directory: Path) -> dict[int, Path]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from models import SMALL, alone, ids, lively, optimizer_of, small_config
 
-from entry_point.config import Config
-from entry_point.optim import Muon, gradient_of, learning_rate_scale, orthogonalize, tall
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.optim import Muon, gradient_of, learning_rate_scale, orthogonalize, tall
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -75,7 +75,7 @@ def test_the_update_of_a_tall_matrix_is_larger(rows, columns, n_fused, factor):
 PEAK = """
 import itertools, json, sys
 import torch
-from entry_point import optim
+from sm_nanogpt.entry_point import optim
 from models import SMALL, alone
 
 torch.set_num_threads(1)

@@ -38,14 +38,14 @@ from trainings import (
     trainer_of,
 )
 
-from entry_point import train
-from entry_point.data import evaluate
-from entry_point.device import memory_text
-from entry_point.errors import ConfigError, DataError
-from entry_point.faults import read_fault
-from entry_point.metrics import best_lines, metric_definitions, metric_line
-from entry_point.safetensors_file import read_safetensors
-from launcher.models.load import own_model
+from sm_nanogpt.entry_point import train
+from sm_nanogpt.entry_point.data import evaluate
+from sm_nanogpt.entry_point.device import memory_text
+from sm_nanogpt.entry_point.errors import ConfigError, DataError
+from sm_nanogpt.entry_point.faults import read_fault
+from sm_nanogpt.entry_point.metrics import best_lines, metric_definitions, metric_line
+from sm_nanogpt.entry_point.safetensors_file import read_safetensors
+from sm_nanogpt.launcher.models.load import own_model
 
 
 def test_metric_lines_show_the_memory_of_a_gpu(monkeypatch):
@@ -142,9 +142,9 @@ def unforked(tmp_path_factory, text_file):
     """A run of one process, with a log of ASCII, that samples its own model in the end."""
     code = (
         "import pathlib, sys\n"
-        "from entry_point import train\n"
-        "from entry_point.model import sample\n"
-        "from launcher.models.load import own_model\n"
+        "from sm_nanogpt.entry_point import train\n"
+        "from sm_nanogpt.entry_point.model import sample\n"
+        "from sm_nanogpt.launcher.models.load import own_model\n"
         "status = train.main(sys.argv[1:])\n"
         "model, tokenizer = own_model(pathlib.Path('out/model'))\n"
         "sample(model, [tokenizer.start], 9)\n"
@@ -238,7 +238,9 @@ def test_a_run_never_looks_for_garbage_among_its_imports(monkeypatch, garbage):
     """With those of torch, each checkpoint would take a tenth of a second longer."""
     frozen: list[int] = []
     monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
-    monkeypatch.setattr("entry_point.train.main", lambda _: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(
+        "sm_nanogpt.entry_point.train.main", lambda _: frozen.append(gc.get_freeze_count())
+    )
     with pytest.raises(SystemExit):
         train.run([])
     assert frozen[0] > 100_000
@@ -253,7 +255,7 @@ def test_what_may_be_an_echo_of_a_failure_is_reported_late(monkeypatch):
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
     for error in (DataError("none"), AttributeError("gleu"), RuntimeError("closed by peer")):
-        monkeypatch.setattr("entry_point.train.main", Mock(side_effect=error))
+        monkeypatch.setattr("sm_nanogpt.entry_point.train.main", Mock(side_effect=error))
         with pytest.raises(SystemExit):
             train.run([])
     assert slept == [5]
@@ -287,7 +289,7 @@ def test_a_rank_that_ignores_signals_ends_after_a_failure(tmp_path, text_file):
 def test_freed_tensors_memory_is_reused():
     code = (
         "import resource, torch\n"
-        "from entry_point import train\n"
+        "from sm_nanogpt.entry_point import train\n"
         "train.keep_freed_memory()\n"
         "def pages_asked_for():\n"
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"

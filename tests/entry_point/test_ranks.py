@@ -11,7 +11,7 @@ import torch
 from runs import edited_folder, kill, make_hosts, started, wait_for_line
 from trainings import EXACT, assert_same_end, furthest, losses_of, run_ranks, small, trained
 
-from entry_point.cuda_graphs import record_passes
+from sm_nanogpt.entry_point.cuda_graphs import record_passes
 
 
 @pytest.mark.parametrize(

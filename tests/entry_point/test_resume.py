@@ -43,12 +43,12 @@ from trainings import (
     trainer_of,
 )
 
-from entry_point import train
-from entry_point.checkpoint import Checkpoints
-from entry_point.container import read_container
-from entry_point.errors import ConfigError, TrainingError
-from entry_point.safetensors_file import read_safetensors
-from entry_point.text import Corpus, load_corpus
+from sm_nanogpt.entry_point import train
+from sm_nanogpt.entry_point.checkpoint import Checkpoints
+from sm_nanogpt.entry_point.container import read_container
+from sm_nanogpt.entry_point.errors import ConfigError, TrainingError
+from sm_nanogpt.entry_point.safetensors_file import read_safetensors
+from sm_nanogpt.entry_point.text import Corpus, load_corpus
 
 
 def steps_in(directory: Path) -> list[int]:

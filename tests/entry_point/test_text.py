@@ -12,12 +12,12 @@ import pytest
 import torch
 from models import characters
 
-from entry_point.command_line import Options
-from entry_point.config import Config
-from entry_point.container import Ranks, read_container
-from entry_point.distributed import Group
-from entry_point.errors import DataError
-from entry_point.text import Corpus, load_corpus
+from sm_nanogpt.entry_point.command_line import Options
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.container import Ranks, read_container
+from sm_nanogpt.entry_point.distributed import Group
+from sm_nanogpt.entry_point.errors import DataError
+from sm_nanogpt.entry_point.text import Corpus, load_corpus
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀\x00\x7f\u2028 end\n" * 40
 

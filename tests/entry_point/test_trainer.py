@@ -14,14 +14,14 @@ import torch
 from models import lively
 from trainings import trainer_of
 
-from entry_point.checkpoint import Checkpoints
-from entry_point.config import Config
-from entry_point.cores import cores
-from entry_point.data import evaluate
-from entry_point.errors import TrainingError
-from entry_point.model import GPT
-from entry_point.optim import gradient_of, window_length
-from launcher.models.load import own_model
+from sm_nanogpt.entry_point.checkpoint import Checkpoints
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.cores import cores
+from sm_nanogpt.entry_point.data import evaluate
+from sm_nanogpt.entry_point.errors import TrainingError
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.optim import gradient_of, window_length
+from sm_nanogpt.launcher.models.load import own_model
 
 
 def test_short_windows_double_up_to_the_block_size(tmp_path):

@@ -13,8 +13,8 @@ import torch
 from models import ids, lively
 from trainings import run_ranks, trainer_of
 
-from entry_point.data import eval_windows, evaluate, inputs_and_targets, read_windows
-from entry_point.trainer import Trainer
+from sm_nanogpt.entry_point.data import eval_windows, evaluate, inputs_and_targets, read_windows
+from sm_nanogpt.entry_point.trainer import Trainer
 
 
 def loss_of(trainer: Trainer) -> float:

@@ -30,9 +30,9 @@ from runs import (
 )
 from trainings import container
 
-from entry_point.container import Ranks
-from entry_point.distributed import Group
-from entry_point.watchdog import Report, Watchdog
+from sm_nanogpt.entry_point.container import Ranks
+from sm_nanogpt.entry_point.distributed import Group
+from sm_nanogpt.entry_point.watchdog import Report, Watchdog
 
 CPU = torch.device("cpu")
 NO_SIGN = r"TrainingError: rank {} on {} gave no sign of life for \d+ s "

@@ -18,8 +18,8 @@ from gguf import GGMLQuantizationType, GGUFReader
 from launching import Finished
 from pages import blocks
 
-from launcher.models.fetch import fetch_model
 from sm_nanogpt import Job, load_model
+from sm_nanogpt.launcher.models.fetch import fetch_model
 
 PAGE = Path(__file__).parents[2] / "docs/export.md"
 

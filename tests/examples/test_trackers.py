@@ -19,11 +19,11 @@ from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.tensor_util import make_ndarray
 from to_tensorboard import Board, write
 
-from launcher.aws import Unreachable
-from launcher.curve import Curve, Row
-from launcher.files import storage
-from launcher.job import JobDescription
-from launcher.tracking import TrackedJob
+from sm_nanogpt.launcher.aws import Unreachable
+from sm_nanogpt.launcher.curve import Curve, Row
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.job import JobDescription
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 Points = dict[str, list[tuple[int, float]]]
 TAGS = {"loss/train": "train_loss", "loss/val": "val_loss", "bits_per_byte": "bits_per_byte"}
@@ -194,7 +194,7 @@ def test_a_job_on_sagemaker_gets_all_digits_at_its_end(launched, s3, tmp_path, m
 def test_following_goes_on_after_an_outage(job, tmp_path, monkeypatch, capsys):
     answers = Mock(side_effect=[Unreachable("no answer"), TrackedJob(job.job_id).describe()])
     monkeypatch.setattr("to_tensorboard.POLL_SECONDS", 0)
-    monkeypatch.setattr("launcher.tracking.TrackedJob.describe", answers)
+    monkeypatch.setattr("sm_nanogpt.launcher.tracking.TrackedJob.describe", answers)
     write([job.job_id], tmp_path, follow=True)
     assert capsys.readouterr().err.startswith("no answer; ")
     assert drawn(tmp_path / job.job_id) == points_in(rows(job))

@@ -15,15 +15,15 @@ import pytest
 from pages import ARCHITECTURE, FENCE, NANOGPT, ROOT, blocks, commands, name_of, shown_commands
 
 import sm_nanogpt
-from entry_point.command_line import OPTIONS
-from entry_point.config import Config, make_config
-from entry_point.presets import PRESETS
-from launcher.cli import cli
-from launcher.cli.options import JobParameter
-from launcher.errors import InputError
-from launcher.settings import Settings
-from launcher.text.formats import FORMATS
-from launcher.views.job_fields import columns_of
+from sm_nanogpt.entry_point.command_line import OPTIONS
+from sm_nanogpt.entry_point.config import Config, make_config
+from sm_nanogpt.entry_point.presets import PRESETS
+from sm_nanogpt.launcher.cli import cli
+from sm_nanogpt.launcher.cli.options import JobParameter
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text.formats import FORMATS
+from sm_nanogpt.launcher.views.job_fields import columns_of
 
 NAMES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "infra/README.md")
 MANUAL = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,7 +14,7 @@ def modules_after(home: Path, *calls: list[str]) -> set[str]:
     """The top-level modules that some commands leave loaded."""
     code = f"""
 import sys
-from launcher.cli import run
+from sm_nanogpt.launcher.cli import run
 for words in {calls}:
     assert run(words) == 0, words
 print(*{{name.partition(".")[0] for name in sys.modules}})

@@ -22,7 +22,9 @@ def imports_of(module: str, files: dict[str, Path]) -> set[str]:
             assert not node.level or module.startswith("entry_point."), f"{module}: relative import"
             sdk = "launcher.sagemaker.estimator"
             assert module == sdk or (node.module or "").partition(".")[0] != "sagemaker", module
-            name = f"entry_point.{node.module}" if node.level else node.module or ""
+            name = (node.module or "").removeprefix("sm_nanogpt.")
+            if node.level:
+                name = f"entry_point.{name}".removesuffix(".")
             names.add(name)
             names |= {f"{name}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):

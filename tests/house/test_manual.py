@@ -58,7 +58,7 @@ def is_used(later_commands: list[list[str]]) -> bool:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
     monkeypatch.setattr("webbrowser.open", lambda url: True)
-    monkeypatch.setattr("launcher.text.first_text.first_text", lambda *_: text_file)
+    monkeypatch.setattr("sm_nanogpt.launcher.text.first_text.first_text", lambda *_: text_file)
     Path("notes/drafts").mkdir(parents=True)
     for name in ("input.txt", "letters.txt", "more.txt", "notes/a.py", "notes/drafts/b.md"):
         shutil.copy(text_file, name)

@@ -37,7 +37,10 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path, environment):
     code = "import sm_nanogpt as sm; print(sm.job(), sm.jobs()[0].status)"
     output = output_of([python, "-c", code], elsewhere, environment)
     assert output == f"{job_id} Completed\n"
-    code = "from launcher.sagemaker import deploy; print(deploy.TEMPLATE.read_text(), end='')"
+    code = (
+        "from sm_nanogpt.launcher.sagemaker import deploy;"
+        "print(deploy.TEMPLATE.read_text(), end='')"
+    )
     template = output_of([python, "-c", code], elsewhere, environment)
     assert template == (ROOT / "infra" / "template.yaml").read_text()
     assert not list(elsewhere.iterdir())
@@ -62,7 +65,7 @@ def test_each_import_of_the_product_is_declared():
     packages = dict(packages_distributions())
     # These come with a package that is declared.
     packages |= {"botocore": ["boto3"], "pydantic_core": ["pydantic"], "jinja2": ["altair"]}
-    ours = {"entry_point", "launcher", "backports", "compression"}
+    ours = {"sm_nanogpt", "backports", "compression"}
     if_installed = {"pandas"}  # metrics
     imported = imports_of(ROOT / "entry_point") | imports_of(ROOT / "launcher")
     undeclared = [

@@ -1,4 +1,4 @@
-"""Below launcher.cli, errors carry facts; the command line has the words for them."""
+"""Below launcher/cli, errors carry facts; the command line has the words for them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from string import Formatter
 
 import click
 
-import launcher
-from launcher import cli
-from launcher.aws import CODES
-from launcher.cli.remedies import REMEDIES, sentence
-from launcher.errors import InputError, ServiceError
+from sm_nanogpt import launcher
+from sm_nanogpt.launcher import cli, library
+from sm_nanogpt.launcher.aws import CODES
+from sm_nanogpt.launcher.cli.remedies import REMEDIES, sentence
+from sm_nanogpt.launcher.errors import InputError, ServiceError
 
 ROOT = Path(launcher.__file__).parent
 BELOW = sorted(path for path in ROOT.rglob("*.py") if path.parent.name != "cli")
@@ -83,6 +83,7 @@ def subclasses(kind: type[Exception]) -> Iterator[str]:
         yield from subclasses(subclass)
 
 
+assert library  # it imports the modules of all errors
 ERRORS = {*subclasses(InputError), *subclasses(ServiceError)}
 
 

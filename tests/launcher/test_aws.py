@@ -5,8 +5,8 @@ from __future__ import annotations
 import boto3
 import pytest
 
-from launcher.aws import check_region
 from sm_nanogpt import InputError
+from sm_nanogpt.launcher.aws import check_region
 
 
 @pytest.mark.parametrize("region", ["us-east-1", "eusc-de-east-1", "me-west-1", "sa-west-1"])

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from launcher import backends
-from launcher.aws import Unreachable
-from launcher.backends import Backend
-from launcher.curve import Row
-from launcher.files import storage
-from launcher.job import COMMON_FIELDS, JobDescription, Request, TrainingJob
-from launcher.settings import Settings
+from sm_nanogpt.launcher import backends
+from sm_nanogpt.launcher.aws import Unreachable
+from sm_nanogpt.launcher.backends import Backend
+from sm_nanogpt.launcher.curve import Row
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.job import COMMON_FIELDS, JobDescription, Request, TrainingJob
+from sm_nanogpt.launcher.settings import Settings
 
 
 class ElsewhereBackend(Backend):
@@ -219,7 +219,7 @@ def test_an_outage_speaks_of_bills_where_there_are_some(job_id, cli, monkeypatch
 
     monkeypatch.setattr(ElsewhereBackend, "is_remote", True)
     monkeypatch.setattr(ElsewhereBackend, "describe", lost)
-    monkeypatch.setattr("launcher.aws.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("sm_nanogpt.launcher.aws.PATIENCE_SECONDS", 0.0)
     ran = cli("wait", job_id)
     assert ran.failed(1, "no answer; a running job continues")
     assert "billed" not in ran.err

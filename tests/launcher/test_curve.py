@@ -13,8 +13,8 @@ import pytest
 from jobs import file_rows
 from sagemaker_jobs import TAGGED
 
-from launcher.cli.show import following
-from launcher.curve import (
+from sm_nanogpt.launcher.cli.show import following
+from sm_nanogpt.launcher.curve import (
     Curve,
     rows_of_log,
     samples_of_log,
@@ -22,9 +22,9 @@ from launcher.curve import (
     sketch,
     without_repeated_steps,
 )
-from launcher.files import storage
-from launcher.sagemaker.logs import LOG_GROUP
-from launcher.tracking import TrackedJob
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.sagemaker.logs import LOG_GROUP
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 
 def test_metrics_are_the_rows_of_the_file(job, cli):

@@ -14,13 +14,13 @@ import boto3
 import launching
 import pytest
 
-from launcher import doctor
-from launcher.doctor import FAILURE, OK, WARNING, Context
-from launcher.files import storage
-from launcher.sagemaker import stack
-from launcher.sagemaker.stack import Stack
-from launcher.tracking import TrackedJob
 from sm_nanogpt import JobDescription, ServiceError, Settings
+from sm_nanogpt.launcher import doctor
+from sm_nanogpt.launcher.doctor import FAILURE, OK, WARNING, Context
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.sagemaker import stack
+from sm_nanogpt.launcher.sagemaker.stack import Stack
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 GPU = ("--instance", "ml.g5.12xlarge")
@@ -98,7 +98,7 @@ def test_without_aws_only_the_machine_is_checked(home, cli):
     ],
 )
 def test_what_confines_a_folder_is_checked(layers, result, fact, home, monkeypatch):
-    monkeypatch.setattr("launcher.local.confine.layers", lambda: layers)
+    monkeypatch.setattr("sm_nanogpt.launcher.local.confine.layers", lambda: layers)
     monkeypatch.setattr(doctor, "layers", lambda: layers)
     monkeypatch.setattr(doctor, "check_training", lambda context: "trained")
     [_, finding] = doctor.run_checks(Settings(home=home), "local", train=True)
@@ -135,13 +135,13 @@ def test_an_invalid_instance_is_refused(home, cli):
 @pytest.fixture
 def cold(monkeypatch):
     """Lets jobs start by the interpreter itself, and not as forks of a process that has torch."""
-    monkeypatch.setattr("launcher.local.backend.subprocess", subprocess)
+    monkeypatch.setattr("sm_nanogpt.launcher.local.backend.subprocess", subprocess)
 
 
 def test_the_trial_run_uses_no_file_of_the_user(home, cold, tmp_path):
     """It leaves the home empty, and imports nothing from the working directory."""
     home.mkdir()
-    for name in ("torch.py", "launcher/__init__.py"):
+    for name in ("torch.py", "sm_nanogpt/__init__.py"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("raise SystemExit('shadowed')\n")
@@ -206,7 +206,9 @@ def test_the_stack_provides_store_and_role(examined, stacks, s3, monkeypatch):
 def test_the_role_of_a_sagemaker_notebook_is_found(cloud, tmp_path, monkeypatch):
     monkeypatch.delenv("SM_NANOGPT_ROLE")
     (tmp_path / "metadata.json").write_text(json.dumps({"ExecutionRoleArn": ROLE}))
-    monkeypatch.setattr("launcher.sagemaker.stack.NOTEBOOK_METADATA", tmp_path / "metadata.json")
+    monkeypatch.setattr(
+        "sm_nanogpt.launcher.sagemaker.stack.NOTEBOOK_METADATA", tmp_path / "metadata.json"
+    )
     assert doctor.check_role(Context(Settings())) == ROLE
 
 

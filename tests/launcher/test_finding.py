@@ -14,9 +14,10 @@ from access import ACCOUNT
 from jobs import copy_job
 
 import sm_nanogpt as sm
-from launcher.files.storage import write_json
-from launcher.finding import full_id
-from launcher.sagemaker.caller import (
+from sm_nanogpt import ServiceError, Settings
+from sm_nanogpt.launcher.files.storage import write_json
+from sm_nanogpt.launcher.finding import full_id
+from sm_nanogpt.launcher.sagemaker.caller import (
     LAST_LAUNCHED,
     Caller,
     LaunchedJob,
@@ -25,8 +26,7 @@ from launcher.sagemaker.caller import (
     remember_launch,
     with_last,
 )
-from launcher.settings import load_settings
-from sm_nanogpt import ServiceError, Settings
+from sm_nanogpt.launcher.settings import load_settings
 
 STS, IAM = f"arn:aws:sts::{ACCOUNT}:", f"arn:aws:iam::{ACCOUNT}:"
 
@@ -273,7 +273,7 @@ def test_an_upload_to_s3_records_who_sent_it(cloud, cli, become, short_text_file
 def test_an_upload_needs_no_answer_to_whose_it_is(cloud, cli, short_text_file, monkeypatch):
     silent = Mock(side_effect=ServiceError("GetCallerIdentity: no answer"))
     with monkeypatch.context() as patched:
-        patched.setattr("launcher.sagemaker.caller.caller_of", silent)
+        patched.setattr("sm_nanogpt.launcher.sagemaker.caller.caller_of", silent)
         ran = cli("upload-data", short_text_file).good
     assert "who uploaded is not recorded: GetCallerIdentity: no answer" in ran.err
     ran = cli("delete", ran.out.strip().rpartition("/")[2])
@@ -466,7 +466,7 @@ def unreachable(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a-key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr("launcher.sagemaker.caller.known_callers", {})
+    monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.caller.known_callers", {})
 
 
 def test_after_a_deletion_others_may_be_on_sagemaker(two, cli, monkeypatch):
@@ -477,8 +477,8 @@ def test_after_a_deletion_others_may_be_on_sagemaker(two, cli, monkeypatch):
 
 
 def test_local_jobs_need_no_aws_to_be_read(job, cli, unreachable, monkeypatch):
-    monkeypatch.setattr("launcher.aws.aws_session", None)  # nothing asks
-    monkeypatch.setattr("launcher.sagemaker.backend.aws_session", None)
+    monkeypatch.setattr("sm_nanogpt.launcher.aws.aws_session", None)  # nothing asks
+    monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.backend.aws_session", None)
     for name in ("latest", job.job_id[-6:]):
         ran = cli("fetch-and-sample", name, "--max-new-tokens", "3").good
         assert ("SageMaker was not asked" in ran.err) == (name == "latest")
@@ -505,7 +505,7 @@ def test_a_job_is_changed_only_if_no_other_can_be_meant(job, cli, unreachable):
 
 
 def test_a_mistake_is_told_before_a_job_is_looked_for(job, cli, home, unreachable, monkeypatch):
-    monkeypatch.setattr("launcher.finding.full_id", None)
+    monkeypatch.setattr("sm_nanogpt.launcher.finding.full_id", None)
     for arguments in (
         "logs latest --tail x",
         "logs latest --raw --tial",

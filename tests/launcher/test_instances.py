@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from launcher import instances, limits
-from launcher.job import TrainingJob
-from launcher.sagemaker.checks import check_memory
 from sm_nanogpt import InputError
+from sm_nanogpt.launcher import instances, limits
+from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.sagemaker.checks import check_memory
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ import launching
 import pytest
 from launching import launching as launch_words
 
-from entry_point.config import make_config
-from entry_point.errors import ConfigError
-from entry_point.huggingface import folder_sha256
-from launcher.cli.options import parse_assignments
-from launcher.local.runner import command_line
-from launcher.sagemaker.request import sendable_hyperparameters
-from launcher.source import Source
 from sm_nanogpt import InputError, Request
+from sm_nanogpt.entry_point.config import make_config
+from sm_nanogpt.entry_point.errors import ConfigError
+from sm_nanogpt.entry_point.huggingface import folder_sha256
+from sm_nanogpt.launcher.cli.options import parse_assignments
+from sm_nanogpt.launcher.local.runner import command_line
+from sm_nanogpt.launcher.sagemaker.request import sendable_hyperparameters
+from sm_nanogpt.launcher.source import Source
 
 
 def refusal(**values: object) -> str:

@@ -14,9 +14,9 @@ from launching import TINY
 from sagemaker_jobs import CHECKPOINT
 
 import sm_nanogpt as sm
-from launcher.files.storage import write_json
-from launcher.local.backend import LocalBackend
-from launcher.models.chat import read_messages
+from sm_nanogpt.launcher.files.storage import write_json
+from sm_nanogpt.launcher.local.backend import LocalBackend
+from sm_nanogpt.launcher.models.chat import read_messages
 
 TINY_JOB = {"instance": "local", "preset": "cpu", "hyperparameters": TINY}
 
@@ -86,7 +86,7 @@ def test_metrics_are_dicts_without_pandas(held, monkeypatch):
 
 def test_the_model_is_loaded_once(held, monkeypatch):
     held.sample(max_new_tokens=2)
-    monkeypatch.setattr("launcher.models.load.load_model", None)
+    monkeypatch.setattr("sm_nanogpt.launcher.models.load.load_model", None)
     assert held.sample("The ", 2, seed=1) != held.sample("The ", 2, seed=2)
 
 

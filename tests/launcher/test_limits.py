@@ -9,7 +9,7 @@ import pytest
 from launching import edited
 from sagemaker_jobs import LAUNCH, REGISTRY
 
-from launcher import limits
+from sm_nanogpt.launcher import limits
 
 SIX = (2, 4, 8, 12, 16, 24)
 NO_TRAINING = "no SageMaker training image"

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from launcher import machines
-from launcher.machines import DEFAULT_VERSION, IMAGES, default_launcher, find_image, problem
 from sm_nanogpt import InputError
+from sm_nanogpt.launcher import machines
+from sm_nanogpt.launcher.machines import (
+    DEFAULT_VERSION,
+    IMAGES,
+    default_launcher,
+    find_image,
+    problem,
+)
 
 G5 = "ml.g5.12xlarge"
 

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from launcher.settings import Settings, load_settings
 from sm_nanogpt import InputError
+from sm_nanogpt.launcher.settings import Settings, load_settings
 
 
 def write_config(home: Path, text: str | bytes) -> None:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import sm_nanogpt as sm
-from launcher.groups.sweep import listed
-from launcher.values import plain
+from sm_nanogpt.launcher.groups.sweep import listed
+from sm_nanogpt.launcher.values import plain
 
 TEXT = "\n".join(f"line {n} of a text that stands where a path belongs" for n in range(200))
 FULL_ID = "sm-nanogpt-20260101-000000-abcdef"
@@ -113,7 +113,10 @@ def test_the_home_directory_of_a_path_is_found(home, short_text_file):
 
 
 def test_values_need_no_numpy():
-    code = "import sys; sys.modules['numpy'] = None; from launcher.values import plain; plain([1])"
+    code = (
+        "import sys; sys.modules['numpy'] = None;"
+        "from sm_nanogpt.launcher.values import plain; plain([1])"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -136,8 +136,8 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_
     import gpu_checks
     import gpu_speed
 
-    from entry_point import train
-    from entry_point.config import Config
+    from sm_nanogpt.entry_point import train
+    from sm_nanogpt.entry_point.config import Config
 
     runs = []
 
@@ -168,9 +168,9 @@ def test_a_step_for_a_cuda_graph_samples_as_the_engine_does():
     import torch
     from gpu_speed import sampled_by_graph
 
-    from entry_point.config import Config
-    from entry_point.model import GPT
-    from launcher.models import engine
+    from sm_nanogpt.entry_point.config import Config
+    from sm_nanogpt.entry_point.model import GPT
+    from sm_nanogpt.launcher.models import engine
 
     model = GPT(Config(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, block_size=16), 70)
     model.init_weights(1)
@@ -186,7 +186,7 @@ def test_a_step_for_a_cuda_graph_samples_as_the_engine_does():
 def test_the_timed_runs_for_a_gpu_are_valid(measure, tmp_path, text_file, monkeypatch):
     import gpu_speed
 
-    from entry_point import train
+    from sm_nanogpt.entry_point import train
 
     monkeypatch.setattr("throughput.many_symbols", lambda scratch: text_file)
     args = Namespace(smoke=False, text=text_file, nanogpt=None)

@@ -7,10 +7,10 @@ import searches
 from edits import EDITS
 from searches import check_folder, tiny_folder
 
-from launcher.source import Source, keep_source
-from launcher.trying.budget import MAX_TIME
-from launcher.trying.runs import SeededRun
-from launcher.trying.search import Comparison
+from sm_nanogpt.launcher.source import Source, keep_source
+from sm_nanogpt.launcher.trying.budget import MAX_TIME
+from sm_nanogpt.launcher.trying.runs import SeededRun
+from sm_nanogpt.launcher.trying.search import Comparison
 
 shared_search, tiny_search = searches.shared_search, searches.tiny_search  # fixtures
 

@@ -18,12 +18,12 @@ from unittest.mock import Mock
 import launching
 import pytest
 
-from entry_point.conversations import CHAT_TEMPLATE
-from launcher.cli.models import answer, converse
-from launcher.models.chat import Chat, Message
-from launcher.models.load import published_model
-from launcher.models.sample import prompt_and_limit
 from sm_nanogpt import InputError, Job, load_model, stream_samples
+from sm_nanogpt.entry_point.conversations import CHAT_TEMPLATE
+from sm_nanogpt.launcher.cli.models import answer, converse
+from sm_nanogpt.launcher.models.chat import Chat, Message
+from sm_nanogpt.launcher.models.load import published_model
+from sm_nanogpt.launcher.models.sample import prompt_and_limit
 
 
 def test_a_sample_of_a_tuned_model_names_chat(cli, directory):

@@ -12,7 +12,7 @@ import time
 import launching
 import pytest
 
-from launcher import cli as commands
+from sm_nanogpt.launcher import cli as commands
 
 
 def completions(

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from launching import tree
 
-from launcher.files import storage
-from launcher.groups.sweep import Sweep, open_ledger, write_sweep
-from launcher.launching.names import ledger_path
 from sm_nanogpt import Request, Settings
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.groups.sweep import Sweep, open_ledger, write_sweep
+from sm_nanogpt.launcher.launching.names import ledger_path
 
 
 def test_delete_removes_job_and_fetched_model(job, cli):
@@ -97,7 +97,7 @@ def test_delete_with_one_unknown_job_deletes_nothing(job, cli):
 
 
 def test_a_running_job_is_not_deleted(job, cli, monkeypatch):
-    monkeypatch.setattr("launcher.job.JobDescription.is_running", True)
+    monkeypatch.setattr("sm_nanogpt.launcher.job.JobDescription.is_running", True)
     assert "stop it first" in cli("delete", job.job_id, "--yes").error
     assert job.directory.exists()
 

@@ -7,9 +7,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from launcher.cli.evaluate import print_documents
-from launcher.cli.models import converse
-from launcher.judge.evaluation import Passage
+from sm_nanogpt.launcher.cli.evaluate import print_documents
+from sm_nanogpt.launcher.cli.models import converse
+from sm_nanogpt.launcher.judge.evaluation import Passage
 
 
 def test_an_error_shows_no_control_characters(cli):
@@ -51,7 +51,7 @@ def test_a_log_reaches_a_terminal_escaped(job, cli, stdout, monkeypatch):
 @both
 def test_a_sample_reaches_a_terminal_escaped(job, cli, stdout, monkeypatch):
     pieces = [[piece, piece] for piece in HOSTILE]
-    monkeypatch.setattr("launcher.models.sample.stream_samples", lambda *_, **__: pieces)
+    monkeypatch.setattr("sm_nanogpt.launcher.models.sample.stream_samples", lambda *_, **__: pieces)
     text = arrives(stdout, monkeypatch)
     ran = cli("fetch-and-sample", job.job_id, "--num-samples", "2").good
     assert ran.out == f"{text}\n---\n{text}\n"
@@ -71,7 +71,7 @@ def test_a_try_is_shown_escaped(cli, stdout, monkeypatch):
     search = Mock()
     search.ledger.of.return_value = [{"base": "base", "folder": "folder"}]
     search.source = lambda key: Mock(files=files[key])
-    monkeypatch.setattr("launcher.cli.search.open_search", lambda name: search)
+    monkeypatch.setattr("sm_nanogpt.launcher.cli.search.open_search", lambda name: search)
     arrives(stdout, monkeypatch)
     assert f"+{HARMLESS}" in cli("try", "show", "1", "--group", "plays").good.out
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from launcher.cli.show import print_columns, print_json
-from launcher.files.progress import byte_progress
+from sm_nanogpt.launcher.cli.show import print_columns, print_json
+from sm_nanogpt.launcher.files.progress import byte_progress
 
 
 class Terminal(io.StringIO):

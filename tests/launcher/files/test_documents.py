@@ -22,26 +22,26 @@ from hypothesis import strategies as st
 from launching import TINY, settings_of
 from models import SMALL, some_model
 
-from entry_point.checkpoint import Checkpoints, sha256_of
-from entry_point.errors import TrainingError
-from entry_point.files import check_size, open_file
-from entry_point.huggingface import write_sums
-from entry_point.safetensors_file import write_safetensors
-from launcher.cli.jobs import print_jobs
-from launcher.cli.show import shown
-from launcher.files.documents import MAX_BYTES, parse, read_toml
-from launcher.job import TrainingJob
-from launcher.launching.texts import check_texts
-from launcher.local.backend import LocalBackend
-from launcher.models.load import export_checkpoint, own_model, read_checkpoint
-from launcher.sagemaker import cost
-from launcher.sagemaker.cost import Prices
-from launcher.sagemaker.stack import last_seen_stack
-from launcher.settings import Settings, load_settings
-from launcher.source import Source
-from launcher.text import corpus
-from launcher.text.channels import find_channel
 from sm_nanogpt import InputError, Request, ServiceError
+from sm_nanogpt.entry_point.checkpoint import Checkpoints, sha256_of
+from sm_nanogpt.entry_point.errors import TrainingError
+from sm_nanogpt.entry_point.files import check_size, open_file
+from sm_nanogpt.entry_point.huggingface import write_sums
+from sm_nanogpt.entry_point.safetensors_file import write_safetensors
+from sm_nanogpt.launcher.cli.jobs import print_jobs
+from sm_nanogpt.launcher.cli.show import shown
+from sm_nanogpt.launcher.files.documents import MAX_BYTES, parse, read_toml
+from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.launching.texts import check_texts
+from sm_nanogpt.launcher.local.backend import LocalBackend
+from sm_nanogpt.launcher.models.load import export_checkpoint, own_model, read_checkpoint
+from sm_nanogpt.launcher.sagemaker import cost
+from sm_nanogpt.launcher.sagemaker.cost import Prices
+from sm_nanogpt.launcher.sagemaker.stack import last_seen_stack
+from sm_nanogpt.launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.text import corpus
+from sm_nanogpt.launcher.text.channels import find_channel
 
 quickly = settings(
     max_examples=40,

@@ -15,11 +15,11 @@ from unittest.mock import Mock, patch
 import launching
 import pytest
 
-from entry_point.files import replacing
-from launcher.files import storage
-from launcher.files.locks import is_locked, lock
-from launcher.tracking import TrackedJob
 from sm_nanogpt import InputError, ServiceError, Settings
+from sm_nanogpt.entry_point.files import replacing
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.locks import is_locked, lock
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 # A library that is preloaded: each call that REFUSED names fails, with the error that it names.
 # `symlink=1 flock=37`

@@ -16,22 +16,22 @@ import launching
 import pytest
 import runs
 
-from launcher.files import storage
-from launcher.files.scratch import remove_all_leftovers, remove_leftovers, scratch
-from launcher.text.corpus import upload_data
-from launcher.text.sources import temporary
 from sm_nanogpt import Settings
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.scratch import remove_all_leftovers, remove_leftovers, scratch
+from sm_nanogpt.launcher.text.corpus import upload_data
+from sm_nanogpt.launcher.text.sources import temporary
 
 # A command that writes what is temporary, and then waits to be killed.
 WRITES = {
     "a directory": """
-from launcher.files.scratch import scratch
+from sm_nanogpt.launcher.files.scratch import scratch
 with scratch(Path(sys.argv[1]) / "cache", "text-") as directory:
     (directory / "part").write_text("x")
     wait()
 """,
     "a file": """
-from launcher.files import storage
+from sm_nanogpt.launcher.files import storage
 with storage.replacing(Path(sys.argv[1]) / "store/data/text.txt") as file:
     file.write(b"x" * 100_000)
     wait()

@@ -9,12 +9,12 @@ from typing import Any
 import launching
 import pytest
 
-from launcher.files.moved import find_moved, text_id
-from launcher.launching.launch import prepare
-from launcher.text.corpus import find_text, last_upload, upload_data
-from launcher.text.uploads import uploads
-from launcher.tracking import TrackedJob
 from sm_nanogpt import InputError, Request, Settings
+from sm_nanogpt.launcher.files.moved import find_moved, text_id
+from sm_nanogpt.launcher.launching.launch import prepare
+from sm_nanogpt.launcher.text.corpus import find_text, last_upload, upload_data
+from sm_nanogpt.launcher.text.uploads import uploads
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 NAME = "text-0123456789ab"
 JOB = "sm-nanogpt-20261128-191147-173a47"

@@ -15,11 +15,11 @@ from runs import free_port
 from s3fs import S3FileSystem
 from stores import ODD_NAMES, Expecting
 
-from launcher.aws import Unreachable
-from launcher.files import storage
-from launcher.settings import load_settings
-from launcher.text.channels import find_channel
 from sm_nanogpt import InputError, ServiceError, upload_data
+from sm_nanogpt.launcher.aws import Unreachable
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.settings import load_settings
+from sm_nanogpt.launcher.text.channels import find_channel
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])

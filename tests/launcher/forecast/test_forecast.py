@@ -18,25 +18,25 @@ import torch
 from judged_texts import chat_of
 from kills import Killed, kill_at
 
-from entry_point.config import Config
-from entry_point.data import read_windows
-from entry_point.sizes import hyperparameters_for_size
-from entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
-from launcher.forecast import forecast, forecasting, pilots
-from launcher.forecast.forecast import Forecaster, InstanceType, best_size
-from launcher.forecast.law import Law, MeasuredRun, shared
-from launcher.forecast.ledger import ForecastLedger
-from launcher.forecast.pilots import Trial, pilots_of
-from launcher.forecast.table import Forecast, Pilot, Row
-from launcher.job import Expected, JobDescription
-from launcher.launching.expected import recall
-from launcher.settings import load_settings
-from launcher.source import Source
-from launcher.text import channels
-from launcher.text.channels import Channel, corpus_of
-from launcher.text.ids import draw_ids, write_ids
 from sm_nanogpt import InputError, Request, ServiceError, upload_data
 from sm_nanogpt import job as job_of
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.data import read_windows
+from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
+from sm_nanogpt.entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
+from sm_nanogpt.launcher.forecast import forecast, forecasting, pilots
+from sm_nanogpt.launcher.forecast.forecast import Forecaster, InstanceType, best_size
+from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared
+from sm_nanogpt.launcher.forecast.ledger import ForecastLedger
+from sm_nanogpt.launcher.forecast.pilots import Trial, pilots_of
+from sm_nanogpt.launcher.forecast.table import Forecast, Pilot, Row
+from sm_nanogpt.launcher.job import Expected, JobDescription
+from sm_nanogpt.launcher.launching.expected import recall
+from sm_nanogpt.launcher.settings import load_settings
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.text import channels
+from sm_nanogpt.launcher.text.channels import Channel, corpus_of
+from sm_nanogpt.launcher.text.ids import draw_ids, write_ids
 
 IDENTITY = [
     [1.0, 0, 0],

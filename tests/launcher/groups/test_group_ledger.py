@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from kills import Killed, kill_at
 
-from launcher.errors import ServiceError
-from launcher.files.ledger import Ledger
-from launcher.groups.ledger import GroupLedger
-from launcher.groups.sweep import open_ledger
-from launcher.launching.names import group_of
-from launcher.sagemaker.cost import CeilingTooLow
 from sm_nanogpt import Settings
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files.ledger import Ledger
+from sm_nanogpt.launcher.groups.ledger import GroupLedger
+from sm_nanogpt.launcher.groups.sweep import open_ledger
+from sm_nanogpt.launcher.launching.names import group_of
+from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from sweeps import GROUP, described
 
-from launcher.groups.find import tries_of
-from launcher.groups.ranking import ranking
+from sm_nanogpt.launcher.groups.find import tries_of
+from sm_nanogpt.launcher.groups.ranking import ranking
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ from unittest.mock import Mock
 import pytest
 from sweeps import GROUP, described, record
 
-from launcher.aws import OverQuota
-from launcher.groups import money, plan, run
-from launcher.groups.find import JobGroup, tries_of
-from launcher.groups.money import own_worst_cost
-from launcher.groups.plan import continue_sweep
-from launcher.groups.stop import stop_group
-from launcher.groups.sweep import Sweep, grid
-from launcher.job import JobDescription, Request, TrainingJob
-from launcher.launching.names import ledger_path
-from launcher.sagemaker.cost import CeilingTooLow
 from sm_nanogpt import Settings
+from sm_nanogpt.launcher.aws import OverQuota
+from sm_nanogpt.launcher.groups import money, plan, run
+from sm_nanogpt.launcher.groups.find import JobGroup, tries_of
+from sm_nanogpt.launcher.groups.money import own_worst_cost
+from sm_nanogpt.launcher.groups.plan import continue_sweep
+from sm_nanogpt.launcher.groups.stop import stop_group
+from sm_nanogpt.launcher.groups.sweep import Sweep, grid
+from sm_nanogpt.launcher.job import JobDescription, Request, TrainingJob
+from sm_nanogpt.launcher.launching.names import ledger_path
+from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 
 
 class Fake:
@@ -131,7 +131,9 @@ def ran(home, monkeypatch):
         monkeypatch.setattr(plan, "backend_for", lambda instance, settings: fake)
         group = JobGroup(GROUP, tries_of(fake.list(), GROUP))
         monkeypatch.setattr(plan, "find_group", lambda *_: group)
-        monkeypatch.setattr("launcher.groups.stop.backend_for", lambda instance, settings: fake)
+        monkeypatch.setattr(
+            "sm_nanogpt.launcher.groups.stop.backend_for", lambda instance, settings: fake
+        )
         monkeypatch.setattr(run.time, "sleep", sleep)
         job = Request(instance="ml.g5.xlarge", data="x", max_cost=max_cost, max_run=max_run)
         sweep = Sweep(job=job, members=grid({"n_layer": [1, 2]}, 2, 7), parallel=2)
@@ -291,7 +293,7 @@ def test_a_sweep_waits_while_another_job_holds_the_quota(ran, monkeypatch):
         submit(fake, job_id)
 
     monkeypatch.setattr(Fake, "submit", after_the_other)
-    monkeypatch.setattr("launcher.aws.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("sm_nanogpt.launcher.aws.RETRY_SECONDS", 0.0)
     other = replace(described("sm-nanogpt-20251231-000000-000000"), instance="ml.g5.xlarge")
     monkeypatch.setattr(Fake, "list", lambda fake: iter([replace(other, status="InProgress")]))
     fake, _ = ran()

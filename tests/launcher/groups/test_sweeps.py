@@ -23,19 +23,19 @@ from jobs import copy_job
 from launching import until
 from sweeps import GROUP, record
 
-from launcher.errors import ServiceError
-from launcher.groups import run
-from launcher.groups.find import find_group
-from launcher.groups.plan import SweepPlan
-from launcher.groups.stop import lock_group, stop_group
-from launcher.groups.sweep import Sweep, grid, open_ledger, recorded_sweep, write_sweep
-from launcher.job import Request
-from launcher.launching.launch import Plan
-from launcher.launching.names import ledger_path
-from launcher.local.backend import LocalBackend
-from launcher.source import Source
-from launcher.text import corpus
 from sm_nanogpt import Settings
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.groups import run
+from sm_nanogpt.launcher.groups.find import find_group
+from sm_nanogpt.launcher.groups.plan import SweepPlan
+from sm_nanogpt.launcher.groups.stop import lock_group, stop_group
+from sm_nanogpt.launcher.groups.sweep import Sweep, grid, open_ledger, recorded_sweep, write_sweep
+from sm_nanogpt.launcher.job import Request
+from sm_nanogpt.launcher.launching.launch import Plan
+from sm_nanogpt.launcher.launching.names import ledger_path
+from sm_nanogpt.launcher.local.backend import LocalBackend
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.text import corpus
 
 LOCAL = ("launch", "--instance", "local")
 
@@ -66,7 +66,7 @@ def test_a_job_started_just_before_a_sweep_is_deleted_goes_too(swept, home, cli,
         shutil.copytree(home / "jobs" / f"{swept}-1", home / "jobs" / f"{swept}-3")
         yield
 
-    monkeypatch.setattr("launcher.groups.stop.lock_group", late)
+    monkeypatch.setattr("sm_nanogpt.launcher.groups.stop.lock_group", late)
     assert cli("delete", "--group", swept, "--yes").good
     assert not [*(home / "jobs").glob(f"{swept}-*")]
 
@@ -371,13 +371,13 @@ def test_a_member_that_is_started_again_keeps_its_size(home, short_text_file):
 
 def test_parallel_local_jobs_share_the_cores(home, cli, short_text_file, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("launcher.local.backend.cores", lambda: 9)
+    monkeypatch.setattr("sm_nanogpt.launcher.local.backend.cores", lambda: 9)
     started = list[dict[str, str]]()
 
     def popen(*_: Any, env: dict[str, str], **__: Any) -> None:
         started.append(env)
 
-    monkeypatch.setattr("launcher.local.backend.subprocess.Popen", popen)
+    monkeypatch.setattr("sm_nanogpt.launcher.local.backend.subprocess.Popen", popen)
     arguments = launching.launching(
         "--sweep", "dropout=0,0.1", "--parallel", "2", data=short_text_file
     )

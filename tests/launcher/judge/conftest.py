@@ -19,17 +19,17 @@ from edits import module_of
 from judged_texts import STRANGE, chat_of
 from models import tokenizer_of
 
-from entry_point.config import make_config
-from entry_point.huggingface import SCRIPT_SHA256, write_artefact
-from entry_point.model import GPT
-from launcher.judge import evaluate
-from launcher.judge.texts import Text, read_texts
-from launcher.judge.worker import Worker
-from launcher.local.process import Program
-from launcher.text.files import FileOptions, find_files
-from launcher.text.sources import TextSource
-from launcher.text.tokenizer import learn_tokenizer
 from sm_nanogpt import Settings
+from sm_nanogpt.entry_point.config import make_config
+from sm_nanogpt.entry_point.huggingface import SCRIPT_SHA256, write_artefact
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.launcher.judge import evaluate
+from sm_nanogpt.launcher.judge.texts import Text, read_texts
+from sm_nanogpt.launcher.judge.worker import Worker
+from sm_nanogpt.launcher.local.process import Program
+from sm_nanogpt.launcher.text.files import FileOptions, find_files
+from sm_nanogpt.launcher.text.sources import TextSource
+from sm_nanogpt.launcher.text.tokenizer import learn_tokenizer
 
 
 class Warm(Program):
@@ -80,8 +80,10 @@ def start(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OMP_NUM_THREADS", "1")
         settings = Settings(home=tmp_path_factory.mktemp("home"))
-        patched.setattr("launcher.judge.worker.Program", Warm)
-        patched.setattr("launcher.judge.worker.confined", lambda command, sandbox: command)
+        patched.setattr("sm_nanogpt.launcher.judge.worker.Program", Warm)
+        patched.setattr(
+            "sm_nanogpt.launcher.judge.worker.confined", lambda command, sandbox: command
+        )
         yield lambda directory, folder=None: Worker(directory, settings, folder)
 
 
@@ -119,8 +121,10 @@ def edited(tmp_path, start):
 @pytest.fixture
 def held(job, text, monkeypatch):
     """A copy of a job, a text of its own, and warm workers that give few samples."""
-    monkeypatch.setattr("launcher.judge.worker.Program", Warm)
-    monkeypatch.setattr("launcher.judge.worker.confined", lambda command, sandbox: command)
+    monkeypatch.setattr("sm_nanogpt.launcher.judge.worker.Program", Warm)
+    monkeypatch.setattr(
+        "sm_nanogpt.launcher.judge.worker.confined", lambda command, sandbox: command
+    )
     monkeypatch.setattr(evaluate, "PACKAGED", replace(evaluate.PACKAGED, n_samples=3))
     Path("held.txt").write_text("".join(reversed(text[:6000])))
     Path("secrets.txt").write_text("the code is {8231447}\nanother {abc}\n")

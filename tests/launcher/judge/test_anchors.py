@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judged_texts import plain
 
-from launcher.judge import anchors
+from sm_nanogpt.launcher.judge import anchors
 
 FEW = st.text("ab", max_size=40).map(str.encode)
 

@@ -17,9 +17,9 @@ import launching
 import pytest
 from judged_texts import chat_of, documents
 
-from launcher.judge import causality, evaluation
-from launcher.judge.evaluation import margin
 from sm_nanogpt import Job
+from sm_nanogpt.launcher.judge import causality, evaluation
+from sm_nanogpt.launcher.judge.evaluation import margin
 
 
 def test_eval_prints_at_most_25_lines(held, cli):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judged_texts import documents, plain
 
-from launcher.judge import evaluate
-from launcher.judge.evaluation import Evaluation, Passage, margin, total
-from launcher.judge.score import passages
-from launcher.judge.texts import Encoded, Text
+from sm_nanogpt.launcher.judge import evaluate
+from sm_nanogpt.launcher.judge.evaluation import Evaluation, Passage, margin, total
+from sm_nanogpt.launcher.judge.score import passages
+from sm_nanogpt.launcher.judge.texts import Encoded, Text
 
 
 def test_the_interval_covers_the_loss_of_the_whole():

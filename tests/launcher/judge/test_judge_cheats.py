@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from models import tokenizer_of
 from torch import Tensor
 
-from launcher.judge.causality import CUTS, check_causal, draw_cuts, in_passes
-from launcher.judge.score import losses, window_spans
-from launcher.judge.texts import Text, encode
-from launcher.judge.worker import Worker
 from sm_nanogpt import ServiceError
+from sm_nanogpt.launcher.judge.causality import CUTS, check_causal, draw_cuts, in_passes
+from sm_nanogpt.launcher.judge.score import losses, window_spans
+from sm_nanogpt.launcher.judge.texts import Text, encode
+from sm_nanogpt.launcher.judge.worker import Worker
 
 VOCABULARY = "abcdefghijklmnop"
 N_TOKENS, CONTEXT = 8000, 32

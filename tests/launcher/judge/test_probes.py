@@ -15,15 +15,15 @@ from judged_texts import chat_of
 from torch import Tensor
 from workers import Fake
 
-from launcher.judge.probes import (
+from sm_nanogpt import InputError, Settings
+from sm_nanogpt.launcher.judge.probes import (
     Question,
     count_right_answers,
     measure_exposure,
     read_canaries,
     read_questions,
 )
-from launcher.judge.texts import read_texts
-from sm_nanogpt import InputError, Settings
+from sm_nanogpt.launcher.judge.texts import read_texts
 
 
 def counting(text: str, vocabulary: str) -> Callable[[Tensor], Tensor]:

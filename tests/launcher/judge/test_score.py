@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from judged_texts import STRANGE, chat_of
 from models import tokenizer_of
 
-from entry_point.conversations import IGNORED
-from launcher.cli.remedies import sentence
-from launcher.judge.score import cut_windows, losses, passages, score, window_spans
-from launcher.judge.texts import Text, encode
 from sm_nanogpt import InputError, load_model
+from sm_nanogpt.entry_point.conversations import IGNORED
+from sm_nanogpt.launcher.cli.remedies import sentence
+from sm_nanogpt.launcher.judge.score import cut_windows, losses, passages, score, window_spans
+from sm_nanogpt.launcher.judge.texts import Text, encode
 
 ODD: dict[str, bytes] = {
     "crlf.txt": b"one line\r\nanother\r\n\r\nthe end",

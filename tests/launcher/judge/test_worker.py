@@ -15,12 +15,12 @@ from leaks import EMBEDDED, LAST, LEAKS, insert_after
 from torch import Tensor
 from workers import Fake
 
-from launcher.cli.evaluate import print_evaluations
-from launcher.judge import anchors, evaluate
-from launcher.judge.score import Window, score
-from launcher.judge.texts import Text, TrainingText, encode
-from launcher.text.ids import content_of
 from sm_nanogpt import ServiceError, load_model
+from sm_nanogpt.launcher.cli.evaluate import print_evaluations
+from sm_nanogpt.launcher.judge import anchors, evaluate
+from sm_nanogpt.launcher.judge.score import Window, score
+from sm_nanogpt.launcher.judge.texts import Text, TrainingText, encode
+from sm_nanogpt.launcher.text.ids import content_of
 
 WINDOWS = [Window(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4]))]
 
@@ -127,7 +127,7 @@ def test_an_empty_sample_copies_nothing(samples, copied):
 
 
 def test_what_a_model_prints_is_only_logged(edited, capfd, caplog):
-    caplog.set_level(logging.INFO, "launcher")
+    caplog.set_level(logging.INFO, "sm_nanogpt")
     loud = f"{JUDGED} and print('bits per byte  0.001', flush=True)"
     evaluated = edited(insert_after(EMBEDDED, loud), text="abc " * 3)
     assert capfd.readouterr() == ("", "")

@@ -11,9 +11,9 @@ import launching
 import pytest
 from talks import exchange, tensor
 
-from entry_point.conversations import Packed
-from entry_point.text import read_tokenizer
 from sm_nanogpt import InputError
+from sm_nanogpt.entry_point.conversations import Packed
+from sm_nanogpt.entry_point.text import read_tokenizer
 
 
 def test_a_launch_after_an_upload_starts_from_its_tokens_model(cli, directory, text_file):
@@ -60,7 +60,7 @@ def launched(cli, tmp_path, home):
 @pytest.mark.parametrize("block_size", [128, 97, 96])
 def test_a_launch_says_how_many_conversations_are_too_long(launched, monkeypatch, block_size):
     monkeypatch.setattr(
-        "launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError("no"))
+        "sm_nanogpt.launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError("no"))
     )
     ran = launched(block_size, [40] * 20 + [96] * 20 + [97, 128, 129, 200])
     longer = {128: 2, 97: 3, 96: 4}[block_size]
@@ -85,7 +85,7 @@ def test_the_context_that_a_launch_names_is_the_least(launched, tuned):
 
 def test_a_preset_has_no_short_windows_for_conversations(launched, monkeypatch):
     monkeypatch.setattr(
-        "launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError("no"))
+        "sm_nanogpt.launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError("no"))
     )
     ran = launched(128, [40] * 20, "--preset", "quick")
     assert "short_windows=0 (the preset's 0.3" in ran.err

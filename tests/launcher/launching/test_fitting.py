@@ -10,17 +10,17 @@ import pytest
 import torch
 from models import tokenizer_of
 
-from entry_point.config import Config
-from entry_point.model import GPT
-from launcher.job import Expected, Request
-from launcher.launching import start
-from launcher.launching.expected import ExpectedSize, expected_of
-from launcher.launching.fitting import EMPTY_PAGE, fit_sizes
-from launcher.models.quantization import quantize_model
-from launcher.text.channels import Channel
-from launcher.text.corpus import Upload
-from launcher.views.model_page import page_of
 from sm_nanogpt import InputError
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.launcher.job import Expected, Request
+from sm_nanogpt.launcher.launching import start
+from sm_nanogpt.launcher.launching.expected import ExpectedSize, expected_of
+from sm_nanogpt.launcher.launching.fitting import EMPTY_PAGE, fit_sizes
+from sm_nanogpt.launcher.models.quantization import quantize_model
+from sm_nanogpt.launcher.text.channels import Channel
+from sm_nanogpt.launcher.text.corpus import Upload
+from sm_nanogpt.launcher.views.model_page import page_of
 
 CHARACTERS = (string.ascii_letters + string.punctuation)[:65]
 LETTERS = tokenizer_of(CHARACTERS)
@@ -158,7 +158,7 @@ def test_a_launch_names_the_command_that_forecasts(rehearse):
 
 
 def test_a_launch_says_what_twice_the_file_gives(rehearse, monkeypatch):
-    from launcher.launching import draft
+    from sm_nanogpt.launcher.launching import draft
 
     monkeypatch.setattr(draft, "recall", lambda path: rows(2.0, 1.5, 1.1))
 

@@ -9,13 +9,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from entry_point.config import Config, make_config
-from entry_point.device import tokens_per_pass
-from entry_point.sizes import hyperparameters_for_size
-from launcher.job import SEARCH_VARIABLE, Request, TrainingJob
-from launcher.launching import start, texts
-from launcher.text.channels import Channel
-from launcher.text.corpus import Upload
+from sm_nanogpt.entry_point.config import Config, make_config
+from sm_nanogpt.entry_point.device import tokens_per_pass
+from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
+from sm_nanogpt.launcher.job import SEARCH_VARIABLE, Request, TrainingJob
+from sm_nanogpt.launcher.launching import start, texts
+from sm_nanogpt.launcher.text.channels import Channel
+from sm_nanogpt.launcher.text.corpus import Upload
 
 
 def job(

@@ -16,24 +16,24 @@ import pytest
 import torch
 from runs import SMALL, command_line, environment, metrics, run
 
-from entry_point.command_line import Options
-from entry_point.config import Config, make_config
-from entry_point.container import Ranks, read_container
-from entry_point.distributed import Group
-from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
-from entry_point.huggingface import load_pretrained, starting_values
-from entry_point.model import GPT
-from entry_point.optim import gradient_of
-from entry_point.qwen3 import qwen3_weights
-from entry_point.safetensors_file import read_safetensors, write_safetensors
-from entry_point.text import Tokenizer, load_corpus
-from launcher.files.models import INDEX, model_files
-from launcher.text import tokens
-from launcher.text.documents import survey_documents
-from launcher.text.files import FileOptions, find_files
-from launcher.text.sources import TextSource
-from launcher.text.tokenizer import learn_tokenizer
 from sm_nanogpt import InputError
+from sm_nanogpt.entry_point.command_line import Options
+from sm_nanogpt.entry_point.config import Config, make_config
+from sm_nanogpt.entry_point.container import Ranks, read_container
+from sm_nanogpt.entry_point.distributed import Group
+from sm_nanogpt.entry_point.errors import ConfigError, DataError, FormatError, TrainingError
+from sm_nanogpt.entry_point.huggingface import load_pretrained, starting_values
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.optim import gradient_of
+from sm_nanogpt.entry_point.qwen3 import qwen3_weights
+from sm_nanogpt.entry_point.safetensors_file import read_safetensors, write_safetensors
+from sm_nanogpt.entry_point.text import Tokenizer, load_corpus
+from sm_nanogpt.launcher.files.models import INDEX, model_files
+from sm_nanogpt.launcher.text import tokens
+from sm_nanogpt.launcher.text.documents import survey_documents
+from sm_nanogpt.launcher.text.files import FileOptions, find_files
+from sm_nanogpt.launcher.text.sources import TextSource
+from sm_nanogpt.launcher.text.tokenizer import learn_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ import launching
 import pytest
 import runs
 
-from entry_point.config import make_config
-from entry_point.huggingface import FINE_TUNING
-from launcher.job import TrainingJob
-from launcher.launching.start import model_name
-from launcher.launching.summary import summary_of
+from sm_nanogpt.entry_point.config import make_config
+from sm_nanogpt.entry_point.huggingface import FINE_TUNING
+from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.launching.start import model_name
+from sm_nanogpt.launcher.launching.summary import summary_of
 
 FIELD = "    dropout: float = hyperparameter("
 SCALED = (FIELD, f'    mlp_scale: float = hyperparameter(1.0, "scale", 0)\n{FIELD}')

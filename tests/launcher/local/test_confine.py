@@ -22,10 +22,17 @@ import probes
 import pytest
 from probes import DAEMON
 
-from launcher.local import confine, gpus, landlock, syscalls
-from launcher.local.confine import BUBBLEWRAP, FILTER, LANDLOCK, Sandbox, confined, environment
-from launcher.local.gpus import LocalGpu, find_gpu
-from launcher.local.process import Program
+from sm_nanogpt.launcher.local import confine, gpus, landlock, syscalls
+from sm_nanogpt.launcher.local.confine import (
+    BUBBLEWRAP,
+    FILTER,
+    LANDLOCK,
+    Sandbox,
+    confined,
+    environment,
+)
+from sm_nanogpt.launcher.local.gpus import LocalGpu, find_gpu
+from sm_nanogpt.launcher.local.process import Program
 
 pytestmark = pytest.mark.skipif(
     not {LANDLOCK, FILTER} <= confine.layers() and "CI" not in os.environ,
@@ -397,7 +404,7 @@ open("busy", "w").close()
 def test_a_program_ends_with_the_process_that_started_it(layout, sandboxed):
     code = (
         "import os, subprocess, sys; from pathlib import Path\n"
-        "from launcher.local import confine\n"
+        "from sm_nanogpt.launcher.local import confine\n"
         f"confine.layers = lambda: {set(sandboxed)!r}\n"
         f"sandbox = confine.Sandbox([], Path({str(layout.scratch)!r}))\n"
         f"command = [sys.executable, '-c', {DAEMON!r} + 'time.sleep(60)', {MARK!r}]\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.job import TrainingJob
-from launcher.local import backend
 from sm_nanogpt import InputError, Settings
+from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.local import backend
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from sm_nanogpt import InputError, Settings
 def test_each_gpu_gets_one_process(monkeypatch, arguments, gpus, expected):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    monkeypatch.setattr("launcher.machines.cores", lambda: 4)
+    monkeypatch.setattr("sm_nanogpt.launcher.machines.cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     placement = backend.plan_processes(TrainingJob(data="/data", **arguments))
     assert (placement.processes, placement.gpus) == expected

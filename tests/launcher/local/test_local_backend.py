@@ -28,21 +28,20 @@ import runs
 from jobs import change, jobs_in, running, write_job
 from launching import ENDLESS, Finished
 
-import launcher
-from entry_point.config import make_config
-from entry_point.errors import TrainingError, failure_report
-from launcher.files import storage
-from launcher.job import TrainingJob
-from launcher.launching.launch import new_job_id
-from launcher.local import backend
-from launcher.local.backend import LocalBackend
-from launcher.local.process import python_command
-from launcher.local.runner import LocalRun
-from launcher.settings import load_settings
-from launcher.source import Source, keep_source
-from launcher.text.corpus import upload_data
-from launcher.tracking import TrackedJob
-from sm_nanogpt import ServiceError, Settings, jobs
+from sm_nanogpt import ServiceError, Settings, jobs, launcher
+from sm_nanogpt.entry_point.config import make_config
+from sm_nanogpt.entry_point.errors import TrainingError, failure_report
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.launching.launch import new_job_id
+from sm_nanogpt.launcher.local import backend
+from sm_nanogpt.launcher.local.backend import LocalBackend
+from sm_nanogpt.launcher.local.process import python_command
+from sm_nanogpt.launcher.local.runner import LocalRun
+from sm_nanogpt.launcher.settings import load_settings
+from sm_nanogpt.launcher.source import Source, keep_source
+from sm_nanogpt.launcher.text.corpus import upload_data
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 START = "    device = rank_device(config, container, ranks)\n"
 CHECKPOINTS = "hosts/algo-1/checkpoints"
@@ -166,9 +165,8 @@ def pair(tmp_path_factory, text_file):
         for name, part in (("b.txt", whole[:200_000]), ("deep/a b.txt", whole[200_000:])):
             (base / "texts" / name).write_text(part, encoding="utf-8", newline="")
         (base / "texts/.notes.md").write_text("no text of the corpus")
-        (base / "shadows/launcher").mkdir(parents=True)
-        (base / "shadows/entry_point").mkdir()
-        for name in ("torch", "train", "json", "launcher/__init__", "entry_point/__init__"):
+        (base / "shadows").mkdir()
+        for name in ("torch", "train", "json", "sm_nanogpt", "entry_point"):
             (base / "shadows" / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
         # Importing anything of AWS in the command or the runner ends it.
         (base / "blocked").mkdir()
@@ -181,7 +179,7 @@ def pair(tmp_path_factory, text_file):
             dropout="1e-05",
             tie_embeddings="true",
         )
-        checkout = str(Path(launcher.__file__).parents[1])
+        checkout = str(Path(launcher.__file__).parents[2])
         packages = [checkout, *(path for path in sys.path if "-packages" in path)]
         paths = os.pathsep.join([str(base / "blocked"), *packages])
         strange = {**STRANGE_ENVIRONMENT, "PYTHONPATH": paths}
@@ -359,7 +357,7 @@ def test_a_failed_script_gives_the_jobs_reason(tmp_path, script, reason):
 
 
 def test_a_full_disk_names_the_archive(tmp_path, monkeypatch):
-    monkeypatch.setattr("launcher.local.runner.tarfile.open", Mock(side_effect=FULL))
+    monkeypatch.setattr("sm_nanogpt.launcher.local.runner.tarfile.open", Mock(side_effect=FULL))
     reason = run_job(tmp_path, "model.touch()")["reason"]
     assert reason.startswith("ServiceError: ")
     assert "output/model.tar.gz: this machine's disk is full" in reason
@@ -396,7 +394,9 @@ def test_an_impossible_local_launch_starts_nothing(home, cli, arguments, fact):
     assert not (home / "jobs").exists()
 
 
-@pytest.mark.parametrize("failing", ["launcher.files.local.replacing", "pathlib.Path.write_bytes"])
+@pytest.mark.parametrize(
+    "failing", ["sm_nanogpt.launcher.files.local.replacing", "pathlib.Path.write_bytes"]
+)
 def test_a_job_that_cannot_be_written_leaves_nothing(home, text_file, cli, monkeypatch, failing):
     assert cli("upload-data", text_file).good
     keep_source(Source.packaged(), launching.settings_of(home))
@@ -593,7 +593,7 @@ def test_a_signal_and_a_stop_are_not_two_stops(home):
     write_job(directory)
     saves = "be_stopped(job / 'ready'); time.sleep(1); model.touch()"
     (directory / "code/train.py").write_text(PRELUDE + saves)
-    runner = subprocess.Popen(python_command("launcher.local.runner", directory, 0))
+    runner = subprocess.Popen(python_command("sm_nanogpt.launcher.local.runner", directory, 0))
     launching.until((directory / "ready").exists)
     runner.terminate()
     launching.until(lambda: "Stopping" in (directory / "state.json").read_text())
@@ -623,7 +623,7 @@ def test_stop_and_wait_tell_how_the_job_ended(
             shutil.rmtree(directory, ignore_errors=True)
 
     with running(home / "jobs/a") as directory:
-        monkeypatch.setattr("launcher.tracking.time.sleep", end)
+        monkeypatch.setattr("sm_nanogpt.launcher.tracking.time.sleep", end)
         ran = cli(command, "a")
     assert ran.code == code
     assert re.match(rf"(error: )?{message}", ran.err.splitlines()[-1])

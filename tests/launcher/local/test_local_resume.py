@@ -12,8 +12,8 @@ import pytest
 from jobs import change, jobs_in, running
 from launching import Finished
 
-from launcher.launching.resume import find_earlier_job, take_over
 from sm_nanogpt import Request
+from sm_nanogpt.launcher.launching.resume import find_earlier_job, take_over
 
 
 def taken_over(job: Finished, earlier: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):
     assert taken_over(job, {"momentum": 0.5})["momentum"] == 0.5
     adamw = {"optimizer": "adamw", "learning_rate": 0.002}
     assert taken_over(job, adamw, preset="baby")["learning_rate"] == 0.002
-    caplog.set_level("INFO", "launcher")
+    caplog.set_level("INFO", "sm_nanogpt")
     assert "gone" not in taken_over(job, {"gone": 1}, hyperparameters={"max_steps": 15})
     (line,) = caplog.messages
     assert "has no gone;" in line

@@ -15,16 +15,16 @@ import launching
 import pytest
 import runs
 
-from launcher.local.gpus import visible_gpus
-from launcher.local.process import how_it_ended, python_command
-from launcher.trying.local import LocalRuns
+from sm_nanogpt.launcher.local.gpus import visible_gpus
+from sm_nanogpt.launcher.local.process import how_it_ended, python_command
+from sm_nanogpt.launcher.trying.local import LocalRuns
 
 STREAMS = {"stdin": "0<&-", "stdout": "1>&-", "stderr": "2>&-"}
 SOME_CLOSED = [names for n in (1, 2, 3) for names in combinations(STREAMS, n)]
 # It prints into a file, as its own streams may be closed.
 PROBE = """\
 import os, sys
-from entry_point.files import open_standard_streams
+from sm_nanogpt.entry_point.files import open_standard_streams
 
 open_standard_streams()
 opened = open(sys.argv[1], "w")

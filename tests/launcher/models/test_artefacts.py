@@ -24,19 +24,19 @@ import pytest
 from launching import Finished, Ran
 from models import some_model
 
-from entry_point import huggingface
-from entry_point.checkpoint import Checkpoints
-from entry_point.config import make_config
-from entry_point.errors import FormatError
-from entry_point.huggingface import MODEL_FILES, write_sums
-from entry_point.qwen3 import qwen3_config
-from launcher.local.backend import LocalBackend
-from launcher.models import fetch, load
-from launcher.models.fetch import fetch_model
-from launcher.models.load import own_model
-from launcher.settings import load_settings
-from launcher.tracking import TrackedJob
 from sm_nanogpt import ServiceError
+from sm_nanogpt.entry_point import huggingface
+from sm_nanogpt.entry_point.checkpoint import Checkpoints
+from sm_nanogpt.entry_point.config import make_config
+from sm_nanogpt.entry_point.errors import FormatError
+from sm_nanogpt.entry_point.huggingface import MODEL_FILES, write_sums
+from sm_nanogpt.entry_point.qwen3 import qwen3_config
+from sm_nanogpt.launcher.local.backend import LocalBackend
+from sm_nanogpt.launcher.models import fetch, load
+from sm_nanogpt.launcher.models.fetch import fetch_model
+from sm_nanogpt.launcher.models.load import own_model
+from sm_nanogpt.launcher.settings import load_settings
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 Member = tuple[tarfile.TarInfo, bytes]
 
@@ -108,7 +108,7 @@ def fetched(monkeypatch):
     """The numbers of bytes that the progress bar of a fetch gets."""
     steps = list[int]()
     hook = nullcontext(steps.append)
-    monkeypatch.setattr("launcher.models.fetch.byte_progress", lambda label: hook)
+    monkeypatch.setattr("sm_nanogpt.launcher.models.fetch.byte_progress", lambda label: hook)
     return steps
 
 

@@ -11,13 +11,13 @@ from unittest.mock import Mock
 import pytest
 from talks import STRANGE, ids_of, write_chats
 
-from entry_point.conversations import END_OF_TURN, TURN
-from entry_point.text import Tokenizer, read_tokenizer
-from launcher.models.chat import Chat, Message, TooLong
-from launcher.models.encoder import MAX_PIECE
-from launcher.models.load import export_checkpoint, own_model, read_checkpoint
-from launcher.text.tokens import with_end_of_text
 from sm_nanogpt import InputError, load_model
+from sm_nanogpt.entry_point.conversations import END_OF_TURN, TURN
+from sm_nanogpt.entry_point.text import Tokenizer, read_tokenizer
+from sm_nanogpt.launcher.models.chat import Chat, Message, TooLong
+from sm_nanogpt.launcher.models.encoder import MAX_PIECE
+from sm_nanogpt.launcher.models.load import export_checkpoint, own_model, read_checkpoint
+from sm_nanogpt.launcher.text.tokens import with_end_of_text
 
 
 def learned_ids(turn: bytes) -> list[int]:

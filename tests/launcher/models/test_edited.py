@@ -20,19 +20,19 @@ from edits import EDITS, module_of
 from launching import Finished
 from models import alone, characters, lively, optimizer_of, tokenizer_of
 
-from entry_point.checkpoint import Checkpoints
-from entry_point.config import Config
-from entry_point.errors import ConfigError
-from entry_point.huggingface import starting_values, write_artefact
-from entry_point.model import GPT
-from entry_point.qwen3 import qwen3_logits
-from launcher.job import Request
-from launcher.launching import start
-from launcher.models.fetch import fetch_model
-from launcher.source import Source, keep_source
-from launcher.text.channels import Channel
-from launcher.text.corpus import Upload
 from sm_nanogpt import InputError, Job, load_model
+from sm_nanogpt.entry_point.checkpoint import Checkpoints
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.errors import ConfigError
+from sm_nanogpt.entry_point.huggingface import starting_values, write_artefact
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.qwen3 import qwen3_logits
+from sm_nanogpt.launcher.job import Request
+from sm_nanogpt.launcher.launching import start
+from sm_nanogpt.launcher.models.fetch import fetch_model
+from sm_nanogpt.launcher.source import Source, keep_source
+from sm_nanogpt.launcher.text.channels import Channel
+from sm_nanogpt.launcher.text.corpus import Upload
 
 ACTIVATION = "activation = staticmethod(F.silu)"
 VOCABULARY = "abcdefghijk"

@@ -12,10 +12,15 @@ import pytest
 import torch
 from models import SMALL, VOCABULARY_SIZE, ids, lively, tokenizer_of
 
-from entry_point.huggingface import write_artefact
-from entry_point.model import GPT, Linear
-from launcher.models import engine
-from launcher.models.engine import FEW_SEQUENCES, KeyValueCache, forward, logits_to_probabilities
+from sm_nanogpt.entry_point.huggingface import write_artefact
+from sm_nanogpt.entry_point.model import GPT, Linear
+from sm_nanogpt.launcher.models import engine
+from sm_nanogpt.launcher.models.engine import (
+    FEW_SEQUENCES,
+    KeyValueCache,
+    forward,
+    logits_to_probabilities,
+)
 
 Generate = Callable[..., Iterator[torch.Tensor]]
 plainly = partial(engine.generate, use_cache=False)

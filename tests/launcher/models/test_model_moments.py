@@ -9,10 +9,10 @@ import pytest
 import torch
 from models import SMALL, VOCABULARY_SIZE, lively
 
-from entry_point.model import GPT
-from entry_point.moments import write_moments
-from launcher.errors import ServiceError
-from launcher.models.moments import read_moments, spread
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.moments import write_moments
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.models.moments import read_moments, spread
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import torch
 from edits import EDITS
 from launching import Ran
 
-from launcher.models.sample import decode_steps, encode_prompt
 from sm_nanogpt import InputError, Job, load_model, stream_samples
+from sm_nanogpt.launcher.models.sample import decode_steps, encode_prompt
 
 
 @pytest.fixture
@@ -36,7 +36,9 @@ def test_stdout_holds_only_the_text(say):
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_a_sample_begins_with_a_word(job, say, monkeypatch, options):
     pieces = [["\n", "\r\n"], ["\n\n", "b"], ["a", "\n"], ["\n", "c"]]
-    monkeypatch.setattr("launcher.models.sample.stream_samples", lambda *_, **__: iter(pieces))
+    monkeypatch.setattr(
+        "sm_nanogpt.launcher.models.sample.stream_samples", lambda *_, **__: iter(pieces)
+    )
     texts = ["a\n", "b\nc"]
     printed = "\n---\n".join(texts) + "\n"
     ran = say("--num-samples", "2", *options).good

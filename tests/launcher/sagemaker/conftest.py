@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sagemaker_jobs import deploy_stack
 
-from launcher.sagemaker import deploy
+from sm_nanogpt.launcher.sagemaker import deploy
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 from priced import HOURLY, P4D, TWO, UNPRICED, description, job, offline
 
-from launcher.cli.show import explain
-from launcher.sagemaker.cost import (
+from sm_nanogpt import InputError, Settings
+from sm_nanogpt.launcher.cli.show import explain
+from sm_nanogpt.launcher.sagemaker.cost import (
     OVERHEAD_SECONDS,
     Price,
     Prices,
@@ -20,7 +21,6 @@ from launcher.sagemaker.cost import (
     usd,
     worst_case,
 )
-from sm_nanogpt import InputError, Settings
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_disk_adds_to_the_price_of_a_type(caplog):
     prices = {"ml.r5d.large": Price(1.0, "A"), "ml.r5.large": Price(0.9, "B")}
     price_list = SimpleNamespace(of=prices.get, region="us-east-1")
     two = job(instance=",".join(prices), volume_size=1000)
-    caplog.set_level("INFO", "launcher")
+    caplog.set_level("INFO", "sm_nanogpt")
     ready = afford(two, Settings(), cast("Prices", price_list), 0.0)
     price, cost = caplog.messages
     assert ready.instance == two.instance
@@ -103,7 +103,7 @@ def limited(tmp_path, caplog):
         request = job(**values)
         request._inherited = frozenset(inherited.split())
         spent = 100 * HOURLY / 3600 if request.resume else 0.0
-        caplog.set_level("INFO", "launcher")
+        caplog.set_level("INFO", "sm_nanogpt")
         ready = afford(request, settings, Prices(settings), spent)
         return ready.time_limit, caplog.messages[-1]
 

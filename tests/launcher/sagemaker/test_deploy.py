@@ -13,9 +13,9 @@ import click
 import pytest
 from sagemaker_jobs import LAUNCH, OWN_ROLE
 
-from launcher.sagemaker import deploy
-from launcher.sagemaker.stack import last_seen_stack
-from launcher.settings import load_settings
+from sm_nanogpt.launcher.sagemaker import deploy
+from sm_nanogpt.launcher.sagemaker.stack import last_seen_stack
+from sm_nanogpt.launcher.settings import load_settings
 
 
 @pytest.fixture

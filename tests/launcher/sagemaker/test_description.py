@@ -11,9 +11,9 @@ import launching
 import pytest
 from sagemaker_jobs import LAUNCH, TAGGED
 
-from launcher.cli.remedies import reason_of
-from launcher.sagemaker.description import describe_job
 from sm_nanogpt import JobDescription
+from sm_nanogpt.launcher.cli.remedies import reason_of
+from sm_nanogpt.launcher.sagemaker.description import describe_job
 
 TWO = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge")
 

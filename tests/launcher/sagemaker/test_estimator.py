@@ -13,12 +13,12 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from launcher.job import TrainingJob
-from launcher.sagemaker import estimator
-from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.estimator import quiet_sdk
-from launcher.sagemaker.request import Placement, create_request
 from sm_nanogpt import InputError, Settings
+from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.sagemaker import estimator
+from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
+from sm_nanogpt.launcher.sagemaker.estimator import quiet_sdk
+from sm_nanogpt.launcher.sagemaker.request import Placement, create_request
 
 
 def test_a_launch_does_not_change_the_callers_sdk(dry, monkeypatch, caplog):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from sagemaker_jobs import TAGGED
 
-from launcher.files import storage
-from launcher.sagemaker.logs import lines_of
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.sagemaker.logs import lines_of
 
 
 def test_logs_of_all_hosts_are_merged_by_time_until_the_end(cli, launch):

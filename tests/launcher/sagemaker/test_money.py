@@ -14,9 +14,9 @@ from launching import launching
 from priced import HOURLY, P4D, TWO, UNPRICED, description, job, offline
 from sagemaker_jobs import LAUNCH
 
-from launcher.sagemaker.cost import Prices, afford, earlier_cost
-from launcher.tracking import TrackedJob
 from sm_nanogpt import InputError, jobs
+from sm_nanogpt.launcher.sagemaker.cost import Prices, afford, earlier_cost
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_an_unknown_cost_stops_only_a_job_with_a_ceiling(tmp_path, caplog):
     prices = Prices(settings)
     with pytest.raises(InputError, match="job first is unknown"):
         afford(second.replaced(max_cost=50), settings, prices, None)
-    caplog.set_level("INFO", "launcher")
+    caplog.set_level("INFO", "sm_nanogpt")
     assert afford(second, settings, prices, None).earlier_cost is None
     assert "job first is unknown" in caplog.messages[0]
 

@@ -10,8 +10,8 @@ import money_service
 import pytest
 from money_service import TODAY
 
-from launcher.sagemaker.cost import Price, Prices, training_price
 from sm_nanogpt import Settings
+from sm_nanogpt.launcher.sagemaker.cost import Price, Prices, training_price
 
 TRAIN = "USE1-Train:ml.g5.12xlarge"
 LISTED = Price(7.09, f"AWS's price list of {TODAY}")

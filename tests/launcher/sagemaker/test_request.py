@@ -13,17 +13,17 @@ import boto3
 import pytest
 from sagemaker_jobs import LAUNCH, REGISTRY, part
 
-from entry_point import config
-from entry_point.metrics import metric_definitions
-from launcher import source
-from launcher.launching.launch import prepare
-from launcher.machines import DEFAULT_VERSION, find_image
-from launcher.sagemaker.backend import SageMakerBackend
-from launcher.settings import load_settings
-from launcher.source import Source
-from launcher.text import corpus
-from launcher.tracking import TrackedJob
 from sm_nanogpt import Request, Settings
+from sm_nanogpt.entry_point import config
+from sm_nanogpt.entry_point.metrics import metric_definitions
+from sm_nanogpt.launcher import source
+from sm_nanogpt.launcher.launching.launch import prepare
+from sm_nanogpt.launcher.machines import DEFAULT_VERSION, find_image
+from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
+from sm_nanogpt.launcher.settings import load_settings
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.text import corpus
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 
 def uri(version: str, gpu: bool = True) -> str:

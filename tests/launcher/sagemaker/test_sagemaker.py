@@ -14,13 +14,13 @@ import pytest
 from access import ACCOUNT
 from sagemaker_jobs import LAUNCH
 
-from launcher.files.storage import local_path
-from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.description import is_our_job
-from launcher.settings import load_settings
-from launcher.source import Source
-from launcher.text.channels import find_channel
 from sm_nanogpt import jobs
+from sm_nanogpt.launcher.files.storage import local_path
+from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
+from sm_nanogpt.launcher.sagemaker.description import is_our_job
+from sm_nanogpt.launcher.settings import load_settings
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.text.channels import find_channel
 
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/training"
 
@@ -66,7 +66,7 @@ def test_suggested_commands_repeat_the_region(cloud, cli, short_text_file, monke
 def test_a_launch_in_a_notebook_takes_its_role(cloud, submit, tmp_path, monkeypatch):
     file = tmp_path / "resource-metadata.json"
     file.write_text('{"ResourceName": "mine"}')
-    monkeypatch.setattr("launcher.sagemaker.stack.NOTEBOOK_METADATA", file)
+    monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.stack.NOTEBOOK_METADATA", file)
     described = {"NotebookInstanceName": "mine", "RoleArn": ROLE}
     cloud.sagemaker.DescribeNotebookInstance = lambda body: described
     monkeypatch.delenv("SM_NANOGPT_ROLE")
@@ -259,6 +259,8 @@ def test_a_job_launched_by_another_tool_is_left_alone(cloud, cli, launch):
 
 
 def test_ctrl_c_leaves_a_job_on_sagemaker_running(cloud, submit, monkeypatch):
-    monkeypatch.setattr("launcher.tracking.TrackedJob.logs", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(
+        "sm_nanogpt.launcher.tracking.TrackedJob.logs", Mock(side_effect=KeyboardInterrupt)
+    )
     assert "the job keeps running; it costs at most" in submit("--follow").err
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]

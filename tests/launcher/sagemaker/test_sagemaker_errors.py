@@ -21,13 +21,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from sagemaker_jobs import LAUNCH
 
-from launcher.aws import Unreachable, service_error, service_errors
-from launcher.cli.remedies import sentence
-from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.caller import last_launches
-from launcher.settings import load_settings
-from launcher.tracking import TrackedJob
 from sm_nanogpt import InputError, Request, ServiceError, Settings, prepare
+from sm_nanogpt.launcher.aws import Unreachable, service_error, service_errors
+from sm_nanogpt.launcher.cli.remedies import sentence
+from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
+from sm_nanogpt.launcher.sagemaker.caller import last_launches
+from sm_nanogpt.launcher.settings import load_settings
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 
 def answer(code: str, message: str = "no") -> ClientError:
@@ -177,7 +177,7 @@ class Outage:
 @pytest.fixture
 def outage(cloud, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr("launcher.aws.AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr("sm_nanogpt.launcher.aws.AGAIN_SECONDS", 0.1)
     return Outage(monkeypatch)
 
 
@@ -222,7 +222,7 @@ def test_following_survives_an_outage_and_misses_no_line(cli, launch, outage, ar
 def test_a_refusal_or_a_long_outage_ends_only_the_following(
     cloud, cli, launch, outage, monkeypatch, lost, fact
 ):
-    monkeypatch.setattr("launcher.aws.PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("sm_nanogpt.launcher.aws.PATIENCE_SECONDS", 0.3)
     job_id = launch()
     for arguments in (("wait", job_id), ("logs", job_id, "--follow")):
         outage.begin(1000, b"DescribeTrainingJob", n_calls=1, answer=lost)
@@ -251,7 +251,7 @@ def clock_of(now: list[float]) -> SimpleNamespace:
 
 def test_the_timeout_of_wait_holds_during_an_outage(launch, outage, monkeypatch):
     job_id, now = launch(), [0.0]
-    for module in ("launcher.tracking", "launcher.aws"):
+    for module in ("sm_nanogpt.launcher.tracking", "sm_nanogpt.launcher.aws"):
         monkeypatch.setattr(f"{module}.time", clock_of(now))
     outage.begin(1000, n_calls=1)
     with pytest.raises(ServiceError, match="Could not connect"):
@@ -261,7 +261,7 @@ def test_the_timeout_of_wait_holds_during_an_outage(launch, outage, monkeypatch)
 
 def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(monkeypatch):
     backend, now = SageMakerBackend(Settings()), [0.0]
-    monkeypatch.setattr("launcher.sagemaker.backend.time", clock_of(now))
+    monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.backend.time", clock_of(now))
     polls = iter(range(1000))
 
     def poll(job_id: str, tokens: dict[str, str]) -> tuple[dict[str, Any], list[Any]]:
@@ -329,7 +329,7 @@ def test_ctrl_c_after_a_launch_says_what_runs_and_its_cost(
     cloud, cli, short_text_file, monkeypatch
 ):
     link = Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("launcher.sagemaker.backend.SageMakerBackend.console_link", link)
+    monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.backend.SageMakerBackend.console_link", link)
     ran = cli(LAUNCH, "--data", short_text_file)
     (job_id,) = cloud.sagemaker.jobs
     assert ran.code == 1

@@ -12,11 +12,11 @@ import pytest
 from access import Refusal
 from sagemaker_jobs import CHECKPOINT, LAUNCH, part
 
-from launcher.files import storage
-from launcher.machines import find_image
-from launcher.sagemaker.request import source_archive
-from launcher.source import Source
 from sm_nanogpt import InputError, Request, launch
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.machines import find_image
+from sm_nanogpt.launcher.sagemaker.request import source_archive
+from sm_nanogpt.launcher.source import Source
 
 TWO = "--instance ml.g5.12xlarge,ml.g6.12xlarge"
 OLD_IMAGE = f"763104351884.dkr.ecr.us-east-1.amazonaws.com/{find_image('2.8').name(gpu=True)}"

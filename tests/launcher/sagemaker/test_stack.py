@@ -8,10 +8,10 @@ import boto3
 import pytest
 from sagemaker_jobs import LAUNCH, OWN_ROLE
 
-from launcher.errors import ServiceError
-from launcher.sagemaker.stack import last_seen_stack, with_stack
-from launcher.settings import load_settings
-from launcher.text.corpus import last_upload
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.sagemaker.stack import last_seen_stack, with_stack
+from sm_nanogpt.launcher.settings import load_settings
+from sm_nanogpt.launcher.text.corpus import last_upload
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -113,7 +113,7 @@ def test_an_unreadable_memory_is_written_anew(deployed):
 
 def test_a_launch_with_a_role_needs_no_readable_stack(caplog, account, emulator):
     settings = load_settings(role=OWN_ROLE)
-    caplog.set_level("INFO", "launcher")
+    caplog.set_level("INFO", "sm_nanogpt")
     emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
     assert with_stack(settings) == settings
     assert "AccessDenied" in caplog.messages[-1]

@@ -9,8 +9,8 @@ import boto3
 import pytest
 from sagemaker_jobs import deploy_stack
 
-from launcher.sagemaker import deploy
-from launcher.sagemaker.stack import DESCRIPTION
+from sm_nanogpt.launcher.sagemaker import deploy
+from sm_nanogpt.launcher.sagemaker.stack import DESCRIPTION
 
 
 def test_the_template_matches_the_launcher():

@@ -12,8 +12,8 @@ import pytest
 from launching import Ran
 from talks import exchange, messages
 
-from launcher.text.chats import turns_of
 from sm_nanogpt import InputError
+from sm_nanogpt.launcher.text.chats import turns_of
 
 PART = {"type": "text", "text": "a"}
 ASKED = ["user\na", "assistant\nb"]

@@ -13,10 +13,10 @@ import launching
 import pytest
 from texts import LONG, stored, write_notes
 
-from launcher.files import storage
-from launcher.text import writing
-from launcher.text.corpus import find_upload
 from sm_nanogpt import InputError, upload_data
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.text import writing
+from sm_nanogpt.launcher.text.corpus import find_upload
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_text_that_changes_meanwhile_is_refused(home, cli, source, monkeypatch
 
 
 def test_a_character_may_lie_across_two_chunks(home, tmp_path, monkeypatch):
-    monkeypatch.setattr("launcher.text.documents.CHUNK_BYTES", 5)
+    monkeypatch.setattr("sm_nanogpt.launcher.text.documents.CHUNK_BYTES", 5)
     (tmp_path / "wide.txt").write_text("🙂漢é" * 300)
     upload = upload_data(tmp_path / "wide.txt")
     assert upload.characters == 900
@@ -126,8 +126,8 @@ def test_a_killed_upload_is_none_and_the_next_completes_it(home, tmp_path):
     folder = write_notes(tmp_path / "notes", 400)
     program = """
 import time
-from launcher.cli import main
-from launcher.text import corpus
+from sm_nanogpt.launcher.cli import main
+from sm_nanogpt.launcher.text import corpus
 corpus.digest_of = lambda files: time.sleep(100)
 main()
 """

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from texts import FRENCH, LONG, stored
 
-from launcher.cli.remedies import sentence
-from launcher.settings import Settings
-from launcher.text import corpus
-from launcher.text.channels import find_channel
-from launcher.text.corpus import find_upload
-from launcher.text.documents import read_pieces
-from launcher.text.encodings import as_utf8, read_text
-from launcher.text.reading import detect_file
-from launcher.text.records import read_json_lines
-from launcher.text.unpacking import zstd
 from sm_nanogpt import InputError, upload_data
+from sm_nanogpt.launcher.cli.remedies import sentence
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text import corpus
+from sm_nanogpt.launcher.text.channels import find_channel
+from sm_nanogpt.launcher.text.corpus import find_upload
+from sm_nanogpt.launcher.text.documents import read_pieces
+from sm_nanogpt.launcher.text.encodings import as_utf8, read_text
+from sm_nanogpt.launcher.text.reading import detect_file
+from sm_nanogpt.launcher.text.records import read_json_lines
+from sm_nanogpt.launcher.text.unpacking import zstd
 
 ACCENTS = "L’été à la rivière, façade et fenêtre.\n" * 20
 PASTED = ACCENTS.encode() + b"L\x92\xe9t\xe9 \xe0 la rivi\xe8re.\n" + ACCENTS.encode()

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from launcher.text.documents import documents_in
-from launcher.text.reading import detect_file
-from launcher.text.skipped import Skipped
 from sm_nanogpt import InputError
+from sm_nanogpt.launcher.text.documents import documents_in
+from sm_nanogpt.launcher.text.reading import detect_file
+from sm_nanogpt.launcher.text.skipped import Skipped
 
 TEXTS = [f"This is text {number}." for number in range(9)]
 RECORDS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 from texts import LONG, stored
 
-from launcher.text.first_text import first_text
+from sm_nanogpt.launcher.text.first_text import first_text
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def shakespeare(monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Home) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,)).start()
         url = f"http://127.0.0.1:{server.server_port}/input.txt"
-        monkeypatch.setattr("launcher.text.first_text.SHAKESPEARE_URL", url)
-        monkeypatch.setattr("launcher.text.first_text.SHAKESPEARE_SHA256", sha256)
+        monkeypatch.setattr("sm_nanogpt.launcher.text.first_text.SHAKESPEARE_URL", url)
+        monkeypatch.setattr("sm_nanogpt.launcher.text.first_text.SHAKESPEARE_SHA256", sha256)
         yield addresses
         server.shutdown()
 
@@ -78,7 +78,7 @@ def name_server_that_is_silent(*_: Any, **__: Any) -> None:
 def test_without_shakespeare_pythons_own_reference_is_taken(
     trouble, home, cli, shakespeare, black_hole, monkeypatch
 ):
-    module = "launcher.text.first_text"
+    module = "sm_nanogpt.launcher.text.first_text"
     monkeypatch.setattr(f"{module}.PATIENCE_SECONDS", 0.5)
     urls = {
         "refused": "http://127.0.0.1:9/input.txt",
@@ -106,7 +106,7 @@ def test_without_shakespeare_pythons_own_reference_is_taken(
 
 def test_without_either_text_an_own_one_is_asked_for(cli, monkeypatch):
     url = "http://127.0.0.1:9/input.txt"
-    monkeypatch.setattr("launcher.text.first_text.SHAKESPEARE_URL", url)
+    monkeypatch.setattr("sm_nanogpt.launcher.text.first_text.SHAKESPEARE_URL", url)
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     ran = cli("upload-data")
     assert ran.failed(1, url, "`sm-nanogpt upload-data FILE`") and not ran.out

@@ -17,11 +17,11 @@ from unittest.mock import Mock
 import pytest
 from texts import FRENCH, LONG, stored
 
-from launcher.text import formats, reading
-from launcher.text.documents import read_pieces
-from launcher.text.reading import detect_file
-from launcher.text.unpacking import zstd
 from sm_nanogpt import InputError, ServiceError, upload_data
+from sm_nanogpt.launcher.text import formats, reading
+from sm_nanogpt.launcher.text.documents import read_pieces
+from sm_nanogpt.launcher.text.reading import detect_file
+from sm_nanogpt.launcher.text.unpacking import zstd
 
 CHINESE = "春江潮水连海平，海上明月共潮生。" * 200
 PDF = b"%PDF-1.7\n" + LONG.encode()
@@ -163,7 +163,7 @@ def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("launcher.text.reading.shutil.copyfileobj", fail)
+    monkeypatch.setattr("sm_nanogpt.launcher.text.reading.shutil.copyfileobj", fail)
     full = pytest.raises(ServiceError, match=r"is full, where .*unpacked; TMPDIR names")
     with full, reading.file_to_upload(detect_file(tmp_path / "a.txt.gz")):
         pass
@@ -187,7 +187,7 @@ def test_another_encoding_needs_no_temporary_file(home, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
 def test_a_small_file_unpacks_to_little(home, tmp_path, monkeypatch, pack):
-    monkeypatch.setattr("launcher.text.unpacking.RATIO_FREE_BYTES", 1 << 20)
+    monkeypatch.setattr("sm_nanogpt.launcher.text.unpacking.RATIO_FREE_BYTES", 1 << 20)
     (tmp_path / "a.txt.gz").write_bytes(pack(bytes([97]) * (1 << 23)))
     with pytest.raises(InputError, match=r"a\.txt\.gz: unpacks to over \d+ MiB"):
         upload_data(tmp_path / "a.txt.gz")

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
-from launcher.text import records
-from launcher.text.records import TextDocument
 from sm_nanogpt import InputError
+from sm_nanogpt.launcher.text import records
+from sm_nanogpt.launcher.text.records import TextDocument
 
 TEXTS = ["a", 'He said "no";\r\nand, "yes"\n', "", "漢字 🙂\u2028\ttab", " [{,}] ", "x" * 200_000]
 CHAT = [{"role": "user", "content": "a\n"}, {"role": "assistant", "content": 'b "c"'}]
@@ -214,7 +214,7 @@ def test_bytes_of_text_are_text():
 
 @pytest.mark.parametrize("dictionary", [True, False])
 def test_a_small_parquet_file_unpacks_to_little(dictionary, monkeypatch):
-    monkeypatch.setattr("launcher.text.unpacking.RATIO_FREE_BYTES", 1 << 20)
+    monkeypatch.setattr("sm_nanogpt.launcher.text.unpacking.RATIO_FREE_BYTES", 1 << 20)
     rows = [{"text": "a" * 10_000}] * 2_000
     content = parquet(rows, use_dictionary=dictionary, compression="zstd")
     with pytest.raises(InputError, match=r"^a\.parquet: unpacks to over"):

@@ -9,9 +9,9 @@ from pathlib import Path
 import launching
 import pytest
 
-from launcher.text import repeats
-from launcher.text.repeats import RUN, repeated_share, sampled_ranges
 from sm_nanogpt import upload_data
+from sm_nanogpt.launcher.text import repeats
+from sm_nanogpt.launcher.text.repeats import RUN, repeated_share, sampled_ranges
 
 
 def words(seed: int, count: int = 9000) -> str:

@@ -14,11 +14,11 @@ import pytest
 from runs import free_port
 from s3fs import S3FileSystem
 
-from launcher.files.progress import Progress
-from launcher.text.documents import survey_documents
-from launcher.text.files import FileOptions, find_files
-from launcher.text.sources import name_of, open_sources
 from sm_nanogpt import InputError, ServiceError, Settings
+from sm_nanogpt.launcher.files.progress import Progress
+from sm_nanogpt.launcher.text.documents import survey_documents
+from sm_nanogpt.launcher.text.files import FileOptions, find_files
+from sm_nanogpt.launcher.text.sources import name_of, open_sources
 
 BPE = ("--tokenizer", "bpe", "--vocab-size", "300")
 FILES = {
@@ -142,7 +142,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error(hub, copied, monkeypatch):
 
 
 def test_the_size_of_a_source_comes_first(hub, copied, caplog):
-    with caplog.at_level("INFO", "launcher"):
+    with caplog.at_level("INFO", "sm_nanogpt"):
         copied("hf://datasets/me/notes/data")
     assert caplog.messages == ["hf://datasets/me/notes/data: copying 1.01kB in 3 files"]
     hub.claimed["data/a.txt"] = 45 * 10**15

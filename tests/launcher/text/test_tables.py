@@ -6,9 +6,9 @@ import io
 
 import pytest
 
-from launcher.text import records
-from launcher.text.tables import columns_in
 from sm_nanogpt import InputError
+from sm_nanogpt.launcher.text import records
+from sm_nanogpt.launcher.text.tables import columns_in
 
 
 def read(content: str, column: str = "text") -> list[tuple[str, str]]:

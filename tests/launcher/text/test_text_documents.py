@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from token_texts import FOX, NUMBERS, stories
 
-from launcher.text.documents import read_pieces, survey_documents
-from launcher.text.files import FileOptions, find_files
-from launcher.text.reading import File, detect_file
-from launcher.text.sources import TextSource
-from launcher.text.unpacking import zstd
 from sm_nanogpt import InputError
+from sm_nanogpt.launcher.text.documents import read_pieces, survey_documents
+from sm_nanogpt.launcher.text.files import FileOptions, find_files
+from sm_nanogpt.launcher.text.reading import File, detect_file
+from sm_nanogpt.launcher.text.sources import TextSource
+from sm_nanogpt.launcher.text.unpacking import zstd
 
 
 @pytest.mark.parametrize("compressed", ["", ".gz", ".zst"])

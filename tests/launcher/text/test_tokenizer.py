@@ -24,11 +24,11 @@ from token_texts import (
     split,
 )
 
-from entry_point.text import Tokenizer, character_tokenizer
-from launcher.models.encoder import Encoder, published_tokenizer
-from launcher.text.reading import detect_file
-from launcher.text.tokenizer import fitting_size, learn_tokenizer, open_tokenizer
 from sm_nanogpt import InputError
+from sm_nanogpt.entry_point.text import Tokenizer, character_tokenizer
+from sm_nanogpt.launcher.models.encoder import Encoder, published_tokenizer
+from sm_nanogpt.launcher.text.reading import detect_file
+from sm_nanogpt.launcher.text.tokenizer import fitting_size, learn_tokenizer, open_tokenizer
 
 
 def test_text_comes_back_from_its_tokens(tokenizer):

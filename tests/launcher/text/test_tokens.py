@@ -22,21 +22,21 @@ import torch
 from runs import SMALL, command_line, metrics, run
 from token_texts import BPE, FOX, corpus_of, documents_of, encode_text, ids_of, stories
 
-from entry_point.config import Config
-from entry_point.data import Batches
-from entry_point.distributed import Group
-from entry_point.errors import ConfigError, DataError
-from entry_point.text import Tokenizer
-from launcher.files import storage
-from launcher.files.s3 import S3Location
-from launcher.files.storage import local_path
-from launcher.settings import Settings, load_settings
-from launcher.text import channels, tokens
-from launcher.text.channels import Channel
-from launcher.text.corpus import send
-from launcher.text.reading import File
-from launcher.text.tokenizer import END_OF_TEXT
 from sm_nanogpt import InputError, upload_data
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.data import Batches
+from sm_nanogpt.entry_point.distributed import Group
+from sm_nanogpt.entry_point.errors import ConfigError, DataError
+from sm_nanogpt.entry_point.text import Tokenizer
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.s3 import S3Location
+from sm_nanogpt.launcher.files.storage import local_path
+from sm_nanogpt.launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.text import channels, tokens
+from sm_nanogpt.launcher.text.channels import Channel
+from sm_nanogpt.launcher.text.corpus import send
+from sm_nanogpt.launcher.text.reading import File
+from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT
 
 QWEN_3_5 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
@@ -141,7 +141,7 @@ def test_shards_hold_what_one_file_would(documents, token_upload, tokenizer, tmp
 def test_eval_fetches_only_the_first_shard_of_a_part(documents, home, s3, monkeypatch, caplog):
     """Files are fetched once, and the store stays as it is."""
     monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
-    caplog.set_level(logging.INFO, "launcher")
+    caplog.set_level(logging.INFO, "sm_nanogpt")
     uri = upload_data(documents, tokenizer="bpe", vocab_size=300).uri
     settings, fetched = load_settings(), list[str]()
     fetch_file = S3Location.fetch_file
@@ -328,7 +328,7 @@ def test_a_launch_refuses_what_the_run_would(arguments, reason, home, uploaded, 
 
 
 def test_a_launch_refuses_too_many_characters(text_file, monkeypatch, cli):
-    monkeypatch.setattr("launcher.launching.texts.LARGEST_TEXT", 10_000)
+    monkeypatch.setattr("sm_nanogpt.launcher.launching.texts.LARGEST_TEXT", 10_000)
     ran = cli("launch", "--instance", "local", "--data", text_file)
     assert ran.failed(2, "make tokens of them: upload-data --tokenizer")
 
@@ -354,7 +354,7 @@ def test_a_shard_that_was_replaced_is_not_sent(uploaded, home, tmp_path):
 @pytest.mark.parametrize(
     ("failing", "code", "reason"),
     [
-        ("launcher.text.tokens.encode", errno.ENOSPC, "this machine's disk is full"),
+        ("sm_nanogpt.launcher.text.tokens.encode", errno.ENOSPC, "this machine's disk is full"),
         ("tempfile.mkdtemp", errno.EROFS, "Read-only file system"),
     ],
 )

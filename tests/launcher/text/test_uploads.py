@@ -11,12 +11,12 @@ import launching
 import pytest
 from texts import LONG, stored
 
-from launcher.files import storage
-from launcher.settings import Settings, load_settings
-from launcher.text import corpus
-from launcher.text.channels import find_channel
-from launcher.text.corpus import find_text, last_upload
 from sm_nanogpt import InputError, ServiceError, upload_data, uploads
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.text import corpus
+from sm_nanogpt.launcher.text.channels import find_channel
+from sm_nanogpt.launcher.text.corpus import find_text, last_upload
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_delete_of_an_upload_asks_first(cli, upload, monkeypatch):
 
 
 def test_an_upload_that_a_running_job_reads_stays(cli, reader, upload, monkeypatch):
-    monkeypatch.setattr("launcher.job.JobDescription.is_running", True)
+    monkeypatch.setattr("sm_nanogpt.launcher.job.JobDescription.is_running", True)
     stop = f"`sm-nanogpt stop {reader.job_id}`"
     assert cli("delete", name_of(upload), "--yes").failed(1, stop)
     assert corpus.find_upload(upload, Settings()) is not None
@@ -161,7 +161,7 @@ def test_uploads_on_s3_are_listed_and_deleted_too(cloud, s3, cli, home, launch, 
     cli("wait", job_id)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SM_NANOGPT_STORE")
-        patch.setattr("launcher.settings.Settings.reaches_aws", False)
+        patch.setattr("sm_nanogpt.launcher.settings.Settings.reaches_aws", False)
         local = cli("upload-data", short_text_file).good.out.strip()
     shutil.rmtree(home / "last-launched.json", ignore_errors=True)
     rows = json.loads(cli("data", "--json").good.out)

@@ -10,9 +10,9 @@ import launching
 import pytest
 from texts import stored, write_notes
 
-from launcher.files import storage
-from launcher.text import writing
 from sm_nanogpt import ServiceError, upload_data
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.text import writing
 
 
 def test_small_files_are_written_side_by_side(home, tmp_path, monkeypatch):
@@ -36,7 +36,7 @@ def test_large_files_are_written_in_turn(home, tmp_path, monkeypatch):
         writing.release()
 
     monkeypatch.setattr(storage, "write_file", write_alone)
-    monkeypatch.setattr("launcher.text.writing.SMALL_FILE", 0)
+    monkeypatch.setattr("sm_nanogpt.launcher.text.writing.SMALL_FILE", 0)
     upload = upload_data(write_notes(tmp_path / "notes", 40))
     assert len(launching.tree(stored(upload.uri))) == 40
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import searches
 
-from launcher.trying import history
+from sm_nanogpt.launcher.trying import history
 
 shared_search, tiny_search = searches.shared_search, searches.tiny_search  # fixtures
 

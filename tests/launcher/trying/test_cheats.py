@@ -26,22 +26,22 @@ from searches import check_folder, tiny_folder
 from torch import Tensor
 from workers import Fake
 
-from launcher.judge.score import losses
-from launcher.judge.texts import Text, encode
-from launcher.judge.worker import LONGEST_PROBLEM, Worker
-from launcher.local import runs as local_runs
-from launcher.local.confine import layers
-from launcher.local.runs import Run, run_all
-from launcher.source import Source, keep_source
-from launcher.trying import local, search
-from launcher.trying.budget import JUDGE_TIME, MAX_TIME, sizes_of
-from launcher.trying.history import SearchLedger
-from launcher.trying.planned import planned_tokens
-from launcher.trying.refusal import Refused
-from launcher.trying.runs import SeededRun, TriedRun
-from launcher.trying.scoring import Judge, Score
-from launcher.trying.search import Comparison, Search
 from sm_nanogpt import ServiceError
+from sm_nanogpt.launcher.judge.score import losses
+from sm_nanogpt.launcher.judge.texts import Text, encode
+from sm_nanogpt.launcher.judge.worker import LONGEST_PROBLEM, Worker
+from sm_nanogpt.launcher.local import runs as local_runs
+from sm_nanogpt.launcher.local.confine import layers
+from sm_nanogpt.launcher.local.runs import Run, run_all
+from sm_nanogpt.launcher.source import Source, keep_source
+from sm_nanogpt.launcher.trying import local, search
+from sm_nanogpt.launcher.trying.budget import JUDGE_TIME, MAX_TIME, sizes_of
+from sm_nanogpt.launcher.trying.history import SearchLedger
+from sm_nanogpt.launcher.trying.planned import planned_tokens
+from sm_nanogpt.launcher.trying.refusal import Refused
+from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
+from sm_nanogpt.launcher.trying.scoring import Judge, Score
+from sm_nanogpt.launcher.trying.search import Comparison, Search
 
 pytestmark = pytest.mark.skipif(not layers(), reason="this system confines no program")
 RETURN = "        if targets is None:\n            return logits\n"
@@ -260,7 +260,7 @@ def test_weights_in_a_folder_are_refused_before_anything_runs(
     tiny_search, cli, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(search, "run_all", None)
-    monkeypatch.setattr("launcher.trying.planned.run_all", None)
+    monkeypatch.setattr("sm_nanogpt.launcher.trying.planned.run_all", None)
     weights = base64.b64encode(random.Random(1).randbytes(112_000)).decode()
     cheat = tiny_folder(tmp_path / "cheat")
     (cheat / "weights.py").write_text(f"WEIGHTS = '{weights}'\n")

@@ -23,24 +23,24 @@ from access import Refusal
 from kills import kill_at
 from searches import edits_of, folder, gain_of
 
-from launcher.aws import OverQuota
-from launcher.errors import ServiceError
-from launcher.files import ledger
-from launcher.groups import run as group_runs
-from launcher.groups.ledger import OverCeiling
-from launcher.groups.run import Event, GroupRun
-from launcher.job import JobDescription
-from launcher.sagemaker.cost import OVERHEAD_SECONDS
-from launcher.settings import Settings
-from launcher.source import Source
-from launcher.trying import cloud as jobs_of
-from launcher.trying import driver, search
-from launcher.trying.budget import Budget
-from launcher.trying.cloud import DriverFacts, SageMakerRuns
-from launcher.trying.history import SearchLedger
-from launcher.trying.runs import SeededRun, TriedRun
-from launcher.trying.scoring import Judge, Score
-from launcher.trying.search import Search
+from sm_nanogpt.launcher.aws import OverQuota
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files import ledger
+from sm_nanogpt.launcher.groups import run as group_runs
+from sm_nanogpt.launcher.groups.ledger import OverCeiling
+from sm_nanogpt.launcher.groups.run import Event, GroupRun
+from sm_nanogpt.launcher.job import JobDescription
+from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.trying import cloud as jobs_of
+from sm_nanogpt.launcher.trying import driver, search
+from sm_nanogpt.launcher.trying.budget import Budget
+from sm_nanogpt.launcher.trying.cloud import DriverFacts, SageMakerRuns
+from sm_nanogpt.launcher.trying.history import SearchLedger
+from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
+from sm_nanogpt.launcher.trying.scoring import Judge, Score
+from sm_nanogpt.launcher.trying.search import Search
 
 if TYPE_CHECKING:
     import sagemaker_service
@@ -175,12 +175,12 @@ def aws(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs_of, "SageMakerBackend", lambda settings: aws)
     monkeypatch.setattr(jobs_of, "time", clock)
     monkeypatch.setattr(ledger, "time", clock)
-    monkeypatch.setattr("launcher.aws.time", clock)
+    monkeypatch.setattr("sm_nanogpt.launcher.aws.time", clock)
     monkeypatch.setattr(group_runs, "time", clock)
     monkeypatch.setattr(ledger.os, "fsync", lambda fd: None)
     monkeypatch.setattr(jobs_of.launch, "prepare", prepare)
     monkeypatch.setattr(jobs_of.launch, "new_job_id", lambda: f"job-{next(numbers):06d}")
-    monkeypatch.setattr("launcher.groups.money.with_costs", aws.with_costs)
+    monkeypatch.setattr("sm_nanogpt.launcher.groups.money.with_costs", aws.with_costs)
     monkeypatch.setattr(jobs_of.storage, "fetch", lambda *_, **__: [Path("tar")])
     monkeypatch.setattr(jobs_of.fetch, "extract", lambda *_: None)
     monkeypatch.setattr(jobs_of.storage, "read_document", read_document)
@@ -524,7 +524,7 @@ def test_a_job_that_fails_can_be_tried_again(attempt, jobs, home, cloud, failure
 
 def test_a_job_waits_while_another_holds_the_quota(attempt, jobs, home, cloud, monkeypatch):
     """SageMaker counts the job of the base for a while after its end."""
-    monkeypatch.setattr("launcher.aws.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("sm_nanogpt.launcher.aws.RETRY_SECONDS", 0.1)
     quota = cloud.sagemaker.quota
     quota["ml.g5.12xlarge for training job usage"] = 0
     poll = GroupRun.poll

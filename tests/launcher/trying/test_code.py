@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.errors import InputError
-from launcher.source import Source
-from launcher.trying.code import MAX_PACKED, check_code, check_copies, runs_in
-from launcher.trying.refusal import Refused
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.trying.code import MAX_PACKED, check_code, check_copies, runs_in
+from sm_nanogpt.launcher.trying.refusal import Refused
 
 FIRST = Source.packaged()
 WEIGHTS = random.Random(1).randbytes(3 * MAX_PACKED)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.errors import ServiceError
-from launcher.groups.ledger import OverCeiling
-from launcher.trying.history import SearchLedger, draw_seeds
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.groups.ledger import OverCeiling
+from sm_nanogpt.launcher.trying.history import SearchLedger, draw_seeds
 
 KINDS = ("start", "run", "fresh", "try")
 CEILING = 10.0

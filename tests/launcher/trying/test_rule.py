@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from launcher.trying import rule
+from sm_nanogpt.launcher.trying import rule
 
 DEVIATION = 0.01  # of a pair's difference
 

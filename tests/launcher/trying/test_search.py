@@ -17,19 +17,18 @@ import launching
 import pytest
 from searches import edits_of, folder, gain_of
 
-import entry_point
-from entry_point.config import Config
-from entry_point.text import read_tokens, unsigned
-from launcher.settings import Settings
-from launcher.source import Source
-from launcher.trying import local, search
-from launcher.trying.history import SearchLedger
-from launcher.trying.refusal import Refused
-from launcher.trying.runs import SeededRun, TriedRun
-from launcher.trying.scoring import Judge, Score
-from launcher.trying.search import Search
-from launcher.trying.start import begin_search
-from sm_nanogpt import InputError, Request, ServiceError
+from sm_nanogpt import InputError, Request, ServiceError, entry_point
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.text import read_tokens, unsigned
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.trying import local, search
+from sm_nanogpt.launcher.trying.history import SearchLedger
+from sm_nanogpt.launcher.trying.refusal import Refused
+from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
+from sm_nanogpt.launcher.trying.scoring import Judge, Score
+from sm_nanogpt.launcher.trying.search import Search
+from sm_nanogpt.launcher.trying.start import begin_search
 
 LOCAL_RUNS = local.LocalRuns  # which makes real runs
 

@@ -6,8 +6,8 @@ import pytest
 from models import lively, tokenizer_of
 from served import LETTERS, served
 
-from entry_point.model import GPT
-from launcher.views.play import Player
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.launcher.views.play import Player
 
 
 class Edited(GPT):

@@ -14,10 +14,10 @@ from served import LETTERS, served
 from starlette.testclient import TestClient
 from talks import HELLO, exchange, ids_of
 
-from launcher.models.chat import Message
-from launcher.views import api
-from launcher.views.play import Player, make_app
 from sm_nanogpt import load_model
+from sm_nanogpt.launcher.models.chat import Message
+from sm_nanogpt.launcher.views import api
+from sm_nanogpt.launcher.views.play import Player, make_app
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def client(player, openai):
 
 
 def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypatch, openai):
-    monkeypatch.setattr("launcher.views.api.TURN_SECONDS", 0)  # each token is a chunk
+    monkeypatch.setattr("sm_nanogpt.launcher.views.api.TURN_SECONDS", 0)  # each token is a chunk
     api_client = client()
     (model,) = api_client.models.list().data
     assert api_client.models.retrieve("mine") == model
@@ -120,7 +120,9 @@ def test_an_answer_ends_where_the_context_does(client, player):
 
 
 def test_a_model_that_fails_is_an_error_of_the_server(client, monkeypatch, openai):
-    monkeypatch.setattr("launcher.models.engine.generate", lambda *_, **__: map(int, "x"))
+    monkeypatch.setattr(
+        "sm_nanogpt.launcher.models.engine.generate", lambda *_, **__: map(int, "x")
+    )
     wish: Any = dict(model="mine", prompt="The")
     with pytest.raises(openai.InternalServerError):
         client().completions.create(**wish)

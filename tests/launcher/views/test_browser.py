@@ -15,13 +15,13 @@ from launching import settings_of
 from models import lively, tokenizer_of
 from served import LETTERS, Site, served
 
-from entry_point.model import GPT
-from launcher.judge.evaluation import Evaluation, save_evaluation
-from launcher.models.chat import Message
-from launcher.models.quantization import quantize_model
-from launcher.views.model_page import PageMoment, page_of
-from launcher.views.play import Player
 from sm_nanogpt import load_model, stream_samples
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.launcher.judge.evaluation import Evaluation, save_evaluation
+from sm_nanogpt.launcher.models.chat import Message
+from sm_nanogpt.launcher.models.quantization import quantize_model
+from sm_nanogpt.launcher.views.model_page import PageMoment, page_of
+from sm_nanogpt.launcher.views.play import Player
 
 if TYPE_CHECKING:
     from playwright.sync_api import ConsoleMessage, Page

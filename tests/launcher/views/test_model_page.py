@@ -16,20 +16,20 @@ from jobs import copy_job
 from models import lively, tokenizer_of
 from playwright._impl._driver import compute_driver_executable
 
-from entry_point.config import Config
-from entry_point.model import GPT
-from entry_point.text import Tokenizer
-from launcher.errors import InputError
-from launcher.models.chat import Chat, Message
-from launcher.models.encoder import GPT2, QWEN35, published_tokenizer
-from launcher.models.engine import generate
-from launcher.models.quantization import quantize_model, with_quantized_weights
-from launcher.models.sample import encode_prompt
-from launcher.text.reading import detect_file
-from launcher.text.tokenizer import END_OF_TEXT, learn_tokenizer
-from launcher.views import model_page
-from launcher.views.model_page import PageMoment, page_of, save_page
 from sm_nanogpt import Job
+from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.text import Tokenizer
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.models.chat import Chat, Message
+from sm_nanogpt.launcher.models.encoder import GPT2, QWEN35, published_tokenizer
+from sm_nanogpt.launcher.models.engine import generate
+from sm_nanogpt.launcher.models.quantization import quantize_model, with_quantized_weights
+from sm_nanogpt.launcher.models.sample import encode_prompt
+from sm_nanogpt.launcher.text.reading import detect_file
+from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT, learn_tokenizer
+from sm_nanogpt.launcher.views import model_page
+from sm_nanogpt.launcher.views.model_page import PageMoment, page_of, save_page
 
 LETTERS = tokenizer_of("abcdefghij\n")
 CONFIGS = {

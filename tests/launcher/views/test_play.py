@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from models import lively, tokenizer_of
 from served import LETTERS, WISH, Site
 
-from launcher.cli.models import about, player_of
-from launcher.models.fetch import fetch_model
-from launcher.views.api import Token, until
-from launcher.views.model_page import page_of
-from launcher.views.play import Player, listen
 from sm_nanogpt import Job, Settings, stream_samples
+from sm_nanogpt.launcher.cli.models import about, player_of
+from sm_nanogpt.launcher.models.fetch import fetch_model
+from sm_nanogpt.launcher.views.api import Token, until
+from sm_nanogpt.launcher.views.model_page import page_of
+from sm_nanogpt.launcher.views.play import Player, listen
 
 TWENTY = ": " + ", ".join(repr(chr(code)) for code in range(1000, 1020)) + " and more; replace"
 
@@ -94,7 +94,7 @@ def test_the_page_learns_why_the_server_computes_a_model(site, monkeypatch):
     served = header_of(site, 2)["served"]
     assert served["name"] == "model-2"
     assert "edited folder" in served["reason"]
-    monkeypatch.setattr("launcher.views.model_page.SLOW_PARAMETERS", 100)
+    monkeypatch.setattr("sm_nanogpt.launcher.views.model_page.SLOW_PARAMETERS", 100)
     header = header_of(site, 0)
     assert header["served"] == {"name": "model-0", "reason": "it has over 100 parameters"}
     assert "tensors" not in header

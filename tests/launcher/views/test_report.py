@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from jobs import file_rows, sibling
 
-from launcher.cli.jobs import launch_again
-from launcher.curve import Curve, Row
-from launcher.job import JobDescription, TrainingJob
-from launcher.views.page import page
-from launcher.views.report import Report, ReportedRun, compare
+from sm_nanogpt.launcher.cli.jobs import launch_again
+from sm_nanogpt.launcher.curve import Curve, Row
+from sm_nanogpt.launcher.job import JobDescription, TrainingJob
+from sm_nanogpt.launcher.views.page import page
+from sm_nanogpt.launcher.views.report import Report, ReportedRun, compare
 
 
 @pytest.fixture
