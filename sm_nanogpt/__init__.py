@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from sm_nanogpt.launcher.models.sample import stream_samples
     from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow, Unconfirmed
     from sm_nanogpt.launcher.settings import Settings
-    from sm_nanogpt.launcher.text.corpus import Upload, upload_data
+    from sm_nanogpt.launcher.text.corpus import upload_data
+    from sm_nanogpt.launcher.text.store import Upload
     from sm_nanogpt.launcher.text.uploads import uploads
     from sm_nanogpt.launcher.tracking import NotYours
 
@@ -53,7 +54,8 @@ MODULES = {
     "models.sample": ["stream_samples"],
     "sagemaker.cost": ["CeilingTooLow", "Unconfirmed"],
     "settings": ["Settings"],
-    "text.corpus": ["Upload", "upload_data"],
+    "text.corpus": ["upload_data"],
+    "text.store": ["Upload"],
     "text.uploads": ["uploads"],
     "tracking": ["NotYours"],
 }

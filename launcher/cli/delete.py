@@ -44,7 +44,7 @@ def data_command(as_json: bool) -> None:
     Example:
       sm-nanogpt data
     """
-    from sm_nanogpt.launcher.text.corpus import last_upload
+    from sm_nanogpt.launcher.text.store import last_upload
     from sm_nanogpt.launcher.text.uploads import find_uploads
 
     settings = settings_of()

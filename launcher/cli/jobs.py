@@ -105,7 +105,7 @@ def jobs_command(
 
 def first_step(settings: Settings) -> str:
     """The command that a person without jobs types next."""
-    from sm_nanogpt.launcher.text.corpus import last_upload
+    from sm_nanogpt.launcher.text.store import last_upload
 
     try:
         last_upload(settings)

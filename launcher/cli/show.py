@@ -61,7 +61,7 @@ def report_end(description: JobDescription, settings: Settings, *expected: str) 
 
 def next_step(description: JobDescription, settings: Settings) -> str:
     """The likely next command for a job that has ended."""
-    from sm_nanogpt.launcher.text.corpus import known_upload
+    from sm_nanogpt.launcher.text.store import known_upload
 
     job_id = description.job_id
     if description.search:

@@ -15,8 +15,8 @@ from sm_nanogpt.launcher.files.progress import byte_progress
 from sm_nanogpt.launcher.values import counted
 
 if TYPE_CHECKING:
-    from sm_nanogpt.launcher.text.corpus import Upload
     from sm_nanogpt.launcher.text.formats import Format
+    from sm_nanogpt.launcher.text.store import Upload
 
 SHORT = 200_000  # tokens: `cpu`, the default on a CPU, reads a shorter text over eight times
 

@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.launching.texts import check_texts, find_texts, repeate
 from sm_nanogpt.launcher.sagemaker.cost import Prices, rate
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Channel, Texts, corpus_of
-from sm_nanogpt.launcher.text.corpus import known_upload
+from sm_nanogpt.launcher.text.store import known_upload
 
 if TYPE_CHECKING:  # they import torch
     from sm_nanogpt.launcher.forecast.forecast import Forecaster, InstanceType

@@ -10,10 +10,10 @@ from sm_nanogpt.launcher.errors import InputError, about
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.job import SEARCH_VARIABLE, Request
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.text import corpus
 from sm_nanogpt.launcher.text.channels import Channel, Texts, find_channel
 from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.repeats import share_between, warn_of_repeats
+from sm_nanogpt.launcher.text.store import Upload, find_text, last_upload
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ FEW_READINGS = 4  # of a text: after 1.8 a larger model gains more than a second
 def find_texts(request: Request, settings: Settings, job_settings: Settings) -> dict[str, Channel]:
     """Where the job reads its texts, by the job's fields. job_settings have the job's store."""
     with about("data"):
-        data = request.data or corpus.last_upload(settings)
+        data = request.data or last_upload(settings)
     references = {"data": data, "validation": request.validation}
     channels = {}
     for name, reference in references.items():
         if reference:
             with about(name, reference):
-                location = corpus.find_text(reference, settings)
+                location = find_text(reference, settings)
                 channels[name] = find_channel(location, job_settings)
     return channels
 
@@ -59,7 +59,7 @@ def check_texts(channels: Texts, config: Any) -> None:
         warn_of_repeats(channels["data"].shown, repeated_share_of(channels))
 
 
-def check_upload(upload: corpus.Upload, shown: str, config: Any, field: str) -> None:
+def check_upload(upload: Upload, shown: str, config: Any, field: str) -> None:
     """Raise InputError if a run of this config would refuse a text; field as for problem_of."""
     if not upload.train_tokens and getattr(config, "mask_documents", False):
         problem = "mask_documents needs tokens, whose documents have an end"
@@ -69,7 +69,7 @@ def check_upload(upload: corpus.Upload, shown: str, config: Any, field: str) -> 
         raise InputError(f"{shown}: {problem}")
 
 
-def warn_of_long_conversations(upload: corpus.Upload, block_size: int) -> None:
+def warn_of_long_conversations(upload: Upload, block_size: int) -> None:
     n_long = 0
     for context, n_conversations in upload.contexts.items():
         if context > block_size:
@@ -102,7 +102,7 @@ def files_of(channel: Channel) -> tuple[File, ...]:
     return tuple(File(name, directory / name) for name in upload.files)
 
 
-def problem_of(upload: corpus.Upload, config: Any, field: str) -> str:
+def problem_of(upload: Upload, config: Any, field: str) -> str:
     """Why a run of this config refuses a text, or ''; field is that of one text of two."""
     if upload.train_tokens and field:
         return "it holds tokens, with their own validation part; leave validation out"
@@ -116,11 +116,11 @@ def problem_of(upload: corpus.Upload, config: Any, field: str) -> str:
     return problem_of_answers(upload, config) or problem_of_length(upload, config, field)
 
 
-def unit_of(upload: corpus.Upload) -> str:
+def unit_of(upload: Upload) -> str:
     return "tokens" if upload.train_tokens else "characters"
 
 
-def problem_of_answers(upload: corpus.Upload, config: Any) -> str:
+def problem_of_answers(upload: Upload, config: Any) -> str:
     """Why no conversation teaches an answer, or ''."""
     for part, shortest in upload.answers.items():
         if shortest > config.block_size:
@@ -131,7 +131,7 @@ def problem_of_answers(upload: corpus.Upload, config: Any) -> str:
     return ""
 
 
-def problem_of_length(upload: corpus.Upload, config: Any, field: str) -> str:
+def problem_of_length(upload: Upload, config: Any, field: str) -> str:
     """Why a text is too short for one window, or ''; field as for problem_of."""
     if upload.chats:
         return ""
@@ -144,7 +144,7 @@ def problem_of_length(upload: corpus.Upload, config: Any, field: str) -> str:
     return ""
 
 
-def lengths_of(upload: corpus.Upload, config: Any, field: str) -> dict[str, int]:
+def lengths_of(upload: Upload, config: Any, field: str) -> dict[str, int]:
     """The tokens or characters of each part of a text; field as for problem_of."""
     if upload.train_tokens:
         return {"training": upload.train_tokens, "validation": upload.val_tokens}

@@ -21,6 +21,7 @@ from sm_nanogpt.launcher.text import corpus
 from sm_nanogpt.launcher.text.files import find_files, warn_of_held_out
 from sm_nanogpt.launcher.text.reading import File, open_text
 from sm_nanogpt.launcher.text.sources import TextSource, temporary
+from sm_nanogpt.launcher.text.store import Upload, is_uploaded, read_manifest
 
 if TYPE_CHECKING:  # they import torch
     from sm_nanogpt.entry_point.config import Config
@@ -37,7 +38,7 @@ class Channel:
 
     shown: str  # as the user wrote it
     uri: str
-    upload: corpus.Upload | None  # None: a text on S3 from elsewhere, whose length is unknown
+    upload: Upload | None  # None: a text on S3 from elsewhere, whose length is unknown
     sources: list[File]  # files to upload
 
 
@@ -52,7 +53,7 @@ def find_channel(location: str, settings: Settings) -> Channel:
     uri, path = storage.to_uri(location), storage.local_path(location)
     runs_here = storage.local_path(settings.data_store) is not None
     try:
-        upload = corpus.read_manifest(uri, settings)
+        upload = read_manifest(uri, settings)
         if upload is not None:
             files_there = storage.list_files(uri.rstrip("/"), settings)
             if not upload.is_whole(files_there):
@@ -94,12 +95,10 @@ def check_text_on_s3(location: str, uri: str, runs_here: bool, settings: Setting
         )
 
 
-def channel_to_send(
-    location: str, path: Path, upload: corpus.Upload, settings: Settings
-) -> Channel:
+def channel_to_send(location: str, path: Path, upload: Upload, settings: Settings) -> Channel:
     """The channel of tokens that were encoded here before a store on S3 was set."""
     uri = storage.join(settings.data_store, "data", path.name)
-    is_missing = not corpus.is_uploaded(uri, settings)
+    is_missing = not is_uploaded(uri, settings)
     files = [File(name, path / name) for name in upload.files]
     return Channel(location, uri, replace(upload, uri=uri, uploaded=is_missing), files)
 

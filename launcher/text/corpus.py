@@ -1,80 +1,42 @@
-"""Upload text to the store, and find the last upload.
-
-An upload is a prefix `STORE/data/NAME-HASH/`. The hash covers the names and contents of its files,
-so the data of a job never change. Its manifest, `STORE/data/NAME-HASH.json`, is written last: a
-prefix without one is incomplete.
-"""
+"""Upload text to the store."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from sm_nanogpt.launcher.aws import Missing, Offline, aws_session, check_bucket, make_client
-from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.aws import Offline
+from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files import storage
-from sm_nanogpt.launcher.files.cache import Cache
-from sm_nanogpt.launcher.files.documents import Count, Damaged
-from sm_nanogpt.launcher.files.moved import PART_OF_NAME, UPLOAD_NAME, find_moved
 from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
 from sm_nanogpt.launcher.files.scratch import TEMPORARY_FILES, remove_leftovers
-from sm_nanogpt.launcher.finding import ambiguous, is_part
 from sm_nanogpt.launcher.sagemaker.caller import owner_of_upload
-from sm_nanogpt.launcher.sagemaker.stack import with_stack
 from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.text.documents import digest_of, survey_documents, survey_text
 from sm_nanogpt.launcher.text.files import FileOptions, find_files, warn_of_held_out
 from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.repeats import share_within, warn_of_repeats
 from sm_nanogpt.launcher.text.sources import name_of, open_sources, temporary
+from sm_nanogpt.launcher.text.store import (
+    Upload,
+    find_upload,
+    is_uploaded,
+    note_last_upload,
+    upload_uri,
+    with_store,
+)
 from sm_nanogpt.launcher.text.writing import write_files
 from sm_nanogpt.launcher.values import plain
 
 logger = logging.getLogger(__name__)
 
 TOKENS_VERSION = 6  # of what launcher.text.tokens writes
-
-
-@dataclass(frozen=True)
-class Upload:
-    """Files in a store, or on their way there: a text, tokens of one, or a model."""
-
-    uri: str
-    size: Count  # bytes
-    sha256: str
-    files: Annotated[tuple[str, ...], Field(fail_fast=True)]
-    uploaded: bool = True  # False: they were already there
-    characters: Count = 0  # 0: a model
-    vocabulary_size: Count = 0
-    train_tokens: Count = 0  # 0: text, which a run takes by characters
-    val_tokens: Count = 0
-    documents: Count = 0  # that were encoded as tokens
-    chats: bool = False  # whether they are conversations
-    contexts: dict[int, Count] = field(default_factory=dict)  # how many of them need each length
-    answers: dict[str, Count] = field(default_factory=dict)  # the least length of one, by part
-    vocabulary: str = ""  # the characters of a text
-    tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
-    # The share of its validation part that stands in its training part; None: not measured.
-    repeated: Annotated[float, Field(ge=0, le=1)] | None = None
-    owner: str = ""  # who uploaded it to S3, as in the tag of a job
-
-    @property
-    def n_training(self) -> int:
-        """The number of tokens to train on, or of characters."""
-        return self.train_tokens or int(0.9 * self.characters)
-
-    def is_whole(self, sizes: Mapping[str, int]) -> bool:
-        """True if these are its files, by their names and sizes in bytes."""
-        return set(sizes) == set(self.files) and sum(sizes.values()) == self.size
 
 
 def upload_data(
@@ -140,42 +102,6 @@ def strings_of(values: str | Path | Upload | Iterable[str | Path | Upload]) -> l
     return [plain(string) for string in strings]
 
 
-def with_store(settings: Settings) -> Settings:
-    """Return the settings with the stack's store, if they have none and there is a stack.
-
-    If AWS cannot be asked, the text stays on this machine and a launch uploads it later. Raises
-    InputError if the store is in another region, and Missing if there is no stack of the name.
-    """
-    if settings.store:
-        check_store(settings)
-        return settings
-    if not settings.reaches_aws:
-        return settings
-    try:
-        return with_stack(settings, names=("store",))
-    except Missing:  # the stack that the user named
-        raise
-    except (InputError, ServiceError) as error:
-        logger.info(f"could not look for a stack ({error}); keeping the text on this machine")
-        return settings
-
-
-def check_store(settings: Settings) -> None:
-    """Raise InputError if the store is on S3 in another region, unless in a dry run."""
-    if not settings.store.startswith("s3://"):
-        return
-    session = aws_session(settings)
-    region = session.region_name
-    if region:
-        with suppress(Offline):
-            check_bucket(make_client(session, "s3", region), settings.store, "store", region)
-
-
-def store_uri(store: str) -> str:
-    """The URI of a store; each store has one, and may have many paths."""
-    return storage.to_uri(store).rstrip("/")
-
-
 def survey_upload(
     name: str, files: Sequence[File], settings: Settings
 ) -> tuple[Upload, list[File]]:
@@ -217,16 +143,6 @@ def upload_of(
         files=tuple(file.name for file in files),
         uploaded=not is_uploaded(uri, settings),
         **facts,
-    )
-
-
-def upload_uri(name: str, sha256: str, settings: Settings, kind: str = "data") -> str:
-    """The URI of an upload: the name of the text, and the begin of the hash of its content."""
-    stem = name.partition(".")[0] or name
-    slug = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40] or "text"
-    suffix = f"-{sha256[:12]}"
-    return storage.to_uri(
-        storage.join(settings.data_store, kind, slug.removesuffix(suffix) + suffix)
     )
 
 
@@ -302,152 +218,3 @@ def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Pr
     manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
     storage.write_json(f"{upload.uri}.json", manifest, settings)
     return upload
-
-
-# -- find ------------------------------------------------------------------------------------------
-
-
-def find_upload(uri: str, settings: Settings) -> Upload | None:
-    """The upload at a URI, or None if it has no manifest or a file of it is not complete."""
-    upload = read_manifest(uri, settings)
-    if upload is None or not upload.is_whole(storage.list_files(uri.rstrip("/"), settings)):
-        return None
-    return upload
-
-
-def is_uploaded(uri: str, settings: Settings, if_offline: bool = False) -> bool:
-    """True if an upload is complete at a URI. A dry run does not ask S3; it gets `if_offline`."""
-    try:
-        return find_upload(uri, settings) is not None
-    except Offline:
-        return if_offline
-
-
-def read_manifest(uri: str, settings: Settings) -> Upload | None:
-    """What was uploaded to a URI, whether or not it is still complete; None if nothing was."""
-    if re.fullmatch(r"s3://[^/]+/?", uri):  # .json would name another bucket
-        return None
-    try:
-        upload = storage.read_document(f"{uri.rstrip('/')}.json", Upload, settings)
-    except Damaged:
-        return None
-    if upload is None:
-        return None
-    return replace(upload, uri=uri)  # the store may have been moved since
-
-
-def known_upload(uri: str | None, settings: Settings) -> Upload | None:
-    """The manifest of a text; None if it is gone, or if it cannot be read."""
-    if not uri:
-        return None
-    try:
-        return read_manifest(uri, settings)
-    except (InputError, ServiceError):
-        return None
-
-
-def find_text(typed: str, settings: Settings) -> str:
-    """Resolve the name of an upload, a part of the name, or its earlier location to its URI.
-
-    Another path or URI is returned as it is. Raises InputError if what the user typed is no path,
-    and is the name of no upload or a part of several names.
-    """
-    if not PART_OF_NAME.fullmatch(typed) or Path(typed).exists():
-        return find_moved(typed, settings)
-    stores = (settings.local_store, with_store(settings).data_store)
-    roots = [storage.join(store_uri(store), "data") for store in stores]
-    if not UPLOAD_NAME.fullmatch(typed):
-        return find_by_part(typed, roots, settings)
-    for root in roots:
-        uri = storage.join(root, typed)
-        if is_uploaded(uri, settings, if_offline=True):
-            return uri
-    raise no_upload(typed)
-
-
-def no_upload(typed: str) -> InputError:
-    return InputError(f"there is neither a file nor an upload {typed}", "no-upload")
-
-
-def find_by_part(part: str, roots: Iterable[str], settings: Settings) -> str:
-    """The URI of the upload below these roots that a part of its name means."""
-    uris: dict[str, str] = {}
-    failure: InputError | ServiceError | None = None
-    for root in roots:
-        try:
-            for name in names_in(root, settings):
-                uris.setdefault(name, storage.join(root, name))
-        except (InputError, ServiceError) as error:
-            failure = error
-    match = choose(part, uris)
-    if match is None:
-        if failure is not None:
-            raise failure.within(f"cannot find the upload {part!r}")
-        raise no_upload(part)
-    if failure is not None:
-        logger.info(f"{failure}; only this machine has been searched for {part}")
-    return uris[match]
-
-
-def names_in(root: str, settings: Settings) -> list[str]:
-    """The names of the uploads below a URI that have a manifest."""
-    names = []
-    for file in storage.list_files(root, settings):
-        name = file.removesuffix(".json")
-        if name != file and UPLOAD_NAME.fullmatch(name):
-            names.append(name)
-    return names
-
-
-def choose(part: str, names: Iterable[str]) -> str | None:
-    """The upload that a part of a name means, of these; None if it means none.
-
-    A part is all before the hash, or else the start or the end of a name. Raises InputError if
-    several match.
-    """
-    names = sorted(names)
-    matches = [name for name in names if name.rpartition("-")[0] == part]
-    if not matches:
-        matches = [name for name in names if is_part(part, name)]
-    if not matches:
-        return None
-    if len(matches) > 1:
-        raise ambiguous(part, matches, "uploads", "name")
-    logger.info(f"{part} is upload {matches[0]}")
-    return matches[0]
-
-
-def last_uploads(settings: Settings) -> Cache[dict[str, str]]:
-    """The URI of the last upload to each store, by the URI of the store, the newest last."""
-    return Cache(settings.home / "last-uploads.json", dict[str, str])
-
-
-def note_last_upload(uri: str, settings: Settings) -> None:
-    """Record the last upload. Raises ServiceError if the disk is full."""
-    cache = last_uploads(settings)
-    uris = cache.read()
-    store = store_uri(settings.data_store)
-    uris.pop(store, None)
-    uris[store] = uri  # the newest is the last
-    storage.write_json(str(cache.file), uris)
-
-
-def last_upload(settings: Settings) -> str:
-    """The URI of the last upload from this machine, which a launch takes by default.
-
-    It went to the store that is set, or was kept here because AWS could not be asked. Raises
-    InputError if there is none, or it is deleted or incomplete.
-    """
-    uris = [find_moved(uri, settings) for uri in last_uploads(settings).read().values()]
-    if settings.store:
-        stores = {store_uri(settings.data_store)}
-        if storage.local_path(settings.data_store) is None:
-            stores.add(store_uri(settings.local_store))
-        uris = [uri for uri in uris if uri.rpartition("/data/")[0] in stores]
-    if not uris:
-        problem = f"nothing was uploaded to {settings.data_store} from here"
-        raise InputError(problem, "no-last-upload")
-    uri = uris[-1]
-    if not is_uploaded(uri, settings, if_offline=True):
-        raise InputError(f"the last upload, {uri}, is deleted or incomplete", "no-last-upload")
-    return uri

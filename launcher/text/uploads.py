@@ -17,7 +17,7 @@ from sm_nanogpt.launcher.finding import Listing
 from sm_nanogpt.launcher.job import JobDescription
 from sm_nanogpt.launcher.sagemaker.stack import with_stack
 from sm_nanogpt.launcher.settings import Settings, load_settings
-from sm_nanogpt.launcher.text import corpus
+from sm_nanogpt.launcher.text.store import Upload, choose, read_manifest, store_uri
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Stored:
     jobs: list[str]  # ids of all that read it, newest first
     running: list[str]  # those of them that have not ended
     owners: list[str]  # of those on SageMaker, by name
-    manifest: corpus.Upload | None  # None: incomplete
+    manifest: Upload | None  # None: incomplete
 
 
 def uploads(settings: Settings | None = None) -> list[Stored]:
@@ -55,7 +55,7 @@ def find_uploads(settings: Settings) -> tuple[list[Stored], InputError | Service
         listed += uploads_in(settings.local_store, jobs, settings)
         if settings.reaches_aws:
             settings = with_stack(settings, names=("store",))
-        if corpus.store_uri(settings.data_store) != corpus.store_uri(settings.local_store):
+        if store_uri(settings.data_store) != store_uri(settings.local_store):
             listed += uploads_in(settings.data_store, jobs, settings)
     except (InputError, ServiceError) as error:
         listing.failure = error
@@ -69,7 +69,7 @@ def full_name(reference: str, settings: Settings) -> str:
     Raises InputError if several match, and ServiceError if AWS did not list all of them.
     """
     listed, failure = find_uploads(settings)
-    name = corpus.choose(reference, {upload.name for upload in listed})
+    name = choose(reference, {upload.name for upload in listed})
     if failure:
         raise failure.within(f"cannot resolve {reference!r} to the name of an upload")
     return name or reference
@@ -78,7 +78,7 @@ def full_name(reference: str, settings: Settings) -> str:
 def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -> Iterator[Stored]:
     """Yield the uploads of texts in a store, and then those of models."""
     for folder, kind in (("data", "text"), ("models", "model")):
-        root = storage.join(corpus.store_uri(store), folder)
+        root = storage.join(store_uri(store), folder)
         for name, entries in entries_by_upload(root, settings).items():
             uri = storage.join(root, name)
             yield stored_upload(name, uri, kind, entries, jobs, settings)
@@ -107,7 +107,7 @@ def stored_upload(
     """Describe an upload by its files and the jobs that read it."""
     sizes = {file: entry.size for file, entry in entries.items() if file}
     newest = entries.get("") or next(iter(entries.values()))  # the manifest is written last
-    upload = corpus.read_manifest(uri, settings)
+    upload = read_manifest(uri, settings)
     if upload is None or not upload.is_whole(sizes):
         upload = None
         kind = "incomplete"

@@ -19,7 +19,7 @@ from sm_nanogpt.launcher.job import JobDescription, TrainingJob, end_of
 from sm_nanogpt.launcher.judge.evaluation import Evaluation, saved_evaluations
 from sm_nanogpt.launcher.launching.summary import format_value
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.text.corpus import Upload, known_upload
+from sm_nanogpt.launcher.text.store import Upload, known_upload
 from sm_nanogpt.launcher.tracking import with_costs
 
 logger = logging.getLogger(__name__)

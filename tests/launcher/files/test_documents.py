@@ -42,6 +42,7 @@ from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text import corpus
 from sm_nanogpt.launcher.text.channels import find_channel
+from sm_nanogpt.launcher.text.store import last_upload
 
 quickly = settings(
     max_examples=40,
@@ -159,7 +160,7 @@ def test_a_hostile_record_of_an_upload_is_handled(home, upload, name):
     def look(content: bytes) -> None:
         path.write_bytes(content)
         with our_errors():
-            corpus.last_upload(settings)
+            last_upload(settings)
         with our_errors():
             check_texts({"data": find_channel(upload.uri, settings)}, SMALL)
 

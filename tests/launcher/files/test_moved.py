@@ -12,7 +12,8 @@ import pytest
 from sm_nanogpt import InputError, Request, Settings
 from sm_nanogpt.launcher.files.moved import find_moved, text_id
 from sm_nanogpt.launcher.launching.launch import prepare
-from sm_nanogpt.launcher.text.corpus import find_text, last_upload, upload_data
+from sm_nanogpt.launcher.text.corpus import upload_data
+from sm_nanogpt.launcher.text.store import find_text, last_upload
 from sm_nanogpt.launcher.text.uploads import uploads
 from sm_nanogpt.launcher.tracking import TrackedJob
 

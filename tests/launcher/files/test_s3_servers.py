@@ -21,7 +21,7 @@ from stores import ODD_NAMES, Expecting
 from sm_nanogpt import InputError, ServiceError, Settings, upload_data
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.s3 import PART_BYTES
-from sm_nanogpt.launcher.text.corpus import last_upload
+from sm_nanogpt.launcher.text.store import last_upload
 
 KEY, SECRET = "AKIAEXAMPLE", "secret-of-the-test"
 SIZE = 3 * PART_BYTES + 12345  # more than one part, and not a whole number of them

@@ -19,7 +19,7 @@ from sm_nanogpt.launcher.launching.expected import ExpectedSize, expected_of
 from sm_nanogpt.launcher.launching.fitting import EMPTY_PAGE, fit_sizes
 from sm_nanogpt.launcher.models.quantization import quantize_model
 from sm_nanogpt.launcher.text.channels import Channel
-from sm_nanogpt.launcher.text.corpus import Upload
+from sm_nanogpt.launcher.text.store import Upload
 from sm_nanogpt.launcher.views.model_page import page_of
 
 CHARACTERS = (string.ascii_letters + string.punctuation)[:65]

@@ -15,7 +15,7 @@ from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
 from sm_nanogpt.launcher.job import SEARCH_VARIABLE, Request, TrainingJob
 from sm_nanogpt.launcher.launching import start, texts
 from sm_nanogpt.launcher.text.channels import Channel
-from sm_nanogpt.launcher.text.corpus import Upload
+from sm_nanogpt.launcher.text.store import Upload
 
 
 def job(

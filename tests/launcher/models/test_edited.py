@@ -32,7 +32,7 @@ from sm_nanogpt.launcher.launching import start
 from sm_nanogpt.launcher.models.fetch import fetch_model
 from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.text.channels import Channel
-from sm_nanogpt.launcher.text.corpus import Upload
+from sm_nanogpt.launcher.text.store import Upload
 
 ACTIVATION = "activation = staticmethod(F.silu)"
 VOCABULARY = "abcdefghijk"

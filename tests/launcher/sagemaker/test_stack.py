@@ -11,7 +11,7 @@ from sagemaker_jobs import LAUNCH, OWN_ROLE
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.sagemaker.stack import last_seen_stack, with_stack
 from sm_nanogpt.launcher.settings import load_settings
-from sm_nanogpt.launcher.text.corpus import last_upload
+from sm_nanogpt.launcher.text.store import last_upload
 
 NOBODY = "http://127.0.0.1:9"
 

@@ -16,7 +16,7 @@ from texts import LONG, stored, write_notes
 from sm_nanogpt import InputError, upload_data
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.text import writing
-from sm_nanogpt.launcher.text.corpus import find_upload
+from sm_nanogpt.launcher.text.store import find_upload
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from sm_nanogpt.launcher.cli.remedies import sentence
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text import corpus
 from sm_nanogpt.launcher.text.channels import find_channel
-from sm_nanogpt.launcher.text.corpus import find_upload
 from sm_nanogpt.launcher.text.documents import read_pieces
 from sm_nanogpt.launcher.text.encodings import as_utf8, read_text
 from sm_nanogpt.launcher.text.reading import detect_file
 from sm_nanogpt.launcher.text.records import read_json_lines
+from sm_nanogpt.launcher.text.store import find_upload
 from sm_nanogpt.launcher.text.unpacking import zstd
 
 ACCENTS = "L’été à la rivière, façade et fenêtre.\n" * 20

@@ -14,9 +14,8 @@ from texts import LONG, stored
 from sm_nanogpt import InputError, ServiceError, upload_data, uploads
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.settings import Settings, load_settings
-from sm_nanogpt.launcher.text import corpus
 from sm_nanogpt.launcher.text.channels import find_channel
-from sm_nanogpt.launcher.text.corpus import find_text, last_upload
+from sm_nanogpt.launcher.text.store import find_text, find_upload, last_upload
 
 
 @pytest.fixture
@@ -96,14 +95,14 @@ def test_delete_of_an_upload_asks_first(cli, upload, monkeypatch):
     monkeypatch.setattr("click.confirm", lambda question, **_: questions.append(question))
     assert cli("delete", name_of(upload)).code == 1
     assert "MB" in questions[0] or "kB" in questions[0]
-    assert corpus.find_upload(upload, Settings()) is not None
+    assert find_upload(upload, Settings()) is not None
 
 
 def test_an_upload_that_a_running_job_reads_stays(cli, reader, upload, monkeypatch):
     monkeypatch.setattr("sm_nanogpt.launcher.job.JobDescription.is_running", True)
     stop = f"`sm-nanogpt stop {reader.job_id}`"
     assert cli("delete", name_of(upload), "--yes").failed(1, stop)
-    assert corpus.find_upload(upload, Settings()) is not None
+    assert find_upload(upload, Settings()) is not None
 
 
 def test_an_upload_goes_by_its_uri_and_only_there(cli, upload, short_text_file, tmp_path):
@@ -119,7 +118,7 @@ def test_an_interrupted_delete_leaves_no_upload(cli, upload):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "rmtree", interrupted)
         assert cli("delete", name_of(upload), "--yes").code == 1
-    assert files_of(upload) and corpus.find_upload(upload, Settings()) is None
+    assert files_of(upload) and find_upload(upload, Settings()) is None
     (rest,) = json.loads(cli("data", "--json").out)
     assert rest["kind"] == "incomplete"
     assert rest["manifest"] is None
@@ -152,7 +151,7 @@ def test_delete_takes_a_part_of_an_uploads_name(cli, upload, tmp_path):
 def test_delete_of_wrong_names_deletes_nothing(cli, job, upload, arguments):
     names = [word.format(name=name_of(upload), job=job.job_id) for word in arguments]
     assert cli("delete", names, "--yes").failed(2)
-    assert corpus.find_upload(upload, Settings()) is not None
+    assert find_upload(upload, Settings()) is not None
 
 
 def test_uploads_on_s3_are_listed_and_deleted_too(cloud, s3, cli, home, launch, short_text_file):
