@@ -197,18 +197,14 @@ class Job(TrackedJob):
         run kept, as many as make at most 20 MB). Raises InputError if an edited folder computes
         the model, or more than one moment is asked for and the run kept none.
         """
-        from sm_nanogpt.launcher.judge.evaluate import training_corpus
-        from sm_nanogpt.launcher.models.moments import read_moments
-        from sm_nanogpt.launcher.views.model_page import UNMEASURED, card_of, save_page
+        from sm_nanogpt.launcher.views.model_page import save_model_page
 
         file = path_of(plain(path) or f"model-{self.id}.html")
         model, tokenizer = self._loaded
-        corpus = training_corpus(self.id, self.model(), self.settings, UNMEASURED)
         job = self.describe()
-        title, limit = job.name or self.id, job.page_limit
-        kept = read_moments(self.model(), model)
-        card = card_of(job)
-        save_page(model, tokenizer, corpus, file, title, card, bits, limit, kept, moments)
+        save_model_page(
+            self.id, self.model(), model, tokenizer, file, self.settings, job, bits, moments
+        )
         return file
 
     def delete(self, keep_model: bool = False, *, confirmed: bool = False) -> None:

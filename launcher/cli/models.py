@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,12 @@ import click
 from sm_nanogpt.launcher.cli.options import JSON, MODEL, Command, JobParameter, settings_of, valued
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import note, print_json, print_text
-from sm_nanogpt.launcher.errors import InputError, LauncherError, Terminated
+from sm_nanogpt.launcher.errors import InputError, Terminated
 from sm_nanogpt.launcher.values import megabytes
 
 if TYPE_CHECKING:
     from sm_nanogpt.entry_point.model import GPT
     from sm_nanogpt.entry_point.text import Tokenizer
-    from sm_nanogpt.launcher.job import JobDescription
     from sm_nanogpt.launcher.models.chat import Chat, Message
     from sm_nanogpt.launcher.settings import Settings
     from sm_nanogpt.launcher.views.play import Player
@@ -140,6 +139,7 @@ def open_model(
 
 def player_of(model: str, settings: Settings, entry_point: Path | None) -> Player:
     """A model to play with. Its name is that of its job, or of its directory without one."""
+    from sm_nanogpt.launcher.views.model_card import card_for, job_behind
     from sm_nanogpt.launcher.views.play import Player
 
     directory, loaded, tokenizer = open_model(model, settings, entry_point)
@@ -148,45 +148,6 @@ def player_of(model: str, settings: Settings, entry_point: Path | None) -> Playe
     if job is None:
         return Player(model, loaded, tokenizer, card)
     return Player(job.name or job.job_id, loaded, tokenizer, card, job.job_id)
-
-
-def job_behind(model: str, directory: Path, settings: Settings) -> JobDescription | None:
-    """The job that made a model in a directory; None for another, or if it cannot be looked up."""
-    from sm_nanogpt.launcher.job import FULL_ID
-    from sm_nanogpt.launcher.tracking import TrackedJob
-
-    for part in (model, *reversed(directory.absolute().parts)):
-        if FULL_ID.fullmatch(part):
-            with suppress(LauncherError):
-                return TrackedJob(part, settings).identify(attempts=2)
-    return None
-
-
-def card_for(directory: Path, job: JobDescription | None) -> dict[str, str]:
-    """What a page says of a model, by label: of its job, or else what its directory says of it."""
-    from sm_nanogpt.launcher.views.model_page import card_of
-
-    if job is not None:
-        return card_of(job)
-    settings = about(directory)
-    return {"settings": settings} if settings else {}
-
-
-def about(directory: Path) -> str:
-    """The loss of a model, and its settings; "" for one of another tool."""
-    from sm_nanogpt.launcher.files.documents import Damaged, parse
-    from sm_nanogpt.launcher.job import TrainingJob
-    from sm_nanogpt.launcher.launching.summary import summary_of
-    from sm_nanogpt.launcher.models.load import known_config
-
-    try:
-        training = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
-        loss = f"val_loss {training['val_loss']:.4f} at step {training['step']}"
-        values = asdict(known_config(training["config"]))
-        job = TrainingJob(instance="local", data=str(directory), hyperparameters=values)
-        return f"{loss}; {summary_of(job)}"
-    except (OSError, Damaged, KeyError, TypeError, InputError):
-        return ""
 
 
 def check_origins(
@@ -294,24 +255,20 @@ def save_model(
     model: str, path: Path, bits: int | None, n_moments: int | None, entry_point: Path | None
 ) -> None:
     """Write a model as one page, say what it holds, and print its path."""
-    from sm_nanogpt.launcher.judge.evaluate import training_corpus
-    from sm_nanogpt.launcher.models.moments import read_moments
+    from sm_nanogpt.launcher.views.model_card import job_behind
     from sm_nanogpt.launcher.views.model_page import (
         SLOW_PARAMETERS,
-        UNMEASURED,
         count_parameters,
-        save_page,
+        save_model_page,
     )
 
     settings = settings_of()
     directory, loaded, tokenizer = open_model(model, settings, entry_point)
     job = job_behind(model, directory, settings)
-    title = job.name or job.job_id if job else model
-    corpus = training_corpus(model, directory, settings, UNMEASURED)
-    card = card_for(directory, job)
+    page = save_model_page(
+        model, directory, loaded, tokenizer, path, settings, job, bits, n_moments
+    )
     limit = job.page_limit if job else None
-    moments = read_moments(directory, loaded)
-    page = save_page(loaded, tokenizer, corpus, path, title, card, bits, limit, moments, n_moments)
     note(f"weights: {page.rounding}")
     if page.copied is not None:
         note(f"copies: the longest run of its samples that its text has too is {page.copied} bytes")

@@ -29,11 +29,12 @@ from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.storage import write_bytes
 from sm_nanogpt.launcher.job import JobDescription
 from sm_nanogpt.launcher.judge.anchors import as_tensor, longest_run
+from sm_nanogpt.launcher.judge.evaluate import training_corpus
 from sm_nanogpt.launcher.judge.rounding import Rounding, bits_per_byte, round_weights
 from sm_nanogpt.launcher.judge.texts import TRAINING_BYTES
 from sm_nanogpt.launcher.models.encoder import pattern_of
 from sm_nanogpt.launcher.models.load import is_edited
-from sm_nanogpt.launcher.models.moments import Moment, spread
+from sm_nanogpt.launcher.models.moments import Moment, read_moments, spread
 from sm_nanogpt.launcher.models.quantization import (
     BITS,
     GROUP,
@@ -42,9 +43,10 @@ from sm_nanogpt.launcher.models.quantization import (
     with_quantized_weights,
 )
 from sm_nanogpt.launcher.models.sample import stream_samples
+from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.ids import content_of
 from sm_nanogpt.launcher.values import megabytes
-from sm_nanogpt.launcher.views.job_fields import data_name, texts_of
+from sm_nanogpt.launcher.views.model_card import card_for
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,36 @@ class PageMoment:
     step: int
     loss: float | None
     parameters: Mapping[str, Quantized | Tensor]
+
+
+def save_model_page(
+    name: str,
+    directory: Path,
+    model: GPT,
+    tokenizer: Tokenizer,
+    path: Path,
+    settings: Settings,
+    job: JobDescription | None,
+    bits: int | None,
+    n_moments: int | None,
+) -> SavedPage:
+    """Write the model of a directory as save_page does, with all that is known of it here.
+
+    name is what the user calls the model: a job, or a directory. job is the job that made it, or
+    None if no job did; without its text, a warning says what is not measured.
+    """
+    return save_page(
+        model,
+        tokenizer,
+        training_corpus(name, directory, settings, UNMEASURED),
+        path,
+        title=job.name or job.job_id if job else name,
+        card=card_for(directory, job),
+        bits=bits,
+        limit=job.page_limit if job else None,
+        moments=read_moments(directory, model),
+        n_moments=n_moments,
+    )
 
 
 def save_page(
@@ -195,13 +227,6 @@ def round_within(
         rounding = round_weights(model, corpus, rounding.bits - 1)
         size = len(write(rounding)) + COPIES_BYTES
     return rounding
-
-
-def card_of(job: JobDescription) -> dict[str, str]:
-    """What a page says of the job that made its model, by label."""
-    texts = texts_of(job) | {"data": data_name(job)}
-    labels = ("data", "settings", "step", "best loss", "bits/byte", "job")
-    return {label: text for label in labels if (text := texts[label])}
 
 
 def longest_copy(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:

@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 import tomllib
+import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -44,6 +45,11 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path, environment):
     template = output_of([python, "-c", code], elsewhere, environment)
     assert template == (ROOT / "infra" / "template.yaml").read_text()
     assert not list(elsewhere.iterdir())
+
+
+def test_the_wheel_adds_one_name_to_site_packages(wheel):
+    names = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"sm_nanogpt"}
 
 
 def imports_of(folder: Path) -> set[str]:

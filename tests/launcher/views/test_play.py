@@ -18,9 +18,10 @@ from models import lively, tokenizer_of
 from served import LETTERS, WISH, Site
 
 from sm_nanogpt import Job, Settings, stream_samples
-from sm_nanogpt.launcher.cli.models import about, player_of
+from sm_nanogpt.launcher.cli.models import player_of
 from sm_nanogpt.launcher.models.fetch import fetch_model
 from sm_nanogpt.launcher.views.api import Token, until
+from sm_nanogpt.launcher.views.model_card import summary_in
 from sm_nanogpt.launcher.views.model_page import page_of
 from sm_nanogpt.launcher.views.play import Player, listen
 
@@ -235,10 +236,10 @@ def test_a_key_of_ones_own_is_kept(job):
 
 def test_a_page_tells_the_loss_and_settings_of_a_job(job):
     made = json.loads((job.directory / "hosts/algo-1/model/training.json").read_text())
-    told = about(job.directory / "hosts/algo-1/model")
+    told = summary_in(job.directory / "hosts/algo-1/model")
     assert told.startswith(f"val_loss {made['val_loss']:.4f} at step {made['step']}; ")
     assert "n_embd=32" in told
-    assert about(job.directory) == ""
+    assert summary_in(job.directory) == ""
 
 
 def test_a_job_is_played_by_its_name_and_settings(job):

@@ -1,0 +1,53 @@
+"""What a page says of a model: what its job tells, or what lies beside it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sm_nanogpt.launcher.errors import InputError, LauncherError
+from sm_nanogpt.launcher.files.documents import Damaged, parse
+from sm_nanogpt.launcher.job import FULL_ID, JobDescription, TrainingJob
+from sm_nanogpt.launcher.launching.summary import summary_of
+from sm_nanogpt.launcher.models.load import known_config
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.tracking import TrackedJob
+from sm_nanogpt.launcher.views.job_fields import data_name, texts_of
+
+
+def job_behind(model: str, directory: Path, settings: Settings) -> JobDescription | None:
+    """The job that made a model in a directory; None for another, or if it cannot be looked up."""
+    for part in (model, *reversed(directory.absolute().parts)):
+        if FULL_ID.fullmatch(part):
+            with suppress(LauncherError):
+                return TrackedJob(part, settings).identify(attempts=2)
+    return None
+
+
+def card_for(directory: Path, job: JobDescription | None) -> dict[str, str]:
+    """What a page says of a model, by label: of its job, or else what its directory says of it."""
+    if job is not None:
+        return card_of(job)
+    summary = summary_in(directory)
+    return {"settings": summary} if summary else {}
+
+
+def card_of(job: JobDescription) -> dict[str, str]:
+    """What a page says of the job that made its model, by label."""
+    texts = texts_of(job) | {"data": data_name(job)}
+    labels = ("data", "settings", "step", "best loss", "bits/byte", "job")
+    return {label: text for label in labels if (text := texts[label])}
+
+
+def summary_in(directory: Path) -> str:
+    """The loss of a model in a directory, and its settings; "" for a model of another tool."""
+    try:
+        training = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
+        loss = f"val_loss {training['val_loss']:.4f} at step {training['step']}"
+        values = asdict(known_config(training["config"]))
+        job = TrainingJob(instance="local", data=str(directory), hyperparameters=values)
+        return f"{loss}; {summary_of(job)}"
+    except (OSError, Damaged, KeyError, TypeError, InputError):
+        return ""
