@@ -34,7 +34,7 @@ def cuda(monkeypatch):
     cuda = MagicMock()
     cuda.max_memory_allocated.return_value = 3
     cuda.get_device_properties.return_value.total_memory = 10
-    monkeypatch.setattr("entry_point.cuda_graphs.torch.cuda", cuda)
+    monkeypatch.setattr("sm_nanogpt.entry_point.cuda_graphs.torch.cuda", cuda)
     return cuda
 
 

@@ -96,7 +96,9 @@ def test_the_options_of_a_resumed_run_need_no_tensors(checkpoints, monkeypatch):
     save(checkpoints, 20)
     content = checkpoints.path(20).read_bytes()
     checkpoints.path(20).write_bytes(content[:-1])
-    monkeypatch.setattr("entry_point.checkpoint.read_safetensors", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(
+        "sm_nanogpt.entry_point.checkpoint.read_safetensors", Mock(side_effect=AssertionError)
+    )
     assert checkpoints.latest_state()["step"] == 10
     checkpoints.path(20).write_bytes(content)
     assert checkpoints.latest_state()["step"] == 20

@@ -57,7 +57,7 @@ def test_one_process_warms_up_only_if_it_compiles(tmp_path, monkeypatch, compile
 def test_only_a_long_run_on_a_gpu_is_compiled_by_default(
     monkeypatch, device, triton, steps, world_size, pays
 ):
-    monkeypatch.setattr("entry_point.device.find_spec", lambda name: triton or None)
+    monkeypatch.setattr("sm_nanogpt.entry_point.device.find_spec", lambda name: triton or None)
     config = Config(max_steps=steps, batch_size=16, block_size=32)
     assert compiling_pays(config, torch.device(device), 30_000, world_size) is pays
 
@@ -107,7 +107,7 @@ def test_replayed_passes_train_as_executed_ones(tmp_path, cuda):
 @pytest.fixture
 def unequal(monkeypatch):
     """Seventeen rows of windows that double, in three passes."""
-    monkeypatch.setattr("entry_point.passes.tokens_per_pass", lambda *_: 6 * 32)
+    monkeypatch.setattr("sm_nanogpt.entry_point.passes.tokens_per_pass", lambda *_: 6 * 32)
     return dict(batch_size=17, block_size=32, short_windows=0.6, max_steps=10)
 
 
@@ -182,7 +182,7 @@ def test_a_run_whose_compiler_fails_goes_on_eager_or_ends(tmp_path, monkeypatch,
     """As compile=auto and compile=on ask for."""
     broken = Mock(side_effect=OSError("no compiler"))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
-    monkeypatch.setattr("entry_point.passes.compiling_pays", lambda *_: True)
+    monkeypatch.setattr("sm_nanogpt.entry_point.passes.compiling_pays", lambda *_: True)
     with pytest.raises(RuntimeError, match="no compiler"):
         trainer_of(tmp_path / "on", compile="on").run()
     losses = []

@@ -294,7 +294,7 @@ def test_the_folder_imports_only_torch_and_the_standard_library(file):
 
 
 def test_help_explains_commands_and_hyperparameters(monkeypatch, capsys):
-    monkeypatch.setattr("entry_point.train.signal", Mock())
+    monkeypatch.setattr("sm_nanogpt.entry_point.train.signal", Mock())
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert "torchrun --nproc_per_node 4 train.py --data input.txt" in out

@@ -141,7 +141,7 @@ def test_an_evaluation_in_chunks_is_the_mean_of_each_alone():
 
 @pytest.mark.parametrize("at_once", [1 << 26, 1])
 def test_a_masked_loss_and_its_gradients_are_torchs(monkeypatch, at_once):
-    monkeypatch.setattr("entry_point.kernels.LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("sm_nanogpt.entry_point.kernels.LOGITS_AT_ONCE", at_once)
     model = lively()
     x = torch.randint(9, (40, 8), generator=torch.Generator().manual_seed(0))
     y = x.roll(-1, 1).masked_fill(torch.arange(8) % 3 > 0, IGNORED)

@@ -21,8 +21,8 @@ from sm_nanogpt.entry_point.text import Shards
 def pools(request, monkeypatch):
     """A text of a pool of windows, and a longer one."""
     if request.param == "many pools":
-        monkeypatch.setattr("entry_point.data.NEIGHBORS", 4)
-        monkeypatch.setattr("entry_point.data.SHUFFLED", 16)
+        monkeypatch.setattr("sm_nanogpt.entry_point.data.NEIGHBORS", 4)
+        monkeypatch.setattr("sm_nanogpt.entry_point.data.SHUFFLED", 16)
 
 
 def batches(n: int, **hyperparameters: Any) -> Batches:
@@ -81,8 +81,8 @@ def test_a_text_of_one_pool_is_shuffled_as_a_whole():
 
 
 def test_a_longer_text_is_read_in_few_places_at_a_time(monkeypatch):
-    monkeypatch.setattr("entry_point.data.NEIGHBORS", 10)
-    monkeypatch.setattr("entry_point.data.SHUFFLED", 40)
+    monkeypatch.setattr("sm_nanogpt.entry_point.data.NEIGHBORS", 10)
+    monkeypatch.setattr("sm_nanogpt.entry_point.data.SHUFFLED", 40)
     b = batches(8001, batch_size=1)  # 999 windows: 24 pools, and another of 3 pieces and 9 windows
     orders = [epoch_of(b, epoch) for epoch in range(2)]
     for order in orders:

@@ -68,8 +68,10 @@ def test_a_group_error_omits_the_cpp_stack_trace(monkeypatch):
     error = RuntimeError(
         f"{message}Exception raised from x at y.cpp:9 (most recent call first):\n..."
     )
-    monkeypatch.setattr("entry_point.distributed.connect", lambda *_, **__: dist.HashStore())
-    monkeypatch.setattr("entry_point.distributed.wait_for_all", lambda *_: [])
+    monkeypatch.setattr(
+        "sm_nanogpt.entry_point.distributed.connect", lambda *_, **__: dist.HashStore()
+    )
+    monkeypatch.setattr("sm_nanogpt.entry_point.distributed.wait_for_all", lambda *_: [])
     monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=error))
     with pytest.raises(TrainingError) as caught:
         Group(Ranks(0, 2, 0, 2, "hand"), torch.device("cpu"), container())

@@ -53,6 +53,6 @@ def test_a_failure_is_one_line_for_the_toolkit(monkeypatch):
     ],
 )
 def test_out_of_memory_has_one_name_on_every_device(monkeypatch, text_file, error):
-    monkeypatch.setattr("entry_point.train.train", Mock(side_effect=error))
+    monkeypatch.setattr("sm_nanogpt.entry_point.train.train", Mock(side_effect=error))
     with pytest.raises(TrainingError, match="gradient_accumulation_steps"):
         train.main(command_line(**SMALL, data=text_file, processes=1))

@@ -53,7 +53,7 @@ def test_the_norm_handles_a_row_too_long_for_float16():
 
 @pytest.mark.parametrize("queries_at_once", [3, 512])
 def test_bf16_attention_is_close_to_torchs_in_float32(monkeypatch, queries_at_once):
-    monkeypatch.setattr("entry_point.kernels.QUERIES_AT_ONCE", queries_at_once)
+    monkeypatch.setattr("sm_nanogpt.entry_point.kernels.QUERIES_AT_ONCE", queries_at_once)
     generator = torch.Generator().manual_seed(1)
     q, k, v, dy = torch.randn(4, 2, 3, 7, 8, generator=generator)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -79,7 +79,7 @@ def test_the_loss_is_the_mean_cross_entropy():
     torch.testing.assert_close(model(x, y), by_hand)
 
 
-AT_ONCE = "entry_point.kernels.LOGITS_AT_ONCE"
+AT_ONCE = "sm_nanogpt.entry_point.kernels.LOGITS_AT_ONCE"
 FEW = 16  # so few logits that 320 rows make three chunks, one of them short
 
 

@@ -258,8 +258,8 @@ def test_a_run_that_began_during_tokenization_is_not_resumed(tmp_path, text_file
         trainer_of(tmp_path).save_checkpoint()
         return load_corpus(*arguments)
 
-    monkeypatch.setattr("entry_point.train.load_corpus", meanwhile)
-    monkeypatch.setattr("entry_point.train.keep_freed_memory", Mock())
+    monkeypatch.setattr("sm_nanogpt.entry_point.train.load_corpus", meanwhile)
+    monkeypatch.setattr("sm_nanogpt.entry_point.train.keep_freed_memory", Mock())
     config, options = train.parse_argv(small(data=text_file, out=tmp_path))
     with pytest.raises(ConfigError, match="already holds a run"):
         train.train(config, options, read_container({}, options), ALONE)

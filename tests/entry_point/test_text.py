@@ -50,7 +50,7 @@ def test_ids_decode_to_the_text(tmp_path, text):
 
 
 def test_a_text_longer_than_a_piece_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("entry_point.text.PIECE", 7)
+    monkeypatch.setattr("sm_nanogpt.entry_point.text.PIECE", 7)
     write(tmp_path / "a.txt", "abcdefgh" * 9)
     write(tmp_path / "b.txt", STRANGE)
     assert text_of(corpus_of(tmp_path)) == "abcdefgh" * 9 + STRANGE
@@ -138,7 +138,7 @@ def test_the_hash_changes_with_the_text_and_its_files(tmp_path):
     ],
 )
 def test_text_that_is_not_utf8_is_refused_by_place(tmp_path, monkeypatch, piece, content, offset):
-    monkeypatch.setattr("entry_point.text.PIECE", piece)
+    monkeypatch.setattr("sm_nanogpt.entry_point.text.PIECE", piece)
     write(tmp_path / "a.txt", "good " * 20)
     path = write(tmp_path / "b.txt", content)
     with pytest.raises(DataError) as caught:

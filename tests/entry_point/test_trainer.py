@@ -129,7 +129,7 @@ def test_best_weights_are_exported_without_their_checkpoint(
         trainer.checkpoints.saved_at = time.monotonic()
         trainer.checkpoints.cost = cost
 
-    monkeypatch.setattr("entry_point.trainer.evaluate", evaluate)
+    monkeypatch.setattr("sm_nanogpt.entry_point.trainer.evaluate", evaluate)
     trainer = trainer_of(tmp_path, max_steps=8, eval_interval=2)
     monkeypatch.setattr(trainer.checkpoints, "save", save)
     assert trainer.run()
@@ -146,7 +146,7 @@ def test_evaluations_change_no_bit_of_the_training(tmp_path, monkeypatch):
         evaluated.append(model.embed.weight.detach().clone())
         return evaluate(model, *arguments)
 
-    monkeypatch.setattr("entry_point.trainer.evaluate", record)
+    monkeypatch.setattr("sm_nanogpt.entry_point.trainer.evaluate", record)
     last_weights = []
     for interval in (1, 8):
         assert trainer_of(tmp_path / str(interval), max_steps=8, eval_interval=interval).run()
@@ -157,7 +157,7 @@ def test_evaluations_change_no_bit_of_the_training(tmp_path, monkeypatch):
 
 def test_a_resumed_run_exports_the_best_weights_before_it(tmp_path, monkeypatch):
     losses = iter([2.0, 3.0, 4.0])
-    monkeypatch.setattr("entry_point.trainer.evaluate", lambda *_: next(losses))
+    monkeypatch.setattr("sm_nanogpt.entry_point.trainer.evaluate", lambda *_: next(losses))
     first = trainer_of(tmp_path, max_steps=4, eval_interval=2)
     assert first.run()
     trainer = trainer_of(tmp_path, max_steps=6, eval_interval=2)
@@ -200,7 +200,7 @@ def test_the_export_uses_the_cores_that_torchrun_leaves_idle(tmp_path, monkeypat
 
 def test_a_full_disk_at_the_end_names_the_directory(tmp_path, monkeypatch):
     full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    monkeypatch.setattr("entry_point.huggingface.write_artefact", full)
+    monkeypatch.setattr("sm_nanogpt.entry_point.huggingface.write_artefact", full)
     with pytest.raises(TrainingError, match=r"/model: No space left on device"):
         trainer_of(tmp_path).run()
 

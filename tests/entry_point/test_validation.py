@@ -30,7 +30,7 @@ def test_every_evaluation_takes_the_same_spread_windows(tmp_path, monkeypatch, n
         windows_read.extend(starts.tolist())
         return read_windows(tokens, starts, *arguments)
 
-    monkeypatch.setattr("entry_point.data.read_windows", spy)
+    monkeypatch.setattr("sm_nanogpt.entry_point.data.read_windows", spy)
     loss = loss_of(trainer)
     starts = windows_read.copy()
     torch.manual_seed(5)

@@ -232,7 +232,7 @@ def test_a_store_that_does_not_answer_is_a_hang(monkeypatch, fails):
         ended.set()
         watchdog.ended.set()
 
-    monkeypatch.setattr("entry_point.watchdog.end_hung", end)
+    monkeypatch.setattr("sm_nanogpt.entry_point.watchdog.end_hung", end)
     reports = [Report(0, 0, 1800, "here"), Report(0, 0, 1800, "there")]
     watchdog = Watchdog(Mock(multi_get=multi_get), 1, reports, -1.9, "rank 0 on here", CPU)
     assert ended.wait(10)

@@ -275,7 +275,7 @@ def test_a_failed_local_write_is_not_blamed_on_the_store(job, cli, monkeypatch, 
     if checkpoint:
         end_as(job, status="Stopped")
     monkeypatch.setattr(shutil, "copyfileobj", fails)
-    monkeypatch.setattr("entry_point.huggingface.write_safetensors", fails)
+    monkeypatch.setattr("sm_nanogpt.entry_point.huggingface.write_safetensors", fails)
     error = cli("fetch-and-sample", job.job_id).error
     assert error.startswith(f"{job.home / 'models'}: ")
     assert os.strerror(code) in error

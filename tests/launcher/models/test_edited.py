@@ -270,7 +270,7 @@ def exported(tmp_path: Path) -> str:
 
 def test_an_export_is_checked_by_ids_of_the_whole_vocabulary(tmp_path, monkeypatch):
     computed = Mock(side_effect=qwen3_logits)
-    monkeypatch.setattr("entry_point.qwen3.qwen3_logits", computed)
+    monkeypatch.setattr("sm_nanogpt.entry_point.qwen3.qwen3_logits", computed)
     assert exported(tmp_path) == ""
     (ids,) = (call.args[0] for call in computed.mock_calls)
     assert len(ids) == 64
@@ -281,7 +281,7 @@ def test_an_export_is_checked_by_ids_of_the_whole_vocabulary(tmp_path, monkeypat
     "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
 )
 def test_out_of_memory_is_not_called_edited(tmp_path, monkeypatch, error):
-    monkeypatch.setattr("entry_point.qwen3.qwen3_logits", Mock(side_effect=error))
+    monkeypatch.setattr("sm_nanogpt.entry_point.qwen3.qwen3_logits", Mock(side_effect=error))
     with pytest.raises(type(error)):
         exported(tmp_path)
     assert not (tmp_path / "model/config.json").exists()
