@@ -115,8 +115,12 @@ def print_documents(evaluations: Sequence[Evaluation]) -> None:
 def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
     """Print a column for each model, and then the passages that each finds hardest."""
     first = evaluations[0]
+    from sm_nanogpt.launcher.judge.evaluation import N_STRETCHES
+
     documents = counted(len(first.documents), "document")
-    intervals = f"95 % intervals by {first.unit}" if first.half else "too short for an interval"
+    intervals = "too short for an interval"
+    if first.half:
+        intervals = f"95 % intervals by {N_STRETCHES} stretches of it"
     note(f"text: {first.text}, {documents}, {first.size:,} bytes; {intervals}")
 
     columns = [{"": evaluation.model, **evaluation.facts(first)} for evaluation in evaluations]

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import NormalDist
 
 from sm_nanogpt.launcher.files.documents import Damaged
 from sm_nanogpt.launcher.files.storage import read_document, write_json
@@ -15,7 +14,8 @@ from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-MIN_PARTS = 10  # of a text, for an interval
+N_STRETCHES = 10  # of a text, for an interval; each holds one part or more
+T_QUANTILE = 2.262  # 97.5 % of Student's t distribution are below it, with N_STRETCHES - 1 degrees
 BITS = 1 / math.log(2)
 
 
@@ -44,17 +44,25 @@ def total(parts: Sequence[Passage]) -> Passage:
 
 
 def margin(parts: Sequence[Passage]) -> float | None:
-    """Half of the 95 % interval of the bits per byte of all parts; None for fewer than MIN_PARTS.
+    """Half of the 95 % interval of the bits per byte of all parts; None for fewer than N_STRETCHES.
 
-    The error of a ratio of sums, linearized (Cochran 1977, "Sampling Techniques", 6.4).
+    The parts are in the order of the text. Neighbors are alike, so that parts alone would vary too
+    little: the interval is that of N_STRETCHES stretches of neighbors (batch means: Law 2015,
+    "Simulation Modeling and Analysis", 9.5.3), and the error of a ratio of sums, linearized
+    (Cochran 1977, "Sampling Techniques", 6.4).
     """
     n = len(parts)
-    if n < MIN_PARTS:
+    if n < N_STRETCHES:
         return None
     whole = total(parts)
-    squares = math.fsum((BITS * part.nats - whole.bits_per_byte * part.size) ** 2 for part in parts)
-    error = math.sqrt(squares * n / (n - 1)) / max(1, whole.size)
-    return NormalDist().inv_cdf(0.975) * error
+    squares = 0.0
+    for number in range(N_STRETCHES):
+        begin = n * number // N_STRETCHES
+        end = n * (number + 1) // N_STRETCHES
+        stretch = total(parts[begin:end])
+        squares += (BITS * stretch.nats - whole.bits_per_byte * stretch.size) ** 2
+    error = math.sqrt(squares * N_STRETCHES / (N_STRETCHES - 1)) / max(1, whole.size)
+    return T_QUANTILE * error
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Evaluation:
     """What a model is worth on a text.
 
     bits_per_byte is over all documents; its 95 % interval goes by `half` to both sides, from the
-    spread of the parts, which are `unit`. perplexity is per token.
+    spread of stretches of the parts, which are `unit`. perplexity is per token.
 
     xz, ngram and validation are bits per byte too: of a compressor on the text, of a 5-gram model
     of the training text on it, and of this model on the first 128 kB of its own validation text.
