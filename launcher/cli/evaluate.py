@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,9 +115,9 @@ def print_documents(evaluations: Sequence[Evaluation]) -> None:
 
 def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
     """Print a column for each model, and then the passages that each finds hardest."""
-    first = evaluations[0]
     from sm_nanogpt.launcher.judge.evaluation import N_STRETCHES
 
+    first = evaluations[0]
     documents = counted(len(first.documents), "document")
     intervals = "too short for an interval"
     if first.half:
@@ -125,7 +126,7 @@ def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
 
     columns = [{"": evaluation.model, **evaluation.facts(first)} for evaluation in evaluations]
     rows = []
-    for heading in columns[-1]:  # the last has the difference to the first, too
+    for heading in dict.fromkeys(chain(*reversed(columns))):  # the last has the difference, too
         if heading or len(columns) > 1:
             rows.append([heading, *(column.get(heading, "") for column in columns)])
     print_table(rows)

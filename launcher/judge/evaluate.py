@@ -19,7 +19,14 @@ from sm_nanogpt.launcher.files.progress import Progress, expect
 from sm_nanogpt.launcher.job import FULL_ID
 from sm_nanogpt.launcher.judge import anchors
 from sm_nanogpt.launcher.judge.causality import CUTS, PACKAGED_CUTS, check_causal
-from sm_nanogpt.launcher.judge.evaluation import Evaluation, Passage, margin, save_evaluation, total
+from sm_nanogpt.launcher.judge.evaluation import (
+    BITS,
+    Evaluation,
+    Passage,
+    margin,
+    save_evaluation,
+    total,
+)
 from sm_nanogpt.launcher.judge.probes import (
     count_right_answers,
     measure_exposure,
@@ -33,6 +40,7 @@ from sm_nanogpt.launcher.judge.texts import (
     TrainingText,
     corpus_of_job,
     encode,
+    encode_known,
     training_of,
 )
 from sm_nanogpt.launcher.judge.worker import Worker
@@ -80,7 +88,7 @@ def evaluate(
         questions: a file of conversations.
 
     Raises:
-        InputError: a file cannot be read, the model does not know a character of the text, or its
+        InputError: a file cannot be read, the model knows no character of a document, or its
             tokenizer has no tokens for conversations.
         ServiceError: it looks ahead, learns between windows, or fails.
     """
@@ -91,7 +99,7 @@ def evaluate(
     n_cuts = effort.n_cuts // effort.n_processes
 
     with Worker(directory, settings, entry_point) as worker:
-        encoded = encode(texts, worker.tokenizer)
+        encoded = encode_known(texts, worker.tokenizer)
         exposures = measure_exposure(worker, canaries)
         answers = count_right_answers(worker, conversations)
         training = training_text(model, directory, settings)
@@ -107,13 +115,16 @@ def evaluate(
         with Worker(directory, settings, entry_point) as other:
             n_compared += check_causal(other, encoded, nats, n_cuts, progress)
 
+    n_unknown = sum(document.n_unknown for document in encoded)
+    nats_of_known = sum(float(nats_of_document.sum()) for nats_of_document in nats)
+    nats = tuple(map(Encoded.with_unknown, encoded, nats))
     contents = [document.content for document in encoded]
     documents = list(map(whole_document, encoded, nats))
     parts = documents
     if len(documents) < MANY:
         parts = all_passages(encoded, nats, PASSAGE)
     whole = total(documents)
-    loss = torch.tensor(whole.nats / whole.tokens, dtype=torch.float64)
+    loss = torch.tensor(whole.nats / (whole.tokens + n_unknown), dtype=torch.float64)
     evaluation = Evaluation(
         model=model,
         text=text,
@@ -121,6 +132,8 @@ def evaluate(
         tokens=whole.tokens,
         bits_per_byte=whole.bits_per_byte,
         half=margin(parts),
+        n_unknown=n_unknown,
+        unknown_bits=BITS * (whole.nats - nats_of_known) / whole.size if n_unknown else 0.0,
         unit="documents" if len(parts) == len(documents) else f"passages of {PASSAGE:,} bytes",
         perplexity=float(loss.exp()),  # infinite where math.exp raises
         xz=None if has_chats(encoded) else anchors.xz(b"".join(contents)),
@@ -177,9 +190,12 @@ def compare(
         validation = whole_document(document, nats).bits_per_byte
     samples = worker.sample([None], num_samples=n_samples, max_new_tokens=SAMPLE_TOKENS)
     sample_contents = [anchors.as_tensor(sample.encode()) for sample in samples]
-    # As the training text is decoded: of a conversation, with the tokens that begin its turns.
-    vocabulary = worker.tokenizer.words
-    contents = [anchors.as_tensor(content_of(document.ids, vocabulary)) for document in encoded]
+    contents = []
+    for document in encoded:
+        content: bytes | bytearray = document.content
+        if document.text.is_chat:  # as the training text, with the tokens that begin its turns
+            content = content_of(document.ids, worker.tokenizer.words)
+        contents.append(anchors.as_tensor(content))
     ngram = None
     if not has_chats(encoded):
         ngram = anchors.ngram(training.content, torch.cat(contents))

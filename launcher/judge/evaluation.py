@@ -89,6 +89,9 @@ class Evaluation:
     copied the bytes of the longest run that it shares with `samples`, both with white space as one
     space. documents has the worst first.
 
+    n_unknown characters of the text count as their bytes, since the model has never seen them; they
+    are unknown_bits of the bits per byte.
+
     None stands for what cannot be known, or what an older version did not measure.
     """
 
@@ -106,6 +109,8 @@ class Evaluation:
     overlap: float | None = None
     copied: int | None = None
     samples: str = ""
+    n_unknown: int = 0
+    unknown_bits: float = 0.0
     cuts: int | None = None  # in windows: no loss before one depends on what follows it
     worst: list[Passage] = field(default_factory=list)
     canaries: list[Canary] = field(default_factory=list)
@@ -128,6 +133,8 @@ class Evaluation:
             "longest run copied from it": formatted(self.copied, "d", f" bytes in {self.samples}"),
             "causal": formatted(self.cuts, ",d", " cuts", prefix="yes, by "),
         }
+        if self.n_unknown:
+            facts["unknown characters"] = f"{self.n_unknown:,}, of the bits {self.unknown_bits:.3f}"
         if first is not None and first is not self:
             pairs = zip(self.parts, first.parts, strict=True)
             differences = [replace(part, nats=part.nats - other.nats) for part, other in pairs]

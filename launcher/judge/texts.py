@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sm_nanogpt.entry_point.text import Corpus, Tokenizer
-from sm_nanogpt.launcher.errors import InputError, unknown_characters
+from sm_nanogpt.launcher.errors import InputError, list_characters, unknown_characters
 from sm_nanogpt.launcher.finding import find
 from sm_nanogpt.launcher.judge.anchors import as_tensor
 from sm_nanogpt.launcher.models.chat import ChatEncoder
@@ -27,6 +29,8 @@ from sm_nanogpt.launcher.text.ids import content_of
 from sm_nanogpt.launcher.text.skipped import Skipped
 from sm_nanogpt.launcher.text.sources import open_sources
 from sm_nanogpt.launcher.values import counted
+
+logger = logging.getLogger(__name__)
 
 TRAINING_BYTES = 1 << 28  # of the text to train on, with which others are compared
 VALIDATION_BYTES = 1 << 17  # of the model's own validation text that are scored
@@ -48,13 +52,23 @@ class Text:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document as ids."""
+    """A document as ids.
+
+    It has no ids for characters that the model has never seen. Their bytes and what they cost
+    count with the id before them, or with the first one.
+    """
 
     text: Text
     ids: Tensor  # int64 [n]
     counts: Tensor  # bool [n]: True where the loss of the id counts
     widths: Tensor  # int64 [n]: the bytes of each id
     content: bytes
+    n_unknown: int = 0  # characters
+    unknown_nats: Tensor | None = None  # what they cost, float64 [n]; None if there are none
+
+    def with_unknown(self, nats: Tensor) -> Tensor:
+        """The losses of all ids with what unknown characters cost, float64 [n]."""
+        return nats if self.unknown_nats is None else nats + self.unknown_nats
 
     @property
     def size(self) -> int:
@@ -98,6 +112,62 @@ def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
         counts = ids >= 0  # ~id does not count
         ids = torch.where(counts, ids, ~ids)
         encoded.append(Encoded(text, ids, counts, widths[ids], text.content))
+    return encoded
+
+
+def encode_known(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
+    """The ids of each text, without the characters that a model of characters has never seen.
+
+    Each of these costs as much as an escape and its bytes, all equally likely, would. An escape is
+    as likely as such characters are frequent in the texts, and the other characters share the rest
+    of the probability. So the sum of all losses is the length of a code that can be decoded.
+
+    Raises InputError for conversations, for a text of which the model knows no character, and for
+    one that ends its lines in CRLF where the model has only seen LF.
+    """
+    unknown = set[str]()
+    for text in texts:
+        unknown |= unknown_in(tokenizer, "".join(text.pieces))
+    if not unknown or any(text.is_chat for text in texts):
+        return encode(texts, tokenizer)
+
+    known_texts = []
+    for text in texts:
+        content = "".join(text.pieces)
+        known_content = "".join(character for character in content if character not in unknown)
+        if "\r" in unknown and "\r" in content:
+            raise unknown_characters(text.position, "\r")
+        if not known_content:
+            raise unknown_characters(text.position, content)
+        known_texts.append(replace(text, pieces=[known_content]))
+    n_characters = sum(len(piece) for text in texts for piece in text.pieces)
+    n_known = sum(len(piece) for text in known_texts for piece in text.pieces)
+    share = 1 - n_known / n_characters  # of unknown characters
+
+    encoded = []
+    for text, known in zip(texts, encode(known_texts, tokenizer), strict=True):
+        widths = known.widths.tolist()
+        nats = [-math.log1p(-share)] * len(widths)
+        position = -1  # of the last id
+        for character in "".join(text.pieces):
+            if character in unknown:
+                n_bytes = len(character.encode())
+                widths[max(0, position)] += n_bytes
+                nats[max(0, position)] += n_bytes * math.log(256) - math.log(share)
+            else:
+                position += 1
+        document = replace(
+            known,
+            text=text,
+            widths=torch.tensor(widths),
+            content=text.content,
+            n_unknown=len("".join(text.pieces)) - len(widths),
+            unknown_nats=torch.tensor(nats, dtype=torch.float64),
+        )
+        encoded.append(document)
+    names = list_characters(sorted(unknown))
+    counts = f"{n_characters - n_known:,} of {n_characters:,} characters"
+    logger.warning(f"the model has never seen {counts}, which count as their bytes: {names}")
     return encoded
 
 

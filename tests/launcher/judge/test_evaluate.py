@@ -67,7 +67,7 @@ def test_eval_prints_a_line_of_csv_for_each_document(held, cli):
     ("arguments", "fact"),
     [
         (("none.txt",), "none.txt"),
-        (("new.txt",), "'ϡ'"),
+        (("new.txt",), "'ϡ'"),  # not one of its characters is known
         (("held.txt", "--find", "held.txt"), "braces"),
         (("held.txt", "--questions", "asked.txt"), "asked.txt"),
         (("held.txt", "--questions", "strange.jsonl"), "strange.jsonl:1 has "),
@@ -75,11 +75,24 @@ def test_eval_prints_a_line_of_csv_for_each_document(held, cli):
     ],
 )
 def test_eval_refuses_what_it_cannot_measure(arguments, fact, held, cli):
-    Path("new.txt").write_text("a ϡ")
+    Path("new.txt").write_text("ϡϡ")
     Path("empty.txt").write_text("")
     Path("asked.txt").write_text("no JSON")
     Path("strange.jsonl").write_text(json.dumps(chat_of("ϡ?", "5")))
     assert cli("eval", held.job_id, arguments).failed(2, fact)
+
+
+def test_eval_counts_characters_that_a_model_never_saw(held, cli):
+    straight = "".join(filter(str.isascii, Path("held.txt").read_text()))
+    Path("curly.txt").write_text(straight.replace("e", "ϡ", 40))
+    ran = cli("eval", held.job_id, "curly.txt").good
+    assert f"never seen 40 of {len(straight):,} characters" in ran.err
+    assert "'ϡ'" in ran.err
+
+    evaluation_ = Job(held.job_id).eval("curly.txt")
+    assert evaluation_.size == len(straight) + 40
+    assert 40 * 16 / 6040 < evaluation_.unknown_bits < 40 * 28 / 6040
+    assert "unknown characters" in ran.out
 
 
 def test_a_text_that_is_not_there_gets_no_advice_of_uploads(held, cli):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import Any
 
@@ -18,7 +19,7 @@ from sm_nanogpt import InputError, load_model
 from sm_nanogpt.entry_point.conversations import IGNORED
 from sm_nanogpt.launcher.cli.remedies import sentence
 from sm_nanogpt.launcher.judge.score import cut_windows, losses, passages, score, window_spans
-from sm_nanogpt.launcher.judge.texts import Text, encode
+from sm_nanogpt.launcher.judge.texts import Text, encode, encode_known
 
 ODD: dict[str, bytes] = {
     "crlf.txt": b"one line\r\nanother\r\n\r\nthe end",
@@ -117,6 +118,25 @@ def test_conversations_count_their_answers_only(models, write):
     (passage,) = passages(document, torch.ones(len(document.ids)), 200)
     assert "What?" in passage.excerpt
     assert passage.excerpt.endswith("So 🙂")
+
+
+def test_unknown_characters_count_as_an_escape_and_bytes(write):
+    texts = write(**{"a.txt": "“ab\nab”ééb".encode(), "b.txt": b"abb"})
+    first, second = encode_known(texts, tokenizer_of("ab\n"))
+    assert (first.n_unknown, second.n_unknown) == (4, 0)
+    assert first.size == int(first.widths.sum()) == len("“ab\nab”ééb".encode())
+
+    nats = first.with_unknown(torch.zeros(6)).sum() + second.with_unknown(torch.zeros(3)).sum()
+    share = 4 / 13  # of all characters
+    n_bytes = 3 + 3 + 2 + 2
+    code = 4 * -math.log(share) + n_bytes * math.log(256) - 9 * math.log(1 - share)
+    assert float(nats) == pytest.approx(code)
+
+
+def test_a_text_without_a_known_character_is_refused(write):
+    for content in ("Жук", "ab\r\nab\r\n"):
+        with pytest.raises(InputError, match=r"a.txt .* the model has "):
+            encode_known(write(**{"a.txt": content.encode()}), tokenizer_of("ab\n"))
 
 
 def test_characters_that_a_model_never_saw_are_refused(write):
