@@ -12,7 +12,8 @@ TEXT is a text file, or an upload of tokens. `run` makes the pilots of each text
 other sizes on it and on half of it, two at a time with a thread each, and adds them to
 forecast-runs.jsonl. `fit` finds the exponents that make these runs likeliest, with the numbers of
 each text drawn from a normal distribution (empirical Bayes: Bishop 2006, 3.5, by EM). It prints
-what the law of the other texts says of each text's larger runs, from its pilots.
+what the law of the other texts says of each text's larger runs, from its pilots. It widens the
+intervals by how far the truths of other texts, in truths.jsonl, were from the law.
 
 `collect` writes the forecasts that this home keeps to forecasts.json, and `truths` its completed
 jobs to truths.jsonl. `score` compares the two, and two plain rules: the loss of the largest pilot,
@@ -193,18 +194,53 @@ def leave_one_out(texts: Texts, exponents: tuple[float, ...]) -> list[float]:
     return scores
 
 
+def scores_of_others(law: Law) -> list[float]:
+    """The errors of log loss over their forecast standard deviations, on texts without a part in
+    the fit: those of truths.jsonl, from the pilots in forecasts.json.
+
+    Sizes that are larger than that of the lowest forecast are left out, as no forecast names them.
+    """
+    scores = []
+    losses = {(truth["text"], truth["size"]): truth["loss"] for truth in read(TRUTHS)}
+    for forecast in json.loads(FORECASTS.read_text()):
+        own_law = law.of_text([pilot_of(pilot) for pilot in forecast["runs"]])
+        rows = [row for row in forecast["rows"] if row["size"] > max(SIZES)]
+        runs = [pilot_of({**row, "unique": forecast["tokens"], "loss": math.nan}) for row in rows]
+        predicted = own_law.losses(runs)
+        lowest = min(range(len(rows)), key=lambda n: predicted[n][0])
+        for row, (loss, deviation) in list(zip(rows, predicted, strict=True))[: lowest + 1]:
+            truth = losses.get((forecast["text"], row["size"]))
+            if truth is not None:
+                scores.append(math.log(truth / loss) / deviation)
+                print(f"{forecast['text']:24} size {row['size']:4g}: {truth:.4f}, law {loss:.4f}")
+    return scores
+
+
+def spread_of(scores: Sequence[float]) -> float:
+    """What widens 80 % intervals so that they hold 80 % of these scores, and those of a normal
+    distribution with their mean square."""
+    sizes = sorted(map(abs, scores))
+    n_held = math.ceil(0.8 * len(sizes))
+    mean_square = sum(score**2 for score in scores) / len(scores)
+    return math.ceil(100 * max(1.0, math.sqrt(mean_square), sizes[n_held - 1] / Z)) / 100
+
+
+def pilot_of(row: dict[str, Any]) -> MeasuredRun:
+    return MeasuredRun(row["matrix_parameters"], row["trained_tokens"], row["unique"], row["loss"])
+
+
 def write_law() -> None:
     texts = by_text(read(RUNS))
     law = fit(texts)
-    scores = leave_one_out(texts, law.exponents)
-    spread = max(1.0, math.sqrt(sum(score**2 for score in scores) / len(scores)))
+    leave_one_out(texts, law.exponents)
+    spread = spread_of(scores_of_others(law))
     print(f"exponents {law.exponents}, noise {law.noise:.4f}, spread {spread:.2f}")
     rounded: dict[str, Any] = {
         "exponents": [round(each, 4) for each in law.exponents],
         "mean": [round(each, 6) for each in law.mean],
         "covariance": [[round(each, 9) for each in row] for row in law.covariance],
         "noise": round(law.noise, 5),
-        "spread": round(spread, 3),
+        "spread": spread,
     }
     LAW.write_text(json.dumps(rounded, indent=1) + "\n")
 

@@ -3,7 +3,9 @@
     log loss = c0 + c1 (P D)^-a + c2 (D/U)^b (P/U)^c
 
 P are the parameters of the matrices, D the tokens that a run trains on, and U those of its text, in
-millions. The first two terms are what compute buys, the third what a short text costs.
+millions. The first two terms are what compute buys, the third what a short text costs. A forecast
+starts at the loss of the largest pilot, which is nearest to it, and goes on as the law does.
+
 The exponents are the same for every text. They, and how the numbers c vary between texts, were
 fitted by examples/benchmarks/forecasting.py to the runs in forecast-runs.jsonl beside it. The
 numbers of one text come from its pilots by Bayesian linear regression (Bishop 2006, 3.3), with the
@@ -67,8 +69,10 @@ class Law:
         precision = torch.linalg.inv(torch.tensor(self.covariance, dtype=torch.float64))
         covariance = torch.linalg.inv(precision + x.T @ x / self.noise**2)
         posterior = covariance @ (precision @ mean + x.T @ y / self.noise**2)
-        misfit = float((y - x @ posterior).square().mean().sqrt())
-        return TextLaw(self, posterior, covariance, misfit)
+        residuals = y - x @ posterior
+        misfit = float(residuals.square().mean().sqrt())
+        largest = max(range(len(pilots)), key=lambda n: (pilots[n].unique, pilots[n].compute))
+        return TextLaw(self, posterior, covariance, misfit, float(residuals[largest]))
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,13 @@ class TextLaw:
     mean: Tensor  # float64 [3]
     covariance: Tensor  # float64 [3, 3]
     misfit: float  # root mean square of how far the pilots' log losses are from the law
+    above: float  # by how much the log loss of the largest pilot is above the law
 
     def losses(self, runs: Sequence[MeasuredRun]) -> list[tuple[float, float]]:
-        """The median of each run's loss, and the standard deviation of its logarithm."""
+        """The median of each larger run's loss, and the standard deviation of its logarithm."""
         x = self.law.features(runs)
         variance = (x @ self.covariance * x).sum(1) + self.law.noise**2
-        medians = (x @ self.mean).exp()
+        medians = (x @ self.mean + self.above).exp()
         deviations = self.law.spread * variance.sqrt()
         return list(zip(medians.tolist(), deviations.tolist(), strict=True))
 

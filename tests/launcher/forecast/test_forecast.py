@@ -38,6 +38,7 @@ from sm_nanogpt.launcher.text import channels
 from sm_nanogpt.launcher.text.channels import Channel, corpus_of
 from sm_nanogpt.launcher.text.ids import draw_ids, write_ids
 
+BENCHMARKS = Path(__file__).parents[3] / "examples/benchmarks"
 IDENTITY = [
     [1.0, 0, 0],
     [0, 1.0, 0],
@@ -109,6 +110,43 @@ def test_a_law_foretells_the_runs_of_its_text():
     [(loss, deviation)] = LAW.of_text(runs).losses([large])
     assert loss == pytest.approx(true_loss(large), rel=0.01)
     assert abs(math.log(loss / true_loss(large))) < 2 * deviation
+
+
+def test_forecasts_start_at_the_loss_of_the_largest_pilot():
+    runs = []
+    for parameters in (10**5, 2 * 10**5, 3 * 10**5):
+        run = MeasuredRun(parameters, 10**6, 10**6)
+        runs.append(replace(run, loss=true_loss(run)))
+    runs.append(replace(runs[-1], unique=2 * 10**5, loss=2 * runs[-1].loss))  # on a part
+    runs[2] = replace(runs[2], loss=1.02 * runs[2].loss)
+    [(loss, _)] = LAW.of_text(runs).losses([runs[2]])
+    assert loss == pytest.approx(runs[2].loss)
+
+
+def test_the_80_percent_intervals_hold_80_percent_of_truths():
+    """Of runs on texts that had no part in the fit, up to the size of the lowest forecast."""
+    held = []
+    losses = {}
+    for line in (BENCHMARKS / "truths.jsonl").read_text().splitlines():
+        truth = json.loads(line)
+        losses[truth["text"], truth["size"]] = truth["loss"]
+    for recorded in json.loads((BENCHMARKS / "forecasts.json").read_text()):
+        law = shared().of_text([run_of(pilot) for pilot in recorded["runs"]])
+        rows = [row for row in recorded["rows"] if row["size"] >= 2]
+        told = law.losses([run_of({**row, "unique": recorded["tokens"]}) for row in rows])
+        lowest = min(range(len(rows)), key=lambda n: told[n][0])
+        for row, (loss, deviation) in list(zip(rows, told, strict=True))[: lowest + 1]:
+            truth = losses.get((recorded["text"], row["size"]))
+            if truth is not None:
+                held.append(abs(math.log(truth / loss)) <= forecast.Z * deviation)
+    assert len(held) > 10
+    assert sum(held) >= 0.8 * len(held)
+
+
+def run_of(row: dict[str, Any]) -> MeasuredRun:
+    return MeasuredRun(
+        row["matrix_parameters"], row["trained_tokens"], row["unique"], row.get("loss", math.nan)
+    )
 
 
 def test_fewer_pilots_give_a_wider_interval():
