@@ -48,14 +48,19 @@ Positive = Annotated[Number, Field(gt=0)]
 
 
 class Expected(Document):
-    """The loss that is forecast for a run, in nats per token; its 80 % interval is low to high."""
+    """The loss that is forecast for a run, in nats per token; its 80 % interval is low to high.
+
+    If a pilot was that run, its loss was measured, and the interval is that of other seeds.
+    """
 
     loss: Positive
     low: Positive
     high: Positive
+    measured: bool = False
 
     def __str__(self) -> str:
-        return f"{self.loss:.3f}, {self.low:.3f} to {self.high:.3f} in 80 % of the cases"
+        interval = f"{self.low:.3f} to {self.high:.3f} in 80 % of the cases"
+        return f"{self.loss:.3f}, {'measured by a pilot' if self.measured else interval}"
 
 
 # -- what to run -----------------------------------------------------------------------------------

@@ -37,12 +37,14 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
     for line in result.notes:
         note(f"note: {line}")
 
-    lowest = "for this text" if result.best < result.rows[-1].size else "that can be forecast"
+    is_lowest = result.overfits or result.best < result.rows[-1].size
+    lowest = "for this text" if is_lowest else "that can be forecast"
     click.echo(f"the lowest {lowest}: size {result.best:g}")
-    click.echo(
-        f"twice the text changes its loss by about {result.twice_text}, twice the compute by about"
-        f" {result.twice_compute}"
-    )
+    if result.twice_text and result.twice_compute:
+        click.echo(
+            f"twice the text changes its loss by about {result.twice_text}, twice the compute by"
+            f" about {result.twice_compute}"
+        )
     size: float | None = result.best
     if max_cost is not None:
         size = result.affordable
@@ -53,7 +55,11 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
             click.echo(f"the lowest below {ceiling}: size {size:g}")
     if size is not None:
         row = next(row for row in result.rows if row.size == size)
-        note(f"next: {command('launch', *options(next_request(typed, row)))}")
+        fields = next_request(typed, row)
+        name = fields["instance"].partition(",")[0]  # the first type of several
+        seconds = row.seconds.get(name)
+        note(f"time: {'unknown' if seconds is None else f'about {duration(seconds)}'} on {name}")
+        note(f"next: {command('launch', *options(fields))}")
 
 
 def print_sizes(result: Forecast) -> None:
@@ -73,12 +79,18 @@ def print_sizes(result: Forecast) -> None:
             f"{row.parameters / 1e6:.1f} M",
             f"{row.readings:.1f}",
             f"{row.expected.loss:.3f}",
-            f"{row.expected.low:.3f} to {row.expected.high:.3f}",
+            interval_of(row),
             f"{row.bits_per_byte:.3f}",
         ]
         cells += [time_and_cost(row.seconds[name], row.dollars.get(name)) for name in names]
         table.append(cells)
     print_table(table, align=">")
+
+
+def interval_of(row: Row) -> str:
+    if row.expected.measured:
+        return "measured"
+    return f"{row.expected.low:.3f} to {row.expected.high:.3f}"
 
 
 def next_request(typed: dict[str, Any], row: Row) -> dict[str, Any]:

@@ -89,6 +89,8 @@ REMEDIES: dict[str, str] = {
     "name-column": "`--tokenizer bpe --column NAME` reads a column of it",
     "leave-out": "`--exclude {glob}` leaves it out",
     "hold-out": "`{excludes}` leaves them out, to measure a model on them",
+    "another-kind": "without `--validation FILE`, the last tenth of a text validates: give another"
+    " one, or mix the text",
     "text-repeats": "leave out what stands there twice",
     "give-encoding": "`upload-data --encoding {encoding}` converts it",
     "mend-utf8": "no other encoding fits the rest: repair it, or `iconv -c -f utf-8 -t utf-8 FILE"

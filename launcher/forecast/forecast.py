@@ -4,71 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
-
-import torch
+from statistics import linear_regression
+from typing import Any, NamedTuple
 
 from sm_nanogpt.entry_point.cores import cores
-from sm_nanogpt.entry_point.text import Corpus, unsigned
+from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.forecast.checks import (
+    AS_GOOD,
+    another_kind,
+    best_size,
+    check_text,
+    has_lowest,
+    is_of_another_kind,
+    problem_of,
+    up_to_lowest,
+)
 from sm_nanogpt.launcher.forecast.law import MeasuredRun, TextLaw, shared
 from sm_nanogpt.launcher.forecast.ledger import ForecastLedger
 from sm_nanogpt.launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_trials
 from sm_nanogpt.launcher.forecast.table import Change, Forecast, Pilot, Row
+from sm_nanogpt.launcher.forecast.times import InstanceType, LocalTimes, steps_to_time
 from sm_nanogpt.launcher.job import Expected, JobDescription, TrainingJob
-from sm_nanogpt.launcher.local.backend import plan_processes
+from sm_nanogpt.launcher.local.backend import LocalPlacement, plan_processes
 from sm_nanogpt.launcher.machines import is_busy
-from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS
 from sm_nanogpt.launcher.source import Source
 
 SIZES = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
 MAX_COMPUTE = 40  # times that of all pilots: beyond it nothing is forecast
-MAX_MISFIT = 0.03  # of log losses: that of honest texts is up to 0.015
-MAX_DEVIATIONS = 4  # of what compute is worth: honest texts are within 2.4 of the usual
-AS_GOOD = 0.003  # nats: a size that loses so little more is as good
 Z = 1.2816  # standard deviations to either side hold 80 %
-ROUND_STEPS = 24  # four for each length of the windows, twelve of the whole length
-MAX_ROUNDS = 6  # of steps of a small model that are timed
-TIMED_SECONDS = 4.0
 LONG_STEP = 0.25  # seconds: longer steps are forecast by arithmetic
 
 
-@dataclass(frozen=True)
-class InstanceType:
-    """The speed of an instance type, by a job that ended on it, and its price."""
+class SizedPilot(NamedTuple):
+    """A pilot, its size, and the tokens of the text that it has read."""
 
-    name: str
-    flops: float | None = None  # operations in a second; None if no speed is known
-    around: float = 0.0  # seconds of the job before and after its steps
-    usd_per_second: float | None = None
-    job_id: str = ""
-
-    def seconds(self, work: float) -> float | None:
-        if self.flops is None:
-            return None
-        return self.around + work / self.flops
-
-    def dollars(self, work: float, allowance: float = 0.0) -> float | None:
-        """USD of so many operations, and of `allowance` seconds; None if that is not known."""
-        seconds = self.seconds(work)
-        if seconds is None or self.usd_per_second is None:
-            return None
-        return (seconds + allowance) * self.usd_per_second
-
-    def fits(self, work: float, ceiling: float | None) -> bool:
-        """True if a job that may cost the ceiling, in USD, has the time for so many operations."""
-        dollars = self.dollars(work, OVERHEAD_SECONDS)
-        return dollars is not None and ceiling is not None and dollars <= ceiling
-
-
-@dataclass(frozen=True)
-class LocalTimes:
-    """How long a job takes on this machine."""
-
-    seconds: dict[float, float]  # by size
-    busy: bool  # True if other programs used the machine while its speed was measured
+    size: float
+    n_tokens: int
+    pilot: Pilot
 
 
 class Forecaster:
@@ -126,31 +101,6 @@ class Forecaster:
         pilots = self.ledger.pilots
         return [pilots[trial.name] for trial in trials]
 
-    def check(self, runs: Sequence[MeasuredRun], text_law: TextLaw) -> None:
-        """Raise InputError if nothing can be known from the pilots."""
-        counts = torch.bincount(unsigned(self.corpus.train[0 : min(self.tokens, WRITTEN)]))
-        shares = counts[counts > 0] / counts.sum()
-        entropy = -float((shares * shares.log()).sum())  # the loss of a model that knows no more
-        lowest = min(run.loss for run in runs)
-        worth = float(text_law.mean[1])  # of compute
-        worth_elsewhere = text_law.law.mean[1]
-        deviations = abs(worth - worth_elsewhere) / math.sqrt(text_law.law.covariance[1][1])
-        if lowest > 0.97 * entropy:
-            problem = f"the pilots learn no more than how frequent the {self.unit} are"
-        elif lowest < 0.1:
-            problem = f"the text repeats itself: a pilot has a loss of {lowest:.3f} nats"
-        elif deviations > MAX_DEVIATIONS:
-            problem = (
-                f"compute is worth {worth / worth_elsewhere:.2g} times what it is on other texts"
-            )
-        elif text_law.misfit > MAX_MISFIT:
-            problem = f"the pilots miss the law by {text_law.misfit:.1%} (at most {MAX_MISFIT:.0%})"
-            if not self.source.is_packaged:
-                problem += " of the training folder as it is packaged"
-        else:
-            return
-        raise InputError(f"no forecast: {problem}")
-
     # -- time -------------------------------------------------------------------------------------
 
     def step_work(self, config: Any, vocabulary_size: int) -> float:
@@ -165,14 +115,31 @@ class Forecaster:
         config = self.config_of(size, self.tokens)
         return self.step_work(config, len(self.corpus.tokenizer)) * float(config.max_steps)
 
-    def local_times(self, sizes: Sequence[float]) -> LocalTimes:
+    def local_times(self, sizes: Sequence[float], pilots: Sequence[SizedPilot]) -> LocalTimes:
         """How long a job of each size takes here.
 
-        A few of its steps are timed. Where a step takes long, its time is computed from that of a
-        smaller size.
+        A few of its steps are timed. If other programs use the machine, the times are computed from
+        the processor time of the pilots, which is nearly the same then.
         """
-        seconds = dict[float, float]()
-        busy = False
+        seconds = self.timed_seconds(sizes)
+        if seconds is not None:
+            return LocalTimes(seconds, busy=False)
+        step_seconds = self.fit_step_seconds(pilots)
+        by_size = dict[float, float | None]()
+        for size in sizes:
+            by_size[size] = None
+            if step_seconds is not None and not self.placement(size).gpus:
+                config = self.config_of(size, self.tokens)
+                n_steps = self.steps_with_evaluations(config)
+                by_size[size] = n_steps * step_seconds(config)
+        return LocalTimes(by_size, busy=True)
+
+    def timed_seconds(self, sizes: Sequence[float]) -> dict[float, float | None] | None:
+        """The seconds of a job of each size, by steps that are timed; None on a busy machine.
+
+        Where a step takes long, its time is computed from that of a smaller size.
+        """
+        seconds = dict[float, float | None]()
         flops = math.inf
         around = 0.0
         for size in sizes:
@@ -182,12 +149,35 @@ class Forecaster:
             if step_seconds < LONG_STEP:
                 n_steps = min(steps_to_time(step_seconds), config.max_steps)
                 timed = self.time(self.first_steps(size, n_steps))
-                busy = busy or timed.busy
+                if timed is None:
+                    return None
                 around = timed.around
                 step_seconds = timed.step_seconds
                 flops = step_work / step_seconds
             seconds[size] = around + step_seconds * self.steps_with_evaluations(config)
-        return LocalTimes(seconds, busy)
+        return seconds
+
+    def fit_step_seconds(self, pilots: Sequence[SizedPilot]) -> Callable[[Any], float] | None:
+        """The seconds of a step on all cores, by its config; None if no processor time is recorded.
+
+        A line through the pilots' processor seconds for a step, over the operations of a step. The
+        cores share the operations; what a step costs besides is of one core.
+        """
+        works = []
+        seconds = []
+        for size, n_tokens, pilot in pilots:
+            if pilot.cpu_seconds is None:
+                return None
+            config = self.config_of(size, n_tokens)
+            works.append(self.step_work(config, len(self.corpus.tokenizer)))
+            seconds.append(pilot.cpu_seconds / config.max_steps)
+        slope, intercept = linear_regression(works, seconds)
+
+        def step_seconds(config: Any) -> float:
+            work = self.step_work(config, len(self.corpus.tokenizer))
+            return max(0.0, intercept) + slope * work / cores()
+
+        return step_seconds if slope > 0 else None
 
     def steps_with_evaluations(self, config: Any) -> float:
         """The steps of a run, and as many more as its evaluations take, but for the last one."""
@@ -196,31 +186,37 @@ class Forecaster:
         n_evaluations = config.max_steps // config.eval_interval - 1
         return float(config.max_steps + n_evaluations * evaluation)
 
-    def first_steps(self, size: float, n_steps: int) -> Trial:
-        """The first steps of a job on this machine, whose windows have all lengths of the job's."""
+    def placement(self, size: float) -> LocalPlacement:
+        """On what a job of a size runs here."""
         values = self.values(size, self.tokens)
         job = TrainingJob(data="file:///", hyperparameters=values)
         job._source = self.source
-        placement = plan_processes(job)
+        return plan_processes(job)
+
+    def first_steps(self, size: float, n_steps: int) -> Trial:
+        """The first steps of a job on this machine, whose windows have all lengths of the job's."""
+        values = self.values(size, self.tokens)
+        placement = self.placement(size)
         values |= {"max_steps": n_steps, "device": "auto", "log_interval": 1, "sample_length": 300}
         if not placement.gpus:
             values["processes"] = placement.processes
         threads = max(1, cores() // placement.processes)
         return Trial(f"speed of size {size:g}", values, min(self.tokens, WRITTEN), threads)
 
-    def time(self, trial: Trial) -> Pilot:
+    def time(self, trial: Trial) -> Pilot | None:
         """Run the first steps of a job, unless the ledger has them.
 
-        The result says if other programs used this machine meanwhile. One that was recorded then is
-        measured again once the machine is quiet.
+        None if other programs use this machine meanwhile: their time is not that of a job then, and
+        is not kept.
         """
         recorded = self.ledger.pilots.get(trial.name)
-        if recorded is not None and (not recorded.busy or is_busy()):
+        if recorded is not None:
             return recorded
-        busy_before = is_busy()
+        if is_busy():
+            return None
         [(_, pilot)] = run_trials([trial], self.corpus, self.source, 1)
-        if busy_before or is_busy():
-            pilot = pilot.model_copy(update={"busy": True})
+        if is_busy():
+            return None
         self.ledger.add_pilot(trial.name, pilot)
         self.report(f"{trial.name}: {pilot.seconds:.0f} s (1 of 1)")
         return pilot
@@ -257,36 +253,68 @@ class Forecaster:
         self, text: str, instances: Sequence[InstanceType], ceiling: float | None
     ) -> Forecast:
         """The forecast for this machine and for instance types; ceiling is in USD."""
-        parts = pilots_of(self.tokens)
-        trials = [Trial(f"size {size:g} on {n:,}", self.values(size, n), n) for size, n in parts]
-        pilots = self.run_pilots(trials, at_once=cores())
-        runs = []
-        for (size, n), pilot in zip(parts, pilots, strict=True):
-            runs.append(self.run_of(size, n, pilot.loss))
-        law = shared().of_text(runs)
-        self.check(runs, law)
+        pilots = self.pilots()
+        most_tokens = max(pilot.n_tokens for pilot in pilots)
+        largest = {size: pilot for size, n_tokens, pilot in pilots if n_tokens == most_tokens}
+        check_text(largest, self.corpus.train[0 : min(self.tokens, WRITTEN)], self.unit)
 
-        sizes = self.sizes_within(MAX_COMPUTE * sum(run.compute for run in runs))
-        local = self.local_times(sizes)
-        bits_per_nat = pilots[0].bits_per_byte / pilots[0].loss
-        rows = [self.row(size, law, bits_per_nat, local, instances) for size in sizes]
+        runs = [self.run_of(size, n_tokens, pilot.loss) for size, n_tokens, pilot in pilots]
+        law = shared().of_text(runs)
+        problem = problem_of(law, self.source.is_packaged)
+        losses = dict[float, Expected]()
+        if most_tokens == self.tokens:  # the pilots have read the whole text
+            for size in sorted(largest):
+                losses[size] = measured_loss(largest[size], law)
+        candidates = self.sizes_within(MAX_COMPUTE * sum(run.compute for run in runs))
+        if not problem:
+            largest_measured = max(losses, default=0.0)
+            for size in candidates:
+                if size > largest_measured:
+                    losses[size] = self.loss_of(size, law)
+        elif not has_lowest(losses):
+            raise InputError(f"no forecast: {problem}")
+        shown = up_to_lowest(losses)
+
+        local = self.local_times([*shown], pilots)
+        bits_per_nat = pilots[0].pilot.bits_per_byte / pilots[0].pilot.loss
+        rows = []
+        for size, loss in shown.items():
+            rows.append(self.row(size, loss, bits_per_nat, local, instances))
         best = best_size(rows) or SIZES[0]
+        overfits = len(shown) < len(losses)
+        lines = notes(rows, best, overfits, len(candidates), instances, local.busy)
+        if is_of_another_kind(largest):
+            lines.append(another_kind(largest))
+        changes = dict[str, Change | None](twice_text=None, twice_compute=None)
+        if not problem:
+            changes = self.changes(best, shown[best].loss, law)
         forecast = Forecast(
             text=text,
             unit=self.unit,
             tokens=self.tokens,
-            pilots=len(runs),
-            pilot_seconds=sum(pilot.seconds for pilot in pilots) / cores(),
+            pilots=len(pilots),
+            pilot_seconds=sum(pilot.seconds for _, _, pilot in pilots) / cores(),
             rows=rows,
             best=best,
             affordable=best_size(self.affordable(rows, instances, ceiling)),
-            twice_text=self.change(best, law, self.run_of(best, 2 * self.tokens)),
-            twice_compute=self.change(best, law, self.run_of_twice_the_compute(best)),
+            overfits=overfits,
             busy=local.busy,
-            notes=notes(rows, best, instances, local.busy),
+            notes=lines,
+            **changes,
         )
         self.ledger.add_forecast(forecast)
         return forecast
+
+    def pilots(self) -> list[SizedPilot]:
+        """The pilots of this text, after those that the ledger lacks have run."""
+        parts = pilots_of(self.tokens)
+        trials = [Trial(f"size {size:g} on {n:,}", self.values(size, n), n) for size, n in parts]
+        pilots = self.run_pilots(trials, at_once=cores())
+        return [SizedPilot(*part, pilot) for part, pilot in zip(parts, pilots, strict=True)]
+
+    def loss_of(self, size: float, law: TextLaw) -> Expected:
+        [(loss, deviation)] = law.losses([self.run_of(size, self.tokens)])
+        return expected(loss, deviation)
 
     def sizes_within(self, compute: float) -> list[float]:
         """The sizes whose runs take no more compute, in parameters times tokens."""
@@ -306,14 +334,13 @@ class Forecaster:
     def row(
         self,
         size: float,
-        law: TextLaw,
+        expected: Expected,
         bits_per_nat: float,
         local: LocalTimes,
         instances: Sequence[InstanceType],
     ) -> Row:
         run = self.run_of(size, self.tokens)
         config = self.config_of(size, self.tokens)
-        [(loss, deviation)] = law.losses([run])
         work = self.work(size)
         seconds = {instance.name: instance.seconds(work) for instance in instances}
         n_embeddings = 1 if config.tie_embeddings else 2
@@ -322,26 +349,28 @@ class Forecaster:
             size=size,
             parameters=run.parameters + embedding,
             readings=run.tokens / self.tokens,
-            expected=Expected(
-                loss=loss,
-                low=loss * math.exp(-Z * deviation),
-                high=loss * math.exp(Z * deviation),
-            ),
-            bits_per_byte=loss * bits_per_nat,
+            expected=expected,
+            bits_per_byte=expected.loss * bits_per_nat,
             seconds={"local": local.seconds[size], **seconds},
             dollars={instance.name: instance.dollars(work) for instance in instances},
         )
 
-    def change(self, size: float, law: TextLaw, other: MeasuredRun) -> Change:
-        """What the loss of a size on this text changes by in another run."""
+    def changes(self, size: float, loss: float, law: TextLaw) -> dict[str, Change | None]:
+        """What the loss of a size on this text changes by with twice the text, or the compute."""
         run = self.run_of(size, self.tokens)
-        [(loss, _)] = law.losses([run])
-        change, deviation = law.change(run, other)
-        return Change(
-            nats=loss * math.expm1(change),
-            low=loss * math.expm1(change - Z * deviation),
-            high=loss * math.expm1(change + Z * deviation),
-        )
+        others = {
+            "twice_text": self.run_of(size, 2 * self.tokens),
+            "twice_compute": self.run_of_twice_the_compute(size),
+        }
+        changes = dict[str, Change | None]()
+        for name, other in others.items():
+            change, deviation = law.change(run, other)
+            changes[name] = Change(
+                nats=loss * math.expm1(change),
+                low=loss * math.expm1(change - Z * deviation),
+                high=loss * math.expm1(change + Z * deviation),
+            )
+        return changes
 
     def run_of_twice_the_compute(self, size: float) -> MeasuredRun:
         """The run on this text of the next size, by 1/16, that takes twice the compute."""
@@ -353,41 +382,46 @@ class Forecaster:
         return larger
 
 
-def steps_to_time(step_seconds: float) -> int:
-    """How many steps show the speed, in about TIMED_SECONDS. step_seconds is 0 if not known."""
-    n_rounds = MAX_ROUNDS
-    if step_seconds:
-        n_rounds = round(TIMED_SECONDS / ROUND_STEPS / step_seconds)
-    return ROUND_STEPS * max(1, min(n_rounds, MAX_ROUNDS))
+def expected(loss: float, deviation: float, measured: bool = False) -> Expected:
+    """A loss with its 80 % interval, by the standard deviation of its logarithm."""
+    low = loss * math.exp(-Z * deviation)
+    high = loss * math.exp(Z * deviation)
+    return Expected(loss=loss, low=low, high=high, measured=measured)
 
 
-def best_size(rows: Sequence[Row]) -> float | None:
-    """The smallest size whose loss is at most AS_GOOD over the lowest; None without rows."""
-    lowest = min((row.expected.loss for row in rows), default=0.0)
-    for row in rows:
-        if row.expected.loss <= lowest + AS_GOOD:
-            return row.size
-    return None
+def measured_loss(pilot: Pilot, law: TextLaw) -> Expected:
+    """The loss of a pilot on the whole text, which is that of a job of its size."""
+    return expected(pilot.loss, law.law.spread * law.law.noise, measured=True)
 
 
 def notes(
-    rows: Sequence[Row], best: float, instances: Sequence[InstanceType], busy: bool
+    rows: Sequence[Row],
+    best: float,
+    overfits: bool,
+    n_sizes: int,
+    instances: Sequence[InstanceType],
+    busy: bool,
 ) -> list[str]:
-    """What a reader of the table should know besides. busy: as in LocalTimes."""
+    """What a reader of the table should know besides.
+
+    overfits and busy: as in Forecast. n_sizes: how many of SIZES are near the pilots.
+    """
     lines = []
     if busy:
-        measured = "local: other programs used this machine while its speed was measured"
-        advice = "jobs may be faster, and a forecast on a quiet one measures again"
-        lines.append(f"{measured}; {advice}")
+        estimated = "local: other programs use this machine, so times are by the pilots' processors"
+        lines.append(f"{estimated}; a forecast on a quiet machine measures them")
     for instance in instances:
         if instance.flops is None:
             problem = f"no speed of {instance.name} is known here"
             lines.append(f"{problem}, as no job of yours ended on it")
         else:
             lines.append(f"the speed of {instance.name} is that of job {instance.job_id}")
-    if best < rows[-1].size:
-        lines.append(f"a size over {best:g} gains less than {AS_GOOD} nats, or loses")
-    if len(rows) < len(SIZES):
+    largest = rows[-1].size
+    if best < largest:
+        lines.append(f"a size over {best:g} gains less than {AS_GOOD} nats")
+    if overfits:
+        lines.append(f"a size over {largest:g} overfits: its loss is higher")
+    elif n_sizes < len(SIZES):
         beyond = f"a run is over {MAX_COMPUTE} times the pilots, and nothing is forecast"
-        lines.append(f"from size {SIZES[len(rows)]:g} on, {beyond}")
+        lines.append(f"from size {SIZES[n_sizes]:g} on, {beyond}")
     return lines

@@ -24,7 +24,8 @@ from sm_nanogpt.launcher.text.channels import Channel, Texts, corpus_of
 from sm_nanogpt.launcher.text.store import known_upload
 
 if TYPE_CHECKING:  # they import torch
-    from sm_nanogpt.launcher.forecast.forecast import Forecaster, InstanceType
+    from sm_nanogpt.launcher.forecast.forecast import Forecaster
+    from sm_nanogpt.launcher.forecast.times import InstanceType
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def known_instances(
 
     The jobs tell the speed of each, and AWS its price.
     """
-    from sm_nanogpt.launcher.forecast.forecast import InstanceType
+    from sm_nanogpt.launcher.forecast.times import InstanceType
 
     measured = dict[str, InstanceType]()
     listing = Listing(settings)

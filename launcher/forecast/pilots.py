@@ -96,3 +96,16 @@ def outcome(trial: Trial, ended: FinishedRun) -> Pilot:
         around=ended.clock_seconds - seconds_in_steps,
         seconds=ended.clock_seconds,
     )
+        cpu_seconds=ended.cpu_seconds,
+        train_loss=train_loss_of(rows),
+
+
+def train_loss_of(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The mean loss of all steps, by metric rows, each of which has that of its own steps."""
+    loss_sum = 0.0
+    last_step = 0
+    for row in rows:
+        if "train_loss" in row:
+            loss_sum += row["train_loss"] * (row["step"] - last_step)
+            last_step = row["step"]
+    return loss_sum / last_step if last_step else None

@@ -30,11 +30,11 @@ class Row(Document):
 
 
 class Forecast(Document):
-    """What each size would be on a text.
+    """What each size would be on a text, up to that of the lowest loss.
 
     The best size is that of the lowest loss, or the smallest that is hardly worse; affordable is
     the best below the ceiling, None if there is none. twice_text and twice_compute are what the
-    loss of the best size changes by with twice as much of each.
+    loss of the best size changes by with twice as much of each, None if the law does not hold.
     """
 
     text: str
@@ -45,9 +45,10 @@ class Forecast(Document):
     rows: list[Row]  # by size, the smallest first
     best: Positive
     affordable: Positive | None
-    twice_text: Change
-    twice_compute: Change
-    busy: bool = False  # other programs used this machine meanwhile: its seconds may be too many
+    twice_text: Change | None
+    twice_compute: Change | None
+    overfits: bool  # True if a size over the largest of the rows loses more
+    busy: bool = False  # other programs used this machine: its times are by the pilots' processors
     notes: list[str]
 
 
@@ -59,4 +60,5 @@ class Pilot(Document):
     step_seconds: Positive  # without the few steps that took unusually long
     around: float  # seconds before, between and after the steps
     seconds: Positive  # of the whole process
-    busy: bool = False  # other programs used this machine meanwhile
+    cpu_seconds: Positive | None = None  # of the whole process, by all of its threads
+    train_loss: Positive | None = None  # the mean over all steps

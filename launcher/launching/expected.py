@@ -66,7 +66,7 @@ def expected_of(size: float, rows: Sequence[ExpectedSize]) -> Expected | None:
 
 
 def between(start: Expected, end: Expected, share: float) -> Expected:
-    """The losses at a share of the way from one to another."""
+    """The losses at a share of the way from one to another, of which none was measured."""
     return Expected(
         loss=start.loss + share * (end.loss - start.loss),
         low=start.low + share * (end.low - start.low),

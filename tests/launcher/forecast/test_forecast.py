@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -25,11 +26,14 @@ from sm_nanogpt.entry_point.data import read_windows
 from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
 from sm_nanogpt.entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
 from sm_nanogpt.launcher.forecast import forecast, forecasting, pilots
-from sm_nanogpt.launcher.forecast.forecast import Forecaster, InstanceType, best_size
+from sm_nanogpt.launcher.forecast import pilots as pilots_module
+from sm_nanogpt.launcher.forecast.checks import best_size, has_lowest, problem_of, up_to_lowest
+from sm_nanogpt.launcher.forecast.forecast import Forecaster
 from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared
 from sm_nanogpt.launcher.forecast.ledger import ForecastLedger
 from sm_nanogpt.launcher.forecast.pilots import Trial, pilots_of
 from sm_nanogpt.launcher.forecast.table import Forecast, Pilot, Row
+from sm_nanogpt.launcher.forecast.times import InstanceType
 from sm_nanogpt.launcher.job import Expected, JobDescription
 from sm_nanogpt.launcher.launching.expected import recall
 from sm_nanogpt.launcher.settings import load_settings
@@ -45,7 +49,7 @@ IDENTITY = [
     [0, 0, 1.0],
 ]
 LAW = Law((0.1, 0.5, 0.3), [0.5, 0.1, 0.2], IDENTITY, 0.005)
-NUMBERS = torch.tensor([0.3, 0.2, 0.1], dtype=torch.float64)
+NUMBERS = torch.tensor([-0.2, 0.6, 0.01], dtype=torch.float64)
 
 
 def true_loss(run: MeasuredRun) -> float:
@@ -81,6 +85,8 @@ def obedient(
             step_seconds=step_seconds,
             around=5,
             seconds=5 + config.max_steps * step_seconds,
+            cpu_seconds=config.max_steps * (0.01 + step_seconds),
+            train_loss=loss,
         )
         yield trial, pilot
 
@@ -228,23 +234,35 @@ def test_runs_that_ended_are_not_run_again(forecaster, monkeypatch):
     assert again.forecast("text", [], None) == table
 
 
-def test_times_of_a_busy_machine_are_marked_until_it_is_quiet(forecaster, monkeypatch):
+def test_times_of_a_busy_machine_are_not_kept(forecaster, monkeypatch):
     monkeypatch.setattr(forecast, "is_busy", lambda: True)
     busy = forecaster.forecast("text", [], None)
     again = forecaster.forecast("text", [], None)
     assert busy.busy
     assert again == busy
     assert "other programs" in busy.notes[0]
+    assert not any(name.startswith("speed") for name in forecaster.ledger.pilots)
     monkeypatch.setattr(forecast, "is_busy", lambda: False)
     quiet = forecaster.forecast("text", [], None)
     assert not quiet.busy
     assert not any("other programs" in line for line in quiet.notes)
 
 
+def test_times_of_a_busy_machine_are_by_processor_seconds(forecaster, monkeypatch):
+    """The pilots compute 0.01 s a step, and 10**12 parameters times tokens in a second."""
+    monkeypatch.setattr(forecast, "is_busy", lambda: True)
+    monkeypatch.setattr(forecast, "cores", lambda: 2)
+    for row in forecaster.forecast("text", [], None).rows:
+        config = forecaster.config_of(row.size, forecaster.tokens)
+        step = config.matrix_parameters * config.batch_size * config.block_size / 1e12
+        assert row.seconds["local"] == pytest.approx(config.max_steps * (0.01 + step / 2), rel=0.3)
+
+
 def test_a_program_that_starts_meanwhile_is_noticed(forecaster, monkeypatch):
     looks = iter([False, True])
     monkeypatch.setattr(forecast, "is_busy", lambda: next(looks, False))
     assert forecaster.forecast("text", [], None).busy
+    assert not any(name.startswith("speed") for name in forecaster.ledger.pilots)
 
 
 def test_an_interruption_keeps_the_pilots_that_ended(forecaster, monkeypatch):
@@ -339,6 +357,81 @@ def test_a_larger_size_that_is_no_better_is_not_named():
     assert best_size([]) is None
 
 
+def expected_losses(*losses: float) -> dict[float, Expected]:
+    by_size = {}
+    for size, loss in enumerate(losses, 1):
+        by_size[float(size)] = Expected(loss=loss, low=loss, high=loss)
+    return by_size
+
+
+def test_sizes_over_that_of_the_lowest_loss_are_left_out():
+    assert list(up_to_lowest(expected_losses(3.0, 2.0, 2.5, 5.9))) == [1, 2]
+    assert list(up_to_lowest(expected_losses(3.0, 2.0, 1.5))) == [1, 2, 3]
+
+
+def test_measured_losses_have_a_lowest_if_they_fall_and_rise():
+    assert has_lowest(expected_losses(2.344, 1.867, 1.772, 1.826))
+    assert not has_lowest(expected_losses(2.344, 1.867, 1.772, 1.773))
+    assert not has_lowest(expected_losses(2.4, 1.6, 2.4, 1.6))
+    assert not has_lowest(expected_losses(2.4, 2.0, 2.2, 2.1))
+    assert not has_lowest({})
+
+
+def rising(trials: Sequence[Trial], *args: Any) -> Iterator[tuple[Trial, Pilot]]:
+    """Pilots whose larger models overfit, so much that the law does not hold."""
+    for trial, pilot in obedient(trials, *args):
+        width = trial.hyperparameters["n_embd"]
+        yield trial, pilot.model_copy(update={"loss": 1.5 + 0.01 * abs(width - 80)})
+
+
+def test_where_pilots_overfit_a_forecast_is_what_they_measured(forecaster, monkeypatch):
+    monkeypatch.setattr(forecast, "run_trials", rising)
+    table = forecaster.forecast("text", [], None)
+    assert [row.size for row in table.rows] == [1.0, 1.25]
+    assert all(row.expected.measured for row in table.rows)
+    assert table.best == 1.25
+    assert table.overfits
+    assert table.twice_text is table.twice_compute is None
+    assert "a size over 1.25 overfits: its loss is higher" in table.notes
+
+
+def test_the_rows_of_pilots_on_the_whole_text_are_measured(forecaster):
+    table = forecaster.forecast("text", [], None)
+    pilots = forecaster.ledger.pilots
+    for row in table.rows:
+        name = f"size {row.size:g} on {forecaster.tokens:,}"
+        assert row.expected.measured == (name in pilots)
+        if row.expected.measured:
+            assert row.expected.loss == pilots[name].loss
+            assert str(row.expected) == f"{row.expected.loss:.3f}, measured by a pilot"
+    assert sum(row.expected.measured for row in table.rows) == len(pilots_module.SIZES)
+
+
+def test_a_text_with_nothing_left_to_learn_is_not_forecast():
+    """Words drawn at random, of 0.554 nats a character: at size 2, a run lost 0.560."""
+    losses = {1.0: 0.628, 1.25: 0.566, 1.5: 0.563, 1.75: 0.562}
+    runs = []
+    for size, unique in pilots_of(243_000):
+        overfit = 1 + 0.01 * (243_000 / unique - 1)
+        config = Config(**hyperparameters_for_size(size, unique))
+        tokens = config.max_steps * config.batch_size * config.block_size
+        runs.append(MeasuredRun(config.matrix_parameters, tokens, unique, losses[size] * overfit))
+    law = shared().of_text(runs)
+    assert "larger models gain less" in problem_of(law, is_packaged=True)
+
+
+def unlike(trials: Sequence[Trial], *args: Any) -> Iterator[tuple[Trial, Pilot]]:
+    """Pilots that learn their text, and are asked another kind of text."""
+    for trial, pilot in obedient(trials, *args):
+        yield trial, pilot.model_copy(update={"loss": 5.3, "train_loss": 1.9})
+
+
+def test_a_validation_text_of_another_kind_is_the_reason(forecaster, monkeypatch):
+    monkeypatch.setattr(forecast, "run_trials", unlike)
+    with pytest.raises(InputError, match=r"another kind .*: a pilot loses 5\.30 .* 1\.90 in"):
+        forecaster.forecast("text", [], None)
+
+
 def noisy(trials: Sequence[Trial], *args: Any) -> Iterator[tuple[Trial, Pilot]]:
     for n, (trial, pilot) in enumerate(obedient(trials, *args)):
         yield trial, pilot.model_copy(update={"loss": pilot.loss * (1.2 if n % 2 else 0.8)})
@@ -347,7 +440,7 @@ def noisy(trials: Sequence[Trial], *args: Any) -> Iterator[tuple[Trial, Pilot]]:
 def constant(loss: float) -> Any:
     def run(trials: Sequence[Trial], *args: Any) -> Iterator[tuple[Trial, Pilot]]:
         for trial, pilot in obedient(trials, *args):
-            yield trial, pilot.model_copy(update={"loss": loss})
+            yield trial, pilot.model_copy(update={"loss": loss, "train_loss": loss})
 
     return run
 
@@ -367,8 +460,7 @@ def test_a_folder_that_compute_does_not_help_is_not_forecast(forecaster):
     """As a model without attention, whose pilots were 2.491 to 2.486."""
     sizes = [size for size, unique in pilots_of(10**6) if unique == 10**6]
     runs = [forecaster.run_of(size, 10**6, 1.5 - 0.004 * size) for size in sizes]
-    with pytest.raises(InputError, match="compute is worth"):
-        forecaster.check(runs, shared().of_text(runs))
+    assert "compute is worth" in problem_of(shared().of_text(runs), is_packaged=True)
 
 
 def test_a_short_text_is_not_forecast(tmp_path):
@@ -449,6 +541,9 @@ def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):
     size = ran.out.partition(": size ")[2].partition("\n")[0]
     next_line = f"next: sm-nanogpt launch --instance local --data {text_here} --size {size}"
     assert ran.err.splitlines()[-1] == next_line
+    time_line = ran.err.splitlines()[-2]
+    assert re.fullmatch(r"time: about \d+:\d\d:\d\d on local", time_line)
+    assert ran.out.count("measured") == len(pilots_module.SIZES)
 
 
 def test_a_ceiling_counts_on_the_types_that_are_known(cli, lawful, text_here, monkeypatch):
@@ -558,7 +653,9 @@ def test_own_jobs_tell_the_speed_of_an_instance(forecaster, monkeypatch, home):
     assert seconds == pytest.approx(60 + 0.01 * config.max_steps, rel=0.01)
 
 
-def test_sizes_that_are_far_from_the_pilots_are_left_out(forecaster):
+def test_sizes_that_are_far_from_the_pilots_are_left_out(tmp_path, lawful):
+    path = tmp_path / "kept.jsonl"
+    forecaster = Forecaster(corpus(), Source.packaged(), path, print, n_tokens=5_000_000)
     table = forecaster.forecast("text", [], None)
     largest = table.rows[-1].size
     assert largest < forecast.SIZES[-1]
