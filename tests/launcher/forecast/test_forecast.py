@@ -464,8 +464,16 @@ def test_a_folder_that_compute_does_not_help_is_not_forecast(forecaster):
 
 
 def test_a_short_text_is_not_forecast(tmp_path):
-    with pytest.raises(InputError, match="too few for pilots"):
-        Forecaster(corpus(50_000), Source.packaged(), tmp_path / "kept.jsonl", print)
+    with pytest.raises(InputError, match="17,991 characters to train on are too few for pilots"):
+        Forecaster(corpus(19_990), Source.packaged(), tmp_path / "kept.jsonl", print)
+
+
+def test_a_text_of_20000_characters_is_forecast_by_small_sizes(tmp_path, lawful):
+    short = Forecaster(corpus(20_000), Source.packaged(), tmp_path / "kept.jsonl", print)
+    table = short.forecast("text", [], None)
+    assert [row.size for row in table.rows if row.expected.measured] == [0.5, 0.75, 1, 1.25]
+    assert table.rows[-1].size > 1.25
+    assert min(n_tokens for _, n_tokens in pilots_of(short.tokens)) == 4_500
 
 
 def test_a_text_that_was_learned_before_is_not_forecast(home, tmp_path, monkeypatch):
