@@ -32,10 +32,10 @@ To change                                                   open
     how it is found out that a model looks ahead            causality.py
 
 and, seldom, the command line (command_line.py), SageMaker's hosts and paths (container.py), devices
-and precision (device.py), cores (cores.py), how processes start (processes.py), communicate
-(distributed.py) and are watched (watchdog.py), CUDA graphs (cuda_graphs.py), messages (errors.py),
-faults on purpose (faults.py), files and how they are replaced (files.py), and the format of tensors
-(safetensors_file.py).
+and precision (device.py), cores (cores.py), how threads wait for each other (waiting.py), how
+processes start (processes.py), communicate (distributed.py) and are watched (watchdog.py), CUDA
+graphs (cuda_graphs.py), messages (errors.py), faults on purpose (faults.py), files and how they are
+replaced (files.py), and the format of tensors (safetensors_file.py).
 """
 
 from __future__ import annotations

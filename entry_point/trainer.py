@@ -33,6 +33,7 @@ from .optim import Optimizer, learning_rate_scale
 from .passes import Passes
 from .report import choices_line, data_lines, dtype_name, sample_lines
 from .text import Corpus
+from .waiting import Waiting
 
 # What a rank asks for after a step; STOP is a checkpoint, and then the end.
 NOTHING, CHECKPOINT, STOP = range(3)
@@ -91,6 +92,7 @@ class Trainer:
         batches = Batches(corpus.train, config, device)
         self.passes = Passes(self.model, self.optimizer, self.scaler, batches, group, self.end)
         self.moments = Moments(config, self.passes.n_parameters)
+        self.waiting = Waiting(torch.get_num_threads() if device.type == "cpu" else 1)
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -114,6 +116,8 @@ class Trainer:
                 fault.strike(lambda: bool(self.stop_signal))
 
             request = self.train_step_and_agree()
+            if self.waiting.look() and self.is_main:
+                log(f"other programs use the cores: {self.waiting}")
 
             evaluates = self.evaluates(self.step)
             if evaluates or self.step % self.config.log_interval == 0:

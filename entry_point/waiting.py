@@ -1,0 +1,147 @@
+"""How the threads of OpenMP wait for each other: awake, or asleep if others use the cores.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+TASKS = Path("/proc/self/task")
+LIBRARIES = Path("/proc/self/maps")
+
+LOOK_SECONDS = 0.25  # between two looks at the delay
+BUSY = 0.1  # seconds in which threads wait for a core, of each second by the clock
+# Seconds that threads sleep, before a look at how long they wait for a core when they are awake. It
+# doubles as long as the cores are in use.
+SHORTEST_SLEEP, LONGEST_SLEEP = 2.0, 30.0
+
+
+class Waiting:
+    """Has the threads of GNU's OpenMP sleep while they wait for each other, if the cores are busy.
+
+    A thread that waits first stays awake, for GOMP_SPINCOUNT looks, since to wake it takes long.
+    But if another program uses its core, the system halts the thread that was awake longest, for
+    milliseconds in which all others wait for it. One that has slept gets its core back at once.
+
+    OpenMP looks a hundred times at most while it has more threads than there are CPUs
+    (gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html). So some idle threads put the others to
+    sleep. As many threads compute as before, and the last bits of a sum depend on their number.
+    """
+
+    def __init__(self, n_threads: int) -> None:
+        self.n_threads = n_threads  # that compute
+        self.idle_threads: IdleThreads | None = None
+        self.has_slept = False
+        self.sleep_seconds = SHORTEST_SLEEP
+        self.libraries: list[str] = []
+        if n_threads > 1 and not os.environ.get("OMP_WAIT_POLICY"):  # else the user has chosen
+            self.libraries = openmp_libraries()
+        self.measure(LOOK_SECONDS)
+
+    def __str__(self) -> str:
+        return f"the {self.n_threads} threads sleep while they wait for each other"
+
+    def measure(self, seconds: float) -> None:
+        """Measures anew, for some seconds."""
+        self.began = time.monotonic()
+        self.ends = self.began + seconds
+        self.delay = core_delay()
+
+    def look(self) -> bool:
+        """Chooses how threads wait. True if they sleep from now on, for the first time.
+
+        Call it as often as you like, between operations that threads share: it measures four times
+        a second at most.
+        """
+        now = time.monotonic()
+        if not self.libraries or now < self.ends:
+            return False
+        if self.idle_threads is not None:  # to see whether the cores are still in use
+            self.wake()
+            return False
+        is_busy = core_delay() - self.delay > BUSY * (now - self.began)
+        if not is_busy:
+            self.sleep_seconds = SHORTEST_SLEEP
+            self.measure(LOOK_SECONDS)
+            return False
+        self.sleep()
+        is_first = not self.has_slept
+        self.has_slept = True
+        return is_first
+
+    def sleep(self) -> None:
+        """Has threads sleep, for a while."""
+        # With those that compute, one more than there are CPUs, as OpenMP counts them.
+        n_cpus = len(os.sched_getaffinity(0))
+        n_idle = max(1, n_cpus + 1 - self.n_threads)
+        self.idle_threads = IdleThreads(self.libraries, n_idle)
+        self.measure(self.sleep_seconds)
+        self.sleep_seconds = min(2 * self.sleep_seconds, LONGEST_SLEEP)
+
+    def wake(self) -> None:
+        """Has threads stay awake."""
+        if self.idle_threads is not None:
+            self.idle_threads.end()
+        self.idle_threads = None
+        self.measure(LOOK_SECONDS)
+
+
+class IdleThreads:
+    """Threads of OpenMP that do nothing until `end`: n_idle of each library, and Python's own."""
+
+    def __init__(self, libraries: list[str], n_idle: int) -> None:
+        self.libraries = libraries
+        self.n_idle = n_idle
+        self.is_ready = threading.Event()
+        self.may_end = threading.Event()
+        self.thread = threading.Thread(target=self.hold, daemon=True)
+        self.thread.start()
+        self.is_ready.wait()
+
+    def hold(self) -> None:
+        """Starts the threads, as a team of this thread. They end with it."""
+        try:
+            free = ctypes.CDLL(None).free
+            for library in self.libraries:
+                run_by_team = ctypes.CDLL(library).GOMP_parallel
+                run_by_team(free, None, 1 + self.n_idle, 0)  # to free nothing does nothing
+        finally:
+            self.is_ready.set()
+        self.may_end.wait()
+
+    def end(self) -> None:
+        self.may_end.set()
+        self.thread.join()
+
+
+def openmp_libraries() -> list[str]:
+    """The paths of GNU's OpenMP in this process: none, or that of torch, or of a compiler too."""
+    paths = set()
+    with suppress(OSError):  # not Linux
+        for line in LIBRARIES.read_text().splitlines():
+            path = line.split(maxsplit=5)[-1]
+            if Path(path).name.startswith("libgomp"):
+                paths.add(path)
+    return sorted(paths)
+
+
+def core_delay() -> float:
+    """Seconds in which threads of this process could run, but other programs used the cores.
+
+    Those of all threads are added up. 0.0 where the system does not count them.
+
+    https://docs.kernel.org/scheduler/sched-stats.html#proc-pid-schedstat
+    """
+    nanoseconds = 0
+    with suppress(OSError):
+        for task in TASKS.iterdir():
+            with suppress(OSError, ValueError):  # a thread that has just ended
+                _, delay, _ = (task / "schedstat").read_text().split()
+                nanoseconds += int(delay)
+    return nanoseconds / 1e9

@@ -1,0 +1,156 @@
+"""How OpenMP's threads wait for each other, where other programs use the cores."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from trainings import trainer_of
+
+from sm_nanogpt.entry_point import waiting
+from sm_nanogpt.entry_point.waiting import (
+    IdleThreads,
+    Waiting,
+    core_delay,
+    openmp_libraries,
+)
+
+has_gnu = pytest.mark.skipif(not openmp_libraries(), reason="torch has another OpenMP than GNU's")
+
+
+class Machine:
+    """A clock, and a machine on which other programs take a share of our threads' time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.delay = 0.0
+        self.share = 0.0  # seconds in which our threads wait for a core, of each second
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.delay += seconds * self.share
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr("time.monotonic", lambda: machine.now)
+    monkeypatch.setattr(waiting, "core_delay", lambda: machine.delay)
+    monkeypatch.setattr(waiting, "openmp_libraries", lambda: ["libgomp.so.1"])
+    monkeypatch.setattr(waiting.IdleThreads, "hold", lambda self: self.is_ready.set())
+    return machine
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def seconds_awake(machine: Machine, threads: Waiting, seconds: float) -> float:
+    """Seconds in which threads stay awake, in steps of a tenth of a second."""
+    awake = 0.0
+    for _ in range(round(seconds * 10)):
+        machine.pass_time(0.1)
+        awake += 0.1 * (threads.idle_threads is None)
+        threads.look()
+    return awake
+
+
+def test_threads_stay_awake_on_a_quiet_machine(machine):
+    machine.share = 0.05
+    assert seconds_awake(machine, Waiting(2), 60) == pytest.approx(60)
+
+
+def test_threads_sleep_on_a_busy_machine(machine):
+    machine.share = 0.3
+    assert seconds_awake(machine, Waiting(2), 120) < 0.05 * 120
+
+
+def test_threads_wake_when_a_machine_becomes_quiet(machine):
+    threads = Waiting(2)
+    machine.share = 0.3
+    seconds_awake(machine, threads, 120)
+    machine.share = 0.0
+    seconds_awake(machine, threads, waiting.LONGEST_SLEEP)
+    assert seconds_awake(machine, threads, 10) == pytest.approx(10)
+
+
+def test_a_short_disturbance_costs_a_short_sleep(machine):
+    threads = Waiting(2)
+    machine.share = 0.3
+    seconds_awake(machine, threads, 0.6)
+    machine.share = 0.0
+    assert seconds_awake(machine, threads, 10) > 10 - 1.2 * waiting.SHORTEST_SLEEP
+
+
+def test_that_threads_sleep_is_said_once(machine):
+    threads = Waiting(2)
+    machine.share = 0.3
+    looks = []
+    for _ in range(200):
+        machine.pass_time(0.6)
+        looks.append(threads.look())
+    assert looks.count(True) == 1
+
+
+def test_one_thread_waits_for_none(machine):
+    machine.share = 0.9
+    assert seconds_awake(machine, Waiting(1), 60) == pytest.approx(60)
+
+
+def test_a_wait_policy_of_the_user_is_obeyed(machine, monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    machine.share = 0.9
+    assert seconds_awake(machine, Waiting(2), 60) == pytest.approx(60)
+
+
+def test_without_linux_no_thread_sleeps(monkeypatch, tmp_path):
+    monkeypatch.setattr(waiting, "TASKS", tmp_path / "none")
+    monkeypatch.setattr(waiting, "LIBRARIES", tmp_path / "none")
+    assert core_delay() == 0.0
+    assert openmp_libraries() == []
+
+
+def test_the_delays_of_all_threads_are_added(monkeypatch, tmp_path):
+    for name, numbers in {"7": "900 1500000000 3", "8": "5 250000000 1", "9": ""}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "schedstat").write_text(numbers)
+    monkeypatch.setattr(waiting, "TASKS", tmp_path)
+    assert core_delay() == 1.75
+
+
+@has_gnu
+def test_idle_threads_are_there_until_they_end():
+    def count() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = count()
+    libraries = openmp_libraries()
+    idle = IdleThreads(libraries, n_idle=3)
+    assert count() - before == 1 + 3 * len(libraries)
+    idle.end()
+    deadline = time.monotonic() + 30
+    while count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert count() == before
+
+
+@has_gnu
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_how_threads_wait_changes_no_bit(tmp_path, two_threads, precision):
+    ends = []
+    for sleeps in (False, True):
+        trainer = trainer_of(tmp_path / str(sleeps), n_embd=128, precision=precision)
+        for step in range(4):
+            if sleeps and step % 2 == 0:
+                trainer.waiting.sleep()
+            trainer.train_step()
+            trainer.waiting.wake()
+        ends.append(trainer.tensors())
+    for name, tensor in ends[0].items():
+        assert torch.equal(tensor, ends[1][name]), name
