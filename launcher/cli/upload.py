@@ -57,6 +57,10 @@ def help_lines(formats: Sequence[Format]) -> str:
 @valued("--include GLOB", "Plain text too, such as '*.py'.", multiple=True)
 @valued("--exclude GLOB", "Leave out files or folders.", multiple=True)
 @valued("--column NAME", "Field of the text in a record (default: text).")
+@valued(
+    "--me NAME",
+    "In chats that a messenger exported: whose messages the model learns to write.",
+)
 @valued("--encoding NAME", "Read files that are not UTF-8 in this encoding, such as cp1252.")
 @JSON
 def upload_data_command(

@@ -18,7 +18,7 @@ from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
 from sm_nanogpt.launcher.files.scratch import TEMPORARY_FILES, remove_leftovers
 from sm_nanogpt.launcher.sagemaker.caller import owner_of_upload
 from sm_nanogpt.launcher.settings import Settings, load_settings
-from sm_nanogpt.launcher.text.documents import digest_of, survey_documents, survey_text
+from sm_nanogpt.launcher.text.documents import Survey, digest_of, survey_documents, survey_text
 from sm_nanogpt.launcher.text.files import FileOptions, find_files, warn_of_held_out
 from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.repeats import share_within, warn_of_repeats
@@ -49,12 +49,14 @@ def upload_data(
     exclude: str | Sequence[str] = (),
     column: str = "text",
     encoding: str = "",
+    me: str = "",
 ) -> Upload:
     """Puts files of text, and those below folders, into the store as one upload.
 
     A path may also be `-`, for standard input, hf://datasets/OWNER/NAME/... or s3://bucket/... .
     docs/tokens.md has the formats. include adds plain text by patterns, such as `*.py`; exclude
-    leaves out files or folders; encoding is that of files that are not UTF-8.
+    leaves out files or folders; encoding is that of files that are not UTF-8. me is the person in
+    exported chats whose messages the model learns to write.
 
     With a tokenizer, the upload is of tokens: `bpe` learns vocab_size of them from the text
     (None: as many as fit it); else it is a tokenizer.json, a directory or a job that has one. Then
@@ -77,7 +79,10 @@ def upload_data(
         records=tokenizer is not None,
         column=column,
         encoding=encoding,
+        me=me,
     )
+    if me and tokenizer is None:
+        raise InputError("is for chats, which are read as tokens", "chats-as-tokens", field="me")
     settings = settings or load_settings()
     with open_sources(texts, settings, code="first-text") as sources:
         # A wrong path is refused before AWS is asked.
@@ -165,6 +170,7 @@ def send_tokens(
 
     survey = survey_documents(files)
     survey.check(name)
+    check_me(files, survey)
     vocab_size = vocab_size or fitting_size(survey.characters)
     recipe = f"bpe {vocab_size}"
     tokenizer = None
@@ -197,6 +203,13 @@ def send_tokens(
             **encoded,
         )
         return send(upload, shards, settings, progress)
+
+
+def check_me(files: Sequence[File], survey: Survey) -> None:
+    """Raise InputError if a name was given, and no file is a chat between people."""
+    me = files[0].me
+    if me and not survey.skipped.talks.authors:
+        raise InputError("is for chats between people, and here is none", field="me", value=me)
 
 
 def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Progress) -> Upload:

@@ -16,6 +16,7 @@ from sm_nanogpt.launcher.text.encodings import read_text
 from sm_nanogpt.launcher.text.reading import File, open_text
 from sm_nanogpt.launcher.text.records import TextDocument, document_of
 from sm_nanogpt.launcher.text.skipped import Skipped, Unlearnable
+from sm_nanogpt.launcher.text.talks import Talk
 from sm_nanogpt.launcher.values import counted
 
 logger = logging.getLogger(__name__)
@@ -214,7 +215,8 @@ def read_documents(files: Sequence[File], survey: Survey) -> Iterator[str | None
 def documents_in(file: File, skipped: Skipped) -> Iterator[TextDocument]:
     """Yield the documents of a file.
 
-    Conversations from which no model can learn are added to `skipped`.
+    Conversations from which no model can learn, and what talks hold besides, are added to
+    `skipped`.
     """
     reader = file.format.reader
     if reader is None:
@@ -222,6 +224,10 @@ def documents_in(file: File, skipped: Skipped) -> Iterator[TextDocument]:
         return
     with open_text(file) as content:
         for position, record in reader(content, file.shown, file.column):
+            if isinstance(record, Talk):
+                for turns in skipped.talks.turns_of(record, position, file.me):
+                    yield TextDocument(position, True, iter(turns))
+                continue
             try:
                 yield document_of(record, position, file.column)
             except Unlearnable as error:

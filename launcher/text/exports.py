@@ -15,7 +15,6 @@ MAX_VALUES = 100  # values of a level that are searched
 WHOLE_FILE = ", one JSON object"  # ends the position of a record that is a whole file
 NOTEBOOK_FIELDS = {"cells", "nbformat"}
 REDIRECT = "FILE > RECORDS.jsonl"
-CLAUDE = "{messages: [.chat_messages[] | {role: .sender, content: .text}]}"
 # Joins a text that is a list of strings and of parts with a field `text`.
 JOIN = 'if type == "array" then map(.text? // .) | join("") else . end'
 
@@ -56,9 +55,8 @@ def explain(record: Any, position: str, column: str) -> str:
         command = jq(f"{root} | {{text: .}}")
         return f"a string, and no object; {command} makes records of it"
     if isinstance(record, dict):
-        export = explain_export(record, root)
-        if export:
-            return export
+        if record.keys() >= NOTEBOOK_FIELDS:
+            return "a notebook; `jupyter nbconvert --to script FILE` makes code of it"
         if is_in_parts(record.get(column)) and not position.endswith(WHOLE_FILE):
             command = jq(f"{root.removesuffix('.')}{path_to(column)} |= ({JOIN})")
             problem = f"`{column}` is a list of strings and parts, as Telegram writes it"
@@ -79,18 +77,6 @@ def explain(record: Any, position: str, column: str) -> str:
 def jq(filter: str) -> str:
     """A command that writes what a filter of jq makes of a file."""
     return f"`jq -c '{filter}' {REDIRECT}`"
-
-
-def explain_export(record: dict[str, Any], root: str) -> str:
-    """The program that exports such a record, and what makes documents of it; '' for any other."""
-    if "mapping" in record:
-        example = 'records are like {"text": "..."} or {"messages": [...]}'
-        return f"ChatGPT's own export is not read; {example}"
-    if "chat_messages" in record:
-        return f"Claude's own export; {jq(f'{root} | {CLAUDE}')} makes conversations of it"
-    if record.keys() >= NOTEBOOK_FIELDS:
-        return "a notebook; `jupyter nbconvert --to script FILE` makes code of it"
-    return ""
 
 
 def is_in_parts(text: Any) -> bool:

@@ -44,6 +44,7 @@ class FileOptions:
     records: bool = False  # whether files of records are taken too; an upload of tokens can
     column: str = "text"  # the field of a record that holds the text
     encoding: str = ""  # of files that are not UTF-8
+    me: str = ""  # whose messages a model learns, of exported chats
 
 
 def find_files(
@@ -159,6 +160,7 @@ class FileFinder:
             self.options.column,
             plain=self.include.match(path, source.path),
             source=source.shown(path),
+            me=self.options.me,
         )
         if not (file.format.is_plain or self.options.records):
             raise records_need_tokens(file)
@@ -243,7 +245,7 @@ class FileFinder:
         if self.include.match(path, root):
             return True
         format = format_of_name(path)
-        if format is None or format.is_refused:
+        if format is None or format.advice:
             return False
         return format.is_plain or self.options.records
 
@@ -336,7 +338,7 @@ def left_out(kind: str, example: Path, source: TextSource) -> LeftOut:
             return LeftOut()
         glob = f"*{kind}" if kind.startswith(".") else kind
         return LeftOut(remedy={"code": "take-plain", "glob": shlex.quote(glob)})
-    if format.is_refused:
+    if format.advice:
         return LeftOut(advice=format.advice.format(path="FILE", stem="NAME", text="NAME.txt"))
     path = shlex.quote(source.shown(source.path))
     return LeftOut(remedy={"code": "needs-tokens", "path": path})

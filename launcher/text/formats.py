@@ -10,12 +10,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import IO
 
+from sm_nanogpt.launcher.text.messengers import WHATSAPP_START, read_whatsapp
+from sm_nanogpt.launcher.text.plain import (
+    converter,
+    texts_of_mailbox,
+    texts_of_page,
+    texts_of_subtitles,
+)
 from sm_nanogpt.launcher.text.records import (
     Records,
     read_json_array,
     read_json_lines,
     read_parquet,
     read_table,
+    read_zip,
 )
 from sm_nanogpt.launcher.text.unpacking import Compression, compression_of, without_compression
 
@@ -45,7 +53,7 @@ class Format:
 
     @property
     def is_refused(self) -> bool:
-        return bool(self.advice)
+        return bool(self.advice) and self.reader is None
 
     @property
     def patterns(self) -> str:
@@ -92,8 +100,40 @@ HTML = Format(
     "an HTML page",
     ".html .htm .xhtml",
     magic=(rb"(?i)(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html)\b"),
+    help="web pages, without their tags",
+    converter=converter(texts_of_page),
     is_text=True,
-    advice="`pandoc -f html -t plain -o {text} {path}` makes text of it",
+)
+SUBTITLES = Format(
+    "subtitles",
+    ".srt .vtt",
+    help="subtitles, without their times",
+    converter=converter(texts_of_subtitles),
+    is_text=True,
+)
+MAILBOX = Format(
+    "a mailbox",
+    ".mbox",
+    magic=rb"From \S+[^\n]* \d{4}\r?\n[\w-]+:",
+    help="mail, without quotes and attachments",
+    converter=converter(texts_of_mailbox),
+    is_text=True,
+)
+WHATSAPP = Format(
+    "a chat of WhatsApp",
+    ".txt",
+    magic=WHATSAPP_START,
+    help="chats that WhatsApp exported, by their first line",
+    reader=read_whatsapp,
+    is_text=True,
+)
+ZIP = Format(
+    "a zip archive",
+    ".zip",
+    magic=rb"PK\x03\x04",
+    help="chats that a program exported",
+    reader=read_zip,
+    advice="unpack it: `unzip {path}`",
 )
 XML = Format(
     "XML",
@@ -122,7 +162,11 @@ FORMATS = (
     JSON,
     TABLE,
     PARQUET,
+    ZIP,
     HTML,  # before XML, with which a page may begin
+    SUBTITLES,
+    MAILBOX,
+    WHATSAPP,
     XML,
     NOTEBOOK,
     Format(
@@ -158,12 +202,6 @@ FORMATS = (
         ".doc .ppt .pptx .xls .xlsx .ods",
         magic=rb"\xd0\xcf\x11\xe0",
         advice="save a text as .txt or .docx, and a table as .csv",
-    ),
-    Format(
-        "a zip archive",
-        ".zip",
-        magic=rb"PK\x03\x04",
-        advice="unpack it: `unzip {path}`",
     ),
     Format(
         "a bzip2 file",

@@ -58,6 +58,7 @@ class File:
     compression: Compression | None = None
     encoding: str = ""  # a codec of Python; "": UTF-8
     column: str = "text"  # the field of its records that holds the text
+    me: str = ""  # whose messages a model learns, of the chats in it
     source: str = ""  # what the user gave, if the path is a copy of it
 
     @property
@@ -77,14 +78,19 @@ def files_in(directory: Path) -> list[File]:
 
 
 def detect_file(
-    path: Path, encoding: str = "", column: str = "text", plain: bool = False, source: str = ""
+    path: Path,
+    encoding: str = "",
+    column: str = "text",
+    plain: bool = False,
+    source: str = "",
+    me: str = "",
 ) -> File:
     """Find out how to read a file, by its name and its first bytes.
 
     encoding is for a file that is not UTF-8. plain takes the file as plain text whatever its name
     is. Raises InputError if it cannot be read, or is of a format that is refused.
     """
-    file = File(path.name, path, column=column, source=source)
+    file = File(path.name, path, column=column, me=me, source=source)
     file = replace(file, compression=compression_of(read_beginning(file)))
     beginning = read_beginning(file)
     format = detect_format(path, beginning, plain)

@@ -19,6 +19,7 @@ from sm_nanogpt.launcher.models.encoder import MAX_PIECE as PIECE
 from sm_nanogpt.launcher.text.chats import FIELDS, may_be_chat, turns_of
 from sm_nanogpt.launcher.text.encodings import EncodingFault, not_text, read_text
 from sm_nanogpt.launcher.text.exports import WHOLE_FILE, explain, is_no_chat
+from sm_nanogpt.launcher.text.messengers import open_export, read_whatsapp, talks_in
 from sm_nanogpt.launcher.text.tables import rows_of
 from sm_nanogpt.launcher.text.unpacking import CHUNK, Unpacking
 from sm_nanogpt.launcher.values import counted, is_utf8
@@ -115,7 +116,7 @@ def read_json_lines(file: IO[bytes], name: str, column: str = "text") -> Records
             value = read_whole_file(file) if is_first else None
             if value is None:
                 raise InputError(f"{position}: {line_problem(error)}") from None
-            yield from records_in(value, name)
+            yield from records_in(value, name, column)
             return
         yield position, record
         is_first = False
@@ -143,11 +144,16 @@ def read_json_array(file: IO[bytes], name: str, column: str = "text") -> Records
         items = json.loads("".join(text for _, text in read_text(file, name, CHUNK)))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name}: {json_problem(error)}") from None
-    yield from records_in(items, name)
+    yield from records_in(items, name, column)
 
 
-def records_in(value: dict[str, Any] | list[Any], name: str) -> Records:
-    """The records in the one value of a file."""
+def records_in(value: dict[str, Any] | list[Any], name: str, column: str) -> Records:
+    """The records in the one value of a file; or its talks, if a messenger exported it."""
+    talks = talks_in(value) if column == "text" else None
+    if talks is not None:
+        for number, talk in enumerate(talks, 1):
+            yield f"{name}, chat {number}", talk
+        return
     if isinstance(value, dict):
         yield f"{name}{WHOLE_FILE}", value
         return
@@ -170,6 +176,18 @@ def json_problem(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "not JSON that can be read: it nests too deeply"
     return "not JSON that can be read: a number has over 4,300 digits"
+
+
+# -- exports in zip archives -----------------------------------------------------------------------
+
+
+def read_zip(file: IO[bytes], name: str, column: str = "text") -> Records:
+    """Yield the talks of a messenger's export."""
+    shown, content = open_export(file, name)
+    if shown.endswith(".txt"):
+        yield from read_whatsapp(content, shown)
+    else:
+        yield from read_json_array(content, shown, column)
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.text.talks import Talks
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Skipped:
 
     counts: Counter[str] = field(default_factory=Counter)
     positions: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    talks: Talks = field(default_factory=Talks)  # what is left out of exported chats
 
     def add(self, error: Unlearnable) -> None:
         reason = error.reason
@@ -50,6 +52,7 @@ class Skipped:
 
         Raises InputError if it is more than MAX_SHARE of all.
         """
+        self.talks.check()
         n_skipped = self.counts.total()
         n_all = n_skipped + n_learnable
         if not n_skipped:

@@ -21,13 +21,6 @@ TEXTS = [f"This is text {number}." for number in range(9)]
 RECORDS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
 TELEGRAM = [{"from": "Ann", "text": [text, {"type": "bold", "text": "!"}]} for text in TEXTS]
 DISCORD = [{"content": text, "author": {"id": "5"}} for text in TEXTS]
-CLAUDE = [
-    {
-        "uuid": "u",
-        "chat_messages": [{"sender": who, "text": text} for who in ("human", "assistant")],
-    }
-    for text in TEXTS
-]
 
 FORMS: dict[str, Any] = {
     "an array in an object": {"version": "1", "data": RECORDS},
@@ -39,7 +32,6 @@ FORMS: dict[str, Any] = {
     "strings": TEXTS,
     "an array of strings": {"sentences": TEXTS},
     "an odd name": {"my records": RECORDS},
-    "Claude's conversations": CLAUDE,
 }
 
 

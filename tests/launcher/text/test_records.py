@@ -165,7 +165,6 @@ LONG_NUMBER = b"9" * 5_000
         ("a.parquet", TWINS, ("two columns", "`text`")),
         ("a.csv", b"text,text\na,b\n", ("two columns", "`text`")),
         ("a.jsonl", b'{\n"text": "a"\n}\n' * 2, (":1: ", "on one line, ", "`jq -c . FILE`")),
-        ("a.json", b'[{"title": "a", "mapping": {}}]', ("item 1", "ChatGPT's own export")),
         ("a.parquet", b"PAR1" + b"x" * 100, ("damaged",)),
         ("a.parquet", parquet([{"text": "a" * 9999}], compression=None)[:5000], ("damaged",)),
     ],

@@ -1,0 +1,334 @@
+"""Read what messengers and assistants export: each chat is a talk.
+
+ChatGPT, Claude, Telegram, Discord (by DiscordChatExporter) and Slack export JSON, WhatsApp a text.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import zipfile
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from html import unescape
+from typing import IO, Any
+
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.text.encodings import read_text
+from sm_nanogpt.launcher.text.talks import Talk
+from sm_nanogpt.launcher.text.unpacking import CHUNK, Unpacking
+
+ASSISTANT = "assistant"
+SLACK_FIELDS = ("members", "profile", "service_id", "is_archived")  # of its files without messages
+SLACK_SIGN = re.compile(r"<([@#!]?)([^<>|]*)(?:\|([^<>]*))?>")
+WHATSAPP_LINE = re.compile(
+    r"\u200e?\[?(?P<date>\d{1,4}[./-]\d{1,2}[./-]\d{1,4}),? "
+    r"(?P<hour>\d{1,2})[:.](?P<minute>\d\d)(?:[:.](?P<second>\d\d))?"
+    r"(?:[ \u00a0\u202f]?(?P<half>[AaPp])\.?[ \u00a0]?[Mm]\.?)?(?:\]| -) (?P<message>.*)",
+    re.DOTALL,
+)
+WHATSAPP_START = (  # of a file, in bytes, as formats.py knows formats
+    rb"(\xef\xbb\xbf)?(\xe2\x80\x8e)?\[?\d{1,4}[./-]\d{1,2}[./-]\d{1,4}, \d{1,2}[:.]\d\d([:.]\d\d)?"
+    rb"(( |\xc2\xa0|\xe2\x80\xaf)?[AaPp]\.?( |\xc2\xa0)?[Mm]\.?)?(\]| -) "
+)
+WHATSAPP_MEDIA = re.compile(
+    r"<[^<>]+>|.*\((file attached|datei angehängt|fichier joint|archivo adjunto|file allegato)\)"
+    r"|null",
+    re.IGNORECASE | re.DOTALL,
+)
+WHATSAPP_EDITED = re.compile(r"\s*\u200e?<[^<>]*(edited|bearbeitet|modifié|editado)[^<>]*>\s*$")
+WHATSAPP_DELETED = re.compile(
+    r"(this message was deleted|you deleted this message"
+    r"|diese nachricht wurde gelöscht|du hast diese nachricht gelöscht)\.?",
+    re.IGNORECASE,
+)
+EXPORTS_IN_ZIP = ("conversations.json", "result.json")  # besides the chat of WhatsApp
+MAX_EXPORT = 1 << 31  # bytes of a file in a zip archive
+
+
+# -- JSON ------------------------------------------------------------------------------------------
+
+
+def talks_in(value: Any) -> list[Talk] | None:
+    """The talks in the JSON of a file; None if it is no export that is known here."""
+    for is_export, read in EXPORTS:
+        if is_export(value):
+            return list(read(value))
+    return None
+
+
+def has_items(value: Any, *fields: str) -> bool:
+    """True for a list whose first item is an object with these fields."""
+    return isinstance(value, list) and bool(value) and has_fields(value[0], *fields)
+
+
+def has_fields(value: Any, *fields: str) -> bool:
+    return isinstance(value, dict) and all(field in value for field in fields)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def is_chatgpt(value: Any) -> bool:
+    return has_items(value, "mapping") and isinstance(value[0]["mapping"], dict)
+
+
+def read_chatgpt(conversations: list[Any]) -> Iterator[Talk]:
+    """The branch of each conversation that ChatGPT showed last."""
+    for conversation in conversations:
+        talk = Talk(answers=ASSISTANT)
+        mapping = conversation.get("mapping") if isinstance(conversation, dict) else None
+        for node in branch_of(mapping or {}, conversation.get("current_node")):
+            add_chatgpt_message(talk, node.get("message") or {})
+        yield talk
+
+
+def branch_of(mapping: dict[str, Any], last: Any) -> list[dict[str, Any]]:
+    """The nodes from the first message to the last one."""
+    if last not in mapping and mapping:
+        last = list(mapping)[-1]
+    nodes: list[dict[str, Any]] = []
+    while last in mapping and len(nodes) < len(mapping):
+        nodes.append(mapping[last])
+        last = mapping[last].get("parent")
+    return nodes[::-1]
+
+
+def add_chatgpt_message(talk: Talk, message: dict[str, Any]) -> None:
+    author = (message.get("author") or {}).get("role")
+    content = message.get("content") or {}
+    kind = content.get("content_type", "")
+    metadata = message.get("metadata") or {}
+    if author not in ("user", ASSISTANT) or metadata.get("is_visually_hidden_from_conversation"):
+        if author == "tool":
+            talk.left_out["answer of a tool"] += 1
+        return
+    if kind not in ("text", "multimodal_text") or message.get("recipient", "all") != "all":
+        talk.left_out[kind.replace("_", " ") or "message without text"] += 1
+        return
+    parts = content.get("parts") or []
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) < len(parts):
+        talk.left_out["image or recording"] += len(parts) - len(texts)
+    if any(map(is_text, texts)):
+        talk.add(author, "\n".join(texts))
+
+
+def is_claude(value: Any) -> bool:
+    return has_items(value, "chat_messages")
+
+
+def read_claude(conversations: list[Any]) -> Iterator[Talk]:
+    for conversation in conversations:
+        talk = Talk(answers=ASSISTANT)
+        for message in conversation.get("chat_messages") or []:
+            content = message.get("content") or []
+            texts = [part["text"] for part in content if is_text(part.get("text"))]
+            text = "\n".join(texts) or message.get("text") or ""
+            author = ASSISTANT if message.get("sender") == ASSISTANT else "user"
+            talk.add(author, text)
+            for field in ("attachments", "files"):
+                talk.left_out["attached file"] += len(message.get(field) or [])
+        talk.left_out = +talk.left_out  # without those that are 0
+        yield talk
+
+
+def is_telegram_chat(value: Any) -> bool:
+    return has_fields(value, "messages", "type") and has_items(value["messages"], "type", "date")
+
+
+def is_telegram(value: Any) -> bool:
+    """True for the export of a chat, or of an account."""
+    return is_telegram_chat(value) or bool(telegram_chats(value))
+
+
+def telegram_chats(value: Any) -> list[Any]:
+    chats = []
+    if has_fields(value, "chats"):
+        for group in (value["chats"], value.get("left_chats")):
+            if has_fields(group, "list"):
+                chats += [chat for chat in group["list"] if is_telegram_chat(chat)]
+    return chats
+
+
+def read_telegram(value: dict[str, Any]) -> Iterator[Talk]:
+    for chat in telegram_chats(value) or [value]:
+        talk = Talk()
+        for message in chat["messages"]:
+            text = telegram_text(message.get("text"))
+            if message.get("type") != "message":
+                talk.left_out["note of the service"] += 1
+            elif "forwarded_from" in message:
+                talk.left_out["forwarded message"] += 1
+            elif not text.strip():
+                kind = "photo" if "photo" in message else message.get("media_type", "file")
+                talk.left_out[kind.replace("_", " ")] += 1
+            else:
+                author = message.get("from") or message.get("from_id") or "deleted account"
+                talk.add(author, text, seconds_of(message))
+        yield talk
+
+
+def telegram_text(text: Any) -> str:
+    """A text, of which links and such are objects."""
+    if isinstance(text, str):
+        return text
+    parts = text if isinstance(text, list) else []
+    return "".join(part if isinstance(part, str) else part.get("text", "") for part in parts)
+
+
+def seconds_of(message: dict[str, Any]) -> float:
+    if "date_unixtime" in message:
+        return float(message["date_unixtime"])
+    return moment(message.get("date") or message.get("timestamp"))
+
+
+def moment(date: Any) -> float:
+    """The seconds of a date in ISO 8601; 0 for anything else."""
+    try:
+        return datetime.fromisoformat(date).timestamp()
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def is_discord(value: Any) -> bool:
+    return has_fields(value, "channel", "messages") and has_items(
+        value["messages"], "author", "content", "timestamp"
+    )
+
+
+def read_discord(value: dict[str, Any]) -> Iterator[Talk]:
+    talk = Talk()
+    for message in value["messages"]:
+        author = message["author"]
+        if message.get("type", "Default") not in ("Default", "Reply"):
+            talk.left_out["note of the service"] += 1
+        elif author.get("isBot"):
+            talk.left_out["message of a bot"] += 1
+        else:
+            if message.get("attachments"):
+                talk.left_out["attached file"] += len(message["attachments"])
+            if message["content"].strip():
+                name = author.get("nickname") or author.get("name") or author.get("id")
+                talk.add(str(name), message["content"], seconds_of(message))
+    yield talk
+
+
+def is_slack(value: Any) -> bool:
+    """True for the messages of a day, and for Slack's lists of people, channels, and programs."""
+    if has_items(value, "type", "ts"):
+        return True
+    return has_items(value, "id") and any(field in value[0] for field in SLACK_FIELDS)
+
+
+def read_slack(items: list[Any]) -> Iterator[Talk]:
+    talk = Talk()
+    for message in items:
+        if message.get("type") != "message" or "ts" not in message:
+            continue
+        if message.get("subtype") not in (None, "thread_broadcast", "me_message"):
+            talk.left_out[f"message of the kind {message['subtype']}"] += 1
+            continue
+        if message.get("files"):
+            talk.left_out["attached file"] += len(message["files"])
+        text = slack_text(message.get("text") or "")
+        if text.strip():
+            talk.add(slack_name(message), text, float(message["ts"]))
+    yield talk
+
+
+def slack_name(message: dict[str, Any]) -> str:
+    profile = message.get("user_profile") or {}
+    names = (profile.get("display_name"), profile.get("real_name"), message.get("user"))
+    return next((name for name in names if name), "somebody")
+
+
+def slack_text(text: str) -> str:
+    """A text with the names of links, channels, and people, and without their addresses."""
+
+    def readable(sign: re.Match[str]) -> str:
+        kind, target, name = sign.groups()
+        if kind == "!":
+            return f"@{target.partition('^')[0]}"
+        return f"{kind}{name or target}"
+
+    return unescape(SLACK_SIGN.sub(readable, text))
+
+
+EXPORTS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Iterator[Talk]]], ...] = (
+    (is_chatgpt, read_chatgpt),
+    (is_claude, read_claude),
+    (is_telegram, read_telegram),
+    (is_discord, read_discord),
+    (is_slack, read_slack),
+)
+
+
+# -- WhatsApp --------------------------------------------------------------------------------------
+
+
+def read_whatsapp(file: IO[bytes], name: str, column: str = "text") -> Iterator[tuple[str, Talk]]:
+    """Yield the one talk of a text that WhatsApp has exported, of Android or of iOS."""
+    talk = Talk()
+    text = "".join(part for _, part in read_text(file, name, CHUNK))
+    lines: list[str] = []  # of a message
+    day = 0
+    date = ""
+    for line in text.removeprefix("\ufeff").splitlines():
+        match = WHATSAPP_LINE.match(line)
+        if match is None:
+            lines.append(line)
+            continue
+        add_whatsapp_message(talk, lines, day)
+        if match["date"] != date:  # whose order of day and month is not known
+            day += 1
+            date = match["date"]
+        lines = [line]
+    add_whatsapp_message(talk, lines, day)
+    yield name, talk
+
+
+def add_whatsapp_message(talk: Talk, lines: list[str], day: int) -> None:
+    match = WHATSAPP_LINE.match("\n".join(lines))
+    if match is None:
+        return
+    author, colon, text = match["message"].partition(": ")
+    text = WHATSAPP_EDITED.sub("", text)
+    if not colon:
+        talk.left_out["note of the service"] += 1
+    elif WHATSAPP_DELETED.fullmatch(text.strip("\u200e ")):
+        talk.left_out["deleted message"] += 1
+    elif text.startswith("\u200e") or WHATSAPP_MEDIA.fullmatch(text):
+        talk.left_out["photo, recording, file, or note of the service"] += 1
+    else:
+        talk.add(
+            author.strip("\u200e\u202a\u202c~ \u202f"), text, day * 86_400 + time_of_day(match)
+        )
+
+
+def time_of_day(match: re.Match[str]) -> int:
+    """Seconds."""
+    hour = int(match["hour"])
+    if match["half"]:
+        hour = hour % 12 + 12 * (match["half"].lower() == "p")
+    return hour * 3600 + int(match["minute"]) * 60 + int(match["second"] or 0)
+
+
+# -- zip archives ----------------------------------------------------------------------------------
+
+
+def open_export(file: IO[bytes], name: str) -> tuple[str, IO[bytes]]:
+    """The file of messages in a zip archive, and its name. Raises InputError if there is none."""
+    try:
+        archive = zipfile.ZipFile(file)
+    except zipfile.BadZipFile as error:
+        raise InputError(f"{name}: damaged: {error}") from None
+    for entry in archive.infolist():
+        base = entry.filename.rpartition("/")[2]
+        is_whatsapp = base == "_chat.txt" or re.fullmatch(r"WhatsApp.*\.txt", base)
+        if is_whatsapp or base in EXPORTS_IN_ZIP:
+            Unpacking(name, entry.compress_size).add(entry.file_size)
+            return f"{name}, {entry.filename}", archive.open(entry)
+    problem = "has no chat that a known program exported"
+    raise InputError(f"{name}: {problem}; unpack it: `unzip {shlex.quote(name)}`")

@@ -1,0 +1,135 @@
+"""Talks: what people or programs said to each other, as messengers export it.
+
+A talk becomes conversations, in which the model learns the messages of one of the people.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.models.encoder import ASSISTANT_PREFIX
+
+logger = logging.getLogger(__name__)
+
+PAUSE = 3600.0  # seconds after which a new conversation begins
+MAX_CHARACTERS = 1000  # of a conversation, after which the next answer ends it
+MAX_NAMES = 20
+
+
+@dataclass(frozen=True)
+class Message:
+    """A text of somebody, at a number of seconds since any moment."""
+
+    author: str
+    text: str
+    seconds: float = 0.0
+
+
+@dataclass
+class Talk:
+    """The messages of one exported chat, in their order."""
+
+    messages: list[Message] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)  # by kind, such as "photo"
+    answers: str = ""  # the author whom the model is to learn, where the export says it
+
+    def add(self, author: str, text: str, seconds: float = 0.0) -> None:
+        text = text.strip()
+        if text:
+            self.messages.append(Message(author, text, seconds))
+        else:
+            self.left_out["message without text"] += 1
+
+
+@dataclass
+class Talks:
+    """What was met in the talks of an upload: whose messages, and what is left out."""
+
+    authors: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+    me: str = ""  # whose messages the model learns
+
+    def check(self) -> None:
+        """Say what is left out. Raises InputError if nobody is called as `me` says."""
+        if self.authors and self.me not in self.authors:
+            problem = f"wrote no message; these did: {list_counts(self.authors)}"
+            raise InputError(problem, field="me", value=self.me)
+        if self.left_out:
+            logger.warning(f"left out of chats: {list_counts(self.left_out)}")
+
+    def turns_of(self, talk: Talk, position: str, me: str) -> Iterator[list[str]]:
+        """Yield the turns of each conversation of a talk, in which the model learns those of `me`.
+
+        Raises InputError if it is not known whose messages the model learns.
+        """
+        self.left_out.update(talk.left_out)
+        if not talk.messages:
+            return
+        if talk.answers:
+            conversations = [talk.messages]
+            me = talk.answers
+        else:
+            authors = Counter(message.author for message in talk.messages)
+            self.authors.update(authors)
+            self.me = me
+            if not me:
+                problem = f"{position}: is a chat of {list_counts(authors)}"
+                raise InputError(problem, "give-me")
+            conversations = list(cut(talk.messages, me))
+        is_group = len({message.author for message in talk.messages}) > 2
+        for messages in conversations:
+            turns = make_turns(messages, me, is_group)
+            if turns:
+                yield turns
+            else:
+                self.left_out[f"message without an answer of {me}"] += len(messages)
+
+
+def cut(messages: Sequence[Message], me: str) -> Iterator[list[Message]]:
+    """Yield the conversations in a chat: a pause ends one, or an answer once it is long."""
+    conversation: list[Message] = []
+    n_characters = 0
+    for message in messages:
+        if conversation:
+            last = conversation[-1]
+            is_answered = last.author == me and message.author != me
+            is_long = n_characters > MAX_CHARACTERS and is_answered
+            if is_long or abs(message.seconds - last.seconds) > PAUSE:
+                yield conversation
+                conversation = []
+                n_characters = 0
+        conversation.append(message)
+        n_characters += len(message.text)
+    if conversation:
+        yield conversation
+
+
+def make_turns(messages: Sequence[Message], me: str, is_group: bool) -> list[str]:
+    """The turns of a conversation up to the last answer, as chats.py has them; [] without any.
+
+    Messages in a row are one turn. In a group, those of others begin with a name.
+    """
+    turns: list[str] = []
+    for is_mine, run in groupby(messages, lambda message: message.author == me):
+        texts = []
+        for message in run:
+            prefix = f"{message.author}: " if is_group and not is_mine else ""
+            texts.append(f"{prefix}{message.text}")
+        text = "\n".join(texts)
+        turns.append(f"{ASSISTANT_PREFIX}{text}" if is_mine else f"user\n{text}")
+    while turns and not turns[-1].startswith(ASSISTANT_PREFIX):
+        turns.pop()
+    return turns
+
+
+def list_counts(counts: Counter[str]) -> str:
+    """Such as `Ann (120), Bob (99)`."""
+    parts = [f"{name} ({count:,})" for name, count in counts.most_common(MAX_NAMES)]
+    if len(counts) > MAX_NAMES:
+        parts.append(f"and {len(counts) - MAX_NAMES:,} more")
+    return ", ".join(parts)

@@ -1,0 +1,260 @@
+"""Chats that programs export, after the descriptions that their makers or users have published."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sm_nanogpt import InputError
+from sm_nanogpt.launcher.text.corpus import upload_data
+from sm_nanogpt.launcher.text.documents import documents_in
+from sm_nanogpt.launcher.text.reading import detect_file
+from sm_nanogpt.launcher.text.skipped import Skipped
+
+ASKED = ["user\nHow are you?", "assistant\nFine.\nAnd you?"]
+
+
+def conversations(path: Path, me: str = "") -> tuple[list[list[str]], Skipped]:
+    """The turns of each conversation of a file, and what was left out."""
+    skipped = Skipped()
+    file = detect_file(path, me=me)
+    documents = [list(document.pieces) for document in documents_in(file, skipped)]
+    return documents, skipped
+
+
+def write_json(path: Path, value: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1), "utf-8")
+    return path
+
+
+# -- assistants ------------------------------------------------------------------------------------
+
+
+def node(role: str, parts: list[Any], parent: str, kind: str = "text", **fields: Any) -> Any:
+    content = {"content_type": kind, "parts": parts}
+    return {"message": {"author": {"role": role}, "content": content, **fields}, "parent": parent}
+
+
+HIDDEN = {"metadata": {"is_visually_hidden_from_conversation": True}}
+CHATGPT = {
+    "title": "How are you?",
+    "create_time": 1700000000.0,
+    "current_node": "e",
+    "mapping": {
+        "root": {"message": None, "parent": None},
+        "a": node("system", [""], "root", **HIDDEN),
+        "b": node("user", ["How are you?", {"content_type": "image_asset_pointer"}], "a"),
+        "old": node("assistant", ["An answer that was made again."], "b"),
+        "c": node("assistant", ["search()"], "b", "code", recipient="browser"),
+        "d": node("tool", ["{}"], "c"),
+        "e": node("assistant", ["Fine.\nAnd you?"], "d"),
+    },
+}
+
+
+def test_chatgpts_export_has_the_branch_shown_last(tmp_path):
+    path = write_json(tmp_path / "conversations.json", [CHATGPT])
+    found, skipped = conversations(path)
+    assert found == [ASKED]
+    assert skipped.talks.left_out == {"image or recording": 1, "code": 1, "answer of a tool": 1}
+
+
+def test_an_export_is_read_from_its_zip_archive(tmp_path):
+    path = tmp_path / "export.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("chat.html", "<html>")
+        archive.writestr("conversations.json", json.dumps([CHATGPT]))
+    assert conversations(path)[0] == [ASKED]
+
+
+def test_a_zip_archive_of_anything_else_is_to_be_unpacked(tmp_path):
+    path = tmp_path / "notes.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("notes.txt", "a")
+    with pytest.raises(InputError, match=r"has no chat .*unpack it: `unzip "):
+        conversations(path)
+
+
+def test_claudes_export_has_its_conversations(tmp_path):
+    parts = [{"type": "text", "text": "Fine."}, {"type": "tool_use", "name": "search"}]
+    messages = [
+        {"sender": "human", "text": "How are you?", "attachments": [{"file_name": "a.pdf"}]},
+        {"sender": "assistant", "text": "Fine.", "content": parts},
+        {"sender": "assistant", "text": "And you?", "content": []},
+    ]
+    path = write_json(tmp_path / "conversations.json", [{"uuid": "u", "chat_messages": messages}])
+    found, skipped = conversations(path)
+    assert found == [ASKED]
+    assert skipped.talks.left_out["attached file"] == 1
+
+
+# -- messengers ------------------------------------------------------------------------------------
+
+ANDROID = """\
+12/03/24, 14:05 - Messages and calls are end-to-end encrypted.
+12/03/24, 14:05 - Ann: How are you?
+12/03/24, 14:06 - Bob: Fine.
+12/03/24, 14:06 - Bob: And you?
+12/03/24, 14:07 - Ann: <Media omitted>
+12/03/24, 14:07 - Ann: This message was deleted
+13/03/24, 09:30 - Ann: Two
+lines: and this
+13/03/24, 09:31 - Bob: Yes. <This message was edited>
+"""
+IOS = """\
+[12.03.24, 14:05:33] Ann: \u200eMessages and calls are end-to-end encrypted.
+[12.03.24, 14:05:34] Ann: How are you?
+[12.03.24, 14:06:01] Bob: Fine.
+[12.03.24, 14:06:02] Bob: And you?
+\u200e[12.03.24, 14:07:10] Ann: \u200eimage omitted
+[12.03.24, 14:07:11] Ann: \u200eThis message was deleted.
+[13.03.24, 09:30:00] Ann: Two
+lines: and this
+[13.03.24, 09:31:00] Bob: Yes. \u200e<This message was edited>
+"""
+AMERICAN = ANDROID.replace("14:0", "2:0").replace(" - ", "\u202fPM - ").replace("9:3", "9:3")
+
+
+@pytest.mark.parametrize("text", [ANDROID, IOS, AMERICAN], ids=["Android", "iOS", "12 hours"])
+def test_whatsapps_text_is_read_in_each_style(tmp_path, text):
+    (tmp_path / "chat.txt").write_text(text, "utf-8")
+    found, skipped = conversations(tmp_path / "chat.txt", me="Bob")
+    assert found == [ASKED, ["user\nTwo\nlines: and this", "assistant\nYes."]]
+    assert skipped.talks.left_out.total() == 3
+
+
+def test_a_log_with_times_is_no_chat_of_whatsapp(tmp_path):
+    (tmp_path / "a.txt").write_text("2024-03-12 14:05:33 - start: now\n" * 9)
+    assert detect_file(tmp_path / "a.txt").format.is_plain
+
+
+def telegram_message(author: str, text: Any, minute: int, **fields: Any) -> dict[str, Any]:
+    date = f"2024-03-12T14:{minute:02}:00"
+    return {"type": "message", "date": date, "from": author, "text": text, **fields}
+
+
+TELEGRAM = {
+    "name": "Bob",
+    "type": "personal_chat",
+    "id": 1,
+    "messages": [
+        {"type": "service", "date": "2024-03-12T14:00:00", "action": "phone_call"},
+        telegram_message("Ann", ["How are ", {"type": "bold", "text": "you"}, "?"], 5),
+        telegram_message("Bob", "Fine.", 6),
+        telegram_message("Bob", "And you?", 6),
+        telegram_message("Ann", "", 7, photo="photos/1.jpg"),
+        telegram_message("Ann", "News", 8, forwarded_from="A channel"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "value", [TELEGRAM, {"chats": {"list": [TELEGRAM]}, "contacts": {}}], ids=["chat", "account"]
+)
+def test_telegrams_result_is_read(tmp_path, value):
+    found, skipped = conversations(write_json(tmp_path / "result.json", value), me="Bob")
+    assert found == [ASKED]
+    left_out = {"note of the service": 1, "photo": 1, "forwarded message": 1}
+    assert skipped.talks.left_out == left_out
+
+
+def discord_message(author: str, text: str, minute: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "type": "Default",
+        "timestamp": f"2024-03-12T14:{minute:02}:00.123+00:00",
+        "content": text,
+        "author": {"id": "1", "name": author.lower(), "nickname": author, "isBot": False},
+        "attachments": [],
+        **fields,
+    }
+
+
+def test_the_json_of_discords_exporter_is_read(tmp_path):
+    messages = [
+        discord_message("Ann", "How are you?", 5, attachments=[{"fileName": "a.png"}]),
+        discord_message("Bob", "Fine.", 6, type="Reply"),
+        discord_message("Bob", "And you?", 6),
+        discord_message("Bob", "Pinned a message.", 6, type="ChannelPinnedMessage"),
+        discord_message("Bot", "beep", 7),
+    ]
+    messages[-1]["author"]["isBot"] = True
+    value = {"guild": {"id": "0"}, "channel": {"id": "1"}, "messages": messages}
+    found, skipped = conversations(write_json(tmp_path / "a.json", value), me="Bob")
+    assert found == [ASKED]
+    left_out = {"attached file": 1, "note of the service": 1, "message of a bot": 1}
+    assert skipped.talks.left_out == left_out
+
+
+def slack_message(author: str, text: str, seconds: int, **fields: Any) -> dict[str, Any]:
+    profile = {"real_name": f"{author} Smith", "display_name": author}
+    return {
+        "type": "message",
+        "user": f"U{author}",
+        "text": text,
+        "ts": f"{1710252300 + seconds}.000100",
+        "user_profile": profile,
+        **fields,
+    }
+
+
+def test_the_folder_of_slack_is_read(home, tmp_path, caplog):
+    folder = tmp_path / "slack"
+    write_json(folder / "users.json", [{"id": "UAnn", "profile": {}}])
+    write_json(folder / "channels.json", [{"id": "C1", "name": "general", "members": []}])
+    for day in range(20):
+        messages = [
+            slack_message("Ann", "How is <@UBob|Bob>, and <https://a.example|the page>?", 1),
+            slack_message("Bob", f"Fine on day {day} &amp; after.", 2),
+            slack_message("Bob", "<@UBob> has joined", 3, subtype="channel_join"),
+        ]
+        write_json(folder / f"general/2024-03-{day + 1:02}.json", messages)
+    upload = upload_data(folder, tokenizer="bpe", me="Bob")
+    assert upload.documents == 20
+    assert upload.chats
+    assert "left out of chats: message of the kind channel_join (20)" in caplog.text
+    found, _ = conversations(folder / "general/2024-03-01.json", me="Bob")
+    assert found == [["user\nHow is @Bob, and the page?", "assistant\nFine on day 0 & after."]]
+
+
+# -- whose messages --------------------------------------------------------------------------------
+
+
+def test_without_a_name_those_in_the_chat_are_listed(cli, tmp_path):
+    (tmp_path / "chat.txt").write_text(ANDROID * 9)
+    ran = cli("upload-data", "chat.txt", "--tokenizer", "bpe")
+    assert ran.failed(2, "is a chat of Bob (27), Ann (18)", "--me NAME` says whose")
+
+
+def test_a_name_that_nobody_has_is_refused_with_those_there(cli, tmp_path):
+    (tmp_path / "chat.txt").write_text(ANDROID * 9)
+    ran = cli("upload-data", "chat.txt", "--tokenizer", "bpe", "--me", "Eve")
+    assert ran.failed(2, "--me Eve: wrote no message; these did: Bob (27), Ann (18)")
+
+
+def test_a_name_is_for_chats_alone(cli, tmp_path):
+    (tmp_path / "a.txt").write_text("To be, or not to be.\n" * 99)
+    ran = cli("upload-data", "a.txt", "--me", "Ann")
+    assert ran.failed(2, "add --tokenizer bpe")
+    ran = cli("upload-data", "a.txt", "--me", "Ann", "--tokenizer", "bpe")
+    assert ran.failed(2, "--me Ann: is for chats between people")
+
+
+def test_in_a_group_others_are_named(tmp_path):
+    lines = ["Ann: Who comes?", "Cat: I do.", "Bob: Me too."]
+    text = "".join(f"12/03/24, 14:0{n} - {line}\n" for n, line in enumerate(lines))
+    (tmp_path / "chat.txt").write_text(text)
+    found, _ = conversations(tmp_path / "chat.txt", me="Bob")
+    assert found == [["user\nAnn: Who comes?\nCat: I do.", "assistant\nMe too."]]
+
+
+def test_a_long_chat_is_cut_after_an_answer(tmp_path):
+    line = "12/03/24, 14:0{} - {}: {}\n"
+    text = "".join(line.format(n % 9, "Ann" if n % 2 == 0 else "Bob", "a" * 300) for n in range(16))
+    (tmp_path / "chat.txt").write_text(text)
+    found, _ = conversations(tmp_path / "chat.txt", me="Bob")
+    assert [len(turns) for turns in found] == [4, 4, 4, 4]
