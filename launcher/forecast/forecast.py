@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from statistics import linear_regression
@@ -254,25 +254,14 @@ class Forecaster:
     ) -> Forecast:
         """The forecast for this machine and for instance types; ceiling is in USD."""
         pilots = self.pilots()
-        most_tokens = max(pilot.n_tokens for pilot in pilots)
-        largest = {size: pilot for size, n_tokens, pilot in pilots if n_tokens == most_tokens}
-        check_text(largest, self.corpus.train[0 : min(self.tokens, WRITTEN)], self.unit)
+        whole_pilots = on_most_tokens(pilots)
+        check_text(whole_pilots, self.corpus.train[0 : min(self.tokens, WRITTEN)], self.unit)
 
         runs = [self.run_of(size, n_tokens, pilot.loss) for size, n_tokens, pilot in pilots]
         law = shared().of_text(runs)
         problem = problem_of(law, self.source.is_packaged)
-        losses = dict[float, Expected]()
-        if most_tokens == self.tokens:  # the pilots have read the whole text
-            for size in sorted(largest):
-                losses[size] = measured_loss(largest[size], law)
         candidates = self.sizes_within(MAX_COMPUTE * sum(run.compute for run in runs))
-        if not problem:
-            largest_measured = max(losses, default=0.0)
-            for size in candidates:
-                if size > largest_measured:
-                    losses[size] = self.loss_of(size, law)
-        elif not has_lowest(losses):
-            raise InputError(f"no forecast: {problem}")
+        losses = self.losses(whole_pilots, law, problem, candidates)
         shown = up_to_lowest(losses)
 
         local = self.local_times([*shown], pilots)
@@ -283,8 +272,8 @@ class Forecaster:
         best = best_size(rows) or SIZES[0]
         overfits = len(shown) < len(losses)
         lines = notes(rows, best, overfits, len(candidates), instances, local.busy)
-        if is_of_another_kind(largest):
-            lines.append(another_kind(largest))
+        if is_of_another_kind(whole_pilots):
+            lines.append(another_kind(whole_pilots))
         changes = dict[str, Change | None](twice_text=None, twice_compute=None)
         if not problem:
             changes = self.changes(best, shown[best].loss, law)
@@ -312,9 +301,31 @@ class Forecaster:
         pilots = self.run_pilots(trials, at_once=cores())
         return [SizedPilot(*part, pilot) for part, pilot in zip(parts, pilots, strict=True)]
 
-    def loss_of(self, size: float, law: TextLaw) -> Expected:
-        [(loss, deviation)] = law.losses([self.run_of(size, self.tokens)])
-        return expected(loss, deviation)
+    def losses(
+        self,
+        whole_pilots: Mapping[float, Pilot],
+        law: TextLaw,
+        problem: str,
+        candidates: Sequence[float],
+    ) -> dict[float, Expected]:
+        """The losses by size: those of the pilots on the whole text, then the law's of larger ones.
+
+        Raises InputError if the law has a problem, and the pilots do not show which size is best.
+        """
+        losses = dict[float, Expected]()
+        if self.tokens <= WRITTEN:  # else the pilots have read a part of the text
+            for size in sorted(whole_pilots):
+                losses[size] = measured_loss(whole_pilots[size], law)
+        if problem:
+            if not has_lowest(losses):
+                raise InputError(f"no forecast: {problem}")
+            return losses
+        largest_measured = max(losses, default=0.0)
+        for size in candidates:
+            if size > largest_measured:
+                [(loss, deviation)] = law.losses([self.run_of(size, self.tokens)])
+                losses[size] = expected(loss, deviation)
+        return losses
 
     def sizes_within(self, compute: float) -> list[float]:
         """The sizes whose runs take no more compute, in parameters times tokens."""
@@ -380,6 +391,12 @@ class Forecaster:
             if larger.compute >= compute:
                 break
         return larger
+
+
+def on_most_tokens(pilots: Sequence[SizedPilot]) -> dict[float, Pilot]:
+    """The pilots by size that have read the whole text, or the most of a long one."""
+    most_tokens = max(pilot.n_tokens for pilot in pilots)
+    return {size: pilot for size, n_tokens, pilot in pilots if n_tokens == most_tokens}
 
 
 def expected(loss: float, deviation: float, measured: bool = False) -> Expected:
