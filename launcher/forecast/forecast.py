@@ -32,7 +32,7 @@ from sm_nanogpt.launcher.local.backend import LocalPlacement, plan_processes
 from sm_nanogpt.launcher.machines import is_busy
 from sm_nanogpt.launcher.source import Source
 
-SIZES = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
+SIZES = (1.0, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
 MAX_COMPUTE = 40  # times that of all pilots: beyond it nothing is forecast
 Z = 1.2816  # standard deviations to either side hold 80 %
 LONG_STEP = 0.25  # seconds: longer steps are forecast by arithmetic
