@@ -139,9 +139,9 @@ def test_the_80_percent_intervals_hold_80_percent_of_truths():
     for recorded in json.loads((BENCHMARKS / "forecasts.json").read_text()):
         law = shared().of_text([run_of(pilot) for pilot in recorded["runs"]])
         rows = [row for row in recorded["rows"] if row["size"] >= 2]
-        told = law.losses([run_of({**row, "unique": recorded["tokens"]}) for row in rows])
-        lowest = min(range(len(rows)), key=lambda n: told[n][0])
-        for row, (loss, deviation) in list(zip(rows, told, strict=True))[: lowest + 1]:
+        predicted = law.losses([run_of({**row, "unique": recorded["tokens"]}) for row in rows])
+        lowest = min(range(len(rows)), key=lambda n: predicted[n][0])
+        for row, (loss, deviation) in list(zip(rows, predicted, strict=True))[: lowest + 1]:
             truth = losses.get((recorded["text"], row["size"]))
             if truth is not None:
                 held.append(abs(math.log(truth / loss)) <= forecast.Z * deviation)
