@@ -49,11 +49,19 @@ MAX_EXPORT = 1 << 31  # bytes of a file in a zip archive
 # -- JSON ------------------------------------------------------------------------------------------
 
 
-def talks_in(value: Any) -> list[Talk] | None:
-    """The talks in the JSON of a file; None if it is no export that is known here."""
-    for is_export, read in EXPORTS:
-        if is_export(value):
+def talks_in(value: Any, name: str) -> list[Talk] | None:
+    """The talks in the JSON of a file; None if it is no export that is known here.
+
+    Raises InputError if an export has another form than it should.
+    """
+    for program, is_export, read in EXPORTS:
+        if not is_export(value):
+            continue
+        try:
             return list(read(value))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            problem = f"is an export of {program} in a form that is not known here"
+            raise InputError(f"{name}: {problem} ({error!r})") from error
     return None
 
 
@@ -256,12 +264,12 @@ def slack_text(text: str) -> str:
     return unescape(SLACK_SIGN.sub(readable, text))
 
 
-EXPORTS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Iterator[Talk]]], ...] = (
-    (is_chatgpt, read_chatgpt),
-    (is_claude, read_claude),
-    (is_telegram, read_telegram),
-    (is_discord, read_discord),
-    (is_slack, read_slack),
+EXPORTS: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], Iterator[Talk]]], ...] = (
+    ("ChatGPT", is_chatgpt, read_chatgpt),
+    ("Claude", is_claude, read_claude),
+    ("Telegram", is_telegram, read_telegram),
+    ("Discord", is_discord, read_discord),
+    ("Slack", is_slack, read_slack),
 )
 
 

@@ -149,7 +149,7 @@ def read_json_array(file: IO[bytes], name: str, column: str = "text") -> Records
 
 def records_in(value: dict[str, Any] | list[Any], name: str, column: str) -> Records:
     """The records in the one value of a file; or its talks, if a messenger exported it."""
-    talks = talks_in(value) if column == "text" else None
+    talks = talks_in(value, name) if column == "text" else None
     if talks is not None:
         for number, talk in enumerate(talks, 1):
             yield f"{name}, chat {number}", talk

@@ -39,6 +39,9 @@ class Talk:
     answers: str = ""  # the author whom the model is to learn, where the export says it
 
     def add(self, author: str, text: str, seconds: float = 0.0) -> None:
+        """Adds a message. Raises TypeError if its author or its text is no string."""
+        if not (isinstance(author, str) and isinstance(text, str)):
+            raise TypeError(f"a message of {author!r} is no text")
         text = text.strip()
         if text:
             self.messages.append(Message(author, text, seconds))

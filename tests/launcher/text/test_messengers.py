@@ -72,6 +72,25 @@ def test_an_export_is_read_from_its_zip_archive(tmp_path):
     assert conversations(path)[0] == [ASKED]
 
 
+DAMAGES: list[dict[str, Any]] = [
+    {"message": "hello"},
+    {"message": {"author": "user"}},
+    {"message": {"author": {"role": "user"}, "content": 3}},
+    {"message": {"author": {"role": "user"}, "content": {"content_type": None}}},
+    {"message": {"author": {"role": "user"}, "content": {"content_type": "text", "parts": 3}}},
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_export_of_another_form_is_an_error_of_one_line(tmp_path, damage):
+    mapping = {"e": {"parent": None, **damage}}
+    path = write_json(tmp_path / "conversations.json", [{**CHATGPT, "mapping": mapping}])
+    with pytest.raises(
+        InputError, match="is an export of ChatGPT in a form that is not known here"
+    ):
+        conversations(path)
+
+
 def test_a_zip_archive_of_anything_else_is_to_be_unpacked(tmp_path):
     path = tmp_path / "notes.zip"
     with zipfile.ZipFile(path, "w") as archive:
