@@ -21,7 +21,8 @@ from sm_nanogpt.launcher.local.gpus import find_gpu
 from sm_nanogpt.launcher.local.process import Program, how_it_ended, remove
 from sm_nanogpt.launcher.source import Source
 
-SILENT = {"sample_length": 0, "log_interval": 1 << 20}  # hyperparameters of a run nobody watches
+# Hyperparameters of a run that nobody watches: it writes nothing but its model.
+SILENT = {"sample_length": 0, "log_interval": 1 << 20, "moments": 0}
 
 # A run that computes is ended by its processor time, so that no other program on the machine can
 # make it fail. The clock only ends one that hangs, or gets less than 1 / CLOCK_FACTOR of a core.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -99,10 +99,22 @@ def sizes_of(model: Path) -> dict[str, int]:
         with open_file(model / "model.safetensors") as file:
             tensors, _ = read_header(file, LARGEST_HEADER)
         parameters = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
-        n_bytes = sum(bytes_of(path) for path in model.rglob("*"))
+        n_bytes = sum(bytes_of(path) for path in paths_below(model))
     except Exception as error:  # it may say anything
         raise Refused(f"its model cannot be read: {type(error).__name__}: {error}") from None
     return {"parameters": parameters, "tokens": tokens, "bytes": n_bytes}
+
+
+def paths_below(directory: Path) -> Iterator[Path]:
+    """Yield all that a directory holds. Raises OSError for a directory that cannot be listed, whose
+    files can be read by name all the same."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for name, directories, files in os.walk(directory, onerror=fail):
+        for child in (*directories, *files):
+            yield Path(name, child)
 
 
 def bytes_of(path: Path) -> int:

@@ -325,7 +325,7 @@ class SageMakerRuns(GroupRun):
         largest_model = int(MAX_SIZE * self.measured["bytes"]) if self.measured else LARGEST_MODEL
         plan = {
             "runs": [[folder_name(run.source), run.seed] for run in runs],
-            "values": {**SILENT, **self.search.start["hyperparameters"]},
+            "values": {**self.search.start["hyperparameters"], **SILENT},
             "seconds": seconds - SETUP_SECONDS - self.upload_seconds(len(runs)),
             "limit": min(seconds, self.search.budget.limit),
             "room": largest_model,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import math
+import os
 import random
 import shutil
 import sys
@@ -502,6 +504,29 @@ def test_a_forged_model_directory_is_refused(forge, tiny_search, shared_search, 
     forge(tmp_path / "model")
     with pytest.raises(Refused):
         tiny_search.budget.check_sizes(sizes_of(tmp_path / "model"))
+
+
+def test_the_model_of_a_run_has_no_moments(shared_search):
+    """Nor room for as many bytes of something else."""
+    assert not (shared_search.model / "moments").exists()
+
+
+def test_a_directory_that_cannot_be_listed_is_refused(shared_search, tmp_path, monkeypatch):
+    """A model can open what is in it by its name, and nobody would count it."""
+    model = tmp_path / "model"
+    shutil.copytree(shared_search.model, model)
+    hidden = model / "hidden"
+    hidden.mkdir()
+    scandir = os.scandir
+
+    def scandir_of_user(path: Any) -> Any:
+        if Path(path) == hidden:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scandir_of_user)
+    with pytest.raises(Refused, match="PermissionError"):
+        sizes_of(model)
 
 
 def test_no_search_begins_where_runs_may_read(cli, text_file, monkeypatch):
