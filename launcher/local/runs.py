@@ -97,12 +97,15 @@ def clock_limit(run: Run, gpu: str | None) -> float:
 
 
 def run_all(
-    runs: Sequence[Run], at_once: int, gpus: Sequence[str] = ()
+    runs: Sequence[Run], at_once: int, gpus: Sequence[str] = (), in_groups: bool = False
 ) -> Iterator[tuple[int, FinishedRun]]:
     """Makes these runs, some at once, and yields each with its index when it ends.
 
     With gpus, each run has one of them, and at_once does not count. A run's directory is there
     until the next one is asked for. No run goes on after this.
+
+    in_groups: no run goes on while the caller looks at one. So many as may run at once are started
+    together, and yielded when all of them have ended.
     """
     waiting = deque(enumerate(runs))
     free_gpus: list[str | None] = list(gpus) or [None] * at_once  # None: a run on a CPU
@@ -121,14 +124,20 @@ def run_all(
             start_waiting()
             while running:
                 time.sleep(0.02)
-                for process in [process for process in running if process.has_ended()]:
+                ended = [process for process in running if process.has_ended()]
+                if in_groups and len(ended) < len(running):
+                    continue
+                for process in ended:
                     running.remove(process)
                     free_gpus.append(process.gpu)
-                    start_waiting()  # so that it runs while the caller looks at this one
+                    if not in_groups:
+                        start_waiting()  # so that it runs while the caller looks at this one
                     try:
                         yield process.index, process.finish()
                     finally:
                         remove(process.directory)
+                if in_groups:
+                    start_waiting()
         finally:
             for process in running:
                 process.program.end()
@@ -144,6 +153,7 @@ class RunningProcess:
         self.directory = directory
         self.gpu = gpu
         self.start_time = time.monotonic()
+        self.seconds = 0.0  # from its start to its end
         directory.mkdir()
         # The file stays open: the run may replace it by anything.
         self.log = (directory / "log").open("w+b")
@@ -151,6 +161,8 @@ class RunningProcess:
 
     def has_ended(self) -> bool:
         """Returns True if it has ended. It is ended if it takes too long by the clock."""
+        if self.program.status is not None:
+            return True
         self.seconds = time.monotonic() - self.start_time
         if self.seconds > clock_limit(self.run, self.gpu):
             self.program.end()

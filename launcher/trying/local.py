@@ -37,7 +37,9 @@ class LocalRuns:
             values = {**self.search.start["hyperparameters"], **SILENT, "seed": run.seed}
             local_run = Run(run.source, values, self.search.text, limit=limit, is_isolated=True)
             local_runs.append(local_run)
-        for index, ended in run_all(local_runs, cores(), self.gpus):
+        # A model that is judged sees the judge's text, and must not signal it to a run: this could
+        # write it into another model.
+        for index, ended in run_all(local_runs, cores(), self.gpus, in_groups=True):
             yield TriedRun(runs[index], ended.directory / "model", ended.seconds, ended.problem)
 
     def cost_of(self, entry: Entry) -> float:

@@ -348,6 +348,26 @@ def problem_of(run: Run) -> str:
     raise AssertionError
 
 
+SLEEPS = """
+import sys, time
+
+[seed] = [word for word in sys.argv if word.startswith("--seed=")]
+time.sleep(int(seed.removeprefix("--seed=")) / 10)
+"""
+
+
+def test_no_run_goes_on_while_a_model_is_judged(tiny_search, monkeypatch):
+    """Else a model that is judged could signal the judge's text to a run, for another model."""
+    monkeypatch.setattr(local, "cores", lambda: 2)
+    source = Source(Path("mine"), {"config.py": b"", "train.py": SLEEPS.encode()})
+    runs = [SeededRun(source, seed) for seed in (1, 20, 2)]
+    seeds = []
+    for finished in local.LocalRuns(tiny_search).train(runs):
+        assert source.sha256 not in str(launching.processes())
+        seeds.append(finished.run.seed)
+    assert sorted(seeds) == [1, 2, 20]
+
+
 STOPS_CLOCKS = """
 import time
 true = time.process_time
