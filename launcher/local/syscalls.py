@@ -69,6 +69,11 @@ COMMAND_KIND = 0xFF00
 # Advice on which pages of a file to keep in memory: MADV_RANDOM, WILLNEED, COLD, PAGEOUT,
 # POPULATE_READ and _WRITE. A program would leave pages there as a message to the next one.
 PAGING_ADVICE = [1, 3, 20, 21, 22, 23]
+# Commands of futex that wake threads, or move them to another address. The same page of a file, a
+# library too, has the same addresses in all programs: one could wake another. Threads of a program
+# wake each other by private ones.
+WAKING = [1, 3, 4, 5, 10, 12]  # WAKE, REQUEUE, CMP_REQUEUE, WAKE_OP, WAKE_BITSET, CMP_REQUEUE_PI
+PRIVATE_COMMAND = 0xFF  # the bits of a command and of the flag that says that it is private
 PR_SET_PDEATHSIG = 1
 CLONE_THREAD = 0x10000
 CLONE_NEWUSER = 0x10000000
@@ -117,6 +122,8 @@ def call_filter(may_fork: bool) -> SyscallFilter:
         rules.add_rule(denied, "ioctl", Arg(1, MASKED_EQ, COMMAND_KIND, kind << 8))
     for advice in PAGING_ADVICE:
         rules.add_rule(denied, "madvise", Arg(2, MASKED_EQ, INT, advice))
+    for command in WAKING:
+        rules.add_rule(denied, "futex", Arg(1, MASKED_EQ, PRIVATE_COMMAND, command))
     # Pairs of stream sockets reach nothing else; a datagram can be sent to any address.
     rules.add_rule(denied, "socketpair", Arg(0, NE, socket.AF_UNIX))
     for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
