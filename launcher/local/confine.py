@@ -64,9 +64,22 @@ SYSTEM_FILES = (
 )
 PROC_FILES = ("cpuinfo", "meminfo", "stat", "sys", "filesystems", "modules", "devices", "driver")
 PACKAGE = Path(__file__).parents[2]  # the directory of sm_nanogpt
-# Variables that a confined program gets. Others may hold keys, or say who the user is.
-VARIABLES = {"PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "PYTHONHASHSEED"}
-VARIABLE_PREFIXES = ("LC_", "OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "CUDA_")
+# Variables that a confined program gets. Others may hold keys, or say who the user is; and a long
+# value, or many of them, could hold a model or a text.
+VARIABLES = {
+    "language": "LANG LANGUAGE LC_ALL LC_COLLATE LC_CTYPE LC_MESSAGES LC_MONETARY LC_NUMERIC"
+    " LC_TIME TZ",
+    "Python": "PYTHONHASHSEED",
+    "OpenMP": "GOMP_CPU_AFFINITY GOMP_SPINCOUNT KMP_AFFINITY KMP_BLOCKTIME KMP_DUPLICATE_LIB_OK"
+    " OMP_DYNAMIC OMP_NUM_THREADS OMP_PLACES OMP_PROC_BIND OMP_SCHEDULE OMP_STACKSIZE"
+    " OMP_WAIT_POLICY",
+    "matrix products": "ATEN_CPU_CAPABILITY DNNL_MAX_CPU_ISA MKL_CBWR MKL_DEBUG_CPU_TYPE"
+    " MKL_DYNAMIC MKL_ENABLE_INSTRUCTIONS MKL_NUM_THREADS MKL_THREADING_LAYER ONEDNN_MAX_CPU_ISA",
+    "CUDA": "CUDA_CACHE_DISABLE CUDA_DEVICE_ORDER CUDA_HOME CUDA_LAUNCH_BLOCKING"
+    " CUDA_MODULE_LOADING CUDA_PATH CUDA_VISIBLE_DEVICES",
+}
+LONGEST_VALUE = 128  # bytes
+LONGEST_PATHS = 2048  # bytes of a list of directories
 
 
 @dataclass(frozen=True)
@@ -137,7 +150,7 @@ def packages() -> list[Path]:
     # In a checkout, these are links.
     paths += [os.path.realpath(PACKAGE / name) for name in ("launcher", "entry_point")]
     paths += SYSTEM_FILES
-    paths += os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    paths += library_directories()
     paths += site.getsitepackages()
     paths.append(site.getusersitepackages())
     paths += [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
@@ -154,13 +167,10 @@ def is_readable(path: Path) -> bool:
 def environment(scratch: Path, **variables: str) -> dict[str, str]:
     """The variables of a confined program, which writes into the directory `scratch`.
 
-    They are those of this process that hold no secret, and the given ones. Without
+    They are those of this process that hold no secret and no data, and the given ones. Without
     CUDA_VISIBLE_DEVICES among these, it sees no GPU.
     """
-    env = {}
-    for name, value in os.environ.items():
-        if name in VARIABLES or name.startswith(VARIABLE_PREFIXES):
-            env[name] = value
+    env = harmless_variables()
     env["HOME"] = str(scratch)
     env["TMPDIR"] = str(scratch)
     env["USER"] = "run"
@@ -168,6 +178,38 @@ def environment(scratch: Path, **variables: str) -> dict[str, str]:
     env["PYTHONUSERBASE"] = site.getuserbase()  # Python would look for it below HOME
     env.update(variables)
     return env
+
+
+def variable_names() -> list[str]:
+    return " ".join(VARIABLES.values()).split()
+
+
+def harmless_variables() -> dict[str, str]:
+    """The variables of this process that hold no secret, and too little to hold data."""
+    env = {}
+    for name in variable_names():
+        value = os.environ.get(name, "")
+        if value and len(os.fsencode(value)) <= LONGEST_VALUE:
+            env[name] = value
+    programs = [path for path in directories_of("PATH") if is_readable(Path(path))]
+    for name, directories in {"PATH": programs, "LD_LIBRARY_PATH": library_directories()}.items():
+        value = os.pathsep.join(directories)
+        if value and len(os.fsencode(value)) <= LONGEST_PATHS:
+            env[name] = value
+    return env
+
+
+def directories_of(name: str) -> list[str]:
+    """The directories that a variable of this process lists, each once, without links."""
+    paths = os.environ.get(name, "").split(os.pathsep)
+    directories = [os.path.realpath(path) for path in paths if path and Path(path).is_dir()]
+    return list(dict.fromkeys(directories))
+
+
+def library_directories() -> list[str]:
+    """The directories of LD_LIBRARY_PATH that hold libraries."""
+    directories = directories_of("LD_LIBRARY_PATH")
+    return [path for path in directories if next(Path(path).glob("*.so*"), None)]
 
 
 @cache

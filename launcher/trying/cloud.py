@@ -329,8 +329,7 @@ class SageMakerRuns(GroupRun):
             "seconds": seconds - SETUP_SECONDS - self.upload_seconds(len(runs)),
             "limit": min(seconds, self.search.budget.limit),
             "room": largest_model,
-            "variables": sorted(confine.VARIABLES),
-            "families": confine.VARIABLE_PREFIXES,
+            "variables": ["PATH", "LD_LIBRARY_PATH", *confine.variable_names()],
         }
         files = {**first.files, "train.py": DRIVER.read_bytes()}
         for name, path in FILTER_FILES.items():

@@ -50,12 +50,7 @@ def main() -> None:
     close(models.parent)
     threads = max(1, len(os.sched_getaffinity(0)) // size)
     # Of the others, some would make train.py a rank of a job, and some may be secret.
-    families = tuple(plan["families"])
-    for_run = {
-        name: value
-        for name, value in env.items()
-        if name in plan["variables"] or name.startswith(families)
-    }
+    for_run = {name: value for name, value in env.items() if name in plan["variables"]}
     for_run |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": str(rank)}
     with TemporaryDirectory() as name:
         place = Path(name)

@@ -273,13 +273,42 @@ def test_a_run_on_a_gpu_may_start_a_compiler(layout, monkeypatch):
 def test_only_harmless_variables_pass(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    for name in ("HF_TOKEN", "MY_KEY", "LD_PRELOAD", "SM_NANOGPT_API_KEY", "AWS_PROFILE"):
+    for name in (
+        "HF_TOKEN",
+        "MY_KEY",
+        "LD_PRELOAD",
+        "SM_NANOGPT_API_KEY",
+        "AWS_PROFILE",
+        "OMP_NOTE",
+    ):
         monkeypatch.setenv(name, "secret")
     variables = environment(tmp_path, SEED="1")
     assert "secret" not in variables.values()
     assert variables["HOME"] == variables["TMPDIR"] == str(tmp_path)
     assert [variables[name] for name in ("OMP_NUM_THREADS", "SEED")] == ["3", "1"]
     assert variables["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_no_variable_is_long_enough_to_hold_a_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_SCHEDULE", "x" * 200)
+    monkeypatch.setenv("PATH", os.pathsep.join(f"/text/{n}" for n in range(999)))
+    variables = environment(tmp_path)
+    assert "OMP_SCHEDULE" not in variables
+    assert "PATH" not in variables
+
+
+def test_a_directory_without_libraries_is_not_readable(tmp_path, monkeypatch):
+    libraries = tmp_path / "lib"
+    libraries.mkdir()
+    (libraries / "libmine.so.1").touch()
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "judge.txt").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{texts}:{libraries}")
+    readable = confine.packages()
+    assert libraries in readable
+    assert texts not in readable
+    assert environment(tmp_path)["LD_LIBRARY_PATH"] == str(libraries)
 
 
 # -- how it ends -----------------------------------------------------------------------------------
