@@ -17,6 +17,9 @@ from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.trying.refusal import Refused
 
+# Tokens of a window. In one of the whole text, a model could learn from the text as it reads it.
+LONGEST_WINDOW = 1 << 10
+LONGEST_REASON = 500  # characters; a model's own words could hold the whole text of the judge
 MODELS = 4  # of fresh seeds, at least, decide whether a folder is kept, and share the cuts
 
 
@@ -52,10 +55,13 @@ class Judge:
                 with self.worker(model, source) as other:
                     check_causal(other, self.encoded, [nats], CUTS // MODELS)
         except (LauncherError, TrainingError) as error:
-            raise Refused(str(error), is_final=isinstance(error, NotCausal)) from None
+            reason = str(error)[:LONGEST_REASON]
+            raise Refused(reason, is_final=isinstance(error, NotCausal)) from None
         return score
 
     def worker(self, model: Path, source: Source, limit: float = math.inf) -> Worker:
         """A process that computes a model by the folder as it was kept, not as the run left it."""
         folder = self.settings.home / "sources" / source.sha256
-        return Worker(model, self.settings, folder, self.tokenizer, silent=True, limit=limit)
+        worker = Worker(model, self.settings, folder, self.tokenizer, silent=True, limit=limit)
+        worker.block_size = min(worker.block_size, LONGEST_WINDOW)
+        return worker

@@ -42,7 +42,7 @@ from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.planned import planned_tokens
 from sm_nanogpt.launcher.trying.refusal import Refused
 from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
-from sm_nanogpt.launcher.trying.scoring import Judge, Score
+from sm_nanogpt.launcher.trying.scoring import LONGEST_REASON, LONGEST_WINDOW, Judge, Score
 from sm_nanogpt.launcher.trying.search import Comparison, Search
 
 pytestmark = pytest.mark.skipif(not layers(), reason="this system confines no program")
@@ -218,6 +218,27 @@ def test_nested_directories_leave_no_try_without_a_verdict(tiny_search, judge):
     )
     with pytest.raises(Refused, match="ended with exit code 0"):
         judge(edit)
+
+
+CONFIG = "        self.config = config\n        self.compute_dtype"
+LONG = "dataclasses.replace(config, block_size=65536)\n        self.compute_dtype"
+
+
+def test_a_model_is_judged_in_many_windows_whatever_it_says(judge):
+    """In one window of the whole text, it could learn from the text as it reads it."""
+    edits = [
+        (IMPORT, f"import dataclasses\n\n\n{IMPORT}"),
+        (CONFIG, f"        self.config = {LONG}"),
+        edit_before("if idx.numel() > 1:\n    raise ValueError(idx.size(1))"),
+    ]
+    with pytest.raises(Refused, match=f"ValueError: {LONGEST_WINDOW}"):
+        judge(*edits)
+
+
+def test_a_failing_model_cannot_tell_the_text_of_the_judge(judge):
+    with pytest.raises(Refused) as refusal:
+        judge(edit_before("if idx.numel() > 1:\n    raise ValueError(str(idx.tolist()))"))
+    assert len(str(refusal.value)) <= LONGEST_REASON
 
 
 @pytest.mark.parametrize("name", CHEATS)
