@@ -23,6 +23,7 @@ from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching.launch import prepare
 from sm_nanogpt.launcher.local.backend import LocalBackend
 from sm_nanogpt.launcher.local.confine import layers, unprotected
+from sm_nanogpt.launcher.sagemaker.account import Account
 from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
 from sm_nanogpt.launcher.sagemaker.cost import Prices, usd
 from sm_nanogpt.launcher.sagemaker.stack import Stack, find_stack, has_succeeded, notebook_role
@@ -73,6 +74,10 @@ class Context:
     def cloud(self) -> SageMakerBackend:
         return SageMakerBackend(self.settings, attempts=2)
 
+    @property
+    def account(self) -> Account:
+        return self.cloud.account
+
 
 Check = Callable[[Context], Answer]
 
@@ -119,14 +124,14 @@ def check_sandbox(context: Context) -> Answer:
 
 def check_credentials(context: Context) -> Answer:
     """The profile and the region are known, and AWS knows the caller."""
-    caller = context.cloud.client("sts").get_caller_identity()
-    return f"{caller['Arn']}, in {context.cloud.region}"
+    caller = context.account.client("sts").get_caller_identity()
+    return f"{caller['Arn']}, in {context.account.region}"
 
 
 def check_stack(context: Context) -> Answer:
     if context.settings.store and context.settings.role:
         return "none is needed: store and role are set"
-    stack = context.stack = find_stack(context.settings, context.cloud.session)
+    stack = context.stack = find_stack(context.settings, context.account.session)
     if stack is None:
         return Doubt("none", code="deploy-stack")
     state = f"{stack.name} is {stack.status}"
@@ -140,7 +145,7 @@ def check_role(context: Context) -> Answer:
     if not role and context.stack is not None:
         role = context.stack.role
     if not role:
-        role = notebook_role(context.cloud.client)
+        role = notebook_role(context.account.client)
     return role or InputError("no execution role", "no-role")
 
 
@@ -149,7 +154,7 @@ def check_store(context: Context) -> Answer:
     store = context.cloud.launch_settings().store
     if not store.startswith("s3://"):
         return InputError(f"SageMaker cannot read {store}", "store-on-s3")
-    check_bucket(context.cloud.client("s3"), store, "store", context.cloud.region)
+    check_bucket(context.account.client("s3"), store, "store", context.account.region)
     uri = storage.join(store, "data", f"doctor-{secrets.token_hex(4)}.txt")
     storage.write_bytes(uri, b"", context.settings)
     try:
@@ -192,7 +197,7 @@ def check_quota(context: Context) -> Answer:
 
 def training_quotas(context: Context) -> dict[str, float]:
     """How many instances of each type training jobs may use at a time."""
-    paginator = context.cloud.client("service-quotas").get_paginator("list_service_quotas")
+    paginator = context.account.client("service-quotas").get_paginator("list_service_quotas")
     pages = paginator.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100})
     quotas = {}
     for page in pages:

@@ -16,11 +16,11 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal
 
 from sm_nanogpt.launcher import aws, machines
-from sm_nanogpt.launcher.aws import Missing, Offline, aws_session, make_client, response_in
+from sm_nanogpt.launcher.aws import Offline, response_in
 from sm_nanogpt.launcher.backends import Backend
 from sm_nanogpt.launcher.curve import MAX_CURVE_BYTES, Row, newest_curve, rows_of_file, rows_of_log
 from sm_nanogpt.launcher.errors import InputError, ServiceError
@@ -35,22 +35,20 @@ from sm_nanogpt.launcher.job import (
     checkpoints_among,
 )
 from sm_nanogpt.launcher.sagemaker import caller, cost
+from sm_nanogpt.launcher.sagemaker.account import Account
 from sm_nanogpt.launcher.sagemaker.caller import (
-    Caller,
     LaunchedJob,
-    our_tags,
-    search_jobs,
-    with_last,
 )
 from sm_nanogpt.launcher.sagemaker.checks import (
     check_gpus,
+    check_regions,
     check_volume,
     check_vpc,
     default_image,
     log_instances,
 )
 from sm_nanogpt.launcher.sagemaker.cost import Prices
-from sm_nanogpt.launcher.sagemaker.description import describe_job, is_our_job, requested_instance
+from sm_nanogpt.launcher.sagemaker.description import describe_job, requested_instance
 from sm_nanogpt.launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
 from sm_nanogpt.launcher.sagemaker.request import (
     Placement,
@@ -68,11 +66,6 @@ logger = logging.getLogger(__name__)
 # A dry run, which asks nobody, has these.
 ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"
 OWNER_PLACEHOLDER = "OWNER-NOT-KNOWN-YET"
-CONSOLES = {
-    "aws": "console.aws.amazon.com",
-    "aws-cn": "console.amazonaws.cn",
-    "aws-us-gov": "console.amazonaws-us-gov.com",
-}
 QUIET_SECONDS = 15.0  # without a line after a job's end until its log is complete
 
 
@@ -91,13 +84,11 @@ class SageMakerBackend(Backend):
 
     def __init__(self, settings: Settings, attempts: int | None = None) -> None:
         super().__init__(settings)
-        self.attempts = attempts
-        self.session = aws_session(settings)
-        self.clients: dict[str, Any] = {}
+        self.account = Account(settings, attempts)
 
     @property
     def location(self) -> str:
-        return f"in {self.region}"
+        return f"in {self.account.region}"
 
     @classmethod
     def why_not_configured(cls, settings: Settings) -> str:
@@ -106,18 +97,6 @@ class SageMakerBackend(Backend):
     @classmethod
     def launched_last(cls, settings: Settings) -> Sequence[str]:
         return [launched.job_id for launched in caller.last_launches(settings)]
-
-    @cached_property
-    def region(self) -> str:
-        return aws.check_region(self.session)
-
-    def client(self, service: str) -> Any:
-        if service not in self.clients:
-            self.clients[service] = make_client(self.session, service, self.region, self.attempts)
-        return self.clients[service]
-
-    def caller(self, patient: bool = True) -> Caller:
-        return caller.caller_of(self.session, self.region, patient)
 
     # -- launch -----------------------------------------------------------------------------------
 
@@ -156,14 +135,14 @@ class SageMakerBackend(Backend):
         """
         settings = with_stack(self.settings)
         if not settings.role:
-            role = notebook_role(self.client)
+            role = notebook_role(self.account.client)
             if role:
                 logger.info(f"role: {role} (from this SageMaker notebook)")
                 settings = settings.model_copy(update={"role": role})
         if settings.store:
             return settings
         try:
-            bucket = self.default_bucket()
+            bucket = self.account.default_bucket()
         except Offline as error:
             raise InputError(f"{error}, and no stack is known here yet", "no-stack-seen") from None
         if bucket is None:
@@ -171,18 +150,6 @@ class SageMakerBackend(Backend):
         store = f"s3://{bucket}/sm-nanogpt"
         logger.info(f"store: {store} (the account's default SageMaker bucket)")
         return settings.model_copy(update={"store": store})
-
-    def default_bucket(self) -> str | None:
-        """SageMaker's default bucket of the account and region, if it exists."""
-        account = self.caller().account
-        bucket = f"sagemaker-{self.region}-{account}"
-        try:
-            self.client("s3").head_bucket(Bucket=bucket, ExpectedBucketOwner=account)
-        except Missing:
-            return None
-        except ServiceError as error:
-            raise error.within(f"s3://{bucket}, the default bucket") from None
-        return bucket
 
     def check(self, job: TrainingJob) -> Placement:
         """Decides the role, image and keys of a job. A dry run has placeholders.
@@ -193,14 +160,14 @@ class SageMakerBackend(Backend):
         image_uri = job.image_uri
         if image_uri is None:
             release = machines.find_image(job.pytorch_version)
-            image_uri = default_image(job, self.region)
+            image_uri = default_image(job, self.account.region)
         check_volume(job)
         if not self.settings.data_store.startswith("s3://"):
             raise InputError(f"SageMaker cannot read {self.settings.data_store}", "store-on-s3")
         image_problem = machines.problem(image_uri, release, job.instance, job.launcher)
         if image_problem:
             raise InputError(image_problem)
-        check_vpc(job, self.settings, self.region)
+        check_vpc(job, self.settings, self.account.region)
         check_gpus(job)
         hyperparameters = sendable_hyperparameters(job)
 
@@ -213,7 +180,7 @@ class SageMakerBackend(Backend):
         if all(has_local_disks(instance) for instance in job.instances):
             volume_kms_key = None  # AWS refuses a key for local disks, which are always encrypted
         return Placement(
-            region=self.region,
+            region=self.account.region,
             owner=owner,
             role=role,
             image_uri=image_uri,
@@ -230,30 +197,14 @@ class SageMakerBackend(Backend):
         """
         role = self.settings.role
         try:
-            owner = self.caller().owner
-            self.check_regions(job)
+            owner = self.account.caller().owner
+            check_regions(job, self.settings, self.account)
         except Offline:
             return OWNER_PLACEHOLDER, role or ROLE_PLACEHOLDER
         if not role:
             problem = "no execution role, by which SageMaker reads and writes the store"
             raise InputError(problem, "no-role")
         return owner, role
-
-    def check_regions(self, job: TrainingJob) -> None:
-        """Raises InputError if the job reads a bucket of another region."""
-        uris = {
-            "init_from": job.init_from,
-            "teacher": job.teacher,
-            "validation": job.validation,
-            "data": job.data,
-            "store": self.settings.data_store,
-        }
-        fields = {}  # by bucket: one that is in it
-        for field, uri in uris.items():
-            if uri and uri.startswith("s3://"):
-                fields[uri.split("/")[2]] = field
-        for field in fields.values():
-            aws.check_bucket(self.client("s3"), str(uris[field]), field, self.region)
 
     def price(
         self, job: TrainingJob, earlier: tuple[TrainingJob, JobDescription] | None
@@ -298,7 +249,8 @@ class SageMakerBackend(Backend):
 
         Raises ServiceError with the code `job-may-exist` if no answer says whether the job exists.
         """
-        launched = LaunchedJob(self.caller(), self.region, job_id, job.name, job.summary)
+        account = self.account
+        launched = LaunchedJob(account.caller(), account.region, job_id, job.name, job.summary)
         try:
             self.send_files(job_id, job, placement)
         except BaseException:  # also Ctrl-C
@@ -306,7 +258,7 @@ class SageMakerBackend(Backend):
             raise
         may_exist = True  # also if Ctrl-C comes before the answer
         try:
-            self.client("sagemaker").create_training_job(**request)
+            self.account.client("sagemaker").create_training_job(**request)
         except ServiceError as error:
             response = response_in(error.__context__)
             was_created = self.was_created(job_id, response)
@@ -334,7 +286,7 @@ class SageMakerBackend(Backend):
         if is_refusal and not metadata.get("RetryAttempts"):
             return False
         try:
-            if self.find_raw(job_id) is not None:
+            if self.account.find_raw(job_id) is not None:
                 return True
         except ServiceError:
             return None
@@ -345,7 +297,7 @@ class SageMakerBackend(Backend):
         archive = source_archive(job.source, job.launcher)
         storage.write_bytes(placement.source_uri(job_id), archive, self.settings)
         if job.resume is not None:
-            source = self.raw_job(job.resume)["CheckpointConfig"]["S3Uri"]
+            source = self.account.raw_job(job.resume)["CheckpointConfig"]["S3Uri"]
             if not storage.copy(source, placement.checkpoint_uri(job_id), self.settings):
                 raise ServiceError(f"job {job.resume} has no checkpoints at {source}")
         record = job.model_dump(mode="json", exclude_defaults=True)
@@ -360,35 +312,12 @@ class SageMakerBackend(Backend):
                 logger.info(f"{uri} is left behind: {error}")
 
     def console_link(self, job_id: str) -> str | None:
-        console = CONSOLES.get(self.session.get_partition_for_region(self.region))
-        if console is None:
-            return None
-        return f"https://{self.region}.{console}/sagemaker/home?region={self.region}#/jobs/{job_id}"
+        return self.account.console_link(job_id)
 
     # -- after ------------------------------------------------------------------------------------
 
-    def find_raw(self, job_id: str) -> dict[str, Any] | None:
-        """The answer of DescribeTrainingJob; None if there is no such job.
-
-        Raises ServiceError if the job is not one of sm-nanogpt.
-        """
-        try:
-            raw = dict(self.client("sagemaker").describe_training_job(TrainingJobName=job_id))
-        except Missing:
-            return None
-        if not is_our_job(raw):
-            raise ServiceError(f"{job_id} is a training job that sm-nanogpt did not launch")
-        return raw
-
-    def raw_job(self, job_id: str) -> dict[str, Any]:
-        """As `find_raw`, but raises ServiceError if there is no such job."""
-        raw = self.find_raw(job_id)
-        if raw is None:
-            raise ServiceError(f"there is no job {job_id!r} {self.location}")
-        return raw
-
     def describe(self, job_id: str) -> JobDescription | None:
-        raw = self.find_raw(job_id)
+        raw = self.account.find_raw(job_id)
         if raw is None:
             return None
         checkpoint_step = None
@@ -398,7 +327,7 @@ class SageMakerBackend(Backend):
         return describe_job(raw, checkpoint_step)
 
     def job(self, job_id: str) -> TrainingJob:
-        raw = self.raw_job(job_id)
+        raw = self.account.raw_job(job_id)
         uri = storage.join(raw["OutputDataConfig"]["S3OutputPath"], job_id, "job.json")
         job = storage.read_document(uri, TrainingJob, self.settings)
         if job is None:
@@ -419,40 +348,18 @@ class SageMakerBackend(Backend):
         self, everyone: bool = False, name: str | None = None
     ) -> Iterator[JobDescription | UnreadableJob]:
         """Asks for each page when it is needed, and fails in seconds if AWS does not answer."""
-        self.caller(patient=False)
-        for raw in self.search_raw(everyone, name):
+        self.account.caller(patient=False)
+        for raw in self.account.search_raw(everyone, name):
             try:
                 yield describe_job(raw, None)
             except ServiceError as error:
                 yield UnreadableJob(raw["TrainingJobName"], error)
 
-    def search_raw(
-        self, everyone: bool = True, name: str | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """Searches the account's jobs by our tags; yields SageMaker's answers, the newest first.
-
-        Search lags, so the job that the caller launched last from here is asked for by its id.
-        """
-        current = self.caller()
-        owner = None if everyone else current.owner
-        jobs = filter(is_our_job, search_jobs(self.client("sagemaker"), owner, name))
-        for last in caller.last_launches(self.settings):
-            is_ours = last.caller == current and last.region == self.region
-            if is_ours and name in (None, last.name):
-                return with_last(jobs, last.job_id, self.find_launched(last))
-        return jobs
-
-    def find_launched(self, last: LaunchedJob) -> Iterator[dict[str, Any]]:
-        """Yields the job that was launched last, if it exists, with the tags that Search adds."""
-        raw = self.find_raw(last.job_id)
-        if raw is not None:
-            yield {**raw, "Tags": our_tags(last.caller.owner, last.name, last.summary)}
-
     def other_owner(self, job: JobDescription) -> str:
-        owner = job.owner or self.owner(job.job_id)
+        owner = job.owner or self.account.owner(job.job_id)
         if owner is None:
             return "somebody whom SageMaker does not name yet"
-        return "" if owner == self.caller().owner else owner
+        return "" if owner == self.account.caller().owner else owner
 
     @classmethod
     def check_no_later(cls, job: JobDescription, settings: Settings, acts: bool) -> None:
@@ -460,8 +367,8 @@ class SageMakerBackend(Backend):
         for last in caller.last_launches(settings):
             if last.job_id <= job.job_id:
                 continue
-            current = cls(settings)
-            other = cls(settings.model_copy(update={"region": last.region}))
+            current = Account(settings)
+            other = Account(settings.model_copy(update={"region": last.region}))
             is_elsewhere = last.caller == current.caller() and last.region != current.region
             if not is_elsewhere or other.find_raw(last.job_id) is None:
                 continue
@@ -470,21 +377,12 @@ class SageMakerBackend(Backend):
                 raise InputError(problem, "in-another-region", region=last.region)
             logger.info(problem, extra={"code": "in-another-region", "region": last.region})
 
-    def owner(self, job_id: str) -> str | None:
-        """The owner of a job; None if Search does not know the job yet, which takes seconds."""
-        for last in caller.last_launches(self.settings):
-            if last.job_id == job_id:
-                return last.caller.owner
-        for raw in search_jobs(self.client("sagemaker"), job_id=job_id):
-            return describe_job(raw, None).owner
-        return None
-
     def stop(self, job_id: str) -> None:
-        self.client("sagemaker").stop_training_job(TrainingJobName=job_id)
+        self.account.client("sagemaker").stop_training_job(TrainingJobName=job_id)
 
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
         """Reads the log while the job runs, since checkpoints arrive late; then the file."""
-        raw = self.raw_job(job_id)
+        raw = self.account.raw_job(job_id)
         if raw["TrainingJobStatus"] not in RUNNING:
             checkpoints = raw["CheckpointConfig"]["S3Uri"]
             names = storage.list_files(checkpoints, self.settings)
@@ -495,18 +393,18 @@ class SageMakerBackend(Backend):
         return rows_of_log(self.logs(job_id, follow=False)), f"the log in {LOG_GROUP}"
 
     def directories(self, job_id: str) -> Sequence[str]:
-        raw = self.raw_job(job_id)
+        raw = self.account.raw_job(job_id)
         directory = storage.join(raw["OutputDataConfig"]["S3OutputPath"], job_id)
         return [directory, raw["CheckpointConfig"]["S3Uri"]]
 
     def forget(self, job_id: str) -> None:
-        self.client("sagemaker").delete_training_job(TrainingJobName=job_id)
+        self.account.client("sagemaker").delete_training_job(TrainingJobName=job_id)
 
     def logs(
         self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
     ) -> Iterator[str]:
         if tail is not None:
-            return iter(last_lines(self.client("logs"), job_id, tail, raw))
+            return iter(last_lines(self.account.client("logs"), job_id, tail, raw))
         return lines_of(self.events(job_id, follow), raw)
 
     def events(self, job_id: str, follow: bool) -> Iterator[Event]:
@@ -541,4 +439,5 @@ class SageMakerBackend(Backend):
         self, job_id: str, tokens: dict[str, str]
     ) -> tuple[dict[str, Any] | None, Sequence[Event]]:
         """The answer about a job, and its events after the tokens, as new_events."""
-        return self.find_raw(job_id), new_events(self.client("logs"), job_id, tokens)
+        raw = self.account.find_raw(job_id)
+        return raw, new_events(self.account.client("logs"), job_id, tokens)

@@ -1,4 +1,4 @@
-"""Checks of a job before AWS is asked: of its image, disk, network, batch and memory."""
+"""Checks of a job before its launch: of its image, disk, network, batch, memory, and regions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from sm_nanogpt.launcher import machines
+from sm_nanogpt.launcher import aws, machines
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.instances import (
     assume_gpus,
@@ -17,6 +17,7 @@ from sm_nanogpt.launcher.instances import (
     looks_like_gpu,
 )
 from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.sagemaker.account import Account
 from sm_nanogpt.launcher.sagemaker.stack import last_seen_stack
 from sm_nanogpt.launcher.settings import Settings
 
@@ -46,6 +47,23 @@ def check_vpc(job: TrainingJob, settings: Settings, region: str) -> None:
     if stack.role == settings.role:
         problem = f"the role of stack {stack.name} may not join a VPC"
         raise InputError(problem, "allow-vpc", "subnets", ",".join(job.subnets))
+
+
+def check_regions(job: TrainingJob, settings: Settings, account: Account) -> None:
+    """Raises InputError if the job reads a bucket of another region. It asks S3."""
+    uris = {
+        "init_from": job.init_from,
+        "teacher": job.teacher,
+        "validation": job.validation,
+        "data": job.data,
+        "store": settings.data_store,
+    }
+    fields = {}  # by bucket: one that is in it
+    for field, uri in uris.items():
+        if uri and uri.startswith("s3://"):
+            fields[uri.split("/")[2]] = field
+    for field in fields.values():
+        aws.check_bucket(account.client("s3"), str(uris[field]), field, account.region)
 
 
 def check_gpus(job: TrainingJob) -> None:

@@ -16,7 +16,7 @@ from sm_nanogpt.launcher.aws import Missing
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.job import RUNNING
 from sm_nanogpt.launcher.sagemaker import stack as stacks
-from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
+from sm_nanogpt.launcher.sagemaker.account import Account
 from sm_nanogpt.launcher.sagemaker.stack import Stack
 from sm_nanogpt.launcher.settings import Settings
 
@@ -58,10 +58,10 @@ class Deployment:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.name = settings.stack
-        self.backend = SageMakerBackend(settings)
-        self.region = self.backend.region
-        self.client = self.backend.client("cloudformation")
-        self.iam = self.backend.client("iam")
+        self.account = Account(settings)
+        self.region = self.account.region
+        self.client = self.account.client("cloudformation")
+        self.iam = self.account.client("iam")
 
     def plan(
         self,
@@ -191,7 +191,7 @@ class Deployment:
 
     def running_jobs(self, role: str) -> list[str]:
         """The ids of the running jobs that have a role."""
-        jobs = [raw for raw in self.backend.search_raw() if raw.get("RoleArn") == role]
+        jobs = [raw for raw in self.account.search_raw() if raw.get("RoleArn") == role]
         return [raw["TrainingJobName"] for raw in jobs if raw["TrainingJobStatus"] in RUNNING]
 
     def destroy(self, removal: Removal) -> None:

@@ -102,7 +102,7 @@ class SageMakerRuns(GroupRun):
         super().__init__(search.name, search.ledger, backend, search.settings, parallel=1)
         self.search = search
         self.instance = search.start["instance"]
-        self.account = f"{backend.caller().account} {backend.region}"
+        self.account = f"{backend.account.caller().account} {backend.account.region}"
         self.stage: Sequence[SeededRun] = []
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:

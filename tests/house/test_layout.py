@@ -38,7 +38,6 @@ LINES_OF_A_FILE = 450
 
 # Files with more lines, each with the reason why it is one topic.
 LONG_FILES = {
-    "launcher/sagemaker/backend.py": "all that SageMaker answers as a backend, one method each",
     "entry_point/trainer.py": "one run, from its first step to its model, in the order of a run",
 }
 

@@ -478,7 +478,7 @@ def test_after_a_deletion_others_may_be_on_sagemaker(two, cli, monkeypatch):
 
 def test_local_jobs_need_no_aws_to_be_read(job, cli, unreachable, monkeypatch):
     monkeypatch.setattr("sm_nanogpt.launcher.aws.aws_session", None)  # nothing asks
-    monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.backend.aws_session", None)
+    monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.account.aws_session", None)
     for name in ("latest", job.job_id[-6:]):
         ran = cli("fetch-and-sample", name, "--max-new-tokens", "3").good
         assert ("SageMaker was not asked" in ran.err) == (name == "latest")

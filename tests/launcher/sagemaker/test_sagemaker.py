@@ -16,7 +16,7 @@ from sagemaker_jobs import LAUNCH
 
 from sm_nanogpt import jobs
 from sm_nanogpt.launcher.files.storage import local_path
-from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
+from sm_nanogpt.launcher.sagemaker.account import Account
 from sm_nanogpt.launcher.sagemaker.description import is_our_job
 from sm_nanogpt.launcher.settings import load_settings
 from sm_nanogpt.launcher.source import Source
@@ -93,13 +93,13 @@ def removed(s3: Any, bucket: str) -> None:
 
 def test_the_default_bucket_must_belong_to_this_account(cloud):
     """Anybody may make a bucket of that name, and would then have the text and the script."""
-    backend, owners = SageMakerBackend(load_settings()), []
+    account, owners = Account(load_settings()), []
 
     def note(params: dict[str, Any], **_: Any) -> None:
         owners.append(params["headers"].get("x-amz-expected-bucket-owner"))
 
-    backend.client("s3").meta.events.register("before-call.s3.HeadBucket", note)
-    backend.default_bucket()
+    account.client("s3").meta.events.register("before-call.s3.HeadBucket", note)
+    account.default_bucket()
     assert owners == [ACCOUNT]
 
 

@@ -81,10 +81,11 @@ class Aws:
     draw: random.Random = field(default_factory=random.Random)
     trouble: float = 0.0  # the part of calls that fail
     poll_seconds: float = 0.0
-    region: str = "us-east-1"
 
-    def caller(self) -> Any:
-        return SimpleNamespace(account="123456789012")
+    @property
+    def account(self) -> Any:
+        caller = SimpleNamespace(account="123456789012")
+        return SimpleNamespace(region="us-east-1", caller=lambda: caller)
 
     def launch_settings(self) -> Any:
         return None
