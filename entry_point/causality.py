@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,19 @@ LONGEST_WINDOW = 1024  # tokens, as the logits of longer windows can fill the me
 MIN_LOG_PROBABILITY = -100.0  # as that of a masked token is -inf
 
 
+@dataclass(frozen=True)
+class Leak:
+    """How logits depend on more than the tokens before them."""
+
+    position: int  # of the logits in their window
+    token: int | None  # the later position on which they depend; None: no single one explains it
+    nats: float  # by which a log-probability moved
+
+    def __str__(self) -> str:
+        source = "more than earlier tokens" if self.token is None else f"token {self.token}"
+        return f"logits at {self.position} depend on {source} (by {self.nats:.2g})"
+
+
 @torch.inference_mode()
 def find_leak(
     logits: Callable[[Tensor], Tensor],
@@ -28,8 +42,8 @@ def find_leak(
     vocabulary_size: int,
     seed: int,
     n_cuts: int = 512,
-) -> str:
-    """How logits depend on later tokens, or '' if none of `n_cuts` random cuts shows it.
+) -> Leak | None:
+    """How logits depend on later tokens; None if none of `n_cuts` random cuts shows it.
 
     From its cut on, a window is replaced: by random ids, or by another part of the windows, so that
     no model can tell the test from text. What `logits` gives before the cut must then stay. What
@@ -79,9 +93,9 @@ def find_leak(
             moves_logits, log_probabilities, original, replaced, expected, row, position, cut
         )
         end = cut + bisect_left(range(cut, T + 1), True, key=moves)
-        source = f"token {end - 1}" if cut < end <= T else "more than earlier tokens"
-        return f"logits at {position} depend on {source} (by {nats:.2g})"
-    return ""
+        token = end - 1 if cut < end <= T else None
+        return Leak(position, token, nats)
+    return None
 
 
 def moves_logits(
@@ -117,4 +131,4 @@ def leak_of(model: GPT, tokenizer: Tokenizer, chats: bool) -> str:
     windows = torch.randint(len(tokenizer), (n_cuts, T), generator=generator)
     logits = partial(model, end=end, chats=chats)
     leak = find_leak(logits, windows, len(tokenizer), seed=1, n_cuts=n_cuts)
-    return f"not causal: {leak}; val_loss means nothing" if leak else ""
+    return "" if leak is None else f"not causal: {leak}; val_loss means nothing"

@@ -215,8 +215,8 @@ def explain_difference(worker: Worker, encoded: Sequence[Encoded], difference: f
         seed=secrets.randbits(32),
     )
     cause = f"losses depend on other windows, or on later tokens (by {difference:.2g} nats)"
-    if "depend on token" in leak:  # else no one token explains the difference
-        cause = leak
+    if leak is not None and leak.token is not None:  # else no one token explains the difference
+        cause = str(leak)
     return f"{cause}; its val_loss means nothing"
 
 
