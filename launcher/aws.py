@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Our code for an error, by a pattern of AWS's code or of the exception's name; the first that
-# matches counts. launcher.cli.remedies has a remedy for each.
-CODES = {
+# The code of a remedy in launcher.cli.remedies, by a pattern of AWS's code of an error, or of the
+# exception's name; the first that matches counts.
+REMEDY_CODES = {
     "LoginInsufficientPermissions": "",
     "Expired|TokenRefresh|TokenRetrieval|SSO|UnauthorizedException|Login": "aws-expired",
     "Credential": "aws-no-credentials",
@@ -168,7 +168,7 @@ class Denied(ServiceError):
     """The caller lacks the permission."""
 
 
-# By our code of the error, as CODES has it.
+# By the code of the remedy.
 ERROR_TYPES = {"aws-quota": OverQuota, "aws-denied": Denied, "aws-throttled": Unreachable}
 
 
@@ -179,7 +179,7 @@ def service_error(subject: str, error: BaseException) -> ServiceError:
     """
     from botocore import exceptions
 
-    code = code_of(error)
+    code = remedy_code(error)
     response = response_in(boto_error(error))
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     is_unanswered = isinstance(error, (exceptions.ConnectionError, exceptions.HTTPClientError))
@@ -279,7 +279,7 @@ def service_errors(call: str) -> Iterator[None]:
 class AwsAnswer:
     """The answer of AWS to a call that failed; both parts are '' if it did not answer."""
 
-    code: str
+    aws_code: str  # such as AccessDenied
     message: str  # in one line
 
     @classmethod
@@ -295,11 +295,13 @@ class AwsAnswer:
 
         SageMaker and CloudFormation have no code for that.
         """
-        if re.fullmatch("404|NoSuchBucket|NoSuchEntity|ResourceNotFound(Exception)?", self.code):
+        if re.fullmatch(
+            "404|NoSuchBucket|NoSuchEntity|ResourceNotFound(Exception)?", self.aws_code
+        ):
             return True
-        if self.code == "ValidationException":
+        if self.aws_code == "ValidationException":
             return self.message.startswith("Requested resource not found")
-        return self.code == "ValidationError" and self.message.endswith("does not exist")
+        return self.aws_code == "ValidationError" and self.message.endswith("does not exist")
 
 
 def response_in(error: BaseException | None) -> dict[str, Any]:
@@ -317,14 +319,14 @@ def boto_error(error: BaseException) -> BaseException:
     return error.__cause__ or error
 
 
-def code_of(error: BaseException) -> str:
-    """Our code for an exception of boto3 or s3fs: a value of CODES, or ''."""
+def remedy_code(error: BaseException) -> str:
+    """The remedy for an exception of boto3 or s3fs: a value of REMEDY_CODES, or ''."""
     cause = boto_error(error)
     answer = AwsAnswer.of(cause)
     if any(message in answer.message for message in CLOCK_MESSAGES):
         return "aws-clock"
-    name = answer.code or type(cause).__name__
-    for pattern, code in CODES.items():
+    name = answer.aws_code or type(cause).__name__
+    for pattern, code in REMEDY_CODES.items():
         if re.search(pattern, name):
             return code
     return ""
@@ -335,6 +337,6 @@ def message_of(error: BaseException) -> str:
     cause = boto_error(error)
     answer = AwsAnswer.of(cause)
     message = answer.message or " ".join(str(cause).split()) or type(cause).__name__
-    if not answer.code or answer.code in message:
+    if not answer.aws_code or answer.aws_code in message:
         return message
-    return f"{message} ({answer.code})"
+    return f"{message} ({answer.aws_code})"

@@ -12,7 +12,7 @@ import click
 
 from sm_nanogpt import launcher
 from sm_nanogpt.launcher import cli, library
-from sm_nanogpt.launcher.aws import CODES
+from sm_nanogpt.launcher.aws import REMEDY_CODES
 from sm_nanogpt.launcher.cli.remedies import REMEDIES, sentence
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 
@@ -90,7 +90,7 @@ ERRORS = {*subclasses(InputError), *subclasses(ServiceError)}
 def test_each_code_has_a_remedy_with_its_facts():
     codes_used = list(codes())
     codes_needed = {code for code, _ in codes_used}
-    codes_needed |= {code for code in CODES.values() if code}
+    codes_needed |= {code for code in REMEDY_CODES.values() if code}
     silent = codes_needed - REMEDIES.keys()
     assert not silent, f"{silent}: an error with a code says what to do; add it to cli/remedies.py"
     unused = REMEDIES.keys() - codes_needed
