@@ -176,7 +176,7 @@ class Backend(ABC):
 
 
 def load_class(path: str) -> Any:
-    """The class that a table names by its module and name."""
+    """The class or function that a table names by its module and name."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 

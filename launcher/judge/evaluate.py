@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,9 @@ from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.errors import LauncherError
 from sm_nanogpt.launcher.files.progress import Progress, expect
 from sm_nanogpt.launcher.job import FULL_ID
-from sm_nanogpt.launcher.judge import anchors
 from sm_nanogpt.launcher.judge.causality import CUTS, PACKAGED_CUTS, check_causal
 from sm_nanogpt.launcher.judge.evaluation import (
+    ANCHORS,
     BITS,
     Evaluation,
     Passage,
@@ -27,6 +26,7 @@ from sm_nanogpt.launcher.judge.evaluation import (
     save_evaluation,
     total,
 )
+from sm_nanogpt.launcher.judge.measures import SAMPLE_TOKENS, Subject, measure_anchors
 from sm_nanogpt.launcher.judge.probes import (
     count_right_answers,
     measure_exposure,
@@ -39,19 +39,14 @@ from sm_nanogpt.launcher.judge.texts import (
     Text,
     TrainingText,
     corpus_of_job,
-    encode,
     encode_known,
     training_of,
 )
 from sm_nanogpt.launcher.judge.worker import Worker
 from sm_nanogpt.launcher.models.load import is_packaged
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.text.ids import content_of
 
 logger = logging.getLogger(__name__)
-
-SAMPLE_TOKENS = 500
-MEMORY = 0.5  # overlap from which a loss measures memory
 
 
 @dataclass(frozen=True)
@@ -106,9 +101,7 @@ def evaluate(
         n_tokens = sum(len(document.ids) for document in encoded)
         expect(progress, n_tokens + effort.n_processes * min(n_tokens, n_cuts))
         nats = losses(worker, encoded, progress)
-        comparison = {}
-        if training is not None:
-            comparison = compare(worker, training, encoded, effort.n_samples)
+        values = measure_anchors(Subject(worker, encoded, training, effort.n_samples))
 
     n_compared = 0
     for _ in range(effort.n_processes):  # of which none learns anything from those before
@@ -136,7 +129,6 @@ def evaluate(
         unknown_bits=BITS * (whole.nats - nats_of_known) / whole.size if n_unknown else 0.0,
         unit="documents" if len(parts) == len(documents) else f"passages of {PASSAGE:,} bytes",
         perplexity=float(loss.exp()),  # infinite where math.exp raises
-        xz=None if has_chats(encoded) else anchors.xz(b"".join(contents)),
         samples=f"{effort.n_samples} samples of {SAMPLE_TOKENS} {worker.tokenizer.unit}",
         worst=worst_first(all_passages(encoded, nats, WORST))[:3],
         canaries=exposures,
@@ -144,7 +136,7 @@ def evaluate(
         cuts=n_compared,
         parts=parts,
         documents=worst_first(documents),
-        **comparison,
+        **values,
     )
     digest = hashlib.sha256(b"\0".join(contents)).hexdigest()
     try:
@@ -156,7 +148,8 @@ def evaluate(
 
 def training_text(model: str, directory: Path, settings: Settings) -> TrainingText | None:
     """The text that a model has learned from; None, and a warning, if it cannot be had."""
-    unmeasured = "no 5-gram, own validation text, overlap, or copied run"
+    *names, last = [anchor.of_training for anchor in ANCHORS.values() if anchor.of_training]
+    unmeasured = f"no {', '.join(names)}, or {last}"
     corpus = training_corpus(model, directory, settings, unmeasured)
     return None if corpus is None else training_of(corpus)
 
@@ -177,43 +170,6 @@ def training_corpus(
             problem = str(error)
     logger.warning(f"{model}: {unmeasured}, as its training text is not here ({problem})")
     return None
-
-
-def compare(
-    worker: Worker, training: TrainingText, encoded: Sequence[Encoded], n_samples: int
-) -> dict[str, Any]:
-    """The fields of Evaluation that need the training text: validation, ngram, overlap, copied."""
-    validation = None
-    if training.validation is not None:
-        [document] = encode([training.validation], worker.tokenizer)
-        [nats] = losses(worker, [document])
-        validation = whole_document(document, nats).bits_per_byte
-    samples = worker.sample([None], num_samples=n_samples, max_new_tokens=SAMPLE_TOKENS)
-    sample_contents = [anchors.as_tensor(sample.encode()) for sample in samples]
-    contents = []
-    for document in encoded:
-        content: bytes | bytearray = document.content
-        if document.text.is_chat:  # as the training text, with the tokens that begin its turns
-            content = content_of(document.ids, worker.tokenizer.words)
-        contents.append(anchors.as_tensor(content))
-    ngram = None
-    if not has_chats(encoded):
-        ngram = anchors.ngram(training.content, torch.cat(contents))
-    overlap = anchors.overlap(training.content, contents)
-    if overlap > MEMORY:
-        logger.warning(f"{overlap:.0%} of the bytes stand in the training text: this tests memory")
-    return dict(
-        validation=validation,
-        ngram=ngram,
-        overlap=overlap,
-        copied=anchors.longest_run(training.content, sample_contents),
-    )
-
-
-def has_chats(encoded: Sequence[Encoded]) -> bool:
-    """True if a text is a conversation: only its answers are scored, so a compressor of all bytes
-    is no comparison."""
-    return any(document.text.is_chat for document in encoded)
 
 
 def all_passages(encoded: Sequence[Encoded], nats: Sequence[Tensor], size: int) -> list[Passage]:

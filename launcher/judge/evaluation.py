@@ -77,17 +77,58 @@ class Canary:
 
 
 @dataclass(frozen=True)
+class Anchor:
+    """A number that stands beside the bits per byte of a model."""
+
+    heading: str
+    measure: str  # the function; named and not imported, since it needs torch
+    spec: str = ".3f"  # the format of a value
+    suffix: str = ""  # after a value; it may name {samples}
+    of_training: str = ""  # what a warning calls it, if it needs the training text
+
+
+# By the field of Evaluation that holds it, in the order in which they are shown. A field that is
+# no longer here stays in Evaluation, so that what was kept can be read.
+ANCHORS = {
+    "xz": Anchor("xz", "sm_nanogpt.launcher.judge.measures.xz"),
+    "ngram": Anchor(
+        "5-gram of the training text",
+        "sm_nanogpt.launcher.judge.measures.ngram",
+        of_training="5-gram",
+    ),
+    "validation": Anchor(
+        "own validation text",
+        "sm_nanogpt.launcher.judge.measures.validation",
+        of_training="own validation text",
+    ),
+    "overlap": Anchor(
+        "overlap with the training text",
+        "sm_nanogpt.launcher.judge.measures.overlap",
+        spec=".1%",
+        of_training="overlap",
+    ),
+    "copied": Anchor(
+        "longest run copied from it",
+        "sm_nanogpt.launcher.judge.measures.copied",
+        spec="d",
+        suffix=" bytes in {samples}",
+        of_training="copied run",
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """What a model is worth on a text.
 
     bits_per_byte is over all documents; its 95 % interval goes by `half` to both sides, from the
     spread of stretches of the parts, which are `unit`. perplexity is per token.
 
-    xz, ngram and validation are bits per byte too: of a compressor on the text, of a 5-gram model
-    of the training text on it, and of this model on the first 128 kB of its own validation text.
-    overlap is the fraction of bytes in runs of 50 or more that the training text has too, and
-    copied the bytes of the longest run that it shares with `samples`, both with white space as one
-    space. documents has the worst first.
+    Of the anchors, xz, ngram and validation are bits per byte: of a compressor on the text, of a
+    5-gram model of the training text on it, and of this model on the first 128 kB of its own
+    validation text. overlap is the fraction of bytes in runs of 50 or more that the training text
+    has too, and copied the bytes of the longest run that it shares with `samples`, both with white
+    space as one space. documents has the worst first.
 
     n_unknown characters of the text count as their bytes, since the model has never seen them; they
     are unknown_bits of the bits per byte.
@@ -126,13 +167,11 @@ class Evaluation:
         facts = {
             "bits per byte": of_bits(self.bits_per_byte, self.half),
             "perplexity per token": formatted(self.perplexity, ".2f"),
-            "xz": of_bits(self.xz),
-            "5-gram of the training text": of_bits(self.ngram),
-            "own validation text": of_bits(self.validation),
-            "overlap with the training text": formatted(self.overlap, ".1%"),
-            "longest run copied from it": formatted(self.copied, "d", f" bytes in {self.samples}"),
-            "causal": formatted(self.cuts, ",d", " cuts", prefix="yes, by "),
         }
+        for name, anchor in ANCHORS.items():
+            suffix = anchor.suffix.format(samples=self.samples)
+            facts[anchor.heading] = formatted(getattr(self, name), anchor.spec, suffix)
+        facts["causal"] = formatted(self.cuts, ",d", " cuts", prefix="yes, by ")
         if self.n_unknown:
             facts["unknown characters"] = f"{self.n_unknown:,}, of the bits {self.unknown_bits:.3f}"
         if first is not None and first is not self:

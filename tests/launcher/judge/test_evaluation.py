@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judged_texts import documents, plain
 
+from sm_nanogpt.launcher.backends import load_class
 from sm_nanogpt.launcher.judge import evaluate
-from sm_nanogpt.launcher.judge.evaluation import Evaluation, Passage, margin, total
+from sm_nanogpt.launcher.judge.evaluation import ANCHORS, Evaluation, Passage, margin, total
 from sm_nanogpt.launcher.judge.score import passages
 from sm_nanogpt.launcher.judge.texts import Encoded, Text
 
@@ -86,3 +87,9 @@ def test_short_passages_are_not_the_worst():
     parts = [Passage("short", 99.0, 99, 99), Passage("a", 50.0, 200, 200)]
     parts += [Passage("b", 60.0, 200, 200)]
     assert [part.place for part in evaluate.worst_first(parts)] == ["b", "a", "short"]
+
+
+@pytest.mark.parametrize("name", ANCHORS)
+def test_an_anchor_is_a_field_with_a_function_of_its_name(name):
+    assert name in {field.name for field in dataclasses.fields(Evaluation)}
+    assert load_class(ANCHORS[name].measure).__name__ == name

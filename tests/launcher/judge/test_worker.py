@@ -17,7 +17,8 @@ from workers import Fake
 
 from sm_nanogpt import ServiceError, load_model
 from sm_nanogpt.launcher.cli.evaluate import print_evaluations
-from sm_nanogpt.launcher.judge import anchors, evaluate
+from sm_nanogpt.launcher.judge import anchors, evaluate, measures
+from sm_nanogpt.launcher.judge.measures import Subject, measure_anchors
 from sm_nanogpt.launcher.judge.score import Window, score
 from sm_nanogpt.launcher.judge.texts import Text, TrainingText, encode
 from sm_nanogpt.launcher.text.ids import content_of
@@ -104,8 +105,9 @@ def test_a_model_of_conversations_has_no_compressor_beside_it(models):
     worker = Fake("a", samples=lambda prompts, **sampling: ["first"])
     worker.tokenizer = load_model(models["tokens"])[1]
     encoded = encode([Text("a", ["user\nWhat?", "assistant\nSo"], True)], worker.tokenizer)
-    comparison = evaluate.compare(worker, TrainingText(plain("the first"), None), encoded, 1)
-    assert comparison == {"validation": None, "ngram": None, "overlap": 0, "copied": 5}
+    subject = Subject(worker, encoded, TrainingText(plain("the first"), None), n_samples=1)
+    values = {"xz": None, "ngram": None, "validation": None, "overlap": 0, "copied": 5}
+    assert measure_anchors(subject) == values
 
 
 def test_short_turns_count_as_overlap_of_conversations(models):
@@ -115,7 +117,7 @@ def test_short_turns_count_as_overlap_of_conversations(models):
     encoded = encode([Text("a", turns, True)], worker.tokenizer)
     learned = content_of(encoded[0].ids, worker.tokenizer.words)
     training = TrainingText(anchors.as_tensor(b"before" + learned + b"after"), None)
-    assert evaluate.compare(worker, training, encoded, 1)["overlap"] == 1
+    assert measures.overlap(Subject(worker, encoded, training, n_samples=1)) == 1
 
 
 @pytest.mark.parametrize(("samples", "copied"), [(["", "first"], 5), (["", ""], 0)])
@@ -123,7 +125,7 @@ def test_an_empty_sample_copies_nothing(samples, copied):
     worker = Fake("abcdefghijklmnopqrstuvwxyz ", samples=lambda prompts, **sampling: samples)
     encoded = encode([Text("a", ["the first"])], worker.tokenizer)
     training = TrainingText(plain("a first text"), None)
-    assert evaluate.compare(worker, training, encoded, 2)["copied"] == copied
+    assert measures.copied(Subject(worker, encoded, training, n_samples=2)) == copied
 
 
 def test_what_a_model_prints_is_only_logged(edited, capfd, caplog):

@@ -1,0 +1,97 @@
+"""How each anchor in the table of `evaluation` is measured: a function of its name each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sm_nanogpt.launcher.backends import load_class
+from sm_nanogpt.launcher.judge import anchors
+from sm_nanogpt.launcher.judge.evaluation import ANCHORS
+from sm_nanogpt.launcher.judge.score import losses, whole_document
+from sm_nanogpt.launcher.judge.texts import Encoded, TrainingText, encode
+from sm_nanogpt.launcher.judge.worker import Worker
+from sm_nanogpt.launcher.text.ids import content_of
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_TOKENS = 500
+MEMORY = 0.5  # overlap from which a loss measures memory
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, the texts that it is judged on, and the text that it has learned from."""
+
+    worker: Worker
+    encoded: Sequence[Encoded]
+    training: TrainingText | None  # None: it cannot be had
+    n_samples: int
+
+    @property
+    def has_chats(self) -> bool:
+        """True if a text is a conversation: only its answers are scored, so a compressor of all
+        bytes is no comparison."""
+        return any(document.text.is_chat for document in self.encoded)
+
+    @cached_property
+    def contents(self) -> list[Tensor]:
+        """The bytes of each text as the training text has them, uint8 [n]."""
+        contents = []
+        for document in self.encoded:
+            content: bytes | bytearray = document.content
+            if document.text.is_chat:  # with the tokens that begin its turns
+                content = content_of(document.ids, self.worker.tokenizer.words)
+            contents.append(anchors.as_tensor(content))
+        return contents
+
+
+def measure_anchors(subject: Subject) -> dict[str, Any]:
+    """Measures each anchor of the table, by the field of Evaluation that holds it."""
+    return {name: load_class(anchor.measure)(subject) for name, anchor in ANCHORS.items()}
+
+
+def xz(subject: Subject) -> float | None:
+    if subject.has_chats:
+        return None
+    return anchors.xz(b"".join(document.content for document in subject.encoded))
+
+
+def ngram(subject: Subject) -> float | None:
+    if subject.training is None or subject.has_chats:
+        return None
+    return anchors.ngram(subject.training.content, torch.cat(subject.contents))
+
+
+def validation(subject: Subject) -> float | None:
+    if subject.training is None or subject.training.validation is None:
+        return None
+    [document] = encode([subject.training.validation], subject.worker.tokenizer)
+    [nats] = losses(subject.worker, [document])
+    return whole_document(document, nats).bits_per_byte
+
+
+def overlap(subject: Subject) -> float | None:
+    """Also warns of a text that mostly stands in the training text."""
+    if subject.training is None:
+        return None
+    fraction = anchors.overlap(subject.training.content, subject.contents)
+    if fraction > MEMORY:
+        logger.warning(f"{fraction:.0%} of the bytes stand in the training text: this tests memory")
+    return fraction
+
+
+def copied(subject: Subject) -> int | None:
+    if subject.training is None:
+        return None
+    samples = subject.worker.sample(
+        [None], num_samples=subject.n_samples, max_new_tokens=SAMPLE_TOKENS
+    )
+    contents = [anchors.as_tensor(sample.encode()) for sample in samples]
+    return anchors.longest_run(subject.training.content, contents)
