@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from sm_nanogpt.launcher.job import JobDescription, Request, TrainingJob, UnreadableJob
     from sm_nanogpt.launcher.settings import Settings
 
+LOCAL = "local"  # the instance that is this machine
+
 # The class for each kind of instance; the first pattern that matches decides. The classes are
 # named and not imported, since Request, which they import, asks them which fields they take.
 BACKENDS = {
-    "local": "sm_nanogpt.launcher.local.backend.LocalBackend",
+    LOCAL: "sm_nanogpt.launcher.local.backend.LocalBackend",
     ".*": "sm_nanogpt.launcher.sagemaker.backend.SageMakerBackend",
 }
 

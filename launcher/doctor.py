@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from sm_nanogpt.launcher.aws import check_bucket
-from sm_nanogpt.launcher.backends import backend_class
+from sm_nanogpt.launcher.backends import LOCAL, backend_class
 from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.instances import looks_like_gpu
@@ -101,7 +101,7 @@ def check_training(context: Context) -> Answer:
         text.write_text("".join(lines), encoding="utf-8")
         settings = context.settings.model_copy(update={"home": Path(directory), "store": ""})
         start_time = time.monotonic()
-        request = Request(instance="local", data=str(text), hyperparameters=hyperparameters)
+        request = Request(instance=LOCAL, data=str(text), hyperparameters=hyperparameters)
         job = prepare(request, settings, TrackedJob).submit()
         try:
             description = job.wait_for_end(timeout=TRAINING_TIMEOUT)

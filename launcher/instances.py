@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.errors import did_you_mean
 from sm_nanogpt.launcher.limits import instance_types
 
@@ -229,8 +230,8 @@ def instance_problem(names: Sequence[str]) -> str:
     A type may be newer than boto3 and the table. AWS adds families more often than sizes, so an
     unknown size is a typo.
     """
-    if "local" in names:
-        return "local cannot be combined with other types"
+    if LOCAL in names:
+        return f"{LOCAL} cannot be combined with other types"
     sizes = {name.rpartition(".")[2] for name in known_types()}
     for name in names:
         for pattern, reason in UNSUITABLE.items():
@@ -246,8 +247,8 @@ def instance_problem(names: Sequence[str]) -> str:
 def unknown_instance(name: str) -> str:
     """Says that a name is no instance, with the closest name."""
     full_name = f"ml.{name.removeprefix('ml.')}"
-    suggestion = did_you_mean(name, ["local"])
+    suggestion = did_you_mean(name, [LOCAL])
     if not suggestion:
         suggestion = did_you_mean(full_name, sorted(known_types()), cutoff=0.5)
-    problem = "must be local or a SageMaker type"
+    problem = f"must be {LOCAL} or a SageMaker type"
     return f"{problem}; {suggestion}" if suggestion else problem

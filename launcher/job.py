@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from sm_nanogpt.launcher.backends import backend_class
+from sm_nanogpt.launcher.backends import LOCAL, backend_class
 from sm_nanogpt.launcher.curve import total_steps
 from sm_nanogpt.launcher.errors import InputError, ServiceError, about, must_be
 from sm_nanogpt.launcher.files.documents import Bytes, Document, Number, Scalar
@@ -81,7 +81,7 @@ class TrainingRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str | None = None  # unique among the caller's jobs; works wherever an id does
-    instance: str | None = None  # "local" or SageMaker types; None only with `resume`: as before
+    instance: str | None = None  # LOCAL or SageMaker types; None only with `resume`: as before
     instance_count: Instances | None = None
     processes_per_instance: Processes | None = None
     data: str | None = None  # URI or path; None: the last upload
@@ -233,7 +233,7 @@ class Request(TrainingRequest):
 class TrainingJob(Request):
     """What runs: a Request with every choice made, as job.json keeps it."""
 
-    instance: str = "local"
+    instance: str = LOCAL
     instance_count: Instances = 1
     data: str  # URI, as are validation, init_from and teacher
     source_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sm_nanogpt.entry_point.metrics import duration
+from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.cli.remedies import command, options
 from sm_nanogpt.launcher.cli.show import at_ctrl_c, note, print_json, print_table
 from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS
@@ -23,7 +24,7 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
     from sm_nanogpt.launcher.forecast.forecasting import forecast
     from sm_nanogpt.launcher.job import Request
 
-    fields = {"instance": "local", **typed}
+    fields = {"instance": LOCAL, **typed}
     max_cost = fields.pop("max_cost", None)  # of a job on any of the known instance types
     request = Request(**fields)
     with at_ctrl_c("the pilots that have ended are kept"):
@@ -100,7 +101,7 @@ def next_request(typed: dict[str, Any], row: Row) -> dict[str, Any]:
     """
     from sm_nanogpt.launcher.backends import backend_class
 
-    fields = {"instance": "local", **typed, "size": f"{row.size:g}"}
+    fields = {"instance": LOCAL, **typed, "size": f"{row.size:g}"}
     if "max_cost" in typed:
         if not backend_class(fields["instance"]).bills:
             fields["instance"] = cheapest_type(row)

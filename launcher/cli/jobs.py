@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.cli.options import (
     GROUP,
     JOB_ID,
@@ -111,7 +112,7 @@ def first_step(settings: Settings) -> str:
         last_upload(settings)
     except InputError:
         return command("upload-data", "FILE")
-    return command("launch", "--instance", "local")
+    return command("launch", "--instance", LOCAL)
 
 
 def print_jobs(jobs: list[JobDescription], everyone: bool) -> None:

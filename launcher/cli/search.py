@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.cli.options import JSON, CommandGroup, settings_of, valued
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import at_ctrl_c, note, print_json, print_table, shown
@@ -62,7 +63,7 @@ def try_group() -> None:
 @valued("--preset NAME", "The base's hyperparameters (default: quick; on GPUs baby).")
 @valued("--size N", "Instead: the size of the base, by a dial from 0.25 to 16.", type=float)
 @valued("--entry-point DIR", "The folder to begin with.", type=click.Path(path_type=Path))
-@valued("--instance TYPE", "Where runs are made (default: local).", default="local")
+@valued("--instance TYPE", "Where runs are made (default: local).", default=LOCAL)
 @valued("--ceiling USD", "The most that all jobs of the search may cost.")
 @valued(
     "--smallest-gain NATS",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.cli.options import JSON, Command, JobParameter, settings_of, valued
 from sm_nanogpt.launcher.cli.remedies import command
 from sm_nanogpt.launcher.cli.show import note, print_json
@@ -126,9 +127,9 @@ def next_launch(upload: Upload, tokenizer: str | None) -> str:
     if not upload.uri.startswith("file:"):
         instance = "ml.m5.xlarge --preset quick --max-cost 0.20"
     elif upload.n_training < SHORT and not upload.chats and not base:
-        instance = "local --preset auto"
+        instance = f"{LOCAL} --preset auto"
     else:
-        instance = "local"
+        instance = LOCAL
     return command("launch", "--instance", instance, base)
 
 

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.local.backend import CHECKPOINTS, HOST, Record, read_document
@@ -125,7 +126,7 @@ class LocalRun:
         resources = {
             "current_host": HOST,
             "hosts": [HOST],
-            "current_instance_type": "local",
+            "current_instance_type": LOCAL,
             "network_interface_name": LOOPBACK,
         }
         channel = {

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.errors import InputError, LauncherError
 from sm_nanogpt.launcher.files.documents import Damaged, parse
 from sm_nanogpt.launcher.job import FULL_ID, JobDescription, TrainingJob
@@ -47,7 +48,7 @@ def summary_in(directory: Path) -> str:
         training = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
         loss = f"val_loss {training['val_loss']:.4f} at step {training['step']}"
         values = asdict(known_config(training["config"]))
-        job = TrainingJob(instance="local", data=str(directory), hyperparameters=values)
+        job = TrainingJob(instance=LOCAL, data=str(directory), hyperparameters=values)
         return f"{loss}; {summary_of(job)}"
     except (OSError, Damaged, KeyError, TypeError, InputError):
         return ""
