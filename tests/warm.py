@@ -259,10 +259,11 @@ def run(argv: list[str]) -> None:
     argv = argv[is_safe:]
     sys.argv = argv if argv[0] != "-c" else ["-c", *argv[2:]]
     if argv[0] == "-c":
-        from sm_nanogpt.launcher.local import backend, runner
+        from sm_nanogpt.launcher.local import backend, process
 
-        for module, start in ((backend, Process), (runner, Fork)):
-            module.subprocess = replacing(start)  # type: ignore[attr-defined]
+        backend.subprocess = replacing(Process)  # type: ignore[assignment]
+        if "local.runner" in argv[1]:  # its train.py
+            process.subprocess = replacing(Fork)  # type: ignore[assignment]
         if is_safe:
             del sys.path[0]
         else:

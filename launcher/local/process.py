@@ -58,15 +58,19 @@ def remove(directory: Path) -> None:
 
 
 class Program:
-    """A program that leads a session of its own, which Ctrl-C in the terminal does not reach.
+    """A program that leads a session, or else a process group, which Ctrl-C in the terminal does
+    not reach.
 
     Once it has ended, status is its exit status, or minus the number of the signal that ended it,
     and cpu_seconds its processor time, with that of the children that it waited for.
     """
 
-    def __init__(self, command: Sequence[str], **options: Any) -> None:
+    def __init__(self, command: Sequence[str], leads_session: bool = True, **options: Any) -> None:
         self.is_wrapped = command[0] == BWRAP
-        self.process = subprocess.Popen(command, start_new_session=True, **options)
+        group = None if leads_session else 0
+        self.process = subprocess.Popen(
+            command, start_new_session=leads_session, process_group=group, **options
+        )
         self.pid = self.process.pid
         self.output = self.process.stdout
         self.status: int | None = None
@@ -88,6 +92,11 @@ class Program:
             else:
                 break
         return self.status is not None
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to the program alone, which may then save."""
+        if self.status is None:
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Sends SIGKILL to what bwrap runs, or to the program. Any thread may call it."""

@@ -28,7 +28,7 @@ from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.local.backend import CHECKPOINTS, HOST, Record, read_document
-from sm_nanogpt.launcher.local.process import how_it_ended
+from sm_nanogpt.launcher.local.process import Program, how_it_ended
 from sm_nanogpt.launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
@@ -179,19 +179,19 @@ class LocalRun:
             variables[f"SM_HP_{name.upper()}"] = str(value)
         return variables
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """Starts train.py, which leads a process group of its own."""
+    def start(self) -> Program:
+        """Starts train.py in the session of this process, so that a job is one session."""
         command = [sys.executable, "train.py", *command_line(self.record.hyperparameters)]
         if self.record.processes_per_host > 1 and not self.record.gpus_per_host:
             command.append(f"--processes={self.record.processes_per_host}")
-        return subprocess.Popen(
+        return Program(
             command,
+            leads_session=False,
             cwd=self.base / "code",
             env=self.environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            process_group=0,
         )
 
     def train(self) -> str | None:
@@ -200,25 +200,25 @@ class LocalRun:
         Raises Stopped if the job was deleted, or stopped as a user asked.
         """
         log = (self.directory / "logs" / "job.log").open("wb", buffering=0)
-        process = self.start()
-        reader = threading.Thread(target=self.keep_output, args=(process.stdout, log), daemon=True)
+        program = self.start()
+        reader = threading.Thread(target=self.keep_output, args=(program.output, log), daemon=True)
         reader.start()
         stopped_codes = {128 + signal.SIGTERM, -signal.SIGTERM}  # of a run that was asked to stop
         kill_at: float | None = None
-        while process.poll() is None:
+        while not program.has_ended():
             if self.is_deleted():  # there is nowhere to save
                 kill_at = 0.0
             if kill_at is None:
                 if self.is_stopping():
                     kill_at = time.monotonic() + STOP_GRACE_SECONDS
                     self.update(status="Stopping", secondary="Stopping")
-                    process.terminate()
+                    program.terminate()
             elif time.monotonic() > kill_at or (self.directory / "stop-now").exists():
                 stopped_codes.add(-signal.SIGKILL)
-                os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+                program.kill()  # its ranks too
             time.sleep(0.05)
         reader.join(timeout=5)  # a child may keep its output open
-        code = process.returncode
+        code = program.status or 0
         if self.is_deleted() or (self.is_stopping() and code in stopped_codes):
             raise Stopped
         if code == 0:

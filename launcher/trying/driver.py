@@ -110,6 +110,7 @@ def make(
     start = [sys.executable, "-P", "-c", START, str(place / "filter"), str(has_gpu)]
     began, computed = time.monotonic(), cpu_seconds()
     with (place / "log").open("w+b") as log:
+        # Program of launcher.local.process would do, but the container has nothing of the launcher.
         process = subprocess.Popen(
             [*start, sys.executable, str(code / "train.py"), *words],
             env={**env, **here},
