@@ -149,7 +149,7 @@ class Request(TrainingRequest):
         if not (self.instances or self.resume):
             yield "instance", None, "must be given: local, or a type such as ml.g5.12xlarge"
         yield from backend_class(self.instance or "").problems(self)
-        given = self.given()
+        given = self.explicit_fields()
         for name in ("preset", "resume", "init_from"):
             if self.size is not None and name in given:
                 too = f"{name} sets the size of the model too; give one of the two"
@@ -165,14 +165,14 @@ class Request(TrainingRequest):
             characters = "at most 63 letters, digits, dots, dashes and underscores"
             yield "name", self.name, f"must be {characters}, {rule}"
 
-    def given(self) -> dict[str, Any]:
+    def explicit_fields(self) -> dict[str, Any]:
         """The fields that are not left out."""
         values = {name: getattr(self, name) for name in self.model_fields_set}
         return {name: value for name, value in values.items() if value not in (None, (), {})}
 
     def replaced(self, **values: Any) -> Self:
         """This with other values, validated together."""
-        new = type(self)(**{**self.given(), **values})
+        new = type(self)(**{**self.explicit_fields(), **values})
         new._inherited, new._source = self._inherited, self._source
         return new
 

@@ -50,7 +50,7 @@ def forecast(
 
     if max_cost is not None and not 0 < max_cost < math.inf:
         raise InputError("must be more than 0", field="max_cost", value=max_cost)
-    other_fields = sorted(request.given().keys() - FIELDS)
+    other_fields = sorted(request.explicit_fields().keys() - FIELDS)
     if other_fields:
         raise InputError("a forecast is for all sizes, without it", field=other_fields[0])
     request = with_training_folder(request)

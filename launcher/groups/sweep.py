@@ -46,7 +46,7 @@ class Sweep(Document):
 
     def fields_of(self, number: int) -> dict[str, Any]:
         """The fields of the request for a member."""
-        fields = self.job.given()
+        fields = self.job.explicit_fields()
         hyperparameters = dict(self.job.hyperparameters)
         for name, value in self.members[number - 1].items():
             if name in MODEL_CHOICES:
@@ -87,7 +87,7 @@ def check_varied(varied: Values, request: Request, seeds: int) -> None:
     settled = set(request.hyperparameters)
     if seeds > 1:
         settled.add("seed")
-    if any(name in request.given() for name in MODEL_CHOICES):
+    if any(name in request.explicit_fields() for name in MODEL_CHOICES):
         settled.update(MODEL_CHOICES)
     both = varied.keys() & settled
     if both:

@@ -119,7 +119,7 @@ class Draft:
 
     def make_job(self) -> None:
         """Set where the texts are, and what starts the processes on the instance type."""
-        choices = self.request.given()
+        choices = self.request.explicit_fields()
         for name, channel in self.texts.items():
             choices[name] = channel.uri
         choices["source_sha256"] = self.request.source.sha256
@@ -222,7 +222,7 @@ def with_defaults_of(settings: Settings, request: Request, backend: Backend) -> 
         value = getattr(settings, name)
         if value and backend.takes_field(name):
             defaults[name] = value
-    explicit = request.given()
+    explicit = request.explicit_fields()
     changed = sorted(name for name in defaults if name == "tags" or name not in explicit)
     if not changed:
         return request

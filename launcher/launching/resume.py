@@ -109,7 +109,7 @@ def as_computed_by(request: Request, earlier: EarlierJob) -> EarlierJob:
 def with_earlier_fields(request: Request, earlier: EarlierJob) -> Request:
     """The request with the fields of the earlier job that it leaves out."""
     before = earlier.job
-    explicit = request.given()
+    explicit = request.explicit_fields()
     explicit.setdefault("instance", before.instance)
     inherited = inherited_fields(before, explicit)
     for name in ("environment", "tags"):

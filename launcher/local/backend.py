@@ -126,7 +126,7 @@ class LocalBackend(Backend):
 
     @classmethod
     def problems(cls, request: Request) -> Iterator[tuple[str, object, str]]:
-        for name, value in sorted(request.given().items()):
+        for name, value in sorted(request.explicit_fields().items()):
             if value is not False and not cls.takes_field(name):
                 yield name, None, "is for SageMaker, not for local"
         if request.instance_count not in (None, 1):

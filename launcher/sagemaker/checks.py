@@ -31,7 +31,7 @@ def default_image(job: TrainingJob, region: str) -> str:
 
 def check_volume(job: TrainingJob) -> None:
     """Raises InputError if a volume is requested for an instance that takes none."""
-    if "volume_size" not in job.given():
+    if "volume_size" not in job.explicit_fields():
         return
     for instance in job.instances:
         if has_local_disks(instance):

@@ -51,7 +51,7 @@ class ElsewhereBackend(Backend):
 
     @classmethod
     def problems(cls, request: Request) -> Iterator[tuple[str, object, str]]:
-        for name, value in request.given().items():
+        for name, value in request.explicit_fields().items():
             if not cls.takes_field(name):
                 yield name, value, "means nothing elsewhere"
 

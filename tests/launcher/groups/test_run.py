@@ -120,7 +120,7 @@ def ran(home, monkeypatch):
                 raise CeilingTooLow("even a run of 60 s costs more")
             worst = shortest_cost if job.max_run else job.max_cost
             prepared_job = TrainingJob(
-                **{"instance": "ml.g5.xlarge", "data": "x", **job.given()},
+                **{"instance": "ml.g5.xlarge", "data": "x", **job.explicit_fields()},
                 worst_cost=worst,
                 affordable_run=affordable_run,
             )
