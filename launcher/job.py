@@ -30,7 +30,9 @@ DEFAULT_RUN_SECONDS = 3600
 DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
 
 TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # tag of our jobs
-OWNER_TAG, NAME_TAG, SUMMARY_TAG = (f"{TAG_KEY}-{word}" for word in ("owner", "name", "summary"))
+OWNER_TAG = f"{TAG_KEY}-owner"
+NAME_TAG = f"{TAG_KEY}-name"
+SUMMARY_TAG = f"{TAG_KEY}-summary"
 SEARCH_VARIABLE = "NANOGPT_SEARCH"  # names the search whose runs a job makes, in its environment
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 # As launch.new_job_id makes it, with the numbers of a sweep's jobs.
@@ -132,8 +134,8 @@ class Request(TrainingRequest):
         except ValidationError as error:
             first = error.errors()[0]
             name, *inner = (str(part) for part in first["loc"])
-            known = {"missing": "is missing", "extra_forbidden": "there is no such field"}
-            problem = known.get(first["type"], must_be(first["msg"]))
+            problems = {"missing": "is missing", "extra_forbidden": "there is no such field"}
+            problem = problems.get(first["type"], must_be(first["msg"]))
             value = None if first["type"] == "missing" else first["input"]
             if name == "hyperparameters" and inner:
                 if len(inner) > 1:  # of the kinds that a value may have
@@ -141,23 +143,22 @@ class Request(TrainingRequest):
                 with about(name, values[name]):
                     raise InputError(f"{inner[0]}={value!r}: {problem}") from None
             raise InputError(problem, field=name, value=value) from None
-        for name, given, problem in self._problems():
-            raise InputError(problem, field=name, value=given)
+        for name, value, problem in self._problems():
+            raise InputError(problem, field=name, value=value)
 
     def _problems(self) -> Iterator[tuple[str, object, str]]:
         """Yield the fields that do not go together, with their values, and why."""
         if not (self.instances or self.resume):
             yield "instance", None, "must be given: local, or a type such as ml.g5.12xlarge"
         yield from backend_class(self.instance or "").problems(self)
-        given = self.explicit_fields()
-        for name in ("preset", "resume", "init_from"):
-            if self.size is not None and name in given:
-                too = f"{name} sets the size of the model too; give one of the two"
-                yield "size", f"{self.size:g}", too
         for name in ("size", "preset", "resume", "init_from"):
-            if self.fit is not None and name in given:
-                too = f"{name} sets the size of the model too; give one of the two"
-                yield "fit", megabytes(self.fit), too
+            if name not in self.explicit_fields():
+                continue
+            problem = f"{name} sets the size of the model too; give one of the two"
+            if self.size is not None and name != "size":
+                yield "size", f"{self.size:g}", problem
+            if self.fit is not None:
+                yield "fit", megabytes(self.fit), problem
         if self.preset == "auto" and self.init_from is not None:
             yield "preset", "auto", "is for a new model, without init_from"
         if self.name is not None and not NAME.fullmatch(self.name):
@@ -206,9 +207,11 @@ class Request(TrainingRequest):
         With a base, which holds every field, they override the base.
         """
         config = self.config(1, base)
-        given = (name for name, value in self.hyperparameters.items() if value != "")
-        preset = self.source.module("presets").PRESETS[self.preset] if self.preset else ()
-        return {name: getattr(config, name) for name in (*preset, *given)}
+        names: list[str] = []
+        if self.preset:
+            names += self.source.module("presets").PRESETS[self.preset]
+        names += [name for name, value in self.hyperparameters.items() if value != ""]
+        return {name: getattr(config, name) for name in names}
 
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
         """The script's Config; base replaces the defaults."""
@@ -220,8 +223,8 @@ class Request(TrainingRequest):
                 if self.preset is not None and self.preset not in presets:
                     choices = ", ".join(["auto", *presets])
                     raise InputError(f"must be one of {choices}", "", "preset", self.preset)
-                made = source.module("config").make_config(self.hyperparameters, self.preset, base)
-                source.configs[values] = made
+                make_config = source.module("config").make_config
+                source.configs[values] = make_config(self.hyperparameters, self.preset, base)
             source.configs[values].check_world_size(world_size)
         return source.configs[values]
 
@@ -255,24 +258,29 @@ class TrainingJob(Request):
 
     @property
     def channels(self) -> dict[str, str]:
-        """The places that the job reads, by their names in /opt/ml/input/data."""
-        named = ("training", "validation", "model", "teacher")
-        places = (self.data, self.validation, self.init_from, self.teacher)
-        return {name: uri for name, uri in zip(named, places, strict=True) if uri is not None}
+        """The URIs that the job reads, by their names in /opt/ml/input/data."""
+        uris = {
+            "training": self.data,
+            "validation": self.validation,
+            "model": self.init_from,
+            "teacher": self.teacher,
+        }
+        return {name: uri for name, uri in uris.items() if uri is not None}
 
     @property
     def time_limit(self) -> int:
         """Seconds that the job may run: the smallest of its limits."""
-        own = self.max_run or (DAY if self.max_cost else DEFAULT_RUN_SECONDS)
-        return min(filter(None, (own, self.affordable_run, self.max_wait)))
+        default = DAY if self.max_cost else DEFAULT_RUN_SECONDS
+        limits = (self.max_run or default, self.affordable_run, self.max_wait)
+        return min(seconds for seconds in limits if seconds)
 
     @property
     def wait_limit(self) -> int:
         """Seconds that a spot job may take, with its interruptions."""
         return self.max_wait or min(2 * self.time_limit, LONGEST_RUN)
 
-    def check_resumable(self, before: Request, earlier: JobDescription) -> None:
-        """Raise InputError unless this job can continue from `before`, described by `earlier`.
+    def check_resumable(self, earlier_job: Request, earlier: JobDescription) -> None:
+        """Raise InputError unless this job can continue an earlier one, described by `earlier`.
 
         A job that reached its last step without writing a model may be resumed to write it.
         """
@@ -281,12 +289,13 @@ class TrainingJob(Request):
                 "config": asdict(job.config(1)),
                 "corpus_sha256": (text_id(job.data), text_id(job.validation)),
             }
-            for job in (before, self)
+            for job in (earlier_job, self)
         ]
         with self.source.running():
             self.source.module("config").check_resumable(*jobs)
         generations = getattr(self.config(1), "generations", 1)
-        step, max_steps = earlier.checkpoint_step or 0, self.config(1).max_steps
+        step = earlier.checkpoint_step or 0
+        max_steps = self.config(1).max_steps
         total = total_steps(asdict(self.config(1)))
         if step > total or (step == total and earlier.model_uri is not None):
             if generations > 1:
@@ -406,8 +415,8 @@ class JobDescription:
     def may_have_pool(self) -> bool:
         """Whether the job may have had a warm pool whose billed seconds are not known."""
         had_machines = bool(self.billable_seconds or self.started)
-        asked = self.ended is not None and self.keep_alive is not None
-        return had_machines and asked and self.warm_pool_seconds is None
+        keeps_machines = self.ended is not None and self.keep_alive is not None
+        return had_machines and keeps_machines and self.warm_pool_seconds is None
 
     def log_pending(self) -> None:
         logger.info(f"job {self.job_id} is {self.state}: {self.message}")
