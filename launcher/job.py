@@ -29,10 +29,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_RUN_SECONDS = 3600
 DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
 
-TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # tag of our jobs
-OWNER_TAG = f"{TAG_KEY}-owner"
-NAME_TAG = f"{TAG_KEY}-name"
-SUMMARY_TAG = f"{TAG_KEY}-summary"
 SEARCH_VARIABLE = "NANOGPT_SEARCH"  # names the search whose runs a job makes, in its environment
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 # As launch.new_job_id makes it, with the numbers of a sweep's jobs.

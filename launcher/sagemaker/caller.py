@@ -12,10 +12,15 @@ from typing import Any
 from sm_nanogpt.launcher.aws import aws_session, make_client, service_errors
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files.cache import Cache
-from sm_nanogpt.launcher.job import NAME_TAG, OWNER_TAG, SUMMARY_TAG, TAG_KEY, TAG_VALUE, time_of
+from sm_nanogpt.launcher.job import time_of
 from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # tag of our jobs
+OWNER_TAG = f"{TAG_KEY}-owner"
+NAME_TAG = f"{TAG_KEY}-name"
+SUMMARY_TAG = f"{TAG_KEY}-summary"
 
 # AWS's tools give such names to sessions, another one for each login: the time, or a task's id.
 GENERATED_SESSION = re.compile(r"[A-Za-z-]*-\d{9,}|\d+|[0-9a-f]{32}")

@@ -9,13 +9,11 @@ from typing import Any
 
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.job import (
-    NAME_TAG,
-    OWNER_TAG,
     RUNNING,
     SEARCH_VARIABLE,
-    SUMMARY_TAG,
     JobDescription,
 )
+from sm_nanogpt.launcher.sagemaker.caller import NAME_TAG, OWNER_TAG, SUMMARY_TAG
 
 # A FailureReason is the last line of the failed rank, `Name: cause [kind]`. If it left none, the
 # toolkit surrounds what it printed with pages of its own, and adds a line for a killed process.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sm_nanogpt.launcher.instances import instance_problem
-from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS, TAG_KEY, Request
+from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS, Request
 from sm_nanogpt.launcher.limits import violations
+from sm_nanogpt.launcher.sagemaker.caller import TAG_KEY
 
 Problem = tuple[str, object, str]  # a field, its value, and what is wrong with it
 
