@@ -33,7 +33,6 @@ SEARCH_VARIABLE = "NANOGPT_SEARCH"  # names the search whose runs a job makes, i
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 # As launch.new_job_id makes it, with the numbers of a sweep's jobs.
 FULL_ID = re.compile(r"sm-nanogpt-(\d{8}-\d{6})-[0-9a-f]{6}(-\d+(-try\d+)?)?")
-ID_BEGINS = re.compile(r"sm-nanogpt-\d{8}-\d{6}-")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # for a job
 NAME = re.compile(rf"(?!latest$|sm-nanogpt-){WORD.pattern}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
@@ -306,11 +305,6 @@ COMMON_FIELDS = {*TrainingRequest.model_fields, *RECORDED_FIELDS}
 
 
 # -- how it stands ---------------------------------------------------------------------------------
-
-
-def end_of(job_id: str) -> str:
-    """The end of a job's id, which tells it from others: 79bf20, or 79bf20-3 in a sweep."""
-    return ID_BEGINS.sub("", job_id)
 
 
 @dataclass(frozen=True)

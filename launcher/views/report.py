@@ -15,12 +15,13 @@ from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.finding import find
 from sm_nanogpt.launcher.groups.ranking import Rank, differences, ranking
 from sm_nanogpt.launcher.groups.sweep import MODEL_CHOICES
-from sm_nanogpt.launcher.job import JobDescription, TrainingJob, end_of
+from sm_nanogpt.launcher.job import JobDescription, TrainingJob
 from sm_nanogpt.launcher.judge.evaluation import Evaluation, saved_evaluations
 from sm_nanogpt.launcher.launching.summary import format_value
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.store import Upload, known_upload
 from sm_nanogpt.launcher.tracking import with_costs
+from sm_nanogpt.launcher.views.job_fields import end_of
 
 logger = logging.getLogger(__name__)
 
