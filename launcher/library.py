@@ -146,11 +146,11 @@ class Job(TrackedJob):
 
         return self._answer(read_messages(messages), sampling.pop("max_new_tokens", 500), sampling)
 
-    def _answer(self, asked: Any, most: int, sampling: dict[str, Any]) -> str:
+    def _answer(self, prompt: Any, max_tokens: int, sampling: dict[str, Any]) -> str:
         from sm_nanogpt.launcher.models.sample import prompt_and_limit, stream_samples
 
-        begin, most = prompt_and_limit(*self._loaded, asked, most)
-        pieces = stream_samples(*self._loaded, begin, most, **sampling)
+        begin, max_tokens = prompt_and_limit(*self._loaded, prompt, max_tokens)
+        pieces = stream_samples(*self._loaded, begin, max_tokens, **sampling)
         return "".join(piece for (piece,) in pieces)
 
     def eval(
@@ -181,7 +181,8 @@ class Job(TrackedJob):
     def report(self, path: str | Path | None = None) -> Path:
         """Write a report as one HTML file (default: report-ID.html), and return its path."""
         file = path_of(plain(path) or f"report-{self.id}.html")
-        write_bytes(str(file), page(compare(read_runs([self.id], self.settings))).encode())
+        report = compare(read_runs([self.id], self.settings))
+        write_bytes(str(file), page(report).encode())
         return file
 
     def page(
@@ -335,9 +336,11 @@ def jobs(
         raise InputError(f"must be one of {', '.join(STATUSES)}", "", "status", status)
     settings = settings or load_settings()
     listing = Listing(settings, everyone, name)
-    found = list(islice((each for each in listing if status in (None, each.status)), limit))
-    for odd in listing.unreadable:
-        warnings.warn(f"job {odd.job_id} is left out: {odd.error}", stacklevel=2)
+    matching = (job for job in listing if status in (None, job.status))
+    descriptions = list(islice(matching, limit))
+    for unreadable in listing.unreadable:
+        message = f"job {unreadable.job_id} is left out: {unreadable.error}"
+        warnings.warn(message, stacklevel=2)
     if listing.failure is not None:
         warnings.warn(f"not all jobs are listed: {listing.failure}", stacklevel=2)
-    return [Job(each.job_id, settings, each) for each in with_costs(found, settings)]
+    return [Job(job.job_id, settings, job) for job in with_costs(descriptions, settings)]

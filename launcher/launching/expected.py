@@ -36,7 +36,8 @@ def forecast_path(request: Request, texts: Texts, settings: Settings) -> Path | 
         if channel.upload is None:
             return None
         hashes.append(channel.upload.sha256)
-    digest = hashlib.sha256(" ".join([*hashes, request.source.sha256]).encode()).hexdigest()
+    hashes.append(request.source.sha256)
+    digest = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
     return settings.home / "forecasts" / f"{digest[:24]}.jsonl"
 
 

@@ -157,8 +157,8 @@ def check_device(job: TrainingJob, is_explicit: bool, earlier: EarlierJob | None
     if is_explicit or (ran_on_gpus and "device" in job.hyperparameters):
         return
     if rents_gpus(job.instance) and getattr(job.config(1), "device", "") == "cpu":
-        what = f"preset {job.preset}" if job.preset else "the job"
-        problem = f"{what} trains on the CPU, and {job.instance} has GPUs"
+        subject = f"preset {job.preset}" if job.preset else "the job"
+        problem = f"{subject} trains on the CPU, and {job.instance} has GPUs"
         with about("instance", job.instance):
             raise InputError(problem, "idle-gpus")
 

@@ -91,13 +91,13 @@ def as_computed_by(request: Request, earlier: EarlierJob) -> EarlierJob:
     """The earlier job with the hyperparameters that the request's training folder has."""
     source = request.source
     names = {field.name for field in fields(source.module("config").Config)}
-    sent = earlier.description.hyperparameters
-    unknown = sorted(sent.keys() - names)
+    recorded = earlier.description.hyperparameters
+    unknown = sorted(recorded.keys() - names)
     if unknown:
-        folder, options = source.directory, ", ".join(unknown)
-        logger.info(f"{folder} has no {options}; the earlier job's values are left out")
+        options = ", ".join(unknown)
+        logger.info(f"{source.directory} has no {options}; the earlier job's values are left out")
 
-    hyperparameters = {name: value for name, value in sent.items() if name in names}
+    hyperparameters = {name: value for name, value in recorded.items() if name in names}
     update = {
         "preset": None,
         "hyperparameters": hyperparameters,
@@ -108,32 +108,32 @@ def as_computed_by(request: Request, earlier: EarlierJob) -> EarlierJob:
 
 def with_earlier_fields(request: Request, earlier: EarlierJob) -> Request:
     """The request with the fields of the earlier job that it leaves out."""
-    before = earlier.job
+    earlier_job = earlier.job
     explicit = request.explicit_fields()
-    explicit.setdefault("instance", before.instance)
-    inherited = inherited_fields(before, explicit)
+    explicit.setdefault("instance", earlier_job.instance)
+    inherited = inherited_fields(earlier_job, explicit)
     for name in ("environment", "tags"):
         if name in explicit and name in inherited:
             explicit[name] = {**inherited[name], **explicit[name]}
-    changes = request.explicit_hyperparameters(asdict(before.config(1)))
+    changes = request.explicit_hyperparameters(asdict(earlier_job.config(1)))
     combined = {
         **inherited,
         **explicit,
         "preset": None,
-        "hyperparameters": {**before.hyperparameters, **changes},
+        "hyperparameters": {**earlier_job.hyperparameters, **changes},
     }
     completed = Request(**combined)
     completed._inherited = frozenset(inherited) - frozenset(explicit)
     return completed
 
 
-def inherited_fields(before: TrainingJob, explicit: dict[str, Any]) -> dict[str, Any]:
+def inherited_fields(earlier_job: TrainingJob, explicit: dict[str, Any]) -> dict[str, Any]:
     """The fields of an earlier job that fit those that a request sets."""
     names = set(Request.model_fields) - NOT_INHERITED
-    inherited = before.model_dump(include=names, exclude_defaults=True)
-    if explicit.get("spot", before.spot) != before.spot:
+    inherited = earlier_job.model_dump(include=names, exclude_defaults=True)
+    if explicit.get("spot", earlier_job.spot) != earlier_job.spot:
         # Each of the two belongs to one kind of capacity.
-        inherited.pop("max_wait" if before.spot else "keep_alive", None)
+        inherited.pop("max_wait" if earlier_job.spot else "keep_alive", None)
     if any(has_local_disks(name) for name in types_of(explicit["instance"])):
         inherited.pop("volume_size", None)
     for name, other in EXCLUSIVE.items():

@@ -68,11 +68,14 @@ class InitialModel:
 
 def find_model(request: Request, settings: Settings, field: str = "init_from") -> InitialModel:
     """The model that a request names, by a job's id, a directory or a URI, and its channel."""
-    reference, source = str(getattr(request, field)), request.source
-    given = request.hyperparameters if field == "init_from" else {}  # a teacher has its own
+    reference = str(getattr(request, field))
+    source = request.source
+    hyperparameters: dict[str, Scalar] = {}  # a teacher has its own
+    if field == "init_from":
+        hyperparameters = request.hyperparameters
     with open_model_documents(reference, settings.with_offline(False)) as (directory, uri):
         try:
-            values = source.module("huggingface").starting_values(directory, given)
+            values = source.module("huggingface").starting_values(directory, hyperparameters)
             tokenizer = source.module("text").read_tokenizer(directory)
         except source.module("errors").TrainingError as error:
             if "that script" in str(error):  # of an edited folder
@@ -129,7 +132,8 @@ def open_model_documents(model: str, settings: Settings) -> Iterator[tuple[Path,
 
 # -- size ------------------------------------------------------------------------------------------
 
-SIZES = (*(n / 4 for n in range(1, 9)), 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+SMALL_SIZES = tuple(n / 4 for n in range(1, 9))  # 0.25 to 2
+SIZES = (*SMALL_SIZES, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 LARGEST_ON_CPU = 3  # as `laptop`, some minutes
 
 

@@ -20,18 +20,18 @@ def summary_of(job: TrainingJob, explicit: Set[str] = frozenset()) -> str:
     if job.size:
         values = shown_values(job)
         names = sorted(values.keys() & explicit)
-        words = [f"size {job.size:g}", *assignments(values, names)]
+        parts = [f"size {job.size:g}", *assignments(values, names)]
     else:
-        words = changes_of(job)
+        parts = changes_of(job)
     if not job.source.is_packaged:
-        words.append("edited")
+        parts.append("edited")
     if job.init_from is not None:
-        words.append(f"from {job.base}")
+        parts.append(f"from {job.base}")
     if job.teacher is not None:
-        words.append(f"taught by {start.model_name(job.teacher)}")
+        parts.append(f"taught by {start.model_name(job.teacher)}")
     if job.resume is not None:
-        words.append(f"resumes {job.resume}")
-    return " ".join(words)
+        parts.append(f"resumes {job.resume}")
+    return " ".join(parts)
 
 
 def shown_values(job: TrainingJob) -> dict[str, Any]:
@@ -56,12 +56,13 @@ def changes_of(job: TrainingJob) -> list[str]:
 def differences_from(preset: str, job: TrainingJob, values: Mapping[str, Any]) -> list[str]:
     """The name of a preset, and those of a job's values that differ from it."""
     presets = job.source.module("presets").PRESETS
-    defaults = {**asdict(job.source.module("config").Config()), **presets.get(preset, {})}
+    defaults = asdict(job.source.module("config").Config())
+    defaults |= presets.get(preset, {})
     if job.init_from is not None:
         defaults |= job.source.module("huggingface").FINE_TUNING
     changed = [name for name, value in values.items() if defaults[name] != value]
-    words = assignments(values, changed)
-    return [preset, *words] if preset else words
+    changes = assignments(values, changed)
+    return [preset, *changes] if preset else changes
 
 
 def assignments(values: Mapping[str, Any], names: list[str]) -> list[str]:

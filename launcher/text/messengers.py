@@ -319,7 +319,9 @@ def time_of_day(match: re.Match[str]) -> int:
     """Seconds."""
     hour = int(match["hour"])
     if match["half"]:
-        hour = hour % 12 + 12 * (match["half"].lower() == "p")
+        hour %= 12
+        if match["half"].lower() == "p":
+            hour += 12
     return hour * 3600 + int(match["minute"]) * 60 + int(match["second"] or 0)
 
 

@@ -44,7 +44,8 @@ def repeated_share(training: Iterable[bytes], validation: bytes, size: int) -> f
     sample = with_one_space(validation)
     hashes = [hash(sample[start : start + RUN]) for start in range(len(sample) - RUN + 1)]
     shared = shared_hashes(set(hashes), training, step=min(RUN, 1 + size // LOOKUPS))
-    n_repeated = end = 0  # bytes; and the end of the last run that is repeated
+    n_repeated = 0  # bytes
+    end = 0  # of the last run that is repeated
     for start, run_hash in enumerate(hashes):
         if run_hash in shared:
             n_repeated += start + RUN - max(start, end)

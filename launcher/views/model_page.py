@@ -400,8 +400,8 @@ def tokenizer_of(tokenizer: Tokenizer) -> dict[str, Any]:
     if is_bpe:
         vocab = document["model"]["vocab"]
         for pair in document["model"]["merges"]:
-            left, right = pair.split(" ") if isinstance(pair, str) else pair
-            merges += [vocab[left], vocab[right], vocab[left + right]]
+            first, second = pair.split(" ") if isinstance(pair, str) else pair
+            merges += [vocab[first], vocab[second], vocab[first + second]]
     return {
         "unit": tokenizer.unit,
         "words": [word.decode("latin-1") for word in tokenizer.words],
