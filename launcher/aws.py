@@ -65,7 +65,8 @@ def aws_session(settings: Settings) -> Any:
     except BotoCoreError as error:
         raise InputError(str(error), "other-profile") from None
     if settings.offline:
-        session.client = session.get_credentials = raise_offline
+        session.client = raise_offline
+        session.get_credentials = raise_offline
     settings._sessions[key] = session
     return session
 

@@ -131,7 +131,8 @@ def check_credentials(context: Context) -> Answer:
 def check_stack(context: Context) -> Answer:
     if context.settings.store and context.settings.role:
         return "none is needed: store and role are set"
-    stack = context.stack = find_stack(context.settings, context.account.session)
+    stack = find_stack(context.settings, context.account.session)
+    context.stack = stack
     if stack is None:
         return Doubt("none", code="deploy-stack")
     state = f"{stack.name} is {stack.status}"

@@ -50,7 +50,9 @@ class Listing:
     def __init__(self, settings: Settings, everyone: bool = False, name: str | None = None) -> None:
         self.unreadable: list[UnreadableJob] = []
         self.failure: InputError | ServiceError | None = None
-        self.settings, self.everyone, self.name = settings, everyone, name
+        self.settings = settings
+        self.everyone = everyone
+        self.name = name
         self.backends = configured_backends(settings)
 
     def __iter__(self) -> Jobs:
@@ -198,7 +200,10 @@ def without_network(backends: Iterable[type[Backend]]) -> list[type[Backend]]:
 
 def remote_launches(settings: Settings) -> list[str]:
     """The ids of the jobs that this home launched last on remote backends."""
-    return [job_id for backend in all_backends() for job_id in backend.launched_last(settings)]
+    job_ids: list[str] = []
+    for backend in all_backends():
+        job_ids += backend.launched_last(settings)
+    return job_ids
 
 
 def choose_job(reference: str, jobs: Jobs, lacks: Lack) -> JobDescription | None:

@@ -111,8 +111,10 @@ class Job(TrackedJob):
             from pandas import DataFrame
         except ImportError:
             return rows
-        names = ["step", "train_loss", "val_loss", *(name for row in rows for name in row)]
-        return DataFrame(rows, columns=[*dict.fromkeys(names)])
+        names = ["step", "train_loss", "val_loss"]
+        for row in rows:
+            names += row
+        return DataFrame(rows, columns=list(dict.fromkeys(names)))
 
     def model(self, entry_point: str | Path | None = None) -> Path:
         """The directory of the model, which is downloaded unless it is here, and checked.

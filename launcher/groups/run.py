@@ -92,7 +92,10 @@ class GroupRun:
     def __init__(
         self, name: str, ledger: GroupLedger, backend: Backend, settings: Settings, parallel: int
     ) -> None:
-        self.name, self.ledger, self.backend, self.settings = name, ledger, backend, settings
+        self.name = name
+        self.ledger = ledger
+        self.backend = backend
+        self.settings = settings
         self.parallel = parallel
         self.plans = dict[int, Plan[TrackedJob]]()
         self.waiting = list[int]()

@@ -78,7 +78,9 @@ def listed(name: str, values: Any) -> list[Any]:
 
 def is_scalar(value: Any) -> bool:
     """True if a job can have a value as a hyperparameter."""
-    return math.isfinite(value) if isinstance(value, float) else isinstance(value, str | int)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str | int)
 
 
 def check_varied(varied: Values, request: Request, seeds: int) -> None:

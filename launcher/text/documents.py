@@ -121,7 +121,8 @@ def survey_text(name: str, files: Sequence[File]) -> Survey:
     n_left_out: Counter[str] = Counter()
     for file in files:
         file_digest = hashlib.sha256()
-        size = characters = 0
+        size = 0
+        characters = 0
         with open_text(file) as content:
             for chunk, text in read_text(content, file.shown, CHUNK_BYTES):
                 file_digest.update(chunk)

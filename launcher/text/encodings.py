@@ -65,7 +65,8 @@ def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes,
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     cursor = Cursor()
-    position = n_beyond_ascii = 0  # bytes
+    position = 0  # bytes
+    n_beyond_ascii = 0  # bytes
     while chunk := file.read(size):
         zero = chunk.find(0)
         if zero >= 0:

@@ -353,7 +353,8 @@ def write_shards(
     content = b""  # what is not written yet of a document
     while n_pending:
         path = directory / f"{name}-{len(shards):05d}.bin"
-        size = free = min(n_pending, SHARD_BYTES)
+        size = min(n_pending, SHARD_BYTES)
+        free = size
         with path.open("wb") as file:
             while free:
                 content = content or next(contents)

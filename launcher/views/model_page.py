@@ -198,7 +198,9 @@ def describe_moments(steps: Sequence[int], n_kept: int, limit: int | None) -> st
     """Which of the kept moments a page shows; not all, if its limit, in bytes, is too small."""
     if not n_kept:
         return "the run kept none"
-    shown = f"of steps {', '.join(map(str, steps))}" if len(steps) > 1 else "the end alone"
+    shown = "the end alone"
+    if len(steps) > 1:
+        shown = f"of steps {', '.join(map(str, steps))}"
     if len(steps) == n_kept:
         return shown
     if limit is not None:

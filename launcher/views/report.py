@@ -282,8 +282,10 @@ def hyperparameters_of_models(runs: Sequence[ReportedRun]) -> set[str]:
         values = {getattr(job, choice) for job in jobs}
         if len(values) < 2 or None in values or not all(job.summary for job in jobs):
             continue
-        explicit = {name for job in jobs for name in re.findall(r"(\w+)=", job.summary)}
-        return {*runs[0].description.hyperparameters} - explicit
+        names = set(runs[0].description.hyperparameters)
+        for job in jobs:
+            names -= set(re.findall(r"(\w+)=", job.summary))
+        return names
     return set()
 
 
