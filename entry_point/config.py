@@ -275,21 +275,24 @@ class Config:
         self.check_divides("batch_size", world_size * passes, cannot)
 
 
-def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ConfigError, which names the difference, unless `now` may continue from `saved`."""
+def check_resumable(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raises ConfigError, which names the difference, unless `current` may continue from `saved`.
+
+    Both have the config of a run and the hash of its text; saved may have the step that it reached.
+    """
     differences = []
     for f in dataclasses.fields(Config):
         # A hyperparameter that is newer than the checkpoint was its default.
-        before = saved["config"].get(f.name, f.default)
-        value = now["config"][f.name]
+        saved_value = saved["config"].get(f.name, f.default)
+        value = current["config"][f.name]
         is_kept = f.metadata["kept_on_resume"]
-        if f.name == "max_steps" and now["config"]["generations"] > 1:
+        if f.name == "max_steps" and current["config"]["generations"] > 1:
             is_kept = True  # a generation begins where the one before ended
-        if is_kept and before != value:
-            differences.append(f"{f.name} (from {before!r} to {value!r})")
-    if saved["corpus_sha256"] != now["corpus_sha256"]:
+        if is_kept and saved_value != value:
+            differences.append(f"{f.name} (from {saved_value!r} to {value!r})")
+    if saved["corpus_sha256"] != current["corpus_sha256"]:
         differences.append("its text")
-    total_steps = Config(**now["config"]).total_steps
+    total_steps = Config(**current["config"]).total_steps
     if saved.get("step", 0) > total_steps:
         differences.append(f"max_steps (to {total_steps}, as it is at step {saved['step']})")
     if differences:
@@ -300,8 +303,11 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def whole_number(text: str) -> int:
-    number, text = float(text), text.removesuffix(".0")
-    return int(number) if "e" in text.lower() and number.is_integer() else int(text)
+    """Reads 1000, 1000.0 and 1e3. Raises ValueError."""
+    number = float(text)
+    if "e" in text.lower() and number.is_integer():
+        return int(number)
+    return int(text.removesuffix(".0"))
 
 
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
@@ -315,14 +321,14 @@ TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 
 
-def read_value(f: dataclasses.Field[Any], given: Any) -> Any:
+def read_value(f: dataclasses.Field[Any], setting: Any) -> Any:
     """The value of a field, read from its text. Raises ConfigError unless the field allows it."""
     read, _ = TYPES[str(f.type)]
     with suppress(ValueError, KeyError):
-        value = read(str(given))
+        value = read(str(setting))
         if is_allowed(f, value):
             return value
-    raise ConfigError(f"{f.name}={given!r}: must be {allowed(f)}")
+    raise ConfigError(f"{f.name}={setting!r}: must be {allowed(f)}")
 
 
 def is_allowed(f: dataclasses.Field[Any], value: Any) -> bool:

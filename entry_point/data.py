@@ -194,7 +194,8 @@ def bytes_per_token(corpus: Corpus, config: Config) -> float:
     End-of-document tokens count zero bytes, but their loss still counts.
     """
     lengths = torch.tensor([len(word) for word in corpus.tokenizer.words])
-    n_bytes = n_tokens = 0
+    n_bytes = 0
+    n_tokens = 0
     for starts in eval_windows(corpus.val, config):
         windows = read_windows(corpus.val, starts, config.block_size)
         _, targets = inputs_and_targets(windows, torch.device("cpu"))

@@ -95,8 +95,8 @@ def attend_by_products(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tenso
         n = queries.size(1)
         end = begin + n  # no query looks ahead
         keys, values = k[:, :end], v[:, :end]  # [B * H, end, D]
-        ahead = q.new_full((n, end), float("-inf")).triu_(begin + 1)
-        scores = torch.baddbmm(ahead, queries, keys.mT, alpha=D**-0.5)  # [B * H, n, end]
+        mask = q.new_full((n, end), float("-inf")).triu_(begin + 1)
+        scores = torch.baddbmm(mask, queries, keys.mT, alpha=D**-0.5)  # [B * H, n, end]
         weights = F.dropout(scores.softmax(dim=-1), dropout)
         outputs.append(weights @ values)
     return torch.cat(outputs, dim=1).view(B, H, T, D)

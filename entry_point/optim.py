@@ -149,8 +149,8 @@ class Muon:
             n_stacks = min(n_matrices * shape.numel() / SLICE, len(counts))
             n_slices = math.ceil(n_stacks / group.world_size)
             for shares in deal(counts, n_slices, group.world_size):
-                n = max(sum(counts[name] for name in share) for share in shares)
-                momentum = torch.zeros(n, *shape, device=group.device)
+                sizes = [sum(counts[name] for name in share) for share in shares]
+                momentum = torch.zeros(max(sizes), *shape, device=group.device)
                 self.slices.append(WeightSlice(shares, momentum))
 
     def split(self, names: Sequence[str], stack: Tensor) -> Iterable[tuple[str, Tensor]]:

@@ -78,7 +78,9 @@ def read_corpus(container: Container, config: Config, start: Tokenizer | None = 
 
 def misfit(corpus: Corpus, container: Container, config: Config, start: Tokenizer | None) -> str:
     """Why a run of this config, from the model of `start`, cannot learn from the text; or ''."""
-    tokenizer, unit, size = corpus.tokenizer, corpus.tokenizer.unit, config.block_size
+    tokenizer = corpus.tokenizer
+    unit = tokenizer.unit
+    size = config.block_size
     if start is not None and tokenizer.words != start.words:
         return "the model has other tokens; encode the text: upload-data --tokenizer MODEL"
     if unit == "tokens" and container.validation is not None:
@@ -93,8 +95,8 @@ def misfit(corpus: Corpus, container: Container, config: Config, start: Tokenize
         if corpus.is_chat and not len(part):
             return f"no {name} conversation has an answer within block_size={size} tokens"
         if len(part) < size + 1:
-            few = f"the {name} text has {len(part)} {unit}; block_size={size} needs {size + 1}"
-            return f"{few}: add more text, or set a smaller block_size"
+            problem = f"the {name} text has {len(part)} {unit}; block_size={size} needs {size + 1}"
+            return f"{problem}: add more text, or set a smaller block_size"
     return ""
 
 
@@ -115,7 +117,8 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
             texts.append(pieces)
             sha256.update(digest.hexdigest().encode())
 
-    vocabulary = characters = distinct(chain(*texts))
+    characters = distinct(chain(*texts))
+    vocabulary = characters
     if start is not None and start.unit == "characters":
         vocabulary = torch.tensor([ord(word.decode()) for word in start.words])
     check_characters(characters, vocabulary)
