@@ -229,4 +229,8 @@ def usage_message(error: click.ClickException) -> str:
 
 
 def main() -> NoReturn:
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # Sampling too is slow where threads stay awake long, as train.py says. OpenMP reads this
+        # when torch loads it.
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     sys.exit(run())

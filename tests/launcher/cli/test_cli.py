@@ -298,3 +298,19 @@ def test_a_suggestion_repeats_the_options_before_a_command():
         assert command("status", "ID") == f"sm-nanogpt {shown} status ID"
     with click.Context(commands.cli, obj={}):
         assert command("status", "ID") == "sm-nanogpt status ID"
+
+
+@pytest.mark.parametrize(
+    "variables, count",
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_of_a_command_do_not_wait_awake_for_long(monkeypatch, variables, count):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that the end of the test restores it
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(commands, "run", lambda: 0)
+    with pytest.raises(SystemExit):
+        commands.main()
+    assert os.environ.get("GOMP_SPINCOUNT") == count
