@@ -29,6 +29,7 @@ from torch import Tensor
 from sm_nanogpt.entry_point.errors import DataError
 from sm_nanogpt.entry_point.files import open_standard_streams, read_json
 from sm_nanogpt.entry_point.text import Tokenizer, read_tokenizer
+from sm_nanogpt.entry_point.waiting import Waiting
 from sm_nanogpt.launcher.errors import LauncherError, ServiceError
 from sm_nanogpt.launcher.files.documents import Damaged, Document, parse
 from sm_nanogpt.launcher.local.confine import (
@@ -311,7 +312,9 @@ def answers(
         size = net(torch.zeros(1, 1, dtype=torch.int64)).size(-1)
         facts = dict(block_size=model.config.block_size, size=size, chats=tokenizer.chats)
         yield json.dumps(facts).encode()
+        waiting = Waiting(torch.get_num_threads())
         while True:
+            waiting.look()
             request = json.loads(pipe.recv_bytes())
             if "shape" in request:
                 content = bytearray(pipe.recv_bytes())

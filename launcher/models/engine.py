@@ -8,6 +8,7 @@ against the plain loop, which serves edited models.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from sm_nanogpt.entry_point.kernels import repeat_kv
 from sm_nanogpt.entry_point.model import GPT, Attention, Block, Linear, norm, rotary
+from sm_nanogpt.entry_point.waiting import Waiting
 
 # With so few sequences, sampling a token takes as long as reading the weights, which int8 makes
 # smaller (PackedLinear).
@@ -23,6 +25,9 @@ FEW_SEQUENCES = 4
 # A model with fewer parameters in its matrices gains nothing from packing: calling oneDNN takes
 # longer than reading them.
 MIN_PACKED_PARAMETERS = 1 << 20
+# With fewer parameters, times the number of sequences, a token takes no less time by several
+# threads, and on a busy machine four times as long.
+MIN_SHARED_PARAMETERS = 1 << 20
 
 # Called with the logits, float32 [B, V], and the ids, int64 [B], that were drawn from them.
 Watch = Callable[[Tensor, Tensor], object]
@@ -212,13 +217,33 @@ def generate(
             dtype = torch.float32
         model = sampling_copy(model, prompt.size(0), dtype)
         cache = KeyValueCache(model, ids.size(0), ids.size(1) + max_new_tokens)
-    for _ in range(max_new_tokens):
-        logits = forward(model, ids, cache) if use_cache else model(ids)[:, -1]
-        next_ids = draw(logits, temperature, top_k, top_p, generator)
-        if watch is not None:
-            watch(logits, next_ids)
-        yield next_ids
-        if use_cache:
-            ids = next_ids[:, None]
-        else:
-            ids = torch.cat((ids, next_ids[:, None]), dim=1)[:, -size:]
+    n_threads = torch.get_num_threads()
+    if use_cache and prompt.size(0) * model.config.matrix_parameters < MIN_SHARED_PARAMETERS:
+        n_threads = 1
+    waiting = Waiting(n_threads)
+    try:
+        for _ in range(max_new_tokens):
+            waiting.look()
+            with threads(n_threads):
+                logits = forward(model, ids, cache) if use_cache else model(ids)[:, -1]
+                next_ids = draw(logits, temperature, top_k, top_p, generator)
+            if watch is not None:
+                watch(logits, next_ids)
+            yield next_ids
+            if use_cache:
+                ids = next_ids[:, None]
+            else:
+                ids = torch.cat((ids, next_ids[:, None]), dim=1)[:, -size:]
+    finally:
+        waiting.wake()
+
+
+@contextmanager
+def threads(n_threads: int) -> Iterator[None]:
+    """Within, torch computes with so many threads."""
+    n_before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_before)

@@ -259,3 +259,27 @@ def test_a_batch_of_prompts_is_sampled_together(batch_size, generate):
 def test_generation_is_lazy(generate):
     endless = generate(lively(), ids(1, 3), 10**9)
     assert len(list(itertools.islice(endless, 5))) == 5
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_a_small_model_samples_by_one_thread(monkeypatch, is_small):
+    """The caller's number of threads is as before after each token."""
+    monkeypatch.setattr(engine, "MIN_SHARED_PARAMETERS", 1 << 20 if is_small else 0)
+    while_computing = []
+
+    def draw(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+        while_computing.append(torch.get_num_threads())
+        return logits.argmax(dim=-1)
+
+    monkeypatch.setattr(engine, "draw", draw)
+    n_before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        between = [torch.get_num_threads() for _ in engine.generate(lively(), ids(1, 3), 4)]
+    finally:
+        torch.set_num_threads(n_before)
+    assert while_computing == [1 if is_small else 2] * 4
+    assert between == [2] * 4
