@@ -2,12 +2,16 @@
 
 Example:
   python examples/benchmarks/throughput.py --text input.txt --nanogpt ../nanoGPT --shape baby
+  python examples/benchmarks/throughput.py --text input.txt --seconds 5 --beside 0,1,2
 
 Both models have as many parameters, and the same context, batch and dropout. Ours runs by its
 preset, and compiled on a GPU, as in time_to_loss.py. nanoGPT first runs once in each way; the
 fastest way then alternates with ours, and each ratio is that of two runs in a row. The clock counts
 data, forward, backward, optimizer and communication. On a GPU, the table also shows the share of
 its peak (MFU).
+
+--beside measures ours alone on a CPU, beside so many programs that do nothing but compute: as
+shipped, with threads that stay awake while they wait for each other, and with fewer threads.
 """
 
 from __future__ import annotations
@@ -15,12 +19,17 @@ from __future__ import annotations
 import random
 import re
 import statistics
+import sys
 from argparse import Namespace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import measure
-from measure import Failed, Report
+from measure import Failed, Process, Report
 from trainers import (
     GPT2_PASSES,
     NEVER,
@@ -32,6 +41,7 @@ from trainers import (
     our_shape,
     ours,
     pace,
+    threads_text,
 )
 
 from sm_nanogpt.launcher.instances import GPUS, Gpu
@@ -44,6 +54,7 @@ OTHER_GPUS = [
     Gpu("V100-PCIE", memory=16, teraflops=112),
 ]
 GPT2_SYMBOLS = 50304
+BUSY = "while True: pass"
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
@@ -64,6 +75,8 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     if gpu:
         options["compile"] = "on"
     options |= args.ours
+    if args.beside:
+        return beside(args, scratch, {**options, "device": "cpu"}, shape, seconds)
 
     def our_pace(index: int) -> Pace:
         return pace(ours(text, scratch / f"ours-{index}", options), shape, seconds)
@@ -108,6 +121,57 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     return report
 
 
+AWAKE = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "5000"}
+
+
+def ways_to_wait() -> dict[str, dict[str, str]]:
+    """What the environment has in addition, by way: each number of threads is fixed but awake."""
+    ways: dict[str, dict[str, str]] = {"as shipped": {}}
+    for threads in sorted({1, measure.cores() // 2, measure.cores()} - {0}, reverse=True):
+        ways[f"{threads_text(threads)}, awake"] = {**AWAKE, "OMP_NUM_THREADS": str(threads)}
+    return ways
+
+
+def beside(
+    args: Namespace,
+    scratch: Path,
+    options: dict[str, Any],
+    shape: dict[str, Any],
+    seconds: float,
+) -> Report:
+    """Ours beside busy programs, in each way to wait."""
+
+    def pace_of(way: str, n_programs: int, index: int) -> Pace:
+        training = ours(args.text, scratch / f"{way}-{n_programs}-{index}", options)
+        env = ways_to_wait()[way]
+        training = replace(training, process=replace(training.process, env=env))
+        with ExitStack() as programs:
+            for _ in range(n_programs):
+                programs.enter_context(measure.started(Process([sys.executable, "-c", BUSY])))
+            return pace(training, shape, seconds)
+
+    sides: dict[str, Callable[[int], Pace]] = {}
+    for n_programs in args.beside:
+        for way in ways_to_wait():
+            sides[f"beside {n_programs}: {way}"] = partial(pace_of, way, n_programs)
+    paces = measure.alternate(args.rounds, sides)
+
+    report = Report()
+    for side, side_paces in paces.items():
+        report.rows.append(row(side, side_paces, shape, None))
+    for n_programs in args.beside:
+        shipped, *fixed = [f"beside {n_programs}: {way}" for way in ways_to_wait()]
+        for side in fixed:
+            ratio = measure.ratio(speeds(paces[shipped]), speeds(paces[side]))
+            report.findings[f"as shipped, against {side}"] = ratio
+    return report
+
+
+def numbers(text: str) -> list[int]:
+    """`0,1,2` as numbers."""
+    return [int(number) for number in text.split(",")]
+
+
 def speeds(paces: list[Pace]) -> list[float]:
     return [pace.tokens_per_second for pace in paces]
 
@@ -150,4 +214,7 @@ if __name__ == "__main__":
     parser.add_argument("--shape", choices=("cpu", "baby", "gpt2"), help="(default: cpu, or baby)")
     parser.add_argument("--seconds", type=float, default=15, help="of each run (default 15)")
     parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of the GPU, in a 16-bit type")
+    parser.add_argument(
+        "--beside", type=numbers, metavar="N,N", help="numbers of busy programs to measure beside"
+    )
     measure.run(parser, benchmark)
