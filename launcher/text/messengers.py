@@ -5,9 +5,11 @@ ChatGPT, Claude, Telegram, Discord (by DiscordChatExporter) and Slack export JSO
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from html import unescape
@@ -43,7 +45,6 @@ WHATSAPP_DELETED = re.compile(
     re.IGNORECASE,
 )
 EXPORTS_IN_ZIP = ("conversations.json", "result.json")  # besides the chat of WhatsApp
-MAX_EXPORT = 1 << 31  # bytes of a file in a zip archive
 
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -329,16 +330,22 @@ def time_of_day(match: re.Match[str]) -> int:
 
 
 def open_export(file: IO[bytes], name: str) -> tuple[str, IO[bytes]]:
-    """The file of messages in a zip archive, and its name. Raises InputError if there is none."""
+    """The file of messages in a zip archive, and its name.
+
+    Raises InputError if there is none, or the archive is damaged or encrypted.
+    """
     try:
         archive = zipfile.ZipFile(file)
-    except zipfile.BadZipFile as error:
+        for entry in archive.infolist():
+            base = entry.filename.rpartition("/")[2]
+            is_whatsapp = base == "_chat.txt" or re.fullmatch(r"WhatsApp.*\.txt", base)
+            if is_whatsapp or base in EXPORTS_IN_ZIP:
+                Unpacking(name, entry.compress_size).add(entry.file_size)
+                return f"{name}, {entry.filename}", io.BytesIO(archive.read(entry))
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise InputError(f"{name}: damaged: {error}") from None
-    for entry in archive.infolist():
-        base = entry.filename.rpartition("/")[2]
-        is_whatsapp = base == "_chat.txt" or re.fullmatch(r"WhatsApp.*\.txt", base)
-        if is_whatsapp or base in EXPORTS_IN_ZIP:
-            Unpacking(name, entry.compress_size).add(entry.file_size)
-            return f"{name}, {entry.filename}", archive.open(entry)
+    except (NotImplementedError, RuntimeError):  # encrypted, or compressed in another way
+        problem = "is encrypted, or compressed in a way that Python does not know"
+        raise InputError(f"{name}: {problem}; unpack it: `unzip {shlex.quote(name)}`") from None
     problem = "has no chat that a known program exported"
     raise InputError(f"{name}: {problem}; unpack it: `unzip {shlex.quote(name)}`")

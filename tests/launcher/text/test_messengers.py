@@ -32,6 +32,12 @@ def write_json(path: Path, value: Any) -> Path:
     return path
 
 
+def zip_of(path: Path, name: str, content: str) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, content)
+    return path
+
+
 # -- assistants ------------------------------------------------------------------------------------
 
 
@@ -72,6 +78,32 @@ def test_an_export_is_read_from_its_zip_archive(tmp_path):
     assert conversations(path)[0] == [ASKED]
 
 
+LOCAL, CENTRAL = b"PK\x03\x04", b"PK\x01\x02"  # how an entry of an archive begins, and of its table
+
+
+def with_field(content: bytes, offset: int, value: bytes) -> bytes:
+    """An archive of one entry with another value in a field; the table has it two bytes later."""
+    changed = bytearray(content)
+    for start in (content.index(LOCAL) + offset, content.index(CENTRAL) + offset + 2):
+        changed[start : start + len(value)] = value
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "problem"),
+    [
+        (6, b"\x01", "is encrypted"),
+        (8, b"\x63", "compressed in a way"),
+        (14, b"\0\0\0\0", "damaged: Bad CRC"),
+    ],
+)
+def test_a_zip_archive_that_cannot_be_read_says_why(tmp_path, offset, value, problem):
+    path = zip_of(tmp_path / "export.zip", "conversations.json", json.dumps([CHATGPT]))
+    path.write_bytes(with_field(path.read_bytes(), offset, value))
+    with pytest.raises(InputError, match=problem):
+        conversations(path)
+
+
 DAMAGES: list[dict[str, Any]] = [
     {"message": "hello"},
     {"message": {"author": "user"}},
@@ -92,9 +124,7 @@ def test_an_export_of_another_form_is_an_error_of_one_line(tmp_path, damage):
 
 
 def test_a_zip_archive_of_anything_else_is_to_be_unpacked(tmp_path):
-    path = tmp_path / "notes.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("notes.txt", "a")
+    path = zip_of(tmp_path / "notes.zip", "notes.txt", "a")
     with pytest.raises(InputError, match=r"has no chat .*unpack it: `unzip "):
         conversations(path)
 
