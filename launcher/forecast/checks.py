@@ -16,7 +16,7 @@ from sm_nanogpt.launcher.forecast.table import Pilot, Row
 from sm_nanogpt.launcher.job import Expected
 
 MAX_MISFIT = 0.03  # of log losses: that of honest texts is up to 0.015
-MAX_DEVIATIONS = 4  # of what compute is worth: honest texts are within 2.4 of the usual
+MAX_DEVIATIONS = 4  # of what compute is worth: most texts are within 2.4, release notes at 5
 MAX_ABOVE = 0.02  # of log loss: the largest pilot of honest texts is up to 0.014 above the law
 OTHER_KIND = 1.3  # validation loss over train loss, early in training: honest texts are near 1
 AS_GOOD = 0.003  # nats: a size that loses so little more is as good
