@@ -7,6 +7,8 @@ import dataclasses
 import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -39,7 +41,7 @@ PAGES = [*MANUAL, *(ROOT / name for name in OTHERS)]
 AWS = ROOT / "docs/aws.md"
 HYPERPARAMETERS = {field.name for field in dataclasses.fields(Config)}
 CODE = re.compile(r"`([^`]+)`")
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"""(?:\]\(|\bsrc="|\bsrcset=")([^)"\s]+)[)"]""")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -159,6 +161,25 @@ def test_each_relative_link_and_anchor_resolves():
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), f"{name_of(page)} links to {link}"
             assert not anchor or anchor in anchors(target), f"{name_of(page)} links to {link}"
+
+
+def test_each_picture_is_shown_and_small():
+    shown = {link for page in PAGES for link in LINK.findall(prose(page))}
+    for path in (ROOT / "docs/pictures").iterdir():
+        assert any(link.endswith(f"pictures/{path.name}") for link in shown), path.name
+        assert path.stat().st_size < 150_000, path.name
+
+
+def test_a_release_makes_each_link_of_readme_absolute(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text((ROOT / "README.md").read_text("utf-8"), "utf-8")
+    script = ROOT / ".ci/absolute_links.py"
+    subprocess.run([sys.executable, script, page, "you/sm-nanogpt", "v0.1.0"], check=True)
+    links = LINK.findall(prose(page))
+    assert "https://github.com/you/sm-nanogpt/blob/v0.1.0/docs/aws.md" in links
+    pictures = "https://raw.githubusercontent.com/you/sm-nanogpt/v0.1.0/docs/pictures"
+    assert f"{pictures}/three-commands.svg" in links
+    assert all(link.startswith("https://") for link in links)
 
 
 def rows(page: Path) -> list[list[str]]:
