@@ -46,7 +46,7 @@ def node(role: str, parts: list[Any], parent: str, kind: str = "text", **fields:
     return {"message": {"author": {"role": role}, "content": content, **fields}, "parent": parent}
 
 
-HIDDEN = {"metadata": {"is_visually_hidden_from_conversation": True}}
+HIDDEN: dict[str, Any] = {"metadata": {"is_visually_hidden_from_conversation": True}}
 CHATGPT = {
     "title": "How are you?",
     "create_time": 1700000000.0,

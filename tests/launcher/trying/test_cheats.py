@@ -182,11 +182,11 @@ def test_logits_that_are_no_numbers_are_refused(value, encoded):
         losses(Fake(LETTERS, lambda ids: guesses(ids) * value), encoded)
 
 
-def worker_that_sends(*messages: bytes) -> Worker:
+def worker_that_sends(*messages: bytes, patience: float = 60.0) -> Worker:
     """The judge's end of a process that sends messages and then waits, until it is killed."""
     worker = Worker.__new__(Worker)
     worker.pipe, theirs = Pipe()
-    worker.directory, worker.patience = Path("model"), 0.01
+    worker.directory, worker.patience = Path("model"), patience
     worker.program = Mock(kill=theirs.close)
     worker.how_it_ended = lambda: "answers no more"  # type: ignore[method-assign]
     for message in messages:
@@ -197,7 +197,7 @@ def worker_that_sends(*messages: bytes) -> Worker:
 @pytest.mark.parametrize("messages", [[], [b""]], ids=["nothing", "half an answer"])
 def test_a_model_that_does_not_answer_is_given_up(messages):
     with pytest.raises(ServiceError, match="no answer"):
-        worker_that_sends(*messages).answer()
+        worker_that_sends(*messages, patience=0.01).answer()
 
 
 @pytest.mark.parametrize("messages", [[b"", b"12345"], [bytes(LONGEST_PROBLEM + 1)]])
