@@ -175,7 +175,7 @@ def draw_page(studio: Studio) -> None:
 def draw_moments(studio: Studio) -> None:
     """The same page with its slider, at an early moment of the training."""
     file = shakespeare(studio).page(studio.directory / "moments.html", moments=8)
-    with browse(file.as_uri(), 900, 800) as page:
+    with browse(file.as_uri(), 900, 1000) as page:
         write(page, "ROMEO:", 250)
         page.fill("#moment", "2")
         page.wait_for_selector("#end:enabled")
@@ -227,11 +227,11 @@ def draw_try(studio: Studio) -> None:
     """The log of a search, with what it kept and refused."""
     if not (studio.home / "tries/shakespeare").exists():
         search(studio)
-    recording = studio.record("sm-nanogpt try log shakespeare", columns=110)
-    n_lines = recording.text.rstrip().count("\n") + 2
-    film = Film(columns=110, rows=n_lines)
+    recording = studio.record("sm-nanogpt try log shakespeare", columns=114)
+    film = Film(columns=114)
     film.add_still(recording)
-    save_text("try.svg", film.svg("a search of a few minutes"))
+    film.rows = len(film.terminal.lines)
+    save_text("try.svg", film.svg("a search of four ideas"))
 
 
 def search(studio: Studio) -> None:
