@@ -85,8 +85,8 @@ gpu:
 	touch $@ .venv/installed
 
 .venv:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || { \
-		echo "error: $(PYTHON) is $$(command -v $(PYTHON) >/dev/null && $(PYTHON) --version 2>&1 || echo missing); Python 3.11 to 3.14 is" \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 16))' 2>/dev/null || { \
+		echo "error: $(PYTHON) is $$(command -v $(PYTHON) >/dev/null && $(PYTHON) --version 2>&1 || echo missing); Python 3.11 to 3.15 is" \
 			"needed: make PYTHON=python3.12 names one" >&2; \
 		exit 2; }
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }

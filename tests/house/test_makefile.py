@@ -1,8 +1,10 @@
-"""`make demo`, with a command in place of sm-nanogpt that writes down what it was asked."""
+"""`make demo`, with a command in place of sm-nanogpt; and the Pythons that make takes."""
 
 from __future__ import annotations
 
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,11 @@ def test_the_demo_ends_where_the_upload_fails(demo):
     code, commands = demo("TEXT=none.txt", UPLOAD="2")
     assert code != 0
     assert commands == ["upload-data none.txt"]
+
+
+def test_the_makefile_admits_the_pythons_that_the_project_declares():
+    makefile = (ROOT / "Makefile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    first, after_last = re.findall(r"\(3, (\d+)\)", makefile)
+    assert project["requires-python"] == f">=3.{first},<3.{after_last}"
+    assert f"Python 3.{first} to 3.{int(after_last) - 1} is" in makefile
