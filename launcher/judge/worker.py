@@ -120,7 +120,8 @@ class Worker:
         model = self.directory.absolute()
         scratch = Path(self.scratch.name)
         folder = entry_point.absolute() if entry_point else ""
-        command = python_command(__name__, fd, model, folder, settings.home)
+        n_threads = torch.get_num_threads()
+        command = python_command(__name__, fd, model, folder, settings.home, n_threads)
         readable = [model, *folders_behind(model, settings)]
         if entry_point:
             readable.append(entry_point.absolute())
@@ -274,8 +275,10 @@ def folders_behind(directory: Path, settings: Settings) -> list[Path]:
 # -- the process -----------------------------------------------------------------------------------
 
 
-def main(fd: str, directory: str, folder: str, home: str) -> None:
+def main(fd: str, directory: str, folder: str, home: str, n_threads: str) -> None:
     """Answer requests until the judge leaves: each answer is an empty message, then its content."""
+    # Intel's library counts cores by a system call that the sandbox forbids, and takes one.
+    torch.set_num_threads(int(n_threads))
     pipe = Connection(int(fd))
     settings = Settings(home=Path(home))  # without config.toml, which it cannot read
     # What a model prints is not lost, although the judge kills its process in the end.

@@ -15,12 +15,13 @@ from leaks import EMBEDDED, LAST, LEAKS, insert_after
 from torch import Tensor
 from workers import Fake
 
-from sm_nanogpt import ServiceError, load_model
+from sm_nanogpt import ServiceError, Settings, load_model
 from sm_nanogpt.launcher.cli.evaluate import print_evaluations
 from sm_nanogpt.launcher.judge import anchors, evaluate, measures
 from sm_nanogpt.launcher.judge.measures import Subject, measure_anchors
 from sm_nanogpt.launcher.judge.score import Window, score
 from sm_nanogpt.launcher.judge.texts import Text, TrainingText, encode
+from sm_nanogpt.launcher.judge.worker import Worker
 from sm_nanogpt.launcher.text.ids import content_of
 
 WINDOWS = [Window(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4]))]
@@ -168,3 +169,20 @@ def test_a_worker_that_died_is_an_error_in_one_line(start, models):
         for _ in range(2):
             with pytest.raises(ServiceError, match="its process was killed by SIGKILL"):
                 worker.logits(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_a_worker_computes_with_as_many_threads_as_its_judge(models, monkeypatch):
+    """In its sandbox, Intel's library would count one core."""
+    commands = []
+
+    def record(command: list[str], **_: object) -> None:
+        commands.append(command)
+        raise ServiceError("no process")
+
+    monkeypatch.setattr("sm_nanogpt.launcher.judge.worker.Program", record)
+    monkeypatch.setattr("sm_nanogpt.launcher.judge.worker.confined", lambda command, _: command)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with pytest.raises(ServiceError, match="no process"):
+        Worker(models["characters"], Settings(), None)
+    *_, n_threads, _ = commands[0]
+    assert n_threads == "3"
