@@ -61,7 +61,7 @@ def test_the_demo_ends_where_the_upload_fails(demo):
     assert commands == ["upload-data none.txt"]
 
 
-def test_the_makefile_admits_the_pythons_that_the_project_declares():
+def test_make_takes_the_pythons_that_the_project_declares():
     makefile = (ROOT / "Makefile").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     first, after_last = re.findall(r"\(3, (\d+)\)", makefile)
