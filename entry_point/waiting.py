@@ -16,7 +16,7 @@ TASKS = Path("/proc/self/task")
 LIBRARIES = Path("/proc/self/maps")
 
 LOOK_SECONDS = 0.25  # between two looks at the delay
-BUSY = 0.1  # seconds in which threads wait for a core, of each second by the clock
+BUSY = 0.3  # seconds in which threads wait for a core, of each second by the clock
 # Seconds that threads sleep, before a look at how long they wait for a core when they are awake. It
 # doubles as long as the cores are in use.
 SHORTEST_SLEEP, LONGEST_SLEEP = 2.0, 30.0
