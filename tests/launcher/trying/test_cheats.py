@@ -369,7 +369,7 @@ def problem_of(run: Run) -> str:
     raise AssertionError
 
 
-def test_a_run_in_its_sandbox_has_as_many_threads_as_it_was_given(tiny_search):
+def test_a_run_in_its_sandbox_has_the_threads_it_was_given(tiny_search):
     script = "import sys, torch; sys.exit(torch.get_num_threads())"
     assert problem_of(run_of(script, tiny_search, threads=2)) == "it ended with exit code 2"
 
