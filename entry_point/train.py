@@ -61,6 +61,9 @@ if not __package__:  # run as a script: its folder, whatever its name, is the pa
     package.__path__ = [str(FOLDER)]
     sys.modules["entry_point"] = package
     __package__ = "entry_point"
+
+from .waiting import limit_spinning
+
 if __name__ == "__main__" and "TORCH_CPP_LOG_LEVEL" not in os.environ:
     # A rank whose peer is gone prints C++ stack traces as warnings, before the reason and after it.
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch reads it when it is imported
@@ -68,12 +71,8 @@ if __name__ == "__main__":
     # The Pythons that this one starts, such as ranks on GPUs, import nothing of the current
     # directory, where a user may have a random.py.
     os.environ["PYTHONSAFEPATH"] = "1"
-if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
-    # Threads that wait for each other spin, with GNU's OpenMP for some milliseconds. If another
-    # program uses a core, the spinning delays the thread that they wait for. `cpu` on
-    # two cores, alone and beside another program: 29k and 1k tokens/s with all of it, 28k and 8k
-    # with a sixtieth, 24k and 10k with a hundredth. OpenMP reads this when torch loads it.
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+if __name__ == "__main__":
+    limit_spinning()
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
     import torch.distributed as dist

@@ -252,12 +252,12 @@ def draw_chat(studio: Studio) -> None:
     """A model that has learned answers, on the page of play, and new questions."""
     base = studio.job("base-of-questions", lambda: request_of_base(studio))
     tuned = studio.job("questions", lambda: request_of_tuning(studio, base))
-    asked = [pairs[0][0] for pairs in questions(studio.text.read_text("utf-8"), 0).values()]
+    prompts = [pairs[0][0] for pairs in questions(studio.text.read_text("utf-8"), 0).values()]
     with played(studio, tuned) as address, browse(address, 900, 800) as page:
         page.wait_for_selector("#write:enabled", timeout=60_000)
         page.fill("#temperature", "0")
-        for question in asked:
-            page.fill("#prompt", question)
+        for prompt in prompts:
+            page.fill("#prompt", prompt)
             page.click("#write")
             wait_for_end(page)
         page.get_by_text("About this model").click()  # which closes it

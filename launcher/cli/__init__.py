@@ -23,6 +23,7 @@ import click
 from click.shell_completion import shell_complete
 
 from sm_nanogpt.entry_point.files import open_standard_streams
+from sm_nanogpt.entry_point.waiting import limit_spinning
 from sm_nanogpt.launcher.cli import (
     account,
     delete,
@@ -229,8 +230,5 @@ def usage_message(error: click.ClickException) -> str:
 
 
 def main() -> NoReturn:
-    if "OMP_WAIT_POLICY" not in os.environ:
-        # Sampling too is slow where threads stay awake long, as train.py says. OpenMP reads this
-        # when torch loads it.
-        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    limit_spinning()  # sampling too is slow where threads stay awake long
     sys.exit(run())

@@ -29,7 +29,7 @@ from torch import Tensor
 from sm_nanogpt.entry_point.errors import DataError
 from sm_nanogpt.entry_point.files import open_standard_streams, read_json
 from sm_nanogpt.entry_point.text import Tokenizer, read_tokenizer
-from sm_nanogpt.entry_point.waiting import Waiting
+from sm_nanogpt.entry_point.waiting import SPIN_COUNT, Waiting
 from sm_nanogpt.launcher.errors import LauncherError, ServiceError
 from sm_nanogpt.launcher.files.documents import Damaged, Document, parse
 from sm_nanogpt.launcher.local.confine import (
@@ -131,7 +131,7 @@ class Worker:
         self.program = Program(
             confined(command, Sandbox(readable, scratch, cpu_seconds=self.limit)),
             # Threads that wait leave the judge its cores.
-            env={"GOMP_SPINCOUNT": "5000", **environment(scratch)},
+            env={"GOMP_SPINCOUNT": SPIN_COUNT, **environment(scratch)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if self.silent else subprocess.PIPE,
             stderr=subprocess.DEVNULL if self.silent else subprocess.STDOUT,
