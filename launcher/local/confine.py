@@ -78,6 +78,9 @@ VARIABLES = {
     "CUDA": "CUDA_CACHE_DISABLE CUDA_DEVICE_ORDER CUDA_HOME CUDA_LAUNCH_BLOCKING"
     " CUDA_MODULE_LOADING CUDA_PATH CUDA_VISIBLE_DEVICES",
 }
+# The kernel ends a program at so many times its limit: it counts ticks, a few percent off, and who
+# reads the time of a program that was ended must find it over the limit.
+KERNEL_FACTOR = 1.1
 LONGEST_VALUE = 128  # bytes
 LONGEST_PATHS = 2048  # bytes of a list of directories
 
@@ -244,7 +247,7 @@ def confined(command: Sequence[str], sandbox: Sandbox) -> list[str]:
         "may_fork": sandbox.may_fork,
     }
     if not math.isinf(sandbox.cpu_seconds):
-        limits["cpu_seconds"] = math.ceil(sandbox.cpu_seconds)
+        limits["cpu_seconds"] = math.ceil(KERNEL_FACTOR * sandbox.cpu_seconds)
     restricted = python_command(restrict.__name__, json.dumps(limits), *command)
     if not is_wrapped:
         return restricted

@@ -28,7 +28,6 @@ SILENT = {"sample_length": 0, "log_interval": 1 << 20, "moments": 0}
 # make it fail. The clock only ends one that hangs, or gets less than 1 / CLOCK_FACTOR of a core.
 CLOCK_SECONDS = 600
 CLOCK_FACTOR = 50
-KERNEL_FACTOR = 1.1  # of its limit: there the kernel ends a run
 LOG_BYTES = 4000  # of the end of a log
 
 
@@ -200,8 +199,7 @@ def start(run: Run, code: Path, directory: Path, gpu: str | None, log: BinaryIO)
         variables["CUDA_VISIBLE_DEVICES"] = device.name
     env = {**os.environ, **variables}
     if run.is_isolated:
-        cpu_seconds = KERNEL_FACTOR * run.limit + 1  # the kernel counts ticks, a few percent off
-        sandbox = Sandbox([code, run.text], directory, device, cpu_seconds)
+        sandbox = Sandbox([code, run.text], directory, device, run.limit)
         command = confined(command, sandbox)
         # Intel's library counts cores by a call that the sandbox forbids, and would take one.
         env = environment(directory, MKL_DYNAMIC="FALSE", **variables)

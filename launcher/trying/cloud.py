@@ -328,7 +328,7 @@ class SageMakerRuns(GroupRun):
             "values": {**self.search.start["hyperparameters"], **SILENT},
             "seconds": seconds - SETUP_SECONDS - self.upload_seconds(len(runs)),
             "limit": min(seconds, self.search.budget.limit),
-            "room": largest_model,
+            "largest_model": largest_model,
             "variables": ["PATH", "LD_LIBRARY_PATH", *confine.variable_names()],
         }
         files = {**first.files, "train.py": DRIVER.read_bytes()}

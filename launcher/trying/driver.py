@@ -4,6 +4,8 @@ The toolkit starts a process of it for each GPU, and each makes its part of the 
 No run is trusted: it is a user of its own, which can read its folder, its text and Python's
 packages, and can write into its own directory alone. A filter of system calls keeps it from what is
 no file. Containers of jobs have no namespaces for users; without a network, it reaches nobody.
+
+The container has nothing of the launcher, so this file imports Python's own library alone.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent  # of the job: this file, and what each run needs
 FIRST_USER = 61_000  # the number of the first run's user; nobody else has it
 SHARED = ("/tmp", "/var/tmp", "/dev/shm")  # where all users may write
 FILTER = ("pyseccomp.py", "syscalls.py")  # beside this file: what closes more than users do
@@ -34,129 +37,189 @@ if syscalls.is_available():
     syscalls.call_filter(may_fork == "True").load()
 os.execv(command[0], command)
 """
-OPEN = """\
+NO_FILTER = """\
 warning: this image has no libseccomp: runs can share memory of System V and keyrings, and reach
 sockets of this container, and the time of processes that they start may not count
 """
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run of the plan: its number in it, the name of its training folder, and its seed."""
+
+    index: int
+    folder: str
+    seed: int
+
+    @property
+    def user(self) -> int:
+        return FIRST_USER + self.index
+
+
+class Driver:
+    """Makes the runs of one GPU, each in a new directory below `directory`.
+
+    rank, world_size: this process, and those that make the other runs.
+    """
+
+    def __init__(self, directory: Path, rank: int, world_size: int) -> None:
+        self.directory = directory
+        self.rank = rank
+        self.world_size = world_size
+        self.started = time.monotonic()
+        self.plan = json.loads((FOLDER / "plan.json").read_text())
+        # On a GPU the clock counts, and a run may start its compiler.
+        self.has_gpu = os.environ.get("SM_NUM_GPUS") not in (None, "", "0")
+        self.filter = directory / "filter"
+        self.text = directory / "text"
+
+    def set_up(self, text: Path) -> None:
+        """Copy what all runs read, so that any user can read it."""
+        self.directory.chmod(0o711)
+        copy_files(text, self.text)
+        self.filter.mkdir()
+        for name in FILTER:
+            shutil.copyfile(FOLDER / name, self.filter / name)
+
+    def runs(self) -> list[Run]:
+        """The runs of this process."""
+        runs = [Run(index, *pair) for index, pair in enumerate(self.plan["runs"])]
+        return runs[self.rank :: self.world_size]
+
+    def make_all(self, models: Path) -> None:
+        """Make the runs of this process, and log how each ended."""
+        for run in self.runs():
+            facts = self.make(run, models / f"run-{run.index}")
+            outcome = facts["problem"] or f"{facts['seconds']:.1f} s"
+            number = f"run {run.index + 1} of {len(self.plan['runs'])}"
+            # In one write, since other processes write their lines to the same log.
+            sys.stdout.write(f"{number}: {run.folder} seed {run.seed}: {outcome}\n")
+            sys.stdout.flush()
+
+    def make(self, run: Run, target: Path) -> dict[str, Any]:
+        """Make a run in the time that is left, and put its model and its facts into `target`."""
+        folder = self.directory / run.folder
+        if not folder.exists():
+            copy_files(FOLDER / run.folder, folder)
+        output = self.directory / f"run-{run.index}"
+        output.mkdir(mode=0o700)
+        os.chown(output, run.user, run.user)
+
+        seconds, problem = self.train(run, folder, output)
+        target.mkdir()
+        if not problem:
+            try:
+                pack(output / "model", target / "model.tar.gz", self.plan["largest_model"])
+            except OSError as error:
+                problem = f"its model cannot be read: {error}"
+        shutil.rmtree(output)
+        facts = {"seconds": seconds, "problem": problem}
+        (target / "facts.json").write_text(json.dumps(facts))
+        return facts
+
+    def train(self, run: Run, folder: Path, output: Path) -> tuple[float, str]:
+        """Train by a folder; returns the seconds that it took, and why it failed, or nothing."""
+        seconds_left = max(0.0, self.plan["seconds"] - (time.monotonic() - self.started))
+        limit = min(self.plan["limit"], seconds_left)
+        values = {**self.plan["values"], "seed": run.seed, "data": self.text, "out": output}
+        options = [f"--{name}={value}" for name, value in values.items()]
+        filtered = [sys.executable, "-P", "-c", START, str(self.filter), str(self.has_gpu)]
+        began = self.now()
+        with (self.directory / "log").open("w+b") as log:
+            process = subprocess.Popen(
+                [*filtered, sys.executable, str(folder / "train.py"), *options],
+                env=self.environment(output),
+                cwd=output,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                user=run.user,
+                group=run.user,
+                extra_groups=[],
+            )
+            problem = ""
+            try:
+                status = process.wait(limit)
+                if status:
+                    problem = last_line(log) or f"it ended with status {status}"
+            except subprocess.TimeoutExpired:
+                problem = "the job's time was over"
+                if limit < seconds_left:
+                    problem = f"it took over {limit:.0f} s"
+            seconds = self.now() - began
+            end_all_of(run.user)
+            process.wait()
+        return seconds, problem
+
+    def now(self) -> float:
+        """Seconds by the clock on a GPU; on a CPU, those that the runs so far have computed."""
+        if self.has_gpu:
+            return time.monotonic()
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    def environment(self, output: Path) -> dict[str, str]:
+        """The variables of a run. Of the container's, some would make train.py a rank of a job, and
+        some may be secret."""
+        names = self.plan["variables"]
+        n_threads = max(1, len(os.sched_getaffinity(0)) // self.world_size)
+        return {
+            **{name: value for name, value in os.environ.items() if name in names},
+            "OMP_NUM_THREADS": str(n_threads),
+            # Intel's library counts cores by a call that the filter forbids, and would take one.
+            "MKL_DYNAMIC": "FALSE",
+            "CUDA_VISIBLE_DEVICES": str(self.rank),
+            # Where compilers write.
+            "HOME": str(output),
+            "TMPDIR": str(output),
+            "USER": "run",
+            # For train.py it is no container, whose directories it would use.
+            "SAGEMAKER_BASE_DIR": str(output),
+        }
+
+
 def main() -> None:
-    began, env = time.monotonic(), os.environ
-    plan = json.loads((HERE / "plan.json").read_text())
+    env = os.environ
     rank = int(env.get("OMPI_COMM_WORLD_LOCAL_RANK") or env.get("LOCAL_RANK") or 0)
-    size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("LOCAL_WORLD_SIZE") or 1)
+    world_size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("LOCAL_WORLD_SIZE") or 1)
     models = Path(env["SM_MODEL_DIR"])
     os.umask(0o022)
     close(models.parent)
-    threads = max(1, len(os.sched_getaffinity(0)) // size)
-    # Of the others, some would make train.py a rank of a job, and some may be secret.
-    for_run = {name: value for name, value in env.items() if name in plan["variables"]}
-    for_run |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": str(rank)}
     with TemporaryDirectory() as name:
-        place = Path(name)
-        place.chmod(0o711)
-        copy_files(Path(env["SM_CHANNEL_TRAINING"]), place / "text")
-        (place / "filter").mkdir()
-        for name in FILTER:
-            shutil.copyfile(HERE / name, place / "filter" / name)
-        if rank == 0 and not has_filter(place / "filter"):
-            sys.stdout.write(OPEN)
-        for index in range(rank, len(plan["runs"]), size):
-            left = plan["seconds"] - (time.monotonic() - began)
-            facts = make(plan, index, place, models / f"run-{index}", left, for_run)
-            folder, seed = plan["runs"][index]
-            ended = facts["problem"] or f"{facts['seconds']:.1f} s"
-            named = f"run {index + 1} of {len(plan['runs'])}: {folder} seed {seed}"
-            sys.stdout.write(f"{named}: {ended}\n")  # whole, among the lines of the others
-            sys.stdout.flush()
+        driver = Driver(Path(name), rank, world_size)
+        driver.set_up(Path(env["SM_CHANNEL_TRAINING"]))
+        if rank == 0 and not has_filter(driver.filter):
+            sys.stdout.write(NO_FILTER)
+        driver.make_all(models)
 
 
 def close(base: Path) -> None:
     """Let other users reach Python, wherever the image has it, but not what is below `base`, nor
     each other."""
     for python in (sys.executable, sys.prefix, sys.base_prefix):
-        for above in Path(python).resolve().parents:
-            if not above.stat().st_mode & 0o001:
-                above.chmod(0o711)
-    for shared in SHARED:
-        Path(shared).chmod(0o711)
+        for parent in Path(python).resolve().parents:
+            if not parent.stat().st_mode & 0o001:
+                parent.chmod(0o711)
+    for directory in SHARED:
+        Path(directory).chmod(0o711)
     base.chmod(0o700)
 
 
 def has_filter(directory: Path) -> bool:
-    """Whether this image has libseccomp."""
+    """True if this image has libseccomp."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import syscalls"
     code += "; sys.exit(not syscalls.is_available())"
     return subprocess.run([sys.executable, "-P", "-c", code, str(directory)]).returncode == 0
 
 
-def make(
-    plan: Any, index: int, place: Path, target: Path, left: float, env: dict[str, str]
-) -> dict[str, Any]:
-    """Make a run in at most `left` seconds, and put its model and its facts into the target."""
-    folder, seed = plan["runs"][index]
-    code, out, limit = place / folder, place / f"run-{index}", max(0.0, min(plan["limit"], left))
-    user = FIRST_USER + index
-    if not code.exists():
-        copy_files(HERE / folder, code)
-    out.mkdir(mode=0o700)
-    os.chown(out, user, user)
-    values = {**plan["values"], "seed": seed, "data": place / "text", "out": out}
-    words = [f"--{name}={value}" for name, value in values.items()]
-    here = {"HOME": str(out), "TMPDIR": str(out), "USER": "run"}  # where compilers write
-    here["SAGEMAKER_BASE_DIR"] = str(out)  # not in a container, for all that train.py sees
-    # On a GPU, the clock counts, and a run may start its compiler.
-    has_gpu = os.environ.get("SM_NUM_GPUS") not in (None, "", "0")
-    start = [sys.executable, "-P", "-c", START, str(place / "filter"), str(has_gpu)]
-    began, computed = time.monotonic(), cpu_seconds()
-    with (place / "log").open("w+b") as log:
-        # Program of launcher.local.process would do, but the container has nothing of the launcher.
-        process = subprocess.Popen(
-            [*start, sys.executable, str(code / "train.py"), *words],
-            env={**env, **here},
-            cwd=out,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            user=user,
-            group=user,
-            extra_groups=[],
-        )
-        try:
-            status = process.wait(limit)
-            problem = last_line(log) or f"it ended with status {status}" if status else ""
-        except subprocess.TimeoutExpired:
-            problem = f"it took over {limit:.0f} s" if limit < left else "the job's time was over"
-        seconds = time.monotonic() - began
-        if not has_gpu:  # whatever else computes on the CPU
-            seconds = cpu_seconds() - computed
-        end_all_of(user)
-        process.wait()
-    target.mkdir()
-    if not problem:
-        try:
-            pack(out / "model", target / "model.tar.gz", plan["room"])
-        except OSError as error:
-            problem = f"its model cannot be read: {error}"
-    shutil.rmtree(out)
-    facts = {"seconds": seconds, "problem": problem}
-    (target / "facts.json").write_text(json.dumps(facts))
-    return facts
-
-
-def pack(model: Path, target: Path, room: int) -> None:
-    """Pack a model, with links as links. Raises OSError if it is none, or too large."""
-    if model.is_symlink() or sum(path.lstat().st_size for path in model.rglob("*")) > room:
-        raise OSError(f"it is a link, or takes over {room:,} bytes")
+def pack(model: Path, target: Path, max_bytes: int) -> None:
+    """Pack a model, with links as links. Raises OSError if it is a link, or too large."""
+    n_bytes = sum(path.lstat().st_size for path in model.rglob("*"))
+    if model.is_symlink() or n_bytes > max_bytes:
+        raise OSError(f"it is a link, or takes over {max_bytes:,} bytes")
     with tarfile.open(target, "w:gz", compresslevel=1) as tar:
         tar.add(model, "model")
-
-
-def cpu_seconds() -> float:
-    """What the processes that have ended have computed."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -167,9 +230,10 @@ def copy_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def last_line(log: Any) -> str:
+def last_line(log: IO[bytes]) -> str:
     log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-    return str(log.read().decode(errors="replace").strip().rpartition("\n")[2])
+    text = log.read().decode(errors="replace").strip()
+    return text.rpartition("\n")[2]
 
 
 def end_all_of(user: int) -> None:

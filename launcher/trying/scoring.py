@@ -10,7 +10,7 @@ from sm_nanogpt.entry_point.errors import TrainingError
 from sm_nanogpt.entry_point.text import Tokenizer
 from sm_nanogpt.launcher.errors import LauncherError
 from sm_nanogpt.launcher.judge.causality import CUTS, NotCausal, check_causal
-from sm_nanogpt.launcher.judge.score import losses
+from sm_nanogpt.launcher.judge.score import cut_windows, losses
 from sm_nanogpt.launcher.judge.texts import Text, encode
 from sm_nanogpt.launcher.judge.worker import Worker
 from sm_nanogpt.launcher.settings import Settings
@@ -21,6 +21,7 @@ from sm_nanogpt.launcher.trying.refusal import Refused
 LONGEST_WINDOW = 1 << 10
 LONGEST_REASON = 500  # characters; a model's own words could hold the whole text of the judge
 MODELS = 4  # of fresh seeds, at least, decide whether a folder is kept, and share the cuts
+N_CUTS = CUTS // MODELS
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,19 @@ class Judge:
                 [nats] = losses(worker, self.encoded)
             score = Score(float(nats.mean()), worker.cpu_seconds)
             if score.loss < leak_check_bound:
-                with self.worker(model, source) as other:
-                    check_causal(other, self.encoded, [nats], CUTS // MODELS)
+                check_limit = limit * self.rows_of_check(worker.block_size)
+                with self.worker(model, source, check_limit) as other:
+                    check_causal(other, self.encoded, [nats], N_CUTS)
         except (LauncherError, TrainingError) as error:
             reason = str(error)[:LONGEST_REASON]
             raise Refused(reason, is_final=isinstance(error, NotCausal)) from None
         return score
+
+    def rows_of_check(self, block_size: int) -> float:
+        """The rows of the check for one of the score, at least 1. It counts each twice, since a
+        short row takes longer than its part of a whole one."""
+        windows = cut_windows(self.encoded, self.tokenizer.start, block_size)
+        return max(1.0, 2 * N_CUTS / len(windows))
 
     def worker(self, model: Path, source: Source, limit: float = math.inf) -> Worker:
         """A process that computes a model by the folder as it was kept, not as the run left it."""

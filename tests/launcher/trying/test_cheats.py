@@ -134,7 +134,7 @@ CHEATS: dict[str, tuple[list[tuple[str, str]], str]] = {
 def judge(shared_search, tiny_search, tmp_path):
     """What the base's model loses when an edited folder computes it; and where it stands."""
 
-    def judge(*edits: tuple[str, str]) -> Score:
+    def judge(*edits: tuple[str, str], limit: float = math.inf) -> Score:
         held = repr(str(tiny_search.directory / "judge.txt"))
         edits = tuple((old, new.replace("JUDGE", held)) for old, new in edits)
         source = Source.read(tiny_folder(tmp_path / "cheat", *edits))
@@ -148,7 +148,7 @@ def judge(shared_search, tiny_search, tmp_path):
         sha256 = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
         sums = (model / "SHA256SUMS").read_text()
         (model / "SHA256SUMS").write_text(sums.replace(was, sha256))
-        return tiny_search.judge.score(model, source, leak_check_bound=math.inf)
+        return tiny_search.judge.score(model, source, leak_check_bound=math.inf, limit=limit)
 
     return judge
 
@@ -260,6 +260,13 @@ def test_what_a_model_computes_before_the_judge_counts(tiny_search, judge):
         edit_before(f"while __import__('time').process_time() < {2 * usual_seconds}:\n    pass")
     )
     assert score.seconds > MAX_TIME * usual_seconds
+
+
+def test_a_model_that_hangs_while_it_is_checked_is_ended(judge, monkeypatch):
+    """It sees that it is checked by rows that come alone."""
+    monkeypatch.setattr(Judge, "rows_of_check", lambda self, block_size: 0.5)
+    with pytest.raises(Refused, match="took over 10 s of processor time"):
+        judge(edit_before("while len(idx) == 1 and idx.numel() > 1:\n    pass"), limit=20)
 
 
 def test_a_folder_that_learns_while_it_is_judged_is_refused(

@@ -670,6 +670,20 @@ def test_a_run_of_a_job_starts_with_the_filter_alone(tmp_path):
     assert "Operation not permitted" in done.stderr
 
 
+def test_a_run_of_a_job_has_its_share_of_threads_and_no_secret(tmp_path, monkeypatch):
+    plan = {"runs": [["a", 1], ["a", 2], ["b", 1]], "variables": ["PATH"]}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    monkeypatch.setattr(driver, "FOLDER", tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
+    second = driver.Driver(tmp_path, rank=1, world_size=2)
+    assert [(run.index, run.folder, run.seed) for run in second.runs()] == [(1, "a", 2)]
+    variables = second.environment(tmp_path)
+    assert "HF_TOKEN" not in variables
+    assert variables["OMP_NUM_THREADS"] == "4"
+    assert variables["MKL_DYNAMIC"] == "FALSE"  # else one thread, on Intel and in the filter
+
+
 def test_an_image_without_the_library_is_known(tmp_path):
     (tmp_path / "syscalls.py").write_text("def is_available(): return False")
     assert not driver.has_filter(tmp_path)
