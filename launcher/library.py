@@ -20,10 +20,10 @@ from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError, 
 from sm_nanogpt.launcher.files.storage import path_of, write_bytes
 from sm_nanogpt.launcher.finding import Listing, find, full_id
 from sm_nanogpt.launcher.forecast import forecasting
-from sm_nanogpt.launcher.forecast.table import Forecast
 from sm_nanogpt.launcher.groups.plan import plan_sweep
 from sm_nanogpt.launcher.groups.run import begin_sweep
 from sm_nanogpt.launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request
+from sm_nanogpt.launcher.launching.forecasts import Forecast
 from sm_nanogpt.launcher.launching.launch import Plan
 from sm_nanogpt.launcher.launching.launch import prepare as prepare_job
 from sm_nanogpt.launcher.models import fetch

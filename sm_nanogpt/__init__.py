@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from sm_nanogpt.launcher.aws import Denied, Missing, OverQuota, Unreachable
     from sm_nanogpt.launcher.errors import InputError, ServiceError
     from sm_nanogpt.launcher.files.documents import Damaged
-    from sm_nanogpt.launcher.forecast.table import Forecast
     from sm_nanogpt.launcher.job import JobDescription, Request
+    from sm_nanogpt.launcher.launching.forecasts import Forecast
     from sm_nanogpt.launcher.library import (
         Job,
         Plan,
@@ -47,7 +47,7 @@ MODULES = {
     "aws": ["Denied", "Missing", "OverQuota", "Unreachable"],
     "errors": ["InputError", "ServiceError"],
     "files.documents": ["Damaged"],
-    "forecast.table": ["Forecast"],
+    "launching.forecasts": ["Forecast"],
     "job": ["JobDescription", "Request"],
     "library": ["Job", "Plan", "forecast", "job", "jobs", "launch", "prepare", "sweep"],
     "models.load": ["load_model"],

@@ -49,8 +49,8 @@ from sm_nanogpt.entry_point.config import Config  # noqa: E402
 from sm_nanogpt.entry_point.sizes import hyperparameters_for_size  # noqa: E402
 from sm_nanogpt.entry_point.text import Corpus, read_text, read_tokens  # noqa: E402
 from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared  # noqa: E402
-from sm_nanogpt.launcher.forecast.ledger import ForecastLedger  # noqa: E402
 from sm_nanogpt.launcher.forecast.pilots import SIZES, Trial, pilots_of, run_trials  # noqa: E402
+from sm_nanogpt.launcher.launching.forecasts import ForecastLedger  # noqa: E402
 from sm_nanogpt.launcher.settings import load_settings  # noqa: E402
 from sm_nanogpt.launcher.source import Source  # noqa: E402
 

@@ -15,7 +15,7 @@ from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS
 from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS, usd
 
 if TYPE_CHECKING:
-    from sm_nanogpt.launcher.forecast.table import Forecast, Row
+    from sm_nanogpt.launcher.launching.forecasts import Forecast, Row
     from sm_nanogpt.launcher.settings import Settings
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from sm_nanogpt.entry_point.text import unsigned
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.forecast.law import TextLaw
-from sm_nanogpt.launcher.forecast.table import Pilot, Row
 from sm_nanogpt.launcher.job import Expected
+from sm_nanogpt.launcher.launching.forecasts import Pilot, Row
 
 MAX_MISFIT = 0.03  # of log losses: that of honest texts is up to 0.015
 MAX_DEVIATIONS = 4  # of what compute is worth: most texts are within 2.4, release notes at 5

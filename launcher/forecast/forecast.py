@@ -23,11 +23,10 @@ from sm_nanogpt.launcher.forecast.checks import (
     up_to_lowest,
 )
 from sm_nanogpt.launcher.forecast.law import MeasuredRun, TextLaw, shared
-from sm_nanogpt.launcher.forecast.ledger import ForecastLedger
 from sm_nanogpt.launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_trials
-from sm_nanogpt.launcher.forecast.table import Change, Forecast, Pilot, Row
 from sm_nanogpt.launcher.forecast.times import InstanceType, LocalTimes, steps_to_time
 from sm_nanogpt.launcher.job import Expected, JobDescription, TrainingJob
+from sm_nanogpt.launcher.launching.forecasts import Change, Forecast, ForecastLedger, Pilot, Row
 from sm_nanogpt.launcher.local.backend import LocalPlacement, plan_processes
 from sm_nanogpt.launcher.machines import is_busy
 from sm_nanogpt.launcher.source import Source

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from sm_nanogpt.launcher.backends import backend_class
 from sm_nanogpt.launcher.errors import InputError, LauncherError
 from sm_nanogpt.launcher.finding import Listing
-from sm_nanogpt.launcher.forecast import table
 from sm_nanogpt.launcher.job import Request, TrainingJob
 from sm_nanogpt.launcher.launching.draft import with_training_folder
-from sm_nanogpt.launcher.launching.expected import forecast_path
+from sm_nanogpt.launcher.launching.forecasts import Forecast, forecast_path
 from sm_nanogpt.launcher.launching.texts import check_texts, find_texts, repeated_share_of
 from sm_nanogpt.launcher.sagemaker.cost import Prices, rate
 from sm_nanogpt.launcher.settings import Settings
@@ -39,7 +38,7 @@ def forecast(
     settings: Settings,
     report: Callable[[str], None] = logger.info,
     max_cost: float | None = None,
-) -> table.Forecast:
+) -> Forecast:
     """Find out what each size would be on the text of a request, here and on its instance types.
 
     report gets a line for each pilot that ends. max_cost is the most that a job on SageMaker may

@@ -12,7 +12,7 @@ from typing import Any
 
 from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.errors import ServiceError
-from sm_nanogpt.launcher.forecast.table import Pilot
+from sm_nanogpt.launcher.launching.forecasts import Pilot
 from sm_nanogpt.launcher.local.runs import FinishedRun, Run, run_all
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text.ids import draw_ids, write_ids

@@ -13,7 +13,7 @@ from sm_nanogpt.launcher.errors import InputError, about
 from sm_nanogpt.launcher.finding import Listing, remote_launches
 from sm_nanogpt.launcher.job import Expected, Request, TrainingJob
 from sm_nanogpt.launcher.launching import start
-from sm_nanogpt.launcher.launching.expected import ExpectedSize, expected_of, forecast_path, recall
+from sm_nanogpt.launcher.launching.forecasts import Row, expected_of, forecast_rows
 from sm_nanogpt.launcher.launching.names import recorded_group
 from sm_nanogpt.launcher.launching.resume import EarlierJob, find_earlier_job, take_over
 from sm_nanogpt.launcher.launching.summary import summary_of
@@ -152,7 +152,7 @@ class Draft:
         update = {"summary": summary, "expected": expected, "page_limit": page_limit}
         self.job = self.job.model_copy(update=update)
 
-    def log_forecast(self, expected: Expected | None, rows: list[ExpectedSize]) -> None:
+    def log_forecast(self, expected: Expected | None, rows: list[Row]) -> None:
         """Log the loss that is forecast, and that of a page with twice the bytes."""
         if not rows:
             data = shlex.quote(self.texts["data"].shown)
@@ -253,9 +253,3 @@ def is_run_of_size(job: TrainingJob, texts: Texts) -> bool:
         of_size = sizes.hyperparameters_for_size(job.size, *start.text_length(texts))
     values = {name: value for name, value in job.hyperparameters.items() if name != "seed"}
     return bool(values == of_size)
-
-
-def forecast_rows(job: TrainingJob, texts: Texts, settings: Settings) -> list[ExpectedSize]:
-    """The losses that were forecast for the texts of a job, by size; [] if none were."""
-    path = forecast_path(job, texts, settings)
-    return [] if path is None else recall(path)

@@ -30,12 +30,11 @@ from sm_nanogpt.launcher.forecast import pilots as pilots_module
 from sm_nanogpt.launcher.forecast.checks import best_size, has_lowest, problem_of, up_to_lowest
 from sm_nanogpt.launcher.forecast.forecast import Forecaster
 from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared
-from sm_nanogpt.launcher.forecast.ledger import ForecastLedger
 from sm_nanogpt.launcher.forecast.pilots import Trial, pilots_of
-from sm_nanogpt.launcher.forecast.table import Forecast, Pilot, Row
 from sm_nanogpt.launcher.forecast.times import InstanceType
 from sm_nanogpt.launcher.job import Expected, JobDescription
-from sm_nanogpt.launcher.launching.expected import recall
+from sm_nanogpt.launcher.launching import forecasts
+from sm_nanogpt.launcher.launching.forecasts import Forecast, ForecastLedger, Pilot, Row
 from sm_nanogpt.launcher.settings import load_settings
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text import channels
@@ -609,10 +608,11 @@ def test_pilots_are_complete_runs(tmp_path, monkeypatch):
         list(pilots.run_trials([impossible, short], whole, Source.packaged(), 2))
 
 
-def test_a_damaged_file_of_pilots_is_none(tmp_path):
+def test_a_damaged_file_of_pilots_is_none(tmp_path, monkeypatch):
     path = tmp_path / "kept.jsonl"
     path.write_text("{")
-    assert recall(path) == []
+    monkeypatch.setattr(forecasts, "forecast_path", lambda *_: path)
+    assert forecasts.forecast_rows(Request(instance="local"), {}, load_settings()) == []
 
 
 # -- what jobs elsewhere tell ----------------------------------------------------------------------

@@ -15,8 +15,8 @@ from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.launcher.job import Expected, Request
 from sm_nanogpt.launcher.launching import start
-from sm_nanogpt.launcher.launching.expected import ExpectedSize, expected_of
 from sm_nanogpt.launcher.launching.fitting import EMPTY_PAGE, fit_sizes
+from sm_nanogpt.launcher.launching.forecasts import Row, expected_of
 from sm_nanogpt.launcher.models.quantization import quantize_model
 from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.store import Upload
@@ -132,9 +132,21 @@ def test_an_edited_folder_fits_no_page(tmp_path, cli, text_file):
 # -- what is said of it ----------------------------------------------------------------------------
 
 
-def rows(*losses: float) -> list[ExpectedSize]:
-    expected = [Expected(loss=loss, low=loss - 0.1, high=loss + 0.1) for loss in losses]
-    return [ExpectedSize(size=n, expected=value) for n, value in enumerate(expected, 1)]
+def rows(*losses: float) -> list[Row]:
+    by_size = []
+    for size, loss in enumerate(losses, 1):
+        expected = Expected(loss=loss, low=loss - 0.1, high=loss + 0.1)
+        row = Row(
+            size=size,
+            parameters=1,
+            readings=1,
+            expected=expected,
+            bits_per_byte=1,
+            seconds={},
+            dollars={},
+        )
+        by_size.append(row)
+    return by_size
 
 
 @pytest.mark.parametrize(
@@ -160,7 +172,7 @@ def test_a_launch_names_the_command_that_forecasts(rehearse):
 def test_a_launch_says_what_twice_the_file_gives(rehearse, monkeypatch):
     from sm_nanogpt.launcher.launching import draft
 
-    monkeypatch.setattr(draft, "recall", lambda path: rows(2.0, 1.5, 1.1))
+    monkeypatch.setattr(draft, "forecast_rows", lambda *_: rows(2.0, 1.5, 1.1))
 
     def launch(*options: str) -> str:
         err: str = rehearse("--instance", "ml.g5.xlarge", options).good.err

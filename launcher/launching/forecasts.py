@@ -1,0 +1,152 @@
+"""The forecasts of texts, as they are kept: HOME/forecasts/ID.jsonl, a ledger for each text and
+training folder.
+
+    pilot      what a run on this machine gave, by its name; the last one of a name counts
+    forecast   what each size would be
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files.documents import Count, Document, parse
+from sm_nanogpt.launcher.files.ledger import Ledger
+from sm_nanogpt.launcher.job import Expected, Positive, Request
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text.channels import Texts
+
+logger = logging.getLogger(__name__)
+
+
+class Change(Document):
+    """What the loss of a run changes by, in nats; its 80 % interval is low to high."""
+
+    nats: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.nats:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+
+
+class Row(Document):
+    """What a run of a size would be."""
+
+    size: Positive
+    parameters: Count
+    readings: Positive  # how often it reads the text
+    expected: Expected  # loss
+    bits_per_byte: Positive
+    seconds: dict[str, Positive | None]  # by instance type; None where no speed is known
+    dollars: dict[str, Positive | None]  # USD; None where no speed or price is known
+
+
+class Forecast(Document):
+    """What each size would be on a text, up to that of the lowest loss.
+
+    The best size is that of the lowest loss, or the smallest that is hardly worse; affordable is
+    the best below the ceiling, None if there is none. twice_text and twice_compute are what the
+    loss of the best size changes by with twice as much of each, None if the law does not hold.
+    """
+
+    text: str
+    unit: str  # characters or tokens
+    tokens: Count  # of the text, in its unit
+    pilots: Count  # how many were run
+    pilot_seconds: float
+    rows: list[Row]  # by size, the smallest first
+    best: Positive
+    affordable: Positive | None
+    twice_text: Change | None
+    twice_compute: Change | None
+    overfits: bool  # True if a size over the largest of the rows loses more
+    busy: bool = False  # other programs used this machine: its times are by the pilots' processors
+    notes: list[str]
+
+
+class Pilot(Document):
+    """What a run here gave."""
+
+    loss: Positive
+    bits_per_byte: Positive
+    step_seconds: Positive  # without the few steps that took unusually long
+    around: float  # seconds before, between and after the steps
+    seconds: Positive  # of the whole process
+    cpu_seconds: Positive | None = None  # of the whole process, by all of its threads
+    train_loss: Positive | None = None  # the mean over all steps
+
+
+class ForecastLedger(Ledger):
+    """Raises ServiceError if an entry was changed."""
+
+    @property
+    def pilots(self) -> dict[str, Pilot]:
+        """What each pilot gave, by its name."""
+        pilots = dict[str, Pilot]()
+        for entry in self.of("pilot"):
+            pilots[entry["name"]] = parse(entry["outcome"], Pilot, self.path)
+        return pilots
+
+    @property
+    def last_forecast(self) -> Forecast | None:
+        forecasts = self.of("forecast")
+        return parse(forecasts[-1], Forecast, self.path) if forecasts else None
+
+    def add_pilot(self, name: str, pilot: Pilot) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.add("pilot", name=name, outcome=pilot.model_dump(mode="json"))
+
+    def add_forecast(self, forecast: Forecast) -> None:
+        self.add("forecast", **forecast.model_dump(mode="json"))
+
+
+def forecast_path(request: Request, texts: Texts, settings: Settings) -> Path | None:
+    """The ledger of the forecasts of texts; None if they were not uploaded from here."""
+    hashes = []
+    for channel in texts.values():
+        if channel.upload is None:
+            return None
+        hashes.append(channel.upload.sha256)
+    hashes.append(request.source.sha256)
+    digest = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+    return settings.home / "forecasts" / f"{digest[:24]}.jsonl"
+
+
+def forecast_rows(request: Request, texts: Texts, settings: Settings) -> list[Row]:
+    """The rows of the last forecast for texts, by size; [] if there is none. A damaged one is
+    logged."""
+    path = forecast_path(request, texts, settings)
+    if path is None:
+        return []
+    try:
+        forecast = ForecastLedger(path).last_forecast
+    except ServiceError as error:
+        logger.info(f"no forecast is kept with the job: {error}")
+        return []
+    return [] if forecast is None else forecast.rows
+
+
+def expected_of(size: float, rows: Sequence[Row]) -> Expected | None:
+    """The loss of a size, by its row or between its neighbors' rows; None outside of them."""
+    for row in rows:
+        if row.size == size:
+            return row.expected
+    for smaller, larger in pairwise(rows):
+        if smaller.size < size < larger.size:
+            share = (size - smaller.size) / (larger.size - smaller.size)
+            return between(smaller.expected, larger.expected, share)
+    return None
+
+
+def between(start: Expected, end: Expected, share: float) -> Expected:
+    """The losses at a share of the way from one to another, of which none was measured."""
+    return Expected(
+        loss=start.loss + share * (end.loss - start.loss),
+        low=start.low + share * (end.low - start.low),
+        high=start.high + share * (end.high - start.high),
+    )
