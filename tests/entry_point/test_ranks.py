@@ -161,7 +161,7 @@ def test_ranks_average_gradients_in_float32(tmp_path, text_file):
 
 def test_ranks_make_as_many_passes_as_the_smallest_gpu(tmp_path, text_file):
     probe = (
-        "passes = sys.modules['entry_point.passes']\n"
+        "passes = sys.modules['sm_nanogpt.entry_point.passes']\n"
         "passes.tokens_per_pass = lambda *_: (1 << 14, 1 << 7)[group.rank]\n"
         "print(trainer_of(block_size=64, batch_size=16).passes.n_passes)\n"
     )
@@ -172,7 +172,7 @@ def test_ranks_make_as_many_passes_as_the_smallest_gpu(tmp_path, text_file):
 def test_shared_updates_have_the_bits_of_one_rank(tmp_path, text_file, n_ranks):
     """In slices, of weights that are fused, wide and tall."""
     probe = (
-        "optim = sys.modules['entry_point.optim']\n"
+        "optim = sys.modules['sm_nanogpt.entry_point.optim']\n"
         "optim.SLICE = 1 << 9\n"
         "alone = types.SimpleNamespace(rank=0, world_size=1, device=group.device)\n"
         "alone.async_all_gather = lambda update: lambda: update[None]\n"
