@@ -129,18 +129,6 @@ def compiling_pays(config: Config, device: torch.device, parameters: int, world_
     return has_compiler and 6 * parameters * tokens > 3e15
 
 
-def machine_line(device: torch.device, ranks: Ranks, hosts: int) -> str:
-    """`running on 1 host x 4 NVIDIA A10G = 4 processes in one group (...)`."""
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else device.type.upper()
-    if hosts * ranks.local_world_size == ranks.world_size:
-        machine = f"{ranks.local_world_size} {machine}"
-    return (
-        f"running on {counted(hosts, 'host')} x {machine}"
-        f" = {counted(ranks.world_size, 'process')} in one group (launched by {ranks.launcher};"
-        f" {counted(torch.get_num_threads(), 'CPU thread')} each)"
-    )
-
-
 def can_use_graph(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a CUDA graph may replay the passes of this run.
 
@@ -163,12 +151,3 @@ def tokens_per_pass(config: Config, device: torch.device) -> int:
     memory = torch.cuda.get_device_properties(device).total_memory
     fitting = memory // 2 // (36 * config.n_layer * config.n_embd)
     return min(fitting, 4 * TOKENS_PER_PASS if memory > 60e9 else TOKENS_PER_PASS)
-
-
-def memory_text(device: torch.device) -> str:
-    """` memory=18.2/22.5GiB`: the most so far of this rank's GPU, and all of it; '' on CPUs."""
-    if device.type != "cuda":
-        return ""
-    used = torch.cuda.max_memory_reserved()  # a graph's memory counts as reserved alone
-    total = torch.cuda.get_device_properties(device).total_memory
-    return f" memory={used / 2**30:.1f}/{total / 2**30:.1f}GiB"

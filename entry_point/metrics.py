@@ -45,15 +45,12 @@ class StepTimer:
         yield
         self.since += time.perf_counter() - began
 
-    @property
-    def seconds_per_step(self) -> float:
-        if self.steps == 0:
-            return 0.0
-        return (time.perf_counter() - self.since) / self.steps
-
     def measure(self) -> float:
-        """seconds_per_step, once the device has finished them."""
-        self.measured = self.seconds_per_step
+        """The seconds per step; call it when the device has finished them."""
+        if self.steps == 0:
+            self.measured = 0.0
+        else:
+            self.measured = (time.perf_counter() - self.since) / self.steps
         return self.measured
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from .container import Ranks
 from .conversations import END_OF_TURN, Packed
 from .errors import counted
 from .model import GPT, sample
@@ -15,6 +16,18 @@ from .text import Corpus
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def machine_line(device: torch.device, ranks: Ranks, hosts: int) -> str:
+    """`running on 1 host x 4 NVIDIA A10G = 4 processes in one group (...)`."""
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else device.type.upper()
+    if hosts * ranks.local_world_size == ranks.world_size:
+        machine = f"{ranks.local_world_size} {machine}"
+    return (
+        f"running on {counted(hosts, 'host')} x {machine}"
+        f" = {counted(ranks.world_size, 'process')} in one group (launched by {ranks.launcher};"
+        f" {counted(torch.get_num_threads(), 'CPU thread')} each)"
+    )
 
 
 def choices_line(passes: Passes) -> str:
@@ -54,3 +67,12 @@ def sample_lines(model: GPT, corpus: Corpus, when: str, length: int) -> list[str
     for line in tokenizer.decode(question + ids).split("\n"):
         lines.append(f"| {line}")  # the bar distinguishes it from lines of the log
     return lines
+
+
+def memory_text(device: torch.device) -> str:
+    """` memory=18.2/22.5GiB`: the most so far of this rank's GPU, and all of it; '' on CPUs."""
+    if device.type != "cuda":
+        return ""
+    used = torch.cuda.max_memory_reserved()  # a graph's memory counts as reserved alone
+    total = torch.cuda.get_device_properties(device).total_memory
+    return f" memory={used / 2**30:.1f}/{total / 2**30:.1f}GiB"

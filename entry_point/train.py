@@ -26,7 +26,8 @@ To change                                                   open
     the loop, and what a step does                          trainer.py, passes.py
     the metrics of the log, and what else it says           metrics.py, report.py
     what is learned of conversations                        conversations.py
-    what a checkpoint holds, when one is due                checkpoint.py
+    what a checkpoint holds, and how a run continues        resume.py
+    when a checkpoint is due, and which are kept            checkpoint.py
     which steps' weights show how it learned                moments.py
     the model directory for transformers                    huggingface.py, qwen3.py
     how it is found out that a model looks ahead            causality.py
@@ -64,15 +65,13 @@ if not __package__:  # run as a script: its folder, whatever its name, is the pa
 
 from .waiting import limit_spinning
 
-if __name__ == "__main__" and "TORCH_CPP_LOG_LEVEL" not in os.environ:
+if __name__ == "__main__":  # torch reads two of these variables when it is imported
+    limit_spinning()
     # A rank whose peer is gone prints C++ stack traces as warnings, before the reason and after it.
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch reads it when it is imported
-if __name__ == "__main__":
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # The Pythons that this one starts, such as ranks on GPUs, import nothing of the current
     # directory, where a user may have a random.py.
     os.environ["PYTHONSAFEPATH"] = "1"
-if __name__ == "__main__":
-    limit_spinning()
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
     import torch.distributed as dist

@@ -1,14 +1,12 @@
-"""The training loop: a step, evaluation, metrics, checkpoints, and the end of a run."""
+"""The training loop: a step, evaluation, metrics, and the end of a run."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,19 +17,20 @@ from torch import Tensor
 from . import huggingface
 from .causality import leak_of
 from .checkpoint import Checkpoints
-from .config import Config, check_resumable, derive_seed
+from .config import Config, derive_seed
 from .container import Container, Ranks
 from .data import Batches, bytes_per_token, evaluate
-from .device import choose_precision, machine_line, memory_text, share_cores
+from .device import choose_precision, share_cores
 from .distributed import Group
-from .errors import ConfigError, TrainingError, counted, log
+from .errors import ConfigError, TrainingError, log
 from .faults import Fault, read_fault
 from .metrics import StepTimer, best_lines, metric_line
 from .model import GPT
-from .moments import MAX_PARAMETERS, Moments, moments_before, take_moments, write_moments
+from .moments import MAX_PARAMETERS, Moments, moments_before, write_moments
 from .optim import Optimizer, learning_rate_scale
 from .passes import Passes
-from .report import choices_line, data_lines, dtype_name, sample_lines
+from .report import choices_line, data_lines, dtype_name, machine_line, memory_text, sample_lines
+from .resume import restore, save_checkpoint
 from .text import Corpus
 from .waiting import Waiting
 
@@ -98,7 +97,7 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains all generations and writes the artefact; False when a signal ended it before."""
-        self.restore()
+        restore(self)
         self.choose_teacher()
         self.warm_up()
         self.begin_log()
@@ -124,7 +123,7 @@ class Trainer:
                 self.log_metrics(evaluates)
             if request != NOTHING:
                 with self.timer.pause():
-                    self.save_checkpoint()
+                    save_checkpoint(self)
                     if self.is_main and request != STOP:
                         self.warn_of_leak()
             if request == STOP:
@@ -134,7 +133,7 @@ class Trainer:
 
         if self.evaluated_step != self.step:  # it was stopped here, and now ends here
             self.log_metrics(evaluates=True)
-            self.save_checkpoint()
+            save_checkpoint(self)
         if self.is_main:
             self.finish()
         return True
@@ -356,84 +355,6 @@ class Trainer:
         self.model.train()
         log("\n".join(lines))
 
-    # -- state ------------------------------------------------------------------------------------
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that training changes, by name; the live tensors.
-
-        Those of the model are its parameters, and the buffers that an edited one may have. What
-        another rank has is on the meta device.
-        """
-        parts = {
-            "model": self.model.state_dict(),
-            "teacher": {} if self.teacher is None else self.teacher.state_dict(),
-            "optimizer": self.optimizer.state(),
-        }
-        tensors = {}
-        for part, named_tensors in parts.items():
-            for name, tensor in named_tensors.items():
-                tensors[f"{part}.{name}"] = tensor
-        return tensors
-
-    def state(self, loss_sum: float = 0.0) -> dict[str, Any]:
-        """Everything else that a checkpoint holds; loss_sum is that of all world_size ranks."""
-        on_cpu = self.group.device.type == "cpu"
-        return {
-            "step": self.step,
-            "best_step": self.best_step,
-            "best_val_loss": self.best_val_loss if self.best_step is not None else None,
-            "evaluated_step": self.evaluated_step,
-            "config": dataclasses.asdict(self.config),
-            "script_sha256": huggingface.SCRIPT_SHA256,
-            "tokenizer": self.corpus.tokenizer.document,
-            "end_of_text": self.corpus.tokenizer.end_of_text,
-            "chats": self.corpus.is_chat,
-            "corpus_sha256": self.corpus.sha256,
-            "data": str(self.container.training),
-            "validation": str(self.container.validation or ""),
-            "init_from": str(self.container.init_from or ""),
-            "teacher": str(self.container.teacher or ""),
-            "metrics": self.metrics,
-            "loss_sum": loss_sum,
-            "world_size": self.group.world_size,
-            "processes": self.group.local_world_size if on_cpu else 0,
-            "steps_summed": self.steps_summed,
-            "scaler": self.scaler.state_dict(),
-        }
-
-    def save_checkpoint(self) -> None:
-        """Every rank calls it at the same step, and rank 0 writes.
-
-        Raises TrainingError, and writes nothing, if the loss or the weights are not finite, or the
-        ranks have other weights.
-        """
-        self.group.synchronize()
-        loss_sum = float(self.group.sum_(self.loss_sum.clone()))
-        self.check_loss(loss_sum)
-        are_finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
-        self.check_finite(are_finite, "the weights are")
-        unlike_ranks = self.group.ranks_unlike_first(self.model.parameters())
-        if unlike_ranks:
-            names = ", ".join(f"rank {rank}" for rank in unlike_ranks)
-            raise TrainingError(
-                f"at step {self.step} the weights of {names} are not those of rank 0;"
-                f" {self.newest_checkpoint()}; unlike hosts may round differently, so use hosts of"
-                " one kind"
-            )
-
-        tensors = self.tensors()
-        if self.is_main:
-            for name, tensor in self.best.items():
-                tensors[f"best.{name}"] = tensor
-            tensors |= self.moments.tensors()
-            self.checkpoints.save(tensors, self.state(loss_sum), self.gather(tensors))
-        else:
-            for _ in self.gather(tensors):
-                pass
-        self.saved_step = self.step
-        if not gc.isenabled():
-            gc.collect()
-
     def warn_of_leak(self) -> None:
         """Logs once, and before the end, that the model looks ahead, as an edit may make it.
 
@@ -450,73 +371,6 @@ class Trainer:
             leak = leak_of(model, tokenizer, self.corpus.is_chat)
         if leak:
             log(f"warning: at step {self.step}, {leak}")
-
-    def gather(self, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-        """Each of self.tensors() from the rank that has it; all ranks go through them together."""
-        for name, tensor in tensors.items():
-            owner = self.optimizer.owners.get(name.removeprefix("optimizer."))
-            yield tensor if owner is None else self.group.broadcast_(tensor, owner)
-
-    def restore(self) -> None:
-        """Loads rank 0's newest checkpoint, or else a model to start from, on every rank."""
-        live = self.tensors()
-        state = None
-        if self.is_main:
-            loaded = self.checkpoints.load_latest()
-            if loaded is not None:
-                saved_tensors, state = loaded
-                live = self.load_checkpoint(live, saved_tensors, state)
-            elif self.container.init_from is not None:
-                huggingface.load_pretrained(self.model, self.container.init_from)
-                log(f"started from the weights in {self.container.init_from}")
-        state = self.group.broadcast(state)
-        for tensor in live.values():
-            self.group.broadcast_(tensor)
-        if state is not None:
-            self.take_over(state)
-
-    def load_checkpoint(
-        self, live: dict[str, Tensor], saved: dict[str, Tensor], state: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        """On rank 0: copies the saved tensors into the live ones, and takes what is for it alone.
-
-        Returns the live tensors; in place of those that only another rank has, the saved ones, to
-        be sent. Raises ConfigError if this run cannot continue that one.
-        """
-        check_resumable(state, self.state())
-        self.metrics = state.pop("metrics")
-        del state["tokenizer"]  # other ranks need neither, and both may be large
-        for name in [name for name in saved if name.startswith("best.")]:
-            self.best[name.removeprefix("best.")] = saved.pop(name)
-        self.moments.weights = take_moments(saved)
-        huggingface.load_tensors(live, saved)
-        return {name: saved[name] if t.is_meta else t for name, t in live.items()}
-
-    def take_over(self, state: Mapping[str, Any]) -> None:
-        """Continues from the state of a checkpoint, and says what is not as it was."""
-        self.step = self.saved_step = state["step"]
-        self.steps_summed = state["steps_summed"]
-        if state["scaler"]:  # empty in other types
-            self.scaler.load_state_dict(state["scaler"])
-        is_same_script = state["script_sha256"] == huggingface.SCRIPT_SHA256
-        if is_same_script and state["best_step"] is not None:
-            self.best_step = state["best_step"]
-            self.best_val_loss = state["best_val_loss"]
-            self.evaluated_step = state["evaluated_step"]
-        if not self.is_main:
-            return
-
-        world_size, saved_world_size = self.group.world_size, state["world_size"]
-        self.loss_sum += state["loss_sum"] * (world_size / saved_world_size)
-        log(f"resumed from the checkpoint of step {self.step}")
-        if not is_same_script:  # its best weights would be exported as this model's
-            log("note: another script wrote it; tracking the best weights anew")
-        if world_size != saved_world_size:
-            processes = counted(saved_world_size, "process")
-            log(
-                f"note: the checkpoint is of {processes}; with {world_size} the last bits may"
-                " differ"
-            )
 
     def finish(self) -> None:
         """Writes the artefact of the best validation loss, and logs a sample of it."""

@@ -60,6 +60,7 @@ MODULES = {
     "entry_point/data.py": "test_data test_tokens test_conversations",
     "entry_point/text.py": "test_data test_text test_tokens test_starting test_conversations",
     "entry_point/optim.py": "test_optim test_trainer test_float16",
+    "entry_point/resume.py": "test_trainer test_resume test_float16",
     "entry_point/trainer.py": "test_trainer test_resume test_output test_starting test_edited",
 }
 # Survivors that change nothing that a user or a test could see: the line, its change, the reason.

@@ -13,8 +13,9 @@ from sm_nanogpt.entry_point.command_line import Options
 from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.container import Ranks
 from sm_nanogpt.entry_point.cores import cores
-from sm_nanogpt.entry_point.device import choose_device, local_processes, machine_line, rank_device
+from sm_nanogpt.entry_point.device import choose_device, local_processes, rank_device
 from sm_nanogpt.entry_point.errors import DataError, TrainingError
+from sm_nanogpt.entry_point.report import machine_line
 
 
 @pytest.mark.parametrize("hosts, machine", [(2, "2 CPU"), (3, "CPU")], ids=["equal", "unequal"])

@@ -11,6 +11,7 @@ from trainings import run_ranks, trainer_of
 from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.device import choose_precision
 from sm_nanogpt.entry_point.errors import TrainingError
+from sm_nanogpt.entry_point.resume import live_tensors
 
 
 @pytest.mark.parametrize(
@@ -31,11 +32,11 @@ def test_each_gpu_computes_in_its_fastest_16_bit_type(monkeypatch, capability, d
 
 def test_infinite_gradients_change_only_the_scale(tmp_path):
     trainer = trainer_of(tmp_path, precision="float16", max_steps=3)
-    first = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+    first = {name: tensor.clone() for name, tensor in live_tensors(trainer).items()}
     trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**100})
     assert trainer.run()
     assert trainer.scaler.get_scale() == 2.0**97
-    for name, tensor in trainer.tensors().items():
+    for name, tensor in live_tensors(trainer).items():
         assert torch.equal(tensor, first[name]), name
 
 
@@ -53,8 +54,8 @@ def test_ranks_resume_a_curve_of_11_mb_and_their_scale(tmp_path, text_file):
         "state = {**first.scaler.state_dict(), 'scale': 128.0, '_growth_tracker': 7}\n"
         "first.scaler.load_state_dict(state)\n"
         "first.metrics = [{'step': step, 'text': 100 * '1'} for step in range(90_000)]\n"
-        "first.save_checkpoint()\n"
-        "resumed.restore()\n"
+        "train.save_checkpoint(first)\n"
+        "train.restore(resumed)\n"
         "print(resumed.scaler.state_dict() == state, len(resumed.metrics))\n"
     )
     ends = run_ranks(tmp_path, text_file, 2, probe)

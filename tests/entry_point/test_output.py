@@ -40,10 +40,10 @@ from trainings import (
 
 from sm_nanogpt.entry_point import train
 from sm_nanogpt.entry_point.data import evaluate
-from sm_nanogpt.entry_point.device import memory_text
 from sm_nanogpt.entry_point.errors import ConfigError, DataError
 from sm_nanogpt.entry_point.faults import read_fault
 from sm_nanogpt.entry_point.metrics import best_lines, metric_definitions, metric_line
+from sm_nanogpt.entry_point.report import memory_text
 from sm_nanogpt.entry_point.safetensors_file import read_safetensors
 from sm_nanogpt.launcher.models.load import own_model
 

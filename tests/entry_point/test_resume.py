@@ -47,6 +47,7 @@ from sm_nanogpt.entry_point import train
 from sm_nanogpt.entry_point.checkpoint import Checkpoints
 from sm_nanogpt.entry_point.container import read_container
 from sm_nanogpt.entry_point.errors import ConfigError, TrainingError
+from sm_nanogpt.entry_point.resume import save_checkpoint
 from sm_nanogpt.entry_point.safetensors_file import read_safetensors
 from sm_nanogpt.entry_point.text import Corpus, load_corpus
 
@@ -255,7 +256,7 @@ def test_a_directory_in_use_by_another_run_is_refused(tmp_path, text_file):
 
 def test_a_run_that_began_during_tokenization_is_not_resumed(tmp_path, text_file, monkeypatch):
     def meanwhile(*arguments: Any) -> Corpus:
-        trainer_of(tmp_path).save_checkpoint()
+        save_checkpoint(trainer_of(tmp_path))
         return load_corpus(*arguments)
 
     monkeypatch.setattr("sm_nanogpt.entry_point.train.load_corpus", meanwhile)
@@ -275,7 +276,7 @@ def test_ranks_end_together_if_the_loss_of_one_is_nan(tmp_path, text_file):
         "trainer = trainer_of(n_layer=1, n_embd=16, block_size=8)\n"
         "trainer.loss_sum.fill_(float('nan') if group.rank else 1.0)\n"
         "try:\n"
-        "    trainer.save_checkpoint()\n"
+        "    train.save_checkpoint(trainer)\n"
         "except train.TrainingError as error:\n"
         "    print(error)\n"
     )

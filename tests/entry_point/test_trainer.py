@@ -21,6 +21,7 @@ from sm_nanogpt.entry_point.data import evaluate
 from sm_nanogpt.entry_point.errors import TrainingError
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.optim import gradient_of, window_length
+from sm_nanogpt.entry_point.resume import save_checkpoint
 from sm_nanogpt.launcher.models.load import own_model
 
 
@@ -207,14 +208,14 @@ def test_a_full_disk_at_the_end_names_the_directory(tmp_path, monkeypatch):
 
 def test_nonfinite_numbers_make_no_checkpoint_and_no_metric(tmp_path, capsys):
     trainer = trainer_of(tmp_path)
-    trainer.save_checkpoint()
+    save_checkpoint(trainer)
     trainer.step = trainer.steps_summed = 5
     with torch.no_grad():
         trainer.model.embed.weight[3, 3] = math.nan
     with pytest.raises(TrainingError, match=r"weights .* step 0 is kept"):
-        trainer.save_checkpoint()
+        save_checkpoint(trainer)
     trainer.loss_sum.fill_(math.nan)
-    for act in (trainer.save_checkpoint, lambda: trainer.log_metrics(False)):
+    for act in (lambda: save_checkpoint(trainer), lambda: trainer.log_metrics(False)):
         with pytest.raises(TrainingError, match="the loss is nan, not finite at step 5"):
             act()
     assert trainer.checkpoints.steps() == [0]

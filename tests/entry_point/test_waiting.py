@@ -9,6 +9,7 @@ import torch
 from trainings import trainer_of
 
 from sm_nanogpt.entry_point import waiting
+from sm_nanogpt.entry_point.resume import live_tensors
 from sm_nanogpt.entry_point.waiting import (
     IdleThreads,
     Waiting,
@@ -151,6 +152,6 @@ def test_how_threads_wait_changes_no_bit(tmp_path, two_threads, precision):
                 trainer.waiting.sleep()
             trainer.train_step()
             trainer.waiting.wake()
-        ends.append(trainer.tensors())
+        ends.append(live_tensors(trainer))
     for name, tensor in ends[0].items():
         assert torch.equal(tensor, ends[1][name]), name
