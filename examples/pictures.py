@@ -252,7 +252,10 @@ def draw_chat(studio: Studio) -> None:
     """A model that has learned answers, on the page of play, and new questions."""
     base = studio.job("base-of-questions", lambda: request_of_base(studio))
     tuned = studio.job("questions", lambda: request_of_tuning(studio, base))
-    prompts = [pairs[0][0] for pairs in questions(studio.text.read_text("utf-8"), 0).values()]
+    prompts = []
+    for pairs in questions(studio.text.read_text("utf-8"), 0).values():
+        question, _ = pairs[0]
+        prompts.append(question)
     with played(studio, tuned) as address, browse(address, 900, 800) as page:
         page.wait_for_selector("#write:enabled", timeout=60_000)
         page.fill("#temperature", "0")
@@ -356,12 +359,13 @@ def wait_for_end(page: Page) -> None:
 
 def save_page(name: str, page: Page, until: str = "body") -> None:
     """Save what a page shows down to an element, in few colors, which is a third of the size."""
-    box = page.locator(until).first.bounding_box()
-    viewport = page.viewport_size
-    assert box is not None and viewport is not None
-    height = min(viewport["height"], box["y"] + box["height"] + MARGIN)
-    content = page.screenshot(clip={"x": 0, "y": 0, "width": viewport["width"], "height": height})
-    screenshot = Image.open(io.BytesIO(content)).convert("RGB")
+    element = page.locator(until).first.bounding_box()
+    window = page.viewport_size
+    assert element is not None and window is not None
+    bottom = element["y"] + element["height"] + MARGIN
+    picture: Any = {"x": 0, "y": 0, "width": window["width"]}
+    picture["height"] = min(window["height"], bottom)
+    screenshot = Image.open(io.BytesIO(page.screenshot(clip=picture))).convert("RGB")
     path = PICTURES / name
     screenshot.quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
     print(f"{path}: {path.stat().st_size:,} bytes")

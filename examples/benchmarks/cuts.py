@@ -73,10 +73,12 @@ def misses_leaks(share: float, drawn: Evaluation, chance: random.Random, text: T
     """Whether no cut asks for a token that leaks, and that no row has shown yet."""
     shown = bytearray(drawn.windows[-1][1] + 1)
     for together in drawn.passes:
-        ends = [drawn.windows[cut.window][0] + cut.length - 1 for cut in together]
-        for cut, end in zip(together, ends, strict=True):
-            begin = max(0, drawn.windows[cut.window][0] - 1)
+        ends = []
+        for cut in together:
+            first, _, _ = drawn.windows[cut.window]
+            begin, end = max(0, first - 1), first + cut.length - 1
             shown[begin:end] = b"\1" * (end - begin)
+            ends.append(end)
         if any(not shown[end] and chance.random() < share for end in ends):
             return False
     return True
@@ -90,31 +92,34 @@ def misses_learning(
     using = {window for window in range(n_windows) if chance.random() < share}
     order = chance.sample(range(n_windows), n_windows)
     at_once = max(1, PASS_TOKENS // text.context)
-    first_has_learned = {
-        window: min(n_windows, (place // at_once + 1) * at_once) > min_tokens
-        for place, window in enumerate(order)
-    }
-    windows = set[int]()
+    first_has_learned = {}
+    for index, window in enumerate(order):
+        n_shown = min(n_windows, (index // at_once + 1) * at_once)
+        first_has_learned[window] = n_shown > min_tokens
+
+    shown = set[int]()  # to the second process
     for together in drawn.passes:
-        windows |= {cut.window for cut in together}
-        second_has_learned = len(windows) > min_tokens
-        compared = using & {cut.window for cut in together}
-        if any(first_has_learned[window] != second_has_learned for window in compared):
-            return False
+        windows = {cut.window for cut in together}
+        shown |= windows
+        second_has_learned = len(shown) > min_tokens
+        for window in windows & using:
+            if first_has_learned[window] != second_has_learned:
+                return False
     return True
 
 
 def row(name: str, is_missed: Callable[[Evaluation, random.Random, Text], bool], n: int) -> str:
     """How many of n verdicts miss it: those of which each process does."""
-    counts = []
+    cells = [name]
     for text in TEXTS.values():
         chance = random.Random(f"{name} {text}")
-        missed = sum(
-            all(is_missed(evaluation(text, chance), chance, text) for _ in range(text.n_processes))
-            for _ in range(n)
-        )
-        counts.append(f"{missed:,}")
-    return f"| {name} | {' | '.join(counts)} |"
+        n_missed = 0
+        for _ in range(n):
+            processes = range(text.n_processes)
+            if all(is_missed(evaluation(text, chance), chance, text) for _ in processes):
+                n_missed += 1
+        cells.append(f"{n_missed:,}")
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -130,7 +135,8 @@ def main() -> None:
         name = f"looks ahead at {100 * share:g} % of the positions"
         print(row(name, partial(misses_leaks, share), n), flush=True)
     for min_tokens, share in LEARNING:
-        name = f"learns from {min_tokens} window{'s' * (min_tokens > 1)}, for {share:.0%} of them"
+        windows = "1 window" if min_tokens == 1 else f"{min_tokens} windows"
+        name = f"learns from {windows}, for {share:.0%} of them"
         print(row(name, partial(misses_learning, min_tokens, share), n), flush=True)
 
 

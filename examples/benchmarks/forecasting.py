@@ -33,6 +33,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, linear_regression, median, stdev
 from types import SimpleNamespace
@@ -41,8 +42,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 
 import sm_nanogpt  # noqa: E402
 from sm_nanogpt.entry_point.config import Config  # noqa: E402
@@ -54,38 +55,47 @@ from sm_nanogpt.launcher.launching.forecasts import ForecastLedger  # noqa: E402
 from sm_nanogpt.launcher.settings import load_settings  # noqa: E402
 from sm_nanogpt.launcher.source import Source  # noqa: E402
 
-RUNS, FORECASTS, TRUTHS = (
-    HERE / name for name in ("forecast-runs.jsonl", "forecasts.json", "truths.jsonl")
-)
-LAW = HERE.parents[1] / "launcher" / "forecast" / "law.json"
+RUNS = ROOT / "examples/benchmarks/forecast-runs.jsonl"
+FORECASTS = ROOT / "examples/benchmarks/forecasts.json"
+TRUTHS = ROOT / "examples/benchmarks/truths.jsonl"
+LAW = ROOT / "launcher/forecast/law.json"
 RANGES = ((0.02, 0.6), (0.2, 1.5), (-0.3, 1.2))  # of the exponents
-Z = 1.2816
+Z = 1.2816  # standard deviations on each side that hold 80 % of a normal distribution
 
-Texts = dict[str, list[dict[str, Any]]]
+Row = dict[str, Any]  # of a file
+Texts = dict[str, list[Row]]  # the runs of each text
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def name_of_text(upload: str) -> str:
+    """The name of a text, from that of its upload, which ends with a hash."""
+    return re.sub(r"-[0-9a-f]{12}$", "", Path(upload).name)
 
 
 # -- runs ------------------------------------------------------------------------------------------
 
 
 def corpus_of(path: Path) -> Corpus:
-    values: Any = SimpleNamespace(validation_fraction=0.1)
+    config: Any = SimpleNamespace(validation_fraction=0.1)
     if path.is_dir():
-        return read_tokens(path, values)
-    here: Any = SimpleNamespace(training=path, validation=None)
-    return read_text(here, values, None)
+        return read_tokens(path, config)
+    container: Any = SimpleNamespace(training=path, validation=None)
+    return read_text(container, config, None)
+
+
+def trial_of(size: float, n_tokens: int) -> Trial:
+    return Trial(f"{size:g}", hyperparameters_for_size(size, n_tokens), n_tokens)
 
 
 def make_runs(path: Path, sizes: list[float]) -> None:
     corpus = corpus_of(path)
     whole = len(corpus.train)
-    pairs = list(pilots_of(whole))
+    trials = [trial_of(size, n_tokens) for size, n_tokens in pilots_of(whole)]
     for size in sizes:
-        pairs += [(size, whole), (size, whole // 2)]
-    trials = [Trial(f"{size:g}", hyperparameters_for_size(size, n), n) for size, n in pairs]
+        trials += [trial_of(size, whole), trial_of(size, whole // 2)]
     for trial, outcome in run_trials(trials, corpus, Source.packaged(), at_once=2):
         config = Config(**trial.hyperparameters)
         row = {
@@ -104,145 +114,205 @@ def make_runs(path: Path, sizes: list[float]) -> None:
 # -- fit -------------------------------------------------------------------------------------------
 
 
-def run_of(row: dict[str, Any]) -> MeasuredRun:
-    return MeasuredRun(row["parameters"], row["tokens"], row["unique"], row["loss"])
-
-
-def by_text(rows: list[dict[str, Any]]) -> Texts:
-    texts: Texts = defaultdict(list)
+def runs_of(rows: Sequence[Row]) -> list[MeasuredRun]:
+    """The runs in rows of forecast-runs.jsonl."""
+    runs = []
     for row in rows:
+        runs.append(MeasuredRun(row["parameters"], row["tokens"], row["unique"], row["loss"]))
+    return runs
+
+
+def read_texts() -> Texts:
+    texts: Texts = defaultdict(list)
+    for row in read(RUNS):
         texts[row["text"]].append(row)
     return texts
 
 
+@dataclass(frozen=True)
+class TextData:
+    """The runs of a text, for a regression."""
+
+    features: Tensor  # float64 [runs, 3]
+    log_losses: Tensor  # float64 [runs]
+
+    def nearly_least_squares(self) -> Tensor:
+        """The numbers of the text, which a weak pull to zero determines if there are few runs."""
+        pull = 0.01 * torch.eye(3, dtype=torch.float64)
+        features = torch.cat([self.features, pull])
+        log_losses = torch.cat([self.log_losses, torch.zeros(3, dtype=torch.float64)])
+        return torch.linalg.lstsq(features, log_losses).solution
+
+
 def likeliest(texts: Texts, exponents: tuple[float, ...], rounds: int = 40) -> tuple[float, Law]:
     """The log likelihood of the runs under these exponents, and the law with the best prior."""
-    shape, tiny = Law(exponents, [], [], 0.0), torch.eye(3, dtype=torch.float64)
+    shape = Law(exponents, [], [], 0.0)
     data = []
     for rows in texts.values():
-        losses = torch.tensor([math.log(row["loss"]) for row in rows], dtype=torch.float64)
-        data.append((shape.features([run_of(row) for row in rows]), losses))
-    starts = [
-        torch.linalg.lstsq(
-            torch.cat([x, 0.01 * tiny]), torch.cat([y, torch.zeros(3, dtype=torch.float64)])
-        ).solution
-        for x, y in data
-    ]
-    mean, noise = torch.stack(starts).mean(0), 1e-4
-    covariance = torch.stack(starts).T.cov(correction=0) + 1e-4 * tiny
+        log_losses = torch.tensor([math.log(row["loss"]) for row in rows], dtype=torch.float64)
+        data.append(TextData(shape.features(runs_of(rows)), log_losses))
+
+    identity = torch.eye(3, dtype=torch.float64)
+    starts = torch.stack([text.nearly_least_squares() for text in data])
+    mean = starts.mean(0)
+    covariance = starts.T.cov(correction=0) + 1e-4 * identity
+    variance = 1e-4  # of the noise
     for _ in range(rounds):
-        posteriors, squares, count = [], 0.0, 0
-        for x, y in data:
-            inner = torch.linalg.inv(torch.linalg.inv(covariance) + x.T @ x / noise)
-            numbers = inner @ (torch.linalg.solve(covariance, mean) + x.T @ y / noise)
-            posteriors.append((numbers, inner))
-            squares += float((y - x @ numbers).square().sum() + (x @ inner * x).sum())
-            count += len(y)
-        numbers = torch.stack([each for each, _ in posteriors])
-        mean, noise = numbers.mean(0), max(squares / count, 1e-6)
-        spread: Tensor = torch.stack([each for _, each in posteriors]).mean(0)
-        covariance = numbers.T.cov(correction=0) + spread + 1e-6 * tiny
+        mean, covariance, variance = improve(data, mean, covariance, variance)
+    likelihood = log_likelihood(data, mean, covariance, variance)
+    return likelihood, Law(exponents, mean.tolist(), covariance.tolist(), math.sqrt(variance))
+
+
+def improve(
+    data: Sequence[TextData], mean: Tensor, covariance: Tensor, variance: float
+) -> tuple[Tensor, Tensor, float]:
+    """One round of expectation maximization: a likelier prior, and a likelier noise."""
+    precision = torch.linalg.inv(covariance)
+    posteriors = []
+    posterior_covariances = []
+    squares = 0.0
+    n_runs = 0
+    for text in data:
+        x, y = text.features, text.log_losses
+        posterior_covariance = torch.linalg.inv(precision + x.T @ x / variance)
+        evidence = torch.linalg.solve(covariance, mean) + x.T @ y / variance
+        posterior = posterior_covariance @ evidence
+        posteriors.append(posterior)
+        posterior_covariances.append(posterior_covariance)
+        squares += float((y - x @ posterior).square().sum())
+        squares += float((x @ posterior_covariance * x).sum())
+        n_runs += len(y)
+
+    numbers = torch.stack(posteriors)  # [texts, 3]
+    between_texts = numbers.T.cov(correction=0)
+    within_texts = torch.stack(posterior_covariances).mean(0)
+    covariance = between_texts + within_texts + 1e-6 * torch.eye(3, dtype=torch.float64)
+    return numbers.mean(0), covariance, max(squares / n_runs, 1e-6)
+
+
+def log_likelihood(
+    data: Sequence[TextData], mean: Tensor, covariance: Tensor, variance: float
+) -> float:
+    """That of the runs of all texts, but for a constant."""
     total = 0.0
-    for x, y in data:
-        whole = x @ covariance @ x.T + noise * torch.eye(len(y), dtype=torch.float64)
-        away = y - x @ mean
-        total -= 0.5 * float(away @ torch.linalg.solve(whole, away) + torch.logdet(whole))
-    return total, Law(exponents, mean.tolist(), covariance.tolist(), math.sqrt(noise))
+    for text in data:
+        x, y = text.features, text.log_losses
+        covariance_of_runs = x @ covariance @ x.T + variance * torch.eye(len(y), dtype=x.dtype)
+        residuals = y - x @ mean
+        square = residuals @ torch.linalg.solve(covariance_of_runs, residuals)
+        total -= 0.5 * float(square + torch.logdet(covariance_of_runs))
+    return total
 
 
 def fit(texts: Texts, tries: int = 200) -> Law:
     """The best law by random search: half of the tries anywhere, half around the best so far."""
     random.seed(1)
-    best: tuple[float, Law] | None = None
+    best_likelihood = -math.inf
+    best_law: Law | None = None
     for n in range(tries):
-        if best is None or n < tries // 2:
-            exponents = tuple(random.uniform(*limits) for limits in RANGES)
+        if best_law is None or n < tries // 2:
+            exponents = [random.uniform(low, high) for low, high in RANGES]
         else:
-            moved = []
-            for exponent, (low, high) in zip(best[1].exponents, RANGES, strict=True):
+            exponents = []
+            for exponent, (low, high) in zip(best_law.exponents, RANGES, strict=True):
                 candidate = random.gauss(exponent, 0.06 * (high - low))
-                moved.append(min(high, max(low, candidate)))
-            exponents = tuple(moved)
-        likelihood, law = likeliest(texts, exponents)
-        if best is None or likelihood > best[0]:
-            best = (likelihood, law)
-    assert best is not None
-    return best[1]
+                exponents.append(min(high, max(low, candidate)))
+        likelihood, law = likeliest(texts, tuple(exponents))
+        if likelihood > best_likelihood:
+            best_likelihood, best_law = likelihood, law
+    assert best_law is not None
+    return best_law
 
 
-def leave_one_out(texts: Texts, exponents: tuple[float, ...]) -> list[float]:
-    """Print what the other texts' law says of each text's larger runs, from its pilots alone.
-
-    Returns the errors of log loss over their forecast standard deviations, on whole texts.
-    """
-    scores, errors = [], []
+def leave_one_out(texts: Texts, exponents: tuple[float, ...]) -> None:
+    """Print what the other texts' law says of each text's larger runs, from its pilots alone."""
+    errors = []  # on whole texts
     for name, rows in texts.items():
-        _, law = likeliest({n: each for n, each in texts.items() if n != name}, exponents)
+        other_texts = dict(texts)
+        del other_texts[name]
+        _, law = likeliest(other_texts, exponents)
+        pilots = [row for row in rows if row["size"] <= max(SIZES)]
         larger = [row for row in rows if row["size"] > max(SIZES)]
-        own_law = law.of_text([run_of(row) for row in rows if row["size"] <= max(SIZES)])
-        predicted = own_law.losses([run_of(row) for row in larger])
+        predicted = law.of_text(runs_of(pilots)).losses(runs_of(larger))
+
+        n_tokens = max(row["unique"] for row in rows)
         for row, (loss, deviation) in zip(larger, predicted, strict=True):
             error = math.log(row["loss"] / loss)
-            if row["unique"] == max(each["unique"] for each in rows):
-                scores.append(error / deviation)
+            if row["unique"] == n_tokens:
                 errors.append(abs(error))
             print(
                 f"{name:24} size {row['size']:4g} on {row['unique']:9,}: {row['loss']:.4f},"
                 f" forecast {loss:.4f} ({error:+.2%}, deviation {deviation:.2%})"
             )
     print(f"on whole texts: median error {median(errors):.2%}, worst {max(errors):.2%}")
-    return scores
 
 
-def scores_of_others(law: Law) -> list[float]:
-    """The errors of log loss over their forecast standard deviations, on texts without a part in
-    the fit: those of truths.jsonl, from the pilots in forecasts.json.
+def standard_errors(law: Law) -> list[float]:
+    """How many standard deviations each measured log loss is above its forecast by a law.
 
-    Sizes that are larger than that of the lowest forecast are left out, as no forecast names them.
+    The law was fitted without these texts: the forecasts, with their pilots, are in forecasts.json,
+    and the measured losses in truths.jsonl. `launch --forecast` names no size beyond the one with
+    the lowest forecast, so larger ones are left out.
     """
-    scores = []
-    losses = {(truth["text"], truth["size"]): truth["loss"] for truth in read(TRUTHS)}
+    measured = {}
+    for truth in read(TRUTHS):
+        measured[truth["text"], truth["size"]] = truth["loss"]
+
+    errors = []
     for forecast in json.loads(FORECASTS.read_text()):
-        own_law = law.of_text([pilot_of(pilot) for pilot in forecast["runs"]])
-        rows = [row for row in forecast["rows"] if row["size"] > max(SIZES)]
-        runs = [pilot_of({**row, "unique": forecast["tokens"], "loss": math.nan}) for row in rows]
-        predicted = own_law.losses(runs)
-        lowest = min(range(len(rows)), key=lambda n: predicted[n][0])
-        for row, (loss, deviation) in list(zip(rows, predicted, strict=True))[: lowest + 1]:
-            truth = losses.get((forecast["text"], row["size"]))
-            if truth is not None:
-                scores.append(math.log(truth / loss) / deviation)
-                print(f"{forecast['text']:24} size {row['size']:4g}: {truth:.4f}, law {loss:.4f}")
-    return scores
+        text = forecast["text"]
+        law_of_text = law.of_text([pilot_of(pilot) for pilot in forecast["runs"]])
+        sizes = [row["size"] for row in forecast["rows"] if row["size"] > max(SIZES)]
+        runs = [run_at(size, forecast["tokens"]) for size in sizes]
+        predicted = law_of_text.losses(runs)
+        lowest = min(loss for loss, _ in predicted)
+        for size, (loss, deviation) in zip(sizes, predicted, strict=True):
+            if (text, size) in measured:
+                measured_loss = measured[text, size]
+                errors.append(math.log(measured_loss / loss) / deviation)
+                print(f"{text:24} size {size:4g}: {measured_loss:.4f}, law {loss:.4f}")
+            if loss == lowest:
+                break
+    return errors
 
 
-def spread_of(scores: Sequence[float]) -> float:
-    """What widens 80 % intervals so that they hold 80 % of these scores, and those of a normal
-    distribution with their mean square."""
-    sizes = sorted(map(abs, scores))
-    n_held = math.ceil(0.8 * len(sizes))
-    mean_square = sum(score**2 for score in scores) / len(scores)
-    return math.ceil(100 * max(1.0, math.sqrt(mean_square), sizes[n_held - 1] / Z)) / 100
+def widening(errors: Sequence[float]) -> float:
+    """The factor by which 80 % intervals have to be wider, by these standard_errors; 1 or more.
+
+    The wider intervals hold 80 % of the errors, and 80 % of a normal distribution whose mean square
+    is that of the errors.
+    """
+    magnitudes = sorted(abs(error) for error in errors)
+    n_held = math.ceil(0.8 * len(magnitudes))
+    to_hold_errors = magnitudes[n_held - 1] / Z
+    root_mean_square = math.sqrt(fmean(error**2 for error in errors))
+    factor = max(1.0, root_mean_square, to_hold_errors)
+    return math.ceil(100 * factor) / 100
 
 
-def pilot_of(row: dict[str, Any]) -> MeasuredRun:
+def pilot_of(row: Row) -> MeasuredRun:
+    """The run in a row of forecasts.json."""
     return MeasuredRun(row["matrix_parameters"], row["trained_tokens"], row["unique"], row["loss"])
 
 
 def write_law() -> None:
-    texts = by_text(read(RUNS))
+    texts = read_texts()
     law = fit(texts)
     leave_one_out(texts, law.exponents)
-    spread = spread_of(scores_of_others(law))
+    spread = widening(standard_errors(law))
     print(f"exponents {law.exponents}, noise {law.noise:.4f}, spread {spread:.2f}")
-    rounded: dict[str, Any] = {
-        "exponents": [round(each, 4) for each in law.exponents],
-        "mean": [round(each, 6) for each in law.mean],
-        "covariance": [[round(each, 9) for each in row] for row in law.covariance],
+    document = {
+        "exponents": rounded(law.exponents, 4),
+        "mean": rounded(law.mean, 6),
+        "covariance": [rounded(row, 9) for row in law.covariance],
         "noise": round(law.noise, 5),
         "spread": spread,
     }
-    LAW.write_text(json.dumps(rounded, indent=1) + "\n")
+    LAW.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def rounded(values: Sequence[float], digits: int) -> list[float]:
+    return [round(value, digits) for value in values]
 
 
 # -- collect ---------------------------------------------------------------------------------------
@@ -250,25 +320,32 @@ def write_law() -> None:
 
 def collect() -> None:
     """Write each forecast of this home, with its pilots, and what the plain rules need."""
-    made = []
+    forecasts = []
     for path in sorted((load_settings().home / "forecasts").glob("*.jsonl")):
         ledger = ForecastLedger(path)
         forecast = ledger.last_forecast
         if forecast is None:
             continue
-        pilots = []
-        for name, pilot in ledger.pilots.items():
-            if " on " in name:
-                size, unique = name.removeprefix("size ").split(" on ")
-                n = int(unique.replace(",", ""))
-                pilots.append({**sizes_of(float(size), n), "unique": n, "loss": pilot.loss})
-        rows = [
-            {**row.model_dump(), **sizes_of(row.size, forecast.tokens)} for row in forecast.rows
-        ]
-        facts = forecast.model_dump()
-        name = re.sub(r"-[0-9a-f]{12}$", "", forecast.text)
-        made.append({**facts, "text": Path(name).name, "rows": rows, "runs": pilots})
-    FORECASTS.write_text(json.dumps(made, indent=1) + "\n")
+        rows = []
+        for row in forecast.rows:
+            rows.append({**row.model_dump(), **sizes_of(row.size, forecast.tokens)})
+        document = forecast.model_dump()
+        document["text"] = name_of_text(forecast.text)
+        document["rows"] = rows
+        document["runs"] = pilots_in(ledger)
+        forecasts.append(document)
+    FORECASTS.write_text(json.dumps(forecasts, indent=1) + "\n")
+
+
+def pilots_in(ledger: ForecastLedger) -> list[Row]:
+    pilots = []
+    for name, pilot in ledger.pilots.items():
+        match = re.fullmatch(r"size (.+) on ([\d,]+)", name)
+        if match is not None:
+            n_tokens = int(match[2].replace(",", ""))
+            sizes = sizes_of(float(match[1]), n_tokens)
+            pilots.append({**sizes, "unique": n_tokens, "loss": pilot.loss})
+    return pilots
 
 
 def sizes_of(size: float, unique: int) -> dict[str, int]:
@@ -283,14 +360,12 @@ def truths() -> None:
     with TRUTHS.open("w") as file:
         for job in reversed(sm_nanogpt.jobs(status="Completed")):
             description = job.describe()
-            if (
-                description.expected is None
-                or description.metrics is None
-                or not (description.ended and description.started)
-            ):
+            if description.expected is None or description.metrics is None:
+                continue
+            if not description.ended or not description.started:
                 continue
             row = {
-                "text": re.sub(r"-[0-9a-f]{12}$", "", Path(description.data).name),
+                "text": name_of_text(description.data),
                 "size": float((description.summary or "").split()[1]),
                 "loss": description.metrics["best_loss"],
                 "seconds": round(description.ended - description.started, 1),
@@ -303,66 +378,42 @@ def truths() -> None:
 
 def score() -> None:
     """Print each forecast beside its truth, and the errors of the forecasts and of plain rules."""
-    made = {each["text"]: each for each in json.loads(FORECASTS.read_text())}
+    pilots: dict[str, list[Row]] = {}  # of each text
+    rows: dict[tuple[str, float], Row] = {}  # of each text and size
+    for forecast in json.loads(FORECASTS.read_text()):
+        pilots[forecast["text"]] = forecast["runs"]
+        for row in forecast["rows"]:
+            rows[forecast["text"], row["size"]] = row
+
     errors: dict[str, list[float]] = defaultdict(list)
-    within, times = 0, []
+    errors_of_time = []
+    n_within = 0
     for truth in read(TRUTHS):
-        forecast = made[truth["text"]]
-        row = next(each for each in forecast["rows"] if each["size"] == truth["size"])
-        expected, loss = row["expected"], truth["loss"]
-        guesses = {"forecast": expected["loss"], **plain_rules(forecast["runs"], row)}
+        text, size, loss = truth["text"], truth["size"], truth["loss"]
+        row = rows[text, size]
+        expected = row["expected"]
+        guesses = {"forecast": expected["loss"], **plain_rules(pilots[text], row)}
         for name, guess in guesses.items():
             errors[name].append(abs(math.log(loss / guess)))
-        within += expected["low"] <= loss <= expected["high"]
-        if row["seconds"].get("local") and truth.get("seconds"):
-            times.append(abs(truth["seconds"] / row["seconds"]["local"] - 1))
+        if expected["low"] <= loss <= expected["high"]:
+            n_within += 1
+        seconds = truth.get("seconds", 0)
+        forecast_seconds = row["seconds"].get("local", 0)
+        if seconds and forecast_seconds:
+            errors_of_time.append(abs(seconds / forecast_seconds - 1))
         print(
-            f"{truth['text']:12} size {truth['size']:4g}: {loss:.4f}, forecast"
-            f" {expected['loss']:.4f} ({expected['low']:.4f} to {expected['high']:.4f}),"
-            f" {truth.get('seconds', 0):.0f} s, forecast {row['seconds'].get('local', 0):.0f} s"
+            f"{text:12} size {size:4g}: {loss:.4f}, forecast {expected['loss']:.4f}"
+            f" ({expected['low']:.4f} to {expected['high']:.4f}),"
+            f" {seconds:.0f} s, forecast {forecast_seconds:.0f} s"
         )
-    for name, found in errors.items():
-        print(f"{name}: median error {median(found):.2%}, worst {max(found):.2%}")
-    print(f"80 % intervals hold {within} of {len(errors['forecast'])}")
-    if times:
-        print(f"time: median error {median(times):.1%}, worst {max(times):.1%}")
+    for name, of_rule in errors.items():
+        print(f"{name}: median error {median(of_rule):.2%}, worst {max(of_rule):.2%}")
+    print(f"80 % intervals hold {n_within} of {len(errors['forecast'])}")
+    if errors_of_time:
+        print(f"time: median error {median(errors_of_time):.1%}, worst {max(errors_of_time):.1%}")
 
 
-def twice(path: Path, size: float, seeds: Sequence[int] = (1, 2, 3)) -> None:
-    """Print what pilots on half of a text say that the whole is worth, and what it came to."""
-    corpus = corpus_of(path)
-    whole, half = len(corpus.train), len(corpus.train) // 2
-    trials = [Trial(f"{s:g}", hyperparameters_for_size(s, n), n) for s, n in pilots_of(half)]
-    for seed in seeds:
-        for n in (whole, half):
-            values = {**hyperparameters_for_size(size, n), "seed": seed}
-            trials.append(Trial(f"seed {seed}", values, n))
-    pilots: list[MeasuredRun] = []
-    losses: dict[int, list[float]] = {whole: [], half: []}
-    for trial, outcome in run_trials(trials, corpus, Source.packaged(), at_once=2):
-        if trial.name.startswith("seed"):
-            losses[trial.unique].append(outcome.loss)
-        else:
-            pilots.append(run_at(float(trial.name), trial.unique, outcome.loss))
-
-    law = shared().of_text(pilots)
-    with_half, with_whole = run_at(size, half), run_at(size, whole)
-    [(loss, _)] = law.losses([with_half])
-    change, deviation = law.change(with_half, with_whole)
-    predicted = [loss * math.expm1(change + z * deviation) for z in (0, -Z, Z)]
-    truth = [a - b for a, b in zip(losses[whole], losses[half], strict=True)]
-    print(
-        f"{path.stem}: told {predicted[0]:+.3f} ({predicted[1]:+.3f} to {predicted[2]:+.3f}),"
-        f" came {fmean(truth):+.3f} (sd {stdev(truth):.3f} over {len(truth)} seeds)"
-    )
-
-
-def run_at(size: float, unique: int, loss: float = math.nan) -> MeasuredRun:
-    sizes = sizes_of(size, unique)
-    return MeasuredRun(sizes["matrix_parameters"], sizes["trained_tokens"], unique, loss)
-
-
-def plain_rules(pilots: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, float]:
+def plain_rules(pilots: list[Row], row: Row) -> dict[str, float]:
     """The loss of the largest pilot; and a line of log loss over log compute, by least squares."""
     n_tokens = max(pilot["unique"] for pilot in pilots)
     on_whole = [pilot for pilot in pilots if pilot["unique"] == n_tokens]
@@ -374,26 +425,75 @@ def plain_rules(pilots: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, 
     return {"last pilot": math.exp(last), "line": math.exp(line)}
 
 
-def log_compute(run: dict[str, Any]) -> float:
+def log_compute(run: Row) -> float:
     return math.log(run["matrix_parameters"] * run["trained_tokens"])
+
+
+# -- twice -----------------------------------------------------------------------------------------
+
+
+def twice(path: Path, size: float, seeds: Sequence[int] = (1, 2, 3)) -> None:
+    """Print what pilots on half of a text say that the whole is worth, and what it came to."""
+    corpus = corpus_of(path)
+    whole = len(corpus.train)
+    half = whole // 2
+    trials = [trial_of(pilot_size, n_tokens) for pilot_size, n_tokens in pilots_of(half)]
+    for seed in seeds:
+        for n_tokens in (whole, half):
+            values = {**hyperparameters_for_size(size, n_tokens), "seed": seed}
+            trials.append(Trial(f"seed {seed}", values, n_tokens))
+
+    pilots: list[MeasuredRun] = []
+    losses: dict[int, dict[str, float]] = {whole: {}, half: {}}  # by their seeds
+    for trial, outcome in run_trials(trials, corpus, Source.packaged(), at_once=2):
+        if trial.name.startswith("seed"):
+            losses[trial.unique][trial.name] = outcome.loss
+        else:
+            pilots.append(run_at(float(trial.name), trial.unique, outcome.loss))
+    gains = [losses[whole][seed] - loss for seed, loss in losses[half].items()]
+
+    law = shared().of_text(pilots)
+    with_half = run_at(size, half)
+    [(loss, _)] = law.losses([with_half])
+    change, deviation = law.change(with_half, run_at(size, whole))
+    expected = loss * math.expm1(change)
+    low = loss * math.expm1(change - Z * deviation)
+    high = loss * math.expm1(change + Z * deviation)
+    print(
+        f"{path.stem}: forecast {expected:+.3f} ({low:+.3f} to {high:+.3f}), measured"
+        f" {fmean(gains):+.3f} (sd {stdev(gains):.3f} over {len(gains)} seeds)"
+    )
+
+
+def run_at(size: float, unique: int, loss: float = math.nan) -> MeasuredRun:
+    """A run of a size on so many tokens; without a loss, one that is to be forecast."""
+    sizes = sizes_of(size, unique)
+    return MeasuredRun(sizes["matrix_parameters"], sizes["trained_tokens"], unique, loss)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "fit", "collect", "truths", "score", "twice"))
+    actions = ("run", "fit", "collect", "truths", "score", "twice")
+    parser.add_argument("action", choices=actions)
     parser.add_argument("texts", nargs="*", type=Path, metavar="TEXT")
     parser.add_argument("--sizes", nargs="*", type=float, default=[2, 2.5], metavar="N")
     args = parser.parse_args()
-    if args.what == "run":
+    if args.action == "run":
         for path in args.texts:
             make_runs(path, args.sizes)
-    elif args.what == "twice":
+    elif args.action == "twice":
         for path in args.texts:
             twice(path, args.sizes[0])
+    elif args.action == "fit":
+        write_law()
+    elif args.action == "collect":
+        collect()
+    elif args.action == "truths":
+        truths()
     else:
-        {"fit": write_law, "collect": collect, "truths": truths, "score": score}[args.what]()
+        score()
 
 
 if __name__ == "__main__":

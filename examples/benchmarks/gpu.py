@@ -25,20 +25,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import measure
-from gpu_checks import Found, nccl, right
+from gpu_checks import Results, nccl, right
 from gpu_speed import ladder, loss, profile, sampling, speed
 from measure import ROOT, Process, note
 
 
 @dataclass(frozen=True)
 class Stage:
-    run: Callable[[argparse.Namespace, Path, Found], None]
+    run: Callable[[argparse.Namespace, Path, Results], None]
     minutes: float  # its limit
     expect: str  # about how long it takes on an H100, and what it shows
 
@@ -55,11 +55,11 @@ STAGES = {
 
 
 def arguments() -> argparse.Namespace:
-    described = "\n".join(
-        f"  {name:<9} {stage.minutes:>2} min  {stage.expect}" for name, stage in STAGES.items()
-    )
+    description = str(__doc__)
+    for name, stage in STAGES.items():
+        description += f"  {name:<9} {stage.minutes:>2} min  {stage.expect}\n"
     parser = measure.Parser(
-        description=f"{__doc__}{described}", formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("stages", nargs="*", metavar="STAGE", help="(default: all)")
@@ -69,8 +69,9 @@ def arguments() -> argparse.Namespace:
     add("--smoke", action="store_true", help="tiny, on the CPU; its figures mean nothing")
     add("--inside", action="store_true", help=argparse.SUPPRESS)  # the process of one stage
     args = parser.parse_args()
-    if unknown := [name for name in args.stages if name not in STAGES]:
-        parser.error(f"{unknown[0]}: there is no such stage; the stages: {' '.join(STAGES)}")
+    for name in args.stages:
+        if name not in STAGES:
+            parser.error(f"{name}: there is no such stage; the stages: {' '.join(STAGES)}")
     args.stages = args.stages or list(STAGES)
     args.out.mkdir(parents=True, exist_ok=True)
     args.out = args.out.absolute()
@@ -83,18 +84,24 @@ def arguments() -> argparse.Namespace:
 
 def own_text(path: Path) -> Path:
     """A text of some megabytes, for a machine that has no other: the files of this clone."""
-    names = [n for kind in ("*.py", "*.md") for n in ROOT.rglob(kind) if ".venv" not in str(n)]
-    path.write_text("".join(name.read_text("utf-8") for name in sorted(names)), "utf-8")
+    text = ""
+    for file in sorted([*ROOT.rglob("*.py"), *ROOT.rglob("*.md")]):
+        if ".venv" not in str(file):
+            text += file.read_text("utf-8")
+    path.write_text(text, "utf-8")
     return path
 
 
 def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Runs a stage as a process with a time limit; returns its row of the summary."""
     command = [sys.executable, __file__, name, "--inside", "--out", str(args.out)]
-    command += ["--text", str(args.text), *(["--smoke"] if args.smoke else [])]
-    command += ["--nanogpt", str(args.nanogpt)] if args.nanogpt else []
+    command += ["--text", str(args.text)]
+    if args.smoke:
+        command.append("--smoke")
+    if args.nanogpt:
+        command += ["--nanogpt", str(args.nanogpt)]
     note(f"{name}: {args.out / name}.log")
-    began, state = time.perf_counter(), "ok"
+    began = time.perf_counter()
     (args.out / f"{name}.json").unlink(missing_ok=True)
     with (
         (args.out / f"{name}.log").open("wb") as log,
@@ -107,16 +114,27 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
             state = "FAILED: out of time"
     minutes = (time.perf_counter() - began) / 60
     try:
-        found = json.loads((args.out / f"{name}.json").read_text("utf-8"))
-        checks = [row["check"] for row in found["rows"] if "check" in row]
+        results = json.loads((args.out / f"{name}.json").read_text("utf-8"))
     except (OSError, ValueError):
-        found, checks, state = {"rows": [], "findings": {}}, [], f"{state}, and found nothing"
-    print(f"\n## {name}\n\n{measure.table(found['rows']) if found['rows'] else ''}\n")
-    for what, value in found["findings"].items():
-        print(f"* {what}: {value}")
-    passed = f"{sum(c == 'pass' for c in checks)} of {len(checks)}" if checks else ""
-    row = {"stage": name, "state": state, "checks": passed}
-    return row | {"minutes": f"{minutes:.1f}", "limit": STAGES[name].minutes}
+        results = {"rows": [], "findings": {}}
+        state += ", and found nothing"
+    table = measure.table(results["rows"]) if results["rows"] else ""
+    print(f"\n## {name}\n\n{table}\n")
+    for figure, value in results["findings"].items():
+        print(f"* {figure}: {value}")
+    return {
+        "stage": name,
+        "state": state,
+        "checks": passed_checks(results["rows"]),
+        "minutes": f"{minutes:.1f}",
+        "limit": STAGES[name].minutes,
+    }
+
+
+def passed_checks(rows: Sequence[Mapping[str, Any]]) -> str:
+    """`5 of 6`, or nothing if there are no checks among the rows of a stage."""
+    checks = [row["check"] for row in rows if "check" in row]
+    return f"{checks.count('pass')} of {len(checks)}" if checks else ""
 
 
 def end(signum: int, frame: Any) -> NoReturn:
@@ -131,26 +149,26 @@ def inside(name: str, args: argparse.Namespace) -> int:
     """The process of a stage."""
     signal.signal(signal.SIGTERM, end)
     measure.SECONDS_TO_STOP = 10  # before the parent's time limit
-    for other in [other for other in os.environ if other.startswith(("SM_", "OMP_", "MKL_"))]:
-        del os.environ[other]
+    measure.forget_variables()
     if args.smoke:
         os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    found = Found(args.out / f"{name}.json")
-    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch, found.part(name):
-        STAGES[name].run(args, Path(scratch), found)
-    return 1 if found.failed else 0
+    results = Results(args.out / f"{name}.json")
+    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch, results.part(name):
+        STAGES[name].run(args, Path(scratch), results)
+    return 1 if results.failed else 0
 
 
 def main() -> int:
     args = arguments()
     if args.inside:
         return inside(args.stages[0], args)
-    about = measure.machine(args, os.getloadavg()[0])
+    conditions = ""
+    for name, value in measure.machine(args, os.getloadavg()[0]).items():
+        conditions += f"{name}: {value}\n"
     rows = []
     for name in args.stages:
         rows.append(run(name, args))
-        summary = "\n".join(f"{what}: {value}" for what, value in about.items())
-        text = f"{measure.table(rows)}\n\n{summary}\n"
+        text = f"{measure.table(rows)}\n\n{conditions}"
         (args.out / "summary.md").write_text(text, "utf-8")
     print(f"\n## Stages of {shlex.join(sys.argv[1:])}\n\n{text}", end="")
     return 0 if all(row["state"] == "ok" for row in rows) else 1

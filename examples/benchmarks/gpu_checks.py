@@ -28,36 +28,38 @@ TOGETHER = 4  # runs at once, where nothing is timed
 Edits = Sequence[tuple[str, str]]  # (old, new) lines of an edited copy of the folder
 
 
-class Found:
+class Results:
     """The results of a stage so far, in a file that is complete at any time."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.report, self.failed = path, Report(), False
+        self.path = path
+        self.report = Report()
+        self.failed = False
         self.write()
 
     def write(self) -> None:
         measure.write_json(self.path, self.report, {})
 
-    def row(self, what: str, **cells: Any) -> None:
-        self.report.rows.append({"": what, **cells})
+    def row(self, name: str, **cells: Any) -> None:
+        self.report.rows.append({"": name, **cells})
         print(self.report.rows[-1], flush=True)
         self.write()
 
-    def check(self, what: str, value: float, limit: float) -> None:
+    def check(self, name: str, value: float, limit: float) -> None:
         """A check that passes if the value is at most the limit; NaN fails."""
         passed = value <= limit
         self.failed |= not passed
         cells = {"found": f"{value:.2g}", "at most": f"{limit:g}"}
-        self.row(what, **cells, check="pass" if passed else "FAIL")
+        self.row(name, **cells, check="pass" if passed else "FAIL")
 
     @contextmanager
-    def part(self, what: str) -> Iterator[None]:
+    def part(self, name: str) -> Iterator[None]:
         """A part of the stage; its failure does not stop the other parts."""
         try:
             yield
         except Exception as error:  # torch raises many classes
             self.failed = True
-            self.row(what, found=f"{type(error).__name__}: {error}"[:300], check="FAIL")
+            self.row(name, found=f"{type(error).__name__}: {error}"[:300], check="FAIL")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -98,11 +100,11 @@ def started(args: Namespace, scratch: Path, name: str, variant: Variant) -> tupl
 def trained(args: Namespace, scratch: Path, name: str, variant: Variant) -> list[dict[str, Any]]:
     """Runs a variant to its end, with its output in the log; returns the rows of its metrics."""
     process, out = started(args, scratch, name, variant)
-    said = ""
+    log = ""
     for _, line in measure.lines(process):
         print(f"[{name}] {line}", end="")
-        said += line
-    if variant.says not in said:
+        log += line
+    if variant.says not in log:
         raise Failed(f"{name} did not say {variant.says!r}")
     return metrics(out)
 
@@ -122,25 +124,29 @@ def furthest(mine: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a / b - 1) for a, b in zip(mine, other, strict=True))
 
 
-def compare(args: Namespace, scratch: Path, found: Found, variants: Mapping[str, Variant]) -> None:
+def compare(
+    args: Namespace, scratch: Path, results: Results, variants: Mapping[str, Variant]
+) -> None:
     """Runs the variants, some at once; checks each against another, or that its loss falls."""
     curves: dict[str, list[float]] = {}
     waiting = dict(variants)
     pool = ThreadPoolExecutor(TOGETHER)
     try:
-        futures = {pool.submit(trained, args, scratch, n, v): n for n, v in variants.items()}
-        for done in as_completed(futures):
-            with found.part(futures[done]):
-                curves[futures[done]] = losses(done.result())
+        name_of = {}
+        for name, variant in variants.items():
+            name_of[pool.submit(trained, args, scratch, name, variant)] = name
+        for future in as_completed(name_of):
+            with results.part(name_of[future]):
+                curves[name_of[future]] = losses(future.result())
             for name, variant in list(waiting.items()):
                 if name not in curves or variant.other not in ("", *curves):
                     continue
                 mine = curves[name]
                 if variant.other:
                     far = furthest(mine, curves[variant.other])
-                    found.check(f"{name}: loss against {variant.other}", far, variant.limit)
+                    results.check(f"{name}: loss against {variant.other}", far, variant.limit)
                 else:
-                    found.check(f"{name}: last loss over first", mine[-1] / mine[0], 0.98)
+                    results.check(f"{name}: last loss over first", mine[-1] / mine[0], 0.98)
                 del waiting[name]
     finally:
         pool.shutdown(cancel_futures=True)
@@ -184,7 +190,7 @@ def trainer_of(text: Path, out: Path, options: Mapping[str, Any]) -> Any:
 # Is it right
 
 
-def right(args: Namespace, scratch: Path, found: Found) -> None:
+def right(args: Namespace, scratch: Path, results: Results) -> None:
     """Losses with each device, precision, and kernel; then resume, single parts, memory, waits."""
     base = small(args)
     full, half = {**base, **FULL}, {**base, **HALF}
@@ -229,48 +235,53 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
         }
         for name in ("dropout", "tied, 4 passes", "windows", "two generations"):
             plain = variants[name]
-            said = "recorded 4 CUDA graphs" if name == "windows" else "recorded 1 CUDA graph"
-            recorded = replace(plain, options={**plain.options, **graph}, says=said)
+            line = "recorded 4 CUDA graphs" if name == "windows" else "recorded 1 CUDA graph"
+            recorded = replace(plain, options={**plain.options, **graph}, says=line)
             variants[f"{name}, by a graph"] = replace(recorded, other=name, limit=1e-6)
-    compare(args, scratch, found, variants)
-    with found.part("resumed"):
-        resumed(args, scratch, found, {**full, **adamw, "learning_rate": 1e-4, "max_steps": 1000})
-    with found.part("parts"):
-        parts(args, found)
+    compare(args, scratch, results, variants)
+    with results.part("resumed"):
+        resumed(args, scratch, results, {**full, **adamw, "learning_rate": 1e-4, "max_steps": 1000})
+    with results.part("parts"):
+        parts(args, results)
     if not args.smoke:
-        with found.part("memory of an evaluation"):
-            evaluated(found)
-        with found.part("a step does not wait for the GPU"):
-            waits(args, scratch, found, half)
+        with results.part("memory of an evaluation"):
+            evaluated(results)
+        with results.part("a step does not wait for the GPU"):
+            waits(args, scratch, results, half)
         large = {**half, "n_embd": 2048, "n_head": 16, "batch_size": 1 << 15}
         large |= {"gradient_accumulation_steps": 1}
-        with found.part("too large a batch"):
+        with results.part("too large a batch"):
             some = "torch.cuda.set_per_process_memory_fraction(0.2)"  # others may be running
             try:
                 trained(args, scratch, "large", Variant(large, switches=some))
             except Failed as error:
-                found.check(
+                results.check(
                     "too large: not named", "gradient_accumulation_steps" not in str(error), 0
                 )
             else:
                 raise Failed("it fits")
 
 
-def resumed(args: Namespace, scratch: Path, found: Found, options: Mapping[str, Any]) -> None:
+def resumed(args: Namespace, scratch: Path, results: Results, options: Mapping[str, Any]) -> None:
     """A run that was stopped by SIGTERM and resumed, against an undisturbed one."""
     whole = losses(trained(args, scratch, "whole", Variant(options)))
     process, out = started(args, scratch, "stopped", Variant(options))
     with closing(measure.lines(process)) as output:  # closing sends SIGTERM
-        next(line for _, line in output if line.startswith("step="))
-    printed = measure.output(Process([*process.command[:2], "--resume", str(out)]))
-    print(printed)
-    if not (at := re.search(r"resumed from the checkpoint of step (\d+)", printed)):
+        for _, line in output:
+            if line.startswith("step="):
+                break
+    python, script, *_ = process.command
+    log = measure.output(Process([python, script, "--resume", str(out)]))
+    print(log)
+    match = re.search(r"resumed from the checkpoint of step (\d+)", log)
+    if match is None:
         raise Failed("it began anew")
-    far = furthest(losses(metrics(out)), whole)
-    found.check(f"resumed at step {at[1]}: loss against an uninterrupted run", far, SAME)
+    difference = furthest(losses(metrics(out)), whole)
+    name = f"resumed at step {match[1]}: loss against an uninterrupted run"
+    results.check(name, difference, SAME)
 
 
-def parts(args: Namespace, found: Found) -> None:
+def parts(args: Namespace, results: Results) -> None:
     """Gradients, the loss in chunks and sampling, in float32 unless said."""
     import torch
 
@@ -289,60 +300,65 @@ def parts(args: Namespace, found: Found) -> None:
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
     ids = torch.randint(300, (4, 129), generator=generator)
 
-    def gradients(where: torch.device, end: int | None = None, net: Any = model) -> torch.Tensor:
-        model.to(where).zero_grad()
-        net(ids[:, :-1].to(where), ids[:, 1:].to(where), end=end).backward()
-        return torch.cat([gradient_of(p).flatten().cpu() for p in model.parameters()])
+    def gradients(device: torch.device, end: int | None = None, net: Any = model) -> torch.Tensor:
+        model.to(device).zero_grad()
+        inputs, targets = ids[:, :-1].to(device), ids[:, 1:].to(device)
+        net(inputs, targets, end=end).backward()
+        parts = []
+        for parameter in model.parameters():
+            parts.append(gradient_of(parameter).flatten().cpu())
+        return torch.cat(parts)
 
-    def far(a: torch.Tensor, b: torch.Tensor) -> float:
-        return float((a - b).norm() / b.norm())
+    def error(values: torch.Tensor, exact: torch.Tensor) -> float:
+        return float((values - exact).norm() / exact.norm())
 
     for name, end in (("gradients", None), ("gradients within documents", 7)):
         on_cpu = gradients(torch.device("cpu"), end)
-        found.check(f"{name}, device against CPU", far(gradients(device, end), on_cpu), 5e-4)
+        results.check(f"{name}, device against CPU", error(gradients(device, end), on_cpu), 5e-4)
     torch.compiler.reset()
     traced = torch.compile(model, backend="eager" if args.smoke else "inductor", dynamic=False)
     compiled = gradients(device, 7, traced)  # by FlexAttention, on a GPU
-    found.check("gradients within documents, compiled", far(compiled, on_cpu), 5e-4)
+    results.check("gradients within documents, compiled", error(compiled, on_cpu), 5e-4)
     model.compute_dtype = torch.bfloat16  # which has another kernel for attention with a mask
-    found.check("gradients within documents, bfloat16", far(gradients(device, 7), on_cpu), 5e-2)
+    rounded = gradients(device, 7)
+    results.check("gradients within documents, bfloat16", error(rounded, on_cpu), 5e-2)
     model.compute_dtype = torch.float32
-    whole, most = gradients(device), kernels.LOGITS_AT_ONCE
+    whole = gradients(device)
+    logits_at_once = kernels.LOGITS_AT_ONCE
     kernels.LOGITS_AT_ONCE = 1 << 15
-    found.check("gradients, loss in chunks against whole", far(gradients(device), whole), 5e-4)
-    kernels.LOGITS_AT_ONCE = most
+    results.check("gradients, loss in chunks against whole", error(gradients(device), whole), 5e-4)
+    kernels.LOGITS_AT_ONCE = logits_at_once
 
-    kept: list[torch.Tensor] = []
+    by_cache: list[torch.Tensor] = []  # logits [2, V] of each new token
     prompt = ids[:2, :10].to(device)
     with no_cudnn_attention(), torch.no_grad():
-        made = engine.generate(
-            model, prompt, 60, temperature=0, watch=lambda logits, _: kept.append(logits)
+        new_ids = engine.generate(
+            model, prompt, 60, temperature=0, watch=lambda logits, _: by_cache.append(logits)
         )
-        text = torch.cat((prompt, torch.stack(list(made), dim=1)), dim=1)
+        text = torch.cat((prompt, torch.stack(list(new_ids), dim=1)), dim=1)  # [2, 70]
         at_once = model(text)[:, 9:-1]
-    found.check(
-        "logits, sampled by a cache against at once", far(torch.stack(kept, 1), at_once), 5e-4
-    )
+    difference = error(torch.stack(by_cache, 1), at_once)
+    results.check("logits, sampled by a cache against at once", difference, 5e-4)
 
 
-def evaluated(found: Found) -> None:
+def evaluated(results: Results) -> None:
     """An evaluation of a large vocabulary keeps no gradient, and never has all logits."""
     import torch
 
     from sm_nanogpt.entry_point.config import Config
     from sm_nanogpt.entry_point.model import GPT
 
-    device, rows = torch.device("cuda:0"), 64
+    device = torch.device("cuda:0")
     config = Config(n_layer=2, n_head=2, n_embd=256, block_size=512)
     model = GPT(config, 50_304, torch.bfloat16).to(device)
     model.init_weights(1)
-    ids = torch.randint(50_304, (rows, 513), device=device)
+    ids = torch.randint(50_304, (64, 513), device=device)
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    bytes_of_model = torch.cuda.memory_allocated()
     with torch.no_grad():
         model(ids[:, :-1], ids[:, 1:])
-    used = (torch.cuda.max_memory_allocated() - before) / 1e9
-    found.check("GB of an evaluation, whose logits are 6.6", used, 1.2)
+    bytes_of_evaluation = torch.cuda.max_memory_allocated() - bytes_of_model
+    results.check("GB of an evaluation, whose logits are 6.6", bytes_of_evaluation / 1e9, 1.2)
 
 
 def no_cudnn_attention() -> Any:
@@ -356,7 +372,7 @@ def no_cudnn_attention() -> Any:
     return sdpa_kernel(kernels)
 
 
-def waits(args: Namespace, scratch: Path, found: Found, options: Mapping[str, Any]) -> None:
+def waits(args: Namespace, scratch: Path, results: Results, options: Mapping[str, Any]) -> None:
     """Nothing in a step may wait for the GPU."""
     import torch
 
@@ -367,7 +383,7 @@ def waits(args: Namespace, scratch: Path, found: Found, options: Mapping[str, An
         trainer.train_step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    found.check("operations of a step that wait for the GPU", 0, 0)
+    results.check("operations of a step that wait for the GPU", 0, 0)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -391,7 +407,7 @@ TWO: Edits = (
 NO_GRAPH: Edits = (('return device.type == "cuda" and may_record', "return False"),)
 
 
-def nccl(args: Namespace, scratch: Path, found: Found) -> None:
+def nccl(args: Namespace, scratch: Path, results: Results) -> None:
     """A group of one with NCCL, and two ranks on one GPU with gloo, against one process.
 
     Compiled passes are recorded, and one all-reduce averages their gradients; without a graph,
@@ -426,26 +442,32 @@ def nccl(args: Namespace, scratch: Path, found: Found) -> None:
                 {**wide, **COMPILED}, (*GROUP, *NO_GRAPH), "wide, one process", CLOSE
             ),
         }
-    compare(args, scratch, found, variants)
-    with found.part("a rank that hangs"):
-        hangs(args, scratch, found, two)
+    compare(args, scratch, results, variants)
+    with results.part("a rank that hangs"):
+        hangs(args, scratch, results, two)
 
 
-def hangs(args: Namespace, scratch: Path, found: Found, two: Variant) -> None:
+def hangs(args: Namespace, scratch: Path, results: Results, two: Variant) -> None:
     """A rank whose kernel never ends is found in hang_seconds, and the log names it alone."""
     forever = "time.sleep(1e6)" if args.smoke else "torch.cuda._sleep(10**13)"
     step = "        self.loss_sum += self.passes.forward_backward(self.step)\n"
     hang = f"        if (self.step, self.group.rank) == (5, 1):\n            {forever}\n"
-    options = {**two.options, "hang_seconds": (limit := 10)}
+    hang_seconds = 10
+    options = {**two.options, "hang_seconds": hang_seconds}
     edited = replace(two, options=options, edits=(*two.edits, (step, hang + step)))
     process, _ = started(args, scratch, "hangs", edited)
-    last, said = time.perf_counter(), ""
+    last_step = time.perf_counter()
+    log = ""
     try:
-        for at, line in measure.lines(process):
+        for moment, line in measure.lines(process):
             print(f"[hangs] {line}", end="")
-            last, said = (at if "step" in line else last), said + line
+            log += line
+            if "step" in line:
+                last_step = moment
     except Failed as error:
-        said += str(error)
-    found.check("a rank that hangs: seconds to the end", time.perf_counter() - last, limit + 15)
-    named = re.findall(r"rank (\d+) on", said)
-    found.check("a rank that hangs: it alone is not named", float({*named} != {"1"}), 0)
+        log += str(error)
+    seconds = time.perf_counter() - last_step
+    results.check("a rank that hangs: seconds to the end", seconds, hang_seconds + 15)
+    ranks = set(re.findall(r"rank (\d+) on", log))
+    is_named_alone = ranks == {"1"}
+    results.check("a rank that hangs: it alone is not named", float(not is_named_alone), 0)

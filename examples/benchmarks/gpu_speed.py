@@ -23,7 +23,7 @@ from gpu_checks import (
     COMPILED,
     HALF,
     SHORT,
-    Found,
+    Results,
     Variant,
     metrics,
     no_cudnn_attention,
@@ -57,18 +57,20 @@ class Plan:
     report: Callable[[], None] = lambda: None
 
 
-def speed(args: Namespace, scratch: Path, found: Found) -> None:
+def speed(args: Namespace, scratch: Path, results: Results) -> None:
     """Tokens/s of ours against nanoGPT, with its shapes."""
-    names = ("smoke",) if args.smoke else ("baby", "gpt2")
-    in_turns([against(args, scratch / name, found, name) for name in names], args, found)
+    plans = []
+    for name in ("smoke",) if args.smoke else ("baby", "gpt2"):
+        plans.append(against(args, scratch / name, results, name))
+    in_turns(plans, args, results)
 
 
-def ladder(args: Namespace, scratch: Path, found: Found) -> None:
+def ladder(args: Namespace, scratch: Path, results: Results) -> None:
     """Tokens/s of the tutorial's rungs and a few more."""
-    in_turns([climb(args, scratch, found)], args, found)
+    in_turns([climb(args, scratch, results)], args, results)
 
 
-def in_turns(plans: Sequence[Plan], args: Namespace, found: Found) -> None:
+def in_turns(plans: Sequence[Plan], args: Namespace, results: Results) -> None:
     """Runs all plans, one run at a time.
 
     Where the memory suffices, all runs start together, compile, and then pause until their turn.
@@ -77,18 +79,24 @@ def in_turns(plans: Sequence[Plan], args: Namespace, found: Found) -> None:
     runs: dict[str, Paused] = {}
     try:
         if together:
-            runs = {name: Paused(run) for plan in plans for name, run in plan.trainings.items()}
+            for plan in plans:
+                for name, training in plan.trainings.items():
+                    runs[name] = Paused(training)
         for run in runs.values():  # nothing is timed while another compiles
             with suppress(Failed):  # which its turn raises again
                 run.wait(2)
         for plan in plans:
-            for name in [*plan.trainings] * (plan.rounds if together else 1):
-                with found.part(name):
-                    run = runs[name] = runs.get(name) or Paused(plan.trainings[name])
-                    for _ in range(1 if together else plan.rounds):
-                        plan.turn(name, run)
-                    if not together:
-                        runs.pop(name).end()
+            if together:
+                for name in list(plan.trainings) * plan.rounds:
+                    with results.part(name):
+                        plan.turn(name, runs[name])
+            else:
+                for name, training in plan.trainings.items():
+                    with results.part(name):
+                        runs[name] = Paused(training)
+                        for _ in range(plan.rounds):
+                            plan.turn(name, runs[name])
+                    runs.pop(name).end()
             plan.report()
     finally:
         for run in runs.values():
@@ -101,7 +109,7 @@ def gpu_memory() -> int:
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def climb(args: Namespace, scratch: Path, found: Found) -> Plan:
+def climb(args: Namespace, scratch: Path, results: Results) -> Plan:
     """The tutorial's rungs and a few more, with the loss after the same number of steps."""
     steps, device = (20, "cpu") if args.smoke else (200, "cuda")
     shape = "smoke" if args.smoke else "baby"
@@ -132,12 +140,12 @@ def climb(args: Namespace, scratch: Path, found: Found) -> Plan:
         # The third line has the pause in it.
         rate = statistics.median(row["tokens_per_second"] for row in rows[3:])
         loss = f"{rows[-1]['val_loss']:.4f}"
-        found.row(name, **{"tokens/s": round(rate), f"val_loss at {steps}": loss})
+        results.row(name, **{"tokens/s": round(rate), f"val_loss at {steps}": loss})
 
     return Plan(trainings, 1, turn)
 
 
-def against(args: Namespace, scratch: Path, found: Found, name: str) -> Plan:
+def against(args: Namespace, scratch: Path, results: Results, name: str) -> Plan:
     """Tokens per second of ours and nanoGPT, both compiled, with nanoGPT's shapes for GPUs."""
     scratch.mkdir()
     large, shape = name == "gpt2", SHAPES[name]
@@ -152,33 +160,37 @@ def against(args: Namespace, scratch: Path, found: Found, name: str) -> Plan:
             theirs["batch_size"] //= GPT2_PASSES
         nanogpt = NanoGPT(args.nanogpt, text, scratch)
         trainings[f"nanoGPT, {name}"] = next(nanogpt.variants(theirs, args.smoke))
-    paces: dict[str, list[Pace]] = {way: [] for way in trainings}
+    paces: dict[str, list[Pace]] = {side: [] for side in trainings}
+    seconds = 4.0 if large else 2.0
+    if args.smoke:
+        seconds = 0.2
 
-    def turn(way: str, run: Paused) -> None:
-        paces[way].append(run.pace(shape, 0.2 if args.smoke else 4 if large else 2))
+    def turn(side: str, run: Paused) -> None:
+        paces[side].append(run.pace(shape, seconds))
 
     def report() -> None:
-        top = None if args.smoke else throughput.peak(measure.torch_and_gpu()[1] or "", None)
-        measured = {way: some for way, some in paces.items() if some}
-        for way, some in measured.items():
-            cells = throughput.row(way, some, shape, top)
-            found.row(cells.pop(""), **cells)
-        rates = {way: [p.tokens_per_second for p in some] for way, some in measured.items()}
+        peak = None if args.smoke else throughput.peak(measure.torch_and_gpu()[1] or "", None)
+        rates: dict[str, list[float]] = {}
+        for side, paces_of_side in paces.items():
+            if paces_of_side:
+                cells = throughput.row(side, paces_of_side, shape, peak)
+                results.row(cells.pop(""), **cells)
+                rates[side] = [pace.tokens_per_second for pace in paces_of_side]
         theirs = rates.pop(f"nanoGPT, {name}", None)
         if theirs:
-            for way, mine in rates.items():
-                found.report.findings[f"{way}, over nanoGPT"] = measure.ratio(mine, theirs)
-        found.write()
+            for side, mine in rates.items():
+                results.report.findings[f"{side}, over nanoGPT"] = measure.ratio(mine, theirs)
+        results.write()
 
     return Plan(trainings, 1 if large else 3, turn, report)
 
 
-def loss(args: Namespace, scratch: Path, found: Found) -> None:
+def loss(args: Namespace, scratch: Path, results: Results) -> None:
     """Seconds to nanoGPT's loss on its text."""
     shape = None if args.smoke else "baby"
     options = Namespace(**vars(args), shape=shape, target=None, first_seed=1000)
-    found.report = time_to_loss.benchmark(options, scratch)
-    found.write()
+    results.report = time_to_loss.benchmark(options, scratch)
+    results.write()
 
 
 # The shape of Qwen3-1.7B, with which its memory is measured.
@@ -198,7 +210,7 @@ KINDS = {
 }
 
 
-def profile(args: Namespace, scratch: Path, found: Found) -> None:
+def profile(args: Namespace, scratch: Path, results: Results) -> None:
     """Where the time of a step goes, the largest memory, and how busy the GPU is."""
     from sm_nanogpt.entry_point.presets import PRESETS
 
@@ -216,10 +228,10 @@ def profile(args: Namespace, scratch: Path, found: Found) -> None:
         runs["gpt2, documents, a mask"] = Look(gpt2, documents=True, flex=False)
         runs["1.7 B, 2,048 tokens"] = Look({**LARGE, **common, "compile": "off"}, steps=1)
     for name, look in runs.items():
-        with found.part(name):
+        with results.part(name):
             large = look.options["n_embd"] >= 768
             text = throughput.many_symbols(scratch) if large else args.text
-            profiled(name, text, scratch / name, look, found)
+            profiled(name, text, scratch / name, look, results)
 
 
 @dataclass(frozen=True)
@@ -233,7 +245,7 @@ class Look:
     steps: int = 3
 
 
-def profiled(name: str, text: Path, out: Path, look: Look, found: Found) -> None:
+def profiled(name: str, text: Path, out: Path, look: Look, results: Results) -> None:
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -272,15 +284,12 @@ def profiled(name: str, text: Path, out: Path, look: Look, found: Found) -> None
     key = "self_device_time_total" if cuda else "self_cpu_time_total"
     averages = profiler.key_averages()
     print(f"[{name}]", averages.table(sort_by=key, row_limit=40, max_name_column_width=100))
-    spent, calls = dict.fromkeys([*KINDS, "rest"], 0.0), 0
+    spent = dict.fromkeys([*KINDS, "rest"], 0.0)  # milliseconds
+    calls = 0
     for event in averages:
-        noted = getattr(event, "is_user_annotation", False) or event.key.startswith(
-            ("##", "Torch-")
-        )
-        if cuda and (event.device_type.name != "CUDA" or noted):
+        if cuda and not is_kernel(event):
             continue
-        fits = (k for k, names in KINDS.items() if re.search(names, event.key, re.IGNORECASE))
-        spent[next(fits, "rest")] += getattr(event, key) / 1000
+        spent[kind_of(event.key)] += getattr(event, key) / 1000
         calls += event.count
     tokens = trainer.config.batch_size * trainer.config.block_size
     cells: dict[str, Any] = {"ms a step": f"{1000 * whole:.2f}", "tokens/s": round(tokens / whole)}
@@ -288,10 +297,26 @@ def profiled(name: str, text: Path, out: Path, look: Look, found: Found) -> None
     cells["busy %"] = f"{100 * sum(spent.values()) / (1000 * whole):.0f}"
     if cuda:
         cells["GB"] = f"{torch.cuda.max_memory_reserved() / 1e9:.1f}"
-    found.row(name, **cells, **{f"{kind} ms": f"{ms:.2f}" for kind, ms in spent.items()})
+    for kind, milliseconds in spent.items():
+        cells[f"{kind} ms"] = f"{milliseconds:.2f}"
+    results.row(name, **cells)
 
 
-def sampling(args: Namespace, scratch: Path, found: Found) -> None:
+def is_kernel(event: Any) -> bool:
+    """Whether an event of the profiler is work of the GPU, and no heading over such work."""
+    is_heading = getattr(event, "is_user_annotation", False)
+    is_heading = is_heading or event.key.startswith(("##", "Torch-"))
+    return event.device_type.name == "CUDA" and not is_heading
+
+
+def kind_of(kernel: str) -> str:
+    for kind, names in KINDS.items():
+        if re.search(names, kernel, re.IGNORECASE):
+            return kind
+    return "rest"
+
+
+def sampling(args: Namespace, scratch: Path, results: Results) -> None:
     """Characters per second; the model's text does not matter, so it is trained for a step."""
     import torch
 
@@ -319,24 +344,24 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
         ("the plain loop", partial(engine.generate, use_cache=False)),
     ):
         for samples in (1, many):
-            with found.part(side):
-                found.row(f"ours {side}, {samples} at once", **row_of(rate(generate, samples)))
+            with results.part(side):
+                results.row(f"ours {side}, {samples} at once", **row_of(rate(generate, samples)))
     if not args.nanogpt:
         return
     nanogpt = NanoGPT(args.nanogpt, args.text, scratch)
     out = sampling_benchmark.their_checkpoint(nanogpt, name, scratch)
     batch = sampling_benchmark.their_batch(nanogpt, out, device, many)
-    with found.part("nanoGPT at once"):
-        found.row(
+    with results.part("nanoGPT at once"):
+        results.row(
             f"nanoGPT, {many} at once",
             **row_of(sampling_benchmark.their_batch_rate(batch, many, length)),
         )
     script = [sys.executable, str(nanogpt.checkout / "sample.py")]
     options = {"out_dir": out, "device": device, "compile": False}  # compiled, it is slower
     process = Process([*script, *measure.as_arguments(options)], nanogpt.directory, nanogpt.env)
-    with found.part("nanoGPT, 1 at once"):
+    with results.part("nanoGPT, 1 at once"):
         rate_of_one = sampling_benchmark.their_rate(process, 2, length)
-        found.row("nanoGPT's sample.py, 1 at once", **row_of(rate_of_one))
+        results.row("nanoGPT's sample.py, 1 at once", **row_of(rate_of_one))
 
 
 def sampled_by_graph(
@@ -357,18 +382,20 @@ def sampled_by_graph(
 
     def step() -> None:
         cos, sin = rotary(position, model.config, model.compute_dtype)
-        seen = (torch.arange(cache.size, device=device) <= position)[None, None, None]
+        is_past = (torch.arange(cache.size, device=device) <= position)[None, None, None]
         x = model.embed(ids).to(model.compute_dtype)
         for layer, block in enumerate(model.blocks):
             q, k, v = block.attention.heads(norm(x, block.attention_norm), cos, sin)
-            for kept, new in ((cache.k[layer], k), (cache.v[layer], v)):
-                kept.index_copy_(2, position % cache.size, new)
-            k, v = (repeat_kv(kept[layer], q.size(1)) for kept in (cache.k, cache.v))
-            y = F.scaled_dot_product_attention(q, k, v, seen)
+            cache.k[layer].index_copy_(2, position % cache.size, k)
+            cache.v[layer].index_copy_(2, position % cache.size, v)
+            keys = repeat_kv(cache.k[layer], q.size(1))
+            values = repeat_kv(cache.v[layer], q.size(1))
+            y = F.scaled_dot_product_attention(q, keys, values, is_past)
             x = x + block.attention.out(y.transpose(1, 2).flatten(2))
             x = x + block.mlp(norm(x, block.mlp_norm))
         head = model.embed if model.head is None else model.head
-        logits = F.linear(norm(x[:, -1], model.norm), head.weight.to(x.dtype)).float()
+        last = norm(x[:, -1], model.norm)
+        logits = F.linear(last, head.weight.to(x.dtype)).float()
         ids.copy_(engine.draw(logits, temperature, 0, 1.0, generator)[:, None])
         position.add_(1)
 

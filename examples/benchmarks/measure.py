@@ -84,9 +84,7 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
 def run(options: argparse.ArgumentParser, benchmark: Callable[[Any, Path], Report]) -> NoReturn:
     """Measures on a quiet machine, in a scratch directory; prints the table, writes the JSON."""
     args = options.parse_args()
-    for name in list(os.environ):
-        if name.startswith(("SM_", "OMP_", "MKL_")):  # they are not part of the shipped command
-            del os.environ[name]
+    forget_variables()
     if args.quick:
         args.rounds = 1
         os.environ["OMP_NUM_THREADS"] = "1"  # so that none waits for another
@@ -108,6 +106,13 @@ def run(options: argparse.ArgumentParser, benchmark: Callable[[Any, Path], Repor
     if args.json:
         write_json(args.json, report, {"machine": conditions})
     sys.exit(0)
+
+
+def forget_variables() -> None:
+    """Drops the settings of the launcher and of threads, which no shipped command has."""
+    for name in list(os.environ):
+        if name.startswith(("SM_", "OMP_", "MKL_")):
+            del os.environ[name]
 
 
 def write_json(path: Path, report: Report, facts: Mapping[str, Any]) -> None:
@@ -397,19 +402,19 @@ def plus_minus(values: Sequence[float]) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table, with a column for each key of any row."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names]
+    names: dict[str, None] = {}  # in the order in which they come
     for row in rows:
-        cells.append([show(row.get(name)) for name in names])
-    widths = [max(len(line[index]) for line in cells) for index in range(len(names))]
-
-    texts = []
-    for line in cells:
-        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        texts.append("| " + " | ".join(padded) + " |")
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    texts.insert(1, rule)
-    return "\n".join(texts)
+        names |= dict.fromkeys(row)
+    columns = []
+    rule = "|"
+    for name in names:
+        cells = [name, *(show(row.get(name)) for row in rows)]
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) for cell in cells])
+        rule += "-" * (width + 2) + "|"
+    lines = [f"| {' | '.join(line)} |" for line in zip(*columns, strict=True)]
+    lines.insert(1, rule)
+    return "\n".join(lines)
 
 
 def show(value: Any) -> str:

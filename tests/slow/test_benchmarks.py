@@ -157,7 +157,7 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_
         monkeypatch.setattr(gpu_checks, part, Mock())
     monkeypatch.setattr(gpu_speed, "profiled", profiled)
     monkeypatch.setattr("throughput.many_symbols", Mock())
-    result = gpu_checks.Found(tmp_path / "found.json")
+    result = gpu_checks.Results(tmp_path / "found.json")
     gpu.STAGES[stage].run(Namespace(smoke=False, text=text_file), tmp_path, result)
     assert not result.failed, result.report.rows
     assert {config.device for config in runs} >= {"cuda"}
