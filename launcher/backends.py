@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.curve import Row
-    from sm_nanogpt.launcher.job import JobDescription, Request, TrainingJob, UnreadableJob
+    from sm_nanogpt.launcher.description import JobDescription, UnreadableJob
+    from sm_nanogpt.launcher.job import Request, TrainingJob
     from sm_nanogpt.launcher.settings import Settings
 
 LOCAL = "local"  # the instance that is this machine

@@ -19,10 +19,11 @@ from sm_nanogpt.launcher.backends import (
     backend_for,
     configured_backends,
 )
+from sm_nanogpt.launcher.description import JobDescription, UnreadableJob
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files.models import is_path
 from sm_nanogpt.launcher.files.storage import path_of
-from sm_nanogpt.launcher.job import FULL_ID, JOB_ID, WORD, JobDescription, UnreadableJob
+from sm_nanogpt.launcher.job import FULL_ID, JOB_ID, WORD
 from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -1,30 +1,23 @@
-"""A job as validated data: Request says what a user asks for, TrainingJob what runs, and
-JobDescription how it stands.
-"""
+"""A job as validated data: Request says what a user asks for, and TrainingJob what runs."""
 
 from __future__ import annotations
 
 import json
-import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from sm_nanogpt.launcher.backends import LOCAL, backend_class
-from sm_nanogpt.launcher.curve import total_steps
-from sm_nanogpt.launcher.errors import InputError, ServiceError, about, must_be
+from sm_nanogpt.launcher.errors import InputError, about, must_be
 from sm_nanogpt.launcher.files.documents import Bytes, Document, Number, Scalar
-from sm_nanogpt.launcher.files.moved import text_id
 from sm_nanogpt.launcher.instances import types_of
 from sm_nanogpt.launcher.machines import DEFAULT_VERSION
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.values import megabytes, plain
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_RUN_SECONDS = 3600
 DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
@@ -35,9 +28,6 @@ JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 FULL_ID = re.compile(r"sm-nanogpt-(\d{8}-\d{6})-[0-9a-f]{6}(-\d+(-try\d+)?)?")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # for a job
 NAME = re.compile(rf"(?!latest$|sm-nanogpt-){WORD.pattern}")
-CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
-STATUSES = ("InProgress", "Stopping", "Completed", "Failed", "Stopped")
-RUNNING = STATUSES[:2]
 LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
 LONGEST_POOL = 3600  # seconds; the API takes more, and AWS's guide says that this is the limit
 
@@ -274,176 +264,7 @@ class TrainingJob(Request):
         """Seconds that a spot job may take, with its interruptions."""
         return self.max_wait or min(2 * self.time_limit, LONGEST_RUN)
 
-    def check_resumable(self, earlier_job: Request, earlier: JobDescription) -> None:
-        """Raise InputError unless this job can continue an earlier one, described by `earlier`.
-
-        A job that reached its last step without writing a model may be resumed to write it.
-        """
-        jobs = [
-            {
-                "config": asdict(job.config(1)),
-                "corpus_sha256": (text_id(job.data), text_id(job.validation)),
-            }
-            for job in (earlier_job, self)
-        ]
-        with self.source.running():
-            self.source.module("config").check_resumable(*jobs)
-        generations = getattr(self.config(1), "generations", 1)
-        step = earlier.checkpoint_step or 0
-        max_steps = self.config(1).max_steps
-        total = total_steps(asdict(self.config(1)))
-        if step > total or (step == total and earlier.model_uri is not None):
-            if generations > 1:
-                raise InputError(f"the earlier job has done its {generations} generations")
-            problem = f"max_steps={max_steps}: the earlier job has already reached step {step}"
-            raise InputError(problem, "train-further", step=step)
-
 
 # What a backend other than SageMaker records of a job.
 RECORDED_FIELDS = ("source_sha256", "base", "summary", "expected", "page_limit")
 COMMON_FIELDS = {*TrainingRequest.model_fields, *RECORDED_FIELDS}
-
-
-# -- how it stands ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Price:
-    """per_hour is in USD per instance; source says where the price comes from, and its date."""
-
-    per_hour: float
-    source: str
-
-
-@dataclass(frozen=True)
-class JobDescription:
-    """The state of a job.
-
-    status is one of SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. instance is
-    the type that the job runs on, or all candidates, separated by commas, until SageMaker chooses
-    one. name, owner and summary are None where they are not known: SageMaker tells them in a list
-    of jobs only, and local jobs have no owner. created, started and ended are seconds since the
-    epoch. metrics holds the newest values of the training curve. model_uri, checkpoint_uri and
-    checkpoint_step are None until there is a model or a checkpoint. For jobs on SageMaker, the
-    checkpoint fields are also None while the job runs and in a list of jobs, since S3 is not asked.
-    inputs holds the URI of each channel by its name: training, validation, model, teacher. search
-    names the search whose runs the job makes: it has no model or curve of its own.
-    """
-
-    job_id: str
-    status: str
-    secondary_status: str
-    instance: str
-    instance_count: int
-    created: float
-    data: str
-    hyperparameters: dict[str, Any] = field(default_factory=dict)
-    name: str | None = None
-    owner: str | None = None
-    summary: str | None = None  # as summary.summary_of says
-    search: str | None = None
-    expected: Expected | None = None  # what was forecast for it
-    page_limit: int | None = None  # bytes that its page may have
-    inputs: dict[str, str] = field(default_factory=dict)
-    failure_reason: str | None = None
-    started: float | None = None
-    ended: float | None = None
-    metrics: dict[str, Any] | None = None
-    model_uri: str | None = None
-    checkpoint_uri: str | None = None
-    checkpoint_step: int | None = None  # of the newest
-    message: str | None = None  # the service's message for the present state
-    billable_seconds: int | None = None  # this and what follows: SageMaker only
-    training_seconds: int | None = None
-    volume_size: int = 0  # GiB of disk per instance
-    keep_alive: int | None = None  # seconds of warm pool requested
-    warm_pool_seconds: int | None = None  # billed after the job; None until the pool ends
-    spot: bool = False
-    cost: float | None = None  # USD so far or in total, at `price`
-    price: Price | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return self.status in RUNNING
-
-    @property
-    def best_loss(self) -> float | None:
-        """The lowest validation loss so far, in nats per token."""
-        metrics = self.metrics or {}
-        return metrics.get("best_loss", metrics.get("val_loss"))
-
-    @property
-    def best_bits_per_byte(self) -> float | None:
-        """The lowest validation loss in bits for each byte of text."""
-        metrics = self.metrics or {}
-        newest_loss, newest_bits = metrics.get("val_loss"), metrics.get("bits_per_byte")
-        if not newest_bits or not newest_loss or not self.best_loss:
-            return None
-        return float(newest_bits * self.best_loss / newest_loss)
-
-    @property
-    def named(self) -> str:
-        return f"{self.job_id} ({self.name})" if self.name else self.job_id
-
-    @property
-    def launched(self) -> tuple[str, float]:
-        """When it was launched, to order jobs, by its id first: one clock wrote those."""
-        return time_of(self.job_id), self.created
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether SageMaker has chosen an instance type; before that, a job costs nothing."""
-        return len(types_of(self.instance)) == 1
-
-    @property
-    def state(self) -> str:
-        if self.status == self.secondary_status:
-            return self.status
-        return f"{self.status} ({self.secondary_status})"
-
-    @property
-    def may_have_pool(self) -> bool:
-        """Whether the job may have had a warm pool whose billed seconds are not known."""
-        had_machines = bool(self.billable_seconds or self.started)
-        keeps_machines = self.ended is not None and self.keep_alive is not None
-        return had_machines and keeps_machines and self.warm_pool_seconds is None
-
-    def log_pending(self) -> None:
-        logger.info(f"job {self.job_id} is {self.state}: {self.message}")
-
-    def has_open_pool(self, now: float) -> bool:
-        """Whether the job may have a warm pool at `now`, in seconds since the epoch."""
-        return self.may_have_pool and now < (self.ended or 0) + (self.keep_alive or 0)
-
-    def billed_seconds(self, now: float) -> float:
-        """Billed seconds per instance, so far or in total; `now` is in seconds since the epoch.
-
-        What SageMaker has not reported yet is estimated by the clock; a warm pool counts in full.
-        A job that failed by an error of AWS gets no pool, so SageMaker never reports one.
-        """
-        warm = self.warm_pool_seconds or 0
-        if self.may_have_pool and (self.status != "Failed" or self.has_open_pool(now)):
-            warm = self.keep_alive or 0
-        if self.billable_seconds is not None:
-            return self.billable_seconds + warm
-        if self.started is None:
-            return 0.0
-        return max(0.0, (self.ended or now) - self.started) + warm
-
-
-@dataclass(frozen=True)
-class UnreadableJob:
-    """A job whose record is damaged or of another version, and the error that says so."""
-
-    job_id: str
-    error: ServiceError
-
-
-def time_of(job_id: str) -> str:
-    """The start of an id, with the time of its launch."""
-    return job_id[: len("sm-nanogpt-20261125-000000")]
-
-
-def checkpoints_among(names: Iterable[str]) -> dict[int, str]:
-    """The checkpoints among these file names, by step."""
-    return {int(m[1]): name for name in names if (m := CHECKPOINT.fullmatch(name))}

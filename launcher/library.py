@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sm_nanogpt.launcher.backends import backend_for
+from sm_nanogpt.launcher.description import STATUSES, JobDescription
 from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError, about
 from sm_nanogpt.launcher.files.storage import path_of, write_bytes
 from sm_nanogpt.launcher.finding import Listing, find, full_id
 from sm_nanogpt.launcher.forecast import forecasting
 from sm_nanogpt.launcher.groups.plan import plan_sweep
 from sm_nanogpt.launcher.groups.run import begin_sweep
-from sm_nanogpt.launcher.job import FULL_ID, STATUSES, Expected, JobDescription, Request
+from sm_nanogpt.launcher.job import FULL_ID, Expected, Request
 from sm_nanogpt.launcher.launching.forecasts import Forecast
 from sm_nanogpt.launcher.launching.launch import Plan
 from sm_nanogpt.launcher.launching.launch import prepare as prepare_job

@@ -12,10 +12,10 @@ from functools import partial
 from sm_nanogpt.launcher.aws import patiently
 from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for
 from sm_nanogpt.launcher.curve import Curve, samples_of_log
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.finding import find
-from sm_nanogpt.launcher.job import JobDescription
 from sm_nanogpt.launcher.sagemaker import cost
 from sm_nanogpt.launcher.sagemaker.cost import Prices
 from sm_nanogpt.launcher.settings import Settings, load_settings

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.aws import Denied, Missing, OverQuota, Unreachable
+    from sm_nanogpt.launcher.description import JobDescription
     from sm_nanogpt.launcher.errors import InputError, ServiceError
     from sm_nanogpt.launcher.files.documents import Damaged
-    from sm_nanogpt.launcher.job import JobDescription, Request
+    from sm_nanogpt.launcher.job import Request
     from sm_nanogpt.launcher.launching.forecasts import Forecast
     from sm_nanogpt.launcher.library import (
         Job,
@@ -46,9 +47,10 @@ if TYPE_CHECKING:
 MODULES = {
     "aws": ["Denied", "Missing", "OverQuota", "Unreachable"],
     "errors": ["InputError", "ServiceError"],
+    "description": ["JobDescription"],
     "files.documents": ["Damaged"],
     "launching.forecasts": ["Forecast"],
-    "job": ["JobDescription", "Request"],
+    "job": ["Request"],
     "library": ["Job", "Plan", "forecast", "job", "jobs", "launch", "prepare", "sweep"],
     "models.load": ["load_model"],
     "models.sample": ["stream_samples"],

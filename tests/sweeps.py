@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sm_nanogpt import Settings
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.groups.sweep import Sweep, open_ledger, write_sweep
-from sm_nanogpt.launcher.job import JobDescription
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
 

@@ -25,7 +25,7 @@ from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.values import counted
 
 if TYPE_CHECKING:
-    from sm_nanogpt.launcher.job import JobDescription
+    from sm_nanogpt.launcher.description import JobDescription
     from sm_nanogpt.launcher.settings import Settings
     from sm_nanogpt.launcher.text.uploads import Stored
 

@@ -47,7 +47,8 @@ from sm_nanogpt.launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.curve import Curve, Row
-    from sm_nanogpt.launcher.job import JobDescription, TrainingJob
+    from sm_nanogpt.launcher.description import JobDescription
+    from sm_nanogpt.launcher.job import TrainingJob
     from sm_nanogpt.launcher.settings import Settings
 
 

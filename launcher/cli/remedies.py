@@ -11,7 +11,7 @@ import click
 from sm_nanogpt.launcher.errors import MAX_VALUE, LauncherError, shortened
 
 if TYPE_CHECKING:
-    from sm_nanogpt.launcher.job import JobDescription
+    from sm_nanogpt.launcher.description import JobDescription
 
 LOGIN = "`aws login`, `aws sso login` or `aws configure`"
 CAPACITY = "AWS has no capacity now; try later, or name several types with --instance TYPE,TYPE,..."

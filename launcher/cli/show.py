@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.errors import ServiceError, shortened
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.curve import Curve
-    from sm_nanogpt.launcher.job import JobDescription
+    from sm_nanogpt.launcher.description import JobDescription
     from sm_nanogpt.launcher.settings import Settings
     from sm_nanogpt.launcher.tracking import TrackedJob
 

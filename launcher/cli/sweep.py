@@ -13,12 +13,12 @@ from sm_nanogpt.launcher.cli.show import note, print_table
 from sm_nanogpt.launcher.errors import ServiceError
 
 if TYPE_CHECKING:
+    from sm_nanogpt.launcher.description import JobDescription
     from sm_nanogpt.launcher.groups.find import Tries
     from sm_nanogpt.launcher.groups.plan import SweepPlan
     from sm_nanogpt.launcher.groups.ranking import Rank
     from sm_nanogpt.launcher.groups.run import Event
     from sm_nanogpt.launcher.groups.sweep import Sweep
-    from sm_nanogpt.launcher.job import JobDescription
 
 
 def run_sweep(plan: SweepPlan, yes: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from sm_nanogpt.entry_point.cores import cores
 from sm_nanogpt.entry_point.text import Corpus
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.forecast.checks import (
     AS_GOOD,
@@ -25,7 +26,7 @@ from sm_nanogpt.launcher.forecast.checks import (
 from sm_nanogpt.launcher.forecast.law import MeasuredRun, TextLaw, shared
 from sm_nanogpt.launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_trials
 from sm_nanogpt.launcher.forecast.times import InstanceType, LocalTimes, steps_to_time
-from sm_nanogpt.launcher.job import Expected, JobDescription, TrainingJob
+from sm_nanogpt.launcher.job import Expected, TrainingJob
 from sm_nanogpt.launcher.launching.forecasts import Change, Forecast, ForecastLedger, Pilot, Row
 from sm_nanogpt.launcher.local.backend import LocalPlacement, plan_processes
 from sm_nanogpt.launcher.machines import is_busy

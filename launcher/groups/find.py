@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for
+from sm_nanogpt.launcher.description import JobDescription, UnreadableJob
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.finding import Listing, is_part, not_asked
 from sm_nanogpt.launcher.groups.sweep import recorded_sweep
-from sm_nanogpt.launcher.job import FULL_ID, JobDescription, UnreadableJob
+from sm_nanogpt.launcher.job import FULL_ID
 from sm_nanogpt.launcher.launching.names import (
     attempt_of,
     group_of,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from sm_nanogpt.launcher.backends import Backend
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.groups.ledger import GroupLedger
-from sm_nanogpt.launcher.job import JobDescription, TrainingJob
+from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.sagemaker.cost import ceiling_of
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.tracking import with_costs

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import IO, Any
 
 from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.groups import sweep as sweeps
 from sm_nanogpt.launcher.groups.find import Tries, find_group
@@ -22,7 +23,7 @@ from sm_nanogpt.launcher.groups.money import (
 )
 from sm_nanogpt.launcher.groups.stop import lock_group
 from sm_nanogpt.launcher.groups.sweep import Sweep
-from sm_nanogpt.launcher.job import JobDescription, Request
+from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching.draft import check_name
 from sm_nanogpt.launcher.launching.launch import Plan, new_job_id, prepare
 from sm_nanogpt.launcher.launching.names import attempt_of, member_id, number_of, suffix_of

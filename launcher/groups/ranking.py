@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from sm_nanogpt.launcher.job import JobDescription
+from sm_nanogpt.launcher.description import JobDescription
 
 
 @dataclass(frozen=True)

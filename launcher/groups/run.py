@@ -12,6 +12,7 @@ from typing import Any
 
 from sm_nanogpt.launcher.aws import PATIENCE_SECONDS, OverQuota, QuotaWait, patiently
 from sm_nanogpt.launcher.backends import Backend
+from sm_nanogpt.launcher.description import JobDescription, UnreadableJob
 from sm_nanogpt.launcher.errors import LauncherError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.groups.ledger import GroupLedger
@@ -19,7 +20,6 @@ from sm_nanogpt.launcher.groups.money import own_worst_cost, settle, settle_dele
 from sm_nanogpt.launcher.groups.plan import SweepPlan
 from sm_nanogpt.launcher.groups.stop import is_stopped, lock_group, stop_mark, write_mark
 from sm_nanogpt.launcher.groups.sweep import write_sweep
-from sm_nanogpt.launcher.job import JobDescription, UnreadableJob
 from sm_nanogpt.launcher.launching.launch import Plan
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 from sm_nanogpt.launcher.settings import Settings

@@ -7,10 +7,10 @@ from typing import IO
 
 from sm_nanogpt.launcher.aws import patiently
 from sm_nanogpt.launcher.backends import Backend, backend_for
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files import locks, storage
 from sm_nanogpt.launcher.groups.find import JobGroup
-from sm_nanogpt.launcher.job import JobDescription
 from sm_nanogpt.launcher.launching.names import ledger_path
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.tracking import check_yours

@@ -16,7 +16,7 @@ from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.progress import byte_progress
 from sm_nanogpt.launcher.job import Request, TrainingJob
 from sm_nanogpt.launcher.launching.draft import Draft, fill
-from sm_nanogpt.launcher.launching.resume import EarlierJob
+from sm_nanogpt.launcher.launching.resume import EarlierJob, check_resumable
 from sm_nanogpt.launcher.launching.texts import check_readings, check_texts
 from sm_nanogpt.launcher.sagemaker.cost import ceiling_of, check_confirmed
 from sm_nanogpt.launcher.settings import Settings
@@ -138,7 +138,7 @@ def check(draft: Draft) -> None:
     job, earlier = draft.job, draft.earlier
     check_device(job, "device" in draft.original.hyperparameters, earlier)
     if earlier is not None:
-        job.check_resumable(earlier.job, earlier.description)
+        check_resumable(job, earlier)
     check_models(draft)
     config = job.config(1)
     check_texts(draft.texts, config)

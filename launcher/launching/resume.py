@@ -1,4 +1,5 @@
-"""The job that another one resumes: find it, and take over what a request leaves out."""
+"""The job that another one resumes: find it, take over what a request leaves out, and check that
+the new job can continue it."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 from sm_nanogpt.launcher.backends import backend_class
+from sm_nanogpt.launcher.curve import total_steps
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files.moved import text_id
 from sm_nanogpt.launcher.finding import find
 from sm_nanogpt.launcher.instances import has_local_disks, types_of
-from sm_nanogpt.launcher.job import JobDescription, Request, TrainingJob
+from sm_nanogpt.launcher.job import Request, TrainingJob
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import find_source
 from sm_nanogpt.launcher.tracking import still_runs
@@ -140,3 +144,29 @@ def inherited_fields(earlier_job: TrainingJob, explicit: dict[str, Any]) -> dict
         if name in explicit:
             inherited.pop(other, None)
     return inherited
+
+
+def check_resumable(job: TrainingJob, earlier: EarlierJob) -> None:
+    """Raise InputError unless a job can continue the earlier one.
+
+    A job that reached its last step without writing a model may be resumed to write it.
+    """
+    config = job.config(1)
+    states = (state_of(earlier.job), state_of(job))
+    with job.source.running():
+        job.source.module("config").check_resumable(*states)
+    step = earlier.description.checkpoint_step or 0
+    total = total_steps(asdict(config))
+    is_complete = step == total and earlier.description.model_uri is not None
+    if step > total or is_complete:
+        n_generations = getattr(config, "generations", 1)
+        if n_generations > 1:
+            raise InputError(f"the earlier job has done its {n_generations} generations")
+        problem = f"max_steps={config.max_steps}: the earlier job has already reached step {step}"
+        raise InputError(problem, "train-further", step=step)
+
+
+def state_of(job: TrainingJob) -> dict[str, Any]:
+    """What a checkpoint of a job would say of its config and its texts."""
+    texts = (text_id(job.data), text_id(job.validation))
+    return {"config": asdict(job.config(1)), "corpus_sha256": texts}

@@ -42,21 +42,18 @@ from sm_nanogpt.launcher.curve import (
     newest_values,
     rows_of_file,
 )
-from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError
-from sm_nanogpt.launcher.files import locks, storage
-from sm_nanogpt.launcher.files.documents import Count, Damaged, Document, Moment, Scalar
-from sm_nanogpt.launcher.files.moved import find_moved
-from sm_nanogpt.launcher.job import (
-    COMMON_FIELDS,
-    JOB_ID,
+from sm_nanogpt.launcher.description import (
     RUNNING,
     JobDescription,
-    Request,
-    TrainingJob,
     UnreadableJob,
     checkpoints_among,
     time_of,
 )
+from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError
+from sm_nanogpt.launcher.files import locks, storage
+from sm_nanogpt.launcher.files.documents import Count, Damaged, Document, Moment, Scalar
+from sm_nanogpt.launcher.files.moved import find_moved
+from sm_nanogpt.launcher.job import COMMON_FIELDS, JOB_ID, Request, TrainingJob
 from sm_nanogpt.launcher.local.process import python_command
 from sm_nanogpt.launcher.machines import cpu_processes, is_busy
 from sm_nanogpt.launcher.settings import Settings

@@ -17,13 +17,14 @@ from pathlib import Path, PurePosixPath
 
 from sm_nanogpt.entry_point.errors import FormatError, TrainingError
 from sm_nanogpt.launcher.aws import Missing
+from sm_nanogpt.launcher.description import JobDescription, checkpoints_among
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.models import is_path, model_files
 from sm_nanogpt.launcher.files.progress import Progress, byte_progress
 from sm_nanogpt.launcher.files.scratch import scratch
 from sm_nanogpt.launcher.finding import find
-from sm_nanogpt.launcher.job import FULL_ID, JOB_ID, JobDescription, checkpoints_among
+from sm_nanogpt.launcher.job import FULL_ID, JOB_ID
 from sm_nanogpt.launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)

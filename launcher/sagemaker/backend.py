@@ -23,17 +23,16 @@ from sm_nanogpt.launcher import aws, machines
 from sm_nanogpt.launcher.aws import Offline, response_in
 from sm_nanogpt.launcher.backends import Backend
 from sm_nanogpt.launcher.curve import MAX_CURVE_BYTES, Row, newest_curve, rows_of_file, rows_of_log
-from sm_nanogpt.launcher.errors import InputError, ServiceError
-from sm_nanogpt.launcher.files import storage
-from sm_nanogpt.launcher.instances import assume_gpus, has_local_disks, looks_like_gpu
-from sm_nanogpt.launcher.job import (
+from sm_nanogpt.launcher.description import (
     RUNNING,
     JobDescription,
-    Request,
-    TrainingJob,
     UnreadableJob,
     checkpoints_among,
 )
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.instances import assume_gpus, has_local_disks, looks_like_gpu
+from sm_nanogpt.launcher.job import Request, TrainingJob
 from sm_nanogpt.launcher.sagemaker import caller, cost
 from sm_nanogpt.launcher.sagemaker.account import Account
 from sm_nanogpt.launcher.sagemaker.caller import (

@@ -10,9 +10,9 @@ from itertools import groupby
 from typing import Any
 
 from sm_nanogpt.launcher.aws import aws_session, make_client, service_errors
+from sm_nanogpt.launcher.description import time_of
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files.cache import Cache
-from sm_nanogpt.launcher.job import time_of
 from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -23,11 +23,12 @@ from typing import Any
 from pydantic import Field
 
 from sm_nanogpt.launcher.aws import Offline, aws_session, check_region, make_client, message_of
+from sm_nanogpt.launcher.description import JobDescription, Price
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.cache import Cache
 from sm_nanogpt.launcher.files.documents import Document
 from sm_nanogpt.launcher.instances import has_local_disks, offline_price
-from sm_nanogpt.launcher.job import JobDescription, Price, TrainingJob
+from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)

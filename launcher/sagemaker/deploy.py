@@ -13,8 +13,8 @@ from typing import Any
 from botocore.exceptions import WaiterError
 
 from sm_nanogpt.launcher.aws import Missing
+from sm_nanogpt.launcher.description import RUNNING
 from sm_nanogpt.launcher.errors import ServiceError
-from sm_nanogpt.launcher.job import RUNNING
 from sm_nanogpt.launcher.sagemaker import stack as stacks
 from sm_nanogpt.launcher.sagemaker.account import Account
 from sm_nanogpt.launcher.sagemaker.stack import Stack

@@ -7,12 +7,9 @@ import re
 from datetime import datetime
 from typing import Any
 
+from sm_nanogpt.launcher.description import RUNNING, JobDescription
 from sm_nanogpt.launcher.errors import ServiceError
-from sm_nanogpt.launcher.job import (
-    RUNNING,
-    SEARCH_VARIABLE,
-    JobDescription,
-)
+from sm_nanogpt.launcher.job import SEARCH_VARIABLE
 from sm_nanogpt.launcher.sagemaker.caller import NAME_TAG, OWNER_TAG, SUMMARY_TAG
 
 # A FailureReason is the last line of the failed rank, `Name: cause [kind]`. If it left none, the

@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.moved import UPLOAD_NAME, text_id
 from sm_nanogpt.launcher.files.storage import Entry
 from sm_nanogpt.launcher.finding import Listing
-from sm_nanogpt.launcher.job import JobDescription
 from sm_nanogpt.launcher.sagemaker.stack import with_stack
 from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.text.store import Upload, choose, read_manifest, store_uri

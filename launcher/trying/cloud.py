@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from sm_nanogpt.entry_point.files import read_json
 from sm_nanogpt.launcher.aws import OverQuota
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError
 from sm_nanogpt.launcher.files import locks, storage
 from sm_nanogpt.launcher.files.documents import Document
@@ -27,7 +28,7 @@ from sm_nanogpt.launcher.files.scratch import scratch
 from sm_nanogpt.launcher.groups.money import cost_so_far
 from sm_nanogpt.launcher.groups.run import Event, GroupRun
 from sm_nanogpt.launcher.instances import count_gpus
-from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS, SEARCH_VARIABLE, JobDescription, Request
+from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS, SEARCH_VARIABLE, Request
 from sm_nanogpt.launcher.launching import launch
 from sm_nanogpt.launcher.local import confine, syscalls
 from sm_nanogpt.launcher.local.runs import SILENT

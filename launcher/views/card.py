@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from sm_nanogpt.launcher.curve import Curve
-from sm_nanogpt.launcher.job import JobDescription
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.views.job_fields import texts_of
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.launcher.curve import seconds_left, total_steps
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.instances import has_local_disks
-from sm_nanogpt.launcher.job import JobDescription
 from sm_nanogpt.launcher.sagemaker.cost import usd
 
 ID_BEGINS = re.compile(r"sm-nanogpt-\d{8}-\d{6}-")

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from sm_nanogpt.launcher.backends import LOCAL
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError, LauncherError
 from sm_nanogpt.launcher.files.documents import Damaged, parse
-from sm_nanogpt.launcher.job import FULL_ID, JobDescription, TrainingJob
+from sm_nanogpt.launcher.job import FULL_ID, TrainingJob
 from sm_nanogpt.launcher.launching.summary import summary_of
 from sm_nanogpt.launcher.models.load import known_config
 from sm_nanogpt.launcher.settings import Settings

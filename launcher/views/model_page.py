@@ -25,9 +25,9 @@ from torch import Tensor
 
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.text import Corpus, Tokenizer
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.storage import write_bytes
-from sm_nanogpt.launcher.job import JobDescription
 from sm_nanogpt.launcher.judge.anchors import as_tensor, longest_run
 from sm_nanogpt.launcher.judge.evaluate import training_corpus
 from sm_nanogpt.launcher.judge.rounding import Rounding, bits_per_byte, round_weights

@@ -11,11 +11,12 @@ from typing import Any
 
 from sm_nanogpt.launcher.backends import backend_class
 from sm_nanogpt.launcher.curve import Curve, Row, samples_of_log, total_steps
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.finding import find
 from sm_nanogpt.launcher.groups.ranking import Rank, differences, ranking
 from sm_nanogpt.launcher.groups.sweep import MODEL_CHOICES
-from sm_nanogpt.launcher.job import JobDescription, TrainingJob
+from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.judge.evaluation import Evaluation, saved_evaluations
 from sm_nanogpt.launcher.launching.summary import format_value
 from sm_nanogpt.launcher.settings import Settings

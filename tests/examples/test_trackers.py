@@ -21,8 +21,8 @@ from to_tensorboard import Board, write
 
 from sm_nanogpt.launcher.aws import Unreachable
 from sm_nanogpt.launcher.curve import Curve, Row
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.files import storage
-from sm_nanogpt.launcher.job import JobDescription
 from sm_nanogpt.launcher.tracking import TrackedJob
 
 Points = dict[str, list[tuple[int, float]]]

@@ -16,8 +16,9 @@ from sm_nanogpt.launcher import backends
 from sm_nanogpt.launcher.aws import Unreachable
 from sm_nanogpt.launcher.backends import Backend
 from sm_nanogpt.launcher.curve import Row
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.files import storage
-from sm_nanogpt.launcher.job import COMMON_FIELDS, JobDescription, Request, TrainingJob
+from sm_nanogpt.launcher.job import COMMON_FIELDS, Request, TrainingJob
 from sm_nanogpt.launcher.settings import Settings
 
 

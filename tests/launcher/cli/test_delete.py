@@ -97,7 +97,7 @@ def test_delete_with_one_unknown_job_deletes_nothing(job, cli):
 
 
 def test_a_running_job_is_not_deleted(job, cli, monkeypatch):
-    monkeypatch.setattr("sm_nanogpt.launcher.job.JobDescription.is_running", True)
+    monkeypatch.setattr("sm_nanogpt.launcher.description.JobDescription.is_running", True)
     assert "stop it first" in cli("delete", job.job_id, "--yes").error
     assert job.directory.exists()
 

@@ -25,6 +25,7 @@ from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.data import read_windows
 from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
 from sm_nanogpt.entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.forecast import forecast, forecasting, pilots
 from sm_nanogpt.launcher.forecast import pilots as pilots_module
 from sm_nanogpt.launcher.forecast.checks import best_size, has_lowest, problem_of, up_to_lowest
@@ -32,7 +33,7 @@ from sm_nanogpt.launcher.forecast.forecast import Forecaster
 from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared
 from sm_nanogpt.launcher.forecast.pilots import Trial, pilots_of
 from sm_nanogpt.launcher.forecast.times import InstanceType
-from sm_nanogpt.launcher.job import Expected, JobDescription
+from sm_nanogpt.launcher.job import Expected
 from sm_nanogpt.launcher.launching import forecasts
 from sm_nanogpt.launcher.launching.forecasts import Forecast, ForecastLedger, Pilot, Row
 from sm_nanogpt.launcher.settings import load_settings

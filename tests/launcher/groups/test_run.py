@@ -14,13 +14,14 @@ from sweeps import GROUP, described, record
 
 from sm_nanogpt import Settings
 from sm_nanogpt.launcher.aws import OverQuota
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.groups import money, plan, run
 from sm_nanogpt.launcher.groups.find import JobGroup, tries_of
 from sm_nanogpt.launcher.groups.money import own_worst_cost
 from sm_nanogpt.launcher.groups.plan import continue_sweep
 from sm_nanogpt.launcher.groups.stop import stop_group
 from sm_nanogpt.launcher.groups.sweep import Sweep, grid
-from sm_nanogpt.launcher.job import JobDescription, Request, TrainingJob
+from sm_nanogpt.launcher.job import Request, TrainingJob
 from sm_nanogpt.launcher.launching.names import ledger_path
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 

@@ -99,7 +99,7 @@ def test_delete_of_an_upload_asks_first(cli, upload, monkeypatch):
 
 
 def test_an_upload_that_a_running_job_reads_stays(cli, reader, upload, monkeypatch):
-    monkeypatch.setattr("sm_nanogpt.launcher.job.JobDescription.is_running", True)
+    monkeypatch.setattr("sm_nanogpt.launcher.description.JobDescription.is_running", True)
     stop = f"`sm-nanogpt stop {reader.job_id}`"
     assert cli("delete", name_of(upload), "--yes").failed(1, stop)
     assert find_upload(upload, Settings()) is not None

@@ -24,12 +24,12 @@ from kills import kill_at
 from searches import edits_of, folder, gain_of
 
 from sm_nanogpt.launcher.aws import OverQuota
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files import ledger
 from sm_nanogpt.launcher.groups import run as group_runs
 from sm_nanogpt.launcher.groups.ledger import OverCeiling
 from sm_nanogpt.launcher.groups.run import Event, GroupRun
-from sm_nanogpt.launcher.job import JobDescription
 from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import Source

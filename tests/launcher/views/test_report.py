@@ -16,7 +16,8 @@ from jobs import file_rows, sibling
 
 from sm_nanogpt.launcher.cli.jobs import launch_again
 from sm_nanogpt.launcher.curve import Curve, Row
-from sm_nanogpt.launcher.job import JobDescription, TrainingJob
+from sm_nanogpt.launcher.description import JobDescription
+from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.views.page import page
 from sm_nanogpt.launcher.views.report import Report, ReportedRun, compare
 

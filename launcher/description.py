@@ -1,0 +1,161 @@
+"""How a job stands: its JobDescription, which a backend makes, and what of it is billed."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.instances import types_of
+from sm_nanogpt.launcher.job import Expected
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
+STATUSES = ("InProgress", "Stopping", "Completed", "Failed", "Stopped")
+RUNNING = STATUSES[:2]
+
+
+@dataclass(frozen=True)
+class Price:
+    """per_hour is in USD per instance; source says where the price comes from, and its date."""
+
+    per_hour: float
+    source: str
+
+
+@dataclass(frozen=True)
+class JobDescription:
+    """The state of a job.
+
+    status is one of SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. instance is
+    the type that the job runs on, or all candidates, separated by commas, until SageMaker chooses
+    one. name, owner and summary are None where they are not known: SageMaker tells them in a list
+    of jobs only, and local jobs have no owner. created, started and ended are seconds since the
+    epoch. metrics holds the newest values of the training curve. model_uri, checkpoint_uri and
+    checkpoint_step are None until there is a model or a checkpoint. For jobs on SageMaker, the
+    checkpoint fields are also None while the job runs and in a list of jobs, since S3 is not asked.
+    inputs holds the URI of each channel by its name: training, validation, model, teacher. search
+    names the search whose runs the job makes: it has no model or curve of its own.
+    """
+
+    job_id: str
+    status: str
+    secondary_status: str
+    instance: str
+    instance_count: int
+    created: float
+    data: str
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    name: str | None = None
+    owner: str | None = None
+    summary: str | None = None  # as summary.summary_of says
+    search: str | None = None
+    expected: Expected | None = None  # what was forecast for it
+    page_limit: int | None = None  # bytes that its page may have
+    inputs: dict[str, str] = field(default_factory=dict)
+    failure_reason: str | None = None
+    started: float | None = None
+    ended: float | None = None
+    metrics: dict[str, Any] | None = None
+    model_uri: str | None = None
+    checkpoint_uri: str | None = None
+    checkpoint_step: int | None = None  # of the newest
+    message: str | None = None  # the service's message for the present state
+    billable_seconds: int | None = None  # this and what follows: SageMaker only
+    training_seconds: int | None = None
+    volume_size: int = 0  # GiB of disk per instance
+    keep_alive: int | None = None  # seconds of warm pool requested
+    warm_pool_seconds: int | None = None  # billed after the job; None until the pool ends
+    spot: bool = False
+    cost: float | None = None  # USD so far or in total, at `price`
+    price: Price | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.status in RUNNING
+
+    @property
+    def best_loss(self) -> float | None:
+        """The lowest validation loss so far, in nats per token."""
+        metrics = self.metrics or {}
+        return metrics.get("best_loss", metrics.get("val_loss"))
+
+    @property
+    def best_bits_per_byte(self) -> float | None:
+        """The lowest validation loss in bits for each byte of text."""
+        metrics = self.metrics or {}
+        newest_loss, newest_bits = metrics.get("val_loss"), metrics.get("bits_per_byte")
+        if not newest_bits or not newest_loss or not self.best_loss:
+            return None
+        return float(newest_bits * self.best_loss / newest_loss)
+
+    @property
+    def named(self) -> str:
+        return f"{self.job_id} ({self.name})" if self.name else self.job_id
+
+    @property
+    def launched(self) -> tuple[str, float]:
+        """When it was launched, to order jobs, by its id first: one clock wrote those."""
+        return time_of(self.job_id), self.created
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether SageMaker has chosen an instance type; before that, a job costs nothing."""
+        return len(types_of(self.instance)) == 1
+
+    @property
+    def state(self) -> str:
+        if self.status == self.secondary_status:
+            return self.status
+        return f"{self.status} ({self.secondary_status})"
+
+    @property
+    def may_have_pool(self) -> bool:
+        """Whether the job may have had a warm pool whose billed seconds are not known."""
+        had_machines = bool(self.billable_seconds or self.started)
+        keeps_machines = self.ended is not None and self.keep_alive is not None
+        return had_machines and keeps_machines and self.warm_pool_seconds is None
+
+    def log_pending(self) -> None:
+        logger.info(f"job {self.job_id} is {self.state}: {self.message}")
+
+    def has_open_pool(self, now: float) -> bool:
+        """Whether the job may have a warm pool at `now`, in seconds since the epoch."""
+        return self.may_have_pool and now < (self.ended or 0) + (self.keep_alive or 0)
+
+    def billed_seconds(self, now: float) -> float:
+        """Billed seconds per instance, so far or in total; `now` is in seconds since the epoch.
+
+        What SageMaker has not reported yet is estimated by the clock; a warm pool counts in full.
+        A job that failed by an error of AWS gets no pool, so SageMaker never reports one.
+        """
+        warm = self.warm_pool_seconds or 0
+        if self.may_have_pool and (self.status != "Failed" or self.has_open_pool(now)):
+            warm = self.keep_alive or 0
+        if self.billable_seconds is not None:
+            return self.billable_seconds + warm
+        if self.started is None:
+            return 0.0
+        return max(0.0, (self.ended or now) - self.started) + warm
+
+
+@dataclass(frozen=True)
+class UnreadableJob:
+    """A job whose record is damaged or of another version, and the error that says so."""
+
+    job_id: str
+    error: ServiceError
+
+
+def time_of(job_id: str) -> str:
+    """The start of an id, with the time of its launch."""
+    return job_id[: len("sm-nanogpt-20261125-000000")]
+
+
+def checkpoints_among(names: Iterable[str]) -> dict[int, str]:
+    """The checkpoints among these file names, by step."""
+    return {int(m[1]): name for name in names if (m := CHECKPOINT.fullmatch(name))}
