@@ -10,6 +10,7 @@ import heapq
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 from sm_nanogpt.launcher.aws import Missing
 from sm_nanogpt.launcher.backends import (
@@ -29,6 +30,7 @@ from sm_nanogpt.launcher.settings import Settings
 logger = logging.getLogger(__name__)
 
 SHORTEST_PART = 4  # characters of an id
+Part = Literal["model", "curve"]  # of a job, for a command that reads it
 Jobs = Iterator[JobDescription]  # the newest first
 
 
@@ -118,26 +120,25 @@ def full_id(
     reference: str,
     settings: Settings,
     acts: bool = False,
-    trained: bool = False,
-    charted: bool = False,
+    reads: Part | None = None,
 ) -> str:
     """The full id of a job, from its id, its name, a part of its id, or `latest`.
 
     A part is the start, the end or the time of an id. Only a full id may be that of somebody else's
-    job. acts: the job will be changed. It is named first, and SageMaker is always asked. trained:
-    its model will be read, so `latest` is the newest job that has one, and a path of a model may
-    stand for it. charted: its curve will be read, so `latest` is no job of a search. A path, and a
-    reference to no job, is returned unchanged. Raises InputError if several jobs match, and
-    ServiceError if another job than that found may be meant.
+    job. acts: the job will be changed. It is named first, and SageMaker is always asked. reads: the
+    part of the job that will be read, so `latest` is the newest job that has one, and a path of a
+    model may stand for it. A path, and a reference to no job, is returned unchanged. Raises
+    InputError if several jobs match, and ServiceError if another job than that found may be meant.
     """
     if FULL_ID.fullmatch(reference) or not WORD.fullmatch(reference):
         return reference
-    if trained and (is_path(reference) or path_of(reference).is_file()):
+    if reads == "model" and (is_path(reference) or path_of(reference).is_file()):
         return reference
     if is_nearby_id(reference, settings):
         return reference
     listing = Listing(settings)
-    job = resolve(reference, listing, lack_of(trained, charted, settings), acts)
+    lacks = partial(lack_of, reads=reads, settings=settings)
+    job = resolve(reference, listing, lacks, acts)
     is_latest = reference == "latest"
     for unreadable in listing.unreadable:
         if is_latest and (acts or job is None):  # it may be the one
@@ -164,11 +165,15 @@ def full_id(
 Lack = Callable[[JobDescription], str]  # why `latest` passes over a job, or ''
 
 
-def lack_of(trained: bool, charted: bool, settings: Settings) -> Lack:
-    """What `latest` needs, for a command that reads a model, a curve, or neither."""
-    if trained:
-        return partial(lacks_model, settings=settings)
-    return lacks_curve if charted else no_lack
+def lack_of(job: JobDescription, reads: Part | None, settings: Settings) -> str:
+    """Why a job does not have the part that a command reads, or ''."""
+    if reads is None:
+        return ""
+    if job.search:  # its models and curves are those of the search
+        return f"makes the runs of search {job.search}"
+    if reads == "model" and not has_model(job, settings):
+        return f"is {job.state} and has no model"
+    return ""
 
 
 def resolve(reference: str, listing: Listing, lacks: Lack, acts: bool) -> JobDescription | None:
@@ -252,23 +257,6 @@ def newest(jobs: Jobs, lacks: Lack) -> JobDescription | None:
         if first is None:
             first, problem = job, lack
     return first
-
-
-def no_lack(job: JobDescription) -> str:
-    """`latest` means any job."""
-    return ""
-
-
-def lacks_curve(job: JobDescription) -> str:
-    """Why a job has no training curve of its own, or ''."""
-    return f"makes the runs of search {job.search}" if job.search else ""
-
-
-def lacks_model(job: JobDescription, settings: Settings) -> str:
-    """Why a job has no model of its own, or ''."""
-    if lack := lacks_curve(job):
-        return lack
-    return "" if has_model(job, settings) else f"is {job.state} and has no model"
 
 
 def has_model(job: JobDescription, settings: Settings) -> bool:

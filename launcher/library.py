@@ -253,7 +253,7 @@ def with_full_ids(request: Request, settings: Settings) -> Request:
     for name in ("init_from", "teacher"):
         if (model := getattr(request, name)) is not None:
             with about(name, model):
-                ids[name] = full_id(model, settings, trained=True)
+                ids[name] = full_id(model, settings, reads="model")
     return request.model_copy(update=ids)
 
 

@@ -30,7 +30,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--beside others JOB-ID|DIR",
     "Another model for the same text. Repeatable.",
     multiple=True,
-    type=JobParameter(trained=True),
+    type=JobParameter(reads="model"),
 )
 @valued(
     "--find canaries FILE",

@@ -260,7 +260,7 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
 
 
 @click.command("report", cls=Command)
-@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, type=JobParameter(charted=True))
+@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, type=JobParameter(reads="curve"))
 @GROUP
 @valued(
     "-o --output FILE",

@@ -161,7 +161,7 @@ def check_origins(
 
 @click.command("play", cls=Command)
 @MODEL
-@click.argument("other", metavar="[JOB-ID|DIR]", required=False, type=JobParameter(trained=True))
+@click.argument("other", metavar="[JOB-ID|DIR]", required=False, type=JobParameter(reads="model"))
 @valued("--port N", "Port (default: a free one).", type=click.IntRange(1, 65535))
 @valued(
     "--cors origins ORIGIN",

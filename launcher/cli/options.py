@@ -17,6 +17,7 @@ from sm_nanogpt.launcher.cli.show import escaped, note
 from sm_nanogpt.launcher.errors import InputError
 
 if TYPE_CHECKING:
+    from sm_nanogpt.launcher.finding import Part
     from sm_nanogpt.launcher.settings import Settings
 
 T = TypeVar("T")
@@ -81,16 +82,15 @@ class JobParameter(click.ParamType[str]):
     """A parameter for a job: an id, a name, a part of an id, or `latest`. Gives the full id.
 
     acts: the command changes the job. sweeps, uploads: it takes the id of a sweep, or the name of
-    an upload too. trained: it reads a model, so `latest` is the newest job that has one; a path or
-    a URI, which names a model elsewhere, stays as it is, and so does `other`. charted: it reads a
-    curve, so `latest` is no job of a search.
+    an upload too. reads: it reads this part of a job, so `latest` is the newest job that has one;
+    where it is a model, a path or a URI, which names a model elsewhere, stays as it is, and so does
+    `other`.
     """
 
     acts: bool = False
     sweeps: bool = False
     uploads: bool = False
-    trained: bool = False
-    charted: bool = False
+    reads: Part | None = None
     other: str = ""
     name = "job"
 
@@ -106,7 +106,7 @@ class JobParameter(click.ParamType[str]):
         sweep = self.convert_sweep(value, settings, ctx)
         if sweep:
             return sweep
-        job_id = full_id(value, settings, self.acts, self.trained, self.charted)
+        job_id = full_id(value, settings, self.acts, self.reads)
         if self.uploads and job_id == value:
             return self.convert_upload(value, settings)
         return job_id
@@ -136,7 +136,7 @@ class JobParameter(click.ParamType[str]):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Complete the name of a file where a model may be one; jobs are not completed."""
-        if not self.trained:
+        if self.reads != "model":
             return []
         return [CompletionItem(incomplete, type="file")]
 
@@ -246,7 +246,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "GIB": {"type": int},
     "USD": {"type": float},
     "NAME|URI|PATH": {"type": click.Path()},
-    "JOB-ID|PATH|URI": {"type": JobParameter(trained=True)},
+    "JOB-ID|PATH|URI": {"type": JobParameter(reads="model")},
     "KEY=VALUE": {"multiple": True, "callback": parse_assignments},
     "KEY=V1,V2,...": {"multiple": True, "callback": parse_value_lists},
     "ID": {"multiple": True},
@@ -268,5 +268,5 @@ GROUP = valued("--group SWEEP", "The jobs of a sweep, by its id or `latest`; or 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID", type=JobParameter())
-RUN_ID = click.argument("job_id", metavar="JOB-ID", type=JobParameter(charted=True))
-MODEL = click.argument("model", metavar="JOB-ID|DIR", type=JobParameter(trained=True))
+RUN_ID = click.argument("job_id", metavar="JOB-ID", type=JobParameter(reads="curve"))
+MODEL = click.argument("model", metavar="JOB-ID|DIR", type=JobParameter(reads="model"))

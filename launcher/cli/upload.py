@@ -47,7 +47,7 @@ def help_lines(formats: Sequence[Format]) -> str:
     "--tokenizer bpe|PATH|JOB-ID",
     "Encode the text as tokens: bpe learns them from it; or name a tokenizer.json, a Hugging"
     " Face directory, or a job (default: train on characters).",
-    type=JobParameter(trained=True, other="bpe"),
+    type=JobParameter(reads="model", other="bpe"),
 )
 @valued(
     "--vocab-size N",
