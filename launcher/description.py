@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sm_nanogpt.launcher.errors import ServiceError
-from sm_nanogpt.launcher.instances import types_of
+from sm_nanogpt.launcher.instances import Price, types_of
 from sm_nanogpt.launcher.job import Expected
 
 logger = logging.getLogger(__name__)
@@ -17,14 +17,6 @@ logger = logging.getLogger(__name__)
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
 STATUSES = ("InProgress", "Stopping", "Completed", "Failed", "Stopped")
 RUNNING = STATUSES[:2]
-
-
-@dataclass(frozen=True)
-class Price:
-    """per_hour is in USD per instance; source says where the price comes from, and its date."""
-
-    per_hour: float
-    source: str
 
 
 @dataclass(frozen=True)

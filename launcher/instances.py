@@ -29,11 +29,11 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class OfflinePrice:
-    """An answer of AWS's price list: USD per hour in us-east-1, and the month in which it came."""
+class Price:
+    """per_hour is in USD per instance; source says where the price comes from, and its date."""
 
-    usd_per_hour: float
-    month: str
+    per_hour: float
+    source: str
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,15 @@ class Family:
     """The instance types `ml.NAME.SIZE`.
 
     Where a family has local disks, SageMaker adds no volume: it ignores the volume size of a
-    request and refuses a key.
+    request and refuses a key. prices are those of AWS's price list, as far as they were looked up:
+    USD per hour in us-east-1 by size, in the month of `priced`.
     """
 
     gpu: Gpu | None = None
     gpu_counts: Mapping[str, int] = field(default_factory=dict)  # by size
     has_local_disks: bool = True
-    prices: Mapping[str, OfflinePrice] = field(default_factory=dict)  # by size, as far as seen
+    prices: Mapping[str, float] = field(default_factory=dict)
+    priced: str = "2026-07"
 
 
 # -- the tables ------------------------------------------------------------------------------------
@@ -76,38 +78,38 @@ FAMILIES = {
         T4,
         {**ONE_GPU, "12xlarge": 4},
         prices={
-            "xlarge": OfflinePrice(0.736, "2026-07"),
+            "xlarge": 0.736,
         },
     ),
     "g5": Family(
         A10G,
         ONE_TO_EIGHT,
         prices={
-            "xlarge": OfflinePrice(1.408, "2026-07"),
-            "2xlarge": OfflinePrice(1.515, "2026-07"),
-            "4xlarge": OfflinePrice(2.03, "2026-07"),
-            "8xlarge": OfflinePrice(3.06, "2026-07"),
-            "12xlarge": OfflinePrice(7.09, "2026-07"),
+            "xlarge": 1.408,
+            "2xlarge": 1.515,
+            "4xlarge": 2.03,
+            "8xlarge": 3.06,
+            "12xlarge": 7.09,
         },
     ),
     "g6": Family(
         L4,
         ONE_TO_EIGHT,
         prices={
-            "xlarge": OfflinePrice(1.127, "2026-07"),
-            "2xlarge": OfflinePrice(1.222, "2026-07"),
-            "4xlarge": OfflinePrice(1.654, "2026-07"),
-            "12xlarge": OfflinePrice(5.752, "2026-07"),
+            "xlarge": 1.127,
+            "2xlarge": 1.222,
+            "4xlarge": 1.654,
+            "12xlarge": 5.752,
         },
     ),
     "g6e": Family(
         L40S,
         ONE_TO_EIGHT,
         prices={
-            "2xlarge": OfflinePrice(2.8, "2026-07"),
-            "4xlarge": OfflinePrice(3.76, "2026-07"),
-            "8xlarge": OfflinePrice(5.66, "2026-07"),
-            "12xlarge": OfflinePrice(13.12, "2026-07"),
+            "2xlarge": 2.8,
+            "4xlarge": 3.76,
+            "8xlarge": 5.66,
+            "12xlarge": 13.12,
         },
     ),
     "g7": Family(RTX_PRO_4500, G7_COUNTS),
@@ -124,8 +126,8 @@ FAMILIES = {
     "m5": Family(
         has_local_disks=False,
         prices={
-            "large": OfflinePrice(0.115, "2026-07"),
-            "xlarge": OfflinePrice(0.23, "2026-07"),
+            "large": 0.115,
+            "xlarge": 0.23,
         },
     ),
 }
@@ -192,10 +194,13 @@ def assume_gpus(name: str) -> int:
     return 8 if looks_like_gpu(name) else 0
 
 
-def offline_price(name: str) -> OfflinePrice | None:
-    """The price of an instance type that was seen last, if one was."""
+def offline_price(name: str) -> Price | None:
+    """The price of an instance type in us-east-1 by the table, if it has one."""
     family = family_of(name)
-    return None if family is None else family.prices.get(family_and_size(name)[1])
+    if family is None:
+        return None
+    per_hour = family.prices.get(family_and_size(name)[1])
+    return None if per_hour is None else Price(per_hour, f"the offline table of {family.priced}")
 
 
 def has_local_disks(name: str) -> bool:

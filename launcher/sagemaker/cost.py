@@ -23,11 +23,11 @@ from typing import Any
 from pydantic import Field
 
 from sm_nanogpt.launcher.aws import Offline, aws_session, check_region, make_client, message_of
-from sm_nanogpt.launcher.description import JobDescription, Price
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.cache import Cache
 from sm_nanogpt.launcher.files.documents import Document
-from sm_nanogpt.launcher.instances import has_local_disks, offline_price
+from sm_nanogpt.launcher.instances import Price, has_local_disks, offline_price
 from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.settings import Settings
 
@@ -96,7 +96,7 @@ def cost_of(job: JobDescription, price: Price, now: float) -> float:
     return job.billed_seconds(now) / 3600 * rate(job, price)
 
 
-def worst_case(per_hour: float, time_limit: int, keep_alive: int = 0) -> float:
+def worst_case(per_hour: float, time_limit: int, keep_alive: int) -> float:
     """USD of a job that runs to its time limit, and of its warm pool."""
     return per_hour * (time_limit + OVERHEAD_SECONDS + keep_alive) / 3600
 
@@ -285,10 +285,7 @@ class Prices:
                 logger.info(self.trouble)
         if answer is not None:
             return Price(answer.per_hour, f"AWS's price list of {answer.day}")
-        offline = offline_price(instance)
-        if self.region == OFFLINE_REGION and offline is not None:
-            return Price(offline.usd_per_hour, f"the offline table of {offline.month}")
-        return None
+        return offline_price(instance) if self.region == OFFLINE_REGION else None
 
     def saved_answer(self, instance: str) -> PriceAnswer | None:
         return self.cache.read().get(self.region, {}).get(instance)

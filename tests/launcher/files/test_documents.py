@@ -189,7 +189,7 @@ def test_a_hostile_cache_is_ignored(home, name, document):
         last_seen_stack(settings, "us-east-1")
         price = Prices(settings).of("ml.g5.xlarge")
         assert price is not None
-        cost.usd(cost.worst_case(price.per_hour, 3600))
+        cost.usd(cost.worst_case(price.per_hour, 3600, keep_alive=0))
 
     try_variants(look, document)
 
