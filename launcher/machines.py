@@ -187,8 +187,8 @@ def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
     raise InputError(f"no registry of AWS's training images is known in {region}", "other-image")
 
 
-def problem(uri: str, image: Image | None, instance: str, launcher: str) -> str | None:
-    """Why a launcher does not run in an image on an instance type, or None.
+def image_problem(uri: str, image: Image | None, instance: str, launcher: str) -> str:
+    """Why a launcher does not run in an image on an instance type, or ''.
 
     image is the release that the URI names, if it is AWS's. instance may be several types,
     separated by commas.
@@ -204,7 +204,7 @@ def problem(uri: str, image: Image | None, instance: str, launcher: str) -> str 
         if image and is_v100 and not image.cuda.startswith("12."):
             lacks = f"has CUDA {image.cuda}, which does not support the V100 of {name}"
             return f"{name_of(uri)} {lacks}; the image of PyTorch 2.8.0 does"
-    return None
+    return ""
 
 
 def name_of(uri: str) -> str:

@@ -163,9 +163,9 @@ class SageMakerBackend(Backend):
         check_volume(job)
         if not self.settings.data_store.startswith("s3://"):
             raise InputError(f"SageMaker cannot read {self.settings.data_store}", "store-on-s3")
-        image_problem = machines.problem(image_uri, release, job.instance, job.launcher)
-        if image_problem:
-            raise InputError(image_problem)
+        problem = machines.image_problem(image_uri, release, job.instance, job.launcher)
+        if problem:
+            raise InputError(problem)
         check_vpc(job, self.settings, self.account.region)
         check_gpus(job)
         hyperparameters = sendable_hyperparameters(job)

@@ -11,7 +11,7 @@ from sm_nanogpt.launcher.machines import (
     IMAGES,
     default_launcher,
     find_image,
-    problem,
+    image_problem,
 )
 
 G5 = "ml.g5.12xlarge"
@@ -45,8 +45,8 @@ def test_a_version_without_an_image_error_lists_the_versions():
 def test_each_image_runs_both_launchers_on_gpus_and_cpus():
     for image in IMAGES:
         for launcher in ("pytorchddp", "torchrun"):
-            assert problem(image.name(gpu=True), image, G5, launcher) is None
-            assert problem(image.name(gpu=False), image, "ml.m5.xlarge", launcher) is None
+            assert image_problem(image.name(gpu=True), image, G5, launcher) == ""
+            assert image_problem(image.name(gpu=False), image, "ml.m5.xlarge", launcher) == ""
 
 
 @pytest.mark.parametrize("instance", ["ml.p3.8xlarge", "ml.p3dn.24xlarge"])
@@ -54,7 +54,7 @@ def test_v100s_need_an_image_before_cuda_13(instance):
     fitting = [
         image.version
         for image in IMAGES
-        if problem(image.name(gpu=True), image, instance, "torchrun") is None
+        if image_problem(image.name(gpu=True), image, instance, "torchrun") == ""
     ]
     assert fitting == ["2.8.0"]
 
@@ -64,7 +64,7 @@ def test_torchrun_is_the_default_where_pytorchddp_is_refused():
     uri = image.name(gpu=True)
     for size, launcher in (("p5.48xlarge", "torchrun"), ("p5.4xlarge", "pytorchddp")):
         assert default_launcher(f"ml.{size}") == launcher
-        assert (problem(uri, image, f"ml.{size}", "pytorchddp") is None) == (
+        assert (image_problem(uri, image, f"ml.{size}", "pytorchddp") == "") == (
             launcher == "pytorchddp"
         )
 
