@@ -335,8 +335,7 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
     if plan.backend.bills:
         # Only a ceiling typed in this command is consent; not one that --resume inherits.
         max_cost = options.fields.get("max_cost")
-        worst_cost = math.inf if plan.worst_cost is None else plan.worst_cost
-        agree_to_cost(worst_cost, max_cost, settings, options.yes)
+        agree_to_cost(plan.worst_cost, max_cost, settings, options.yes)
     submit(plan)
     stops_at_ctrl_c = plan.backend.stops_at_ctrl_c
     follows = stops_at_ctrl_c if options.follow is None else options.follow
@@ -381,7 +380,7 @@ def cost_note(plan: Plan[TrackedJob]) -> str:
     """What a job costs that goes on after Ctrl-C, as a part of a line; '' on this machine."""
     if not plan.backend.bills:
         return ""
-    if plan.worst_cost is None:
+    if math.isinf(plan.worst_cost):
         return "; it is billed"
     return f"; it costs at most {plan.worst_cost:.2f} USD"
 

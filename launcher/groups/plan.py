@@ -51,9 +51,8 @@ class SweepPlan:
     plans: dict[int, Plan[TrackedJob]] = field(default_factory=dict)
     unaffordable: dict[int, CeilingTooLow] = field(default_factory=dict)
     lock: IO[str] | None = None
-    first: Plan[TrackedJob] | None = field(
-        default=None, init=False
-    )  # its texts and folder are those of all
+    # Its texts and its folder are those of all.
+    first: Plan[TrackedJob] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.ledger.ceiling = self.sweep.ceiling

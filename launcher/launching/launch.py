@@ -36,7 +36,7 @@ class Plan(Generic[JobT]):
     """A job that is complete, checked and priced. It can be submitted, once.
 
     job has every choice made; request is what CreateTrainingJob gets, empty on this machine. In
-    USD, worst_cost is for a job that runs to its time limit, None if its price is unknown, and
+    USD, worst_cost is for a job that runs to its time limit, infinity if its price is unknown, and
     ceiling what somebody allowed. placement is what the backend decided, whose settings have the
     store and role that the job uses. channels are by the fields of the job. job_class is what
     `submit` returns.
@@ -45,7 +45,7 @@ class Plan(Generic[JobT]):
     job_id: str
     job: TrainingJob = field(repr=False)
     request: Mapping[str, Any] = field(repr=False)
-    worst_cost: float | None
+    worst_cost: float
     ceiling: float | None
     placement: Any = field(repr=False)
     channels: Mapping[str, Channel] = field(repr=False)
@@ -80,10 +80,9 @@ class Plan(Generic[JobT]):
         if self.submitted:  # a second time would overwrite the files of the job that runs
             raise InputError(f"the plan of job {self.job_id} was submitted before; make another")
         if self.backend.bills and not confirmed:
-            worst_cost = math.inf if self.worst_cost is None else self.worst_cost
             # A ceiling that was chosen for the job that this one resumes is no consent.
             max_cost = None if self.job.origin("max_cost") else self.job.max_cost
-            check_confirmed(worst_cost, max_cost, self.settings)
+            check_confirmed(self.worst_cost, max_cost, self.settings)
         self.upload()
         with storage.errors_about(str(self.backend.settings.home)):
             # The models of the job need its folder, and so do the jobs that resume it.
@@ -117,16 +116,16 @@ def prepare(
         channels[name] = model.channel
     ceiling = ceiling_of(job, settings) if backend.bills else None
     return Plan(
-        job_id,
-        job,
-        aws_request,
-        job.worst_cost,
-        ceiling.amount if ceiling else None,
-        placement,
-        channels,
-        backend,
-        settings,
-        job_class,
+        job_id=job_id,
+        job=job,
+        request=aws_request,
+        worst_cost=math.inf if job.worst_cost is None else job.worst_cost,
+        ceiling=ceiling.amount if ceiling else None,
+        placement=placement,
+        channels=channels,
+        backend=backend,
+        settings=settings,
+        job_class=job_class,
     )
 
 
